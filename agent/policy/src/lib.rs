@@ -1,0 +1,2 @@
+//! Every decision of the agent, as pure functions of data: no async, no I/O, no clock, no randomness.
+#![forbid(unsafe_code)]

@@ -1,0 +1,3 @@
+//! The `beelet` command.
+
+fn main() {}

@@ -1,0 +1,2 @@
+//! The records that both halves share.
+#![no_std]

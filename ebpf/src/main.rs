@@ -1,0 +1,3 @@
+//! Kernel programs.
+#![no_std]
+#![no_main]
