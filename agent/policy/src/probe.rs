@@ -1,0 +1,503 @@
+//! Probe results in, state changes out: thresholds, initial delay, startup gating, and the hold after
+//! a failed liveness probe.
+//!
+//! [`ProbeState`] is the kubelet's probe worker (`pkg/kubelet/prober/worker.go`) without its clock and its
+//! goroutine: the daemon feeds it outcomes and kernel edges as they come, `plan probe` feeds it ticks.
+//! It must never run a probe, read a clock or decide *when* to probe next.
+//!
+//! Times are [`Duration`]s since an origin of the caller's choice (the daemon: its monotonic clock).
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Probe;
+use serde::{Deserialize, Serialize};
+
+/// What a probe is for; decides its first value and what a failure means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProbeKind {
+    /// Restarts a container that stopped working. Alive until proven otherwise.
+    Liveness,
+    /// Says whether a container may get traffic. Not ready until proven otherwise.
+    Readiness,
+    /// Holds the other two back until the container has started.
+    Startup,
+}
+
+impl ProbeKind {
+    /// The value published for a new container before any outcome counts.
+    #[must_use]
+    pub const fn initial(self) -> ProbeResult {
+        match self {
+            Self::Liveness => ProbeResult::Success,
+            Self::Readiness => ProbeResult::Failure,
+            Self::Startup => ProbeResult::Unknown,
+        }
+    }
+}
+
+/// How one run of a probe ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// The container answered as it should.
+    Success,
+    /// It did not, or not in time.
+    Failure,
+    /// The probe itself could not be run: says nothing about the container, and counts for nothing.
+    Error,
+}
+
+/// The published state of a probe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProbeResult {
+    /// Nothing is known yet (startup probes only).
+    Unknown,
+    /// Alive, ready or started.
+    Success,
+    /// Not so.
+    Failure,
+}
+
+/// What a kernel edge does to readiness (the configuration's `edgePolicy`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EdgePolicy {
+    /// *Not listening* is not ready at once, since traffic would be refused; *listening* is ready at once
+    /// where one success is enough.
+    #[default]
+    Immediate,
+    /// An edge is one more outcome and counts towards the thresholds.
+    Threshold,
+}
+
+/// A probe's settings, as far as they decide its state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProbeParams {
+    /// No outcome counts before the container has run for this long.
+    pub initial_delay: Duration,
+    /// Successes in a row that make it a success; 0 is as good as 1.
+    pub success_threshold: u32,
+    /// Failures in a row that make it a failure; 0 is as good as 1.
+    pub failure_threshold: u32,
+    /// The container has a startup probe, and this (liveness or readiness) probe waits for it.
+    pub waits_for_startup: bool,
+    /// What kernel edges do (readiness only).
+    pub edge_policy: EdgePolicy,
+}
+
+impl ProbeParams {
+    /// The settings of a probe as it stands, without API defaults: an absent threshold is 0 (as good as 1)
+    /// and an absent delay none. Negative numbers, which the API refuses, count as 0.
+    #[must_use]
+    pub fn from_probe(probe: &Probe, waits_for_startup: bool, edge_policy: EdgePolicy) -> Self {
+        let positive = |n: Option<i32>| u32::try_from(n.unwrap_or(0)).unwrap_or(0);
+        Self {
+            initial_delay: Duration::from_secs(positive(probe.initial_delay_seconds).into()),
+            success_threshold: positive(probe.success_threshold),
+            failure_threshold: positive(probe.failure_threshold),
+            waits_for_startup,
+            edge_policy,
+        }
+    }
+}
+
+/// A change of the published state, or its first value for a new container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transition {
+    /// When: the `now` of the call that caused it.
+    pub at: Duration,
+    /// The new state.
+    pub result: ProbeResult,
+    /// The container must be restarted: a liveness or startup probe failed past its threshold.
+    pub restart: bool,
+}
+
+/// The container under the probe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Subject {
+    /// None seen yet.
+    Absent,
+    /// Runs since then.
+    Running(Duration),
+    /// Has ended; the next one isn't there yet.
+    Stopped,
+    /// Its pod is being deleted, and nothing the probe could say matters any more.
+    Deleted,
+}
+
+/// One probe of one container, over all restarts of that container.
+///
+/// ```
+/// use std::time::Duration;
+/// use beelet_policy::probe::{Outcome, ProbeKind, ProbeParams, ProbeResult, ProbeState};
+///
+/// let params = ProbeParams {
+///     initial_delay: Duration::ZERO, success_threshold: 1, failure_threshold: 2,
+///     waits_for_startup: false, edge_policy: Default::default(),
+/// };
+/// let mut state = ProbeState::new(ProbeKind::Liveness, &params);
+/// let second = Duration::from_secs;
+/// assert_eq!(state.container_started(second(5), second(5)).map(|t| t.result), Some(ProbeResult::Success));
+/// assert_eq!(state.record(second(10), Outcome::Failure), None);
+/// assert!(state.record(second(20), Outcome::Failure).is_some_and(|t| t.restart));
+/// assert!(!state.due(second(30)), "on hold until the new container runs");
+/// ```
+#[derive(Debug, Clone)]
+pub struct ProbeState {
+    kind: ProbeKind,
+    params: ProbeParams,
+    subject: Subject,
+    published: ProbeResult,
+    /// The last outcome that counted and how often it came in a row. Deliberately kept over a restart
+    /// of the container, as the kubelet does.
+    last: Outcome,
+    run: u32,
+    on_hold: bool,
+    startup_succeeded: bool,
+}
+
+impl ProbeState {
+    /// A probe whose container has not been seen yet.
+    #[must_use]
+    pub fn new(kind: ProbeKind, params: &ProbeParams) -> Self {
+        Self {
+            kind,
+            params: params.clone(),
+            subject: Subject::Absent,
+            published: kind.initial(),
+            last: Outcome::Success,
+            run: 0,
+            on_hold: false,
+            startup_succeeded: false,
+        }
+    }
+
+    /// A probe taken over with what an earlier instance of the agent knew, so that nothing flips.
+    #[must_use]
+    pub fn resume(
+        kind: ProbeKind,
+        params: &ProbeParams,
+        started_at: Duration,
+        published: ProbeResult,
+    ) -> Self {
+        let settled = kind == ProbeKind::Startup && published == ProbeResult::Success;
+        Self { subject: Subject::Running(started_at), published, on_hold: settled, ..Self::new(kind, params) }
+    }
+
+    /// Which kind of probe this is.
+    #[must_use]
+    pub const fn kind(&self) -> ProbeKind {
+        self.kind
+    }
+
+    /// The state as published last.
+    #[must_use]
+    pub const fn published(&self) -> ProbeResult {
+        self.published
+    }
+
+    /// New settings (a changed annotation or configuration); what was counted stays.
+    pub fn set_params(&mut self, params: &ProbeParams) {
+        self.params = params.clone();
+    }
+
+    /// A container runs, the first one or one after a restart, since `started_at`. Ends a hold and publishes
+    /// the first value, always (the new container had no value before). The startup gate closes; the run of
+    /// equal outcomes carries over. `None` only while the pod is being deleted.
+    pub fn container_started(&mut self, now: Duration, started_at: Duration) -> Option<Transition> {
+        if self.subject == Subject::Deleted {
+            return None;
+        }
+        self.subject = Subject::Running(started_at);
+        self.on_hold = false;
+        self.startup_succeeded = false;
+        self.published = self.kind.initial();
+        Some(self.transition(now, false))
+    }
+
+    /// The same, for a container that started just now.
+    pub fn container_restarted(&mut self, now: Duration) -> Option<Transition> {
+        self.container_started(now, now)
+    }
+
+    /// The container has ended: not ready, not started, and no outcome counts until the next one runs.
+    /// Restarting it is the restart policy's business, so the transition asks for none.
+    pub fn container_stopped(&mut self, now: Duration) -> Option<Transition> {
+        if !matches!(self.subject, Subject::Running(_)) {
+            return None;
+        }
+        self.subject = Subject::Stopped;
+        self.publish(now, ProbeResult::Failure, false)
+    }
+
+    /// The pod is being deleted: liveness and startup probes end in success, so that nothing restarts the
+    /// container during its graceful termination; readiness goes on.
+    pub fn pod_deleted(&mut self, now: Duration) -> Option<Transition> {
+        if self.kind == ProbeKind::Readiness {
+            return None;
+        }
+        let seen = self.subject != Subject::Absent;
+        self.subject = Subject::Deleted;
+        if seen { self.publish(now, ProbeResult::Success, false) } else { None }
+    }
+
+    /// The container's startup probe has succeeded: opens the gate of a liveness or readiness probe.
+    pub fn startup_succeeded(&mut self) {
+        self.startup_succeeded = true;
+    }
+
+    /// No outcome counts until a new container runs.
+    pub fn hold(&mut self) {
+        self.on_hold = true;
+        self.run = 0;
+    }
+
+    /// Would an outcome at `now` count? A caller saves itself a probe where it wouldn't.
+    #[must_use]
+    pub fn due(&self, now: Duration) -> bool {
+        let Subject::Running(started_at) = self.subject else { return false };
+        !self.on_hold
+            && now.saturating_sub(started_at) >= self.params.initial_delay
+            && (self.startup_succeeded || !self.params.waits_for_startup || self.kind == ProbeKind::Startup)
+    }
+
+    /// From when on an outcome counts, if nothing but time must pass; `None`: something else must happen first.
+    #[must_use]
+    pub fn due_from(&self) -> Option<Duration> {
+        let Subject::Running(started_at) = self.subject else { return None };
+        let from = started_at.saturating_add(self.params.initial_delay);
+        self.due(from).then_some(from)
+    }
+
+    /// An outcome. Gives the change of state that it makes, if it makes one.
+    pub fn record(&mut self, now: Duration, outcome: Outcome) -> Option<Transition> {
+        if outcome == Outcome::Error || !self.due(now) {
+            return None;
+        }
+        self.run = if self.last == outcome { self.run.saturating_add(1) } else { 1 };
+        self.last = outcome;
+        let threshold = match outcome {
+            Outcome::Success => self.params.success_threshold,
+            _ => self.params.failure_threshold,
+        };
+        if self.run < threshold {
+            return None;
+        }
+        self.settle(now, outcome)
+    }
+
+    /// The kernel saw the probed port start (`true`) or stop (`false`) being listened on. Decided as
+    /// [`EdgePolicy`] says; liveness and startup probes always keep their thresholds. An edge before the
+    /// initial delay or the startup probe's success does not count.
+    pub fn edge(&mut self, now: Duration, listening: bool) -> Option<Transition> {
+        let outcome = if listening { Outcome::Success } else { Outcome::Failure };
+        let at_once = self.kind == ProbeKind::Readiness
+            && self.params.edge_policy == EdgePolicy::Immediate
+            && (!listening || self.params.success_threshold <= 1);
+        if !at_once || !self.due(now) {
+            return self.record(now, outcome);
+        }
+        // As if the last of a row had come: what follows must make a new row to undo it.
+        self.last = outcome;
+        self.run = if listening { 1 } else { self.params.failure_threshold.max(1) };
+        self.settle(now, outcome)
+    }
+
+    /// The outcome has come often enough.
+    fn settle(&mut self, now: Duration, outcome: Outcome) -> Option<Transition> {
+        let failed = outcome == Outcome::Failure;
+        let result = if failed { ProbeResult::Failure } else { ProbeResult::Success };
+        if self.kind == ProbeKind::Startup || (self.kind == ProbeKind::Liveness && failed) {
+            self.hold();
+        }
+        self.publish(now, result, failed && self.kind != ProbeKind::Readiness)
+    }
+
+    fn publish(&mut self, now: Duration, result: ProbeResult, restart: bool) -> Option<Transition> {
+        if self.published == result && !restart {
+            return None;
+        }
+        self.published = result;
+        Some(self.transition(now, restart))
+    }
+
+    const fn transition(&self, at: Duration, restart: bool) -> Transition {
+        Transition { at, result: self.published, restart }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn params(success: u32, failure: u32) -> ProbeParams {
+        ProbeParams {
+            initial_delay: Duration::ZERO,
+            success_threshold: success,
+            failure_threshold: failure,
+            waits_for_startup: false,
+            edge_policy: EdgePolicy::Immediate,
+        }
+    }
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    /// Plays a script of one letter a second on a fresh probe: `s`uccess, `f`ailure, `e`rror, `R`estart (new
+    /// container), `L`istening, `C`losed, `G`ate opens, `X` container stops, `D` pod deleted.
+    /// Expectation: what was published, `second` + `+`, `-` or `?`, `!` where a restart is demanded.
+    fn check(kind: ProbeKind, params: &ProbeParams, script: &str, expectation: &str) {
+        let mut state = ProbeState::new(kind, params);
+        let mut seen = Vec::new();
+        for (second, letter) in script.chars().enumerate() {
+            let now = at(second as u64);
+            let transition = match letter {
+                's' => state.record(now, Outcome::Success),
+                'f' => state.record(now, Outcome::Failure),
+                'e' => state.record(now, Outcome::Error),
+                'R' => state.container_restarted(now),
+                'L' => state.edge(now, true),
+                'C' => state.edge(now, false),
+                'G' => {
+                    state.startup_succeeded();
+                    None
+                }
+                'X' => state.container_stopped(now),
+                'D' => state.pod_deleted(now),
+                _ => None,
+            };
+            if let Some(t) = transition {
+                let sign = match t.result {
+                    ProbeResult::Success => '+',
+                    ProbeResult::Failure => '-',
+                    ProbeResult::Unknown => '?',
+                };
+                seen.push(format!("{}{sign}{}", t.at.as_secs(), if t.restart { "!" } else { "" }));
+            }
+        }
+        assert_eq!(seen.join(" "), expectation, "{kind:?} {params:?} {script}");
+    }
+
+    #[test]
+    fn thresholds_count_equal_outcomes_in_a_row() {
+        check(ProbeKind::Readiness, &params(1, 3), "Rsffsfff", "0- 1+ 7-");
+        check(ProbeKind::Readiness, &params(2, 1), "Rsfsss", "0- 4+");
+        check(ProbeKind::Readiness, &params(0, 0), "Rsf", "0- 1+ 2-");
+    }
+
+    #[test]
+    fn errors_neither_count_nor_reset_the_run() {
+        check(ProbeKind::Readiness, &params(1, 2), "Rsfeef", "0- 1+ 5-");
+        check(ProbeKind::Liveness, &params(1, 3), "Rfefeef", "0+ 6-!");
+    }
+
+    #[test]
+    fn a_failed_liveness_probe_holds_until_the_new_container_runs() {
+        check(ProbeKind::Liveness, &params(1, 2), "RffffsfRsff", "0+ 2-! 7+ 10-!");
+    }
+
+    #[test]
+    fn the_run_carries_over_into_a_new_container() {
+        check(ProbeKind::Liveness, &params(1, 3), "RffRf", "0+ 3+ 4-!");
+    }
+
+    #[test]
+    fn a_startup_probe_holds_after_either_result() {
+        check(ProbeKind::Startup, &params(1, 2), "Rsfff", "0? 1+");
+        check(ProbeKind::Startup, &params(1, 2), "RfffsRs", "0? 2-! 5? 6+");
+    }
+
+    #[test]
+    fn outcomes_before_the_initial_delay_do_not_count() {
+        let late = ProbeParams { initial_delay: at(3), ..params(1, 1) };
+        check(ProbeKind::Readiness, &late, "Rsss", "0- 3+");
+        check(ProbeKind::Readiness, &late, "RLLL", "0- 3+");
+    }
+
+    #[test]
+    fn liveness_and_readiness_wait_for_the_startup_probe_of_each_container() {
+        let gated = ProbeParams { waits_for_startup: true, ..params(1, 1) };
+        check(ProbeKind::Readiness, &gated, "RssGsRsGs", "0- 4+ 5- 8+");
+        check(ProbeKind::Liveness, &gated, "RffGf", "0+ 4-!");
+        check(ProbeKind::Readiness, &gated, "RLCGL", "0- 4+");
+        check(ProbeKind::Startup, &gated, "Rs", "0? 1+");
+    }
+
+    #[test]
+    fn an_immediate_edge_turns_readiness_at_once() {
+        check(ProbeKind::Readiness, &params(1, 3), "RLCL", "0- 1+ 2- 3+");
+        check(ProbeKind::Readiness, &params(2, 3), "RLLC", "0- 2+ 3-");
+        check(ProbeKind::Readiness, &params(2, 3), "RssCsCss", "0- 2+ 3- 7+");
+    }
+
+    #[test]
+    fn a_threshold_edge_is_one_more_outcome() {
+        let patient = ProbeParams { edge_policy: EdgePolicy::Threshold, ..params(1, 2) };
+        check(ProbeKind::Readiness, &patient, "RLCfL", "0- 1+ 3- 4+");
+    }
+
+    #[test]
+    fn liveness_keeps_its_thresholds_whatever_the_edge_policy() {
+        check(ProbeKind::Liveness, &params(1, 2), "RCsCC", "0+ 4-!");
+    }
+
+    #[test]
+    fn a_container_that_stops_is_not_ready_and_asks_for_no_restart() {
+        check(ProbeKind::Readiness, &params(1, 1), "RsXsRs", "0- 1+ 2- 4- 5+");
+        check(ProbeKind::Liveness, &params(1, 1), "RXf", "0+ 1-");
+    }
+
+    #[test]
+    fn deletion_silences_liveness_and_startup_only() {
+        check(ProbeKind::Liveness, &params(1, 1), "RDffR", "0+");
+        check(ProbeKind::Startup, &params(1, 1), "RDf", "0? 1+");
+        check(ProbeKind::Readiness, &params(1, 1), "RsDf", "0- 1+ 3-");
+    }
+
+    #[test]
+    fn what_an_earlier_instance_knew_does_not_flip() {
+        let mut ready = ProbeState::resume(ProbeKind::Readiness, &params(1, 3), at(0), ProbeResult::Success);
+        assert_eq!(ready.record(at(9), Outcome::Success), None);
+        assert_eq!(ready.published(), ProbeResult::Success);
+        let mut started = ProbeState::resume(ProbeKind::Startup, &params(1, 1), at(0), ProbeResult::Success);
+        assert_eq!(started.record(at(9), Outcome::Failure), None);
+    }
+
+    #[test]
+    fn due_from_names_the_end_of_the_initial_delay_and_nothing_while_gated() {
+        let gated = ProbeParams { waits_for_startup: true, initial_delay: at(5), ..params(1, 1) };
+        let mut state = ProbeState::new(ProbeKind::Readiness, &gated);
+        assert_eq!(state.due_from(), None);
+        state.container_restarted(at(10));
+        assert_eq!(state.due_from(), None);
+        state.startup_succeeded();
+        assert_eq!(state.due_from(), Some(at(15)));
+    }
+
+    proptest! {
+        /// A published success or failure always has a full row of such outcomes behind it.
+        #[test]
+        fn no_change_without_a_full_row(outcomes in prop::collection::vec(0..3u8, 0..60), success in 1..4u32, failure in 1..4u32) {
+            let mut state = ProbeState::new(ProbeKind::Readiness, &params(success, failure));
+            state.container_restarted(at(0));
+            let mut counted = Vec::new();
+            for (second, outcome) in outcomes.iter().enumerate() {
+                let outcome = [Outcome::Success, Outcome::Failure, Outcome::Error][usize::from(*outcome)];
+                if outcome != Outcome::Error {
+                    counted.push(outcome);
+                }
+                if let Some(transition) = state.record(at(second as u64), outcome) {
+                    let (want, row) = match transition.result {
+                        ProbeResult::Success => (Outcome::Success, success),
+                        _ => (Outcome::Failure, failure),
+                    };
+                    prop_assert!(counted.iter().rev().take(row as usize).filter(|o| **o == want).count() == row as usize);
+                }
+            }
+        }
+    }
+}
