@@ -1,0 +1,529 @@
+//! What to do next for one pod: which sandbox and containers to create, start, stop or remove, given
+//! the pod's spec and what the runtime has of it.
+//!
+//! The decision is repeated whenever something changed, and each time looks at the whole: nothing is
+//! remembered between two decisions but what the runtime itself keeps (attempts, exit codes, the delay
+//! a container was started with). So an agent that was killed between any two actions goes on where
+//! it stopped. The order of containers follows KEP-753 (sidecars); the restart delays are the
+//! kubelet's (10 s doubling to 300 s, forgotten after 10 minutes).
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
+
+/// The delay before a container's second restart; the first one is immediate.
+pub const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
+/// No restart waits longer than this.
+pub const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
+/// A container that ran this long has its earlier crashes forgotten.
+pub const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
+
+/// What the runtime has of one pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Observed {
+    /// All sandboxes, in any order.
+    pub sandboxes: Vec<Sandbox>,
+    /// All containers, dead ones included, in any order.
+    pub containers: Vec<Container>,
+}
+
+/// A pod sandbox, as the runtime has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sandbox {
+    /// The runtime's identifier.
+    pub id: String,
+    /// Which of the pod's sandboxes it is, counted from 0.
+    pub attempt: u32,
+    /// Whether the runtime calls it ready: its namespaces and its network exist.
+    pub ready: bool,
+}
+
+/// A container, as the runtime has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Container {
+    /// The runtime's identifier.
+    pub id: String,
+    /// The name in the pod's spec.
+    pub name: String,
+    /// How many times the container had been started before: its restart count.
+    pub attempt: u32,
+    /// The sandbox it belongs to.
+    pub sandbox_id: String,
+    /// What it does.
+    pub state: ContainerState,
+    /// The delay it was started with, from which the next one follows.
+    pub restart_delay: Duration,
+}
+
+/// What a container does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ContainerState {
+    /// Created but never started.
+    Created,
+    /// Running since `started_at`.
+    Running {
+        /// When it was started.
+        started_at: Timestamp,
+    },
+    /// Ended.
+    Exited {
+        /// The exit code of its first process.
+        exit_code: i32,
+        /// When it was started; absent if it never was.
+        started_at: Option<Timestamp>,
+        /// When it ended.
+        finished_at: Timestamp,
+    },
+    /// The runtime doesn't know. It is stopped and started anew.
+    Unknown,
+}
+
+/// What probes say of the pod's running containers, by the runtime's container identifiers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verdicts {
+    /// Containers whose startup probe succeeded, or that have none.
+    pub started: BTreeSet<String>,
+    /// Containers that a failed liveness or startup probe condemned.
+    pub condemned: BTreeMap<String, KillReason>,
+}
+
+/// Why a container is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum KillReason {
+    /// Its liveness probe failed.
+    Liveness,
+    /// Its startup probe failed.
+    Startup,
+    /// The runtime doesn't know its state.
+    Unknown,
+    /// All containers that do the pod's work have ended, so its sidecars end too.
+    PodFinished,
+}
+
+impl KillReason {
+    /// The sentence an event says of it.
+    pub fn message(self) -> &'static str {
+        match self {
+            Self::Liveness => "failed its liveness probe and will be restarted",
+            Self::Startup => "failed its startup probe and will be restarted",
+            Self::Unknown => "is in an unknown state; it is stopped and tried again",
+            Self::PodFinished => "is a sidecar of a pod that has finished",
+        }
+    }
+}
+
+/// A container to stop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// The runtime's identifier.
+    pub id: String,
+    /// The name in the pod's spec.
+    pub name: String,
+    /// Why.
+    pub reason: KillReason,
+}
+
+/// A container to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Start {
+    /// The name in the pod's spec.
+    pub name: String,
+    /// The restart count it gets.
+    pub attempt: u32,
+    /// The delay that went before it, to be kept with the container.
+    pub restart_delay: Duration,
+    /// A container that was created for this attempt but not started yet.
+    pub created: Option<String>,
+}
+
+/// Why a container isn't running though it should.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// The whole delay.
+    pub delay: Duration,
+    /// When it is over.
+    pub until: Timestamp,
+}
+
+/// How a pod that has nothing more to do ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Every container ended with exit code 0.
+    Succeeded,
+    /// At least one did not.
+    Failed,
+}
+
+/// What to do now, in this order: kill, stop sandboxes, create a sandbox, remove, start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Actions {
+    /// Containers to stop.
+    pub kill: Vec<Kill>,
+    /// Sandboxes to stop with all that runs in them; they stay listed.
+    pub stop_sandboxes: Vec<String>,
+    /// The attempt number of the sandbox to create. Nothing is started before it runs.
+    pub create_sandbox: Option<u32>,
+    /// Dead containers that nobody needs any more.
+    pub remove_containers: Vec<String>,
+    /// Stopped sandboxes without containers.
+    pub remove_sandboxes: Vec<String>,
+    /// Containers to start.
+    pub start: Vec<Start>,
+    /// Containers that wait for their restart delay to pass.
+    pub backoff: BTreeMap<String, Backoff>,
+    /// Set once the pod has nothing more to do.
+    pub outcome: Option<Outcome>,
+}
+
+impl Actions {
+    /// Whether there is nothing to do before something changes or [`Actions::wake_at`] comes.
+    pub fn is_idle(&self) -> bool {
+        self.kill.is_empty()
+            && self.stop_sandboxes.is_empty()
+            && self.create_sandbox.is_none()
+            && self.remove_containers.is_empty()
+            && self.remove_sandboxes.is_empty()
+            && self.start.is_empty()
+    }
+
+    /// When to decide again though nothing changed.
+    pub fn wake_at(&self) -> Option<Timestamp> {
+        self.backoff.values().map(|b| b.until).min()
+    }
+}
+
+/// A pod's restartPolicy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RestartPolicy {
+    /// Whenever a container ends.
+    Always,
+    /// When it ends with an exit code other than 0.
+    OnFailure,
+    /// Not at all.
+    Never,
+}
+
+impl RestartPolicy {
+    /// The policy of a spec. Anything that isn't `OnFailure` or `Never` counts as the default, `Always`.
+    pub fn of(spec: &PodSpec) -> Self {
+        match spec.restart_policy.as_deref() {
+            Some("OnFailure") => Self::OnFailure,
+            Some("Never") => Self::Never,
+            _ => Self::Always,
+        }
+    }
+
+    fn restarts(self, exit_code: i32) -> bool {
+        match self {
+            Self::Always => true,
+            Self::OnFailure => exit_code != 0,
+            Self::Never => false,
+        }
+    }
+}
+
+/// Whether an init container is a sidecar: started in order, but kept running beside the pod's containers.
+pub fn is_sidecar(container: &ContainerSpec) -> bool {
+    container.restart_policy.as_deref() == Some("Always")
+}
+
+/// The delay before the restart of a container that was started after `previous` and ran for `ran`.
+/// `attempt` is the restart count of the container that ended.
+pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration) -> Duration {
+    if attempt == 0 || ran >= RESTART_DELAY_RESET {
+        Duration::ZERO
+    } else if previous.is_zero() {
+        RESTART_DELAY_INITIAL
+    } else {
+        (previous * 2).min(RESTART_DELAY_MAX)
+    }
+}
+
+/// What to do next for `pod`.
+pub fn actions(pod: &Pod, observed: &Observed, verdicts: &Verdicts, now: Timestamp) -> Actions {
+    let Some(spec) = &pod.spec else { return Actions::default() };
+    let mut decision = Decision::new(spec, observed, verdicts, now);
+    decision.retire_old_sandboxes();
+    if let Some(outcome) = decision.outcome() {
+        decision.finish(outcome);
+    } else if decision.current.is_none() {
+        let attempt = observed.sandboxes.iter().map(|s| s.attempt + 1).max().unwrap_or(0);
+        decision.actions.create_sandbox = Some(attempt);
+    } else {
+        decision.kill_condemned();
+        decision.start_missing();
+    }
+    decision.remove_dead();
+    decision.actions
+}
+
+/// One decision in the making.
+struct Decision<'a> {
+    spec: &'a PodSpec,
+    policy: RestartPolicy,
+    observed: &'a Observed,
+    verdicts: &'a Verdicts,
+    now: Timestamp,
+    /// The sandbox that containers run in, or none if a new one is needed.
+    current: Option<&'a Sandbox>,
+    /// The newest container of each name, in any sandbox: it has the restart count.
+    newest: BTreeMap<&'a str, &'a Container>,
+    actions: Actions,
+}
+
+impl<'a> Decision<'a> {
+    fn new(spec: &'a PodSpec, observed: &'a Observed, verdicts: &'a Verdicts, now: Timestamp) -> Self {
+        let current = observed.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
+        let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
+        for container in &observed.containers {
+            let slot = newest.entry(&container.name).or_insert(container);
+            if (container.attempt, &container.id) > (slot.attempt, &slot.id) {
+                *slot = container;
+            }
+        }
+        let policy = RestartPolicy::of(spec);
+        Self { spec, policy, observed, verdicts, now, current, newest, actions: Actions::default() }
+    }
+
+    /// The container of this name in the sandbox that counts: attempts in earlier sandboxes are history.
+    fn here(&self, name: &str) -> Option<&'a Container> {
+        let current = self.current?;
+        self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id)
+    }
+
+    fn init_containers(&self) -> &'a [ContainerSpec] {
+        self.spec.init_containers.as_deref().unwrap_or_default()
+    }
+
+    /// Every sandbox but the current one is stopped as long as anything in it may still run.
+    fn retire_old_sandboxes(&mut self) {
+        for sandbox in &self.observed.sandboxes {
+            if self.current.is_some_and(|c| c.id == sandbox.id) {
+                continue;
+            }
+            let alive = self.observed.containers.iter().any(|c| {
+                c.sandbox_id == sandbox.id
+                    && !matches!(c.state, ContainerState::Exited { .. } | ContainerState::Created)
+            });
+            if sandbox.ready || alive {
+                self.actions.stop_sandboxes.push(sandbox.id.clone());
+            }
+        }
+    }
+
+    /// How the pod ended, if it has.
+    fn outcome(&self) -> Option<Outcome> {
+        if self.policy == RestartPolicy::Always {
+            return None;
+        }
+        let exit = |name: &str| match self.newest.get(name).map(|c| &c.state) {
+            Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
+            _ => None,
+        };
+        if self.policy == RestartPolicy::Never {
+            let mut regular = self.init_containers().iter().filter(|c| !is_sidecar(c));
+            if regular.any(|c| exit(&c.name).is_some_and(|code| code != 0)) {
+                return Some(Outcome::Failed);
+            }
+            // A sandbox that died took its containers along; with `Never` none of them comes back.
+            if self.current.is_none() && !self.observed.containers.is_empty() {
+                let all_zero = self.spec.containers.iter().all(|c| exit(&c.name) == Some(0));
+                return Some(if all_zero { Outcome::Succeeded } else { Outcome::Failed });
+            }
+        }
+        let codes: Option<Vec<i32>> = self.spec.containers.iter().map(|c| exit(&c.name)).collect();
+        let codes = codes?;
+        if codes.iter().any(|code| self.policy.restarts(*code)) {
+            return None;
+        }
+        Some(if codes.iter().all(|code| *code == 0) { Outcome::Succeeded } else { Outcome::Failed })
+    }
+
+    /// A finished pod's sidecars end, the last one started first; then its sandbox stops.
+    fn finish(&mut self, outcome: Outcome) {
+        self.actions.outcome = Some(outcome);
+        for spec in self.init_containers().iter().rev() {
+            if let Some(container) = self.here(&spec.name)
+                && matches!(container.state, ContainerState::Running { .. } | ContainerState::Unknown)
+            {
+                self.kill(container, KillReason::PodFinished);
+                return;
+            }
+        }
+        if let Some(current) = self.current {
+            self.actions.stop_sandboxes.push(current.id.clone());
+        }
+    }
+
+    fn kill(&mut self, container: &Container, reason: KillReason) {
+        self.actions.kill.push(Kill { id: container.id.clone(), name: container.name.clone(), reason });
+    }
+
+    fn kill_condemned(&mut self) {
+        for container in self.newest.clone().into_values() {
+            if self.here(&container.name).is_none() {
+                continue;
+            }
+            match (&container.state, self.verdicts.condemned.get(&container.id)) {
+                (ContainerState::Running { .. }, Some(reason)) => self.kill(container, *reason),
+                (ContainerState::Unknown, _) => self.kill(container, KillReason::Unknown),
+                _ => {}
+            }
+        }
+    }
+
+    fn start_missing(&mut self) {
+        // Once one of the pod's own containers exists, initialization is over for this sandbox.
+        let initialized = self.spec.containers.iter().any(|c| self.here(&c.name).is_some());
+        for spec in self.init_containers() {
+            let ready_for_next = if is_sidecar(spec) {
+                self.keep_running(spec, RestartPolicy::Always);
+                self.is_started(&spec.name)
+            } else {
+                initialized || self.run_to_completion(spec)
+            };
+            if !ready_for_next && !initialized {
+                return;
+            }
+        }
+        for spec in &self.spec.containers {
+            self.keep_running(spec, self.policy);
+        }
+    }
+
+    fn is_started(&self, name: &str) -> bool {
+        self.here(name).is_some_and(|c| {
+            matches!(c.state, ContainerState::Running { .. }) && self.verdicts.started.contains(&c.id)
+        })
+    }
+
+    /// Starts an init container where needed; true once it has succeeded.
+    fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
+        if let Some(ContainerState::Exited { exit_code: 0, .. }) = self.here(&spec.name).map(|c| &c.state) {
+            return true;
+        }
+        // A failed one with `Never` made the pod's outcome before this is reached.
+        self.keep_running(spec, RestartPolicy::OnFailure);
+        false
+    }
+
+    fn keep_running(&mut self, spec: &ContainerSpec, policy: RestartPolicy) {
+        let Some(container) = self.here(&spec.name) else {
+            // The first in this sandbox, though it may have run in an earlier one.
+            let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt + 1);
+            self.start(spec, attempt, Duration::ZERO, None);
+            return;
+        };
+        match &container.state {
+            ContainerState::Running { .. } | ContainerState::Unknown => {}
+            ContainerState::Created => {
+                self.start(spec, container.attempt, container.restart_delay, Some(container.id.clone()));
+            }
+            ContainerState::Exited { exit_code, started_at, finished_at } => {
+                if !policy.restarts(*exit_code) {
+                    return;
+                }
+                let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, *finished_at));
+                let delay = restart_delay(container.attempt, container.restart_delay, ran);
+                let until = finished_at.saturating_add(delay).unwrap_or(Timestamp::MAX);
+                if until > self.now {
+                    self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
+                } else {
+                    self.start(spec, container.attempt + 1, delay, None);
+                }
+            }
+        }
+    }
+
+    fn start(
+        &mut self,
+        spec: &ContainerSpec,
+        attempt: u32,
+        restart_delay: Duration,
+        created: Option<String>,
+    ) {
+        self.actions.start.push(Start { name: spec.name.clone(), attempt, restart_delay, created });
+    }
+
+    /// Of each name the newest container stays, and the newest dead one before it (it is the status's
+    /// `lastState`). Containers that were created in a sandbox of the past never run.
+    fn remove_dead(&mut self) {
+        let mut kept_dead: BTreeMap<&str, (u32, &str)> = BTreeMap::new();
+        for c in &self.observed.containers {
+            let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
+            if !newest && matches!(c.state, ContainerState::Exited { .. }) {
+                let slot = kept_dead.entry(&c.name).or_insert((c.attempt, &c.id));
+                *slot = (*slot).max((c.attempt, &c.id));
+            }
+        }
+        let in_current = |c: &Container| self.current.is_some_and(|s| s.id == c.sandbox_id);
+        let gone = |c: &Container| match c.state {
+            ContainerState::Exited { .. } => {
+                let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
+                !newest && kept_dead.get(c.name.as_str()).is_none_or(|(_, id)| *id != c.id)
+            }
+            ContainerState::Created => !in_current(c),
+            ContainerState::Running { .. } | ContainerState::Unknown => false,
+        };
+        let (removed, kept): (Vec<_>, Vec<_>) = self.observed.containers.iter().partition(|c| gone(c));
+        self.actions.remove_containers = removed.into_iter().map(|c| c.id.clone()).collect();
+        let keeps_last = self.actions.outcome.is_some() || self.current.is_none();
+        let last = self.observed.sandboxes.iter().max_by_key(|s| (s.attempt, &s.id));
+        for sandbox in &self.observed.sandboxes {
+            let needed = sandbox.ready
+                || kept.iter().any(|c| c.sandbox_id == sandbox.id)
+                // Its attempt number is all that tells how many there were.
+                || (keeps_last && last.is_some_and(|l| l.id == sandbox.id));
+            if !needed && !self.actions.stop_sandboxes.contains(&sandbox.id) {
+                self.actions.remove_sandboxes.push(sandbox.id.clone());
+            }
+        }
+    }
+}
+
+/// How many of a pod's containers are in which state; what its phase follows from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Init containers that have not done their part yet.
+    pub init_pending: usize,
+    /// A pod that is never restarted has an init container that failed.
+    pub init_failed: bool,
+    /// Containers that never ran.
+    pub waiting: usize,
+    /// Containers that run.
+    pub running: usize,
+    /// Containers that ended with exit code 0, those waiting for a restart included.
+    pub succeeded: usize,
+    /// Containers that ended otherwise, those waiting for a restart included.
+    pub failed: usize,
+}
+
+/// A pod's phase, by the rules of the kubelet's getPhase.
+pub fn phase(policy: RestartPolicy, tally: Tally) -> &'static str {
+    if tally.init_failed {
+        return "Failed";
+    }
+    if tally.init_pending > 0 || tally.waiting > 0 {
+        return "Pending";
+    }
+    let ended = tally.succeeded + tally.failed;
+    match policy {
+        _ if tally.running > 0 => "Running",
+        _ if ended == 0 => "Pending",
+        RestartPolicy::Always => "Running",
+        _ if tally.failed == 0 => "Succeeded",
+        RestartPolicy::Never => "Failed",
+        RestartPolicy::OnFailure => "Running",
+    }
+}
+
+fn elapsed(from: Timestamp, to: Timestamp) -> Duration {
+    Duration::try_from(to.duration_since(from)).unwrap_or(Duration::ZERO)
+}
+
+#[cfg(test)]
+mod tests;
