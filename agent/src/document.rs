@@ -1,0 +1,556 @@
+//! Text to a tree of values, with the place of each node: YAML (also many documents in one text) or JSON.
+//!
+//! Everything a person writes for beelet comes in through here: pod manifests, the configuration, the
+//! scenarios of `beelet plan`. The tree is plain [`serde_json::Value`]; beside it every node keeps the
+//! line and column it came from, so that an error found later, at a field path, can still be shown where
+//! it was written.
+//!
+//! Scalars mean what they mean to Kubernetes' own reader (YAML 1.1: `yes` is a boolean, `0644` is octal),
+//! because a manifest must not change its meaning with the agent that reads it.
+//!
+//! This module must never read a file, never panic whatever the text, and never know what the fields mean.
+
+use std::fmt;
+
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Number, Value};
+use serde_saphyr::{Location, Spanned};
+
+/// Deepest nesting of mappings and lists.
+const MAX_DEPTH: usize = 100;
+
+/// Stack of the thread that reads, in bytes: a debug build needs tens of KiB a level. Only what is used of it
+/// costs memory.
+const STACK: usize = 32 << 20;
+
+/// Longest cause shown to the user, in characters: a message that quotes a text from outside stays readable.
+const MAX_MESSAGE: usize = 300;
+
+/// What one text may cost.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Largest text, in bytes.
+    pub bytes: usize,
+    /// Most mappings, lists and scalars, aliases expanded.
+    pub nodes: usize,
+}
+
+impl Limits {
+    /// One pod manifest or configuration file.
+    pub const MANIFEST: Limits = Limits { bytes: 1 << 20, nodes: 200_000 };
+    /// A scenario of `beelet plan`: thousands of pods or images.
+    pub const SCENARIO: Limits = Limits { bytes: 64 << 20, nodes: 8_000_000 };
+}
+
+/// One document of a text.
+#[derive(Clone, Debug)]
+pub struct Document {
+    /// What it says.
+    pub value: Value,
+    /// Where each node of `value` was written.
+    pub lines: LineIndex,
+}
+
+impl Document {
+    /// Line and column (both from 1) of the node at `path`, or of its nearest ancestor that was written:
+    /// `spec.containers[0].image` of a container without an image is the place of the container.
+    ///
+    /// `path` is written as `serde_path_to_error` prints it; keys with dots in them (annotations) are found
+    /// too. `.` and the empty path are the document's start. None where not even the first field exists.
+    #[must_use]
+    pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
+        self.lines.locate(path)
+    }
+
+    /// Line and column (both from 1) of the document's first node.
+    #[must_use]
+    pub fn start(&self) -> (u64, u64) {
+        self.lines.root.position()
+    }
+}
+
+/// The place of every node of a document.
+#[derive(Clone, Debug)]
+pub struct LineIndex {
+    root: Place,
+}
+
+/// The place of one node and of what is inside it.
+#[derive(Clone, Debug)]
+struct Place {
+    line: u32,
+    column: u32,
+    children: Children,
+}
+
+#[derive(Clone, Debug)]
+enum Children {
+    None,
+    List(Vec<Place>),
+    Map(Vec<(Box<str>, Place)>),
+}
+
+impl Place {
+    fn position(&self) -> (u64, u64) {
+        (self.line.into(), self.column.into())
+    }
+}
+
+impl LineIndex {
+    fn locate(&self, path: &str) -> Option<(u64, u64)> {
+        let path = path.trim_start_matches('.');
+        if path.is_empty() {
+            return Some(self.root.position());
+        }
+        let (mut place, mut rest) = step(&self.root, path)?;
+        while !rest.is_empty() {
+            match step(place, rest) {
+                Some((next, tail)) => (place, rest) = (next, tail),
+                None => break,
+            }
+        }
+        Some(place.position())
+    }
+}
+
+/// One step along a path: the child that `path` begins with, and the path from there.
+fn step<'p, 't>(place: &'p Place, path: &'t str) -> Option<(&'p Place, &'t str)> {
+    match &place.children {
+        Children::None => None,
+        Children::List(items) => {
+            let (index, rest) = path.strip_prefix('[')?.split_once(']')?;
+            Some((items.get(index.parse::<usize>().ok()?)?, rest.trim_start_matches('.')))
+        }
+        // The longest key wins: `a.b` may be the key `a.b` as well as `b` inside `a`.
+        Children::Map(entries) => entries
+            .iter()
+            .filter_map(|(key, child)| {
+                let rest = path.strip_prefix(&**key)?;
+                let ends = rest.is_empty() || rest.starts_with('.') || rest.starts_with('[');
+                ends.then(|| (key.len(), child, rest.trim_start_matches('.')))
+            })
+            .max_by_key(|(length, ..)| *length)
+            .map(|(_, child, rest)| (child, rest)),
+    }
+}
+
+/// Why a text could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}, column {column}: {message}")]
+pub struct DocumentError {
+    /// Line, from 1.
+    pub line: u64,
+    /// Column in characters, from 1.
+    pub column: u64,
+    /// The cause, on one line.
+    pub message: String,
+}
+
+/// Reads all documents of `text`; documents with nothing in them are left out.
+///
+/// # Errors
+/// The text is neither YAML nor JSON, a mapping has a key twice, or the text exceeds [`Limits::SCENARIO`].
+pub fn parse(text: &str) -> Result<Vec<Document>, DocumentError> {
+    parse_within(text, Limits::SCENARIO)
+}
+
+/// Reads all documents of `text` within `limits`.
+///
+/// # Errors
+/// As for [`parse`].
+pub fn parse_within(text: &str, limits: Limits) -> Result<Vec<Document>, DocumentError> {
+    if text.len() > limits.bytes {
+        let message = format!("the text has {} bytes; at most {} are read", text.len(), limits.bytes);
+        return Err(DocumentError { line: 1, column: 1, message });
+    }
+    // Kubernetes' own files come with a byte order mark from some editors.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let nodes = on_a_deep_stack(|| {
+        serde_saphyr::from_multiple_with_options::<Node>(text, options(limits))
+            .map_err(|error| describe(&error, limits))
+    })?;
+    Ok(nodes
+        .into_iter()
+        .map(|node| Document { value: node.value, lines: LineIndex { root: node.place } })
+        .collect())
+}
+
+/// Runs `read` on a thread of its own: serde recurses once for each level, and the callers' threads (2 MiB in
+/// an async runtime) are too small for [`MAX_DEPTH`] levels in a debug build.
+fn on_a_deep_stack<T: Send>(
+    read: impl FnOnce() -> Result<T, DocumentError> + Send,
+) -> Result<T, DocumentError> {
+    let failed = |message| Err(DocumentError { line: 1, column: 1, message });
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("document".to_owned()).stack_size(STACK);
+        match thread.spawn_scoped(scope, read).map(std::thread::ScopedJoinHandle::join) {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => failed("the YAML reader failed on this text; please report it as a bug".to_owned()),
+            Err(cause) => failed(format!("cannot start a thread to read it: {cause}")),
+        }
+    })
+}
+
+fn options(limits: Limits) -> serde_saphyr::Options {
+    serde_saphyr::options! {
+        budget: serde_saphyr::budget! {
+            max_depth: MAX_DEPTH,
+            flow_nesting_limit: MAX_DEPTH,
+            max_nodes: limits.nodes,
+            max_events: limits.nodes * 3,
+            max_aliases: 10_000,
+            max_anchors: 10_000,
+        },
+        alias_limits: serde_saphyr::alias_limits! {
+            max_total_replayed_events: limits.nodes.min(200_000),
+            max_replay_stack_depth: 16,
+        },
+        emit_comments: false,
+        legacy_octal_numbers: true,
+        with_snippet: false,
+    }
+}
+
+/// The library's error as one short line, with its place taken out of the text.
+fn describe(error: &serde_saphyr::Error, limits: Limits) -> DocumentError {
+    let at = error.location();
+    let (line, column) = at.map_or((1, 1), |at| (at.line().max(1), at.column().max(1)));
+    let mut message = match error.without_snippet() {
+        serde_saphyr::Error::Budget { .. } => {
+            format!("too large or too deep: at most {MAX_DEPTH} levels and {} values are read", limits.nodes)
+        }
+        serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. } => {
+            format!("the key {key:?} is there twice")
+        }
+        serde_saphyr::Error::NonFiniteFloat { value, .. } => format!("{value:?} is not a finite number"),
+        other => other.to_string(),
+    };
+    for suffix in [format!(" at line {line}, column {column}"), format!(" line {line} column {column}")] {
+        message = message.replace(&suffix, "");
+    }
+    DocumentError { line, column, message: one_line(&message) }
+}
+
+/// `text` without control characters and not longer than a message may be.
+fn one_line(text: &str) -> String {
+    let mut line: String =
+        text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_MESSAGE).collect();
+    if text.chars().nth(MAX_MESSAGE).is_some() {
+        line.push('…');
+    }
+    line
+}
+
+/// A node while it is read: its value and its place.
+struct Node {
+    value: Value,
+    place: Place,
+}
+
+/// What a [`Spanned`] holds: the value, and the places of what is inside.
+struct Content {
+    value: Value,
+    children: Children,
+}
+
+impl<'de> Deserialize<'de> for Node {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let spanned = Spanned::<Content>::deserialize(deserializer)?;
+        let (line, column) = coordinates(&spanned.referenced);
+        let Content { value, children } = spanned.value;
+        Ok(Node { value, place: Place { line, column, children } })
+    }
+}
+
+fn coordinates(at: &Location) -> (u32, u32) {
+    let clamp = |n: u64| u32::try_from(n.max(1)).unwrap_or(u32::MAX);
+    (clamp(at.line()), clamp(at.column()))
+}
+
+impl Content {
+    fn scalar(value: impl Into<Value>) -> Self {
+        Content { value: value.into(), children: Children::None }
+    }
+}
+
+impl<'de> Deserialize<'de> for Content {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ContentVisitor)
+    }
+}
+
+struct ContentVisitor;
+
+impl<'de> Visitor<'de> for ContentVisitor {
+    type Value = Content;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a mapping, a list, a string, a number, true, false or null")
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Content, E> {
+        Ok(Content::scalar(value))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Content, E> {
+        Ok(Content::scalar(value))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Content, E> {
+        Ok(Content::scalar(value))
+    }
+
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Content, E> {
+        match Number::from_f64(value) {
+            Some(number) => Ok(Content::scalar(Value::Number(number))),
+            None => Err(E::custom("a number must be finite")),
+        }
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Content, E> {
+        Ok(Content::scalar(value))
+    }
+
+    fn visit_string<E>(self, value: String) -> Result<Content, E> {
+        Ok(Content::scalar(value))
+    }
+
+    fn visit_unit<E>(self) -> Result<Content, E> {
+        Ok(Content::scalar(Value::Null))
+    }
+
+    fn visit_none<E>(self) -> Result<Content, E> {
+        Ok(Content::scalar(Value::Null))
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Content, D::Error> {
+        Content::deserialize(deserializer)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Content, A::Error> {
+        let (mut values, mut places) = (Vec::new(), Vec::new());
+        while let Some(Node { value, place }) = items.next_element()? {
+            values.push(value);
+            places.push(place);
+        }
+        Ok(Content { value: Value::Array(values), children: Children::List(places) })
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Content, A::Error> {
+        let (mut values, mut places) = (Map::new(), Vec::new());
+        while let Some(key) = entries.next_key::<Spanned<String>>()? {
+            let Node { value, mut place } = entries.next_value()?;
+            // A block that starts below its key is best shown at the key; a scalar at itself.
+            let (line, column) = coordinates(&key.referenced);
+            if !matches!(place.children, Children::None) || value.is_null() {
+                (place.line, place.column) = (line, column);
+            }
+            places.push((key.value.as_str().into(), place));
+            values.insert(key.value, value);
+        }
+        Ok(Content { value: Value::Object(values), children: Children::Map(places) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    fn one(text: &str) -> Document {
+        let mut documents = parse(text).unwrap();
+        assert_eq!(documents.len(), 1, "{text}");
+        documents.remove(0)
+    }
+
+    fn check_value(text: &str, expected: &Value) {
+        assert_eq!(&one(text).value, expected, "{text}");
+    }
+
+    #[test]
+    fn scalars_mean_what_they_mean_to_kubernetes() {
+        check_value("a: yes", &json!({"a": true}));
+        check_value("a: off", &json!({"a": false}));
+        check_value("a: 0644", &json!({"a": 420}));
+        check_value("a: 0o644", &json!({"a": 420}));
+        check_value("a: 0x1f", &json!({"a": 31}));
+        check_value("a: -3", &json!({"a": -3}));
+        check_value("a: 0.5", &json!({"a": 0.5}));
+        check_value("a: 1e3", &json!({"a": 1000.0}));
+        check_value("a: '0644'", &json!({"a": "0644"}));
+        check_value("a: 250m", &json!({"a": "250m"}));
+        check_value("a: 1.2.3", &json!({"a": "1.2.3"}));
+        check_value("a: 2026-11-21", &json!({"a": "2026-11-21"}));
+        check_value("a: ~", &json!({"a": null}));
+        check_value("a:", &json!({"a": null}));
+        check_value("a: ''", &json!({"a": ""}));
+        check_value("1: b", &json!({"1": "b"}));
+        check_value("on: b", &json!({"on": "b"}));
+        check_value("a: |\n  x\n  y\n", &json!({"a": "x\ny\n"}));
+        check_value("a: 18446744073709551615", &json!({"a": u64::MAX}));
+    }
+
+    #[test]
+    fn aliases_and_merge_keys_are_expanded() {
+        check_value("a: &x {b: 1}\nc: *x\n", &json!({"a": {"b": 1}, "c": {"b": 1}}));
+        check_value("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2\n", &json!({"a": {"b": 1}, "c": {"b": 1, "d": 2}}));
+    }
+
+    #[test]
+    fn json_is_read_as_it_is() {
+        let text =
+            "{\n\t\"a\": [1, 2.5, \"x\\u00e9\\/\\ud83c\\udfb5\", null, true],\n\t\"b\": {\"c\":\"yes\"}\n}\n";
+        check_value(text, &serde_json::from_str(text).unwrap());
+        assert_eq!(one(text).locate("b.c"), Some((3, 12)));
+    }
+
+    #[test]
+    fn documents_are_told_apart_and_empty_ones_left_out() {
+        let documents = parse("# nothing\n---\na: 1\n---\n---\nb: 2\n...\n").unwrap();
+        let values: Vec<_> = documents.iter().map(|d| &d.value).collect();
+        assert_eq!(values, [&json!({"a": 1}), &json!({"b": 2})]);
+        assert_eq!(documents[1].start(), (6, 1));
+        assert_eq!(parse("").unwrap().len(), 0);
+        assert_eq!(parse("# a comment\n").unwrap().len(), 0);
+        check_value("\u{feff}a: 1", &json!({"a": 1}));
+    }
+
+    const POD: &str = "\
+metadata:
+  annotations:
+    example.com/a.b: x
+    example.com/a: {b: y}
+spec:
+  containers:
+  - name: web
+    resources: {requests: {cpu: abc}}
+  - name: side
+";
+
+    fn check_place(path: &str, expected: Option<(u64, u64)>) {
+        assert_eq!(one(POD).locate(path), expected, "{path}");
+    }
+
+    #[test]
+    fn a_field_path_is_found_in_the_text() {
+        check_place("", Some((1, 1)));
+        check_place(".", Some((1, 1)));
+        check_place("metadata", Some((1, 1)));
+        check_place("spec.containers", Some((6, 3)));
+        check_place("spec.containers[0]", Some((7, 5)));
+        check_place("spec.containers[0].name", Some((7, 11)));
+        check_place("spec.containers[0].resources.requests.cpu", Some((8, 33)));
+        check_place("spec.containers[1].name", Some((9, 11)));
+        check_place("metadata.annotations.example.com/a.b", Some((3, 22)));
+        check_place("metadata.annotations.example.com/a", Some((4, 5)));
+    }
+
+    #[test]
+    fn a_path_that_does_not_exist_is_found_at_its_nearest_ancestor() {
+        check_place("spec.containers[1].image", Some((9, 5)));
+        check_place("spec.containers[7].image", Some((6, 3)));
+        check_place("spec.containers[x].image", Some((6, 3)));
+        check_place("spec.containers[0].name.further", Some((7, 11)));
+        check_place("status.phase", None);
+    }
+
+    #[test]
+    fn an_alias_is_found_where_it_is_used() {
+        let document = one("a: &x 5\nb: *x\n");
+        assert_eq!(document.locate("b"), Some((2, 4)));
+    }
+
+    fn check_error(text: &str, line: u64, part: &str) {
+        let error = parse(text).unwrap_err();
+        assert_eq!(error.line, line, "{error}");
+        assert!(error.message.contains(part), "{error}");
+        assert!(!error.message.contains('\n') && !error.message.contains(" column "), "{error}");
+    }
+
+    #[test]
+    fn a_broken_text_is_reported_at_its_line() {
+        check_error("a: 1\nb: [1, 2\n", 2, "unclosed bracket '['");
+        check_error("a: 1\n\tb: 2\n", 1, "found a tab");
+        check_error("a: 1\na: 2\n", 2, "the key \"a\" is there twice");
+        check_error("a: *nowhere\n", 1, "unknown anchor");
+        check_error("a: .inf\n", 1, "\".inf\" is not a finite number");
+        check_error("a: 1e999\n", 1, "\"1e999\" is not a finite number");
+        check_error("{\"a\": 1,\n \"b\" 2}\n", 2, "invalid trailing content");
+        check_error("a: 1\n---\nb: }\n", 3, "misplaced bracket");
+    }
+
+    #[test]
+    fn what_is_too_large_is_refused() {
+        let limits = Limits { bytes: 100, nodes: 10 };
+        assert!(parse_within(&"#".repeat(101), limits).unwrap_err().message.contains("at most 100"));
+        let many = parse_within("[1,2,3,4,5,6,7,8,9,10,11]", limits).unwrap_err();
+        assert!(many.message.contains("too large or too deep"), "{many}");
+    }
+
+    #[test]
+    fn nesting_is_bounded() {
+        let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
+        assert!(parse(&nested(MAX_DEPTH - 1)).is_ok());
+        assert!(parse(&nested(MAX_DEPTH + 1)).is_err());
+        assert!(parse(&nested(100_000)).is_err());
+        let block: String = (0..5000).map(|i| format!("{}a:\n", " ".repeat(i.min(900)))).collect();
+        assert!(parse(&block).is_err());
+    }
+
+    #[test]
+    fn alias_bombs_are_refused() {
+        let mut text = String::from("a0: &a0 [x, x, x, x, x, x, x, x, x]\n");
+        for i in 1..12 {
+            let refs = vec![format!("*a{}", i - 1); 9].join(", ");
+            text += &format!("a{i}: &a{i} [{refs}]\n");
+        }
+        assert!(parse(&text).is_err());
+    }
+
+    #[test]
+    fn a_document_of_ten_thousand_lines_is_read() {
+        let text: String = (0..10_000).map(|i| format!("key{i}: value\n")).collect();
+        let document = &parse_within(&text, Limits::MANIFEST).unwrap()[0];
+        assert_eq!(document.locate("key9999"), Some((10_000, 10)));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_makes_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+            let _ = parse_within(&String::from_utf8_lossy(&bytes), Limits::MANIFEST);
+        }
+
+        #[test]
+        fn no_text_of_yaml_characters_makes_it_panic(text in "[-:{}\\[\\],&*!|>'\"%@`#? \n\ta-c0-9.~<]{0,400}") {
+            let _ = parse_within(&text, Limits::MANIFEST);
+        }
+
+        #[test]
+        fn every_json_value_survives(value in any_json()) {
+            let text = serde_json::to_string_pretty(&value).unwrap();
+            let documents = parse(&text).unwrap();
+            match value {
+                Value::Null => prop_assert!(documents.is_empty()),
+                value => prop_assert_eq!(&documents[0].value, &value),
+            }
+        }
+    }
+
+    fn any_json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            "\\PC{0,20}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(4, 64, 6, |inner| {
+            prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
+                proptest::collection::btree_map("[a-zA-Z./_-]{1,12}", inner, 0..6)
+                    .prop_map(|map| Value::Object(map.into_iter().collect())),
+            ]
+        })
+    }
+}
