@@ -1,4 +1,6 @@
 //! beelet, a node agent: it runs a machine's pods and keeps them healthy at kernel speed.
 //! ARCHITECTURE.md draws the house; each module's head says what it is for and what it never does.
 
+pub mod document;
 pub mod pods;
+pub mod runtime;

@@ -1,0 +1,98 @@
+//! The connection to a runtime's unix socket: made when first needed, made again whenever it broke.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use super::error::ConnectError;
+
+/// Where the runtime listens, and the channel to it once there was a call.
+#[derive(Debug)]
+pub(super) struct Socket {
+    pub(super) path: PathBuf,
+    // A channel starts a task, so it can only be made inside an async runtime: at the first call.
+    channel: OnceLock<Channel>,
+}
+
+impl Socket {
+    pub(super) fn new(path: PathBuf) -> Self {
+        Socket { path, channel: OnceLock::new() }
+    }
+
+    /// The channel. It holds one HTTP/2 connection, and opens a new one at the next call after that broke:
+    /// tonic waits for nothing in between, so the agent is back as soon as the runtime is.
+    pub(super) fn channel(&self) -> Channel {
+        self.channel.get_or_init(|| connect_lazily(&self.path)).clone()
+    }
+}
+
+fn connect_lazily(path: &Path) -> Channel {
+    let path = path.to_owned();
+    // The authority must be a valid one, which a socket's path isn't: Go's server refuses the request then.
+    Endpoint::from_static("http://localhost").connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move {
+            match UnixStream::connect(&path).await {
+                Ok(stream) => Ok(TokioIo::new(stream)),
+                Err(cause) => Err(ConnectError { path: path.display().to_string(), cause }),
+            }
+        }
+    }))
+}
+
+/// The socket's path of `unix:///path` or `/path`.
+pub(super) fn socket_path(endpoint: &str) -> Result<PathBuf, EndpointError> {
+    let error = |cause| EndpointError { endpoint: endpoint.to_owned(), cause };
+    let path = match endpoint.strip_prefix("unix://") {
+        Some(path) => path,
+        None if endpoint.contains("://") => return Err(error("only unix sockets are supported")),
+        None => endpoint.strip_prefix("unix:").unwrap_or(endpoint),
+    };
+    if !path.starts_with('/') {
+        return Err(error("the path must be absolute"));
+    }
+    // sockaddr_un has room for 107 bytes and a NUL.
+    if path.len() > 107 || path.contains('\0') {
+        return Err(error("a unix socket's path has at most 107 bytes"));
+    }
+    Ok(PathBuf::from(path))
+}
+
+/// An endpoint that names no unix socket.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{endpoint:?} is not a runtime endpoint: {cause}; write it like unix:///run/containerd/containerd.sock"
+)]
+pub struct EndpointError {
+    endpoint: String,
+    cause: &'static str,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(endpoint: &str, expected: Result<&str, &str>) {
+        match (socket_path(endpoint), expected) {
+            (Ok(path), Ok(expected)) => assert_eq!(path, Path::new(expected), "{endpoint}"),
+            (Err(error), Err(expected)) => assert_eq!(error.cause, expected, "{endpoint}"),
+            (got, expected) => panic!("{endpoint}: {got:?}, not {expected:?}"),
+        }
+    }
+
+    #[test]
+    fn an_endpoint_is_a_unix_socket() {
+        check("unix:///run/containerd/containerd.sock", Ok("/run/containerd/containerd.sock"));
+        check("/run/containerd/containerd.sock", Ok("/run/containerd/containerd.sock"));
+        check("unix:/run/c.sock", Ok("/run/c.sock"));
+        check("tcp://127.0.0.1:1", Err("only unix sockets are supported"));
+        check("npipe:////./pipe/x", Err("only unix sockets are supported"));
+        check("run/c.sock", Err("the path must be absolute"));
+        check("", Err("the path must be absolute"));
+        check(&format!("/{}", "x".repeat(107)), Err("a unix socket's path has at most 107 bytes"));
+        check(&format!("/{}", "x".repeat(106)), Ok(&format!("/{}", "x".repeat(106))));
+    }
+}

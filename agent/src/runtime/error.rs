@@ -1,0 +1,228 @@
+//! What can go wrong between the agent and the container runtime, as a sentence for the person who has to
+//! mend it: which operation, on what, why, and what to do.
+
+use std::error::Error as _;
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use tonic::{Code, Status};
+
+use super::operation::Operation;
+
+/// Longest text of the runtime's that an error quotes, in characters.
+const MAX_QUOTE: usize = 1000;
+
+/// What kind of failure it was: all that a caller may decide by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// The runtime isn't there, or the connection broke before it answered. What was asked for may or may
+    /// not have been done: look before asking again.
+    Unavailable,
+    /// No answer within the deadline. What was asked for may still be done.
+    Timeout,
+    /// The runtime doesn't know the sandbox, container or image.
+    NotFound,
+    /// It has one of that name already.
+    AlreadyExists,
+    /// The runtime lacks the call.
+    Unimplemented,
+    /// Anything else that the runtime says.
+    Other,
+}
+
+/// A call to the runtime that failed. Displayed, it is a whole sentence.
+#[derive(Clone, Debug)]
+pub struct Error {
+    /// What was asked for.
+    pub operation: Operation,
+    /// What it was asked for: "container web of pod default/web", "image busybox:1.36"; empty where the
+    /// call is about the runtime itself.
+    pub subject: String,
+    /// What kind of failure it was.
+    pub kind: Kind,
+    /// The cause, and the remedy where there is one.
+    pub message: String,
+}
+
+impl Error {
+    /// Whether the runtime couldn't be reached or didn't answer in time, so that the same call may well
+    /// succeed later.
+    #[must_use]
+    pub fn is_unavailable(&self) -> bool {
+        matches!(self.kind, Kind::Unavailable | Kind::Timeout)
+    }
+
+    /// Whether the runtime doesn't know the sandbox, container or image.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        self.kind == Kind::NotFound
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot {}", self.operation.phrase())?;
+        if !self.subject.is_empty() {
+            write!(f, " {}", self.subject)?;
+        }
+        write!(f, ": {}", self.message)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Why no connection to the runtime's socket came about. Made by the connector, found again by its type in
+/// the chain of causes that tonic hands back.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot connect to {path}: {cause}")]
+pub(super) struct ConnectError {
+    pub(super) path: String,
+    #[source]
+    pub(super) cause: io::Error,
+}
+
+/// A failed attempt, before it is told to anyone.
+pub(super) enum Failure {
+    /// Nothing came back in time.
+    Deadline(Duration),
+    /// No socket, or nobody behind it.
+    Connect { cause: String, permission: bool },
+    /// The connection was there and broke.
+    Broken(String),
+    /// The runtime answered with an error.
+    Answer(Status),
+}
+
+impl Failure {
+    pub(super) fn from_status(status: Status) -> Self {
+        // Only what happened on our side of the wire has a source; an answer of the runtime's has none.
+        let Some(source) = status.source() else { return Failure::Answer(status) };
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(source);
+        let mut innermost = source.to_string();
+        while let Some(error) = cause {
+            if let Some(connect) = error.downcast_ref::<ConnectError>() {
+                let permission = connect.cause.kind() == io::ErrorKind::PermissionDenied;
+                return Failure::Connect { cause: connect.cause.to_string(), permission };
+            }
+            innermost = error.to_string();
+            cause = error.source();
+        }
+        Failure::Broken(innermost)
+    }
+
+    /// Whether the connection was at fault, and a new one may help at once.
+    pub(super) fn is_broken_connection(&self) -> bool {
+        matches!(self, Failure::Broken(_))
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        match self {
+            Failure::Deadline(_) => Kind::Timeout,
+            Failure::Connect { .. } | Failure::Broken(_) => Kind::Unavailable,
+            Failure::Answer(status) => match status.code() {
+                Code::Unavailable => Kind::Unavailable,
+                Code::DeadlineExceeded => Kind::Timeout,
+                Code::NotFound => Kind::NotFound,
+                Code::AlreadyExists => Kind::AlreadyExists,
+                Code::Unimplemented => Kind::Unimplemented,
+                _ => Kind::Other,
+            },
+        }
+    }
+
+    /// The cause and the remedy. `endpoint` is the runtime's socket.
+    pub(super) fn message(&self, endpoint: &str) -> String {
+        match self {
+            Failure::Deadline(after) => format!(
+                "the container runtime at {endpoint} did not answer within {after:?}; see its log for what \
+                 holds it up, or raise runtimeRequestTimeout"
+            ),
+            Failure::Connect { permission: true, .. } => {
+                format!("not allowed to open the container runtime's socket {endpoint}; run beelet as root")
+            }
+            Failure::Connect { cause, .. } => format!(
+                "the container runtime at {endpoint} is not there ({cause}); start it, or set \
+                 containerRuntimeEndpoint to its socket"
+            ),
+            Failure::Broken(cause) => format!(
+                "the connection to the container runtime at {endpoint} broke ({}); it may be restarting",
+                quote(cause)
+            ),
+            Failure::Answer(status) => answer(status, endpoint),
+        }
+    }
+}
+
+fn answer(status: &Status, endpoint: &str) -> String {
+    let said = match quote(status.message()) {
+        said if said.is_empty() => {
+            format!("the container runtime answered {:?} and nothing more", status.code())
+        }
+        said => said,
+    };
+    match status.code() {
+        Code::Unimplemented => format!(
+            "the container runtime at {endpoint} does not have this call ({said}); CRI v1 is needed \
+             (containerd 1.6 or newer), with the CRI plugin enabled"
+        ),
+        Code::OutOfRange | Code::ResourceExhausted => format!(
+            "{said} (the answer of the container runtime at {endpoint} may exceed {} MiB; remove dead \
+             containers and unused images)",
+            super::MAX_MESSAGE >> 20
+        ),
+        _ => said,
+    }
+}
+
+/// A text from outside on one line, and not without end.
+fn quote(text: &str) -> String {
+    let mut line: String =
+        text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_QUOTE).collect();
+    if text.trim().chars().nth(MAX_QUOTE).is_some() {
+        line.push('…');
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(failure: &Failure) -> String {
+        let (kind, message) = (failure.kind(), failure.message("/run/x.sock"));
+        Error { operation: Operation::StartContainer, subject: "container web".into(), kind, message }
+            .to_string()
+    }
+
+    fn check_answer(code: Code, text: &str, kind: Kind, expected: &str) {
+        let failure = Failure::from_status(Status::new(code, text));
+        assert_eq!(failure.kind(), kind, "{code:?}");
+        assert!(error(&failure).contains(expected), "{}", error(&failure));
+    }
+
+    #[test]
+    fn what_the_runtime_answers_becomes_a_kind_and_a_sentence() {
+        check_answer(Code::NotFound, "no such id", Kind::NotFound, "cannot start container web: no such id");
+        check_answer(Code::AlreadyExists, "name is reserved", Kind::AlreadyExists, "name is reserved");
+        check_answer(Code::Unavailable, "closing", Kind::Unavailable, "closing");
+        check_answer(Code::DeadlineExceeded, "slow", Kind::Timeout, "slow");
+        check_answer(Code::Unknown, "", Kind::Other, "answered Unknown and nothing more");
+        check_answer(Code::Unimplemented, "unknown service", Kind::Unimplemented, "CRI plugin enabled");
+        check_answer(Code::OutOfRange, "too large", Kind::Other, "16 MiB");
+        check_answer(Code::Internal, "two\nlines\u{1b}[31m", Kind::Other, "two lines [31m");
+    }
+
+    #[test]
+    fn a_long_answer_is_cut() {
+        let long = "é".repeat(5000);
+        let text = Failure::from_status(Status::unknown(long)).message("x");
+        assert_eq!(text.chars().count(), MAX_QUOTE + 1);
+    }
+
+    #[test]
+    fn a_deadline_names_the_setting_that_raises_it() {
+        let text = error(&Failure::Deadline(Duration::from_secs(120)));
+        assert!(text.contains("within 120s") && text.contains("runtimeRequestTimeout"), "{text}");
+    }
+}
