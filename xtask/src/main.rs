@@ -1,3 +1,41 @@
-//! xtask
+//! The project's own commands: `cargo xtask --help`.
+//!
+//! One file a command: arguments and the steps, in order. What the demo, the tests and the benches share (a
+//! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so that
+//! all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
-fn main() {}
+mod progress;
+mod setup;
+mod shell;
+mod test;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// The project's own commands.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Setup(setup::Args),
+    Test(test::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Setup(args) => setup::run(&args),
+        Command::Test(args) => test::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{} {error:#}", console::style("error:").red().bold().for_stderr());
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! Things on the machine that a test makes for itself and that disappear with the value: cgroups, network
+//! namespaces, mounts, processes. Never the machine's own.
+
+use crate::workdir::{self, wait_for};
+use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::Duration;
+
+/// How long what a test made may take to go away.
+const TEARDOWN: Duration = Duration::from_secs(30);
+
+/// One mounted cgroup hierarchy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hierarchy {
+    /// Where it is mounted.
+    pub mount: PathBuf,
+    /// cgroup2; else one of the v1 hierarchies.
+    pub v2: bool,
+    /// The v1 controllers in it, or `name=…` for a named one; empty for cgroup2.
+    pub controllers: Vec<String>,
+}
+
+/// A mount, as /proc/self/mountinfo has it (proc(5)).
+#[derive(Debug, Clone)]
+pub struct MountPoint {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The file system's type.
+    pub kind: String,
+    /// The superblock's options.
+    pub options: String,
+}
+
+/// Every mount that this process sees, in the order of mounting.
+pub fn mounts() -> Result<Vec<MountPoint>> {
+    let text = workdir::read(Path::new("/proc/self/mountinfo"))?;
+    Ok(text.lines().filter_map(parse_mount).collect())
+}
+
+fn parse_mount(line: &str) -> Option<MountPoint> {
+    let (before, after) = line.split_once(" - ")?;
+    let path = before.split(' ').nth(4)?;
+    let mut after = after.split(' ');
+    let kind = after.next()?.to_owned();
+    let options = after.nth(1).unwrap_or_default().to_owned();
+    Some(MountPoint { path: PathBuf::from(unescape(path)), kind, options })
+}
+
+/// mountinfo writes space, tab, newline and backslash as a backslash and three octal digits.
+fn unescape(text: &str) -> String {
+    text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+}
+
+/// The cgroup hierarchies that are mounted here: one on pure cgroup2, several on v1 and hybrid.
+pub fn hierarchies() -> Result<Vec<Hierarchy>> {
+    let mut found: Vec<Hierarchy> = Vec::new();
+    for mount in mounts()?.into_iter().filter(|mount| mount.kind == "cgroup" || mount.kind == "cgroup2") {
+        let v2 = mount.kind == "cgroup2";
+        let generic = ["rw", "ro", "xattr", "release_agent", "clone_children", "noprefix"];
+        let controllers: Vec<String> = mount
+            .options
+            .split(',')
+            .filter(|option| !v2 && !generic.iter().any(|name| option.split('=').next() == Some(name)))
+            .map(ToOwned::to_owned)
+            .collect();
+        if !found.iter().any(|hierarchy| hierarchy.v2 == v2 && hierarchy.controllers == controllers) {
+            found.push(Hierarchy { mount: mount.path, v2, controllers });
+        }
+    }
+    Ok(found)
+}
+
+/// A cgroup of a test's own in every hierarchy, under which the agent and the runtime make theirs. Dropped, every
+/// process in it is killed and the whole tree removed.
+#[derive(Debug)]
+pub struct CgroupRoot {
+    path: String,
+    hierarchies: Vec<Hierarchy>,
+}
+
+impl CgroupRoot {
+    /// Makes the cgroup `/<name>` in every hierarchy; `cpuset.cpus` and `cpuset.mems` get the parent's values where a
+    /// v1 cpuset would start without any.
+    pub fn new(name: &str) -> Result<CgroupRoot> {
+        let root = CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()? };
+        if root.hierarchies.is_empty() {
+            bail!("no cgroup hierarchy is mounted");
+        }
+        for hierarchy in &root.hierarchies {
+            let dir = hierarchy.mount.join(name);
+            std::fs::create_dir_all(&dir)
+                .with_context(|| format!("could not make the cgroup {}", dir.display()))?;
+            if hierarchy.controllers.iter().any(|controller| controller == "cpuset") {
+                for file in ["cpuset.cpus", "cpuset.mems"] {
+                    workdir::write(&dir.join(file), workdir::read(&hierarchy.mount.join(file))?)?;
+                }
+            }
+        }
+        Ok(root)
+    }
+
+    /// The path below the hierarchies' mounts, with its leading slash: a `cgroupRoot`.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The folder of this cgroup in the hierarchy that has `controller`; on cgroup2, or for `"unified"`, the
+    /// cgroup2 folder.
+    pub fn dir(&self, controller: &str) -> Option<PathBuf> {
+        let of = |found: &Hierarchy| found.mount.join(&self.path[1..]);
+        let v1 = self.hierarchies.iter().find(|one| one.controllers.iter().any(|name| name == controller));
+        v1.or_else(|| self.hierarchies.iter().find(|one| one.v2)).map(of)
+    }
+
+    /// Every folder of this cgroup, one a hierarchy.
+    pub fn dirs(&self) -> Vec<PathBuf> {
+        self.hierarchies.iter().map(|one| one.mount.join(&self.path[1..])).collect()
+    }
+
+    /// Kills what runs in it and removes it, in every hierarchy. What [`Drop`] does, with the error.
+    pub fn remove(&self) -> Result<()> {
+        remove_cgroups(&self.dirs())
+    }
+}
+
+impl Drop for CgroupRoot {
+    fn drop(&mut self) {
+        if let Err(error) = self.remove() {
+            eprintln!("could not remove the cgroup {}: {error:#}", self.path);
+        }
+    }
+}
+
+/// Kills every process under these cgroup folders and removes the folders with all below them.
+pub fn remove_cgroups(dirs: &[PathBuf]) -> Result<()> {
+    wait_for("the cgroups to be empty and removed", TEARDOWN, || -> Result<()> {
+        for dir in dirs {
+            for pid in processes_below(dir) {
+                let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have gone by itself
+            }
+        }
+        for dir in dirs.iter().filter(|dir| dir.exists()) {
+            remove_tree(dir)?;
+        }
+        Ok(())
+    })
+}
+
+/// The processes in the cgroup folder and all below it.
+pub fn processes_below(dir: &Path) -> Vec<Pid> {
+    let text = std::fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
+    let own = text.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?));
+    let below = subfolders(dir).into_iter().flat_map(|child| processes_below(&child));
+    own.chain(below).collect()
+}
+
+fn subfolders(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
+    entries
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.path())
+        .collect()
+}
+
+fn remove_tree(dir: &Path) -> Result<()> {
+    for child in subfolders(dir) {
+        remove_tree(&child)?;
+    }
+    match std::fs::remove_dir(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("could not remove the cgroup {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A network namespace under /run/netns, as `ip netns add` makes it.
+#[derive(Debug)]
+pub struct NetNs {
+    name: String,
+}
+
+impl NetNs {
+    /// Makes the namespace, its loopback interface up.
+    pub fn new(name: &str) -> Result<NetNs> {
+        ip(&["netns", "add", name])?;
+        let namespace = NetNs { name: name.to_owned() };
+        ip(&["-n", name, "link", "set", "lo", "up"])?;
+        Ok(namespace)
+    }
+
+    /// The file that stands for it.
+    pub fn path(&self) -> PathBuf {
+        Path::new("/run/netns").join(&self.name)
+    }
+
+    /// Runs `work` on a thread of its own inside the namespace and hands back what it does.
+    pub fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+        let path = self.path();
+        let file =
+            std::fs::File::open(&path).with_context(|| format!("could not open {}", path.display()))?;
+        let thread = std::thread::spawn(move || -> Result<T> {
+            use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+            use std::os::fd::AsFd as _;
+            move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
+                .context("could not enter the network namespace")?;
+            Ok(work())
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+impl Drop for NetNs {
+    fn drop(&mut self) {
+        if let Err(error) = ip(&["netns", "del", &self.name]) {
+            eprintln!("could not remove the network namespace {}: {error:#}", self.name);
+        }
+    }
+}
+
+/// Runs `ip` and hands back what it prints.
+pub fn ip(arguments: &[&str]) -> Result<String> {
+    let program = crate::requires::find_program("ip").context("ip is not installed (Debian: iproute2)")?;
+    let output = Command::new(program).args(arguments).output().context("could not start ip")?;
+    if !output.status.success() {
+        bail!("`ip {}` failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// A file system mounted for a test at a folder of its own.
+#[derive(Debug)]
+pub struct Mount {
+    path: PathBuf,
+}
+
+impl Mount {
+    /// A BPF file system, for pins that nobody else sees.
+    pub fn bpffs(path: &Path) -> Result<Mount> {
+        Mount::new("bpf", path, "")
+    }
+
+    /// A tmpfs that holds `bytes` and no more: a disk that is full when a test wants it to be.
+    pub fn tmpfs(path: &Path, bytes: u64) -> Result<Mount> {
+        Mount::new("tmpfs", path, &format!("size={bytes}"))
+    }
+
+    fn new(kind: &str, path: &Path, options: &str) -> Result<Mount> {
+        std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
+        let options = std::ffi::CString::new(options)?;
+        rustix::mount::mount(kind, path, kind, rustix::mount::MountFlags::empty(), options.as_c_str())
+            .with_context(|| format!("could not mount {kind} at {}", path.display()))?;
+        Ok(Mount { path: path.to_path_buf() })
+    }
+
+    /// Where it is mounted.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if let Err(error) = unmount_below(&self.path) {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
+/// Unmounts everything at and below `dir`, the last mounted first.
+pub fn unmount_below(dir: &Path) -> Result<()> {
+    let below: Vec<_> = mounts()?.into_iter().filter(|mount| mount.path.starts_with(dir)).collect();
+    for mount in below.iter().rev() {
+        rustix::mount::unmount(&mount.path, rustix::mount::UnmountFlags::DETACH)
+            .with_context(|| format!("could not unmount {}", mount.path.display()))?;
+    }
+    Ok(())
+}
+
+/// A child process that is killed, and waited for, when the value is dropped.
+#[derive(Debug)]
+pub struct Process(pub Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill(); // it may have ended by itself
+        let _ = self.0.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::require;
+
+    #[test]
+    fn mountinfo_lines_are_read_with_their_escapes() {
+        let line = r"31 24 0:27 / /tmp/a\040b rw,relatime shared:5 - cgroup cgroup rw,cpuset";
+        let mount = parse_mount(line).unwrap();
+        assert_eq!(
+            (mount.path.as_path(), &*mount.kind, &*mount.options),
+            (Path::new("/tmp/a b"), "cgroup", "rw,cpuset")
+        );
+    }
+
+    #[test]
+    fn a_cgroup_root_is_in_every_hierarchy_and_goes_with_its_processes() {
+        require!(root);
+        let root = CgroupRoot::new(&workdir::unique("beelet-guard")).unwrap();
+        let dirs = root.dirs();
+        assert!(dirs.iter().all(|dir| dir.is_dir()), "{dirs:?}");
+        let below = dirs[0].join("a/b");
+        std::fs::create_dir_all(&below).unwrap();
+        for file in ["cpuset.cpus", "cpuset.mems"].iter().filter(|file| dirs[0].join(file).exists()) {
+            let value = std::fs::read_to_string(dirs[0].join(file)).unwrap();
+            std::fs::write(dirs[0].join("a").join(file), &value).unwrap();
+            std::fs::write(below.join(file), &value).unwrap();
+        }
+        let mut child = Process(Command::new("sleep").arg("1000").spawn().unwrap());
+        std::fs::write(below.join("cgroup.procs"), child.0.id().to_string()).unwrap();
+        // The killed child is a zombie, which keeps its cgroup on v1, until somebody waits for it.
+        let waiter = std::thread::spawn(move || child.0.wait().unwrap());
+        drop(root);
+        assert!(!waiter.join().unwrap().success());
+        assert!(!dirs.iter().any(|dir| dir.exists()), "{dirs:?}");
+    }
+
+    #[test]
+    fn a_full_tmpfs_has_no_space_left_and_is_unmounted_again() {
+        require!(root);
+        let dir = tempfile::tempdir().unwrap();
+        let mount = Mount::tmpfs(dir.path(), 64 * 1024).unwrap();
+        let error = std::fs::write(mount.path().join("big"), vec![0; 1 << 20]).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
+        drop(mount);
+        assert!(!mounts().unwrap().iter().any(|mount| mount.path == dir.path()));
+    }
+
+    #[test]
+    fn a_network_namespace_has_only_its_own_loopback() {
+        require!(root);
+        if let Err(missing) = crate::requires::find_program("ip").ok_or("ip") {
+            panic!("{missing} is not installed");
+        }
+        let namespace = NetNs::new(&workdir::unique("beelet-guard")).unwrap();
+        let interfaces =
+            namespace.run(|| std::fs::read_to_string("/proc/thread-self/net/dev").unwrap()).unwrap();
+        assert!(interfaces.contains("lo:") && !interfaces.contains("eth0:"), "{interfaces}");
+        let path = namespace.path();
+        drop(namespace);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,279 @@
+//! Container images made without a registry: OCI layouts in a tar, from the machine's static busybox and the test
+//! app. `ctr images import` takes them as they are.
+
+use crate::workdir;
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The sandboxes' image: the test app, told to wait.
+pub const PAUSE: &str = "localhost/beelet/pause:1";
+/// The pods' image: busybox with all its applets, and the test app as `/bin/testapp`.
+pub const APP: &str = "localhost/beelet/app:1";
+
+/// An image as a file that `ctr images import` takes.
+#[derive(Debug, Clone)]
+pub struct ImageTar {
+    /// The image's full name.
+    pub name: String,
+    /// The OCI layout.
+    pub path: PathBuf,
+}
+
+/// A file of an image.
+#[derive(Debug, Clone)]
+pub enum Entry {
+    /// A regular file with its mode.
+    File(Vec<u8>, u32),
+    /// A symbolic link to this target.
+    Link(String),
+    /// A folder with its mode.
+    Folder(u32),
+}
+
+/// The two images that everything runs on, [`PAUSE`] and [`APP`], made once for each set of contents and kept under
+/// the target folder.
+pub fn standard() -> Result<Vec<ImageTar>> {
+    let app = std::fs::read(testapp()?).context("could not read the test app")?;
+    Ok(vec![pause(&app)?, busybox_image(&app)?])
+}
+
+fn pause(app: &[u8]) -> Result<ImageTar> {
+    let files = [("pause".to_owned(), Entry::File(app.to_vec(), 0o755))];
+    cached(PAUSE, &files, &json!({ "Entrypoint": ["/pause", "pause"] }))
+}
+
+fn busybox_image(app: &[u8]) -> Result<ImageTar> {
+    let busybox = busybox()?;
+    let program = std::fs::read(&busybox).with_context(|| format!("could not read {}", busybox.display()))?;
+    let listed =
+        Command::new(&busybox).arg("--list").output().context("could not ask busybox for its applets")?;
+    let mut files = vec![
+        ("bin".to_owned(), Entry::Folder(0o755)),
+        ("etc".to_owned(), Entry::Folder(0o755)),
+        ("tmp".to_owned(), Entry::Folder(0o1777)),
+        ("www".to_owned(), Entry::Folder(0o755)),
+        ("bin/busybox".to_owned(), Entry::File(program, 0o755)),
+        ("bin/testapp".to_owned(), Entry::File(app.to_vec(), 0o755)),
+        ("etc/passwd".to_owned(), Entry::File(b"root:x:0:0:root:/:/bin/sh\n".to_vec(), 0o644)),
+        ("etc/group".to_owned(), Entry::File(b"root:x:0:\n".to_vec(), 0o644)),
+        ("www/index.html".to_owned(), Entry::File(b"hello from beelet\n".to_vec(), 0o644)),
+    ];
+    for applet in String::from_utf8_lossy(&listed.stdout).lines().filter(|applet| *applet != "busybox") {
+        files.push((format!("bin/{applet}"), Entry::Link("busybox".to_owned())));
+    }
+    cached(APP, &files, &json!({ "Env": ["PATH=/bin"], "Cmd": ["/bin/sh"] }))
+}
+
+/// The image of these files, from the cache if these very files were made into it before.
+pub fn cached(name: &str, files: &[(String, Entry)], config: &Value) -> Result<ImageTar> {
+    let layer = layer(files)?;
+    let digest = hex(&Sha256::new().chain_update(&layer).chain_update(config.to_string()).chain_update(name));
+    let short = name.rsplit('/').next().unwrap_or(name).replace(':', "-");
+    let path = workdir::target_dir().join("images").join(format!("{short}-{}.tar", &digest[..16]));
+    if !path.exists() {
+        let layout = layout(name, &layer, config)?;
+        // Another test may make the same one now: whole files only.
+        let temporary = path.with_extension(workdir::unique("part"));
+        workdir::write(&temporary, layout)?;
+        std::fs::rename(&temporary, &path).with_context(|| format!("could not make {}", path.display()))?;
+    }
+    Ok(ImageTar { name: name.to_owned(), path })
+}
+
+/// The files as an uncompressed layer. The same files make the same bytes.
+fn layer(files: &[(String, Entry)]) -> Result<Vec<u8>> {
+    let mut archive = tar::Builder::new(Vec::new());
+    for (path, entry) in files {
+        let mut header = tar::Header::new_gnu();
+        header.set_mtime(0);
+        match entry {
+            Entry::File(content, mode) => {
+                header.set_mode(*mode);
+                header.set_size(content.len() as u64);
+                archive.append_data(&mut header, path, content.as_slice())?;
+            }
+            Entry::Link(target) => {
+                header.set_mode(0o777);
+                header.set_size(0);
+                header.set_entry_type(tar::EntryType::Symlink);
+                archive.append_link(&mut header, path, target)?;
+            }
+            Entry::Folder(mode) => {
+                header.set_mode(*mode);
+                header.set_size(0);
+                header.set_entry_type(tar::EntryType::Directory);
+                archive.append_data(&mut header, path, std::io::empty())?;
+            }
+        }
+    }
+    archive.into_inner().context("could not finish an image's layer")
+}
+
+/// One image of one layer as an OCI layout, as the OCI image specification's "Image Layout" asks for.
+fn layout(name: &str, layer: &[u8], config: &Value) -> Result<Vec<u8>> {
+    let layer_digest = format!("sha256:{}", hex(&Sha256::new().chain_update(layer)));
+    let config = json!({
+        "architecture": match std::env::consts::ARCH { "x86_64" => "amd64", "aarch64" => "arm64", other => other },
+        "os": "linux",
+        "config": config,
+        "rootfs": { "type": "layers", "diff_ids": [layer_digest] },
+    })
+    .to_string();
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": descriptor("application/vnd.oci.image.config.v1+json", config.as_bytes()),
+        "layers": [descriptor("application/vnd.oci.image.layer.v1.tar", layer)],
+    })
+    .to_string();
+    let mut named = descriptor("application/vnd.oci.image.manifest.v1+json", manifest.as_bytes());
+    named["annotations"] = json!({
+        "io.containerd.image.name": name,
+        "org.opencontainers.image.ref.name": name.rsplit(':').next(),
+    });
+    let index = json!({ "schemaVersion": 2, "manifests": [named] }).to_string();
+    let mut archive = tar::Builder::new(Vec::new());
+    let mut add = |path: String, content: &[u8]| {
+        let mut header = tar::Header::new_gnu();
+        header.set_mode(0o644);
+        header.set_mtime(0);
+        header.set_size(content.len() as u64);
+        archive.append_data(&mut header, path, content)
+    };
+    add("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#)?;
+    add("index.json".to_owned(), index.as_bytes())?;
+    for blob in [layer, config.as_bytes(), manifest.as_bytes()] {
+        add(format!("blobs/sha256/{}", hex(&Sha256::new().chain_update(blob))), blob)?;
+    }
+    archive.into_inner().context("could not finish an image's layout")
+}
+
+fn descriptor(media_type: &str, blob: &[u8]) -> Value {
+    let digest = format!("sha256:{}", hex(&Sha256::new().chain_update(blob)));
+    json!({ "mediaType": media_type, "digest": digest, "size": blob.len() })
+}
+
+fn hex(hasher: &Sha256) -> String {
+    hasher.clone().finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The machine's static busybox.
+pub fn busybox() -> Result<PathBuf> {
+    for path in ["/bin/busybox", "/usr/bin/busybox", "/bin/busybox.static", "/usr/bin/busybox.static"] {
+        if is_static(Path::new(path)).unwrap_or(false) {
+            return Ok(PathBuf::from(path));
+        }
+    }
+    bail!("no static busybox found; `cargo xtask setup --for demo` installs it (Debian: busybox-static)")
+}
+
+/// Whether the program at `path` asks for no dynamic loader: only such a one runs in an image that holds nothing
+/// else. It reads the program headers of a 64-bit little-endian ELF file and looks for PT_INTERP (elf(5)).
+pub fn is_static(path: &Path) -> Result<bool> {
+    const PT_INTERP: u32 = 3;
+    let mut head = Vec::new();
+    std::fs::File::open(path)?.take(64 * 1024).read_to_end(&mut head)?;
+    let number = |at: usize, size: usize| -> Result<u64> {
+        let bytes = head.get(at..at + size).context("the file is too short to be a program")?;
+        Ok(bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
+    };
+    if !head.starts_with(b"\x7fELF\x02\x01") {
+        bail!("{} is no 64-bit little-endian ELF file", path.display());
+    }
+    let (table, size, count) = (number(32, 8)?, number(54, 2)?, number(56, 2)?);
+    for index in 0..count {
+        let at = usize::try_from(table + index * size).context("a program header out of the file")?;
+        if number(at, 4)? == u64::from(PT_INTERP) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The static test app: the one that `BEELET_TESTAPP` names, else built now.
+pub fn testapp() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("BEELET_TESTAPP") {
+        return Ok(PathBuf::from(path));
+    }
+    build_testapp()
+}
+
+/// Builds the test app, static and optimised, and hands back its path.
+pub fn build_testapp() -> Result<PathBuf> {
+    // A folder of its own: the flag would otherwise make cargo rebuild the shared dependencies back and forth.
+    let target = workdir::target_dir().join("static");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .current_dir(workdir::repository())
+        .args(["rustc", "--quiet", "--release", "--package", "beelet-testapp", "--target-dir"])
+        .arg(&target)
+        .args(["--", "-Ctarget-feature=+crt-static", "-Clto=off"])
+        .output()
+        .context("could not start cargo to build the test app")?;
+    if !output.status.success() {
+        bail!("building the test app failed:\n{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let program = target.join("release/beelet-testapp");
+    if !is_static(&program)? {
+        bail!(
+            "{} came out dynamically linked; is libc's static archive (libc6-dev) installed?",
+            program.display()
+        );
+    }
+    Ok(program)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_files_make_the_same_image() {
+        let files =
+            [("bin".to_owned(), Entry::Folder(0o755)), ("bin/x".to_owned(), Entry::File(vec![7], 0o755))];
+        let config = json!({});
+        let first = layout("localhost/x:1", &layer(&files).unwrap(), &config).unwrap();
+        let second = layout("localhost/x:1", &layer(&files).unwrap(), &config).unwrap();
+        assert_eq!(first, second);
+    }
+
+    #[test]
+    fn a_layout_names_its_image_and_its_blobs_by_their_digest() {
+        let layer = layer(&[("a".to_owned(), Entry::Link("b".to_owned()))]).unwrap();
+        let layout = layout("localhost/x:1", &layer, &json!({ "Cmd": ["/a"] })).unwrap();
+        let mut files = std::collections::BTreeMap::new();
+        for entry in tar::Archive::new(layout.as_slice()).entries().unwrap() {
+            let mut entry = entry.unwrap();
+            let mut content = Vec::new();
+            entry.read_to_end(&mut content).unwrap();
+            files.insert(entry.path().unwrap().display().to_string(), content);
+        }
+        let index: Value = serde_json::from_slice(&files["index.json"]).unwrap();
+        assert_eq!(index["manifests"][0]["annotations"]["io.containerd.image.name"], "localhost/x:1");
+        for (path, content) in &files {
+            if let Some(digest) = path.strip_prefix("blobs/sha256/") {
+                assert_eq!(digest, hex(&Sha256::new().chain_update(content)), "{path}");
+            }
+        }
+        assert_eq!(files.len(), 5, "{:?}", files.keys());
+    }
+
+    #[test]
+    fn our_own_program_is_dynamic_or_static_as_its_headers_say() {
+        let exe = std::env::current_exe().unwrap();
+        let bytes = std::fs::read(&exe).unwrap();
+        let has_loader = bytes.windows(9).any(|window| window == b"ld-linux-") && cfg!(target_env = "gnu");
+        assert_eq!(is_static(&exe).unwrap(), !has_loader);
+    }
+
+    #[test]
+    fn a_text_file_is_no_program() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "#!/bin/sh\n").unwrap();
+        assert!(is_static(file.path()).is_err());
+    }
+}

@@ -1,0 +1,149 @@
+//! What a test needs from the machine, checked before it starts.
+//!
+//! A test that can't run here must not pass in silence: [`require!`](crate::require) prints why, and writes it down
+//! for `cargo xtask test` to show at the end.
+
+use std::fmt;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+/// What the machine lacks for a test, and what to do about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Missing {
+    /// What is missing, as half a sentence: "it needs root".
+    pub what: String,
+    /// What would mend it.
+    pub remedy: String,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.what, self.remedy)
+    }
+}
+
+fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
+    Missing { what: what.into(), remedy: remedy.into() }
+}
+
+/// The test changes the machine: cgroups, network namespaces, mounts.
+pub fn root() -> Result<(), Missing> {
+    if rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    Err(missing("it needs root", "run the tests as root"))
+}
+
+/// The test loads BPF programs: the capabilities for it, a cgroup2 hierarchy to attach to, the kernel's BTF.
+pub fn bpf() -> Result<(), Missing> {
+    const CAP_SYS_ADMIN: u64 = 1 << 21;
+    const CAP_BPF: u64 = 1 << 39;
+    root()?;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status
+        .lines()
+        .find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok())
+        .unwrap_or(0);
+    if effective & (CAP_SYS_ADMIN | CAP_BPF) == 0 {
+        return Err(missing(
+            "it needs CAP_BPF",
+            "run it in a container or shell that has CAP_BPF or CAP_SYS_ADMIN",
+        ));
+    }
+    if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+        return Err(missing("the kernel has no BTF", "use a kernel built with CONFIG_DEBUG_INFO_BTF"));
+    }
+    if !crate::guards::hierarchies().is_ok_and(|all| all.iter().any(|hierarchy| hierarchy.v2)) {
+        return Err(missing(
+            "no cgroup2 hierarchy is mounted",
+            "mount -t cgroup2 none /sys/fs/cgroup/unified",
+        ));
+    }
+    Ok(())
+}
+
+/// The test runs real pods: root, containerd with its `ctr`, runc, the CNI plugins, a static busybox, `ip`.
+pub fn containerd() -> Result<(), Missing> {
+    root()?;
+    let setup = "cargo xtask setup --for test";
+    if let Some(given) = std::env::var_os("CONTAINERD") {
+        if find_program_in(&PathBuf::from(&given)).is_none() {
+            let what = format!("CONTAINERD={} is no program", given.display());
+            return Err(missing(what, "give the path of a containerd binary, or unset it"));
+        }
+    } else if find_program("containerd").is_none() {
+        return Err(missing("containerd is not installed", setup));
+    }
+    for program in ["ctr", "runc", "ip"] {
+        if find_program(program).is_none() {
+            return Err(missing(format!("{program} is not installed"), setup));
+        }
+    }
+    for plugin in ["bridge", "host-local", "loopback"] {
+        if cni_bin_dir().is_none_or(|dir| !dir.join(plugin).exists()) {
+            return Err(missing(format!("the CNI plugin {plugin} is not installed"), setup));
+        }
+    }
+    if crate::images::busybox().is_err() {
+        return Err(missing("no static busybox is installed", setup));
+    }
+    Ok(())
+}
+
+/// The test takes minutes: only with `cargo xtask test --long`.
+pub fn long() -> Result<(), Missing> {
+    if std::env::var_os("BEELET_LONG").is_some() {
+        return Ok(());
+    }
+    Err(missing("it takes minutes", "cargo xtask test --long"))
+}
+
+/// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
+pub fn find_program(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&path).chain(
+        ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"].map(PathBuf::from),
+    );
+    let all = std::env::join_paths(folders).ok()?;
+    which::which_in(program, Some(all), "/").ok()
+}
+
+fn find_program_in(path: &Path) -> Option<PathBuf> {
+    which::which_in(path, None::<&str>, std::env::current_dir().ok()?).ok()
+}
+
+/// The folder of the CNI plugins: Debian's, or the one that upstream's packages use.
+pub fn cni_bin_dir() -> Option<PathBuf> {
+    ["/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"]
+        .map(PathBuf::from)
+        .into_iter()
+        .find(|dir| dir.is_dir())
+}
+
+/// Says loudly that the calling test is left out, and writes it to the file that `BEELET_SKIPPED` names. For
+/// [`require!`](crate::require).
+pub fn skip(reason: &Missing) {
+    let thread = std::thread::current();
+    let line = format!("SKIPPED {}: {reason}\n", thread.name().unwrap_or("a test"));
+    eprint!("{line}");
+    if let Some(file) = std::env::var_os("BEELET_SKIPPED") {
+        let opened = std::fs::OpenOptions::new().append(true).create(true).open(&file);
+        if let Err(error) = opened.and_then(|mut opened| opened.write_all(line.as_bytes())) {
+            eprintln!("could not write to {}: {error}", file.display());
+        }
+    }
+}
+
+/// Returns from the calling test, loudly, where the machine lacks something that it needs:
+/// `require!(root)`, `require!(bpf)`, `require!(containerd, bpf)`, `require!(long)`.
+#[macro_export]
+macro_rules! require {
+    ($($need:ident),+ $(,)?) => {
+        $(
+            if let Err(missing) = $crate::requires::$need() {
+                $crate::requires::skip(&missing);
+                return;
+            }
+        )+
+    };
+}

@@ -1,0 +1,63 @@
+//! Where tests put their files, and how they wait.
+
+use anyhow::{Context as _, Result, bail};
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long a test waits for something that should take a moment. Only a broken program reaches it: machines under
+/// load are slow, and a test must not mind.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The repository's top folder.
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).to_path_buf()
+}
+
+/// Cargo's target folder: the one that the running program is in, else `target` at the repository's top.
+pub fn target_dir() -> PathBuf {
+    let running = std::env::current_exe().ok();
+    let of_running =
+        running.iter().flat_map(|exe| exe.ancestors()).find(|dir| dir.join("CACHEDIR.TAG").is_file());
+    of_running.map_or_else(|| repository().join("target"), Path::to_path_buf)
+}
+
+/// A short name that no other process has at the same time: usable as a part of a cgroup's, a network's or a
+/// folder's name.
+pub fn unique(prefix: &str) -> String {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    format!("{prefix}-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Calls `probe` until it hands back a value, for things that give no event to wait for. The error names what was
+/// waited for, and what the last call said.
+pub fn wait_for<T, E: Display>(
+    what: &str,
+    patience: Duration,
+    mut probe: impl FnMut() -> std::result::Result<T, E>,
+) -> Result<T> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match probe() {
+            Ok(value) => return Ok(value),
+            Err(last) if Instant::now() >= deadline => {
+                bail!("waited {} s for {what}; the last look said: {last}", patience.as_secs());
+            }
+            Err(_) => std::thread::park_timeout(Duration::from_millis(10)),
+        }
+    }
+}
+
+/// Reads a whole small file; the error names it.
+pub fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("could not read {}", path.display()))
+}
+
+/// Writes a whole file, with its folders; the error names it.
+pub fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<()> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
+    }
+    std::fs::write(path, text).with_context(|| format!("could not write {}", path.display()))
+}

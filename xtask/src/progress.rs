@@ -1,0 +1,125 @@
+//! What is being done now, for a person who waits: a spinner with the step's name and its last line of output on
+//! a terminal, one plain line a step anywhere else. Everything goes to standard error, so that a command's
+//! standard output stays its result.
+
+use anyhow::{Context as _, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::collections::VecDeque;
+use std::io::{BufRead as _, BufReader, IsTerminal as _, Read};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// How much of a failed step's output is shown.
+const SHOWN_LINES: usize = 40;
+
+/// One step that a person waits for. Finished by [`Step::done`]; dropped before that, it disappears, and the error
+/// that follows says what went wrong.
+pub(crate) struct Step {
+    name: String,
+    since: Instant,
+    bar: Option<ProgressBar>,
+}
+
+impl Step {
+    /// Shows that `name` has begun.
+    pub(crate) fn start(name: impl Into<String>) -> Step {
+        let name = name.into();
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new_spinner();
+            if let Ok(style) =
+                ProgressStyle::with_template("{spinner:.cyan} {prefix} {elapsed:.dim} {wide_msg:.dim}")
+            {
+                bar.set_style(style);
+            }
+            bar.set_prefix(name.clone());
+            bar.enable_steady_tick(Duration::from_millis(100));
+            bar
+        });
+        if bar.is_none() {
+            eprintln!(".. {name}");
+        }
+        Step { name, since: Instant::now(), bar }
+    }
+
+    /// Shows a detail beside the step's name; terminals only.
+    pub(crate) fn detail(&self, text: &str) {
+        if let Some(bar) = &self.bar {
+            bar.set_message(console::strip_ansi_codes(text).trim().to_owned());
+        }
+    }
+
+    /// The step is finished. `outcome` is a few words about what came out of it, or empty.
+    pub(crate) fn done(mut self, outcome: &str) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+        let mark = console::style("ok").green().for_stderr();
+        let separator = if outcome.is_empty() { "" } else { ": " };
+        eprintln!("{mark} {}{separator}{outcome} ({:.1} s)", self.name, self.since.elapsed().as_secs_f64());
+    }
+
+    /// Runs `command` as this step, its output beside the spinner, and hands back its standard output. An error
+    /// carries the command, its exit status and the end of what it printed.
+    pub(crate) fn run(&self, command: &mut Command) -> Result<String> {
+        let shown = crate::shell::display(command);
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("could not start `{shown}`"))?;
+        let (sender, receiver) = mpsc::channel();
+        let readers = [
+            child.stdout.take().map(|pipe| read_lines(pipe, true, sender.clone())),
+            child.stderr.take().map(|pipe| read_lines(pipe, false, sender)),
+        ];
+        let mut output = String::new();
+        let mut last = VecDeque::with_capacity(SHOWN_LINES);
+        for (is_stdout, line) in receiver {
+            self.detail(&line);
+            if is_stdout {
+                output.push_str(&line);
+                output.push('\n');
+            }
+            if last.len() == SHOWN_LINES {
+                last.pop_front();
+            }
+            last.push_back(line);
+        }
+        for reader in readers.into_iter().flatten() {
+            let _ = reader.join(); // it ends with its pipe; what it read has arrived
+        }
+        let status = child.wait().with_context(|| format!("could not wait for `{shown}`"))?;
+        if !status.success() {
+            let tail: Vec<String> = last.into();
+            bail!("{} failed: `{shown}` ended with {status}:\n{}", self.name, tail.join("\n"));
+        }
+        Ok(output)
+    }
+}
+
+impl Drop for Step {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Sends each line of `pipe`, `\r` counting as a line's end too: that is how progress bars draw.
+fn read_lines(
+    pipe: impl Read + Send + 'static,
+    is_stdout: bool,
+    sender: mpsc::Sender<(bool, String)>,
+) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        for line in BufReader::new(pipe).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line);
+            let line = line.rsplit('\r').find(|part| !part.is_empty()).unwrap_or_default();
+            if sender.send((is_stdout, line.to_owned())).is_err() {
+                return;
+            }
+        }
+    })
+}

@@ -1,0 +1,197 @@
+//! `cargo xtask setup`: installs what the other commands need, in parts. Each command runs the part it needs, so
+//! nobody has to call this by hand; when nothing is missing it only looks, and changes nothing.
+
+use crate::progress::Step;
+use anyhow::{Context as _, Result, bail};
+use clap::ValueEnum;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Installs what the demo, the tests and the BPF build need. Changes nothing where nothing is missing.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to install for; may be given more than once [default: demo, test]
+    #[arg(long = "for", value_name = "PART", value_enum)]
+    parts: Vec<Part>,
+}
+
+/// What a set of programs is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Part {
+    /// `cargo xtask demo`: containerd, runc, CNI plugins, a static busybox
+    Demo,
+    /// `cargo xtask test`: what the demo needs, bpftool, libelf and zlib for the second BPF loader
+    Test,
+    /// `cargo xtask vm`: QEMU and what packs a guest
+    Vm,
+}
+
+/// Something that must be on the machine, and the Debian package that brings it.
+struct Need {
+    /// A program to be found in PATH or the system folders, or the absolute path of a file.
+    thing: &'static str,
+    package: &'static str,
+}
+
+const fn need(thing: &'static str, package: &'static str) -> Need {
+    Need { thing, package }
+}
+
+/// Linking a Rust program needs a C compiler as the linker; a static one needs libc's archive, in libc6-dev.
+const BUILD: &[Need] = &[need("cc", "gcc"), need("/usr/include/stdlib.h", "libc6-dev")];
+
+const DEMO: &[Need] = &[
+    need("containerd", "containerd"),
+    need("ctr", "containerd"),
+    need("runc", "runc"),
+    need("/usr/lib/cni/bridge", "containernetworking-plugins"),
+    need("/bin/busybox", "busybox-static"),
+    need("ip", "iproute2"),
+];
+
+const TEST: &[Need] = &[
+    need("bpftool", "bpftool"),
+    need("pkg-config", "pkg-config"),
+    need("/usr/include/libelf.h", "libelf-dev"),
+    need("/usr/include/zlib.h", "zlib1g-dev"),
+];
+
+const VM: &[Need] = &[
+    need("qemu-system-x86_64", "qemu-system-x86"),
+    need("cpio", "cpio"),
+    need("zstd", "zstd"),
+    need("xz", "xz-utils"),
+    need("/bin/busybox", "busybox-static"),
+];
+
+impl Part {
+    fn needs(self) -> Vec<&'static Need> {
+        match self {
+            Part::Demo => BUILD.iter().chain(DEMO).collect(),
+            Part::Test => BUILD.iter().chain(DEMO).chain(TEST).collect(),
+            Part::Vm => BUILD.iter().chain(VM).collect(),
+        }
+    }
+}
+
+/// The command line's entry.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let parts = if args.parts.is_empty() { &[Part::Demo, Part::Test][..] } else { &args.parts };
+    for part in parts {
+        ensure(*part)?;
+    }
+    Ok(())
+}
+
+/// Makes sure that everything `part` needs is there; installs what is not.
+pub(crate) fn ensure(part: Part) -> Result<()> {
+    let name = format!(
+        "setup for {}",
+        part.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned())
+    );
+    let step = Step::start(name);
+    let missing = missing(part);
+    if missing.is_empty() {
+        step.done("nothing is missing");
+        return Ok(());
+    }
+    install(&step, &missing)?;
+    let still = self::missing(part);
+    if !still.is_empty() {
+        bail!(
+            "installed, yet still missing: {}. Look at what `apt-get install {}` prints",
+            things(&still),
+            packages(&still).join(" ")
+        );
+    }
+    step.done(&format!("installed {}", packages(&missing).join(", ")));
+    Ok(())
+}
+
+/// What `part` needs and this machine lacks.
+fn missing(part: Part) -> Vec<&'static Need> {
+    part.needs().into_iter().filter(|need| !is_there(need)).collect()
+}
+
+fn is_there(need: &Need) -> bool {
+    if need.thing == "/bin/busybox" {
+        return is_static(Path::new(need.thing));
+    }
+    if need.thing.starts_with('/') { Path::new(need.thing).exists() } else { find(need.thing).is_some() }
+}
+
+/// Whether the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs in an image
+/// that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
+fn is_static(path: &Path) -> bool {
+    beelet_tests::images::is_static(path).unwrap_or(false)
+}
+
+/// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
+pub(crate) fn find(program: &str) -> Option<PathBuf> {
+    beelet_tests::requires::find_program(program)
+}
+
+fn packages(needs: &[&Need]) -> Vec<&'static str> {
+    let mut packages: Vec<_> = needs.iter().map(|need| need.package).collect();
+    packages.sort_unstable();
+    packages.dedup();
+    packages
+}
+
+fn things(needs: &[&Need]) -> String {
+    needs.iter().map(|need| need.thing).collect::<Vec<_>>().join(", ")
+}
+
+/// Installs the packages of `needs`, with the distribution's package manager.
+fn install(step: &Step, needs: &[&Need]) -> Result<()> {
+    let packages = packages(needs);
+    if find("apt-get").is_none() {
+        bail!(
+            "{} missing, and this is no Debian-like system, so nothing was installed. Install what your distribution \
+             calls these Debian packages: {}",
+            things(needs),
+            packages.join(" ")
+        );
+    }
+    if !rustix::process::geteuid().is_root() {
+        bail!(
+            "{} missing; only root can install. As root: apt-get install {}  (or run this command as root)",
+            things(needs),
+            packages.join(" ")
+        );
+    }
+    step.detail(&format!("installing {}", packages.join(", ")));
+    let lists_know_all = packages.iter().all(|package| has_candidate(package));
+    if !lists_know_all {
+        update(step)?;
+    }
+    if let Err(error) = apt_install(step, &packages) {
+        // Old lists name package versions that the mirror no longer has.
+        if lists_know_all && update(step).is_ok() && apt_install(step, &packages).is_ok() {
+            return Ok(());
+        }
+        return Err(error).with_context(|| format!("could not install {}", packages.join(", ")));
+    }
+    Ok(())
+}
+
+/// Whether apt's lists have a version of `package` to install.
+fn has_candidate(package: &str) -> bool {
+    let output = Command::new("apt-cache").args(["policy", package]).env("LC_ALL", "C").output();
+    output.is_ok_and(|output| {
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        text.lines().any(|line| line.trim().starts_with("Candidate:") && !line.contains("(none)"))
+    })
+}
+
+fn update(step: &Step) -> Result<()> {
+    let mut command = Command::new("apt-get");
+    step.run(command.arg("update")).map(drop)
+}
+
+fn apt_install(step: &Step, packages: &[&str]) -> Result<()> {
+    let mut command = Command::new("apt-get");
+    command.args(["install", "-y", "--no-install-recommends"]).args(packages);
+    command.env("DEBIAN_FRONTEND", "noninteractive");
+    step.run(&mut command).map(drop)
+}

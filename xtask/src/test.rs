@@ -1,0 +1,118 @@
+//! `cargo xtask test`: every test that this machine can run, and a list of those that it can't.
+
+use crate::setup::{self, Part};
+use crate::{progress::Step, shell};
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::{images, requires, workdir};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs the tests of every tier that this machine allows, and lists what was left out and why.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The tests that take minutes too
+    #[arg(long)]
+    long: bool,
+
+    /// Leave the machine as it is: install nothing
+    #[arg(long)]
+    no_setup: bool,
+
+    /// For the test runner: a filter, `-p PACKAGE`, …
+    #[arg(last = true)]
+    runner: Vec<String>,
+}
+
+/// The command line's entry.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let mut left_out = Vec::new();
+    if !args.no_setup
+        && let Err(error) = setup::ensure(Part::Test)
+    {
+        // What is missing costs the tests that need it, not the others.
+        eprintln!("{} {error:#}", console::style("warning:").yellow().for_stderr());
+        left_out.push(format!("setup: {error:#}"));
+    }
+    let step = Step::start("build the agent and the test app");
+    step.run(shell::cargo().args(["build", "--package", "beelet", "--package", "xtask"]))?;
+    let testapp = images::build_testapp()?;
+    step.done("");
+
+    let skipped = workdir::target_dir().join("skipped.txt");
+    workdir::write(&skipped, "")?;
+    let mut features = Vec::new();
+    if libbpf_headers() {
+        features.push("beelet-tests/libbpf");
+    } else {
+        left_out.push(
+            "the libbpf loader: libelf's and zlib's headers are missing (libelf-dev, zlib1g-dev)".into(),
+        );
+    }
+    if std::env::var_os("CONTAINERD").is_none() {
+        left_out.push(
+            "what only containerd 2 can do, if a test above needs it: CONTAINERD=PATH is not set".into(),
+        );
+    }
+    let environment = |command: &mut Command| {
+        command.env("BEELET_SKIPPED", &skipped).env("BEELET_TESTAPP", &testapp);
+        command.env("BEELET_BIN", workdir::target_dir().join("debug/beelet"));
+        if args.long {
+            command.env("BEELET_LONG", "1");
+        }
+    };
+    let passed = run_tests(&features, &args.runner, environment);
+    report(&skipped, &left_out)?;
+    passed
+}
+
+/// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through cargo.
+fn run_tests(features: &[&str], runner: &[String], environment: impl Fn(&mut Command)) -> Result<()> {
+    let nextest = requires::find_program("cargo-nextest").is_some();
+    let mut command = shell::cargo();
+    if nextest {
+        command.args(["nextest", "run"]);
+    } else {
+        eprintln!("cargo-nextest is not installed: `cargo test` runs the tests");
+        command.args(["test", "--no-fail-fast"]);
+    }
+    if !features.is_empty() {
+        command.args(["--features", &features.join(",")]);
+    }
+    command.args(runner);
+    environment(&mut command);
+    shell::run(&mut command).context("there are tests that failed")
+}
+
+fn libbpf_headers() -> bool {
+    ["libelf.h", "zlib.h"].iter().all(|header| Path::new("/usr/include").join(header).exists())
+        && requires::find_program("pkg-config").is_some()
+}
+
+/// What was left out, each reason once with its tests.
+fn report(skipped: &Path, left_out: &[String]) -> Result<()> {
+    let text = workdir::read(skipped)?;
+    let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for line in text.lines() {
+        let Some((test, reason)) = line.strip_prefix("SKIPPED ").and_then(|line| line.split_once(": "))
+        else {
+            bail!("{} has a line that no test wrote: {line}", skipped.display());
+        };
+        reasons.entry(reason).or_default().push(test);
+    }
+    if reasons.is_empty() && left_out.is_empty() {
+        eprintln!("\nNothing was left out.");
+        return Ok(());
+    }
+    eprintln!("\n{}", console::style("LEFT OUT on this machine:").yellow().bold().for_stderr());
+    for (reason, tests) in &reasons {
+        eprintln!("  {} test(s): {reason}", tests.len());
+        for test in tests {
+            eprintln!("    {test}");
+        }
+    }
+    for what in left_out {
+        eprintln!("  {what}");
+    }
+    Ok(())
+}
