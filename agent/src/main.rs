@@ -1,3 +1,7 @@
-//! The `beelet` command.
+//! The `beelet` program.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    beelet::cli::main()
+}

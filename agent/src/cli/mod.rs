@@ -1,0 +1,40 @@
+//! The command line: one file a subcommand, arguments in, text out, no decisions.
+//!
+//! Exit codes: 0 all well, 1 it could not be done, 2 the command line or a file given on it is wrong.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+pub mod run;
+
+/// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
+#[derive(Debug, Parser)]
+#[command(name = "beelet", version, propagate_version = true, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the pods of this machine.
+    Run(run::RunArgs),
+}
+
+/// Exit code of a wrong command line or a wrong file, clap's own.
+const USAGE: u8 = 2;
+
+/// Parses the command line and does what it says.
+#[must_use]
+pub fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Run(args) => run::run(&args),
+    }
+}
+
+/// Prints `error: …` with all its causes, and is the exit code for it.
+fn failed(error: &anyhow::Error) -> ExitCode {
+    eprintln!("error: {error:#}");
+    ExitCode::FAILURE
+}

@@ -1,0 +1,39 @@
+//! `kind: BeeletConfiguration` (beelet.dev/v1alpha1): what is ours, on the wire.
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::{BpfMode, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes};
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct BeeletWire {
+    pub(super) node_name: Option<String>,
+    pub(super) state_dir: Option<String>,
+    pub(super) run_dir: Option<String>,
+    pub(super) pods_dir: Option<String>,
+    #[serde(deserialize_with = "bpf_mode")]
+    pub(super) bpf: Option<BpfMode>,
+    pub(super) bpffs: Option<String>,
+    pub(super) pin_name: Option<String>,
+    pub(super) tcp_probes: Option<TcpProbes>,
+    pub(super) edge_policy: Option<EdgePolicy>,
+    pub(super) critical_static_pods: Option<bool>,
+    pub(super) preemption: Option<PreemptionPolicy>,
+    pub(super) cpu_weight_formula: Option<CpuWeightFormula>,
+    pub(super) stop_pods_on_exit: Option<bool>,
+}
+
+/// YAML reads a bare `off` as false, so both spellings mean the same.
+fn bpf_mode<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<BpfMode>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "auto or off")]
+    enum Spelling {
+        Mode(BpfMode),
+        Switch(bool),
+    }
+    Ok(Option::<Spelling>::deserialize(deserializer)?.map(|spelling| match spelling {
+        Spelling::Mode(mode) => mode,
+        Spelling::Switch(true) => BpfMode::Auto,
+        Spelling::Switch(false) => BpfMode::Off,
+    }))
+}

@@ -1,0 +1,87 @@
+//! The configuration in effect, printed so that it can be read again.
+
+use super::beelet::BeeletWire;
+use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
+use super::values::{Amounts, GoDuration};
+use super::{CgroupDriver, Config};
+
+pub(super) fn print(config: &Config) -> String {
+    let mut text = String::new();
+    for (version, kind, body) in [
+        ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration", serde_saphyr::to_string(&kubelet(config))),
+        ("beelet.dev/v1alpha1", "BeeletConfiguration", serde_saphyr::to_string(&beelet(config))),
+    ] {
+        // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
+        let body = body.unwrap_or_else(|error| format!("# cannot be printed: {error}\n"));
+        text += &format!("---\napiVersion: {version}\nkind: {kind}\n{body}");
+    }
+    text
+}
+
+fn kubelet(config: &Config) -> KubeletWire {
+    let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
+    let percents = config.qos_reserved.iter().map(|(name, percent)| (name.clone(), format!("{percent}%")));
+    KubeletWire {
+        static_pod_path: Some(
+            config.static_pod_path.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
+        ),
+        file_check_frequency: Some(GoDuration(config.file_check_frequency)),
+        sync_frequency: Some(GoDuration(config.sync_frequency)),
+        pod_logs_dir: text(&config.pod_logs_dir),
+        container_runtime_endpoint: Some(config.runtime_endpoint.clone()),
+        image_service_endpoint: Some(config.image_endpoint.clone()),
+        runtime_request_timeout: Some(GoDuration(config.runtime_request_timeout)),
+        healthz_bind_address: Some(config.healthz_address.to_string()),
+        healthz_port: Some(config.healthz_port.into()),
+        cgroup_root: Some(config.cgroup_root.clone()),
+        cgroups_per_qos: Some(config.cgroups_per_qos),
+        cgroup_driver: Some(
+            match config.cgroup_driver {
+                CgroupDriver::Cgroupfs => "cgroupfs",
+                CgroupDriver::Systemd => "systemd",
+            }
+            .to_owned(),
+        ),
+        fail_cgroup_v1: Some(config.fail_cgroup_v1),
+        cpu_cfs_quota: Some(config.cpu_cfs_quota),
+        cpu_cfs_quota_period: Some(GoDuration(config.cpu_cfs_quota_period)),
+        pod_pids_limit: Some(config.pod_pids_limit),
+        max_pods: Some(config.max_pods.into()),
+        system_reserved: Some(Amounts(config.system_reserved.clone())),
+        kube_reserved: Some(Amounts(config.kube_reserved.clone())),
+        enforce_node_allocatable: Some(vec![if config.enforce_pods { "pods" } else { "none" }.to_owned()]),
+        eviction_hard: Some(Amounts(config.eviction_hard.clone())),
+        merge_default_eviction_settings: Some(false),
+        qos_reserved: Some(Amounts(percents.collect())),
+        cluster_dns: Some(config.cluster_dns.iter().map(ToString::to_string).collect()),
+        cluster_domain: Some(config.cluster_domain.clone()),
+        resolv_conf: Some(
+            config.resolv_conf.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
+        ),
+        crash_loop_back_off: Some(CrashLoopBackOffWire {
+            max_container_restart_period: Some(GoDuration(config.max_container_restart_period)),
+        }),
+        oom_score_adj: Some(config.oom_score_adj.into()),
+        max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
+    }
+}
+
+fn beelet(config: &Config) -> BeeletWire {
+    let ours = &config.beelet;
+    let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
+    BeeletWire {
+        node_name: Some(config.node_name.clone()),
+        state_dir: text(&ours.state_dir),
+        run_dir: text(&ours.run_dir),
+        pods_dir: text(&ours.pods_dir),
+        bpf: Some(ours.bpf),
+        bpffs: text(&ours.bpffs),
+        pin_name: Some(ours.pin_name.clone()),
+        tcp_probes: Some(ours.tcp_probes),
+        edge_policy: Some(ours.edge_policy),
+        critical_static_pods: Some(ours.critical_static_pods),
+        preemption: Some(ours.preemption),
+        cpu_weight_formula: Some(ours.cpu_weight_formula),
+        stop_pods_on_exit: Some(ours.stop_pods_on_exit),
+    }
+}

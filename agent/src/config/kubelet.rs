@@ -1,0 +1,52 @@
+//! `kind: KubeletConfiguration` (kubelet.config.k8s.io/v1beta1): the fields that have an effect, on the wire.
+//!
+//! Every field is optional here; what a missing one means is decided in [`super::resolve`].
+
+use serde::{Deserialize, Serialize};
+
+use super::values::{Amounts, GoDuration};
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct KubeletWire {
+    pub(super) static_pod_path: Option<String>,
+    pub(super) file_check_frequency: Option<GoDuration>,
+    pub(super) sync_frequency: Option<GoDuration>,
+    pub(super) pod_logs_dir: Option<String>,
+    pub(super) container_runtime_endpoint: Option<String>,
+    pub(super) image_service_endpoint: Option<String>,
+    pub(super) runtime_request_timeout: Option<GoDuration>,
+    pub(super) healthz_bind_address: Option<String>,
+    pub(super) healthz_port: Option<i64>,
+    pub(super) cgroup_root: Option<String>,
+    #[serde(rename = "cgroupsPerQOS")]
+    pub(super) cgroups_per_qos: Option<bool>,
+    pub(super) cgroup_driver: Option<String>,
+    #[serde(rename = "failCgroupV1")]
+    pub(super) fail_cgroup_v1: Option<bool>,
+    #[serde(rename = "cpuCFSQuota")]
+    pub(super) cpu_cfs_quota: Option<bool>,
+    #[serde(rename = "cpuCFSQuotaPeriod")]
+    pub(super) cpu_cfs_quota_period: Option<GoDuration>,
+    pub(super) pod_pids_limit: Option<i64>,
+    pub(super) max_pods: Option<i64>,
+    pub(super) system_reserved: Option<Amounts>,
+    pub(super) kube_reserved: Option<Amounts>,
+    pub(super) enforce_node_allocatable: Option<Vec<String>>,
+    pub(super) eviction_hard: Option<Amounts>,
+    pub(super) merge_default_eviction_settings: Option<bool>,
+    pub(super) qos_reserved: Option<Amounts>,
+    #[serde(rename = "clusterDNS")]
+    pub(super) cluster_dns: Option<Vec<String>>,
+    pub(super) cluster_domain: Option<String>,
+    pub(super) resolv_conf: Option<String>,
+    pub(super) crash_loop_back_off: Option<CrashLoopBackOffWire>,
+    pub(super) oom_score_adj: Option<i64>,
+    pub(super) max_open_files: Option<i64>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct CrashLoopBackOffWire {
+    pub(super) max_container_restart_period: Option<GoDuration>,
+}

@@ -1,0 +1,208 @@
+//! The configuration: a YAML (or JSON) stream of at most one `KubeletConfiguration`
+//! (kubelet.config.k8s.io/v1beta1) and at most one `BeeletConfiguration` (beelet.dev/v1alpha1).
+//!
+//! It is read once, at the start, into values that cannot be wrong; nothing else in the agent reads a
+//! configuration file. Defaults are the kubelet's. A field that v1beta1 has and beelet does not use yet is a
+//! warning that names it; an unknown field or a bad value is an error with its line. This module must never
+//! look at the machine beyond its hostname: whether the runtime answers or a folder exists is for its users.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+mod beelet;
+mod effective;
+mod error;
+mod fields;
+mod kubelet;
+mod load;
+mod resolve;
+mod unsupported;
+mod values;
+
+pub use error::{ConfigError, Place, Warning};
+
+/// Amounts of resources by name, as Kubernetes quantities (`cpu: 250m`, `memory: 1Gi`).
+pub type Amounts = BTreeMap<String, String>;
+
+/// What this node is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The node's name: the end of every static pod's name. Default: the hostname in lower case.
+    pub node_name: String,
+    /// The folder (or the one file) static pods come from. None: no pods.
+    pub static_pod_path: Option<PathBuf>,
+    /// How often the folder is read again although no change was reported.
+    pub file_check_frequency: Duration,
+    /// How often a pod is compared with the runtime although nothing happened.
+    pub sync_frequency: Duration,
+    /// Root of the containers' log files.
+    pub pod_logs_dir: PathBuf,
+    /// The runtime's socket, as `unix:///path`.
+    pub runtime_endpoint: String,
+    /// The image service's socket, as `unix:///path`.
+    pub image_endpoint: String,
+    /// Deadline of a runtime call that should be quick.
+    pub runtime_request_timeout: Duration,
+    /// Where `/healthz`, `/metrics` and `/pods` are served. A loopback address.
+    pub healthz_address: IpAddr,
+    /// The port for it; 0: not served.
+    pub healthz_port: u16,
+    /// The cgroup under which `kubepods` lives, from the hierarchy's root: `/` or `/some/path`.
+    pub cgroup_root: String,
+    /// Whether pods live in cgroups of their own, below one per QoS class.
+    pub cgroups_per_qos: bool,
+    /// Who manages cgroups; the runtime's own answer, where it gives one, goes first.
+    pub cgroup_driver: CgroupDriver,
+    /// Refuse to run where cgroup v1 controllers are in use. Unlike the kubelet's, our default is false.
+    pub fail_cgroup_v1: bool,
+    /// Whether CPU limits are enforced by CFS quota.
+    pub cpu_cfs_quota: bool,
+    /// The period of that quota, 1 ms to 1 s.
+    pub cpu_cfs_quota_period: Duration,
+    /// Most processes and threads in a pod; -1: no limit.
+    pub pod_pids_limit: i64,
+    /// Most pods on this node.
+    pub max_pods: u32,
+    /// Kept for the operating system: not for pods.
+    pub system_reserved: Amounts,
+    /// Kept for the node's own agents: not for pods.
+    pub kube_reserved: Amounts,
+    /// Whether `kubepods` as a whole is held to what remains (`enforceNodeAllocatable: [pods]`).
+    pub enforce_pods: bool,
+    /// Eviction thresholds by signal, as quantities or percentages; `memory.available` is kept from pods too.
+    pub eviction_hard: Amounts,
+    /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
+    pub qos_reserved: BTreeMap<String, u8>,
+    /// Name servers for pods with `dnsPolicy: ClusterFirst`.
+    pub cluster_dns: Vec<IpAddr>,
+    /// The domain added to those pods' search list; empty: none.
+    pub cluster_domain: String,
+    /// The resolver configuration that pods start from; None: an empty one.
+    pub resolv_conf: Option<PathBuf>,
+    /// Longest delay between two restarts of a crashing container.
+    pub max_container_restart_period: Duration,
+    /// The agent's own oom_score_adj, -1000 to 1000.
+    pub oom_score_adj: i32,
+    /// The agent's own limit of open files.
+    pub max_open_files: u64,
+    /// What is ours.
+    pub beelet: Beelet,
+}
+
+/// The part of the configuration that the kubelet does not have.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Beelet {
+    /// Durable state and its lock.
+    pub state_dir: PathBuf,
+    /// Where the socket is.
+    pub run_dir: PathBuf,
+    /// Volumes and hosts files of pods, one folder a pod.
+    pub pods_dir: PathBuf,
+    /// Whether the kernel half is used.
+    pub bpf: BpfMode,
+    /// Where a BPF file system is or is to be mounted.
+    pub bpffs: PathBuf,
+    /// The folder of our pins below it.
+    pub pin_name: String,
+    /// How tcpSocket probes are answered.
+    pub tcp_probes: TcpProbes,
+    /// What a listener's coming and going does to readiness.
+    pub edge_policy: EdgePolicy,
+    /// The kubelet's rule that every static pod is critical.
+    pub critical_static_pods: bool,
+    /// How victims are chosen.
+    pub preemption: PreemptionPolicy,
+    /// How shares become cpu.weight on cgroup v2.
+    pub cpu_weight_formula: CpuWeightFormula,
+    /// Stop all pods when the agent is told to stop.
+    pub stop_pods_on_exit: bool,
+}
+
+/// Who manages cgroups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CgroupDriver {
+    /// Directories in cgroupfs.
+    Cgroupfs,
+    /// Slices and scopes of systemd.
+    Systemd,
+}
+
+/// Whether the kernel half is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BpfMode {
+    /// As far as this kernel and these privileges allow.
+    Auto,
+    /// Not at all.
+    Off,
+}
+
+/// How tcpSocket probes are answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TcpProbes {
+    /// From the kernel's listeners, where that is possible.
+    Kernel,
+    /// By connecting, as the kubelet does.
+    Connect,
+}
+
+/// What a listener's coming and going does to readiness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EdgePolicy {
+    /// It decides at once.
+    Immediate,
+    /// It is one more sample towards the thresholds.
+    Threshold,
+}
+
+/// How victims of preemption are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PreemptionPolicy {
+    /// The kubelet's greedy choice.
+    Kubelet,
+    /// The provably smallest set.
+    Minimal,
+}
+
+/// How CPU requests become cpu.weight on cgroup v2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CpuWeightFormula {
+    /// Linear above the container, the runtime's formula at it.
+    Kubelet,
+    /// Millicores / 10 at every level.
+    Proportional,
+}
+
+impl Config {
+    /// Reads `path`. An empty file, or one with only one of the two documents, is the defaults for the rest.
+    ///
+    /// # Errors
+    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field or a bad value.
+    pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigError> {
+        load::load(path)
+    }
+
+    /// Both documents as YAML, with every value that is in effect. Reading it gives the same configuration.
+    #[must_use]
+    pub fn effective(&self) -> String {
+        effective::print(self)
+    }
+
+    /// The gRPC socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.beelet.run_dir.join("beelet.sock")
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,332 @@
+//! From what is written to what is meant: defaults and checks.
+//!
+//! Defaults and the rule that an empty value is no value: pkg/kubelet/apis/config/v1beta1/defaults.go.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+use super::beelet::BeeletWire;
+use super::error::Problem;
+use super::kubelet::KubeletWire;
+use super::values::{Amounts as AmountsWire, GoDuration};
+use super::{
+    Amounts, Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes,
+};
+
+pub(super) const DEFAULT_ENDPOINT: &str = "unix:///run/containerd/containerd.sock";
+const DEFAULT_EVICTION_HARD: [(&str, &str); 5] = [
+    ("memory.available", "100Mi"),
+    ("nodefs.available", "10%"),
+    ("nodefs.inodesFree", "5%"),
+    ("imagefs.available", "15%"),
+    ("imagefs.inodesFree", "5%"),
+];
+const EVICTION_SIGNALS: [&str; 9] = [
+    "memory.available",
+    "allocatableMemory.available",
+    "nodefs.available",
+    "nodefs.inodesFree",
+    "imagefs.available",
+    "imagefs.inodesFree",
+    "containerfs.available",
+    "containerfs.inodesFree",
+    "pid.available",
+];
+const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
+
+pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> Result<Config, Problem> {
+    let runtime_endpoint =
+        endpoint("containerRuntimeEndpoint", &wire.container_runtime_endpoint, DEFAULT_ENDPOINT)?;
+    Ok(Config {
+        node_name,
+        static_pod_path: path("staticPodPath", &wire.static_pod_path)?,
+        file_check_frequency: duration(wire.file_check_frequency, Duration::from_secs(20)),
+        sync_frequency: duration(wire.sync_frequency, Duration::from_secs(60)),
+        pod_logs_dir: path("podLogsDir", &wire.pod_logs_dir)?.unwrap_or_else(|| "/var/log/pods".into()),
+        image_endpoint: endpoint("imageServiceEndpoint", &wire.image_service_endpoint, &runtime_endpoint)?,
+        runtime_endpoint,
+        runtime_request_timeout: duration(wire.runtime_request_timeout, Duration::from_secs(120)),
+        healthz_address: healthz_address(wire.healthz_bind_address.as_deref())?,
+        healthz_port: number("healthzPort", wire.healthz_port, 10248, 0, i64::from(u16::MAX))?,
+        cgroup_root: cgroup_root(wire.cgroup_root.as_deref().unwrap_or_default())?,
+        cgroups_per_qos: wire.cgroups_per_qos.unwrap_or(true),
+        cgroup_driver: cgroup_driver(wire.cgroup_driver.as_deref().unwrap_or_default())?,
+        fail_cgroup_v1: wire.fail_cgroup_v1.unwrap_or(false),
+        cpu_cfs_quota: wire.cpu_cfs_quota.unwrap_or(true),
+        cpu_cfs_quota_period: cfs_period(duration(wire.cpu_cfs_quota_period, Duration::from_millis(100)))?,
+        pod_pids_limit: number("podPidsLimit", wire.pod_pids_limit, -1, -1, i64::MAX)?,
+        max_pods: number("maxPods", wire.max_pods.filter(|pods| *pods != 0), 110, 0, i64::from(i32::MAX))?,
+        system_reserved: reserved("systemReserved", wire.system_reserved.as_ref())?,
+        kube_reserved: reserved("kubeReserved", wire.kube_reserved.as_ref())?,
+        enforce_pods: enforce_pods(wire.enforce_node_allocatable.as_deref())?,
+        eviction_hard: eviction_hard(
+            wire.eviction_hard.as_ref(),
+            wire.merge_default_eviction_settings == Some(true),
+        )?,
+        qos_reserved: qos_reserved(wire.qos_reserved.as_ref())?,
+        cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default())?,
+        cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
+        resolv_conf: resolv_conf(wire.resolv_conf.as_deref())?,
+        max_container_restart_period: restart_period(wire)?,
+        oom_score_adj: number("oomScoreAdj", wire.oom_score_adj, -999, -1000, 1000)?,
+        max_open_files: number(
+            "maxOpenFiles",
+            wire.max_open_files.filter(|files| *files != 0),
+            1_000_000,
+            0,
+            i64::MAX,
+        )?,
+        beelet,
+    })
+}
+
+pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
+    let folder = |field: &str, value: &Option<String>, default: &str| {
+        Ok::<_, Problem>(path(field, value)?.unwrap_or_else(|| default.into()))
+    };
+    let state_dir = folder("stateDir", &wire.state_dir, "/var/lib/beelet")?;
+    Ok(Beelet {
+        pods_dir: path("podsDir", &wire.pods_dir)?.unwrap_or_else(|| state_dir.join("pods")),
+        state_dir,
+        run_dir: folder("runDir", &wire.run_dir, "/run/beelet")?,
+        bpf: wire.bpf.unwrap_or(BpfMode::Auto),
+        bpffs: folder("bpffs", &wire.bpffs, "/sys/fs/bpf")?,
+        pin_name: pin_name(wire.pin_name.as_deref())?,
+        tcp_probes: wire.tcp_probes.unwrap_or(TcpProbes::Kernel),
+        edge_policy: wire.edge_policy.unwrap_or(EdgePolicy::Immediate),
+        critical_static_pods: wire.critical_static_pods.unwrap_or(false),
+        preemption: wire.preemption.unwrap_or(PreemptionPolicy::Kubelet),
+        cpu_weight_formula: wire.cpu_weight_formula.unwrap_or(CpuWeightFormula::Kubelet),
+        stop_pods_on_exit: wire.stop_pods_on_exit.unwrap_or(false),
+    })
+}
+
+/// The node's name: configured, or the hostname in lower case as the kubelet takes it.
+pub(super) fn node_name(wire: &BeeletWire) -> Result<String, Problem> {
+    let name = match wire.node_name.as_deref().filter(|name| !name.is_empty()) {
+        Some(name) => name.to_owned(),
+        None => rustix::system::uname().nodename().to_string_lossy().trim().to_lowercase(),
+    };
+    let label = |label: &str| {
+        let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        !label.is_empty() && label.chars().all(inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    if name.len() <= 253 && name.split('.').all(label) {
+        return Ok(name);
+    }
+    Err(Problem::new(
+        "nodeName",
+        format!(
+            "{name:?} cannot name a node: use lower case letters, digits, '-' and '.' (RFC 1123), at most 253"
+        ),
+    ))
+}
+
+fn duration(value: Option<GoDuration>, default: Duration) -> Duration {
+    value.map(|value| value.0).filter(|value| !value.is_zero()).unwrap_or(default)
+}
+
+fn number<T: TryFrom<i64>>(
+    field: &str,
+    value: Option<i64>,
+    default: i64,
+    least: i64,
+    most: i64,
+) -> Result<T, Problem> {
+    let value = value.unwrap_or(default);
+    let wrong = || Problem::new(field, format!("{value} is out of range: {least} to {most}"));
+    if !(least..=most).contains(&value) {
+        return Err(wrong());
+    }
+    T::try_from(value).map_err(|_| wrong())
+}
+
+/// An absolute path without `..`, or nothing for an empty one.
+fn path(field: &str, value: &Option<String>) -> Result<Option<PathBuf>, Problem> {
+    let Some(value) = value.as_deref().filter(|value| !value.is_empty()) else { return Ok(None) };
+    let path = Path::new(value);
+    if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
+        return Err(Problem::new(field, format!("{value:?} must be an absolute path without '..'")));
+    }
+    Ok(Some(path.components().collect()))
+}
+
+fn endpoint(field: &str, value: &Option<String>, default: &str) -> Result<String, Problem> {
+    let value = value.as_deref().filter(|value| !value.is_empty()).unwrap_or(default);
+    match value.strip_prefix("unix://").unwrap_or(value) {
+        path if path.starts_with('/') => Ok(format!("unix://{path}")),
+        _ => Err(Problem::new(
+            field,
+            format!(
+                "{value:?} is not a unix socket: write unix:///run/containerd/containerd.sock, for example"
+            ),
+        )),
+    }
+}
+
+fn healthz_address(value: Option<&str>) -> Result<IpAddr, Problem> {
+    let field = "healthzBindAddress";
+    let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(Ipv4Addr::LOCALHOST.into()) };
+    let address: IpAddr =
+        value.parse().map_err(|_| Problem::new(field, format!("{value:?} is not an IP address")))?;
+    if !address.is_loopback() {
+        return Err(Problem::new(
+            field,
+            format!(
+                "{address} is not a loopback address: /pods and /metrics have no authentication, so they are served \
+                 on 127.0.0.0/8 or ::1 only; put an authenticating proxy before it to reach it from elsewhere"
+            ),
+        ));
+    }
+    Ok(address)
+}
+
+fn cgroup_root(value: &str) -> Result<String, Problem> {
+    let path: PathBuf = Path::new("/").join(value).components().collect();
+    if Path::new(value).components().any(|part| part == Component::ParentDir) {
+        return Err(Problem::new("cgroupRoot", format!("{value:?} may not have '..'")));
+    }
+    Ok(path.to_string_lossy().into_owned())
+}
+
+fn cgroup_driver(value: &str) -> Result<CgroupDriver, Problem> {
+    match value {
+        "" | "cgroupfs" => Ok(CgroupDriver::Cgroupfs),
+        "systemd" => Ok(CgroupDriver::Systemd),
+        other => Err(Problem::new("cgroupDriver", format!("{other:?} is neither cgroupfs nor systemd"))),
+    }
+}
+
+fn cfs_period(period: Duration) -> Result<Duration, Problem> {
+    if (Duration::from_millis(1)..=Duration::from_secs(1)).contains(&period) {
+        return Ok(period);
+    }
+    let message = format!("{period:?} is out of range: the kernel takes 1ms to 1s");
+    Err(Problem::new("cpuCFSQuotaPeriod", message))
+}
+
+fn quantity(field: String, text: &str) -> Result<(), Problem> {
+    // Whether the rest is a quantity is decided by whoever computes with it.
+    if text.trim_start().starts_with('-') {
+        return Err(Problem::new(field, format!("{text:?} is below zero")));
+    }
+    Ok(())
+}
+
+/// A percentage from 0 to 100, without its sign.
+fn percent(text: &str) -> Option<f64> {
+    text.strip_suffix('%')?.trim().parse().ok().filter(|percent| (0.0..=100.0).contains(percent))
+}
+
+fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<Amounts, Problem> {
+    let amounts = wire.map(|wire| wire.0.clone()).unwrap_or_default();
+    for (name, amount) in &amounts {
+        if !RESERVABLE.contains(&name.as_str()) {
+            let message = format!("cannot be reserved; {} can", RESERVABLE.join(", "));
+            return Err(Problem::new(format!("{field}.{name}"), message));
+        }
+        quantity(format!("{field}.{name}"), amount)?;
+    }
+    Ok(amounts)
+}
+
+fn enforce_pods(value: Option<&[String]>) -> Result<bool, Problem> {
+    let field = |index| format!("enforceNodeAllocatable[{index}]");
+    let Some(list) = value else { return Ok(true) };
+    for (index, item) in list.iter().enumerate() {
+        match item.as_str() {
+            "pods" => {}
+            "none" if list.len() == 1 => {}
+            "none" => return Err(Problem::new(field(index), "\"none\" must stand alone")),
+            "system-reserved"
+            | "kube-reserved"
+            | "system-reserved-compressible"
+            | "kube-reserved-compressible" => {
+                let message = format!(
+                    "{item:?} is not in this version: beelet holds only the pods to their share; leave it out"
+                );
+                return Err(Problem::new(field(index), message));
+            }
+            other => return Err(Problem::new(field(index), format!("{other:?} is neither pods nor none"))),
+        }
+    }
+    Ok(list.iter().any(|item| item == "pods"))
+}
+
+fn eviction_hard(wire: Option<&AmountsWire>, merge: bool) -> Result<Amounts, Problem> {
+    let defaults =
+        || DEFAULT_EVICTION_HARD.map(|(signal, value)| (signal.to_owned(), value.to_owned())).into();
+    let Some(wire) = wire else { return Ok(defaults()) };
+    for (signal, value) in &wire.0 {
+        let field = format!("evictionHard.{signal}");
+        if !EVICTION_SIGNALS.contains(&signal.as_str()) {
+            let message = format!("there is no such signal; there are {}", EVICTION_SIGNALS.join(", "));
+            return Err(Problem::new(field, message));
+        }
+        if value.ends_with('%') {
+            percent(value).ok_or_else(|| Problem::new(field, format!("{value:?} is not 0% to 100%")))?;
+        } else {
+            quantity(field, value)?;
+        }
+    }
+    let mut amounts: Amounts = if merge { defaults() } else { Amounts::new() };
+    amounts.extend(wire.0.clone());
+    Ok(amounts)
+}
+
+fn qos_reserved(wire: Option<&AmountsWire>) -> Result<BTreeMap<String, u8>, Problem> {
+    let mut reserved = BTreeMap::new();
+    for (name, value) in wire.map(|wire| &wire.0).into_iter().flatten() {
+        let field = format!("qosReserved.{name}");
+        if name != "memory" {
+            return Err(Problem::new(field, "only memory can be reserved for a QoS class"));
+        }
+        let whole = value.strip_suffix('%').and_then(|digits| digits.trim().parse::<u8>().ok());
+        let percent = whole.filter(|percent| *percent <= 100).ok_or_else(|| {
+            Problem::new(field, format!("{value:?} is not a whole percentage: write \"50%\", for example"))
+        })?;
+        reserved.insert(name.clone(), percent);
+    }
+    Ok(reserved)
+}
+
+fn cluster_dns(list: &[String]) -> Result<Vec<IpAddr>, Problem> {
+    list.iter()
+        .enumerate()
+        .map(|(index, text)| {
+            let wrong =
+                || Problem::new(format!("clusterDNS[{index}]"), format!("{text:?} is not an IP address"));
+            text.parse().map_err(|_| wrong())
+        })
+        .collect()
+}
+
+fn resolv_conf(value: Option<&str>) -> Result<Option<PathBuf>, Problem> {
+    match value {
+        None => Ok(Some("/etc/resolv.conf".into())),
+        Some(value) => path("resolvConf", &Some(value.to_owned())),
+    }
+}
+
+fn restart_period(wire: &KubeletWire) -> Result<Duration, Problem> {
+    let most = Duration::from_secs(300);
+    let Some(period) = wire.crash_loop_back_off.as_ref().and_then(|c| c.max_container_restart_period) else {
+        return Ok(most);
+    };
+    if (Duration::from_secs(1)..=most).contains(&period.0) {
+        return Ok(period.0);
+    }
+    let message = format!("{:?} is out of range: 1s to 300s", period.0);
+    Err(Problem::new("crashLoopBackOff.maxContainerRestartPeriod", message))
+}
+
+fn pin_name(value: Option<&str>) -> Result<String, Problem> {
+    let name = value.filter(|name| !name.is_empty()).unwrap_or("beelet");
+    // bpffs refuses names with a dot.
+    if name.len() <= 64 && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
+        return Ok(name.to_owned());
+    }
+    Err(Problem::new("pinName", format!("{name:?} must be letters, digits, '-' and '_', at most 64")))
+}

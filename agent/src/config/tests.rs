@@ -1,0 +1,358 @@
+use std::io::Write;
+
+use super::*;
+
+fn load(text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    Config::load(file.path())
+}
+
+/// A KubeletConfiguration with these lines, the first of which is line 3.
+fn kubelet(body: &str) -> String {
+    format!("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{body}\n")
+}
+
+fn beelet(body: &str) -> String {
+    format!("apiVersion: beelet.dev/v1alpha1\nkind: BeeletConfiguration\n{body}\n")
+}
+
+#[track_caller]
+fn set(text: &str) -> Config {
+    let (config, warnings) = load(text).unwrap();
+    assert_eq!(warnings, [], "{text}");
+    config
+}
+
+/// The error, without the file's name.
+#[track_caller]
+fn error(text: &str) -> String {
+    let error = load(text).unwrap_err();
+    let file = format!("{}:", error.place.file.display());
+    error.to_string().strip_prefix(&file).unwrap().to_owned()
+}
+
+#[track_caller]
+fn check_error(text: &str, expected: &str) {
+    let error = error(text);
+    assert!(error.starts_with(expected), "{error}");
+}
+
+#[test]
+fn an_empty_file_is_the_kubelets_defaults() {
+    let config = set("");
+    assert_eq!(config, set(&kubelet("")));
+    assert_eq!(config.runtime_endpoint, "unix:///run/containerd/containerd.sock");
+    assert_eq!(config.image_endpoint, config.runtime_endpoint);
+    assert_eq!(config.max_pods, 110);
+    assert_eq!(config.pod_pids_limit, -1);
+    assert_eq!(config.file_check_frequency, Duration::from_secs(20));
+    assert_eq!(config.runtime_request_timeout, Duration::from_secs(120));
+    assert_eq!(config.cpu_cfs_quota_period, Duration::from_millis(100));
+    assert_eq!(config.eviction_hard["memory.available"], "100Mi");
+    assert_eq!(config.healthz_address.to_string(), "127.0.0.1");
+    assert_eq!(config.healthz_port, 10248);
+    assert_eq!(config.cgroup_root, "/");
+    assert_eq!(config.pod_logs_dir, Path::new("/var/log/pods"));
+    assert_eq!(config.resolv_conf.as_deref(), Some(Path::new("/etc/resolv.conf")));
+    assert_eq!(config.static_pod_path, None);
+    assert_eq!(config.beelet.state_dir, Path::new("/var/lib/beelet"));
+    assert_eq!(config.beelet.pods_dir, Path::new("/var/lib/beelet/pods"));
+    assert_eq!(config.socket(), Path::new("/run/beelet/beelet.sock"));
+    assert!(config.cgroups_per_qos && config.cpu_cfs_quota && config.enforce_pods);
+    assert!(!config.node_name.is_empty());
+}
+
+#[test]
+fn values_are_taken_from_both_documents_in_any_order() {
+    let both = [beelet("nodeName: edge-1"), kubelet("maxPods: 7")];
+    for text in [format!("{}---\n{}", both[0], both[1]), format!("{}---\n{}", both[1], both[0])] {
+        let config = set(&text);
+        assert_eq!((config.node_name.as_str(), config.max_pods), ("edge-1", 7));
+    }
+}
+
+#[test]
+fn values_are_understood_as_the_kubelet_does() {
+    let field = |body: &str| set(&kubelet(body));
+    assert_eq!(field("runtimeRequestTimeout: 1m30s").runtime_request_timeout, Duration::from_secs(90));
+    assert_eq!(field("fileCheckFrequency: 0s").file_check_frequency, Duration::from_secs(20));
+    assert_eq!(field("cpuCFSQuotaPeriod: 10ms").cpu_cfs_quota_period, Duration::from_millis(10));
+    assert_eq!(field("maxPods: 0").max_pods, 110);
+    assert_eq!(field("healthzPort: 0").healthz_port, 0);
+    assert_eq!(field("healthzBindAddress: '::1'").healthz_address.to_string(), "::1");
+    assert_eq!(field("cgroupRoot: /a/b/").cgroup_root, "/a/b");
+    assert_eq!(field("cgroupRoot: ''").cgroup_root, "/");
+    assert_eq!(field("cgroupRoot: a").cgroup_root, "/a");
+    assert_eq!(field("cgroupDriver: systemd").cgroup_driver, CgroupDriver::Systemd);
+    assert_eq!(field("resolvConf: ''").resolv_conf, None);
+    assert_eq!(field("staticPodPath: null").static_pod_path, None);
+    assert_eq!(field("containerRuntimeEndpoint: /x.sock").runtime_endpoint, "unix:///x.sock");
+    assert_eq!(field("containerRuntimeEndpoint: unix:///x.sock").image_endpoint, "unix:///x.sock");
+    assert_eq!(field("imageServiceEndpoint: unix:///y.sock").image_endpoint, "unix:///y.sock");
+    assert_eq!(field("systemReserved: {cpu: 1, memory: 1Gi}").system_reserved["cpu"], "1");
+    assert_eq!(field("qosReserved: {memory: 50%}").qos_reserved["memory"], 50);
+    assert_eq!(field("evictionHard: {pid.available: 5%}").eviction_hard.len(), 1);
+    assert_eq!(field("evictionHard: {}").eviction_hard.len(), 0);
+    assert_eq!(
+        field("evictionHard: {pid.available: 5%}\nmergeDefaultEvictionSettings: true").eviction_hard.len(),
+        6
+    );
+    assert_eq!(field("clusterDNS: [10.0.0.10, 'fd00::a']").cluster_dns.len(), 2);
+    assert!(!field("enforceNodeAllocatable: [none]").enforce_pods);
+    assert!(!field("enforceNodeAllocatable: []").enforce_pods);
+    assert_eq!(
+        field("crashLoopBackOff: {maxContainerRestartPeriod: 10s}").max_container_restart_period,
+        Duration::from_secs(10)
+    );
+}
+
+#[test]
+fn our_own_fields_are_understood() {
+    let field = |body: &str| set(&beelet(body)).beelet;
+    assert_eq!(field("bpf: off").bpf, BpfMode::Off);
+    assert_eq!(field("bpf: 'off'").bpf, BpfMode::Off);
+    assert_eq!(field("bpf: auto").bpf, BpfMode::Auto);
+    assert_eq!(field("bpf: null").bpf, BpfMode::Auto);
+    assert_eq!(field("tcpProbes: connect").tcp_probes, TcpProbes::Connect);
+    assert_eq!(field("edgePolicy: threshold").edge_policy, EdgePolicy::Threshold);
+    assert_eq!(field("preemption: minimal").preemption, PreemptionPolicy::Minimal);
+    assert_eq!(field("cpuWeightFormula: proportional").cpu_weight_formula, CpuWeightFormula::Proportional);
+    assert_eq!(field("stateDir: /x").pods_dir, Path::new("/x/pods"));
+    assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
+    assert!(field("criticalStaticPods: true").critical_static_pods);
+}
+
+#[test]
+fn a_bad_value_is_an_error_with_its_place() {
+    let check = |body: &str, expected: &str| check_error(&kubelet(body), expected);
+    check("maxPods: many", "3:10: maxPods: invalid type");
+    check("maxPods: -1", "3:10: maxPods: -1 is out of range");
+    check("a: 1\nmaxPods: -1", "3:4: a: there is no such field");
+    check("cgroupRoot: /\nruntimeRequestTimeout: 2 minutes", "4:24: runtimeRequestTimeout: ");
+    check("runtimeRequestTimeout: 120", "3:24: runtimeRequestTimeout: ");
+    check("healthzPort: 65536", "3:14: healthzPort: 65536 is out of range: 0 to 65535");
+    check("healthzBindAddress: 0.0.0.0", "3:21: healthzBindAddress: 0.0.0.0 is not a loopback address");
+    check("healthzBindAddress: localhost", "3:21: healthzBindAddress: \"localhost\" is not an IP address");
+    check("staticPodPath: pods", "3:16: staticPodPath: \"pods\" must be an absolute path");
+    check("staticPodPath: /a/../b", "3:16: staticPodPath: ");
+    check("cgroupRoot: /a/../b", "3:13: cgroupRoot: ");
+    check("cgroupDriver: cgroups", "3:15: cgroupDriver: \"cgroups\" is neither cgroupfs nor systemd");
+    check("cpuCFSQuotaPeriod: 2s", "3:20: cpuCFSQuotaPeriod: 2s is out of range");
+    check(
+        "containerRuntimeEndpoint: tcp://x",
+        "3:27: containerRuntimeEndpoint: \"tcp://x\" is not a unix socket",
+    );
+    check("systemReserved: {gpu: 1}", "3:23: systemReserved.gpu: cannot be reserved");
+    check("kubeReserved: {cpu: -1}", "3:21: kubeReserved.cpu: \"-1\" is below zero");
+    check("evictionHard: {memory.available: 101%}", "3:34: evictionHard.memory.available: \"101%\" is not");
+    check("evictionHard: {memory.free: 1Gi}", "3:29: evictionHard.memory.free: there is no such signal");
+    check("qosReserved: {memory: 50}", "3:23: qosReserved.memory: ");
+    check("qosReserved: {cpu: 50%}", "3:20: qosReserved.cpu: ");
+    check("clusterDNS: [dns]", "3:14: clusterDNS[0]: ");
+    check("enforceNodeAllocatable: [pods, kube-reserved]", "3:32: enforceNodeAllocatable[1]: ");
+    check("enforceNodeAllocatable: [pods, none]", "3:32: enforceNodeAllocatable[1]: ");
+    check("crashLoopBackOff: {maxContainerRestartPeriod: 400s}", "3:47: crashLoopBackOff.maxContainer");
+    check("crashLoopBackOff: {max: 1s}", "3:25: crashLoopBackOff.max: unknown field `max`");
+    check_error(&beelet("bpf: maybe"), "3:6: bpf: auto or off");
+    check_error(&beelet("nodeName: Not A Name"), "3:11: nodeName: ");
+    check_error(&beelet("pinName: a/b"), "3:10: pinName: ");
+    check_error(&beelet("tcpProbes: both"), "3:12: tcpProbes: unknown variant `both`");
+}
+
+#[test]
+fn an_unknown_field_is_an_error_that_knows_what_was_meant() {
+    check_error(
+        &kubelet("staticPodsPath: /x"),
+        "3:17: staticPodsPath: there is no such field; did you mean staticPodPath?",
+    );
+    check_error(&kubelet("imageGCHighThreshhold: 1"), "3:24: imageGCHighThreshhold: there is no such field");
+    check_error(
+        &kubelet("imageMinimumGcAge: 2m"),
+        "3:20: imageMinimumGcAge: there is no such field; did you mean imageMinimumGCAge?",
+    );
+    check_error(&kubelet("stateDir: /x"), "3:11: stateDir: there is no such field");
+    check_error(&beelet("maxPods: 1"), "3:10: maxPods: there is no such field");
+    check_error(&beelet("failSwapOn: true"), "3:13: failSwapOn: there is no such field");
+}
+
+#[test]
+fn a_file_that_is_no_configuration_is_refused() {
+    check_error("a: [", "1:4: unclosed bracket");
+    check_error("just text", "1:1: apiVersion \"\" with kind \"\" is not a configuration");
+    check_error("apiVersion: v1\nkind: Pod\n", "1:1: apiVersion \"v1\" with kind \"Pod\"");
+    check_error(&format!("{}---\n{}", kubelet(""), kubelet("")), "5:1: kind: the file has two documents");
+    check_error(&"#".repeat(2 << 20), " the configuration has more than 1048576 bytes");
+    let missing = Config::load(Path::new("/nonexistent/beelet.yaml")).unwrap_err().to_string();
+    assert!(missing.starts_with("/nonexistent/beelet.yaml: the configuration cannot be opened"), "{missing}");
+}
+
+#[test]
+fn a_known_field_without_effect_is_a_warning_that_names_it() {
+    let (config, warnings) = load(&kubelet("readOnlyPort: 10255\nmaxPods: 3\nfailSwapOn: false")).unwrap();
+    assert_eq!(config.max_pods, 3);
+    let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(warnings.len(), 2);
+    assert!(
+        warnings[0].contains(":3:15: readOnlyPort: has no effect: the kubelet's HTTPS server"),
+        "{}",
+        warnings[0]
+    );
+    assert!(warnings[1].contains(":5:13: failSwapOn: has no effect"), "{}", warnings[1]);
+}
+
+#[test]
+fn every_field_of_v1beta1_is_known_exactly_once() {
+    let used = fields::names_of::<kubelet::KubeletWire>();
+    let mut all: Vec<&str> = unsupported::names().chain(used.iter().copied()).collect();
+    all.sort_unstable();
+    let count = all.len();
+    all.dedup();
+    assert_eq!(all.len(), count, "a field is both used and unsupported");
+    assert_eq!(all, V1BETA1);
+}
+
+/// Facts from staging/src/k8s.io/kubelet/config/v1beta1/types.go, sorted.
+const V1BETA1: &[&str] = &[
+    "address",
+    "allowedUnsafeSysctls",
+    "authentication",
+    "authorization",
+    "cgroupDriver",
+    "cgroupRoot",
+    "cgroupsPerQOS",
+    "clusterDNS",
+    "clusterDomain",
+    "configMapAndSecretChangeDetectionStrategy",
+    "containerLogMaxFiles",
+    "containerLogMaxSize",
+    "containerLogMaxWorkers",
+    "containerLogMonitorInterval",
+    "containerRuntimeEndpoint",
+    "contentType",
+    "cpuCFSQuota",
+    "cpuCFSQuotaPeriod",
+    "cpuManagerPolicy",
+    "cpuManagerPolicyOptions",
+    "cpuManagerReconcilePeriod",
+    "crashLoopBackOff",
+    "draManagerReconcilePeriod",
+    "enableContentionProfiling",
+    "enableControllerAttachDetach",
+    "enableDebugFlagsHandler",
+    "enableDebuggingHandlers",
+    "enableProfilingHandler",
+    "enableServer",
+    "enableSystemLogHandler",
+    "enableSystemLogQuery",
+    "enforceNodeAllocatable",
+    "eventBurst",
+    "eventRecordQPS",
+    "evictionHard",
+    "evictionMaxPodGracePeriod",
+    "evictionMinimumReclaim",
+    "evictionPressureTransitionPeriod",
+    "evictionSoft",
+    "evictionSoftGracePeriod",
+    "failCgroupV1",
+    "failSwapOn",
+    "featureGates",
+    "fileCheckFrequency",
+    "hairpinMode",
+    "healthzBindAddress",
+    "healthzPort",
+    "httpCheckFrequency",
+    "imageGCHighThresholdPercent",
+    "imageGCLowThresholdPercent",
+    "imageMaximumGCAge",
+    "imageMinimumGCAge",
+    "imagePullCredentialsVerificationPolicy",
+    "imageServiceEndpoint",
+    "iptablesDropBit",
+    "iptablesMasqueradeBit",
+    "kernelMemcgNotification",
+    "kubeAPIBurst",
+    "kubeAPIQPS",
+    "kubeReserved",
+    "kubeReservedCgroup",
+    "kubeletCgroups",
+    "localStorageCapacityIsolation",
+    "logging",
+    "makeIPTablesUtilChains",
+    "maxOpenFiles",
+    "maxParallelImagePulls",
+    "maxPods",
+    "memoryManagerPolicy",
+    "memoryReservationPolicy",
+    "memorySwap",
+    "memoryThrottlingFactor",
+    "mergeDefaultEvictionSettings",
+    "nodeLeaseDurationSeconds",
+    "nodeStatusMaxImages",
+    "nodeStatusReportFrequency",
+    "nodeStatusUpdateFrequency",
+    "oomScoreAdj",
+    "podCIDR",
+    "podLogsDir",
+    "podPidsLimit",
+    "podsPerCore",
+    "port",
+    "preloadedImagesVerificationAllowlist",
+    "protectKernelDefaults",
+    "providerID",
+    "qosReserved",
+    "readOnlyPort",
+    "registerNode",
+    "registerWithTaints",
+    "registryBurst",
+    "registryPullQPS",
+    "reservedMemory",
+    "reservedSystemCPUs",
+    "resolvConf",
+    "rotateCertificates",
+    "runOnce",
+    "runtimeRequestTimeout",
+    "seccompDefault",
+    "serializeImagePulls",
+    "serverTLSBootstrap",
+    "showHiddenMetricsForVersion",
+    "shutdownGracePeriod",
+    "shutdownGracePeriodByPodPriority",
+    "shutdownGracePeriodCriticalPods",
+    "singleProcessOOMKill",
+    "staticPodPath",
+    "staticPodURL",
+    "staticPodURLHeader",
+    "streamingConnectionIdleTimeout",
+    "syncFrequency",
+    "systemCgroups",
+    "systemReserved",
+    "systemReservedCgroup",
+    "tlsCertFile",
+    "tlsCipherSuites",
+    "tlsCurvePreferences",
+    "tlsMinVersion",
+    "tlsPrivateKeyFile",
+    "topologyManagerPolicy",
+    "topologyManagerPolicyOptions",
+    "topologyManagerScope",
+    "tracing",
+    "userNamespaces",
+    "volumePluginDir",
+    "volumeStatsAggPeriod",
+];
+
+#[test]
+fn the_effective_configuration_reads_back_as_itself() {
+    for text in [
+        String::new(),
+        kubelet(
+            "staticPodPath: /p\nevictionHard: {memory.available: 1Gi}\nqosReserved: {memory: 50%}\nresolvConf: ''",
+        ),
+        kubelet("enforceNodeAllocatable: [none]\nclusterDNS: ['10.0.0.10']\nruntimeRequestTimeout: 1.5s"),
+        beelet("nodeName: 'on'\nbpf: off\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere"),
+    ] {
+        let config = set(&text);
+        assert_eq!(set(&config.effective()), config, "{}", config.effective());
+    }
+}

@@ -1,0 +1,173 @@
+//! Fields of KubeletConfiguration v1beta1 (as of Kubernetes 1.37) that this version reads past, and why.
+//!
+//! A field is in exactly one place: here, or in [`super::kubelet::KubeletWire`]. Whoever makes one work moves it there.
+
+/// Why `field` has no effect; `None` if v1beta1 has no such field, or if it has an effect.
+pub(super) fn reason(field: &str) -> Option<&'static str> {
+    GROUPS.iter().find(|group| group.fields.contains(&field)).map(|group| group.reason)
+}
+
+/// All of them.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    GROUPS.iter().flat_map(|group| group.fields.iter().copied())
+}
+
+struct Group {
+    reason: &'static str,
+    fields: &'static [&'static str],
+}
+
+const GROUPS: &[Group] = &[
+    Group {
+        reason: "the kubelet's HTTPS server is not part of beelet: pods, metrics and health are on healthzPort \
+                 (loopback) and on the gRPC socket",
+        fields: &[
+            "enableServer",
+            "address",
+            "port",
+            "readOnlyPort",
+            "tlsCertFile",
+            "tlsPrivateKeyFile",
+            "tlsCipherSuites",
+            "tlsCurvePreferences",
+            "tlsMinVersion",
+            "rotateCertificates",
+            "serverTLSBootstrap",
+            "authentication",
+            "authorization",
+            "enableDebuggingHandlers",
+            "enableContentionProfiling",
+            "enableProfilingHandler",
+            "enableDebugFlagsHandler",
+            "enableSystemLogHandler",
+            "enableSystemLogQuery",
+            "streamingConnectionIdleTimeout",
+        ],
+    },
+    Group {
+        reason: "it has a meaning only together with an API server, and this node runs standalone",
+        fields: &[
+            "nodeStatusUpdateFrequency",
+            "nodeStatusReportFrequency",
+            "nodeStatusMaxImages",
+            "nodeLeaseDurationSeconds",
+            "eventRecordQPS",
+            "eventBurst",
+            "contentType",
+            "kubeAPIQPS",
+            "kubeAPIBurst",
+            "configMapAndSecretChangeDetectionStrategy",
+            "enableControllerAttachDetach",
+            "providerID",
+            "registerNode",
+            "registerWithTaints",
+            "podCIDR",
+            "runOnce",
+        ],
+    },
+    Group {
+        reason: "pods come from the files of staticPodPath only",
+        fields: &["httpCheckFrequency", "staticPodURL", "staticPodURLHeader"],
+    },
+    Group {
+        reason: "image garbage collection is not in this version",
+        fields: &[
+            "imageMinimumGCAge",
+            "imageMaximumGCAge",
+            "imageGCHighThresholdPercent",
+            "imageGCLowThresholdPercent",
+        ],
+    },
+    Group {
+        reason: "image pulls are neither limited nor verified in this version: the runtime's own limits and the image's \
+                 pull policy hold",
+        fields: &[
+            "registryPullQPS",
+            "registryBurst",
+            "serializeImagePulls",
+            "maxParallelImagePulls",
+            "imagePullCredentialsVerificationPolicy",
+            "preloadedImagesVerificationAllowlist",
+        ],
+    },
+    Group {
+        reason: "eviction under node pressure is not in this version; evictionHard counts for what pods may use together",
+        fields: &[
+            "evictionSoft",
+            "evictionSoftGracePeriod",
+            "evictionPressureTransitionPeriod",
+            "evictionMaxPodGracePeriod",
+            "evictionMinimumReclaim",
+            "kernelMemcgNotification",
+        ],
+    },
+    Group {
+        reason: "CPUs, memory and NUMA nodes are not pinned in this version: containers share what their node has",
+        fields: &[
+            "cpuManagerPolicy",
+            "cpuManagerPolicyOptions",
+            "cpuManagerReconcilePeriod",
+            "memoryManagerPolicy",
+            "topologyManagerPolicy",
+            "topologyManagerScope",
+            "topologyManagerPolicyOptions",
+            "reservedSystemCPUs",
+            "reservedMemory",
+            "draManagerReconcilePeriod",
+        ],
+    },
+    Group {
+        reason: "memory QoS (memory.min, memory.low, memory.high) is not in this version",
+        fields: &["memoryThrottlingFactor", "memoryReservationPolicy", "singleProcessOOMKill"],
+    },
+    Group {
+        reason: "cgroups outside the pods' own are left alone in this version",
+        fields: &["kubeletCgroups", "systemCgroups", "systemReservedCgroup", "kubeReservedCgroup"],
+    },
+    Group {
+        reason: "container logs are not rotated in this version: watch the space under podLogsDir",
+        fields: &[
+            "containerLogMaxSize",
+            "containerLogMaxFiles",
+            "containerLogMaxWorkers",
+            "containerLogMonitorInterval",
+        ],
+    },
+    Group {
+        reason: "graceful node shutdown is not in this version: pods get what the init system gives them",
+        fields: &[
+            "shutdownGracePeriod",
+            "shutdownGracePeriodCriticalPods",
+            "shutdownGracePeriodByPodPriority",
+        ],
+    },
+    Group {
+        reason: "swap is neither required to be off nor limited in this version: containers may use what the node has",
+        fields: &["failSwapOn", "memorySwap"],
+    },
+    Group {
+        reason: "the network is the CNI plugin's business",
+        fields: &["hairpinMode", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit"],
+    },
+    Group {
+        reason: "pods are held to the manifest's own security settings in this version",
+        fields: &["seccompDefault", "allowedUnsafeSysctls", "userNamespaces"],
+    },
+    Group {
+        reason: "volume usage and local storage limits are not measured in this version",
+        fields: &["volumeStatsAggPeriod", "localStorageCapacityIsolation", "volumePluginDir"],
+    },
+    Group { reason: "only maxPods limits the number of pods", fields: &["podsPerCore"] },
+    Group {
+        reason: "kernel settings are neither checked nor changed by beelet",
+        fields: &["protectKernelDefaults"],
+    },
+    Group {
+        reason: "beelet has no feature gates: what it can do, it does as its own section says",
+        fields: &["featureGates", "showHiddenMetricsForVersion"],
+    },
+    Group {
+        reason: "logging is set on the command line (-v, --log-format) and by RUST_LOG, and there is no tracing exporter",
+        fields: &["logging", "tracing"],
+    },
+];

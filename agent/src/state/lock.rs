@@ -1,0 +1,88 @@
+//! Locks that say who holds them, and that the kernel gives back whatever happens to the holder.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+/// An exclusive lock on a file (flock), held until the value is dropped or the process ends.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// Why a lock could not be taken.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Another process has it.
+    #[error(
+        "{what} is in use by another beelet{} (lock {}): stop that one first, or give this one another folder",
+        holder(.pid), .path.display()
+    )]
+    Held {
+        /// What the lock stands for.
+        what: String,
+        /// The lock file.
+        path: PathBuf,
+        /// The process that has it, if it could be told.
+        pid: Option<u32>,
+    },
+    /// The lock file cannot be used.
+    #[error("{what} cannot be locked: {}: {source}", .path.display())]
+    Io {
+        /// What the lock stands for.
+        what: String,
+        /// The lock file.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+fn holder(pid: &Option<u32>) -> String {
+    pid.map(|pid| format!(", process {pid}")).unwrap_or_default()
+}
+
+impl Lock {
+    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Does not wait.
+    ///
+    /// # Errors
+    /// Another process holds it, or the file cannot be opened.
+    pub fn take(path: &Path, what: &str) -> Result<Self, LockError> {
+        let fail = |source| LockError::Io { what: what.to_owned(), path: path.to_owned(), source };
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false) // whoever holds it has its process id in it
+            .mode(0o600)
+            .open(path)
+            .map_err(fail)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => {
+                let pid = read_pid(&mut file);
+                return Err(LockError::Held { what: what.to_owned(), path: path.to_owned(), pid });
+            }
+            Err(error) => return Err(fail(error.into())),
+        }
+        // The process id only serves the message above: a full disk is no reason not to start.
+        let _ = write_pid(&mut file);
+        Ok(Self { _file: file })
+    }
+}
+
+fn write_pid(file: &mut File) -> io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{}", std::process::id())
+}
+
+fn read_pid(file: &mut File) -> Option<u32> {
+    let mut text = String::new();
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
