@@ -1,6 +1,13 @@
 //! Every decision of the agent, as pure functions of data: no async, no I/O, no clock, no randomness.
 #![forbid(unsafe_code)]
 
+pub mod cgroups;
+pub mod critical;
 pub mod duration;
+pub mod field;
+pub mod plan;
 pub mod pod;
 pub mod probe;
+pub mod qos;
+pub mod quantity;
+pub mod resources;

@@ -1,0 +1,87 @@
+//! The values of a pod's cgroup (`ResourceConfigForPod` of the kubelet).
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::{
+    cgroups::{
+        CgroupConfig, CgroupValues, Level, MemoryReservationPolicy, Settings, cpu::millis_to_quota,
+        names::pod_path,
+    },
+    field::FieldError,
+    qos::{QosClass, qos_class_of},
+    quantity::Quantity,
+    resources::{CPU, MEMORY, PodDemand, ResourceList},
+};
+
+/// Where a pod's cgroup is and what its files must hold.
+///
+/// # Errors
+/// The path of an amount in the pod that is not a quantity, or of a UID that can't name a cgroup.
+pub fn pod_cgroup(pod: &Pod, config: &CgroupConfig) -> Result<CgroupValues, FieldError> {
+    let demand = PodDemand::read(pod)?;
+    let class = qos_class_of(pod, &demand);
+    let path = pod_path(pod.metadata.uid.as_deref(), class, config)?;
+    Ok(CgroupValues { path, files: settings(&demand, class, config).files(Level::Above, config) })
+}
+
+fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> Settings {
+    let (requests, limits) = (demand.requests(), demand.limits());
+    let declared = LimitsDeclared::of(demand);
+    let quota = match config.cpu_cfs_quota {
+        true => millis_to_quota(limits.amount(CPU).milli_value(), config.cpu_cfs_quota_period_us),
+        false => -1,
+    };
+    let (with_quota, with_memory) = match class {
+        QosClass::Guaranteed => (true, true),
+        QosClass::Burstable => (declared.cpu, declared.memory),
+        QosClass::BestEffort => (false, false),
+    };
+    let request = requests.get(MEMORY).map(Quantity::value).filter(|bytes| *bytes > 0);
+    let tiered =
+        config.memory_qos().is_some_and(|qos| qos.reservation == MemoryReservationPolicy::TieredReservation);
+    Settings {
+        cpu_millis: Some(if class == QosClass::BestEffort { 0 } else { requests.amount(CPU).milli_value() }),
+        quota: with_quota.then_some(quota),
+        period: with_quota.then_some(config.cpu_cfs_quota_period_us),
+        memory_max: with_memory.then(|| limits.amount(MEMORY).value()),
+        memory_min: request.filter(|_| tiered && class == QosClass::Guaranteed),
+        memory_low: request.filter(|_| tiered && class == QosClass::Burstable),
+        memory_high: None,
+        pids_max: config.pod_pids_limit.filter(|limit| *limit > 0),
+    }
+}
+
+/// Does every container have a limit? Only then does a Burstable pod have one.
+struct LimitsDeclared {
+    cpu: bool,
+    memory: bool,
+}
+
+impl LimitsDeclared {
+    fn of(demand: &PodDemand<'_>) -> Self {
+        let mut declared = Self { cpu: true, memory: true };
+        demand.containers.iter().for_each(|container| declared.require(&container.limits));
+        // An init container is asked together with the sidecars that run beside it, as the kubelet's callback is.
+        let mut sidecars = ResourceList::default();
+        for init in &demand.init_containers {
+            if init.restartable {
+                sidecars.add(&init.demand.limits);
+                declared.require(&sidecars);
+            } else {
+                let mut running = init.demand.limits.clone();
+                running.add(&sidecars);
+                declared.require(&running);
+            }
+        }
+        if let Some(pod_level) = demand.pod_level.as_ref().filter(|_| demand.has_pod_level()) {
+            declared.cpu |= !pod_level.limits.amount(CPU).is_zero();
+            declared.memory |= !pod_level.limits.amount(MEMORY).is_zero();
+        }
+        declared
+    }
+
+    fn require(&mut self, limits: &ResourceList<'_>) {
+        self.cpu &= !limits.amount(CPU).is_zero();
+        self.memory &= !limits.amount(MEMORY).is_zero();
+    }
+}

@@ -1,0 +1,187 @@
+//! `beelet plan`: a scenario in, the decision out, for every decision of this crate.
+//!
+//! One file per WHAT holds its scenario's type (what may be written, and nothing else: unknown fields are errors) and its
+//! answer's, and calls the same functions that the daemon calls. To add one: write the file, implement [`Scenario`], add a
+//! row to [`WHATS`], and put its golden data into `tests/data/`. Reading files and streams is the command line's part: here
+//! is one scenario at a time. Must never decide anything itself.
+
+mod cgroups;
+pub(crate) mod number;
+
+use std::fmt;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
+
+use crate::field::FieldError;
+
+/// One kind of scenario: its fields are the type's, with `#[serde(deny_unknown_fields, rename_all = "camelCase")]`.
+pub trait Scenario: DeserializeOwned {
+    /// What is decided, without the name: the framework puts that in front.
+    type Output: Serialize;
+
+    /// The scenario's name.
+    fn name(&self) -> &str;
+
+    /// Decides. A negative decision is an output, not an error.
+    ///
+    /// # Errors
+    /// A value that was well-formed JSON but makes no sense, by its path in the scenario.
+    fn decide(&self) -> Result<Self::Output, FieldError>;
+}
+
+/// A kind of decision that `beelet plan` makes.
+#[derive(Debug)]
+pub struct What {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// One line on what it decides.
+    pub about: &'static str,
+    run: fn(Input<'_>) -> Result<String, PlanError>,
+}
+
+impl What {
+    const fn of<S: Scenario>(name: &'static str, about: &'static str) -> Self {
+        Self { name, about, run: run::<S> }
+    }
+
+    /// Reads one scenario and answers with one line of JSON, without a newline.
+    ///
+    /// # Errors
+    /// If the scenario can't be read: which one, which field and why.
+    pub fn answer(&self, input: Input<'_>) -> Result<String, PlanError> {
+        (self.run)(input)
+    }
+}
+
+/// Every WHAT, in the order in which help shows them.
+pub const WHATS: &[What] = &[What::of::<cgroups::CgroupsScenario>(
+    "cgroups",
+    "what the cgroup files of a node and its pods must hold",
+)];
+
+/// The WHAT of this name.
+pub fn what(name: &str) -> Option<&'static What> {
+    WHATS.iter().find(|what| what.name == name)
+}
+
+/// One scenario, as it came.
+#[derive(Debug)]
+pub enum Input<'a> {
+    /// The text of one JSON value.
+    Json(&'a [u8]),
+    /// A tree that something else has parsed (YAML).
+    Tree(Value),
+}
+
+/// Why a scenario got no decision.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlanError {
+    /// The scenario's name, as far as that could be read.
+    pub scenario: Option<String>,
+    /// Which field, and why.
+    pub field: FieldError,
+    /// The text is not JSON at all (it might be YAML).
+    pub not_json: bool,
+}
+
+impl fmt::Display for PlanError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.scenario {
+            Some(name) => write!(f, "scenario {name:?}: {}", self.field),
+            None => write!(f, "{}", self.field),
+        }
+    }
+}
+
+impl std::error::Error for PlanError {}
+
+#[derive(Serialize)]
+struct Named<'a, O> {
+    name: &'a str,
+    #[serde(flatten)]
+    output: O,
+}
+
+fn run<S: Scenario>(input: Input<'_>) -> Result<String, PlanError> {
+    let scenario: S = match input {
+        Input::Json(text) => {
+            let mut reader = serde_json::Deserializer::from_slice(text);
+            let read = serde_path_to_error::deserialize(&mut reader);
+            let scenario = read.map_err(|error| unreadable(&error, scenario_name(text)))?;
+            reader.end().map_err(|error| PlanError {
+                scenario: None,
+                field: FieldError::new("", cause(&error)),
+                not_json: true,
+            })?;
+            scenario
+        }
+        Input::Tree(tree) => {
+            let name = tree.get("name").and_then(Value::as_str).map(str::to_owned);
+            serde_path_to_error::deserialize(tree).map_err(|error| unreadable(&error, name))?
+        }
+    };
+    let failed =
+        |field: FieldError| PlanError { scenario: Some(scenario.name().to_owned()), field, not_json: false };
+    if scenario.name().is_empty() {
+        return Err(PlanError {
+            scenario: None,
+            ..failed(FieldError::new("name", "is empty; every scenario needs a name"))
+        });
+    }
+    let output = scenario.decide().map_err(failed)?;
+    serde_json::to_string(&Named { name: scenario.name(), output })
+        .map_err(|error| failed(FieldError::new("", error.to_string())))
+}
+
+fn unreadable(error: &serde_path_to_error::Error<serde_json::Error>, scenario: Option<String>) -> PlanError {
+    let path = match error.path().to_string() {
+        path if path == "." => String::new(),
+        path => path,
+    };
+    let category = error.inner().classify();
+    let not_json = matches!(category, serde_json::error::Category::Syntax | serde_json::error::Category::Eof);
+    PlanError { scenario, field: FieldError::new(path, cause(error.inner())), not_json }
+}
+
+/// The reader's sentence; its position is left out where it counts within one scenario, which means nothing to a person.
+fn cause(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    match text.rsplit_once(" at line 1 column ") {
+        Some((cause, _)) => cause.to_owned(),
+        None => text,
+    }
+}
+
+/// The name in a scenario that can't be read as a whole.
+fn scenario_name(text: &[u8]) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct NameOnly {
+        name: String,
+    }
+    serde_json::from_slice::<NameOnly>(text).ok().map(|scenario| scenario.name)
+}
+
+/// `namespace/name`, as every output names a pod.
+///
+/// # Errors
+/// At `metadata.name` if the pod has none.
+pub(crate) fn pod_name(pod: &Pod) -> Result<String, FieldError> {
+    match pod.metadata.name.as_deref() {
+        None | Some("") => Err(FieldError::new("metadata.name", "is missing; every pod needs a name")),
+        Some(name) => Ok(format!("{}/{name}", pod.metadata.namespace.as_deref().unwrap_or("default"))),
+    }
+}
+
+/// Does something for each pod of a list, with the list's path in front of every error.
+pub(crate) fn each_pod<'p, T>(
+    field: &str,
+    pods: &'p [Pod],
+    mut read: impl FnMut(&'p Pod) -> Result<T, FieldError>,
+) -> Result<Vec<T>, FieldError> {
+    pods.iter()
+        .enumerate()
+        .map(|(index, pod)| read(pod).map_err(|error| error.under(&format!("{field}[{index}]"))))
+        .collect()
+}
