@@ -1,5 +1,9 @@
 //! The configuration in effect, printed so that it can be read again.
 
+use std::collections::BTreeMap;
+
+use beelet_policy::quantity::Quantity;
+
 use super::beelet::BeeletWire;
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
 use super::values::{Amounts, GoDuration};
@@ -47,8 +51,8 @@ fn kubelet(config: &Config) -> KubeletWire {
         cpu_cfs_quota_period: Some(GoDuration(config.cpu_cfs_quota_period)),
         pod_pids_limit: Some(config.pod_pids_limit),
         max_pods: Some(config.max_pods.into()),
-        system_reserved: Some(Amounts(config.system_reserved.clone())),
-        kube_reserved: Some(Amounts(config.kube_reserved.clone())),
+        system_reserved: Some(amounts(&config.system_reserved)),
+        kube_reserved: Some(amounts(&config.kube_reserved)),
         enforce_node_allocatable: Some(vec![if config.enforce_pods { "pods" } else { "none" }.to_owned()]),
         eviction_hard: Some(Amounts(config.eviction_hard.clone())),
         merge_default_eviction_settings: Some(false),
@@ -64,6 +68,10 @@ fn kubelet(config: &Config) -> KubeletWire {
         oom_score_adj: Some(config.oom_score_adj.into()),
         max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
     }
+}
+
+fn amounts(quantities: &BTreeMap<String, Quantity>) -> Amounts {
+    Amounts(quantities.iter().map(|(name, quantity)| (name.clone(), quantity.to_string())).collect())
 }
 
 fn beelet(config: &Config) -> BeeletWire {

@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::quantity::Quantity;
 use serde::{Deserialize, Serialize};
 
 mod beelet;
@@ -24,9 +25,6 @@ mod unsupported;
 mod values;
 
 pub use error::{ConfigError, Place, Warning};
-
-/// Amounts of resources by name, as Kubernetes quantities (`cpu: 250m`, `memory: 1Gi`).
-pub type Amounts = BTreeMap<String, String>;
 
 /// What this node is to do.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,13 +66,13 @@ pub struct Config {
     /// Most pods on this node.
     pub max_pods: u32,
     /// Kept for the operating system: not for pods.
-    pub system_reserved: Amounts,
+    pub system_reserved: BTreeMap<String, Quantity>,
     /// Kept for the node's own agents: not for pods.
-    pub kube_reserved: Amounts,
+    pub kube_reserved: BTreeMap<String, Quantity>,
     /// Whether `kubepods` as a whole is held to what remains (`enforceNodeAllocatable: [pods]`).
     pub enforce_pods: bool,
     /// Eviction thresholds by signal, as quantities or percentages; `memory.available` is kept from pods too.
-    pub eviction_hard: Amounts,
+    pub eviction_hard: BTreeMap<String, String>,
     /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
     pub qos_reserved: BTreeMap<String, u8>,
     /// Name servers for pods with `dnsPolicy: ClusterFirst`.
@@ -197,10 +195,38 @@ impl Config {
         effective::print(self)
     }
 
+    /// What `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in bytes) together.
+    #[must_use]
+    pub fn reserved(&self, resource: &str) -> Quantity {
+        [&self.system_reserved, &self.kube_reserved]
+            .into_iter()
+            .filter_map(|amounts| amounts.get(resource))
+            .copied()
+            .sum()
+    }
+
     /// The gRPC socket.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.beelet.run_dir.join("beelet.sock")
+    }
+}
+
+impl From<CgroupDriver> for beelet_policy::cgroups::CgroupDriver {
+    fn from(driver: CgroupDriver) -> Self {
+        match driver {
+            CgroupDriver::Cgroupfs => Self::Cgroupfs,
+            CgroupDriver::Systemd => Self::Systemd,
+        }
+    }
+}
+
+impl From<CpuWeightFormula> for beelet_policy::cgroups::CpuWeightFormula {
+    fn from(formula: CpuWeightFormula) -> Self {
+        match formula {
+            CpuWeightFormula::Kubelet => Self::Kubelet,
+            CpuWeightFormula::Proportional => Self::Proportional,
+        }
     }
 }
 

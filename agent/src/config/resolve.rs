@@ -7,12 +7,14 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::quantity::Quantity;
+
 use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::{
-    Amounts, Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes,
+    Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes,
 };
 
 pub(super) const DEFAULT_ENDPOINT: &str = "unix:///run/containerd/containerd.sock";
@@ -207,12 +209,12 @@ fn cfs_period(period: Duration) -> Result<Duration, Problem> {
     Err(Problem::new("cpuCFSQuotaPeriod", message))
 }
 
-fn quantity(field: String, text: &str) -> Result<(), Problem> {
-    // Whether the rest is a quantity is decided by whoever computes with it.
-    if text.trim_start().starts_with('-') {
-        return Err(Problem::new(field, format!("{text:?} is below zero")));
+fn quantity(field: String, text: &str) -> Result<Quantity, Problem> {
+    match Quantity::parse(text) {
+        Ok(quantity) if quantity >= Quantity::default() => Ok(quantity),
+        Ok(_) => Err(Problem::new(field, format!("{text:?} is below zero"))),
+        Err(error) => Err(Problem::new(field, error.to_string())),
     }
-    Ok(())
 }
 
 /// A percentage from 0 to 100, without its sign.
@@ -220,14 +222,14 @@ fn percent(text: &str) -> Option<f64> {
     text.strip_suffix('%')?.trim().parse().ok().filter(|percent| (0.0..=100.0).contains(percent))
 }
 
-fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<Amounts, Problem> {
-    let amounts = wire.map(|wire| wire.0.clone()).unwrap_or_default();
-    for (name, amount) in &amounts {
+fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<BTreeMap<String, Quantity>, Problem> {
+    let mut amounts = BTreeMap::new();
+    for (name, amount) in wire.map(|wire| &wire.0).into_iter().flatten() {
         if !RESERVABLE.contains(&name.as_str()) {
             let message = format!("cannot be reserved; {} can", RESERVABLE.join(", "));
             return Err(Problem::new(format!("{field}.{name}"), message));
         }
-        quantity(format!("{field}.{name}"), amount)?;
+        amounts.insert(name.clone(), quantity(format!("{field}.{name}"), amount)?);
     }
     Ok(amounts)
 }
@@ -255,7 +257,7 @@ fn enforce_pods(value: Option<&[String]>) -> Result<bool, Problem> {
     Ok(list.iter().any(|item| item == "pods"))
 }
 
-fn eviction_hard(wire: Option<&AmountsWire>, merge: bool) -> Result<Amounts, Problem> {
+fn eviction_hard(wire: Option<&AmountsWire>, merge: bool) -> Result<BTreeMap<String, String>, Problem> {
     let defaults =
         || DEFAULT_EVICTION_HARD.map(|(signal, value)| (signal.to_owned(), value.to_owned())).into();
     let Some(wire) = wire else { return Ok(defaults()) };
@@ -271,7 +273,7 @@ fn eviction_hard(wire: Option<&AmountsWire>, merge: bool) -> Result<Amounts, Pro
             quantity(field, value)?;
         }
     }
-    let mut amounts: Amounts = if merge { defaults() } else { Amounts::new() };
+    let mut amounts: BTreeMap<String, String> = if merge { defaults() } else { BTreeMap::new() };
     amounts.extend(wire.0.clone());
     Ok(amounts)
 }

@@ -90,7 +90,10 @@ fn values_are_understood_as_the_kubelet_does() {
     assert_eq!(field("containerRuntimeEndpoint: /x.sock").runtime_endpoint, "unix:///x.sock");
     assert_eq!(field("containerRuntimeEndpoint: unix:///x.sock").image_endpoint, "unix:///x.sock");
     assert_eq!(field("imageServiceEndpoint: unix:///y.sock").image_endpoint, "unix:///y.sock");
-    assert_eq!(field("systemReserved: {cpu: 1, memory: 1Gi}").system_reserved["cpu"], "1");
+    let reserved = field("systemReserved: {cpu: 1, memory: 1Gi}\nkubeReserved: {cpu: 250m}");
+    assert_eq!(reserved.reserved("cpu").milli_value(), 1250);
+    assert_eq!(reserved.reserved("memory").value(), 1 << 30);
+    assert_eq!(reserved.reserved("pid").value(), 0);
     assert_eq!(field("qosReserved: {memory: 50%}").qos_reserved["memory"], 50);
     assert_eq!(field("evictionHard: {pid.available: 5%}").eviction_hard.len(), 1);
     assert_eq!(field("evictionHard: {}").eviction_hard.len(), 0);
@@ -143,6 +146,7 @@ fn a_bad_value_is_an_error_with_its_place() {
         "containerRuntimeEndpoint: tcp://x",
         "3:27: containerRuntimeEndpoint: \"tcp://x\" is not a unix socket",
     );
+    check("systemReserved:\n  cpu: abc", "4:8: systemReserved.cpu: ");
     check("systemReserved: {gpu: 1}", "3:23: systemReserved.gpu: cannot be reserved");
     check("kubeReserved: {cpu: -1}", "3:21: kubeReserved.cpu: \"-1\" is below zero");
     check("evictionHard: {memory.available: 101%}", "3:34: evictionHard.memory.available: \"101%\" is not");
@@ -349,6 +353,7 @@ fn the_effective_configuration_reads_back_as_itself() {
         kubelet(
             "staticPodPath: /p\nevictionHard: {memory.available: 1Gi}\nqosReserved: {memory: 50%}\nresolvConf: ''",
         ),
+        kubelet("systemReserved: {cpu: 250m, memory: 1.5Gi}\nkubeReserved: {ephemeral-storage: 1e9}"),
         kubelet("enforceNodeAllocatable: [none]\nclusterDNS: ['10.0.0.10']\nruntimeRequestTimeout: 1.5s"),
         beelet("nodeName: 'on'\nbpf: off\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere"),
     ] {

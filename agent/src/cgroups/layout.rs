@@ -1,0 +1,263 @@
+//! Which cgroup hierarchies this machine has, read from the text of `/proc/self/mountinfo` (proc(5)).
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+/// Controllers of version 1 as they stand among a mount's options (kernel: include/linux/cgroup_subsys.h).
+const V1_CONTROLLERS: [&str; 15] = [
+    "blkio",
+    "cpu",
+    "cpuacct",
+    "cpuset",
+    "debug",
+    "devices",
+    "freezer",
+    "hugetlb",
+    "memory",
+    "misc",
+    "net_cls",
+    "net_prio",
+    "perf_event",
+    "pids",
+    "rdma",
+];
+/// A machine is one of version 1 if any of these is there in version 1. Others are sometimes mounted beside an
+/// otherwise unified hierarchy (VPN clients do it with net_cls).
+const DECISIVE: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
+
+/// How cgroups are mounted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Version {
+    /// Version 1 alone.
+    V1,
+    /// Version 1 has the controllers; a cgroup2 hierarchy without them is there too.
+    Hybrid,
+    /// cgroup2 has the controllers.
+    V2,
+}
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::V1 => "v1",
+            Self::Hybrid => "v1 (hybrid)",
+            Self::V2 => "v2",
+        })
+    }
+}
+
+/// One mounted hierarchy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hierarchy {
+    /// Where it is mounted.
+    pub mount: PathBuf,
+    /// Whether it is cgroup2.
+    pub is_v2: bool,
+    /// Version 1: its controllers; none for a named one such as `name=systemd`. cgroup2: empty, the root's
+    /// `cgroup.controllers` tells.
+    pub controllers: BTreeSet<String>,
+}
+
+/// All hierarchies pods take part in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    /// What that makes of the machine.
+    pub version: Version,
+    /// Version 1 first, in the order they are mounted; cgroup2, if there is one, last.
+    pub hierarchies: Vec<Hierarchy>,
+}
+
+/// The layout that `mountinfo` describes; None if no cgroup file system is mounted.
+#[must_use]
+pub fn parse(mountinfo: &str) -> Option<Layout> {
+    let mut v1: Vec<(String, Hierarchy)> = Vec::new();
+    let mut v2: Option<Hierarchy> = None;
+    for mount in mountinfo.lines().filter_map(Mount::parse) {
+        // A mount whose root is not the hierarchy's own shows a part of it (a container's view, a bind mount): the paths
+        // we give the runtime would mean something else there. `/..` is a root outside our cgroup namespace.
+        if mount.root != "/" {
+            continue;
+        }
+        let hierarchy = |is_v2, controllers| Hierarchy { mount: mount.point.clone(), is_v2, controllers };
+        match mount.fs_type {
+            "cgroup2" if v2.is_none() => v2 = Some(hierarchy(true, BTreeSet::new())),
+            "cgroup" => {
+                let identity = mount.v1_identity();
+                // The same hierarchy may be mounted twice; the first is as good as any.
+                if !v1.iter().any(|(known, _)| *known == identity) {
+                    v1.push((identity, hierarchy(false, mount.v1_controllers())));
+                }
+            }
+            _ => {}
+        }
+    }
+    let mut hierarchies: Vec<Hierarchy> = v1.into_iter().map(|(_, hierarchy)| hierarchy).collect();
+    let is_v1 = hierarchies.iter().any(|h| DECISIVE.iter().any(|name| h.controllers.contains(*name)));
+    let version = match (is_v1, &v2) {
+        (true, Some(_)) => Version::Hybrid,
+        (true, None) => Version::V1,
+        (false, Some(_)) => Version::V2,
+        (false, None) => return None,
+    };
+    if version == Version::V2 {
+        // The runtime looks at cgroup2 alone then.
+        hierarchies.clear();
+    }
+    hierarchies.extend(v2);
+    Some(Layout { version, hierarchies })
+}
+
+struct Mount<'a> {
+    root: &'a str,
+    point: PathBuf,
+    fs_type: &'a str,
+    super_options: &'a str,
+}
+
+impl<'a> Mount<'a> {
+    /// `ID PARENT DEV ROOT POINT OPTIONS [TAG…] - TYPE SOURCE SUPER_OPTIONS`
+    fn parse(line: &'a str) -> Option<Self> {
+        let (before, after) = line.split_once(" - ")?;
+        let mut before = before.split(' ').skip(3);
+        let (root, point) = (before.next()?, before.next()?);
+        let mut after = after.split(' ');
+        let fs_type = after.next()?;
+        let super_options = after.nth(1).unwrap_or_default();
+        Some(Self { root, point: unescape(point), fs_type, super_options })
+    }
+
+    fn v1_controllers(&self) -> BTreeSet<String> {
+        let options = self.super_options.split(',');
+        options.filter(|option| V1_CONTROLLERS.contains(option)).map(str::to_owned).collect()
+    }
+
+    /// What tells one version 1 hierarchy from another: its controllers and its name.
+    fn v1_identity(&self) -> String {
+        let name =
+            self.super_options.split(',').find(|option| option.starts_with("name=")).unwrap_or_default();
+        let controllers: Vec<String> = self.v1_controllers().into_iter().collect();
+        format!("{} {name}", controllers.join(","))
+    }
+}
+
+/// Undoes the kernel's `\040` for a space and its like.
+fn unescape(text: &str) -> PathBuf {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let octal = tail
+            .get(..3)
+            .filter(|_| first == b'\\')
+            .and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        bytes.push(octal.unwrap_or(first));
+        rest = if octal.is_some() { &tail[3..] } else { tail };
+    }
+    OsString::from_vec(bytes).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HYBRID: &str = "\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+40 31 0:37 / /sys/fs/cgroup/systemd rw,relatime - cgroup cgroup rw,name=systemd
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+";
+    const V2: &str = "\
+23 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw
+30 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate,memory_recursiveprot
+";
+    const LEGACY: &str = "\
+25 18 0:22 / /sys/fs/cgroup ro,nosuid,nodev,noexec shared:8 - tmpfs tmpfs ro,mode=755
+26 25 0:23 / /sys/fs/cgroup/systemd rw,nosuid shared:9 - cgroup cgroup rw,xattr,release_agent=/usr/lib/systemd/systemd-cgroups-agent,name=systemd
+29 25 0:26 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:13 - cgroup cgroup rw,cpu,cpuacct
+30 25 0:27 / /sys/fs/cgroup/cpuset rw,nosuid shared:14 - cgroup cgroup rw,cpuset,clone_children
+";
+
+    /// `mount point: controllers` of each hierarchy, one a line; `cgroup2` where it is that.
+    fn describe(layout: &Layout) -> String {
+        let line = |h: &Hierarchy| {
+            let controllers: Vec<&str> = h.controllers.iter().map(String::as_str).collect();
+            format!(
+                "{}: {}",
+                h.mount.display(),
+                if h.is_v2 { "cgroup2".to_owned() } else { controllers.join(",") }
+            )
+        };
+        layout.hierarchies.iter().map(line).collect::<Vec<_>>().join("\n")
+    }
+
+    #[track_caller]
+    fn check(mountinfo: &str, version: Version, expected: &[&str]) {
+        let layout = parse(mountinfo).unwrap();
+        assert_eq!(layout.version, version);
+        assert_eq!(describe(&layout), expected.join("\n"));
+    }
+
+    #[test]
+    fn the_layout_is_read_from_the_mounts() {
+        check(
+            HYBRID,
+            Version::Hybrid,
+            &[
+                "/sys/fs/cgroup/cpu: cpu",
+                "/sys/fs/cgroup/memory: memory",
+                "/sys/fs/cgroup/systemd: ",
+                "/sys/fs/cgroup/unified: cgroup2",
+            ],
+        );
+        check(V2, Version::V2, &["/sys/fs/cgroup: cgroup2"]);
+        check(
+            LEGACY,
+            Version::V1,
+            &[
+                "/sys/fs/cgroup/systemd: ",
+                "/sys/fs/cgroup/cpu,cpuacct: cpu,cpuacct",
+                "/sys/fs/cgroup/cpuset: cpuset",
+            ],
+        );
+    }
+
+    #[test]
+    fn a_lone_v1_controller_beside_the_unified_hierarchy_changes_nothing() {
+        let text = format!("{V2}50 1 0:40 / /opt/net_cls rw - cgroup net_cls rw,net_cls\n");
+        check(&text, Version::V2, &["/sys/fs/cgroup: cgroup2"]);
+    }
+
+    #[test]
+    fn a_hierarchy_mounted_twice_counts_once() {
+        let text = format!("{LEGACY}90 1 0:26 / /mnt/cpu rw - cgroup cgroup rw,cpu,cpuacct\n{V2}{V2}");
+        assert_eq!(parse(&text).unwrap().hierarchies.len(), 4);
+    }
+
+    #[test]
+    fn a_part_of_a_hierarchy_is_not_taken_for_the_whole() {
+        assert_eq!(parse("30 23 0:26 /docker/x /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
+        assert_eq!(parse("30 23 0:26 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
+    }
+
+    #[test]
+    fn without_cgroups_there_is_no_layout() {
+        for text in ["", "\n", " - ", "23 1 259:1 / / rw - ext4 /dev/root rw\n", "x - cgroup2"] {
+            assert_eq!(parse(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn mount_points_may_have_spaces() {
+        check("30 23 0:26 / /a\\040b\\134c rw - cgroup2 none rw", Version::V2, &["/a b\\c: cgroup2"]);
+        check("30 23 0:26 / /a\\9 rw - cgroup2 none rw", Version::V2, &["/a\\9: cgroup2"]);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_makes_it_panic(text in "([0-9:/ a-z-]|\\\\|cgroup2?| - |\n|\\PC){0,200}") {
+            let _ = parse(&text);
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! The only writer of cgroup files: version 1, hybrid and version 2 behind one set of paths.
+//!
+//! A path here is written from the configured cgroup root, e.g. `/kubepods/burstable/pod<uid>`, and names the same cgroup
+//! in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because the runtime joins them
+//! all. Which values belong into which files is not decided here (`beelet_policy::cgroups` does), nor is anything
+//! outside the cgroup root written, with one exception: on version 2 a controller must be passed down by every ancestor,
+//! so it is enabled (never disabled) in their `cgroup.subtree_control` too.
+//!
+//! All calls are short and block. None waits, and none retries: what cannot be done now is an error that says why, and the
+//! caller's next sync tries again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+mod error;
+mod kill;
+pub mod layout;
+pub mod metrics;
+pub mod order;
+mod tree;
+mod write;
+
+pub use error::CgroupError;
+pub use layout::{Hierarchy, Layout, Version};
+pub use metrics::Metrics;
+
+use crate::config::CgroupDriver;
+
+/// What one cgroup's files must hold, by file name.
+pub type Files = BTreeMap<String, String>;
+
+/// The machine's cgroups below one root.
+#[derive(Debug, Clone)]
+pub struct Cgroups {
+    layout: Layout,
+    root: String,
+    metrics: Metrics,
+}
+
+impl Cgroups {
+    /// Finds the machine's hierarchies. `cgroup_root` is `/` or a path; what is missing of it is made when first needed.
+    ///
+    /// # Errors
+    /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or the driver is systemd's.
+    pub fn discover(cgroup_root: &str, driver: CgroupDriver) -> Result<Self, CgroupError> {
+        if driver == CgroupDriver::Systemd {
+            return Err(CgroupError::SystemdDriver);
+        }
+        let path = Path::new("/proc/self/mountinfo");
+        let mountinfo = fs::read_to_string(path).map_err(|error| CgroupError::io("read", path, error))?;
+        Self::with_layout(layout::parse(&mountinfo).ok_or(CgroupError::NotMounted)?, cgroup_root)
+    }
+
+    /// The same for a layout that is known already.
+    ///
+    /// # Errors
+    /// As for [`Cgroups::discover`].
+    pub fn with_layout(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
+        let root = match cgroup_root.trim_end_matches('/') {
+            "" => String::new(),
+            root => checked(root)?.to_owned(),
+        };
+        let cgroups = Self { layout, root, metrics: Metrics::default() };
+        for controller in ["cpu", "memory"] {
+            if cgroups.hierarchy_of(controller).is_none() {
+                return Err(CgroupError::NoController { controller });
+            }
+        }
+        Ok(cgroups)
+    }
+
+    /// How this machine mounts cgroups.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.layout.version
+    }
+
+    /// All hierarchies in use.
+    #[must_use]
+    pub fn hierarchies(&self) -> &[Hierarchy] {
+        &self.layout.hierarchies
+    }
+
+    /// How long writing takes.
+    #[must_use]
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// The names of all controllers that pods can be given values for.
+    #[must_use]
+    pub fn controllers(&self) -> BTreeSet<String> {
+        self.hierarchies().iter().flat_map(Hierarchy::names).collect()
+    }
+
+    /// Makes the cgroup `path` and its ancestors in every hierarchy and its files hold `values`.
+    ///
+    /// # Errors
+    /// As for [`Cgroups::ensure_all`].
+    pub fn ensure(&self, path: &str, values: &Files) -> Result<(), CgroupError> {
+        self.ensure_all(&[(path.to_owned(), values.clone())].into())
+    }
+
+    /// Makes all these cgroups (by path) in every hierarchy and their files hold the given values, in an order that never
+    /// holds any of them tighter than both the old and the new values do. A file that holds its value already is not
+    /// written; what is written is read back.
+    ///
+    /// # Errors
+    /// A directory or file cannot be written, the kernel keeps another value, a memory limit would kill at once, or a
+    /// value other than "no limit" is for a controller this machine doesn't have.
+    pub fn ensure_all(&self, cgroups: &BTreeMap<String, Files>) -> Result<(), CgroupError> {
+        self.metrics.time("update", || {
+            // Parents come before their children in the order of paths.
+            for path in cgroups.keys() {
+                let relative = self.relative(path)?;
+                for hierarchy in self.hierarchies() {
+                    tree::make(hierarchy, &relative)?;
+                }
+            }
+            write::all(self, cgroups)
+        })
+    }
+
+    /// Removes the cgroup `path` and what is below it from every hierarchy. It is no error if there is none.
+    ///
+    /// # Errors
+    /// Processes are in it (nothing is removed then; the error names them), or the kernel still counts some that just
+    /// ended.
+    pub fn remove(&self, path: &str) -> Result<(), CgroupError> {
+        self.metrics.time("destroy", || {
+            let relative = self.relative(path)?;
+            let pids = self.pids(path)?;
+            if !pids.is_empty() {
+                return Err(CgroupError::NotEmpty { cgroup: path.to_owned(), pids });
+            }
+            // One hierarchy's failure must not keep the others.
+            let results: Vec<_> =
+                self.hierarchies().iter().map(|h| tree::remove(&h.mount.join(&relative))).collect();
+            results.into_iter().collect()
+        })
+    }
+
+    /// The processes in `path` and below it, in any hierarchy.
+    ///
+    /// # Errors
+    /// The path is bad, or a list of processes cannot be read.
+    pub fn pids(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
+        let relative = self.relative(path)?;
+        let mut pids = BTreeSet::new();
+        for hierarchy in self.hierarchies() {
+            tree::pids(&hierarchy.mount.join(&relative), &mut pids)?;
+        }
+        Ok(pids.into_iter().collect())
+    }
+
+    /// Sends SIGKILL to every process that is left in a pod's cgroup `path`, and gives their ids. They may take a moment to
+    /// be gone. For the end of a pod, when the runtime has nothing more to stop.
+    ///
+    /// # Errors
+    /// The path is not a pod's, or a list of processes cannot be read.
+    pub fn kill_remaining(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
+        kill::pod(self, path)
+    }
+
+    /// The content of `file` of the cgroup `path`, without the last line's end; None if there is none.
+    #[must_use]
+    pub fn read(&self, path: &str, file: &str) -> Option<String> {
+        let hierarchy = self.hierarchy_of_file(file)?;
+        let text =
+            fs::read_to_string(hierarchy.mount.join(self.relative(path).ok()?).join(checked_file(file)?))
+                .ok()?;
+        Some(text.trim_end().to_owned())
+    }
+
+    /// The id by which the kernel half knows the cgroup `path`: the inode of its cgroup2 directory.
+    #[must_use]
+    pub fn cgroup_id(&self, path: &str) -> Option<u64> {
+        Some(fs::metadata(self.cgroup2_path(path)?).ok()?.ino())
+    }
+
+    /// The cgroup2 directory of `path`, whether it exists or not; None without cgroup2.
+    #[must_use]
+    pub fn cgroup2_path(&self, path: &str) -> Option<PathBuf> {
+        let hierarchy = self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2)?;
+        Some(hierarchy.mount.join(self.relative(path).ok()?))
+    }
+
+    /// The name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root.
+    #[must_use]
+    pub fn cri_parent(&self, path: &str) -> String {
+        format!("{}{path}", self.root)
+    }
+
+    /// Whether the cgroup `path` exists in every hierarchy.
+    #[must_use]
+    pub fn exists(&self, path: &str) -> bool {
+        self.relative(path)
+            .is_ok_and(|relative| self.hierarchies().iter().all(|h| h.mount.join(&relative).is_dir()))
+    }
+
+    /// The pods' cgroups that exist in any hierarchy, e.g. `/kubepods/besteffort/pod<uid>`.
+    ///
+    /// # Errors
+    /// A directory cannot be listed.
+    pub fn list_pods(&self) -> Result<Vec<String>, CgroupError> {
+        let mut found = BTreeSet::new();
+        for parent in ["/kubepods", "/kubepods/burstable", "/kubepods/besteffort"] {
+            let relative = self.relative(parent)?;
+            for hierarchy in self.hierarchies() {
+                let names = tree::children(&hierarchy.mount.join(&relative))?;
+                let pods = names.into_iter().filter(|name| name.len() > 3 && name.starts_with("pod"));
+                found.extend(pods.map(|name| format!("{parent}/{name}")));
+            }
+        }
+        Ok(found.into_iter().collect())
+    }
+
+    /// `path` below a hierarchy's mount point.
+    fn relative(&self, path: &str) -> Result<PathBuf, CgroupError> {
+        let path = if path == "/" { "" } else { checked(path)? };
+        Ok(PathBuf::from(format!("{}{path}", self.root).trim_start_matches('/')))
+    }
+
+    /// The hierarchy that has `controller`.
+    fn hierarchy_of(&self, controller: &str) -> Option<&Hierarchy> {
+        self.hierarchies().iter().find(|hierarchy| hierarchy.has(controller))
+    }
+
+    /// The hierarchy that `file` is in: `cpu.shares` is the cpu controller's, `cgroup.kill` is cgroup2's own.
+    fn hierarchy_of_file(&self, file: &str) -> Option<&Hierarchy> {
+        match file.split('.').next()? {
+            "cgroup" => self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2),
+            controller => self.hierarchy_of(controller),
+        }
+    }
+}
+
+impl Hierarchy {
+    /// Its controllers by name; cgroup2's as its root offers them now.
+    fn names(&self) -> BTreeSet<String> {
+        if !self.is_v2 {
+            return self.controllers.clone();
+        }
+        let offered = fs::read_to_string(self.mount.join("cgroup.controllers")).unwrap_or_default();
+        offered.split_whitespace().map(str::to_owned).collect()
+    }
+
+    fn has(&self, controller: &str) -> bool {
+        self.names().contains(controller)
+    }
+}
+
+/// `path`, if it is absolute and leads nowhere but down.
+fn checked(path: &str) -> Result<&str, CgroupError> {
+    let well_formed = path.strip_prefix('/').is_some_and(|rest| {
+        rest.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\n']))
+    });
+    if well_formed { Ok(path) } else { Err(CgroupError::Path(path.to_owned())) }
+}
+
+/// `file`, if it is a file's name and not a path.
+fn checked_file(file: &str) -> Option<&str> {
+    Some(file).filter(|file| !file.contains('/') && !file.is_empty() && *file != "..")
+}
+
+/// Whether `error` only says that the thing is not there (any more).
+fn is_gone(error: &io::Error) -> bool {
+    // ENODEV: a cgroup's file that was opened before the cgroup was removed.
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ENODEV)
+}
+
+#[cfg(test)]
+mod tests;

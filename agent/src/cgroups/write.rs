@@ -1,0 +1,133 @@
+//! Values into files: only what differs, in the right order, read back.
+
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use super::order::{self, Change};
+use super::{CgroupError, Cgroups, Files, checked_file};
+
+/// Version 1's quota and period are one value to the kernel's rules, so they are compared and ordered as one.
+const CFS_QUOTA: &str = "cpu.cfs_quota_us";
+const CFS_PERIOD: &str = "cpu.cfs_period_us";
+
+pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>) -> Result<(), CgroupError> {
+    let page = page_size();
+    let mut changes = Vec::new();
+    for (cgroup, files) in wanted {
+        changes.extend(changed(cgroups, cgroup, files, page)?);
+    }
+    order::sort(&mut changes);
+    changes.iter().try_for_each(|change| write(cgroups, change, page))
+}
+
+/// What differs from `files` in one cgroup.
+fn changed(cgroups: &Cgroups, cgroup: &str, files: &Files, page: u64) -> Result<Vec<Change>, CgroupError> {
+    let mut changes = Vec::new();
+    let cfs = cfs_pair(files);
+    let others =
+        files.iter().filter(|(file, _)| cfs.is_none() || !matches!(file.as_str(), CFS_QUOTA | CFS_PERIOD));
+    for (file, value) in others {
+        let Some(dir) = dir_of(cgroups, cgroup, file, value)? else { continue };
+        let from = read(&dir.join(file))?;
+        if !order::same(file, &from, value, page) {
+            changes.push(Change { cgroup: cgroup.to_owned(), file: file.clone(), from, to: value.clone() });
+        }
+    }
+    if let Some((quota, period)) = cfs
+        && let Some(dir) = dir_of(cgroups, cgroup, CFS_QUOTA, quota)?
+    {
+        let from = as_cpu_max(&read(&dir.join(CFS_QUOTA))?, &read(&dir.join(CFS_PERIOD))?);
+        let to = as_cpu_max(quota, period);
+        if from != to {
+            changes.push(Change { cgroup: cgroup.to_owned(), file: "cpu.max".to_owned(), from, to });
+        }
+    }
+    Ok(changes)
+}
+
+fn cfs_pair(files: &Files) -> Option<(&str, &str)> {
+    Some((files.get(CFS_QUOTA)?, files.get(CFS_PERIOD)?))
+}
+
+fn as_cpu_max(quota: &str, period: &str) -> String {
+    format!("{} {period}", if quota == "-1" { "max" } else { quota })
+}
+
+/// The directory that has `file`; None where its controller is missing and `value` asks for no limit anyway.
+fn dir_of(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> Result<Option<PathBuf>, CgroupError> {
+    checked_file(file).ok_or_else(|| CgroupError::Path(file.to_owned()))?;
+    match cgroups.hierarchy_of_file(file) {
+        Some(hierarchy) => Ok(Some(hierarchy.mount.join(cgroups.relative(cgroup)?))),
+        None if matches!(value, "max" | "-1" | "0") => Ok(None),
+        None => Err(CgroupError::NoHierarchy {
+            cgroup: cgroup.to_owned(),
+            file: file.to_owned(),
+            value: value.to_owned(),
+        }),
+    }
+}
+
+fn write(cgroups: &Cgroups, change: &Change, page: u64) -> Result<(), CgroupError> {
+    let Some(dir) = dir_of(cgroups, &change.cgroup, &change.file, &change.to)? else { return Ok(()) };
+    if change.file == "cpu.max" && !dir.join("cpu.max").exists() {
+        return write_cfs(&dir, &change.to);
+    }
+    let file = dir.join(&change.file);
+    if change.file == "memory.max" {
+        refuse_to_kill(&dir, &file, &change.to)?;
+    }
+    put(&file, &change.to)?;
+    let kept = read(&file)?;
+    if order::same(&change.file, &kept, &change.to, page) {
+        return Ok(());
+    }
+    Err(CgroupError::Refused { file, wrote: change.to.clone(), kept })
+}
+
+/// Version 1 has two files where each write must leave a share that the parent can give: no quota goes with any period.
+fn write_cfs(dir: &Path, value: &str) -> Result<(), CgroupError> {
+    let (quota, period) = value.split_once(' ').unwrap_or((value, "100000"));
+    let quota = if quota == "max" { "-1" } else { quota };
+    let (quota_file, period_file) = (dir.join(CFS_QUOTA), dir.join(CFS_PERIOD));
+    if read(&period_file)? != period {
+        put(&quota_file, "-1")?;
+        put(&period_file, period)?;
+    }
+    put(&quota_file, quota)?;
+    let kept = as_cpu_max(&read(&quota_file)?, &read(&period_file)?);
+    if kept == as_cpu_max(quota, period) {
+        return Ok(());
+    }
+    Err(CgroupError::Refused { file: quota_file, wrote: value.to_owned(), kept })
+}
+
+/// On version 2 a limit below what is in use makes the kernel kill until it fits (mm/memcontrol.c, `memory_max_write`).
+fn refuse_to_kill(dir: &Path, file: &Path, limit: &str) -> Result<(), CgroupError> {
+    let Some(limit) = order::bytes(limit) else { return Ok(()) };
+    let used = read(&dir.join("memory.current"))?.parse().unwrap_or(0);
+    if used <= limit {
+        return Ok(());
+    }
+    Err(CgroupError::WouldKill { file: file.to_owned(), limit, used })
+}
+
+fn read(path: &Path) -> Result<String, CgroupError> {
+    let text = fs::read_to_string(path).map_err(|error| CgroupError::io("read", path, error))?;
+    Ok(text.trim().to_owned())
+}
+
+/// One write call, as the kernel wants it. Never makes a file: what is not there is not a cgroup's.
+fn put(path: &Path, value: &str) -> Result<(), CgroupError> {
+    OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(path)
+        .and_then(|mut file| file.write_all(value.as_bytes()))
+        .map_err(|error| CgroupError::io("write", path, error))
+}
+
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
