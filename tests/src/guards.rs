@@ -101,6 +101,11 @@ impl CgroupRoot {
         Ok(root)
     }
 
+    /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone.
+    pub fn existing(name: &str) -> Result<CgroupRoot> {
+        Ok(CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()? })
+    }
+
     /// The path below the hierarchies' mounts, with its leading slash: a `cgroupRoot`.
     pub fn path(&self) -> &str {
         &self.path

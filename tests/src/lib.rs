@@ -5,7 +5,10 @@
 //! beside another containerd or a kubelet, and is taken back when the value that stands for it is dropped, after a
 //! failed assertion too. What a killed test left behind is swept up by the next one that starts.
 
+pub mod agent;
+pub mod containerd;
 pub mod guards;
 pub mod images;
+pub mod pods;
 pub mod requires;
 pub mod workdir;

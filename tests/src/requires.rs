@@ -3,6 +3,7 @@
 //! A test that can't run here must not pass in silence: [`require!`](crate::require) prints why, and writes it down
 //! for `cargo xtask test` to show at the end.
 
+use crate::containerd;
 use std::fmt;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -66,15 +67,10 @@ pub fn bpf() -> Result<(), Missing> {
 pub fn containerd() -> Result<(), Missing> {
     root()?;
     let setup = "cargo xtask setup --for test";
-    if let Some(given) = std::env::var_os("CONTAINERD") {
-        if find_program_in(&PathBuf::from(&given)).is_none() {
-            let what = format!("CONTAINERD={} is no program", given.display());
-            return Err(missing(what, "give the path of a containerd binary, or unset it"));
-        }
-    } else if find_program("containerd").is_none() {
+    if find_program("containerd").is_none() && containerd::given().is_none() {
         return Err(missing("containerd is not installed", setup));
     }
-    for program in ["ctr", "runc", "ip"] {
+    for program in ["runc", "ip"] {
         if find_program(program).is_none() {
             return Err(missing(format!("{program} is not installed"), setup));
         }
@@ -88,6 +84,22 @@ pub fn containerd() -> Result<(), Missing> {
         return Err(missing("no static busybox is installed", setup));
     }
     Ok(())
+}
+
+/// The test needs what only containerd 2 has: `CONTAINERD` must name one.
+pub fn containerd_2() -> Result<(), Missing> {
+    containerd()?;
+    let remedy = "give the path of a containerd 2 binary, its ctr and shim beside it, in CONTAINERD";
+    let binary = match containerd::given() {
+        None => return Err(missing("it needs containerd 2", remedy)),
+        Some(Err(error)) => return Err(missing(format!("{error:#}"), remedy)),
+        Some(Ok(binary)) => binary,
+    };
+    match containerd::version_of(&binary) {
+        Ok((2.., _)) => Ok(()),
+        Ok((major, minor)) => Err(missing(format!("CONTAINERD names a containerd {major}.{minor}"), remedy)),
+        Err(error) => Err(missing(format!("{error:#}"), remedy)),
+    }
 }
 
 /// The test takes minutes: only with `cargo xtask test --long`.
@@ -106,10 +118,6 @@ pub fn find_program(program: &str) -> Option<PathBuf> {
     );
     let all = std::env::join_paths(folders).ok()?;
     which::which_in(program, Some(all), "/").ok()
-}
-
-fn find_program_in(path: &Path) -> Option<PathBuf> {
-    which::which_in(path, None::<&str>, std::env::current_dir().ok()?).ok()
 }
 
 /// The folder of the CNI plugins: Debian's, or the one that upstream's packages use.

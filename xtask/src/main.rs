@@ -8,6 +8,7 @@ mod progress;
 mod setup;
 mod shell;
 mod test;
+mod tidy;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -24,12 +25,14 @@ struct Cli {
 enum Command {
     Setup(setup::Args),
     Test(test::Args),
+    Tidy(tidy::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Setup(args) => setup::run(&args),
         Command::Test(args) => test::run(&args),
+        Command::Tidy(args) => tidy::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

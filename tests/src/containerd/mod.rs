@@ -1,0 +1,417 @@
+//! A containerd of a test's own: its root, state, socket, network and cgroups under one folder and one name, beside
+//! whatever else runs on the machine. It never touches the machine's own containerd.
+//!
+//! Dropped, it is taken down without asking it for anything ([`teardown`]): containers and shims killed by pid, mounts
+//! and network namespaces gone (they are kept under its own folder), bridge and cgroups removed. The same takes down
+//! what a killed test left behind, before the next instance starts in the same place.
+
+mod config;
+mod teardown;
+
+pub(crate) use teardown::write_pid;
+pub use teardown::{Leftovers, teardown};
+
+use crate::guards::CgroupRoot;
+use crate::images::{self, ImageTar};
+use crate::workdir::{self, PATIENCE, wait_for};
+use crate::{guards, requires};
+use anyhow::{Context as _, Result, bail};
+use beelet_proto::cri;
+use beelet_proto::cri::image_service_client::ImageServiceClient;
+use beelet_proto::cri::runtime_service_client::RuntimeServiceClient;
+use hyper_util::rt::TokioIo;
+use sha2::{Digest as _, Sha256};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tonic::transport::{Channel, Endpoint, Uri};
+
+/// A unix socket's address holds 108 bytes with the final zero, and containerd adds `.ttrpc` to one of ours.
+const SOCKET_PATH_MAX: usize = 107 - ".ttrpc".len();
+
+/// The two services of the container runtime interface.
+#[derive(Debug, Clone)]
+pub struct Cri {
+    /// Sandboxes and containers.
+    pub runtime: RuntimeServiceClient<Channel>,
+    /// Images.
+    pub images: ImageServiceClient<Channel>,
+}
+
+impl Cri {
+    /// Connects to the runtime at `socket`.
+    pub async fn connect(socket: &Path) -> Result<Cri> {
+        let channel = connect(socket).await?;
+        Ok(Cri {
+            runtime: RuntimeServiceClient::new(channel.clone()),
+            images: ImageServiceClient::new(channel),
+        })
+    }
+}
+
+/// A gRPC channel over a unix socket.
+pub async fn connect(socket: &Path) -> Result<Channel> {
+    let path = socket.to_path_buf();
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+    });
+    // The address is never looked at: the connector knows the socket.
+    Endpoint::from_static("http://localhost")
+        .connect_with_connector(connector)
+        .await
+        .with_context(|| format!("could not connect to {}", socket.display()))
+}
+
+/// Runs `future` on a thread of its own, so that it works inside and outside an async test alike.
+pub fn block_on<T: Send>(future: impl Future<Output = Result<T>> + Send) -> Result<T> {
+    let run = || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.context("could not start an async runtime")?.block_on(future)
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// What of an instance's is outside its folder is found by names made of the folder's path.
+#[derive(Debug, Clone)]
+pub(crate) struct Names {
+    dir: PathBuf,
+    id: String,
+}
+
+impl Names {
+    pub(crate) fn of(dir: &Path) -> Names {
+        let digest = Sha256::new().chain_update(dir.as_os_str().as_encoded_bytes()).finalize();
+        Names { dir: dir.to_path_buf(), id: digest[..4].iter().map(|byte| format!("{byte:02x}")).collect() }
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.dir.join("containerd.sock")
+    }
+
+    /// An interface's name holds 15 characters.
+    pub(crate) fn bridge(&self) -> String {
+        format!("bee{}", self.id)
+    }
+
+    pub(crate) fn network(&self) -> String {
+        format!("beelet-{}", self.id)
+    }
+
+    pub(crate) fn cgroup(&self) -> String {
+        format!("beelet-{}", self.id)
+    }
+}
+
+/// A running private containerd.
+#[derive(Debug)]
+pub struct Containerd {
+    names: Names,
+    binary: PathBuf,
+    version: (u32, u32),
+    child: Option<guards::Process>,
+    cgroup: CgroupRoot,
+    keep: bool,
+    /// Held as long as it runs: one instance a parent folder at a time.
+    _lock: std::fs::File,
+}
+
+impl Containerd {
+    /// Starts one in a folder of its own under the target folder, with the standard images, for a test. Waits for
+    /// the test that has one now, in any process.
+    pub fn start_for_test() -> Result<Containerd> {
+        Containerd::start(&workdir::target_dir().join("e2e").join(workdir::unique("node")))
+    }
+
+    /// The same with the containerd 2 that `CONTAINERD` names: see [`requires::containerd_2`].
+    pub fn start_version_2_for_test() -> Result<Containerd> {
+        let dir = workdir::target_dir().join("e2e").join(workdir::unique("node"));
+        Containerd::start_binary(&dir, given().context("CONTAINERD is not set")??)
+    }
+
+    /// Starts one in `dir`, which becomes its own, with the standard images. The binary is the machine's, else the one
+    /// that `CONTAINERD` names. Only one at a time runs in the folders of one parent; what is there already is taken
+    /// down first.
+    pub fn start(dir: &Path) -> Result<Containerd> {
+        let binary = match requires::find_program("containerd") {
+            Some(installed) => installed,
+            None => given().context("containerd is not installed: `cargo xtask setup`")??,
+        };
+        Containerd::start_binary(dir, binary)
+    }
+
+    fn start_binary(dir: &Path, binary: PathBuf) -> Result<Containerd> {
+        let parent = dir.parent().context("the folder of a containerd must have a parent")?;
+        std::fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
+        let lock = lock(parent)?;
+        sweep(parent)?;
+        std::fs::create_dir_all(dir).with_context(|| format!("could not make {}", dir.display()))?;
+        let dir = dir.canonicalize().with_context(|| format!("could not resolve {}", dir.display()))?;
+        let names = Names::of(&dir);
+        if names.socket().as_os_str().len() > SOCKET_PATH_MAX {
+            bail!(
+                "{} is too long for a unix socket (at most {SOCKET_PATH_MAX} characters): check the project out \
+                 nearer to the root, or set CARGO_TARGET_DIR",
+                names.socket().display()
+            );
+        }
+        let version = version_of(&binary)?;
+        // Made before the first thing that has to be taken down again.
+        workdir::write(&dir.join(teardown::MARKER), "")?;
+        let cgroup = CgroupRoot::new(&names.cgroup())?;
+        let mut containerd =
+            Containerd { names, binary, version, child: None, cgroup, keep: false, _lock: lock };
+        config::write(&containerd.names, version)?;
+        containerd.resume()?;
+        for image in images::standard()? {
+            containerd.import(&image)?;
+        }
+        Ok(containerd)
+    }
+
+    /// The folder that everything of it is in.
+    pub fn dir(&self) -> &Path {
+        &self.names.dir
+    }
+
+    /// The socket that CRI is served on.
+    pub fn socket(&self) -> PathBuf {
+        self.names.socket()
+    }
+
+    /// The socket as a `containerRuntimeEndpoint`.
+    pub fn endpoint(&self) -> String {
+        format!("unix://{}", self.socket().display())
+    }
+
+    /// The cgroup, in every hierarchy, that the agent is to put its pods under.
+    pub fn cgroup(&self) -> &CgroupRoot {
+        &self.cgroup
+    }
+
+    /// Major and minor version.
+    pub fn version(&self) -> (u32, u32) {
+        self.version
+    }
+
+    /// Whether the process runs.
+    pub fn is_running(&self) -> bool {
+        self.child.is_some()
+    }
+
+    /// The process's id, if it runs.
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(|child| child.0.id())
+    }
+
+    /// The clients of its two services.
+    pub async fn cri(&self) -> Result<Cri> {
+        Cri::connect(&self.socket()).await
+    }
+
+    /// Tells it to stop, and waits; containers keep running.
+    pub fn stop(&mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        let pid = rustix::process::Pid::from_child(&child.0);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM)
+            .context("could not stop containerd")?;
+        wait_for("containerd to stop", PATIENCE, || match child.0.try_wait() {
+            Ok(Some(_)) => Ok(()),
+            Ok(None) => Err("it still runs".to_owned()),
+            Err(error) => Err(error.to_string()),
+        })
+    }
+
+    /// Kills it at once; containers keep running.
+    pub fn kill9(&mut self) {
+        self.child = None; // dropping a guarded process kills it and waits
+    }
+
+    /// Starts it again after [`Containerd::stop`] or [`Containerd::kill9`], and waits until it is ready.
+    pub fn resume(&mut self) -> Result<()> {
+        if self.child.is_some() {
+            return Ok(());
+        }
+        let log = self.log()?;
+        let bin_dir = self.binary.parent().unwrap_or(Path::new("/"));
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let path = std::iter::once(bin_dir.to_path_buf())
+            .chain(std::env::split_paths(&path))
+            .chain(["/usr/sbin", "/usr/bin", "/sbin", "/bin"].map(PathBuf::from));
+        let child = Command::new(&self.binary)
+            .arg("--config")
+            .arg(self.dir().join("config.toml"))
+            .env("PATH", std::env::join_paths(path)?) // its shim is beside it
+            .env_remove("NOTIFY_SOCKET")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0) // Ctrl-C at the demo's terminal is for the demo alone
+            .spawn()
+            .with_context(|| format!("could not start {}", self.binary.display()))?;
+        write_pid(self.dir(), "containerd", child.id())?;
+        self.child = Some(guards::Process(child));
+        self.wait_until_ready()
+    }
+
+    /// Stops it and starts it again.
+    pub fn restart(&mut self) -> Result<()> {
+        self.stop()?;
+        self.resume()
+    }
+
+    /// Makes an image known to it.
+    pub fn import(&self, image: &ImageTar) -> Result<()> {
+        let output = self
+            .ctr()
+            .args(["--namespace", "k8s.io", "images", "import"])
+            .arg(&image.path)
+            .output()
+            .context("could not start ctr")?;
+        if !output.status.success() {
+            bail!("importing {} failed: {}", image.name, String::from_utf8_lossy(&output.stderr).trim());
+        }
+        // The CRI side learns of it by an event.
+        wait_for(&format!("the image {}", image.name), PATIENCE, || {
+            let (socket, name) = (self.socket(), image.name.clone());
+            block_on(async move {
+                let spec = cri::ImageSpec { image: name, ..Default::default() };
+                let request = cri::ImageStatusRequest { image: Some(spec), verbose: false };
+                let status = Cri::connect(&socket).await?.images.image_status(request).await?;
+                status.into_inner().image.context("not listed yet").map(drop)
+            })
+        })
+    }
+
+    /// `ctr`, pointed at this instance.
+    pub fn ctr(&self) -> Command {
+        let beside = self.binary.with_file_name("ctr");
+        let ctr = if beside.exists() { Some(beside) } else { requires::find_program("ctr") };
+        let mut command = Command::new(ctr.unwrap_or_else(|| "ctr".into()));
+        command.arg("--address").arg(self.socket());
+        command
+    }
+
+    /// Leaves it running when the value is dropped; [`teardown`] takes it down later.
+    pub fn keep(&mut self) {
+        self.keep = true;
+    }
+
+    fn log(&self) -> Result<std::fs::File> {
+        let path = self.dir().join("containerd.log");
+        let opened = std::fs::OpenOptions::new().append(true).create(true).open(&path);
+        opened.with_context(|| format!("could not open {}", path.display()))
+    }
+
+    fn wait_until_ready(&mut self) -> Result<()> {
+        let waited = wait_for("containerd to be ready", PATIENCE, || {
+            if let Some(child) = &mut self.child
+                && let Ok(Some(status)) = child.0.try_wait()
+            {
+                return Ok(Err(status));
+            }
+            let socket = self.names.socket();
+            block_on(async move {
+                let mut cri = Cri::connect(&socket).await?;
+                let status = cri.runtime.status(cri::StatusRequest { verbose: false }).await?.into_inner();
+                let conditions = status.status.unwrap_or_default().conditions;
+                match conditions.iter().find(|condition| !condition.status) {
+                    Some(not_yet) => bail!("{}: {}", not_yet.r#type, not_yet.message),
+                    None => Ok(Ok(())),
+                }
+            })
+        });
+        let failure = match waited {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(status)) => format!("it ended with {status}"),
+            Err(error) => format!("{error:#}"),
+        };
+        self.child = None;
+        let log = workdir::read(&self.dir().join("containerd.log")).unwrap_or_default();
+        let telling: Vec<&str> = log.lines().filter(|line| !line.contains("level=info")).collect();
+        teardown::keep_logs(self.dir());
+        bail!("containerd did not start: {failure}. From its log:\n{}", telling.join("\n"))
+    }
+}
+
+impl Drop for Containerd {
+    fn drop(&mut self) {
+        if self.keep {
+            if let Some(child) = self.child.take() {
+                std::mem::forget(child); // it is to outlive us
+            }
+            return;
+        }
+        if std::thread::panicking() {
+            teardown::keep_logs(self.dir());
+        }
+        self.child = None;
+        if let Err(error) = teardown(self.dir()) {
+            eprintln!("could not take down the containerd in {}: {error:#}", self.dir().display());
+        }
+    }
+}
+
+/// One instance at a time in the folders of `parent`: waits for the one there is.
+fn lock(parent: &Path) -> Result<std::fs::File> {
+    let path = parent.join("lock");
+    let file = std::fs::File::create(&path).with_context(|| format!("could not open {}", path.display()))?;
+    file.lock().with_context(|| format!("could not lock {}", path.display()))?;
+    Ok(file)
+}
+
+/// Takes down what killed tests left in the folders of `parent`, whose lock is held.
+fn sweep(parent: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(parent).with_context(|| format!("could not list {}", parent.display()))? {
+        let dir = entry?.path();
+        if dir.join(teardown::MARKER).exists() {
+            teardown(&dir)?;
+        }
+    }
+    Ok(())
+}
+
+/// The binary that `CONTAINERD` names, if it names one.
+pub(crate) fn given() -> Option<Result<PathBuf>> {
+    let path = PathBuf::from(std::env::var_os("CONTAINERD")?);
+    Some(path.canonicalize().with_context(|| format!("CONTAINERD={} is not there", path.display())))
+}
+
+/// Major and minor version, from `containerd github.com/containerd/containerd v1.6.20 …`.
+pub(crate) fn version_of(binary: &Path) -> Result<(u32, u32)> {
+    let output = Command::new(binary).arg("--version").output();
+    let output = output.with_context(|| format!("could not start {}", binary.display()))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    parse_version(&text).with_context(|| format!("`{} --version` says: {text}", binary.display()))
+}
+
+fn parse_version(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.split_whitespace().nth(2)?.trim_start_matches('v').split(['.', '~', '-', '+']);
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_as_distributions_and_upstream_write_them() {
+        let check = |text: &str, expected| assert_eq!(parse_version(text), expected, "{text}");
+        check("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+deb12u3\n", Some((1, 6)));
+        check("containerd github.com/containerd/containerd/v2 2.1.9+unknown \n", Some((2, 1)));
+        check(
+            "containerd github.com/containerd/containerd/v2 v2.0.5 fb4c30d4ede3531652d86197bf3fc9515e5276d9",
+            Some((2, 0)),
+        );
+        check("containerd", None);
+    }
+
+    #[test]
+    fn names_fit_where_they_go() {
+        let names = Names::of(Path::new("/some/folder"));
+        assert!(names.bridge().len() <= 15, "{}", names.bridge());
+        assert_ne!(names.bridge(), Names::of(Path::new("/some/other")).bridge());
+    }
+}

@@ -1,0 +1,223 @@
+//! Takes down an instance from its folder alone: after a test, after a killed test, after `demo --keep`.
+
+use super::Names;
+use crate::guards::{self, CgroupRoot};
+use crate::workdir::{self, wait_for};
+use anyhow::{Context as _, Result};
+use rustix::process::{Pid, Signal};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A file that says: this folder is an instance's.
+pub(super) const MARKER: &str = "beelet-test-instance";
+
+/// Where libcni keeps the results of its calls, for all networks of the machine.
+const CNI_CACHE: &str = "/var/lib/cni/results";
+
+/// How long killed processes may take to go.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Writes down a process that belongs to the instance, so that [`teardown`] ends it: its pid and its start time,
+/// which tells it from a later process with the same pid.
+pub(crate) fn write_pid(dir: &Path, name: &str, pid: u32) -> Result<()> {
+    let started = start_time(pid).with_context(|| format!("{name} ended at once"))?;
+    workdir::write(&dir.join(format!("{name}.pid")), format!("{pid} {started}\n"))
+}
+
+/// A process's start time in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)).
+fn start_time(pid: u32) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let after_name = stat.rsplit_once(") ")?.1;
+    after_name.split(' ').nth(19).map(ToOwned::to_owned)
+}
+
+/// Ends every process of the instance in `dir`, unmounts what it mounted, removes its network and its cgroups, and
+/// then the folder. Asks no process for anything. Harmless where there is nothing.
+pub fn teardown(dir: &Path) -> Result<()> {
+    let names = Names::of(dir);
+    end_written_down(dir)?;
+    kill_shims(&names)?;
+    for socket in shim_sockets(dir) {
+        let _ = std::fs::remove_file(socket); // the shim may have removed it itself
+    }
+    // Network namespaces go with their mounts, and take their ends of the veth pairs along.
+    guards::unmount_below(dir)?;
+    if bridge_exists(&names) {
+        guards::ip(&["link", "del", &names.bridge()])?;
+    }
+    for file in cni_results(&names) {
+        let _ = std::fs::remove_file(file); // only a cache
+    }
+    CgroupRoot::existing(&names.cgroup())?.remove()?;
+    match std::fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("could not remove {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What is on the machine of the instance that was in `dir`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Leftovers(pub Vec<String>);
+
+impl Leftovers {
+    /// Looks for everything that [`teardown`] removes, and for the instance's network namespaces.
+    pub fn of(dir: &Path) -> Result<Leftovers> {
+        let names = Names::of(dir);
+        let mut found = Vec::new();
+        let processes = processes_of(&names);
+        found.extend(
+            processes.iter().map(|process| format!("process {}: {}", process.pid, process.command.join(" "))),
+        );
+        let mounts = guards::mounts()?.into_iter().filter(|mount| mount.path.starts_with(dir));
+        found.extend(mounts.map(|mount| format!("mount {}", mount.path.display())));
+        if bridge_exists(&names) {
+            found.push(format!("network interface {}", names.bridge()));
+        }
+        found.extend(cni_results(&names).iter().map(|file| format!("file {}", file.display())));
+        let cgroups = CgroupRoot::existing(&names.cgroup())?.dirs();
+        found
+            .extend(cgroups.iter().filter(|dir| dir.exists()).map(|dir| format!("cgroup {}", dir.display())));
+        if dir.exists() {
+            found.push(format!("folder {}", dir.display()));
+        }
+        Ok(Leftovers(found))
+    }
+}
+
+/// Copies the logs of the instance in `dir` to where they outlive it, and says where.
+pub(super) fn keep_logs(dir: &Path) {
+    let Some(name) = dir.file_name() else { return };
+    let kept = workdir::target_dir().join("test-logs").join(name);
+    let entries = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
+    for entry in entries.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "log"))
+    {
+        let copied = std::fs::create_dir_all(&kept)
+            .and_then(|()| std::fs::copy(entry.path(), kept.join(entry.file_name())).map(drop));
+        match copied {
+            Ok(()) => eprintln!("log kept: {}", kept.join(entry.file_name()).display()),
+            Err(error) => eprintln!("could not keep the log {}: {error}", entry.path().display()),
+        }
+    }
+}
+
+/// A process of the machine.
+struct Running {
+    pid: i32,
+    parent: i32,
+    command: Vec<String>,
+}
+
+/// Every process of the machine.
+fn processes() -> Vec<Running> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter_map(|pid| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let mut after_name = stat.rsplit_once(") ")?.1.split(' ');
+        if after_name.next()? == "Z" {
+            return None; // dead: only its parent can end it
+        }
+        let parent = after_name.next()?.parse().ok()?;
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let command =
+            command.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+        Some(Running { pid, parent, command })
+    })
+    .collect()
+}
+
+/// Ends the processes that were written down, if they are still the same ones.
+fn end_written_down(dir: &Path) -> Result<()> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
+    for entry in entries.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "pid"))
+    {
+        let text = workdir::read(&entry.path())?;
+        let Some((pid, started)) = text.trim().split_once(' ') else { continue };
+        let Ok(pid) = pid.parse::<u32>() else { continue };
+        let same = || start_time(pid).is_some_and(|now| now == started);
+        if same()
+            && let Some(process) = i32::try_from(pid).ok().and_then(Pid::from_raw)
+        {
+            rustix::process::kill_process(process, Signal::KILL)
+                .with_context(|| format!("could not kill {} ({pid})", entry.path().display()))?;
+            wait_for("a killed process to end", PATIENCE, || {
+                let gone = !same() || processes().iter().all(|running| running.pid.unsigned_abs() != pid);
+                if gone { Ok(()) } else { Err(format!("process {pid} is still there")) }
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// The shims that serve this instance's socket, and their children, the containers' first processes.
+fn processes_of(names: &Names) -> Vec<Running> {
+    let socket = names.socket().display().to_string();
+    let all = processes();
+    let is_shim = |running: &Running| {
+        running.command.first().is_some_and(|program| program.contains("containerd-shim"))
+            && running.command.contains(&socket)
+    };
+    let shims: Vec<i32> = all.iter().filter(|running| is_shim(running)).map(|running| running.pid).collect();
+    all.into_iter()
+        .filter(|running| shims.contains(&running.pid) || shims.contains(&running.parent))
+        .collect()
+}
+
+/// Kills the containers and then their shims, and waits until they are gone.
+fn kill_shims(names: &Names) -> Result<()> {
+    wait_for("shims and containers to end", PATIENCE, || {
+        let running = processes_of(names);
+        // A container's first process dies with all of its pid namespace. Its shim goes last: without it, nobody
+        // could tell that the container is ours.
+        let (shims, containers): (Vec<_>, Vec<_>) = running.iter().partition(|running| {
+            running.command.first().is_some_and(|program| program.contains("containerd-shim"))
+        });
+        let next = if containers.is_empty() { &shims } else { &containers };
+        for pid in next.iter().filter_map(|running| Pid::from_raw(running.pid)) {
+            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have ended by itself
+        }
+        if running.is_empty() { Ok(()) } else { Err(format!("{} still run", running.len())) }
+    })
+}
+
+/// Shims listen under the machine-wide /run/containerd; each task's folder says where.
+fn shim_sockets(dir: &Path) -> Vec<PathBuf> {
+    let tasks = dir.join("state/io.containerd.runtime.v2.task/k8s.io");
+    let entries = std::fs::read_dir(tasks).into_iter().flatten().filter_map(Result::ok);
+    let mut sockets = Vec::new();
+    for task in entries.map(|entry| entry.path()) {
+        // 1.6 writes the address alone, 2.x a JSON document.
+        let address = std::fs::read_to_string(task.join("address")).ok().or_else(|| {
+            let text = std::fs::read_to_string(task.join("bootstrap.json")).ok()?;
+            let document: serde_json::Value = serde_json::from_str(&text).ok()?;
+            Some(document["address"].as_str()?.to_owned())
+        });
+        let path =
+            address.as_deref().and_then(|address| address.trim().strip_prefix("unix://")).map(PathBuf::from);
+        sockets.extend(path.filter(|path| path.starts_with("/run/containerd/s")));
+    }
+    sockets
+}
+
+fn bridge_exists(names: &Names) -> bool {
+    Path::new("/sys/class/net").join(names.bridge()).exists()
+}
+
+/// libcni's cached results of this instance's sandboxes: `<network>-<sandbox>-<interface>`, and the same sandboxes'
+/// results for the loopback network, which has one name on the whole machine.
+fn cni_results(names: &Names) -> Vec<PathBuf> {
+    let entries = || std::fs::read_dir(CNI_CACHE).into_iter().flatten().filter_map(Result::ok);
+    let prefix = format!("{}-", names.network());
+    let name_of = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().into_owned();
+    let sandboxes: Vec<String> = entries()
+        .filter_map(|entry| Some(name_of(&entry).strip_prefix(&prefix)?.split('-').next()?.to_owned()))
+        .collect();
+    let ours = |entry: &std::fs::DirEntry| {
+        let name = name_of(entry);
+        name.starts_with(&prefix)
+            || sandboxes.iter().any(|sandbox| name == format!("cni-loopback-{sandbox}-lo"))
+    };
+    entries().filter(ours).map(|entry| entry.path()).collect()
+}
