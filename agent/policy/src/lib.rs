@@ -2,9 +2,11 @@
 #![forbid(unsafe_code)]
 
 pub mod cgroups;
+pub mod container_gc;
 pub mod critical;
 pub mod duration;
 pub mod field;
+pub mod image_gc;
 pub mod plan;
 pub mod pod;
 pub mod probe;
