@@ -88,15 +88,18 @@ pub struct ProbeParams {
 }
 
 impl ProbeParams {
-    /// The settings of a probe as it stands, without API defaults: an absent threshold is 0 (as good as 1)
-    /// and an absent delay none. Negative numbers, which the API refuses, count as 0.
+    /// The settings of a probe, with the API's defaults where a field is absent or 0: one success, three failures. Negative
+    /// numbers, which the API refuses, count as absent.
     #[must_use]
     pub fn from_probe(probe: &Probe, waits_for_startup: bool, edge_policy: EdgePolicy) -> Self {
-        let positive = |n: Option<i32>| u32::try_from(n.unwrap_or(0)).unwrap_or(0);
+        let positive = |n: Option<i32>, default: u32| match u32::try_from(n.unwrap_or(0)) {
+            Ok(0) | Err(_) => default,
+            Ok(n) => n,
+        };
         Self {
-            initial_delay: Duration::from_secs(positive(probe.initial_delay_seconds).into()),
-            success_threshold: positive(probe.success_threshold),
-            failure_threshold: positive(probe.failure_threshold),
+            initial_delay: Duration::from_secs(positive(probe.initial_delay_seconds, 0).into()),
+            success_threshold: positive(probe.success_threshold, 1),
+            failure_threshold: positive(probe.failure_threshold, 3),
             waits_for_startup,
             edge_policy,
         }
