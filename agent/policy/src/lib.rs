@@ -4,7 +4,9 @@
 pub mod cgroups;
 pub mod container_gc;
 pub mod critical;
+pub mod devices;
 pub mod duration;
+pub mod eviction;
 pub mod field;
 pub mod image_gc;
 pub mod plan;

@@ -1,0 +1,639 @@
+//! Who has which device: the kubelet's device manager (`pkg/kubelet/cm/devicemanager`) without its plugins' sockets.
+//!
+//! [`Devices`] is the ledger. An allocation is a conversation, since only the caller can talk to a plugin: [`Devices::select`]
+//! says which devices it would take (or what to ask the plugin first), the caller has the plugin allocate them, and
+//! [`Devices::commit`] writes it down. The caller must not begin another allocation in between.
+//! Must never hand out a device that another container of a living pod holds; must never talk to anything.
+//!
+//! Times are [`Duration`]s since an origin of the caller's choice.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, btree_map::Entry as MapEntry},
+    time::Duration,
+};
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+use serde::{Deserialize, Serialize};
+
+use crate::{field::FieldError, resources};
+
+pub mod checkpoint;
+
+use checkpoint::{CheckpointError, Data, Entry};
+
+/// How long a resource of a plugin that has gone away is still shown (as unhealthy).
+pub const ENDPOINT_GRACE: Duration = Duration::from_secs(300);
+
+/// The NUMA node of a device that has none.
+const NO_NODE: i64 = -1;
+
+type Ids = BTreeSet<String>;
+
+/// What a plugin says it can do (`v1beta1.DevicePluginOptions`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub struct PluginOptions {
+    /// It must be called before each start of a container that has its devices.
+    pub pre_start_required: bool,
+    /// It can be asked which devices it would rather give.
+    pub get_preferred_allocation_available: bool,
+}
+
+/// A device as its plugin lists it.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Device {
+    /// Its id, unique within the resource.
+    pub id: String,
+    /// Whether it can be given away.
+    pub health: Health,
+    /// The NUMA nodes that it is near; none: it is not near any.
+    #[serde(default)]
+    pub numa_nodes: Vec<i64>,
+}
+
+/// A device's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Health {
+    /// Can be given away.
+    Healthy,
+    /// Can't.
+    Unhealthy,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Endpoint {
+    options: PluginOptions,
+    stopped_at: Option<Duration>,
+}
+
+impl Endpoint {
+    fn expired(&self, now: Duration) -> bool {
+        self.stopped_at.is_some_and(|at| now.saturating_sub(at) > ENDPOINT_GRACE)
+    }
+}
+
+/// Devices that a container holds.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Held {
+    /// Their ids by NUMA node, -1 for none; one that is near several nodes is listed at each.
+    pub by_node: BTreeMap<i64, Vec<String>>,
+    /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
+    pub response: Vec<u8>,
+}
+
+impl Held {
+    /// The ids.
+    #[must_use]
+    pub fn ids(&self) -> Ids {
+        self.by_node.values().flatten().cloned().collect()
+    }
+}
+
+/// What a container holds, by resource.
+pub type HeldByResource = BTreeMap<String, Held>;
+
+/// Why no devices can be had.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AllocateError {
+    /// The container already has another number of them.
+    #[error(
+        "pod {pod_uid:?}, container {container:?}: the request for {resource} changed from {held} to {requested} devices"
+    )]
+    Changed {
+        /// The pod's uid.
+        pod_uid: String,
+        /// The container's name.
+        container: String,
+        /// The resource.
+        resource: String,
+        /// How many it has.
+        held: usize,
+        /// How many it asks for now.
+        requested: usize,
+    },
+    /// The resource had a plugin once; it hasn't listed its devices since.
+    #[error("the device plugin of {resource} is not registered")]
+    Unregistered {
+        /// The resource.
+        resource: String,
+    },
+    /// All its devices are unhealthy, or its plugin is gone.
+    #[error("no healthy devices present; cannot allocate unhealthy devices {resource}")]
+    NoneHealthy {
+        /// The resource.
+        resource: String,
+    },
+    /// The container's own devices are no longer healthy.
+    #[error(
+        "previously allocated devices are no longer healthy; cannot allocate unhealthy devices {resource}"
+    )]
+    HeldUnhealthy {
+        /// The resource.
+        resource: String,
+    },
+    /// There aren't enough.
+    #[error(
+        "requested number of devices unavailable for {resource}. Requested: {requested}, Available: {available}"
+    )]
+    TooFew {
+        /// The resource.
+        resource: String,
+        /// How many are still wanted.
+        requested: usize,
+        /// How many there are.
+        available: usize,
+    },
+    /// Devices are listed, but nobody can be asked to allocate them.
+    #[error("the device plugin of {resource} is gone")]
+    PluginGone {
+        /// The resource.
+        resource: String,
+    },
+}
+
+impl AllocateError {
+    /// Might waiting help? True where the plugin isn't there or well (yet): after a restart or reboot it may come late.
+    #[must_use]
+    pub const fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Unregistered { .. }
+                | Self::NoneHealthy { .. }
+                | Self::HeldUnhealthy { .. }
+                | Self::PluginGone { .. }
+        )
+    }
+}
+
+/// How a container's devices are handed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ContainerKind {
+    /// Ends before the containers start: they may have its devices.
+    Init,
+    /// A sidecar (restartable init container) or a container: keeps its devices.
+    Lasting,
+}
+
+/// A container's wish for devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerRequest<'a> {
+    /// The container's name.
+    pub container: &'a str,
+    /// How its devices are handed on.
+    pub kind: ContainerKind,
+    /// How many of each resource, by its name. All limits are here, devices or not.
+    pub limits: Vec<(&'a str, usize)>,
+}
+
+/// What the containers of a pod wish for, in the order in which they are to be served.
+///
+/// # Errors
+/// The path of the first limit that is not a quantity.
+pub fn container_requests(pod: &Pod) -> Result<Vec<ContainerRequest<'_>>, FieldError> {
+    let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
+    let inits = spec.init_containers.iter().flatten().enumerate();
+    let inits = inits.map(|(i, container)| {
+        let kind =
+            if resources::is_restartable(container) { ContainerKind::Lasting } else { ContainerKind::Init };
+        container_request(container, kind).map_err(|e| e.under(&format!("spec.initContainers[{i}]")))
+    });
+    let containers = spec.containers.iter().enumerate().map(|(i, container)| {
+        container_request(container, ContainerKind::Lasting)
+            .map_err(|e| e.under(&format!("spec.containers[{i}]")))
+    });
+    inits.chain(containers).collect()
+}
+
+fn container_request(container: &Container, kind: ContainerKind) -> Result<ContainerRequest<'_>, FieldError> {
+    let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
+    let limits = resources::ResourceList::read(limits).map_err(|e| e.under("resources.limits"))?;
+    let limits = limits
+        .iter()
+        .map(|(name, quantity)| (name, usize::try_from(quantity.value()).unwrap_or(0)))
+        .collect();
+    Ok(ContainerRequest { container: &container.name, kind, limits })
+}
+
+/// One resource for one container.
+#[derive(Debug, Clone, Copy)]
+pub struct Request<'a> {
+    /// The pod's uid.
+    pub pod_uid: &'a str,
+    /// The container's name.
+    pub container: &'a str,
+    /// The resource.
+    pub resource: &'a str,
+    /// How many devices.
+    pub count: usize,
+    /// The container has been running since before this agent: it has its devices, whatever the plugin says.
+    pub already_running: bool,
+}
+
+/// What [`Devices::select`] would do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selection {
+    /// Nothing is needed: the container has its devices, or asks for none.
+    Nothing,
+    /// These, now to be allocated by the plugin.
+    Chosen(BTreeSet<String>),
+    /// First ask the plugin which it would rather give.
+    Ask(Question),
+}
+
+/// What to ask a plugin (`GetPreferredAllocation`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Question {
+    /// What it may choose from, including `must_include`.
+    pub available: BTreeSet<String>,
+    /// What it must choose.
+    pub must_include: BTreeSet<String>,
+    /// How many in all.
+    pub size: usize,
+    nodes: BTreeMap<String, Vec<i64>>,
+}
+
+impl Question {
+    /// The devices to allocate, given the plugin's answer (best first; what wasn't offered is ignored; too few are made up for).
+    #[must_use]
+    pub fn answer<S: AsRef<str>>(self, preferred: &[S]) -> BTreeSet<String> {
+        let mut chosen = self.must_include;
+        for id in preferred.iter().map(AsRef::as_ref) {
+            if chosen.len() < self.size && self.available.contains(id) {
+                chosen.insert(id.to_owned());
+            }
+        }
+        let left: BTreeSet<&str> =
+            self.available.iter().map(String::as_str).filter(|id| !chosen.contains(*id)).collect();
+        let more = near(&left, &self.nodes, &chosen, self.size.saturating_sub(chosen.len()));
+        chosen.extend(more.into_iter().map(str::to_owned));
+        chosen
+    }
+}
+
+/// `count` of the devices in `left`, near each other: of the NUMA nodes that can give them all, one that already gave some of
+/// `chosen`, or else the one with the fewest left (the others keep room for larger requests); if none can, from as few nodes
+/// as possible; those near no node last.
+fn near<'a>(
+    left: &BTreeSet<&'a str>,
+    nodes: &BTreeMap<String, Vec<i64>>,
+    chosen: &Ids,
+    count: usize,
+) -> Vec<&'a str> {
+    let near_nodes = |id: &str| nodes.get(id).map_or(&[][..], Vec::as_slice);
+    let mut by_node: BTreeMap<i64, BTreeSet<&'a str>> = BTreeMap::new();
+    for id in left {
+        for node in near_nodes(id) {
+            by_node.entry(*node).or_default().insert(id);
+        }
+    }
+    let given = |node: i64| chosen.iter().filter(|id| near_nodes(id).contains(&node)).count();
+    let mut taken: Vec<&'a str> = Vec::new();
+    while taken.len() < count && !by_node.is_empty() {
+        let wanted = count - taken.len();
+        let best = by_node.iter().min_by_key(|(node, ids)| {
+            let enough = ids.len() >= wanted;
+            let order = if enough { ids.len() } else { usize::MAX - ids.len() };
+            (!enough, std::cmp::Reverse(given(**node)), order, **node)
+        });
+        let Some((node, ids)) = best.map(|(node, ids)| (*node, ids.clone())) else { break };
+        taken.extend(ids.iter().take(wanted));
+        by_node.remove(&node);
+        by_node.values_mut().for_each(|others| others.retain(|id| !taken.contains(id)));
+        by_node.retain(|_, ids| !ids.is_empty());
+    }
+    let rest: Vec<&'a str> = left
+        .iter()
+        .copied()
+        .filter(|id| !taken.contains(id))
+        .take(count.saturating_sub(taken.len()))
+        .collect();
+    taken.extend(rest);
+    taken
+}
+
+/// What the node has of each resource.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Capacity {
+    /// All devices.
+    pub capacity: BTreeMap<String, usize>,
+    /// The healthy ones.
+    pub allocatable: BTreeMap<String, usize>,
+    /// Resources that are no longer there, since their plugin has been gone for too long.
+    pub removed: Ids,
+}
+
+/// The ledger.
+#[derive(Debug, Clone, Default)]
+pub struct Devices {
+    endpoints: BTreeMap<String, Endpoint>,
+    healthy: BTreeMap<String, Ids>,
+    unhealthy: BTreeMap<String, Ids>,
+    /// NUMA nodes by resource and device.
+    nodes: BTreeMap<String, BTreeMap<String, Vec<i64>>>,
+    /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
+    taken: BTreeMap<String, Ids>,
+    pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
+    /// The pod that was served last, and what its ended init containers leave to the next.
+    reuse: (String, BTreeMap<String, Ids>),
+}
+
+impl Devices {
+    /// A plugin has registered (again).
+    pub fn register(&mut self, resource: &str, options: PluginOptions) {
+        self.endpoints.insert(resource.to_owned(), Endpoint { options, stopped_at: None });
+    }
+
+    /// A plugin lists its devices, all of them.
+    pub fn list(&mut self, resource: &str, devices: impl IntoIterator<Item = Device>) {
+        let (mut healthy, mut unhealthy, mut nodes) = (Ids::new(), Ids::new(), BTreeMap::new());
+        for device in devices {
+            // Of an id that is listed twice the last counts.
+            healthy.remove(&device.id);
+            unhealthy.remove(&device.id);
+            let set = if device.health == Health::Healthy { &mut healthy } else { &mut unhealthy };
+            set.insert(device.id.clone());
+            nodes.insert(device.id, device.numa_nodes);
+        }
+        self.healthy.insert(resource.to_owned(), healthy);
+        self.unhealthy.insert(resource.to_owned(), unhealthy);
+        self.nodes.insert(resource.to_owned(), nodes);
+    }
+
+    /// A plugin has gone away: its devices are unhealthy from now on.
+    pub fn stopped(&mut self, resource: &str, now: Duration) {
+        let Some(endpoint) = self.endpoints.get_mut(resource) else { return };
+        endpoint.stopped_at = Some(now);
+        let lost = self.healthy.get_mut(resource).map(std::mem::take).unwrap_or_default();
+        self.unhealthy.entry(resource.to_owned()).or_default().extend(lost);
+    }
+
+    /// What a plugin can do; `None` if it isn't registered or has gone away.
+    #[must_use]
+    pub fn options(&self, resource: &str) -> Option<PluginOptions> {
+        self.endpoints
+            .get(resource)
+            .filter(|endpoint| endpoint.stopped_at.is_none())
+            .map(|endpoint| endpoint.options)
+    }
+
+    /// Is this a device plugin's resource: one that is registered, or that somebody holds?
+    #[must_use]
+    pub fn knows(&self, resource: &str) -> bool {
+        self.healthy.contains_key(resource) || self.taken.contains_key(resource)
+    }
+
+    /// What the node has, and forgets resources whose plugin has been gone for longer than [`ENDPOINT_GRACE`].
+    pub fn capacity(&mut self, now: Duration) -> Capacity {
+        let mut result = Capacity::default();
+        let known: Ids = self.healthy.keys().chain(self.unhealthy.keys()).cloned().collect();
+        for resource in known {
+            if self.endpoints.get(&resource).is_none_or(|endpoint| endpoint.expired(now)) {
+                self.endpoints.remove(&resource);
+                self.healthy.remove(&resource);
+                self.unhealthy.remove(&resource);
+                result.removed.insert(resource);
+                continue;
+            }
+            let count = |sets: &BTreeMap<String, Ids>| sets.get(&resource).map(BTreeSet::len);
+            let healthy = count(&self.healthy);
+            result
+                .capacity
+                .insert(resource.clone(), healthy.unwrap_or(0) + count(&self.unhealthy).unwrap_or(0));
+            if let Some(healthy) = healthy {
+                result.allocatable.insert(resource, healthy);
+            }
+        }
+        result
+    }
+
+    /// Raises what is allocatable to what is already held, so that pods that run keep their place while a plugin is away.
+    pub fn raise_allocatable(&self, allocatable: &mut BTreeMap<String, i64>) {
+        for (resource, ids) in &self.taken {
+            let held = i64::try_from(ids.len()).unwrap_or(i64::MAX);
+            let amount = allocatable.entry(resource.clone()).or_insert(held);
+            *amount = (*amount).max(held);
+        }
+    }
+
+    /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a container, unless not
+    /// all sources of pods are ready (then who is active isn't known).
+    pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) {
+        let before = self.pods.len();
+        self.pods.retain(|uid, _| active(uid));
+        if self.pods.len() < before {
+            self.recount();
+        }
+    }
+
+    /// Frees what a container holds that has ended for good (an init container, once the next has started). What other
+    /// containers of the pod took over from it stays theirs.
+    pub fn release(&mut self, pod_uid: &str, container: &str) {
+        let Some(pod) = self.pods.get_mut(pod_uid) else { return };
+        if pod.remove(container).is_some() {
+            if pod.is_empty() {
+                self.pods.remove(pod_uid);
+            }
+            self.recount();
+        }
+    }
+
+    /// A container of a pod is to be served. Containers of a pod are served in order, init containers first.
+    pub fn begin(&mut self, pod_uid: &str) {
+        if self.reuse.0 != pod_uid {
+            self.reuse = (pod_uid.to_owned(), BTreeMap::new());
+        }
+    }
+
+    /// Which devices a container would get.
+    ///
+    /// # Errors
+    /// If it can't get them (now: see [`AllocateError::may_pass`]).
+    pub fn select(&mut self, request: &Request<'_>) -> Result<Selection, AllocateError> {
+        let resource = request.resource.to_owned();
+        let held =
+            self.pods.get(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(request.resource));
+        let held = held.map(Held::ids);
+        if let Some(held) = held.as_ref().filter(|held| held.len() != request.count) {
+            return Err(AllocateError::Changed {
+                pod_uid: request.pod_uid.to_owned(),
+                container: request.container.to_owned(),
+                resource,
+                held: held.len(),
+                requested: request.count,
+            });
+        }
+        if request.already_running {
+            return Ok(Selection::Nothing);
+        }
+        // Health before need: a container that lost its devices must not go on (k/k issue 109595).
+        let Some(healthy) = self.healthy.get(request.resource) else {
+            return Err(AllocateError::Unregistered { resource });
+        };
+        if healthy.is_empty() {
+            return Err(AllocateError::NoneHealthy { resource });
+        }
+        if held.as_ref().is_some_and(|held| !held.is_subset(healthy)) {
+            return Err(AllocateError::HeldUnhealthy { resource });
+        }
+        if held.is_some() || request.count == 0 {
+            return Ok(Selection::Nothing);
+        }
+        self.select_new(request, resource)
+    }
+
+    fn select_new(&mut self, request: &Request<'_>, resource: String) -> Result<Selection, AllocateError> {
+        let taken = match self.taken.entry(resource.clone()) {
+            MapEntry::Vacant(entry) => entry.insert(Ids::new()),
+            MapEntry::Occupied(entry) => entry.into_mut(),
+        };
+        let reusable = self.reuse.1.get(request.resource).filter(|_| self.reuse.0 == request.pod_uid);
+        let must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
+        let free = self.healthy.get(request.resource).into_iter().flatten().filter(|id| !taken.contains(*id));
+        let mut available: Ids = free.cloned().collect();
+        let wanted = request.count - must_include.len();
+        if available.len() < wanted {
+            return Err(AllocateError::TooFew { resource, requested: wanted, available: available.len() });
+        }
+        let Some(options) = self.options(request.resource) else {
+            self.recount();
+            return Err(AllocateError::PluginGone { resource });
+        };
+        if wanted == 0 {
+            return Ok(Selection::Chosen(must_include));
+        }
+        available.extend(must_include.iter().cloned());
+        let nodes = self.nodes.get(request.resource).cloned().unwrap_or_default();
+        let question = Question { available, must_include, size: request.count, nodes };
+        Ok(if options.get_preferred_allocation_available {
+            Selection::Ask(question)
+        } else {
+            Selection::Chosen(question.answer::<&str>(&[]))
+        })
+    }
+
+    /// The plugin has allocated these devices to the container; `response` is its encoded answer.
+    pub fn commit(&mut self, request: &Request<'_>, ids: &BTreeSet<String>, response: Vec<u8>) {
+        let nodes = self.nodes.get(request.resource);
+        let mut by_node: BTreeMap<i64, Vec<String>> = BTreeMap::new();
+        for id in ids {
+            match nodes.and_then(|nodes| nodes.get(id)).filter(|near| !near.is_empty()) {
+                Some(near) => near.iter().for_each(|node| by_node.entry(*node).or_default().push(id.clone())),
+                None => by_node.entry(NO_NODE).or_default().push(id.clone()),
+            }
+        }
+        let pod = self.pods.entry(request.pod_uid.to_owned()).or_default();
+        let container = pod.entry(request.container.to_owned()).or_default();
+        container.insert(request.resource.to_owned(), Held { by_node, response });
+        self.taken.entry(request.resource.to_owned()).or_default().extend(ids.iter().cloned());
+    }
+
+    /// The plugin did not allocate what was selected.
+    pub fn abandon(&mut self) {
+        self.recount();
+    }
+
+    /// A container has all it asked for. What an init container has is left to those that come after it; what a lasting one
+    /// has is not.
+    pub fn finish(&mut self, pod_uid: &str, container: &str, kind: ContainerKind) {
+        let held = self.pods.get(pod_uid).and_then(|pod| pod.get(container));
+        for (resource, held) in held.into_iter().flatten() {
+            let reusable = self.reuse.1.entry(resource.clone()).or_default();
+            match kind {
+                ContainerKind::Init => reusable.extend(held.ids()),
+                ContainerKind::Lasting => {
+                    reusable.retain(|id| !held.by_node.values().flatten().any(|own| own == id));
+                }
+            }
+        }
+    }
+
+    /// What a pod's containers hold.
+    #[must_use]
+    pub fn held(&self, pod_uid: &str) -> Option<&BTreeMap<String, HeldByResource>> {
+        self.pods.get(pod_uid)
+    }
+
+    /// The uids of the pods that hold something.
+    pub fn pods(&self) -> impl Iterator<Item = &str> {
+        self.pods.keys().map(String::as_str)
+    }
+
+    /// The healthy devices of each resource, and the NUMA nodes that each is near.
+    pub fn allocatable(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = (&str, &[i64])>)> {
+        self.healthy.iter().map(|(resource, ids)| {
+            let nodes = self.nodes.get(resource);
+            let near =
+                move |id: &String| nodes.and_then(|nodes| nodes.get(id)).map_or(&[][..], Vec::as_slice);
+            (resource.as_str(), ids.iter().map(move |id| (id.as_str(), near(id))))
+        })
+    }
+
+    /// What must survive a restart of the agent.
+    #[must_use]
+    pub fn checkpoint(&self) -> Data {
+        let entries: Vec<Entry> = self
+            .pods
+            .iter()
+            .flat_map(|(uid, pod)| pod.iter().map(move |(container, held)| (uid, container, held)))
+            .flat_map(|(uid, container, held)| {
+                held.iter().map(move |(resource, held)| (uid, container, resource, held))
+            })
+            .map(|(uid, container, resource, held)| Entry {
+                pod_uid: uid.clone(),
+                container_name: container.clone(),
+                resource_name: resource.clone(),
+                device_ids: Some(held.by_node.iter().map(|(node, ids)| (*node, Some(ids.clone()))).collect()),
+                alloc_resp: Some(held.response.clone()),
+            })
+            .collect();
+        let registered = self
+            .healthy
+            .iter()
+            .map(|(resource, ids)| (resource.clone(), Some(ids.iter().cloned().collect())));
+        Data {
+            pod_device_entries: Some(entries).filter(|entries| !entries.is_empty()),
+            registered_devices: Some(registered.collect()),
+        }
+    }
+
+    /// The ledger after a restart: who holds what is known; the plugins must come back first.
+    #[must_use]
+    pub fn restored(data: Data, now: Duration) -> Self {
+        let mut devices = Self::default();
+        for entry in data.pod_device_entries.unwrap_or_default() {
+            let by_node = entry.device_ids.unwrap_or_default();
+            let by_node = by_node.into_iter().map(|(node, ids)| (node, ids.unwrap_or_default())).collect();
+            let held = Held { by_node, response: entry.alloc_resp.unwrap_or_default() };
+            let pod = devices.pods.entry(entry.pod_uid).or_default();
+            pod.entry(entry.container_name).or_default().insert(entry.resource_name, held);
+        }
+        for resource in data.registered_devices.unwrap_or_default().into_keys() {
+            devices.healthy.insert(resource.clone(), Ids::new());
+            devices.unhealthy.insert(resource.clone(), Ids::new());
+            devices.endpoints.insert(resource, Endpoint { stopped_at: Some(now), ..Endpoint::default() });
+        }
+        devices.recount();
+        devices
+    }
+
+    /// The ledger out of a checkpoint file.
+    ///
+    /// # Errors
+    /// If the file is corrupt.
+    pub fn read(file: &[u8], now: Duration) -> Result<Self, CheckpointError> {
+        Ok(Self::restored(Data::read(file)?, now))
+    }
+
+    /// What is taken is what somebody holds.
+    fn recount(&mut self) {
+        self.taken.clear();
+        for (resource, held) in self.pods.values().flat_map(BTreeMap::values).flatten() {
+            self.taken.entry(resource.clone()).or_default().extend(held.ids());
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "devices/tests.rs"]
+mod tests;

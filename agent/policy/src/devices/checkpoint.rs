@@ -1,0 +1,209 @@
+//! The kubelet's own checkpoint of device allocations, `kubelet_internal_checkpoint`: a node can go from the kubelet to this
+//! agent and back without a pod losing its devices.
+//!
+//! Format: `pkg/kubelet/cm/devicemanager/checkpoint` (since 1.20, device ids by NUMA node). The checksum is FNV-1a (32 bit) over
+//! what go-spew prints for the data with `%#v`, sorted keys and no methods (`pkg/util/hash`, `checkpointmanager/checksum`).
+//! Must never panic, whatever the file holds.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+/// Why a checkpoint can't be used. It is then set aside, and the allocations are rebuilt.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// It isn't JSON of the expected form.
+    #[error("the device checkpoint can't be read: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// It was changed or cut after it was written.
+    #[error("the device checkpoint is corrupt: its checksum is {stored}, its content's is {computed}")]
+    Checksum {
+        /// As the file says.
+        stored: u64,
+        /// As the content has it.
+        computed: u64,
+    },
+}
+
+/// One container's devices of one resource.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// The pod's uid.
+    #[serde(rename = "PodUID", default)]
+    pub pod_uid: String,
+    /// The container's name.
+    #[serde(rename = "ContainerName", default)]
+    pub container_name: String,
+    /// The resource's name.
+    #[serde(rename = "ResourceName", default)]
+    pub resource_name: String,
+    /// Device ids by NUMA node, -1 for those without one. `None` is Go's nil map, which has another checksum than an empty one.
+    #[serde(rename = "DeviceIDs", default)]
+    pub device_ids: Option<BTreeMap<i64, Option<Vec<String>>>>,
+    /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
+    #[serde(rename = "AllocResp", default, serialize_with = "to_base64", deserialize_with = "from_base64")]
+    pub alloc_resp: Option<Vec<u8>>,
+}
+
+/// Everything that the checksum covers.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Data {
+    /// The allocations; `None` is Go's nil slice, which the kubelet writes where there are none.
+    #[serde(rename = "PodDeviceEntries", default)]
+    pub pod_device_entries: Option<Vec<Entry>>,
+    /// The healthy devices of every registered resource; only the resources' names matter to a reader.
+    #[serde(rename = "RegisteredDevices", default)]
+    pub registered_devices: Option<BTreeMap<String, Option<Vec<String>>>>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct File<D> {
+    #[serde(rename = "Data")]
+    data: D,
+    #[serde(rename = "Checksum")]
+    checksum: u64,
+}
+
+impl Data {
+    /// Reads a checkpoint file and checks its checksum.
+    ///
+    /// # Errors
+    /// If it isn't a checkpoint, or not as it was written.
+    pub fn read(file: &[u8]) -> Result<Self, CheckpointError> {
+        let File { data, checksum: stored } = serde_json::from_slice::<File<Self>>(file)?;
+        let computed = u64::from(data.checksum());
+        if stored == computed { Ok(data) } else { Err(CheckpointError::Checksum { stored, computed }) }
+    }
+
+    /// The file's content, checksum included.
+    ///
+    /// # Errors
+    /// Never for data that came from here; serialization is fallible as such.
+    pub fn write(&self) -> Result<Vec<u8>, CheckpointError> {
+        Ok(serde_json::to_vec(&File { checksum: self.checksum().into(), data: self })?)
+    }
+
+    /// The checksum that the kubelet computes for this data.
+    #[must_use]
+    pub fn checksum(&self) -> u32 {
+        fnv1a(self.dump().as_bytes())
+    }
+
+    /// The data as go-spew prints it. A field's type comes before its value, an element's doesn't.
+    fn dump(&self) -> String {
+        let entries = list(self.pod_device_entries.as_deref(), Entry::dump);
+        let resources = map(self.registered_devices.as_ref(), |ids| list(ids.as_deref(), String::clone));
+        format!(
+            "(checkpoint.checkpointData){{PodDeviceEntries:([]checkpoint.PodDevicesEntry){entries} \
+             RegisteredDevices:(map[string][]string){resources}}}"
+        )
+    }
+}
+
+impl Entry {
+    fn dump(&self) -> String {
+        let ids = map(self.device_ids.as_ref(), |ids| list(ids.as_deref(), String::clone));
+        let mut text = format!(
+            "{{PodUID:(string){} ContainerName:(string){} ResourceName:(string){} DeviceIDs:(checkpoint.DevicesPerNUMA){ids} \
+             AllocResp:([]uint8)",
+            self.pod_uid, self.container_name, self.resource_name
+        );
+        text += &list(self.alloc_resp.as_deref(), u8::to_string);
+        text.push('}');
+        text
+    }
+}
+
+const NIL: &str = "<nil>";
+
+fn list<T>(items: Option<&[T]>, dump: impl Fn(&T) -> String) -> String {
+    items.map_or_else(
+        || NIL.to_owned(),
+        |items| format!("[{}]", items.iter().map(dump).collect::<Vec<_>>().join(" ")),
+    )
+}
+
+fn map<K: std::fmt::Display, V>(items: Option<&BTreeMap<K, V>>, dump: impl Fn(&V) -> String) -> String {
+    let Some(items) = items else { return NIL.to_owned() };
+    let mut text = "map[".to_owned();
+    for (i, (key, value)) in items.iter().enumerate() {
+        // Writing to a String can't fail.
+        let _ = write!(text, "{}{key}:{}", if i == 0 { "" } else { " " }, dump(value));
+    }
+    text + "]"
+}
+
+/// Fowler-Noll-Vo 1a, 32 bit (Go's `fnv.New32a`).
+fn fnv1a(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
+}
+
+fn to_base64<S: Serializer>(bytes: &Option<Vec<u8>>, serializer: S) -> Result<S::Ok, S::Error> {
+    bytes.as_ref().map(|bytes| BASE64.encode(bytes)).serialize(serializer)
+}
+
+fn from_base64<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<u8>>, D::Error> {
+    let text = Option::<String>::deserialize(deserializer)?;
+    text.map(|text| BASE64.decode(text).map_err(D::Error::custom)).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Checkpoints that real kubelets wrote (published in their users' notes): read, checked, written the same.
+    const REAL: [&str; 2] = [
+        r#"{"Data":{"PodDeviceEntries":[{"PodUID":"bf52b2cd-b611-4e79-86b1-280b283185c3","ContainerName":"check","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["tegra"]},"AllocResp":"Ch8KFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSBXRlZ3Jh"}],"RegisteredDevices":{"nvidia.com/gpu":["tegra"]}},"Checksum":3660592824}"#,
+        r#"{"Data":{"PodDeviceEntries":[{"PodUID":"9a15d2b5-c152-46b9-96e0-d57032629e1f","ContainerName":"app","ResourceName":"nvidia.com/gpu","DeviceIDs":{"1":["GPU-9b341c59-f96b-ba85-c137-78c3652fea65","GPU-c1e9f249-b37b-81c2-a8d9-ba5ca0294841"]},"AllocResp":"CmsKFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSUUdQVS1jMWU5ZjI0OS1iMzdiLTgxYzItYThkOS1iYTVjYTAyOTQ4NDEsR1BVLTliMzQxYzU5LWY5NmItYmE4NS1jMTM3LTc4YzM2NTJmZWE2NRokCg4vZGV2L252aWRpYWN0bBIOL2Rldi9udmlkaWFjdGwaAnJ3GiYKDy9kZXYvbnZpZGlhLXV2bRIPL2Rldi9udmlkaWEtdXZtGgJydxoyChUvZGV2L252aWRpYS11dm0tdG9vbHMSFS9kZXYvbnZpZGlhLXV2bS10b29scxoCcncaLgoTL2Rldi9udmlkaWEtbW9kZXNldBITL2Rldi9udmlkaWEtbW9kZXNldBoCcncaIAoML2Rldi9udmlkaWExEgwvZGV2L252aWRpYTEaAnJ3GiAKDC9kZXYvbnZpZGlhMhIML2Rldi9udmlkaWEyGgJydw=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-77a702db-e37f-3a74-d46d-c5713f66058c","GPU-9b341c59-f96b-ba85-c137-78c3652fea65","GPU-c1e9f249-b37b-81c2-a8d9-ba5ca0294841"]}},"Checksum":2530956716}"#,
+    ];
+
+    #[test]
+    fn what_kubelets_wrote_is_read_and_written_the_same() {
+        for file in REAL {
+            let data = Data::read(file.as_bytes()).unwrap();
+            assert_eq!(String::from_utf8(data.write().unwrap()).unwrap(), file);
+        }
+    }
+
+    #[test]
+    fn a_changed_file_is_corrupt() {
+        let changed = REAL[0].replace("tegra", "tegrb");
+        assert!(matches!(
+            Data::read(changed.as_bytes()),
+            Err(CheckpointError::Checksum { stored: 3_660_592_824, .. })
+        ));
+        assert!(matches!(Data::read(&REAL[0].as_bytes()[..100]), Err(CheckpointError::Malformed(_))));
+    }
+
+    #[test]
+    fn nothing_and_nil_print_differently_as_in_go() {
+        let dump = |json: &str| serde_json::from_str::<Data>(json).unwrap().dump();
+        let empty = r#"{"PodDeviceEntries":[],"RegisteredDevices":{"a":[],"b":null}}"#;
+        assert_eq!(
+            dump(empty),
+            "(checkpoint.checkpointData){PodDeviceEntries:([]checkpoint.PodDevicesEntry)[] RegisteredDevices:(map[string][]string)map[a:[] b:<nil>]}"
+        );
+        let nil = r#"{"PodDeviceEntries":null}"#;
+        assert_eq!(
+            dump(nil),
+            "(checkpoint.checkpointData){PodDeviceEntries:([]checkpoint.PodDevicesEntry)<nil> RegisteredDevices:(map[string][]string)<nil>}"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_checkpoint_or_refused(bytes: Vec<u8>) {
+            let _ = Data::read(&bytes);
+        }
+
+        #[test]
+        fn a_damaged_checkpoint_is_read_or_refused(at in 0..400_usize, byte: u8, which in 0..2_usize) {
+            let mut file = REAL[which].as_bytes().to_vec();
+            let at = at % file.len();
+            file[at] = byte;
+            let _ = Data::read(&file);
+        }
+    }
+}

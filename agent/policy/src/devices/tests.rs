@@ -1,0 +1,295 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const GPU: &str = "example.com/gpu";
+
+fn device(id: &str, numa_nodes: &[i64]) -> Device {
+    Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: numa_nodes.to_vec() }
+}
+
+fn ids(text: &str) -> Ids {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+/// A ledger with one plugin that lists these devices: `name@node`, `!name` is unhealthy.
+fn ledger(text: &str) -> Devices {
+    let mut devices = Devices::default();
+    devices.register(GPU, PluginOptions::default());
+    list(&mut devices, text);
+    devices
+}
+
+fn list(devices: &mut Devices, text: &str) {
+    let one = |text: &str| {
+        let (name, node) =
+            text.split_once('@').map_or((text, None), |(name, node)| (name, node.parse().ok()));
+        let health = if name.starts_with('!') { Health::Unhealthy } else { Health::Healthy };
+        Device { health, ..device(name.trim_start_matches('!'), node.as_slice()) }
+    };
+    devices.list(GPU, text.split_whitespace().map(one).collect::<Vec<_>>());
+}
+
+fn request<'a>(pod_uid: &'a str, container: &'a str, count: usize) -> Request<'a> {
+    Request { pod_uid, container, resource: GPU, count, already_running: false }
+}
+
+/// Serves one container with a plugin that answers `preferred`; the ids it got, or the error.
+fn serve(
+    devices: &mut Devices,
+    request: &Request<'_>,
+    kind: ContainerKind,
+    preferred: &[&str],
+) -> Result<String, String> {
+    devices.begin(request.pod_uid);
+    let ids = match devices.select(request).map_err(|e| e.to_string())? {
+        Selection::Nothing => None,
+        Selection::Chosen(ids) => Some(ids),
+        Selection::Ask(question) => Some(question.answer(preferred)),
+    };
+    if let Some(ids) = ids {
+        devices.commit(request, &ids, Vec::new());
+    }
+    devices.finish(request.pod_uid, request.container, kind);
+    let held = devices.held(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(GPU));
+    Ok(held.map(Held::ids).unwrap_or_default().into_iter().collect::<Vec<_>>().join(" "))
+}
+
+/// A single container's devices out of a ledger.
+fn check(devices: &str, count: usize, expectation: &str) {
+    let got = serve(&mut ledger(devices), &request("p", "c", count), ContainerKind::Lasting, &[]);
+    assert_eq!(got.unwrap_or_else(|e| e), expectation, "{count} of {devices}");
+}
+
+#[test]
+fn healthy_devices_are_given_and_counted() {
+    check("a !b c", 2, "a c");
+    check(
+        "a !b c",
+        3,
+        "requested number of devices unavailable for example.com/gpu. Requested: 3, Available: 2",
+    );
+    check("!a !b", 1, "no healthy devices present; cannot allocate unhealthy devices example.com/gpu");
+    check("!a !b", 0, "no healthy devices present; cannot allocate unhealthy devices example.com/gpu");
+    check("a", 0, "");
+}
+
+#[test]
+fn devices_come_from_as_few_numa_nodes_as_possible() {
+    check("a@0 b@1 c@1", 2, "b c");
+    check("a@0 b@0 c@0 d@1 e@1", 2, "d e");
+    check("a@0 b@0 c@1 d@1 e@1 f@2", 4, "c d e f");
+    check("a b@1 c@2", 2, "b c");
+    check("a b c@0", 3, "a b c");
+}
+
+#[test]
+fn init_containers_leave_their_devices_to_those_that_follow_and_sidecars_do_not() {
+    let mut devices = ledger("a b c");
+    let mut give =
+        |container, count, kind| serve(&mut devices, &request("p", container, count), kind, &[]).unwrap();
+    assert_eq!(give("init", 2, ContainerKind::Init), "a b");
+    assert_eq!(give("sidecar", 1, ContainerKind::Lasting), "a");
+    assert_eq!(give("init2", 1, ContainerKind::Init), "b");
+    assert_eq!(give("main", 2, ContainerKind::Lasting), "b c");
+}
+
+#[test]
+fn what_an_ended_init_container_leaves_to_nobody_is_free_again() {
+    let mut devices = ledger("a b c");
+    serve(&mut devices, &request("p", "init", 3), ContainerKind::Init, &[]).unwrap();
+    serve(&mut devices, &request("p", "main", 1), ContainerKind::Lasting, &[]).unwrap();
+    let other = request("q", "main", 2);
+    assert!(serve(&mut devices, &other, ContainerKind::Lasting, &[]).is_err());
+    devices.release("p", "init");
+    assert_eq!(serve(&mut devices, &other, ContainerKind::Lasting, &[]).unwrap(), "b c");
+}
+
+#[test]
+fn the_plugins_preference_is_taken_best_first_and_made_up_for() {
+    let mut devices = ledger("a b !c d");
+    devices.register(
+        GPU,
+        PluginOptions { get_preferred_allocation_available: true, ..PluginOptions::default() },
+    );
+    assert_eq!(
+        serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &["c", "d", "unheard-of"])
+            .unwrap(),
+        "a d"
+    );
+}
+
+#[test]
+fn a_container_keeps_its_devices_when_served_again() {
+    let mut devices = ledger("a b");
+    assert_eq!(serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap(), "a");
+    assert_eq!(serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap(), "a");
+    assert!(
+        serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &[])
+            .unwrap_err()
+            .contains("changed from 1 to 2")
+    );
+}
+
+#[test]
+fn health_is_checked_even_where_nothing_is_needed() {
+    let mut devices = ledger("a b");
+    serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap();
+    list(&mut devices, "!a b");
+    let error = devices.select(&request("p", "c", 1)).unwrap_err();
+    assert!(matches!(error, AllocateError::HeldUnhealthy { .. }) && error.may_pass());
+}
+
+#[test]
+fn pods_that_are_gone_are_freed_when_somebody_wants_devices() {
+    let mut devices = ledger("a");
+    serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap();
+    assert!(devices.select(&request("q", "c", 1)).is_err());
+    devices.free_inactive(|uid| uid == "q");
+    assert_eq!(serve(&mut devices, &request("q", "c", 1), ContainerKind::Lasting, &[]).unwrap(), "a");
+}
+
+#[test]
+fn a_stopped_plugins_devices_are_unhealthy_and_forgotten_after_the_grace_period() {
+    let mut devices = ledger("a b !c");
+    devices.stopped(GPU, Duration::from_secs(10));
+    let capacity = devices.capacity(Duration::from_secs(310));
+    assert_eq!((capacity.capacity[GPU], capacity.allocatable[GPU], capacity.removed.len()), (3, 0, 0));
+    let capacity = devices.capacity(Duration::from_secs(311));
+    assert_eq!((capacity.capacity.len(), capacity.removed), (0, ids(GPU)));
+    assert!(!devices.knows(GPU));
+}
+
+#[test]
+fn a_plugin_that_comes_back_in_time_is_as_before() {
+    let mut devices = ledger("a");
+    devices.stopped(GPU, Duration::ZERO);
+    devices.register(GPU, PluginOptions::default());
+    list(&mut devices, "a");
+    assert_eq!(devices.capacity(Duration::from_secs(9999)).allocatable[GPU], 1);
+}
+
+#[test]
+fn after_a_restart_holders_keep_their_devices_and_others_wait_for_the_plugin() {
+    let mut devices = ledger("a@1 b");
+    serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &[]).unwrap();
+    let file = devices.checkpoint().write().unwrap();
+    let mut devices = Devices::read(&file, Duration::ZERO).unwrap();
+    assert!(devices.knows(GPU));
+    assert_eq!(
+        devices.held("p").unwrap()["c"][GPU].by_node,
+        BTreeMap::from([(-1, vec!["b".to_owned()]), (1, vec!["a".to_owned()])])
+    );
+    assert!(devices.select(&request("q", "c", 1)).unwrap_err().may_pass());
+    let running = Request { already_running: true, ..request("p", "c", 2) };
+    assert_eq!(devices.select(&running), Ok(Selection::Nothing));
+    list(&mut devices, "a@1 b");
+    assert!(matches!(devices.select(&request("q", "c", 1)), Err(AllocateError::TooFew { .. })));
+}
+
+#[test]
+fn allocatable_is_at_least_what_is_held() {
+    let mut devices = ledger("a b");
+    serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &[]).unwrap();
+    let mut allocatable = BTreeMap::from([(GPU.to_owned(), 0), ("cpu".to_owned(), 4)]);
+    devices.raise_allocatable(&mut allocatable);
+    assert_eq!(allocatable, BTreeMap::from([(GPU.to_owned(), 2), ("cpu".to_owned(), 4)]));
+    let mut more = BTreeMap::from([(GPU.to_owned(), 8)]);
+    devices.raise_allocatable(&mut more);
+    assert_eq!(more[GPU], 8);
+}
+
+#[test]
+fn wishes_come_in_the_order_of_serving() {
+    let pod: Pod = serde_json::from_value(serde_json::json!({"spec": {
+        "initContainers": [{"name": "i"}, {"name": "s", "restartPolicy": "Always", "resources": {"limits": {GPU: "1"}}}],
+        "containers": [{"name": "c", "resources": {"limits": {GPU: 2, "cpu": "1500m"}}}]}}))
+    .unwrap_or_else(|_| panic!("a pod"));
+    let wishes = container_requests(&pod).unwrap();
+    let kinds: Vec<_> = wishes.iter().map(|wish| (wish.container, wish.kind)).collect();
+    assert_eq!(
+        kinds,
+        [("i", ContainerKind::Init), ("s", ContainerKind::Lasting), ("c", ContainerKind::Lasting)]
+    );
+    assert_eq!(wishes[1].limits, [(GPU, 1)]);
+}
+
+/// One thing that happens to a ledger.
+#[derive(Debug, Clone)]
+enum Event {
+    List(Vec<(u8, bool, Option<i64>)>),
+    Serve { pod: u8, container: u8, count: usize, init: bool, preferred: Vec<u8> },
+    Release(u8, u8),
+    Gone(u8),
+    Restart,
+    Stop,
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        1 => prop::collection::vec((0..8_u8, any::<bool>(), prop::option::of(0..3_i64)), 0..8).prop_map(Event::List),
+        6 => (0..3_u8, 0..3_u8, 0..4_usize, any::<bool>(), prop::collection::vec(0..9_u8, 0..4))
+            .prop_map(|(pod, container, count, init, preferred)| Event::Serve { pod, container, count, init, preferred }),
+        1 => (0..3_u8, 0..3_u8).prop_map(|(pod, container)| Event::Release(pod, container)),
+        1 => (0..3_u8).prop_map(Event::Gone),
+        1 => Just(Event::Restart),
+        1 => Just(Event::Stop),
+    ]
+}
+
+fn play(devices: &mut Devices, alive: &mut BTreeSet<String>, event: &Event) {
+    let name = |prefix: &str, n: u8| format!("{prefix}{n}");
+    match event {
+        Event::List(rows) => {
+            let health = |healthy: bool| if healthy { Health::Healthy } else { Health::Unhealthy };
+            devices.register(
+                GPU,
+                PluginOptions {
+                    get_preferred_allocation_available: rows.len() > 4,
+                    ..PluginOptions::default()
+                },
+            );
+            let row = |(id, healthy, node): &(u8, bool, Option<i64>)| Device {
+                health: health(*healthy),
+                ..device(&name("d", *id), node.as_slice())
+            };
+            devices.list(GPU, rows.iter().map(row).collect::<Vec<_>>());
+        }
+        Event::Serve { pod, container, count, init, preferred } => {
+            alive.insert(name("p", *pod));
+            devices.free_inactive(|uid| alive.contains(uid));
+            let kind = if *init { ContainerKind::Init } else { ContainerKind::Lasting };
+            let preferred: Vec<String> = preferred.iter().map(|id| name("d", *id)).collect();
+            let preferred: Vec<&str> = preferred.iter().map(String::as_str).collect();
+            let _ =
+                serve(devices, &request(&name("p", *pod), &name("c", *container), *count), kind, &preferred);
+        }
+        Event::Release(pod, container) => devices.release(&name("p", *pod), &name("c", *container)),
+        Event::Gone(pod) => {
+            alive.remove(&name("p", *pod));
+        }
+        Event::Restart => {
+            *devices = Devices::read(&devices.checkpoint().write().unwrap(), Duration::ZERO).unwrap();
+        }
+        Event::Stop => devices.stopped(GPU, Duration::ZERO),
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_device_is_held_by_two_pods_and_restarts_lose_nothing(events in prop::collection::vec(event(), 0..40)) {
+        let (mut devices, mut alive) = (Devices::default(), BTreeSet::new());
+        for event in &events {
+            play(&mut devices, &mut alive, event);
+            let mut holder: BTreeMap<String, &str> = BTreeMap::new();
+            for pod in devices.pods() {
+                for id in devices.held(pod).into_iter().flatten().flat_map(|(_, held)| held.values()).flat_map(Held::ids) {
+                    let other = holder.insert(id.clone(), pod);
+                    prop_assert!(other.is_none_or(|other| other == pod), "{id} is held by {other:?} and {pod} after {event:?}");
+                }
+            }
+            let file = devices.checkpoint();
+            prop_assert_eq!(Devices::restored(file.clone(), Duration::ZERO).checkpoint().pod_device_entries, file.pod_device_entries);
+        }
+    }
+}

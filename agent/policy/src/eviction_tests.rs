@@ -1,0 +1,279 @@
+use k8s_openapi::api::core::v1::Pod;
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+fn at(seconds: i64) -> Timestamp {
+    Timestamp::from_second(1_700_000_000 + seconds).unwrap()
+}
+
+fn units(units: i64) -> Quantity {
+    Quantity::from_units(units)
+}
+
+fn threshold(signal: Signal, value: &str) -> Threshold {
+    Threshold {
+        signal,
+        value: ThresholdValue::threshold(value).unwrap().unwrap(),
+        grace: Duration::ZERO,
+        min_reclaim: None,
+    }
+}
+
+fn observe(signal: Signal, available: i64, capacity: i64) -> BTreeMap<Signal, Observation> {
+    BTreeMap::from([(signal, Observation { available: units(available), capacity: units(capacity) })])
+}
+
+/// Is a threshold on memory met with so much available of 1000?
+fn check_met(value: &str, available: i64, expectation: bool) {
+    let seen = observe(Signal::MemoryAvailable, available, 1000);
+    let assessment = Tracker::default().assess(at(0), &[threshold(Signal::MemoryAvailable, value)], &seen);
+    assert_eq!(!assessment.met.is_empty(), expectation, "{value} with {available}");
+}
+
+#[test]
+fn low_is_strictly_below_the_threshold() {
+    check_met("100", 100, false);
+    check_met("100", 99, true);
+    check_met("10%", 100, false);
+    check_met("10%", 99, true);
+    check_met("0.1k", 99, true);
+}
+
+#[test]
+fn percentages_are_single_precision_parts_truncated() {
+    // 0.07 in single precision is a little more than 0.07, and 33 % of 1000 a little less than 330.
+    let part = |text: &str, capacity| ThresholdValue::threshold(text).unwrap().unwrap().of(units(capacity));
+    assert_eq!(part("7%", 1_000_000_000_000), units(70_000_000_298));
+    assert_eq!(part("33%", 100_000_000_000), units(33_000_001_311));
+    assert_eq!(part("2.5%", 1000), units(25));
+}
+
+#[test]
+fn no_threshold_at_nothing_or_everything() {
+    assert_eq!(ThresholdValue::threshold("0%"), Ok(None));
+    assert_eq!(ThresholdValue::threshold("100%"), Ok(None));
+    assert!(ThresholdValue::threshold("0.0%").unwrap().is_some());
+}
+
+#[test]
+fn senseless_values_are_refused() {
+    for text in ["", "%", "ten", "10 %", "NaN%", "inf%", "-1%", "101%", "0", "-5", "1e9%"] {
+        assert!(ThresholdValue::threshold(text).is_err(), "{text}");
+    }
+    for text in ["", "0%", "-1%", "-5", "x%"] {
+        assert!(ThresholdValue::min_reclaim(text).is_err(), "{text}");
+    }
+    assert!(ThresholdValue::min_reclaim("0").is_ok());
+}
+
+#[test]
+fn soft_thresholds_wait_for_their_grace_period() {
+    let soft = Threshold { grace: Duration::from_secs(90), ..threshold(Signal::MemoryAvailable, "100") };
+    let (mut tracker, low, fine) = (
+        Tracker::default(),
+        observe(Signal::MemoryAvailable, 1, 1000),
+        observe(Signal::MemoryAvailable, 900, 1000),
+    );
+    let thresholds = [soft];
+    assert_eq!(tracker.assess(at(0), &thresholds, &low).actionable, Vec::<usize>::new());
+    assert_eq!(tracker.assess(at(89), &thresholds, &low).actionable, Vec::<usize>::new());
+    assert_eq!(tracker.assess(at(90), &thresholds, &low).actionable, [0]);
+    assert_eq!(tracker.assess(at(91), &thresholds, &fine).met, Vec::<usize>::new());
+    assert_eq!(
+        tracker.assess(at(92), &thresholds, &low).actionable,
+        Vec::<usize>::new(),
+        "a new spell begins"
+    );
+}
+
+#[test]
+fn a_threshold_once_acted_on_stays_met_until_its_minimum_reclaim_is_there() {
+    let hard = Threshold {
+        min_reclaim: Some(ThresholdValue::min_reclaim("50").unwrap()),
+        ..threshold(Signal::MemoryAvailable, "100")
+    };
+    let (mut tracker, thresholds) = (Tracker::default(), [hard]);
+    let mut met = |available| {
+        !tracker.assess(at(0), &thresholds, &observe(Signal::MemoryAvailable, available, 1000)).met.is_empty()
+    };
+    assert!(!met(149));
+    assert!(met(99));
+    assert!(met(149));
+    assert!(!met(150));
+    assert!(!met(149));
+}
+
+#[test]
+fn memory_is_acted_on_first() {
+    let thresholds = [threshold(Signal::NodeFsAvailable, "10%"), threshold(Signal::MemoryAvailable, "10%")];
+    let mut seen = observe(Signal::NodeFsAvailable, 0, 10);
+    seen.extend(observe(Signal::MemoryAvailable, 0, 10));
+    let assessment = Tracker::default().assess(at(0), &thresholds, &seen);
+    assert_eq!((assessment.met, assessment.actionable), (vec![0, 1], vec![1, 0]));
+    assert_eq!(assessment.conditions, [NodeCondition::MemoryPressure, NodeCondition::DiskPressure]);
+}
+
+#[test]
+fn conditions_are_reported_until_the_transition_period_is_over() {
+    let (mut tracker, thresholds) = (Tracker::default(), [threshold(Signal::PidAvailable, "10%")]);
+    tracker.assess(at(0), &thresholds, &observe(Signal::PidAvailable, 0, 10));
+    tracker.assess(at(10), &thresholds, &observe(Signal::PidAvailable, 10, 10));
+    assert_eq!(tracker.reported(at(299), Duration::from_secs(300)), [NodeCondition::PidPressure]);
+    assert_eq!(tracker.reported(at(300), Duration::from_secs(300)), []);
+}
+
+#[test]
+fn what_is_reclaimed_depends_on_the_disks() {
+    use Reclaim::{DeleteUnusedContainers as Containers, DeleteUnusedImages as Images};
+    let check = |signal, layout, expectation: &[Reclaim]| {
+        assert_eq!(reclaim(signal, layout), expectation, "{signal:?} {layout:?}");
+    };
+    check(Signal::MemoryAvailable, DiskLayout::Single, &[]);
+    check(Signal::PidAvailable, DiskLayout::DedicatedImageFs, &[]);
+    check(Signal::NodeFsInodesFree, DiskLayout::Single, &[Containers, Images]);
+    check(Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs, &[]);
+    check(Signal::ImageFsAvailable, DiskLayout::DedicatedImageFs, &[Containers, Images]);
+    check(Signal::ContainerFsAvailable, DiskLayout::DedicatedImageFs, &[Containers, Images]);
+    check(Signal::ImageFsInodesFree, DiskLayout::SplitImageFs, &[Images]);
+    check(Signal::NodeFsAvailable, DiskLayout::SplitImageFs, &[Containers]);
+}
+
+#[test]
+fn the_containers_filesystem_has_the_thresholds_of_the_one_it_is() {
+    let derived = |layout| {
+        let mut all = vec![
+            threshold(Signal::NodeFsAvailable, "10%"),
+            threshold(Signal::ImageFsAvailable, "15%"),
+            threshold(Signal::ContainerFsAvailable, "99%"),
+        ];
+        let dropped = derive_container_fs(&mut all, layout);
+        assert_eq!(dropped.len(), 1);
+        all.into_iter()
+            .filter(|t| t.signal == Signal::ContainerFsAvailable)
+            .map(|t| t.value)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(derived(DiskLayout::Single), [ThresholdValue::Part(0.1)]);
+    assert_eq!(derived(DiskLayout::SplitImageFs), [ThresholdValue::Part(0.1)]);
+    assert_eq!(derived(DiskLayout::DedicatedImageFs), [ThresholdValue::Part(0.15)]);
+}
+
+#[test]
+fn only_hard_memory_thresholds_hold_for_the_pods_memory_too() {
+    let soft = Threshold { grace: Duration::from_secs(1), ..threshold(Signal::MemoryAvailable, "1Gi") };
+    let mut all = vec![threshold(Signal::MemoryAvailable, "100Mi"), soft];
+    derive_allocatable(&mut all);
+    assert_eq!(all.len(), 3);
+    assert_eq!(all[2].signal, Signal::AllocatableMemoryAvailable);
+    assert!(all[2].grace.is_zero());
+}
+
+/// A pod of (name, request, priority, usage); usage below zero: no statistics. A name in capitals: critical.
+type Row = (&'static str, i64, i32, i64);
+
+/// Ranks pods by a signal whose resource each row's request and usage are about.
+fn check_rank(signal: Signal, rows: &[Row], expectation: &str) {
+    let resource = if signal.is_memory() { "memory" } else { "ephemeral-storage" };
+    let pods: Vec<Pod> = rows
+        .iter()
+        .map(|(name, request, ..)| {
+            serde_json::from_value(json!({"metadata": {"name": name},
+                "spec": {"containers": [{"name": "c", "resources": {"requests": {resource: request.to_string()}}}]}}))
+            .unwrap()
+        })
+        .collect();
+    let candidates: Vec<Candidate<'_>> = rows
+        .iter()
+        .zip(&pods)
+        .map(|((name, _, priority, usage), pod)| Candidate {
+            demand: PodDemand::read(pod).unwrap(),
+            priority: *priority,
+            critical: name.chars().all(char::is_uppercase),
+            usage: u64::try_from(*usage).ok().map(|n| PodUsage {
+                memory_working_set_bytes: n,
+                rootfs_bytes: n,
+                inodes: n,
+                pids: n,
+                ..PodUsage::default()
+            }),
+        })
+        .collect();
+    let ranked = rank(signal, DiskLayout::Single, &candidates);
+    let names: Vec<&str> = ranked.iter().map(|i| rows[*i].0).collect();
+    let victim = victim(&ranked, &candidates).map_or("none", |i| rows[i].0);
+    assert_eq!(format!("{} -> {victim}", names.join(" ")), expectation);
+}
+
+#[test]
+fn memory_takes_those_above_their_request_by_priority_then_by_how_far() {
+    let rows = [
+        ("under", 100, -5, 99),
+        ("a", 100, 0, 150),
+        ("b", 100, 0, 250),
+        ("low", 100, -1, 101),
+        ("unknown", 0, 9, -1),
+    ];
+    check_rank(Signal::MemoryAvailable, &rows, "unknown low b a under -> unknown");
+    check_rank(Signal::AllocatableMemoryAvailable, &[("a", 100, 0, 100), ("b", 100, 1, 101)], "b a -> b");
+}
+
+#[test]
+fn disk_is_ranked_alike() {
+    check_rank(Signal::NodeFsAvailable, &[("a", 100, 0, 150), ("b", 0, 0, 60)], "b a -> b");
+}
+
+#[test]
+fn inodes_subtract_the_request_for_bytes() {
+    check_rank(
+        Signal::NodeFsInodesFree,
+        &[("a", 100, 0, 150), ("b", 0, 0, 60), ("c", 0, 0, 10)],
+        "b a c -> b",
+    );
+}
+
+#[test]
+fn process_ids_are_ranked_by_priority_first() {
+    check_rank(
+        Signal::PidAvailable,
+        &[("a", 0, 1, 500), ("b", 0, 0, 3), ("unknown", 0, 1, -1), ("c", 0, 0, 5)],
+        "c b unknown a -> c",
+    );
+}
+
+#[test]
+fn critical_pods_are_ranked_but_never_go() {
+    check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500), ("b", 0, 0, 3)], "CRITICAL b -> b");
+    check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500)], "CRITICAL -> none");
+}
+
+#[test]
+fn which_bytes_count_depends_on_the_disks() {
+    let usage = PodUsage { rootfs_bytes: 1, logs_bytes: 10, volumes_bytes: 100, ..PodUsage::default() };
+    let check = |signal, layout, expectation| {
+        assert_eq!(usage.of(signal, layout), units(expectation), "{signal:?} {layout:?}");
+    };
+    check(Signal::NodeFsAvailable, DiskLayout::Single, 111);
+    check(Signal::ImageFsAvailable, DiskLayout::Single, 111);
+    check(Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs, 110);
+    check(Signal::ImageFsAvailable, DiskLayout::DedicatedImageFs, 1);
+    check(Signal::ContainerFsAvailable, DiskLayout::DedicatedImageFs, 1);
+    check(Signal::ImageFsAvailable, DiskLayout::SplitImageFs, 0);
+    check(Signal::NodeFsAvailable, DiskLayout::SplitImageFs, 111);
+}
+
+proptest! {
+    #[test]
+    fn any_text_is_a_threshold_or_refused(text: String) {
+        let _ = ThresholdValue::threshold(&text);
+        let _ = ThresholdValue::min_reclaim(&text);
+    }
+
+    #[test]
+    fn any_percentage_of_any_capacity_is_an_amount(percent in "[0-9]{1,3}([.][0-9]{0,9})?%", capacity: i64) {
+        if let Ok(Some(value)) = ThresholdValue::threshold(&percent) {
+            let _ = value.of(units(capacity));
+        }
+    }
+}
