@@ -6,7 +6,12 @@
 //! is one scenario at a time. Must never decide anything itself.
 
 mod cgroups;
+mod container_gc;
+mod devices;
+mod eviction;
+mod image_gc;
 pub(crate) mod number;
+mod probe;
 
 use std::fmt;
 
@@ -56,10 +61,23 @@ impl What {
 }
 
 /// Every WHAT, in the order in which help shows them.
-pub const WHATS: &[What] = &[What::of::<cgroups::CgroupsScenario>(
-    "cgroups",
-    "what the cgroup files of a node and its pods must hold",
-)];
+pub const WHATS: &[What] = &[
+    What::of::<cgroups::CgroupsScenario>("cgroups", "what the cgroup files of a node and its pods must hold"),
+    What::of::<image_gc::ImageGcScenario>("image-gc", "which images garbage collection removes"),
+    What::of::<container_gc::ContainerGcScenario>(
+        "container-gc",
+        "which dead containers garbage collection removes",
+    ),
+    What::of::<eviction::EvictionScenario>(
+        "eviction",
+        "whether the node is under pressure, and which pod goes first",
+    ),
+    What::of::<devices::DevicesScenario>(
+        "devices",
+        "which devices of device plugins pods get, over a row of events",
+    ),
+    What::of::<probe::ProbeScenario>("probe", "what a row of probe outcomes makes of a container's state"),
+];
 
 /// The WHAT of this name.
 pub fn what(name: &str) -> Option<&'static What> {
