@@ -97,7 +97,9 @@ impl Place {
 }
 
 impl LineIndex {
-    fn locate(&self, path: &str) -> Option<(u64, u64)> {
+    /// As [`Document::locate`], for when the value has been used up.
+    #[must_use]
+    pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
         let path = path.trim_start_matches('.');
         if path.is_empty() {
             return Some(self.root.position());

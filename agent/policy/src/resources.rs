@@ -301,7 +301,7 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn pod(spec: Value) -> Pod {
+    fn pod(spec: &Value) -> Pod {
         serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec})).unwrap()
     }
 
@@ -310,7 +310,7 @@ mod tests {
     }
 
     fn check(spec: &Value, request: i64, limit: i64) {
-        let pod = pod(spec.clone());
+        let pod = pod(spec);
         assert_eq!(pod_requests(&pod).unwrap().amount(CPU).milli_value(), request);
         assert_eq!(pod_limits(&pod).unwrap().amount(CPU).milli_value(), limit);
     }
@@ -353,40 +353,43 @@ mod tests {
 
     #[test]
     fn the_counted_request_has_overhead_only_on_a_request_and_pod_level_alone() {
-        let counted = |spec: Value, name: &str| {
+        let counted = |spec: &Value, name: &str| {
             PodDemand::read(&pod(spec)).unwrap().counted_request(name).milli_value()
         };
         let main = json!([{"name": "a", "resources": {"requests": {"cpu": "1", "example.com/x": "2"}}}]);
         assert_eq!(
-            counted(json!({"containers": main, "overhead": {"cpu": "100m", "memory": "1"}}), CPU),
+            counted(&json!({"containers": main, "overhead": {"cpu": "100m", "memory": "1"}}), CPU),
             1100
         );
         assert_eq!(
-            counted(json!({"containers": main, "overhead": {"cpu": "100m", "memory": "1"}}), MEMORY),
+            counted(&json!({"containers": main, "overhead": {"cpu": "100m", "memory": "1"}}), MEMORY),
             0
         );
-        assert_eq!(counted(json!({"containers": main, "resources": {"requests": {"memory": "1"}}}), CPU), 0);
+        assert_eq!(counted(&json!({"containers": main, "resources": {"requests": {"memory": "1"}}}), CPU), 0);
         assert_eq!(
-            counted(json!({"containers": main, "resources": {"requests": {"memory": "1"}}}), "example.com/x"),
+            counted(
+                &json!({"containers": main, "resources": {"requests": {"memory": "1"}}}),
+                "example.com/x"
+            ),
             0
         );
-        assert_eq!(counted(json!({"containers": main, "resources": {}}), "example.com/x"), 2000);
+        assert_eq!(counted(&json!({"containers": main, "resources": {}}), "example.com/x"), 2000);
     }
 
     #[test]
     fn a_bad_amount_is_named_by_its_path() {
-        let bad = |resources: Value| {
+        let bad = |resources: &Value| {
             let pod = pod(
-                json!({"containers": [{"name": "a"}], "initContainers": [{"name": "i", "resources": resources}]}),
+                &json!({"containers": [{"name": "a"}], "initContainers": [{"name": "i", "resources": resources}]}),
             );
             pod_requests(&pod).unwrap_err().to_string()
         };
         assert_eq!(
-            bad(json!({"requests": {"cpu": "abc"}})),
+            bad(&json!({"requests": {"cpu": "abc"}})),
             r#"spec.initContainers[0].resources.requests.cpu: "abc" is not a quantity (use e.g. 250m, 1.5 or 512Mi)"#
         );
         assert!(
-            bad(json!({"limits": {"nvidia.com/gpu": "x"}}))
+            bad(&json!({"limits": {"nvidia.com/gpu": "x"}}))
                 .starts_with("spec.initContainers[0].resources.limits.nvidia.com/gpu: ")
         );
     }
@@ -399,7 +402,7 @@ mod tests {
                 {"name": "s", "restartPolicy": "Always", "resources": requests("1")},
                 {"name": "i", "resources": requests("3")},
                 {"name": "t", "restartPolicy": "Always", "resources": requests("500m")}]});
-        let pod = pod(spec);
+        let pod = pod(&spec);
         let demand = PodDemand::read(&pod).unwrap();
         assert_eq!(demand.container_request(CPU), demand.container_requests().amount(CPU));
     }

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+pub mod plan;
 pub mod run;
 
 /// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
@@ -20,6 +21,8 @@ struct Cli {
 enum Command {
     /// Run the pods of this machine.
     Run(run::RunArgs),
+    /// Decide for a scenario what the agent would do.
+    Plan(plan::PlanArgs),
 }
 
 /// Exit code of a wrong command line or a wrong file, clap's own.
@@ -30,6 +33,7 @@ const USAGE: u8 = 2;
 pub fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Run(args) => run::run(&args),
+        Command::Plan(args) => plan::run(&args),
     }
 }
 

@@ -100,6 +100,8 @@ pub struct PlanError {
     pub scenario: Option<String>,
     /// Which field, and why.
     pub field: FieldError,
+    /// Where in the scenario's text the reader stopped: line and column, from 1. `None` if it read all of it, or a tree.
+    pub position: Option<(u64, u64)>,
     /// The text is not JSON at all (it might be YAML).
     pub not_json: bool,
 }
@@ -128,11 +130,7 @@ fn run<S: Scenario>(input: Input<'_>) -> Result<String, PlanError> {
             let mut reader = serde_json::Deserializer::from_slice(text);
             let read = serde_path_to_error::deserialize(&mut reader);
             let scenario = read.map_err(|error| unreadable(&error, scenario_name(text)))?;
-            reader.end().map_err(|error| PlanError {
-                scenario: None,
-                field: FieldError::new("", cause(&error)),
-                not_json: true,
-            })?;
+            reader.end().map_err(|error| reading_error(FieldError::new("", cause(&error)), &error, None))?;
             scenario
         }
         Input::Tree(tree) => {
@@ -140,8 +138,12 @@ fn run<S: Scenario>(input: Input<'_>) -> Result<String, PlanError> {
             serde_path_to_error::deserialize(tree).map_err(|error| unreadable(&error, name))?
         }
     };
-    let failed =
-        |field: FieldError| PlanError { scenario: Some(scenario.name().to_owned()), field, not_json: false };
+    let failed = |field: FieldError| PlanError {
+        scenario: Some(scenario.name().to_owned()),
+        field,
+        position: None,
+        not_json: false,
+    };
     if scenario.name().is_empty() {
         return Err(PlanError {
             scenario: None,
@@ -154,22 +156,22 @@ fn run<S: Scenario>(input: Input<'_>) -> Result<String, PlanError> {
 }
 
 fn unreadable(error: &serde_path_to_error::Error<serde_json::Error>, scenario: Option<String>) -> PlanError {
-    let path = match error.path().to_string() {
-        path if path == "." => String::new(),
-        path => path,
-    };
-    let category = error.inner().classify();
-    let not_json = matches!(category, serde_json::error::Category::Syntax | serde_json::error::Category::Eof);
-    PlanError { scenario, field: FieldError::new(path, cause(error.inner())), not_json }
+    // "." is the root, and "?" a place that the reader couldn't make out.
+    let path = error.path().to_string();
+    let path = path.trim_end_matches('?').trim_end_matches('.').to_owned();
+    reading_error(FieldError::new(path, cause(error.inner())), error.inner(), scenario)
 }
 
-/// The reader's sentence; its position is left out where it counts within one scenario, which means nothing to a person.
+fn reading_error(field: FieldError, error: &serde_json::Error, scenario: Option<String>) -> PlanError {
+    let position = (error.line() > 0).then(|| (error.line() as u64, error.column() as u64));
+    PlanError { scenario, field, position, not_json: error.is_syntax() || error.is_eof() }
+}
+
+/// The reader's sentence without its position, which the error has beside it.
 fn cause(error: &serde_json::Error) -> String {
     let text = error.to_string();
-    match text.rsplit_once(" at line 1 column ") {
-        Some((cause, _)) => cause.to_owned(),
-        None => text,
-    }
+    let position = format!(" at line {} column {}", error.line(), error.column());
+    text.strip_suffix(&position).map(str::to_owned).unwrap_or(text)
 }
 
 /// The name in a scenario that can't be read as a whole.
