@@ -56,7 +56,7 @@ impl Document {
     /// `spec.containers[0].image` of a container without an image is the place of the container.
     ///
     /// `path` is written as `serde_path_to_error` prints it; keys with dots in them (annotations) are found
-    /// too. `.` and the empty path are the document's start. None where not even the first field exists.
+    /// too, plain (`limits.nvidia.com/gpu`) or quoted (`limits["nvidia.com/gpu"]`). `.` and the empty path are the document's start. None where not even the first field exists.
     #[must_use]
     pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
         self.lines.locate(path)
@@ -123,6 +123,10 @@ fn step<'p, 't>(place: &'p Place, path: &'t str) -> Option<(&'p Place, &'t str)>
             let (index, rest) = path.strip_prefix('[')?.split_once(']')?;
             Some((items.get(index.parse::<usize>().ok()?)?, rest.trim_start_matches('.')))
         }
+        Children::Map(entries) if path.starts_with("[\"") => entries.iter().find_map(|(key, child)| {
+            let rest = path.strip_prefix(&format!("[{key:?}]"))?;
+            Some((child, rest.trim_start_matches('.')))
+        }),
         // The longest key wins: `a.b` may be the key `a.b` as well as `b` inside `a`.
         Children::Map(entries) => entries
             .iter()
@@ -447,6 +451,8 @@ spec:
         check_place("spec.containers[1].name", Some((9, 11)));
         check_place("metadata.annotations.example.com/a.b", Some((3, 22)));
         check_place("metadata.annotations.example.com/a", Some((4, 5)));
+        check_place("metadata.annotations[\"example.com/a.b\"]", Some((3, 22)));
+        check_place("metadata.annotations[\"example.com/a\"].b", Some((4, 24)));
     }
 
     #[test]

@@ -1,0 +1,597 @@
+//! What the manifests of a folder add up to. Pure: contents come in, the desired pods come out; [`super::source`]
+//! does the reading.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::scheduling::v1::PriorityClass;
+use sha2::{Digest, Sha256};
+
+use super::error::ManifestError;
+use super::identity::{self, Origin};
+use super::priority::{Classes, Priority};
+use super::{Manifest, Object};
+use crate::pods::table::{PodName, RejectedManifest};
+
+/// The pods that should run, by the folder's manifests.
+///
+/// A manifest that becomes invalid takes nothing away: while the agent runs, the pod of its last valid content
+/// stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a pod that
+/// runs from it must be left alone: ask [`Desired::may_remove`] before a pod that isn't in `pods` is stopped.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Desired {
+    /// Complete, valid pods with their identity on this node and their priority.
+    pub pods: BTreeMap<PodName, Arc<Pod>>,
+    /// What became no pod, and why. A file can be here and its earlier pod in `pods`.
+    pub rejected: Vec<RejectedManifest>,
+    /// Manifests that are there, but whose pod isn't known: never valid since the agent started.
+    pub unreadable: BTreeSet<PathBuf>,
+    /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
+    /// that should run.
+    pub folder_unread: bool,
+}
+
+impl Desired {
+    /// Whether a running pod that isn't in `pods` may be stopped. `manifest` is the file it was made from, by its
+    /// annotation ([`super::ANNOTATION_MANIFEST`]).
+    #[must_use]
+    pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
+        !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
+    }
+}
+
+/// What came of reading a file.
+#[derive(Clone, Debug)]
+pub(super) enum Content {
+    /// Its bytes, all of them.
+    Bytes(Vec<u8>),
+    /// It's there, but can't be read or isn't to be read: a sentence that says why.
+    Unreadable(String),
+}
+
+/// What came of reading the folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// It was read.
+    Read,
+    /// It isn't there.
+    Missing,
+    /// It's there but can't be read: a sentence that says why.
+    Unreadable(String),
+}
+
+/// The manifests of a folder.
+#[derive(Debug)]
+pub(super) struct Folder {
+    path: PathBuf,
+    node_name: String,
+    critical: bool,
+    files: BTreeMap<PathBuf, File>,
+    standing: Standing,
+    was_read: bool,
+}
+
+/// One manifest.
+#[derive(Debug)]
+struct File {
+    /// Of the bytes; None where they couldn't be read.
+    digest: Option<[u8; 32]>,
+    /// Why what is in it now can't be used.
+    error: Option<String>,
+    /// The last valid content.
+    good: Option<Good>,
+}
+
+#[derive(Debug)]
+enum Good {
+    Pod(Box<GoodPod>),
+    Class(Box<PriorityClass>),
+}
+
+#[derive(Debug)]
+struct GoodPod {
+    content: [u8; 32],
+    pod: Pod,
+    /// With the priority that was last found for it.
+    resolved: Option<(Priority, Arc<Pod>)>,
+}
+
+impl Folder {
+    pub(super) fn new(path: PathBuf, node_name: String, critical: bool) -> Self {
+        let standing = Standing::Missing;
+        Folder { path, node_name, critical, files: BTreeMap::new(), standing, was_read: false }
+    }
+
+    /// Notes what came of reading the folder itself. One that is taken away takes its pods along, as under the
+    /// kubelet; one that was never there, or can't be read, says nothing about them.
+    pub(super) fn set_standing(&mut self, standing: Standing) {
+        self.was_read |= standing == Standing::Read;
+        if standing == Standing::Missing {
+            self.files.clear();
+        }
+        self.standing = standing;
+    }
+
+    /// Forgets all files but these.
+    pub(super) fn keep_only(&mut self, files: &BTreeSet<PathBuf>) {
+        self.files.retain(|file, _| files.contains(file));
+    }
+
+    /// Forgets a file that is gone.
+    pub(super) fn forget(&mut self, file: &Path) {
+        self.files.remove(file);
+    }
+
+    /// Takes in what a file holds now; `now` is the time, RFC 3339. Returns warnings for the log. The same
+    /// content again costs a digest.
+    pub(super) fn update(&mut self, path: PathBuf, content: Content, now: &str) -> Vec<String> {
+        let digest = match &content {
+            Content::Bytes(bytes) => Some(Sha256::digest(bytes).into()),
+            Content::Unreadable(_) => None,
+        };
+        let known = self.files.get(&path);
+        if digest.is_some() && known.is_some_and(|file| file.digest == digest) {
+            return Vec::new();
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let result = match content {
+            Content::Bytes(bytes) => read(&bytes, &name),
+            Content::Unreadable(why) => Err(ManifestError::whole(&name, why)),
+        };
+        let result = result.and_then(|manifest| self.admit(manifest, &path, &name, now));
+        let (warnings, error, good) = match result {
+            Ok((warnings, good)) => (warnings, None, Some(good)),
+            Err(error) => (Vec::new(), Some(error.to_string()), None),
+        };
+        let file = self.files.entry(path).or_insert(File { digest: None, error: None, good: None });
+        (file.digest, file.error) = (digest, error);
+        match (good, &file.good) {
+            // Only comments or layout changed: it is the same pod, seen when it was first seen.
+            (Some(Good::Pod(new)), Some(Good::Pod(old))) if new.content == old.content => {}
+            (Some(new), _) => file.good = Some(new),
+            (None, _) => {}
+        }
+        warnings.into_iter().map(|warning| format!("{name}: {warning}")).collect()
+    }
+
+    /// Gives a pod its identity.
+    fn admit(
+        &self,
+        manifest: Manifest,
+        path: &Path,
+        name: &str,
+        now: &str,
+    ) -> Result<(Vec<String>, Good), ManifestError> {
+        let content = manifest.content;
+        let good = match manifest.object {
+            Object::PriorityClass(class) => Good::Class(class),
+            Object::Pod(mut pod) => {
+                let origin =
+                    Origin { node_name: &self.node_name, file: path, seen: now, critical: self.critical };
+                identity::assign(&mut pod, &content, &origin);
+                let on_node = pod.metadata.name.as_deref().unwrap_or_default();
+                if on_node.len() > 253 {
+                    let message = format!(
+                        "metadata.name: with the node's name behind it, it has {} characters; 253 are allowed",
+                        on_node.len()
+                    );
+                    return Err(ManifestError::whole(name, message));
+                }
+                Good::Pod(Box::new(GoodPod { content, pod: *pod, resolved: None }))
+            }
+        };
+        Ok((manifest.warnings, good))
+    }
+
+    /// What the manifests add up to.
+    pub(super) fn desired(&mut self) -> Desired {
+        let mut desired = Desired { folder_unread: self.folder_unread(), ..Desired::default() };
+        desired.rejected.extend(self.complaint());
+        // The files are moved out while classes borrow from them.
+        let mut files = std::mem::take(&mut self.files);
+        let priorities = resolve_all(&files, &mut desired);
+        let mut owners = Owners::default();
+        for ((path, file), priority) in files.iter_mut().zip(priorities) {
+            if let Some(error) = &file.error {
+                reject(&mut desired, path, error.clone());
+            }
+            let Some(Good::Pod(good)) = &mut file.good else {
+                if file.good.is_none() {
+                    desired.unreadable.insert(path.clone());
+                }
+                continue;
+            };
+            if let Err(sentence) = apply_priority(good, priority) {
+                reject(&mut desired, path, with_file(path, &sentence));
+            }
+            let Some((_, pod)) = &good.resolved else {
+                desired.unreadable.insert(path.clone());
+                continue;
+            };
+            match owners.claim(path, pod) {
+                Ok(name) => {
+                    desired.pods.insert(name, Arc::clone(pod));
+                }
+                Err(sentence) => reject(&mut desired, path, with_file(path, &sentence)),
+            }
+        }
+        self.files = files;
+        desired
+    }
+
+    fn folder_unread(&self) -> bool {
+        match self.standing {
+            Standing::Read => false,
+            Standing::Missing => !self.was_read,
+            Standing::Unreadable(_) => true,
+        }
+    }
+
+    fn complaint(&self) -> Option<RejectedManifest> {
+        let path = self.path.display();
+        let message = match (&self.standing, self.was_read) {
+            (Standing::Read, _) => return None,
+            (Standing::Missing, false) => {
+                format!("{path}: the folder of static pods is not there; create it, or set staticPodPath")
+            }
+            (Standing::Missing, true) => {
+                format!("{path}: the folder of static pods was taken away; its pods are stopped")
+            }
+            (Standing::Unreadable(why), _) => format!("{path}: {why}; what runs goes on as it is"),
+        };
+        Some(RejectedManifest { file: self.path.clone(), message })
+    }
+}
+
+fn read(bytes: &[u8], name: &str) -> Result<Manifest, ManifestError> {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => super::read(text, name),
+        Err(error) => {
+            let message = format!("is not UTF-8 text (byte {})", error.valid_up_to());
+            Err(ManifestError::whole(name, message))
+        }
+    }
+}
+
+fn reject(desired: &mut Desired, file: &Path, message: String) {
+    desired.rejected.push(RejectedManifest { file: file.to_owned(), message });
+}
+
+fn with_file(path: &Path, sentence: &str) -> String {
+    format!("{}: {sentence}", path.file_name().unwrap_or_default().to_string_lossy())
+}
+
+/// The priority of each file's pod, in the files' order; files that hold no pod have the default one.
+fn resolve_all(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Vec<Result<Priority, String>> {
+    let mut classes = Classes::default();
+    for (path, file) in files {
+        if let Some(Good::Class(class)) = &file.good
+            && let Err(first) = classes.add(path, class)
+        {
+            let name = class.metadata.name.as_deref().unwrap_or_default();
+            let sentence = format!("the PriorityClass {name:?} is in {} already", first.display());
+            reject(desired, path, with_file(path, &sentence));
+        }
+    }
+    let none = Pod::default();
+    let pods = files.values().map(|file| match &file.good {
+        Some(Good::Pod(good)) => &good.pod,
+        _ => &none,
+    });
+    pods.map(|pod| classes.resolve(pod)).collect()
+}
+
+/// Gives a pod its priority. Where there is none, it keeps the one it had: a class that goes away takes nothing
+/// from the pods that came before, as in the API server.
+fn apply_priority(good: &mut GoodPod, priority: Result<Priority, String>) -> Result<(), String> {
+    let priority = priority?;
+    if good.resolved.as_ref().is_none_or(|(known, _)| *known != priority) {
+        let mut pod = good.pod.clone();
+        priority.give(&mut pod);
+        good.resolved = Some((priority, Arc::new(pod)));
+    }
+    Ok(())
+}
+
+/// Which file has which name and UID: the first by name keeps them.
+#[derive(Default)]
+struct Owners<'a> {
+    names: BTreeMap<PodName, &'a Path>,
+    uids: BTreeMap<String, &'a Path>,
+}
+
+impl<'a> Owners<'a> {
+    fn claim(&mut self, path: &'a Path, pod: &Pod) -> Result<PodName, String> {
+        let name = PodName::of(pod);
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let rule = "the file that comes first by name keeps it; change the other";
+        if let Some(first) = self.names.get(&name) {
+            return Err(format!("metadata.name: the pod {name} is in {} already: {rule}", first.display()));
+        }
+        if let Some(first) = self.uids.get(&uid) {
+            return Err(format!("metadata.uid: {uid} is in {} already: {rule}", first.display()));
+        }
+        self.names.insert(name.clone(), path);
+        self.uids.insert(uid, path);
+        Ok(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> Folder {
+        let mut folder = Folder::new("/m".into(), "Node1".to_owned(), false);
+        folder.set_standing(Standing::Read);
+        folder
+    }
+
+    fn pod(name: &str, more: &str) -> String {
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  {more}\n  containers: [{{name: c, image: 'x:1'}}]\n"
+        )
+    }
+
+    fn class(name: &str, value: i32) -> String {
+        format!(
+            "apiVersion: scheduling.k8s.io/v1\nkind: PriorityClass\nmetadata: {{name: {name}}}\nvalue: {value}\n"
+        )
+    }
+
+    fn put(folder: &mut Folder, name: &str, text: &str) {
+        folder.update(Path::new("/m").join(name), Content::Bytes(text.into()), "2026-11-21T00:00:00Z");
+    }
+
+    fn unread(folder: &mut Folder, name: &str) {
+        folder.update(
+            Path::new("/m").join(name),
+            Content::Unreadable("no".to_owned()),
+            "2026-11-21T00:00:00Z",
+        );
+    }
+
+    /// Pods as `name@file`, rejected as `file: message`.
+    fn shown(desired: &Desired) -> (Vec<String>, Vec<String>) {
+        let file = |pod: &Arc<Pod>| {
+            pod.metadata.annotations.as_ref().unwrap()[identity::ANNOTATION_MANIFEST].clone()
+        };
+        let pods = desired.pods.iter().map(|(name, pod)| format!("{}@{}", name.name, file(pod))).collect();
+        (pods, desired.rejected.iter().map(|r| r.message.clone()).collect())
+    }
+
+    fn check(folder: &mut Folder, pods: &[&str], rejected: &[&str]) -> Desired {
+        let desired = folder.desired();
+        let (have, messages) = shown(&desired);
+        assert_eq!(have, pods, "{messages:?}");
+        assert_eq!(messages.len(), rejected.len(), "{messages:?}");
+        for (message, part) in messages.iter().zip(rejected) {
+            assert!(message.contains(part), "{message}");
+        }
+        desired
+    }
+
+    fn uid(folder: &mut Folder) -> String {
+        folder.desired().pods.values().next().unwrap().metadata.uid.clone().unwrap()
+    }
+
+    #[test]
+    fn a_pod_gets_its_identity_on_the_node() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        let desired = check(&mut folder, &["web-node1@/m/a.yaml"], &[]);
+        let pod = desired.pods.values().next().unwrap();
+        let annotations = pod.metadata.annotations.as_ref().unwrap();
+        let uid = pod.metadata.uid.clone().unwrap();
+        assert_eq!(uid.len(), 32);
+        assert_eq!(annotations[identity::ANNOTATION_HASH], uid);
+        assert_eq!(annotations[identity::ANNOTATION_SEEN], "2026-11-21T00:00:00Z");
+        assert!(!annotations.contains_key(identity::ANNOTATION_SOURCE));
+        let spec = pod.spec.as_ref().unwrap();
+        assert_eq!(spec.node_name.as_deref(), Some("Node1"));
+        assert_eq!(spec.priority, Some(0));
+        assert_eq!(spec.tolerations.as_ref().unwrap()[0].effect.as_deref(), Some("NoExecute"));
+    }
+
+    #[test]
+    fn static_pods_are_critical_on_request_only() {
+        let mut folder = Folder::new("/m".into(), "n".to_owned(), true);
+        folder.set_standing(Standing::Read);
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        let desired = folder.desired();
+        let annotations = desired.pods.values().next().unwrap().metadata.annotations.clone().unwrap();
+        assert_eq!(annotations[identity::ANNOTATION_SOURCE], "file");
+    }
+
+    #[test]
+    fn the_uid_changes_with_the_content_the_file_and_the_node_only() {
+        let mut one = folder();
+        put(&mut one, "a.yaml", &pod("web", ""));
+        let first = uid(&mut one);
+        put(&mut one, "a.yaml", &format!("# a comment\n{}", pod("web", "")));
+        assert_eq!(uid(&mut one), first);
+        put(&mut one, "a.yaml", &pod("web", "hostNetwork: true"));
+        assert_ne!(uid(&mut one), first);
+        let mut other_file = folder();
+        put(&mut other_file, "b.yaml", &pod("web", ""));
+        assert_ne!(uid(&mut other_file), first);
+        let mut other_node = Folder::new("/m".into(), "n2".to_owned(), false);
+        put(&mut other_node, "a.yaml", &pod("web", ""));
+        assert_ne!(uid(&mut other_node), first);
+    }
+
+    #[test]
+    fn a_uid_that_is_written_is_kept_and_the_hash_still_tells_a_change() {
+        let mut folder = folder();
+        let text = pod("web", "").replace("name: web", "name: web, uid: my-own");
+        put(&mut folder, "a.yaml", &text);
+        let hash = |folder: &mut Folder| {
+            let desired = folder.desired();
+            desired.pods.values().next().unwrap().metadata.annotations.clone().unwrap()
+                [identity::ANNOTATION_HASH]
+                .clone()
+        };
+        let first = hash(&mut folder);
+        assert_eq!(uid(&mut folder), "my-own");
+        put(&mut folder, "a.yaml", &text.replace("x:1", "x:2"));
+        assert_eq!(uid(&mut folder), "my-own");
+        assert_ne!(hash(&mut folder), first);
+    }
+
+    #[test]
+    fn an_unchanged_pod_stays_the_same_value() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        let before = folder.desired().pods.into_values().next().unwrap();
+        put(&mut folder, "a.yaml", &format!("{}\n# later\n", pod("web", "")));
+        put(&mut folder, "b.yaml", &pod("other", ""));
+        let after = folder.desired().pods.into_values().last().unwrap();
+        assert!(Arc::ptr_eq(&before, &after));
+    }
+
+    #[test]
+    fn the_first_file_by_name_keeps_a_name() {
+        let mut folder = folder();
+        put(&mut folder, "b.yaml", &pod("web", ""));
+        check(&mut folder, &["web-node1@/m/b.yaml"], &[]);
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        let desired = check(
+            &mut folder,
+            &["web-node1@/m/a.yaml"],
+            &["b.yaml: metadata.name: the pod default/web-node1 is in /m/a.yaml already"],
+        );
+        assert!(desired.unreadable.is_empty());
+        folder.forget(Path::new("/m/a.yaml"));
+        check(&mut folder, &["web-node1@/m/b.yaml"], &[]);
+    }
+
+    #[test]
+    fn a_uid_is_had_once() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", "").replace("name: web", "name: web, uid: u"));
+        put(&mut folder, "b.yaml", &pod("other", "").replace("name: other", "name: other, uid: u"));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &["b.yaml: metadata.uid: u is in /m/a.yaml already"]);
+    }
+
+    #[test]
+    fn a_manifest_that_becomes_invalid_takes_nothing_away() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        let before = uid(&mut folder);
+        for broken in ["kind: [", "", "apiVersion: v1\nkind: List\n"] {
+            put(&mut folder, "a.yaml", broken);
+            let desired = check(&mut folder, &["web-node1@/m/a.yaml"], &["a.yaml:"]);
+            assert!(desired.unreadable.is_empty());
+        }
+        unread(&mut folder, "a.yaml");
+        check(&mut folder, &["web-node1@/m/a.yaml"], &["a.yaml: no"]);
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &[]);
+        assert_eq!(uid(&mut folder), before);
+    }
+
+    #[test]
+    fn a_file_that_was_never_valid_protects_what_runs_from_it() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", "kind: [");
+        let desired = check(&mut folder, &[], &["a.yaml:1:7:"]);
+        assert!(!desired.may_remove(Some(Path::new("/m/a.yaml"))));
+        assert!(desired.may_remove(Some(Path::new("/m/b.yaml"))));
+        assert!(desired.may_remove(None));
+        folder.forget(Path::new("/m/a.yaml"));
+        assert!(folder.desired().may_remove(Some(Path::new("/m/a.yaml"))));
+    }
+
+    #[test]
+    fn a_folder_that_was_never_read_says_nothing_about_its_pods() {
+        let mut folder = Folder::new("/m".into(), "n".to_owned(), false);
+        folder.set_standing(Standing::Missing);
+        let desired = check(&mut folder, &[], &["/m: the folder of static pods is not there; create it"]);
+        assert!(!desired.may_remove(None));
+        folder.set_standing(Standing::Unreadable("cannot be read (EIO)".to_owned()));
+        let desired = check(&mut folder, &[], &["/m: cannot be read (EIO); what runs goes on"]);
+        assert!(!desired.may_remove(None));
+    }
+
+    #[test]
+    fn a_folder_that_is_taken_away_takes_its_pods_along() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        folder.set_standing(Standing::Unreadable("cannot be read (EIO)".to_owned()));
+        let desired = check(&mut folder, &["web-node1@/m/a.yaml"], &["cannot be read"]);
+        assert!(!desired.may_remove(None));
+        folder.set_standing(Standing::Missing);
+        let desired =
+            check(&mut folder, &[], &["/m: the folder of static pods was taken away; its pods are stopped"]);
+        assert!(desired.may_remove(Some(Path::new("/m/a.yaml"))));
+    }
+
+    #[test]
+    fn priority_classes_beside_the_pods_count() {
+        let mut folder = folder();
+        let priority = |folder: &mut Folder| {
+            folder.desired().pods.values().next().and_then(|p| p.spec.as_ref()?.priority)
+        };
+        put(&mut folder, "web.yaml", &pod("web", "priorityClassName: high"));
+        let desired = check(
+            &mut folder,
+            &[],
+            &["web.yaml: spec.priorityClassName: there is no PriorityClass \"high\""],
+        );
+        assert!(!desired.may_remove(Some(Path::new("/m/web.yaml"))));
+        put(&mut folder, "z.yaml", &class("high", 1000));
+        check(&mut folder, &["web-node1@/m/web.yaml"], &[]);
+        assert_eq!(priority(&mut folder), Some(1000));
+        let before = uid(&mut folder);
+        put(&mut folder, "z.yaml", &class("high", 2000));
+        assert_eq!(priority(&mut folder), Some(2000));
+        assert_eq!(uid(&mut folder), before);
+        put(&mut folder, "zz.yaml", &class("high", 3000));
+        check(
+            &mut folder,
+            &["web-node1@/m/web.yaml"],
+            &["zz.yaml: the PriorityClass \"high\" is in /m/z.yaml already"],
+        );
+        folder.forget(Path::new("/m/z.yaml"));
+        folder.forget(Path::new("/m/zz.yaml"));
+        check(&mut folder, &["web-node1@/m/web.yaml"], &["there is no PriorityClass"]);
+        assert_eq!(priority(&mut folder), Some(2000));
+    }
+
+    #[test]
+    fn the_same_bytes_are_not_parsed_again() {
+        let mut folder = folder();
+        let warned = pod("web", "nodeSelector: {a: b}");
+        let update = |folder: &mut Folder, text: &str| {
+            folder.update("/m/a.yaml".into(), Content::Bytes(text.into()), "now").len()
+        };
+        assert_eq!(update(&mut folder, &warned), 1);
+        assert_eq!(update(&mut folder, &warned), 0);
+        assert_eq!(update(&mut folder, &format!("{warned}\n")), 1);
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_rejected() {
+        let mut folder = folder();
+        folder.update("/m/a.yaml".into(), Content::Bytes(vec![b'a', 0xff]), "now");
+        check(&mut folder, &[], &["a.yaml: is not UTF-8 text (byte 1)"]);
+    }
+
+    #[test]
+    fn a_name_that_gets_too_long_with_the_nodes_is_rejected() {
+        let long = vec!["a".repeat(60); 4].join(".");
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod(&format!("{long}.aaa"), ""));
+        check(&mut folder, &[&format!("{long}.aaa-node1@/m/a.yaml")], &[]);
+        put(&mut folder, "b.yaml", &pod(&format!("{long}.aaaa"), ""));
+        check(
+            &mut folder,
+            &[&format!("{long}.aaa-node1@/m/a.yaml")],
+            &[
+                "b.yaml: metadata.name: with the node's name behind it, it has 254 characters; 253 are allowed",
+            ],
+        );
+    }
+}

@@ -1,0 +1,235 @@
+//! What the agent can't do for a pod: one table, so that a field moves from refused to run by taking its row
+//! out.
+//!
+//! A field that the agent would pass over in silence is worse than one it refuses: nobody must believe that a
+//! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with a
+//! warning.
+
+use serde_json::Value;
+
+use super::error::Problem;
+
+/// What becomes of a manifest with such a field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// Refused: the agent can't do this yet.
+    NotYet,
+    /// Refused: it refers to an object of the API server's, which a static pod may not (and there is none).
+    ApiObject,
+    /// Accepted with a warning: it has no effect here.
+    NoEffect,
+}
+use Verdict::{ApiObject, NoEffect, NotYet};
+
+/// Which values of the field are meant.
+#[derive(Clone, Copy)]
+enum When {
+    /// Any but nothing: null, false and empty ones say nothing.
+    Set,
+    /// This text.
+    Is(&'static str),
+    /// Any text but this and the empty one.
+    IsNot(&'static str),
+    /// `false`.
+    False,
+    /// A mapping's key: this one is asked about each.
+    Key(fn(&str) -> bool),
+}
+use When::{False, Is, IsNot, Key, Set};
+
+/// One row: the field, when, the verdict, what it is in words.
+type Row = (&'static str, When, Verdict, &'static str);
+
+/// `{a,b}` is either of them, `[*]` any element of a list.
+#[rustfmt::skip]
+const TABLE: &[Row] = &[
+    // The pod as a whole.
+    ("spec.activeDeadlineSeconds", Set, NotYet, "a deadline for the whole pod"),
+    ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
+    ("spec.hostAliases", Set, NotYet, "additional lines in /etc/hosts"),
+    ("spec.hostUsers", False, NotYet, "user namespaces"),
+    ("spec.hostnameOverride", Set, NotYet, "a hostname of another kind"),
+    ("spec.overhead", Set, NotYet, "the overhead of a runtime class"),
+    ("spec.readinessGates", Set, NotYet, "readiness gates"),
+    ("spec.resources", Set, NotYet, "resources of the pod as a whole"),
+    ("spec.runtimeClassName", Set, NotYet, "runtime classes"),
+    ("spec.schedulingGates", Set, NotYet, "scheduling gates"),
+    ("spec.schedulingGroup", Set, NotYet, "scheduling groups"),
+    ("spec.setHostnameAsFQDN", Set, NotYet, "a fully qualified hostname"),
+    ("spec.subdomain", Set, NotYet, "a fully qualified hostname"),
+    ("spec.imagePullSecrets", Set, ApiObject, "secrets"),
+    ("spec.{serviceAccount,serviceAccountName}", Set, ApiObject, "service accounts"),
+    ("spec.resourceClaims", Set, ApiObject, "resource claims"),
+    ("spec.{affinity,nodeSelector,topologySpreadConstraints}", Set, NoEffect, "there is no scheduler; the pod runs on this node"),
+    // Security.
+    ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
+    ("spec.securityContext.{fsGroup,fsGroupChangePolicy}", Set, NotYet, "volumes owned by a group"),
+    ("spec.securityContext.supplementalGroupsPolicy", IsNot("Merge"), NotYet, "groups other than those of the image"),
+    ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
+    // Containers.
+    ("spec.containers[*].restartPolicy", Set, NotYet, "a restart policy of one container"),
+    ("spec.{containers,initContainers}[*].restartPolicyRules", Set, NotYet, "restart rules of one container"),
+    ("spec.{containers,initContainers}[*].lifecycle", Set, NotYet, "hooks and stop signals"),
+    ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.exec", Set, NotYet, "probes by command"),
+    ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.grpc", Set, NotYet, "probes by gRPC"),
+    ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.httpGet.scheme", Is("HTTPS"), NotYet, "probes by HTTPS"),
+    ("spec.{containers,initContainers}[*].envFrom", Set, ApiObject, "config maps and secrets"),
+    ("spec.{containers,initContainers}[*].env[*].valueFrom.{configMapKeyRef,secretKeyRef}", Set, ApiObject, "config maps and secrets"),
+    ("spec.{containers,initContainers}[*].env[*].valueFrom.{resourceFieldRef,fileKeyRef}", Set, NotYet, "this source of a variable"),
+    ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
+    ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_device), NotYet, "devices and huge pages"),
+    ("spec.{containers,initContainers}[*].resources.limits.ephemeral-storage", Set, NoEffect, "local storage is not limited yet"),
+    // Volumes.
+    ("spec.{containers,initContainers}[*].volumeDevices", Set, NotYet, "block devices"),
+    ("spec.{containers,initContainers}[*].volumeMounts[*].{subPath,subPathExpr}", Set, NotYet, "mounting a part of a volume"),
+    ("spec.{containers,initContainers}[*].volumeMounts[*].mountPropagation", IsNot("None"), NotYet, "mount propagation"),
+    ("spec.{containers,initContainers}[*].volumeMounts[*].recursiveReadOnly", IsNot("Disabled"), NotYet, "recursive read-only mounts"),
+    ("spec.volumes[*].{configMap,secret}", Set, ApiObject, "config maps and secrets"),
+    ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", Set, ApiObject, "volume claims"),
+    ("spec.volumes[*].projected.sources[*].{configMap,secret,serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
+    ("spec.volumes[*].{downwardAPI,projected,image}", Set, NotYet, "this kind of volume"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, NotYet, "network and storage plugins' volumes"),
+    ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
+];
+
+/// Whether a resource is neither processor time, memory nor local storage.
+fn is_device(name: &str) -> bool {
+    !matches!(name, "cpu" | "memory" | "ephemeral-storage")
+}
+
+/// What the table says of a manifest.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Why it can't be run.
+    pub(super) refused: Vec<Problem>,
+    /// What has no effect.
+    pub(super) ignored: Vec<Problem>,
+}
+
+/// Looks every row of the table up in a manifest.
+pub(super) fn check(manifest: &Value) -> Found {
+    let mut found = Found::default();
+    for (pattern, when, verdict, what) in TABLE {
+        visit(manifest, pattern, &mut String::new(), &mut |path, node| {
+            for path in matches(*when, path, node) {
+                let problem = Problem::new(path, sentence(*verdict, what));
+                match verdict {
+                    NotYet | ApiObject => found.refused.push(problem),
+                    NoEffect => found.ignored.push(problem),
+                }
+            }
+        });
+    }
+    found
+}
+
+fn sentence(verdict: Verdict, what: &str) -> String {
+    match verdict {
+        NotYet => format!("beelet can't do this yet ({what}); take it out"),
+        ApiObject => format!("a static pod may not refer to objects of the API server ({what}); take it out"),
+        NoEffect => format!("has no effect: {what}"),
+    }
+}
+
+/// The paths that are meant, of a field at `path`.
+fn matches(when: When, path: &str, node: &Value) -> Vec<String> {
+    let met = match when {
+        Set => !says_nothing(node),
+        Is(text) => node.as_str() == Some(text),
+        IsNot(text) => node.as_str().is_some_and(|is| !is.is_empty() && is != text),
+        False => node == &Value::Bool(false),
+        Key(asked) => {
+            let keys = node.as_object().into_iter().flat_map(serde_json::Map::keys);
+            return keys.filter(|key| asked(key)).map(|key| super::names::field(path, key)).collect();
+        }
+    };
+    if met { vec![path.to_owned()] } else { Vec::new() }
+}
+
+fn says_nothing(node: &Value) -> bool {
+    match node {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        // `emptyDir: {}` says something, and so does any source of a volume or handler of a probe.
+        Value::Object(_) | Value::Bool(true) | Value::Number(_) => false,
+    }
+}
+
+/// Calls `f` with every node that `pattern` reaches, and its path.
+fn visit(node: &Value, pattern: &str, path: &mut String, f: &mut impl FnMut(&str, &Value)) {
+    let length = path.len();
+    let pattern = pattern.strip_prefix('.').unwrap_or(pattern);
+    if pattern.is_empty() {
+        f(path, node);
+    } else if let Some(rest) = pattern.strip_prefix("[*]") {
+        for (i, item) in node.as_array().into_iter().flatten().enumerate() {
+            path.push_str(&format!("[{i}]"));
+            visit(item, rest, path, f);
+            path.truncate(length);
+        }
+    } else if let Some((keys, rest)) = pattern.strip_prefix('{').and_then(|p| p.split_once('}')) {
+        keys.split(',').for_each(|key| visit_key(node, key, rest, path, f));
+    } else {
+        let end = pattern.find(['.', '[']).unwrap_or(pattern.len());
+        visit_key(node, &pattern[..end], &pattern[end..], path, f);
+    }
+}
+
+fn visit_key(node: &Value, key: &str, rest: &str, path: &mut String, f: &mut impl FnMut(&str, &Value)) {
+    let length = path.len();
+    if let Some(child) = node.get(key) {
+        path.push_str(if length > 0 { "." } else { "" });
+        path.push_str(key);
+        visit(child, rest, path, f);
+        path.truncate(length);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn check_refused(manifest: &Value, expected: &[&str]) {
+        let found = check(manifest);
+        let paths: Vec<_> = found.refused.iter().map(|p| p.path.as_str()).collect();
+        assert_eq!(paths, expected, "{manifest}");
+    }
+
+    #[test]
+    fn the_table_finds_its_fields_wherever_they_are() {
+        let container = json!({"lifecycle": {"preStop": {}}, "livenessProbe": {"exec": {}}});
+        check_refused(
+            &json!({"spec": {"containers": [{}, container], "initContainers": [{"envFrom": [{}]}]}}),
+            &[
+                "spec.containers[1].lifecycle",
+                "spec.containers[1].livenessProbe.exec",
+                "spec.initContainers[0].envFrom",
+            ],
+        );
+        check_refused(
+            &json!({"spec": {"containers": [{"resources": {"limits": {"cpu": "1", "nvidia.com/gpu": "1"}}}]}}),
+            &["spec.containers[0].resources.limits[\"nvidia.com/gpu\"]"],
+        );
+    }
+
+    #[test]
+    fn fields_that_say_nothing_are_passed_over() {
+        check_refused(&json!({"spec": {"subdomain": "", "hostAliases": [], "overhead": null}}), &[]);
+        check_refused(&json!({"spec": {"hostUsers": true}}), &[]);
+        check_refused(&json!({"spec": {"hostUsers": false}}), &["spec.hostUsers"]);
+        check_refused(&json!({"spec": {"volumes": [{"name": "x", "emptyDir": {"medium": ""}}]}}), &[]);
+        check_refused(&json!("text"), &[]);
+    }
+
+    #[test]
+    fn every_row_is_a_pattern_of_known_fields() {
+        for (pattern, ..) in TABLE {
+            assert!(pattern.starts_with("spec."), "{pattern}");
+            assert_eq!(pattern.matches('{').count(), pattern.matches('}').count(), "{pattern}");
+            assert!(!pattern.contains("[0"), "{pattern}");
+        }
+    }
+}

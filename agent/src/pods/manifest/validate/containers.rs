@@ -1,0 +1,278 @@
+//! The rules for one container, and between the containers of a pod.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use beelet_policy::quantity::Quantity;
+use k8s_openapi::api::core::v1::{Container, ContainerPort, EnvVar, PodSpec, SecurityContext};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
+
+use super::super::names;
+use super::{Problems, probes};
+
+/// Where a container stands.
+pub(super) struct Place {
+    /// `spec.containers[0]`.
+    pub(super) path: String,
+    /// Whether it is one of the init containers.
+    pub(super) init: bool,
+}
+
+/// What may be used only once in a pod.
+#[derive(Default)]
+pub(super) struct Seen {
+    names: BTreeSet<String>,
+    host_ports: BTreeSet<(i32, String, String)>,
+}
+
+/// Checks one container.
+pub(super) fn container(
+    place: &Place,
+    container: &Container,
+    spec: &PodSpec,
+    volumes: &BTreeSet<&str>,
+    seen: &mut Seen,
+    problems: &mut Problems,
+) {
+    let path = &place.path;
+    problems.extend(names::label(&format!("{path}.name"), &container.name));
+    if !container.name.is_empty() && !seen.names.insert(container.name.clone()) {
+        problems
+            .add(format!("{path}.name"), format!("{:?} is the name of an earlier container", container.name));
+    }
+    image(path, container, problems);
+    for (i, port) in container.ports.iter().flatten().enumerate() {
+        let host_network = spec.host_network == Some(true);
+        check_port(&format!("{path}.ports[{i}]"), port, host_network, seen, problems);
+    }
+    port_names(path, container, problems);
+    for (i, variable) in container.env.iter().flatten().enumerate() {
+        check_variable(&format!("{path}.env[{i}]"), variable, problems);
+    }
+    resources(path, container, problems);
+    mounts(path, container, volumes, problems);
+    security(&format!("{path}.securityContext"), container, spec, problems);
+    let sidecar = container.restart_policy.as_deref() == Some("Always");
+    if place.init {
+        problems.one_of(&format!("{path}.restartPolicy"), container.restart_policy.as_deref(), &["Always"]);
+    }
+    probes::all(path, container, place.init && !sidecar, problems);
+}
+
+fn image(path: &str, container: &Container, problems: &mut Problems) {
+    let image = container.image.as_deref().unwrap_or_default();
+    if image.is_empty() {
+        problems.add(format!("{path}.image"), "must be there");
+    } else if image.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        problems.add(format!("{path}.image"), format!("{} has blanks in it", names::quoted(image)));
+    }
+    let policies = ["Always", "IfNotPresent", "Never"];
+    problems.one_of(&format!("{path}.imagePullPolicy"), container.image_pull_policy.as_deref(), &policies);
+    let policies = ["File", "FallbackToLogsOnError"];
+    let policy = container.termination_message_policy.as_deref();
+    problems.one_of(&format!("{path}.terminationMessagePolicy"), policy, &policies);
+}
+
+fn check_port(
+    path: &str,
+    port: &ContainerPort,
+    host_network: bool,
+    seen: &mut Seen,
+    problems: &mut Problems,
+) {
+    problems.within(&format!("{path}.containerPort"), Some(port.container_port.into()), 1..=65535);
+    problems.one_of(&format!("{path}.protocol"), port.protocol.as_deref(), &["TCP", "UDP", "SCTP"]);
+    let host_ip = port.host_ip.as_deref().unwrap_or_default();
+    if !host_ip.is_empty() && host_ip.parse::<std::net::IpAddr>().is_err() {
+        problems.add(format!("{path}.hostIP"), format!("{} is not an IP address", names::quoted(host_ip)));
+    }
+    let Some(host_port) = port.host_port.filter(|port| *port != 0) else { return };
+    problems.within(&format!("{path}.hostPort"), Some(host_port.into()), 1..=65535);
+    if host_network && host_port != port.container_port {
+        problems.add(
+            format!("{path}.hostPort"),
+            format!("must be the containerPort {} in a pod with hostNetwork", port.container_port),
+        );
+    }
+    let key = (host_port, port.protocol.clone().unwrap_or_default(), host_ip.to_owned());
+    if !seen.host_ports.insert(key) {
+        problems
+            .add(format!("{path}.hostPort"), format!("{host_port} is taken by an earlier port of the pod"));
+    }
+}
+
+fn port_names(path: &str, container: &Container, problems: &mut Problems) {
+    let mut seen = BTreeSet::new();
+    for (i, port) in container.ports.iter().flatten().enumerate() {
+        let Some(name) = port.name.as_deref().filter(|name| !name.is_empty()) else { continue };
+        let path = format!("{path}.ports[{i}].name");
+        problems.extend(names::port(&path, name));
+        if !seen.insert(name) {
+            problems.add(path, format!("{name:?} is the name of an earlier port"));
+        }
+    }
+}
+
+/// What `fieldRef` may point to in a variable, besides `metadata.labels['key']` and `metadata.annotations['key']`.
+const FIELDS: [&str; 9] = [
+    "metadata.name",
+    "metadata.namespace",
+    "metadata.uid",
+    "spec.nodeName",
+    "spec.serviceAccountName",
+    "status.hostIP",
+    "status.hostIPs",
+    "status.podIP",
+    "status.podIPs",
+];
+
+fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
+    problems.extend(names::variable(&format!("{path}.name"), &variable.name));
+    let Some(source) = &variable.value_from else { return };
+    if variable.value.as_deref().is_some_and(|value| !value.is_empty()) {
+        problems.add(format!("{path}.valueFrom"), "can't be there together with a value");
+    }
+    let sources = [
+        source.config_map_key_ref.is_some(),
+        source.field_ref.is_some(),
+        source.file_key_ref.is_some(),
+        source.resource_field_ref.is_some(),
+        source.secret_key_ref.is_some(),
+    ];
+    if sources.into_iter().filter(|there| *there).count() != 1 {
+        problems.add(format!("{path}.valueFrom"), "must have exactly one source, such as fieldRef");
+    }
+    let Some(field) = &source.field_ref else { return };
+    problems.one_of(&format!("{path}.valueFrom.fieldRef.apiVersion"), field.api_version.as_deref(), &["v1"]);
+    if !FIELDS.contains(&field.field_path.as_str()) && !is_subscript(&field.field_path) {
+        let rule = "is not a field that a variable can show; use metadata.name, metadata.namespace, metadata.uid, \
+                    metadata.labels['key'], metadata.annotations['key'], spec.nodeName, status.hostIP or status.podIP";
+        let path = format!("{path}.valueFrom.fieldRef.fieldPath");
+        problems.add(path, format!("{} {rule}", names::quoted(&field.field_path)));
+    }
+}
+
+fn is_subscript(path: &str) -> bool {
+    let rest = path.strip_prefix("metadata.labels['").or_else(|| path.strip_prefix("metadata.annotations['"));
+    rest.and_then(|rest| rest.strip_suffix("']")).is_some_and(|key| !key.is_empty() && !key.contains('\''))
+}
+
+/// Quantities that can be read, are not negative, and requests that stay within their limits.
+fn resources(path: &str, container: &Container, problems: &mut Problems) {
+    let Some(resources) = &container.resources else { return };
+    let limits = quantities(&format!("{path}.resources.limits"), resources.limits.as_ref(), None, problems);
+    let requests = resources.requests.as_ref();
+    let requests =
+        quantities(&format!("{path}.resources.requests"), requests, resources.limits.as_ref(), problems);
+    for (name, (request, text)) in &requests {
+        if let Some((limit, limit_text)) = limits.get(name)
+            && request > limit
+        {
+            let path = names::field(&format!("{path}.resources.requests"), name);
+            problems.add(path, format!("{text} is more than the limit {limit_text}"));
+        }
+    }
+}
+
+/// Reads a list of quantities. What is the same in `told` has been told already: a request that was filled in
+/// from its limit.
+fn quantities<'c>(
+    path: &str,
+    list: Option<&'c BTreeMap<String, Text>>,
+    told: Option<&BTreeMap<String, Text>>,
+    problems: &mut Problems,
+) -> BTreeMap<&'c str, (Quantity, &'c str)> {
+    let mut read = BTreeMap::new();
+    for (name, Text(text)) in list.into_iter().flatten() {
+        let path = names::field(path, name);
+        let mut problem = |message: String| {
+            if told.and_then(|told| told.get(name)).is_none_or(|Text(other)| other != text) {
+                problems.add(&path, message);
+            }
+        };
+        if !is_resource_name(name) {
+            problem(
+                "is not a resource: cpu, memory, or a device's full name such as example.com/gpu".to_owned(),
+            );
+        }
+        match Quantity::parse(text) {
+            Ok(quantity) if quantity < Quantity::ZERO => problem(format!("{text} is negative")),
+            Ok(quantity) => {
+                read.insert(name.as_str(), (quantity, text.as_str()));
+            }
+            Err(error) => problem(error.to_string()),
+        }
+    }
+    read
+}
+
+fn is_resource_name(name: &str) -> bool {
+    matches!(name, "cpu" | "memory" | "ephemeral-storage")
+        || name.starts_with("hugepages-")
+        || (name.contains('/') && names::qualified("", name).is_none())
+}
+
+fn mounts(path: &str, container: &Container, volumes: &BTreeSet<&str>, problems: &mut Problems) {
+    let mut seen = BTreeSet::new();
+    for (i, mount) in container.volume_mounts.iter().flatten().enumerate() {
+        let path = format!("{path}.volumeMounts[{i}]");
+        if mount.name.is_empty() {
+            problems.add(format!("{path}.name"), "must be there: the name of one of the pod's volumes");
+        } else if !volumes.contains(mount.name.as_str()) {
+            let message = format!("the pod has no volume {}", names::quoted(&mount.name));
+            problems.add(format!("{path}.name"), message);
+        }
+        let target = &mount.mount_path;
+        if target.is_empty() {
+            problems.add(format!("{path}.mountPath"), "must be there");
+        } else if target.contains([':', '\0']) || target.split('/').any(|part| part == "..") {
+            let message = format!("{} must not have ':' or '..' in it", names::quoted(target));
+            problems.add(format!("{path}.mountPath"), message);
+        } else if !seen.insert(target.as_str()) {
+            problems.add(format!("{path}.mountPath"), format!("{target:?} is the path of an earlier mount"));
+        }
+    }
+}
+
+fn security(path: &str, container: &Container, spec: &PodSpec, problems: &mut Problems) {
+    let own = container.security_context.clone().unwrap_or_default();
+    let of_pod = spec.security_context.clone().unwrap_or_default();
+    for (field, id) in [("runAsUser", own.run_as_user), ("runAsGroup", own.run_as_group)] {
+        problems.within(&format!("{path}.{field}"), id, 0..=i32::MAX.into());
+    }
+    // A group alone says nothing to a runtime: it is the group of a user that is named too.
+    let user = own.run_as_user.or(of_pod.run_as_user);
+    if own.run_as_group.or(of_pod.run_as_group).is_some() && user.is_none() {
+        problems.add(format!("{path}.runAsGroup"), "needs runAsUser beside it");
+    }
+    if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) {
+        match user {
+            Some(0) => problems.add(format!("{path}.runAsUser"), "is root, but runAsNonRoot is true"),
+            Some(_) => {}
+            None => problems.add(
+                format!("{path}.runAsNonRoot"),
+                "needs runAsUser beside it: beelet can't look up the user of an image yet",
+            ),
+        }
+    }
+    privileges(path, &own, problems);
+}
+
+fn privileges(path: &str, own: &SecurityContext, problems: &mut Problems) {
+    if own.allow_privilege_escalation == Some(false) {
+        let adds = own.capabilities.as_ref().and_then(|c| c.add.as_ref());
+        if own.privileged == Some(true) {
+            problems
+                .add(format!("{path}.allowPrivilegeEscalation"), "can't be false in a privileged container");
+        } else if adds.into_iter().flatten().any(|c| c == "SYS_ADMIN" || c == "CAP_SYS_ADMIN") {
+            problems.add(
+                format!("{path}.allowPrivilegeEscalation"),
+                "can't be false with the capability SYS_ADMIN",
+            );
+        }
+    }
+    problems.one_of(&format!("{path}.procMount"), own.proc_mount.as_deref(), &["Default", "Unmasked"]);
+    if let Some(seccomp) = &own.seccomp_profile {
+        let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
+        problems.one_of(&format!("{path}.seccompProfile.type"), Some(&seccomp.type_), &kinds);
+    }
+}
