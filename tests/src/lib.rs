@@ -6,9 +6,11 @@
 //! failed assertion too. What a killed test left behind is swept up by the next one that starts.
 
 pub mod agent;
+pub mod cgroup_values;
 pub mod containerd;
 pub mod guards;
 pub mod images;
+pub mod manifests;
 pub mod pods;
 pub mod requires;
 pub mod workdir;

@@ -1,0 +1,54 @@
+//! Manifests of test pods, on the standard image.
+
+use crate::images;
+use serde_json::{Value, json};
+
+/// The port that a [`serving`] pod's test app listens on.
+pub const PORT: u16 = 8080;
+/// The port that it takes commands on.
+pub const CONTROL: u16 = 9000;
+
+/// A pod with one container, `main`, that runs `command`; told to stop, it has two seconds.
+pub fn pod(name: &str, command: &[&str]) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": name },
+        "spec": {
+            "terminationGracePeriodSeconds": 2,
+            "containers": [{ "name": "main", "image": images::APP, "command": command }],
+        },
+    })
+}
+
+/// A pod whose test app listens on [`PORT`], with a readiness probe on it that looks once in ten seconds: whatever
+/// happens sooner, the kernel reported.
+pub fn serving(name: &str) -> Value {
+    let (port, control) = (PORT.to_string(), CONTROL.to_string());
+    let pod = pod(name, &["/bin/testapp", "serve", "--tcp", &port, "--control", &control]);
+    with(pod, "readinessProbe", json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 10 }))
+}
+
+/// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure.
+pub fn answering(name: &str) -> Value {
+    let (port, control) = (PORT.to_string(), CONTROL.to_string());
+    let pod = pod(name, &["/bin/testapp", "serve", "--http", &port, "--control", &control]);
+    let get = json!({ "path": "/healthz", "port": PORT });
+    with(pod, "livenessProbe", json!({ "httpGet": get, "periodSeconds": 1, "failureThreshold": 1 }))
+}
+
+/// The pod with a field of its container set.
+pub fn with(mut pod: Value, field: &str, value: Value) -> Value {
+    pod["spec"]["containers"][0][field] = value;
+    pod
+}
+
+/// The pod with its container's resources: `("250m", "64Mi")`, or nothing for one that is empty.
+pub fn with_resources(pod: Value, requests: (&str, &str), limits: (&str, &str)) -> Value {
+    let list = |(cpu, memory): (&str, &str)| {
+        let named = [("cpu", cpu), ("memory", memory)];
+        let given = named.into_iter().filter(|(_, amount)| !amount.is_empty());
+        given.map(|(name, amount)| (name.to_owned(), json!(amount))).collect::<serde_json::Map<_, _>>()
+    };
+    with(pod, "resources", json!({ "requests": list(requests), "limits": list(limits) }))
+}

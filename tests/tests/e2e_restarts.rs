@@ -1,0 +1,229 @@
+//! What survives the end of the agent and of containerd: everything.
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use anyhow::Result;
+use beelet_proto::cri;
+use beelet_tests::agent::{Agent, Control, Options};
+use beelet_tests::containerd::{Containerd, Cri, block_on};
+use beelet_tests::manifests::{self, CONTROL, PORT};
+use beelet_tests::pods::PodView;
+use beelet_tests::{require, workdir};
+
+fn start() -> (Containerd, Agent) {
+    let containerd = Containerd::start_for_test().unwrap();
+    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    (containerd, agent)
+}
+
+fn ready(agent: &Agent, name: &str) -> PodView {
+    agent
+        .until(&format!("{name} to be ready"), |watch| watch.pod(name).filter(|pod| pod.ready()).cloned())
+        .unwrap()
+}
+
+/// What must not change: the pod's identity, its containers, when it became ready.
+fn identity(pod: &PodView) -> serde_json::Value {
+    let status = pod.pod.status.clone().unwrap();
+    serde_json::json!({
+        "uid": pod.uid(),
+        "ip": pod.ip(),
+        "conditions": status.conditions,
+        "containers": pod.containers().iter().map(|one| (&one.container_id, one.restart_count, one.ready)).collect::<Vec<_>>(),
+    })
+}
+
+/// Every sandbox and container that the runtime has, by id, with its state.
+fn runtime_view(containerd: &Containerd) -> Vec<(String, i32)> {
+    let socket = containerd.socket();
+    let view = block_on(async {
+        let mut cri = Cri::connect(&socket).await?;
+        let sandboxes = cri.runtime.list_pod_sandbox(cri::ListPodSandboxRequest { filter: None }).await?;
+        let containers = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
+        let sandboxes = sandboxes.into_inner().items.into_iter().map(|one| (one.id, one.state));
+        let mut all: Vec<_> = sandboxes
+            .chain(containers.into_inner().containers.into_iter().map(|one| (one.id, one.state)))
+            .collect();
+        all.sort();
+        Result::Ok(all)
+    });
+    view.unwrap()
+}
+
+/// Kills the agent, lets `meanwhile` happen, starts it again, and sees that no pod noticed.
+fn adopts(containerd: &mut Containerd, agent: &mut Agent, meanwhile: impl FnOnce(&mut Containerd)) {
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    agent.apply("http.yaml", manifests::answering("http").to_string()).unwrap();
+    let before = [ready(agent, "web"), ready(agent, "http")];
+    let runtime_before = runtime_view(containerd);
+    agent.kill9();
+    meanwhile(containerd);
+    agent.resume().unwrap();
+    // The very first thing that a client is told of a pod with a readiness probe is that it is ready.
+    for (name, before) in [("web", &before[0]), ("http", &before[1])] {
+        let first = agent.until(&format!("{name} to be known"), |watch| watch.pod(name).cloned()).unwrap();
+        assert_eq!(identity(&first), identity(before), "{name}");
+    }
+    assert_eq!(runtime_view(containerd), runtime_before);
+}
+
+#[test]
+fn an_agent_killed_and_started_again_adopts_what_runs() {
+    require!(containerd);
+    let (mut containerd, mut agent) = start();
+    adopts(&mut containerd, &mut agent, |_| ());
+    // And it still minds them.
+    let pod = ready(&agent, "web");
+    Control::connect(pod.ip().unwrap(), CONTROL).unwrap().send(&format!("close {PORT}")).unwrap();
+    agent
+        .until("web to be not ready", |watch| watch.pod("web").filter(|pod| !pod.ready()).map(drop))
+        .unwrap();
+}
+
+#[test]
+fn a_listener_that_closed_while_the_agent_was_away_is_seen_at_its_start() {
+    require!(containerd);
+    let (_containerd, mut agent) = start();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    let pod = ready(&agent, "web");
+    let mut control = Control::connect(pod.ip().unwrap(), CONTROL).unwrap();
+    agent.kill9();
+    control.send(&format!("close {PORT}")).unwrap();
+    agent.resume().unwrap();
+    agent
+        .until("web to be not ready", |watch| watch.pod("web").filter(|pod| !pod.ready()).map(drop))
+        .unwrap();
+}
+
+#[test]
+fn an_agent_and_a_containerd_both_killed_adopt_what_runs() {
+    require!(containerd);
+    let (mut containerd, mut agent) = start();
+    adopts(&mut containerd, &mut agent, |containerd| {
+        containerd.kill9();
+        containerd.resume().unwrap();
+    });
+}
+
+#[test]
+fn on_containerd_2_it_adopts_too() {
+    require!(containerd_2);
+    let mut containerd = Containerd::start_version_2_for_test().unwrap();
+    let mut agent = Agent::start(Options::on(&containerd)).unwrap();
+    adopts(&mut containerd, &mut agent, |_| ());
+}
+
+#[test]
+fn containerd_stopped_and_started_again_costs_no_pod_its_readiness() {
+    require!(containerd);
+    let (mut containerd, agent) = start();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    let before = ready(&agent, "web");
+    containerd.stop().unwrap();
+    let while_away = agent.look(|watch| watch.pod("web").cloned()).unwrap().unwrap();
+    assert_eq!(identity(&while_away), identity(&before));
+    // What is put into the folder meanwhile, runs when the runtime is back.
+    agent.apply("late.yaml", manifests::serving("late").to_string()).unwrap();
+    containerd.resume().unwrap();
+    ready(&agent, "late");
+    assert_eq!(identity(&ready(&agent, "web")), identity(&before));
+}
+
+#[test]
+fn an_agent_that_finds_no_containerd_waits_for_it() {
+    require!(containerd);
+    let mut containerd = Containerd::start_for_test().unwrap();
+    containerd.stop().unwrap();
+    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    containerd.resume().unwrap();
+    ready(&agent, "web");
+}
+
+#[test]
+fn told_to_stop_it_leaves_pods_running() {
+    require!(containerd);
+    let (containerd, mut agent) = start();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    ready(&agent, "web");
+    let before = runtime_view(&containerd);
+    let status = agent.terminate().unwrap();
+    assert!(status.success(), "{status}: {}", agent.log());
+    assert_eq!(runtime_view(&containerd), before);
+    assert!(!agent.socket().exists(), "the socket goes with the agent");
+}
+
+#[test]
+fn told_to_stop_with_the_flag_it_stops_the_pods_first() {
+    require!(containerd);
+    let containerd = Containerd::start_for_test().unwrap();
+    let mut options = Options::on(&containerd);
+    options.arguments.push("--stop-pods-on-exit".to_owned());
+    let mut agent = Agent::start(options).unwrap();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    ready(&agent, "web");
+    let status = agent.terminate().unwrap();
+    assert!(status.success(), "{status}: {}", agent.log());
+    let running = |(_, state): &(String, i32)| *state == cri::ContainerState::ContainerRunning as i32;
+    // A sandbox's READY is 0, a container's RUNNING is 1: neither may be left.
+    let left: Vec<_> = runtime_view(&containerd).into_iter().filter(running).collect();
+    assert_eq!(left, []);
+    let processes = beelet_tests::guards::processes_below(&containerd.cgroup().dir("cpu").unwrap());
+    assert!(processes.is_empty(), "{processes:?}");
+}
+
+#[test]
+fn a_second_agent_on_the_same_state_or_the_same_runtime_is_refused() {
+    require!(containerd);
+    let (containerd, agent) = start();
+    let pid = agent.pid().unwrap().to_string();
+    let same_state = Options::named(&containerd, "second")
+        .beelet("stateDir", agent.dir().join("state").display().to_string())
+        .kubelet(
+            "containerRuntimeEndpoint",
+            format!("unix://{}", containerd.dir().join("other.sock").display()),
+        );
+    let same_runtime = Options::named(&containerd, "third");
+    for (what, options) in [("state", same_state), ("runtime", same_runtime)] {
+        let mut second = Agent::spawn(options).unwrap();
+        let status = second.wait_for_exit().unwrap();
+        assert!(!status.success(), "same {what}");
+        assert!(
+            second.log().contains(&pid),
+            "same {what}: the error names the first one's pid: {}",
+            second.log()
+        );
+    }
+    // The first one did not mind.
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    ready(&agent, "web");
+}
+
+#[test]
+fn health_metrics_and_pods_are_served_over_http() {
+    require!(containerd);
+    let containerd = Containerd::start_for_test().unwrap();
+    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    ready(&agent, "web");
+    let (status, body) = workdir::wait_for("healthz to be ok", workdir::PATIENCE, || {
+        agent
+            .get("/healthz")
+            .and_then(|answer| if answer.0 == 200 { Ok(answer) } else { anyhow::bail!("{answer:?}") })
+    })
+    .unwrap();
+    assert_eq!((status, body.trim()), (200, "ok"));
+    let (status, body) = agent.get("/pods").unwrap();
+    let list: serde_json::Value = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, &list["kind"]), (200, &serde_json::json!("PodList")));
+    assert_eq!(list["items"][0]["status"]["phase"], "Running");
+    let (status, body) = agent.get("/metrics").unwrap();
+    assert_eq!(status, 200);
+    assert!(
+        body.contains("kubelet_runtime_operations_total") && body.trim_end().ends_with("# EOF"),
+        "{body}"
+    );
+    // Whoever may not be root may not ask on the socket either.
+    use std::os::unix::fs::MetadataExt as _;
+    assert_eq!(std::fs::metadata(agent.socket()).unwrap().mode() & 0o777, 0o600);
+}
