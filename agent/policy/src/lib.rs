@@ -7,6 +7,7 @@ pub mod critical;
 pub mod devices;
 pub mod duration;
 pub mod eviction;
+pub mod expand;
 pub mod field;
 pub mod image_gc;
 pub mod plan;

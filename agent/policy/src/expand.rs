@@ -1,0 +1,75 @@
+//! `$(VAR)` references in commands, arguments and environment variables, by the rules of Kubernetes'
+//! `third_party/forked/golang/expansion`: `$(NAME)` is replaced where NAME is defined and left as it stands
+//! where it isn't; `$$` is a plain `$`, so `$$(NAME)` is never a reference.
+
+/// `text` with its references replaced by what `value_of` knows.
+pub fn expand(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find('$') {
+        out.push_str(&rest[..at]);
+        rest = &rest[at + 1..];
+        if let Some(after) = rest.strip_prefix('$') {
+            out.push('$');
+            rest = after;
+        } else if let Some((name, after)) = rest.strip_prefix('(').and_then(|r| r.split_once(')')) {
+            match value_of(name) {
+                Some(value) => out.push_str(&value),
+                None => out.push_str(&format!("$({name})")),
+            }
+            rest = after;
+        } else {
+            out.push('$');
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn value_of(name: &str) -> Option<String> {
+        match name {
+            "A" => Some("1".to_owned()),
+            "B" => Some("$(A)".to_owned()),
+            "EMPTY" => Some(String::new()),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn references() {
+        let check = |text: &str, expect: &str| assert_eq!(expand(text, value_of), expect, "{text}");
+        check("plain", "plain");
+        check("$(A)", "1");
+        check("x$(A)y$(A)z", "x1y1z");
+        check("$(B)", "$(A)"); // a value isn't expanded again
+        check("$(EMPTY)", "");
+        check("$(NONE)", "$(NONE)");
+        check("$$(A)", "$(A)");
+        check("$$$(A)", "$1");
+        check("$$$$(A)", "$$(A)");
+        check("$(A", "$(A");
+        check("$A", "$A");
+        check("$", "$");
+        check("$()", "$()");
+        check("$(NO$(A))", "$(NO$(A))");
+        check("grün$(A)", "grün1");
+    }
+
+    proptest! {
+        #[test]
+        fn text_without_a_dollar_stays_as_it_is(text in "[^$]*") {
+            prop_assert_eq!(expand(&text, value_of), text);
+        }
+
+        #[test]
+        fn any_text_can_be_expanded(text in ".*") {
+            expand(&text, value_of);
+        }
+    }
+}
