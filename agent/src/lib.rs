@@ -1,6 +1,7 @@
 //! beelet, a node agent: it runs a machine's pods and keeps them healthy at kernel speed.
 //! ARCHITECTURE.md draws the house; each module's head says what it is for and what it never does.
 
+pub mod api;
 pub mod cgroups;
 pub mod cli;
 pub mod config;

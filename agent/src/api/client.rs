@@ -1,0 +1,180 @@
+//! The other end of the gRPC socket: for the command line, the demo and the tests.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::node_client::NodeClient;
+use beelet_proto::beelet::pod_event::Type;
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Status, Streaming};
+
+use crate::pods::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedManifest};
+
+/// Larger than any list of a node's pods.
+const MAX_MESSAGE: usize = 256 << 20;
+
+/// A connection to a running agent.
+#[derive(Debug, Clone)]
+pub struct Client {
+    node: NodeClient<Channel>,
+}
+
+/// Why the agent gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody is there.
+    #[error(
+        "no agent answers at {}: {}; is `beelet run` up? Name its socket with --socket (or BEELET_SOCKET) if its runDir is \
+         another one",
+        .path.display(), .source
+    )]
+    NotRunning {
+        /// The socket.
+        path: PathBuf,
+        /// What connecting gave.
+        source: io::Error,
+    },
+    /// Not for this user.
+    #[error("the agent's socket {} is for root only: run the command as root", .0.display())]
+    Denied(PathBuf),
+    /// The agent answered with an error, or stopped answering.
+    #[error("the agent: {}", .0.message())]
+    Status(#[from] Box<Status>),
+    /// The agent sent something else than a pod.
+    #[error("the agent sent a pod that cannot be read: {0}")]
+    Malformed(#[from] serde_json::Error),
+}
+
+impl From<Status> for ClientError {
+    fn from(status: Status) -> Self {
+        Self::Status(Box::new(status))
+    }
+}
+
+/// Something that happened to the agent's pods.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A pod is there that was not.
+    Added(PodName, Arc<PodEntry>),
+    /// A pod changed; it may also be another one of the same name.
+    Modified(PodName, Arc<PodEntry>),
+    /// A pod is gone. This was its last state.
+    Deleted(PodName, Arc<PodEntry>),
+    /// All that was there when the watch began has been told.
+    Synced,
+    /// These manifests, and only these, cannot become pods.
+    Rejected(Arc<Vec<RejectedManifest>>),
+}
+
+impl Client {
+    /// Connects to the agent's socket at `path`.
+    ///
+    /// # Errors
+    /// Nobody listens there, or this user may not connect.
+    pub async fn connect(path: &Path) -> Result<Self, ClientError> {
+        // The transport's own error hides why; this asks the kernel first.
+        UnixStream::connect(path).await.map_err(|source| match source.kind() {
+            io::ErrorKind::PermissionDenied => ClientError::Denied(path.to_owned()),
+            _ => ClientError::NotRunning { path: path.to_owned(), source },
+        })?;
+        let socket = path.to_owned();
+        let connector = tower::service_fn(move |_| {
+            let socket = socket.clone();
+            async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+        });
+        // The address is a formality: the connector knows the way.
+        let channel = Endpoint::from_static("http://localhost")
+            .connect_with_connector(connector)
+            .await
+            .map_err(|error| Status::unavailable(error.to_string()))?;
+        Ok(Self { node: NodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE) })
+    }
+
+    /// All pods as they are now.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn pods(&mut self) -> Result<PodTable, ClientError> {
+        let list = self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner();
+        let pods = list.pods.into_iter().map(decode_pod).collect::<Result<_, _>>()?;
+        Ok(PodTable { pods, rejected: decode_rejected(list.rejected) })
+    }
+
+    /// All pods as they are now, and then every change.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn watch(&mut self) -> Result<Watch, ClientError> {
+        Ok(Watch { events: self.node.watch_pods(proto::WatchPodsRequest {}).await?.into_inner() })
+    }
+}
+
+/// Changes as they come.
+#[derive(Debug)]
+pub struct Watch {
+    events: Streaming<proto::PodEvent>,
+}
+
+impl Watch {
+    /// The next one; None when the agent has ended the stream. Safe to be dropped while it waits.
+    ///
+    /// # Errors
+    /// The agent stopped, or sent what cannot be read.
+    pub async fn next(&mut self) -> Result<Option<Event>, ClientError> {
+        while let Some(event) = self.events.message().await? {
+            let kind = event.r#type();
+            let pod = event.pod.map(decode_pod).transpose()?;
+            match (kind, pod) {
+                (Type::Added, Some((name, entry))) => return Ok(Some(Event::Added(name, entry))),
+                (Type::Modified, Some((name, entry))) => return Ok(Some(Event::Modified(name, entry))),
+                (Type::Deleted, Some((name, entry))) => return Ok(Some(Event::Deleted(name, entry))),
+                (Type::Synced, _) => return Ok(Some(Event::Synced)),
+                (Type::Rejected, _) => return Ok(Some(Event::Rejected(decode_rejected(event.rejected)))),
+                // A newer agent may have events that we don't know.
+                _ => {}
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Event {
+    /// Makes `table` what it is after this event.
+    pub fn apply(&self, table: &mut PodTable) {
+        match self {
+            Self::Added(name, entry) | Self::Modified(name, entry) => {
+                table.pods.insert(name.clone(), Arc::clone(entry));
+            }
+            Self::Deleted(name, _) => {
+                table.pods.remove(name);
+            }
+            Self::Rejected(rejected) => table.rejected = Arc::clone(rejected),
+            Self::Synced => {}
+        }
+    }
+}
+
+fn decode_pod(pod: proto::Pod) -> Result<(PodName, Arc<PodEntry>), ClientError> {
+    let name = PodName { namespace: pod.namespace, name: pod.name };
+    let readiness_edge = pod.readiness_edge.map(|edge| ReadinessEdge {
+        container: edge.container,
+        ready: edge.ready,
+        kernel_ns: edge.kernel_ns,
+        published_ns: edge.published_ns,
+    });
+    // The namespace's path is the agent's own business and not sent.
+    let entry = PodEntry { pod: serde_json::from_slice(&pod.json)?, readiness_edge, netns: None };
+    Ok((name, Arc::new(entry)))
+}
+
+fn decode_rejected(rejected: Vec<proto::RejectedManifest>) -> Arc<Vec<RejectedManifest>> {
+    let decode = |manifest: proto::RejectedManifest| RejectedManifest {
+        file: manifest.file.into(),
+        message: manifest.message,
+    };
+    Arc::new(rejected.into_iter().map(decode).collect())
+}

@@ -1,0 +1,239 @@
+//! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600; besides, every request's peer
+//! must be root or the agent's own user.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::node_server::{Node, NodeServer};
+use beelet_proto::beelet::pod_event::Type;
+use rustix::process::geteuid;
+use tokio::net::UnixListener;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use tonic::transport::server::UdsConnectInfo;
+use tonic::{Request, Response, Status};
+
+use super::socket::Socket;
+use crate::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
+
+/// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.
+const WATCH_QUEUE: usize = 16;
+/// Requests at a time on one connection.
+const MAX_STREAMS: u32 = 64;
+
+/// The socket, listening, but not answering yet.
+#[derive(Debug)]
+pub struct Listener {
+    listener: UnixListener,
+    socket: Socket,
+}
+
+/// Makes the socket at `path`, reachable by its owner only.
+///
+/// # Errors
+/// Another process serves it, something else is at `path`, or the folder cannot be written.
+pub async fn bind(path: &Path) -> anyhow::Result<Listener> {
+    let (listener, socket) = Socket::bind(path).await?;
+    Ok(Listener { listener, socket })
+}
+
+/// Serves until `shutdown`, then removes the socket.
+///
+/// # Errors
+/// The server fails as a whole; a failed connection is only its own.
+pub async fn serve(
+    listener: Listener,
+    pods: watch::Receiver<Arc<PodTable>>,
+    shutdown: CancellationToken,
+) -> anyhow::Result<()> {
+    let service = NodeService { pods, shutdown: shutdown.clone() };
+    let served = Server::builder()
+        .max_concurrent_streams(MAX_STREAMS)
+        .http2_keepalive_interval(Some(Duration::from_secs(30)))
+        .add_service(NodeServer::with_interceptor(service, only_the_owner))
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener.listener), shutdown.cancelled_owned())
+        .await;
+    drop(listener.socket);
+    served.context("the gRPC server failed")
+}
+
+/// The socket's mode keeps others out already; this also holds where somebody changed it.
+#[allow(clippy::result_large_err)] // tonic's own signature of an interceptor
+fn only_the_owner(request: Request<()>) -> Result<Request<()>, Status> {
+    let peer = request.extensions().get::<UdsConnectInfo>().and_then(|info| info.peer_cred);
+    match peer.map(|peer| peer.uid()) {
+        Some(uid) if uid == 0 || uid == geteuid().as_raw() => Ok(request),
+        Some(uid) => {
+            tracing::warn!("a process of user {uid} was refused on the gRPC socket");
+            Err(Status::permission_denied("only root may ask this agent; run the command as root"))
+        }
+        None => Err(Status::permission_denied("the peer's credentials are unknown")),
+    }
+}
+
+#[derive(Debug)]
+struct NodeService {
+    pods: watch::Receiver<Arc<PodTable>>,
+    shutdown: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl Node for NodeService {
+    async fn list_pods(
+        &self,
+        _request: Request<proto::ListPodsRequest>,
+    ) -> Result<Response<proto::ListPodsResponse>, Status> {
+        let table = Arc::clone(&self.pods.borrow());
+        let encode = move || {
+            let pods =
+                table.pods.iter().map(|(name, entry)| encode_pod(name, entry)).collect::<Result<_, _>>()?;
+            Ok(proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected) })
+        };
+        let encoded: Result<_, Status> =
+            tokio::task::spawn_blocking(encode).await.map_err(|error| Status::internal(error.to_string()))?;
+        encoded.map(Response::new)
+    }
+
+    type WatchPodsStream = ReceiverStream<Result<proto::PodEvent, Status>>;
+
+    async fn watch_pods(
+        &self,
+        _request: Request<proto::WatchPodsRequest>,
+    ) -> Result<Response<Self::WatchPodsStream>, Status> {
+        let (events, receiver) = mpsc::channel(WATCH_QUEUE);
+        let mut watcher =
+            Watcher { pods: self.pods.clone(), events, sent: BTreeMap::new(), rejected: Arc::default() };
+        let shutdown = self.shutdown.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                // Over when the client or the table has gone: then there is nobody to tell, or nothing.
+                _ = watcher.run() => {}
+                () = shutdown.cancelled() => {
+                    let _ = watcher.events.try_send(Err(Status::unavailable("the agent stops")));
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+/// One client's view of the table, and what is needed to bring it up to date.
+struct Watcher {
+    pods: watch::Receiver<Arc<PodTable>>,
+    events: mpsc::Sender<Result<proto::PodEvent, Status>>,
+    sent: BTreeMap<PodName, Arc<PodEntry>>,
+    rejected: Arc<Vec<RejectedManifest>>,
+}
+
+/// The client is gone, or the agent stops.
+struct Over;
+
+impl Watcher {
+    async fn run(&mut self) -> Result<(), Over> {
+        self.catch_up().await?;
+        self.send(|_| Some(event(Type::Synced))).await?;
+        loop {
+            tokio::select! {
+                changed = self.pods.changed() => changed.map_err(|_| Over)?,
+                () = self.events.closed() => return Err(Over),
+            }
+            self.catch_up().await?;
+        }
+    }
+
+    /// Sends the difference between what the client knows and the table. Each pod's state is read when there is room for
+    /// its event, so that a slow client skips what is old by then.
+    async fn catch_up(&mut self) -> Result<(), Over> {
+        let table = Arc::clone(&self.pods.borrow_and_update());
+        let same = |name: &PodName, entry: &Arc<PodEntry>| {
+            self.sent.get(name).is_some_and(|sent| Arc::ptr_eq(sent, entry))
+        };
+        let changed =
+            table.pods.iter().filter(|(name, entry)| !same(name, entry)).map(|(name, _)| name.clone());
+        let gone = self.sent.keys().filter(|name| !table.pods.contains_key(*name)).cloned();
+        let names: Vec<PodName> = gone.chain(changed).collect();
+        drop(table);
+        for name in names {
+            self.send(|watcher| watcher.next_of(&name)).await?;
+        }
+        self.send(Self::next_rejected).await
+    }
+
+    /// Waits for room, then sends what `next` says, if anything.
+    async fn send(&mut self, next: impl FnOnce(&mut Self) -> Option<proto::PodEvent>) -> Result<(), Over> {
+        let room = self.events.clone().reserve_owned().await.map_err(|_| Over)?;
+        if let Some(event) = next(self) {
+            room.send(Ok(event));
+        }
+        Ok(())
+    }
+
+    fn next_of(&mut self, name: &PodName) -> Option<proto::PodEvent> {
+        let now = self.pods.borrow().pods.get(name).cloned();
+        let sent = self.sent.get(name).cloned();
+        let (kind, entry) = match (now, sent) {
+            (Some(now), Some(sent)) if Arc::ptr_eq(&now, &sent) => return None,
+            (Some(now), Some(_)) => (Type::Modified, now),
+            (Some(now), None) => (Type::Added, now),
+            (None, Some(sent)) => (Type::Deleted, sent),
+            (None, None) => return None,
+        };
+        let pod =
+            encode_pod(name, &entry).inspect_err(|error| tracing::warn!("watch: {name}: {error}")).ok()?;
+        match kind {
+            Type::Deleted => self.sent.remove(name),
+            _ => self.sent.insert(name.clone(), entry),
+        };
+        Some(proto::PodEvent { pod: Some(pod), ..event(kind) })
+    }
+
+    fn next_rejected(&mut self) -> Option<proto::PodEvent> {
+        let now = Arc::clone(&self.pods.borrow().rejected);
+        if now == self.rejected {
+            return None;
+        }
+        self.rejected = now;
+        Some(proto::PodEvent { rejected: encode_rejected(&self.rejected), ..event(Type::Rejected) })
+    }
+}
+
+fn event(kind: Type) -> proto::PodEvent {
+    proto::PodEvent { r#type: kind.into(), pod: None, rejected: Vec::new() }
+}
+
+#[allow(clippy::result_large_err)] // tonic's own error type
+fn encode_pod(name: &PodName, entry: &PodEntry) -> Result<proto::Pod, Status> {
+    let json = serde_json::to_vec(&entry.pod).map_err(|error| Status::internal(error.to_string()))?;
+    let edge = entry.readiness_edge.as_ref().map(|edge| proto::ReadinessEdge {
+        container: edge.container.clone(),
+        ready: edge.ready,
+        kernel_ns: edge.kernel_ns,
+        published_ns: edge.published_ns,
+    });
+    Ok(proto::Pod {
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
+        json,
+        readiness_edge: edge,
+    })
+}
+
+fn encode_rejected(rejected: &[RejectedManifest]) -> Vec<proto::RejectedManifest> {
+    rejected
+        .iter()
+        .map(|manifest| proto::RejectedManifest {
+            file: manifest.file.to_string_lossy().into_owned(),
+            message: manifest.message.clone(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,8 @@
+//! What others may ask the agent: gRPC on a unix socket for root, HTTP on loopback for health, metrics and pods.
+//!
+//! Both read the pod table and nothing else: a request never waits for the runtime, and never changes anything.
+
+pub mod client;
+pub mod grpc;
+pub mod http;
+mod socket;
