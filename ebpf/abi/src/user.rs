@@ -1,0 +1,13 @@
+//! User space reads and writes these records as plain bytes.
+
+use crate::{Address, AddressCount, Drops, ListenerRecord, Meta, SocketCookie};
+
+macro_rules! pod {
+    ($($name:ty),+) => {$(
+        // SAFETY: `repr(C)`, made of integers and arrays of them, without padding (the sizes are asserted in lib.rs):
+        // any bit pattern is a value and every byte is initialised.
+        unsafe impl aya::Pod for $name {}
+    )+};
+}
+
+pod!(Address, AddressCount, Drops, ListenerRecord, Meta, SocketCookie);

@@ -1,0 +1,162 @@
+//! Reading kernel structures whose layout differs from kernel to kernel.
+//!
+//! Rust emits no CO-RE relocations, so each offset is a read-only global that the agent sets from the running kernel's
+//! BTF before loading (`agent/src/kernel/offsets.rs` has the same names). The verifier sees them as constants and checks
+//! every read against the kernel's own types. [`ABSENT`] means that this kernel has no such field.
+
+use aya_ebpf::Global;
+use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6};
+
+macro_rules! offsets {
+    ($($(#[$doc:meta])* $name:ident;)+) => {$(
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        static $name: Global<u32> = Global::new(ABSENT);
+    )+};
+}
+
+offsets! {
+    /// `sock.sk_cgrp_data.cgroup`
+    OFF_SOCK_CGROUP;
+    /// `sock.sk_protocol`, 16 bits
+    OFF_SOCK_PROTOCOL;
+    /// `cgroup.kn`
+    OFF_CGROUP_KN;
+    /// `kernfs_node.id`
+    OFF_KERNFS_ID;
+    /// `sock_common.skc_net.net`
+    OFF_SKC_NET;
+    /// `net.net_cookie`
+    OFF_NET_COOKIE;
+    /// `sock_common.skc_family`
+    OFF_SKC_FAMILY;
+    /// `sock_common.skc_num`: the local port, host order
+    OFF_SKC_NUM;
+    /// `sock_common.skc_rcv_saddr`
+    OFF_SKC_RCV_SADDR;
+    /// `sock_common.skc_v6_rcv_saddr`
+    OFF_SKC_V6_RCV_SADDR;
+    /// The byte that holds `sock_common.skc_ipv6only`
+    OFF_SKC_IPV6ONLY;
+    /// The bit of that byte
+    MASK_SKC_IPV6ONLY;
+}
+
+/// Whether the agent resolved what no listener program can do without. The verifier drops everything behind it
+/// otherwise, so that the object loads, idle, under any loader.
+#[inline(always)]
+pub(crate) fn socket_offsets_known() -> bool {
+    OFF_SOCK_PROTOCOL.load() != ABSENT
+        && OFF_SKC_NET.load() != ABSENT
+        && OFF_NET_COOKIE.load() != ABSENT
+        && OFF_SKC_FAMILY.load() != ABSENT
+        && OFF_SKC_NUM.load() != ABSENT
+        && OFF_SKC_RCV_SADDR.load() != ABSENT
+}
+
+/// A `struct sock *` or `struct tcp_sock *` that the verifier knows as such.
+#[derive(Clone, Copy)]
+pub(crate) struct Sock(*const u8);
+
+impl Sock {
+    /// # Safety
+    /// `pointer` is not null, and the verifier tracks it as a pointer to a kernel `sock` (or a type that begins with one).
+    #[inline(always)]
+    pub(crate) const unsafe fn new(pointer: *const u8) -> Self {
+        Self(pointer)
+    }
+
+    /// Reads a field of the socket.
+    #[inline(always)]
+    fn field<T: Copy>(self, offset: u32) -> T {
+        // SAFETY: `Sock::new` says that this is a typed kernel pointer; reads through one are checked against the type
+        // when the program is loaded and a fault reads as zero (Documentation/bpf/btf.rst, "BTF_KIND_STRUCT" pointers).
+        unsafe { read(self.0, offset) }
+    }
+
+    /// The IP protocol number, so that MPTCP, SCTP and DCCP (which share TCP's states) can be told apart.
+    #[inline(always)]
+    pub(crate) fn protocol(self) -> u16 {
+        self.field(OFF_SOCK_PROTOCOL.load())
+    }
+
+    /// The cgroup2 id of the socket's cgroup, or 0.
+    #[inline(always)]
+    pub(crate) fn cgroup_id(self) -> u64 {
+        let (cgroup, kn, id) = (OFF_SOCK_CGROUP.load(), OFF_CGROUP_KN.load(), OFF_KERNFS_ID.load());
+        if cgroup == ABSENT || kn == ABSENT || id == ABSENT {
+            return 0;
+        }
+        let cgroup: *const u8 = self.field(cgroup);
+        if cgroup.is_null() {
+            return 0;
+        }
+        // SAFETY: typed kernel pointers, as in `field`; a null `kn` would read as zero.
+        unsafe {
+            let node: *const u8 = read(cgroup, kn);
+            read(node, id)
+        }
+    }
+
+    /// Where the socket is bound. The port is 0 while the kernel hasn't chosen one.
+    #[inline(always)]
+    pub(crate) fn address(self) -> Option<Address> {
+        let net: *const u8 = self.field(OFF_SKC_NET.load());
+        // SAFETY: every socket has its network namespace; a typed kernel pointer, as in `field`.
+        let netns_cookie = unsafe { read(net, OFF_NET_COOKIE.load()) };
+        let mut found = Address {
+            netns_cookie,
+            address: [0; 16],
+            port: self.field(OFF_SKC_NUM.load()),
+            family: self.field(OFF_SKC_FAMILY.load()),
+            dual_stack: 0,
+        };
+        if found.family == FAMILY_IPV4 {
+            let address: u32 = self.field(OFF_SKC_RCV_SADDR.load());
+            set_word(&mut found.address, 0, address);
+            return Some(found);
+        }
+        if found.family != FAMILY_IPV6 || OFF_SKC_V6_RCV_SADDR.load() == ABSENT {
+            return None;
+        }
+        set_word(&mut found.address, 0, self.field(OFF_SKC_V6_RCV_SADDR.load()));
+        set_word(&mut found.address, 1, self.field(OFF_SKC_V6_RCV_SADDR.load() + 4));
+        set_word(&mut found.address, 2, self.field(OFF_SKC_V6_RCV_SADDR.load() + 8));
+        set_word(&mut found.address, 3, self.field(OFF_SKC_V6_RCV_SADDR.load() + 12));
+        if OFF_SKC_IPV6ONLY.load() != ABSENT {
+            let flags: u8 = self.field(OFF_SKC_IPV6ONLY.load());
+            found.dual_stack = u32::from(u32::from(flags) & MASK_SKC_IPV6ONLY.load() == 0);
+        }
+        Some(found)
+    }
+}
+
+/// Writes the `index`th 32-bit word (already in network order) of an address.
+#[inline(always)]
+fn set_word(address: &mut [u8; 16], index: usize, word: u32) {
+    // SAFETY: `index` is 0 to 3, and the array is at offset 8 of a type aligned to 8.
+    unsafe { address.as_mut_ptr().cast::<u32>().add(index).write(word) };
+}
+
+/// # Safety
+/// `base` is a typed kernel pointer and `offset` a constant to the verifier, within that type.
+#[inline(always)]
+unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
+    // Volatile: the compiler may neither merge reads (the verifier wants them field by field) nor repeat them.
+    // SAFETY: the verifier checks the access against the kernel's type, or refuses the program.
+    unsafe { core::ptr::read_volatile(base.add(offset as usize).cast::<T>()) }
+}
+
+/// Adds `value` (two's complement, so it can subtract) to a map value that other CPUs change too.
+///
+/// # Safety
+/// `pointer` points into a live map value and is aligned to 8.
+#[inline(always)]
+pub(crate) unsafe fn atomic_add(pointer: *mut u64, value: u64) {
+    // SAFETY: the caller's.
+    unsafe {
+        core::intrinsics::atomic_xadd::<u64, u64, { core::intrinsics::AtomicOrdering::Relaxed }>(
+            pointer, value,
+        );
+    }
+}

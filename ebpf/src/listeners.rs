@@ -1,0 +1,253 @@
+//! Who listens, where, since when: on TCP sockets of the whole machine.
+//!
+//! Two hooks feed the same two idempotent functions, [`open`] and [`close`]; whoever comes first wins and the other
+//! changes nothing.
+//!
+//! - `listener_socket`, sock_ops on the pods' cgroup. `LISTEN_CB` runs when `listen` has succeeded, so the port is
+//!   known and connections are taken. `STATE_CB` sees the listener end, where the tracepoint is not allowed.
+//! - `listener_state`, on the tracepoint `inet_sock_set_state`. It sees every socket of the machine: those made before
+//!   the attach, those passed in from another cgroup, and those that die with their process.
+//!
+//! The tracepoint's quirks (net/ipv4/inet_connection_sock.c):
+//!
+//! - `inet_csk_listen_start` sets the state *before* it has the port. A socket that listens without `bind` has port 0
+//!   then: it is recorded, but neither counted nor reported until `LISTEN_CB` fills the port in. If getting the port
+//!   fails, the state goes back to CLOSE and [`close`] takes the record away again.
+//! - `inet_csk_clone_lock` makes an accepted connection by copying the listener, *cookie and state included*, and sets
+//!   the copy to SYN_RECV: a transition from LISTEN that is not the listener's. Only LISTEN to CLOSE is an end.
+//! - On the way to CLOSE an autobound port is given back first, so [`close`] trusts the record, not the socket.
+
+use aya_ebpf::{
+    EbpfContext,
+    bindings::BPF_NOEXIST,
+    helpers::{bpf_get_socket_cookie, bpf_ktime_get_ns, bpf_skc_to_tcp_sock},
+    macros::{btf_tracepoint, sock_ops},
+    programs::{BtfTracePointContext, SockOpsContext},
+};
+use beelet_ebpf_abi::{Address, AddressCount, ListenerEvent, ListenerRecord, SocketCookie, kind, seen_by};
+
+use crate::{
+    events::{dropped, header, send},
+    kernel::{Sock, atomic_add, socket_offsets_known},
+    maps::{ADDRESSES, LISTENERS, META},
+};
+
+/// `enum bpf_sock_ops_op`: a state changes; arguments old and new.
+const BPF_SOCK_OPS_STATE_CB: u32 = 10;
+/// `enum bpf_sock_ops_op`: `listen` has succeeded.
+const BPF_SOCK_OPS_TCP_LISTEN_CB: u32 = 11;
+/// Asks for `STATE_CB` on this socket (and on the connections it accepts, which inherit it).
+const BPF_SOCK_OPS_STATE_CB_FLAG: u32 = 4;
+
+/// include/net/tcp_states.h
+const TCP_CLOSE: u32 = 7;
+/// include/net/tcp_states.h
+const TCP_LISTEN: u32 = 10;
+const IPPROTO_TCP: u16 = 6;
+
+/// sock_ops on the pods' root cgroup.
+#[sock_ops]
+pub(crate) fn listener_socket(ctx: SockOpsContext) -> u32 {
+    let listens = match ctx.op() {
+        BPF_SOCK_OPS_TCP_LISTEN_CB => true,
+        BPF_SOCK_OPS_STATE_CB if ctx.arg(0) == TCP_LISTEN && ctx.arg(1) == TCP_CLOSE => false,
+        _ => return 1,
+    };
+    if !socket_offsets_known() {
+        return 1;
+    }
+    if listens {
+        // OR-ed onto what is there: another program on this cgroup may have asked for its own callbacks.
+        let _ = ctx.set_cb_flags((ctx.cb_flags() | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
+    } else if tracepoint_attached() {
+        return 1;
+    }
+    // SAFETY: `ops` is the program's context; the verifier checks the access.
+    let sk = unsafe { (*ctx.ops).__bindgen_anon_2.sk };
+    if sk.is_null() {
+        return 1;
+    }
+    // SAFETY: `sk` is a socket and not null. The helper gives the same socket as a typed kernel pointer, or null.
+    let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>();
+    if tcp.is_null() {
+        return 1;
+    }
+    // SAFETY: not null, and typed by the helper.
+    let sock = unsafe { Sock::new(tcp) };
+    // SAFETY: the helper takes this program type's context.
+    let cookie = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
+    if listens {
+        open(cookie, sock, seen_by::SOCK_OPS)
+    } else {
+        close(cookie, sock)
+    }
+    1
+}
+
+/// Every TCP socket of the machine that begins or ends to listen.
+#[btf_tracepoint(function = "inet_sock_set_state")]
+pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
+    // The positions have been (sk, oldstate, newstate) since the tracepoint came with 4.16; the agent checks that
+    // they still are before it loads this (agent/src/kernel/offsets.rs).
+    let (old, new): (i32, i32) = (ctx.arg(1), ctx.arg(2));
+    let (old, new) = (old as u32, new as u32);
+    let opens = new == TCP_LISTEN;
+    let closes = old == TCP_LISTEN && new == TCP_CLOSE;
+    if !(opens || closes) || !socket_offsets_known() {
+        return 0;
+    }
+    let pointer: *const u8 = ctx.arg(0);
+    // SAFETY: the tracepoint's first argument is a `struct sock *`, never null.
+    let sock = unsafe { Sock::new(pointer) };
+    if sock.protocol() != IPPROTO_TCP {
+        return 0;
+    }
+    // SAFETY: for a tracing program the helper takes a typed socket pointer.
+    let cookie = unsafe { bpf_get_socket_cookie(pointer.cast_mut().cast()) };
+    if opens {
+        open(cookie, sock, seen_by::TRACEPOINT)
+    } else {
+        close(cookie, sock)
+    }
+    0
+}
+
+/// Whether the tracepoint sees the closes, so that sock_ops may leave them to it.
+///
+/// Without this, `close` by sock_ops would be followed, in the same `tcp_set_state`, by one by the tracepoint that
+/// finds no record and would report the end of an unknown listener.
+#[inline(always)]
+fn tracepoint_attached() -> bool {
+    // SAFETY: the element lives as long as the array; the agent changes this field as one aligned word.
+    META.get_ptr(0)
+        .is_some_and(|meta| unsafe { core::ptr::read_volatile(&raw const (*meta).tracepoint) } != 0)
+}
+
+/// Records a socket that listens. Both hooks run under the socket's lock, so one cookie is never opened twice at once.
+#[inline(always)]
+fn open(cookie: u64, sock: Sock, by: u32) {
+    let Some(address) = sock.address() else { return };
+    // SAFETY: takes nothing.
+    let now = unsafe { bpf_ktime_get_ns() };
+    let key = SocketCookie { cookie };
+    let mut record =
+        ListenerRecord { address, cgroup_id: sock.cgroup_id(), since_ns: now, counted: 0, seen_by: by };
+    if let Some(known) = LISTENERS.get_ptr_mut(key) {
+        // SAFETY: a live element of the map; only this socket's own hooks, under its lock, write it.
+        let known = unsafe { &mut *known };
+        if known.address.port != 0 || address.port == 0 {
+            return;
+        }
+        known.address.port = address.port;
+        known.since_ns = now;
+        known.counted = count(&address, cookie, now);
+    } else {
+        if address.port != 0 {
+            record.counted = count(&address, cookie, now);
+        }
+        if LISTENERS.insert(key, record, u64::from(BPF_NOEXIST)).is_err() {
+            if record.counted != 0 {
+                uncount(&address, now);
+            }
+            dropped(|drops| &raw mut drops.listeners_full);
+        }
+    }
+    if address.port != 0 {
+        log(&address, cookie, true);
+        send(ListenerEvent {
+            header: header(kind::LISTENER_OPENED, record.cgroup_id),
+            cookie,
+            since_ns: now,
+            address,
+        });
+    }
+}
+
+/// Takes the record of a socket that listens no longer.
+///
+/// A listener without a record (older than the attach, or the map was full) is reported as well, with `since_ns` 0:
+/// user space may know it from elsewhere. Its address was never counted, so nothing is taken away.
+#[inline(always)]
+fn close(cookie: u64, sock: Sock) {
+    // SAFETY: takes nothing.
+    let now = unsafe { bpf_ktime_get_ns() };
+    let key = SocketCookie { cookie };
+    let (address, cgroup_id, since_ns) = match LISTENERS.get_ptr(key) {
+        Some(known) => {
+            // SAFETY: a live element; copied before it is removed.
+            let known = unsafe { *known };
+            if LISTENERS.remove(key).is_err() {
+                return;
+            }
+            if known.counted != 0 {
+                uncount(&known.address, now);
+            }
+            if known.address.port == 0 {
+                // `listen` without `bind` that never succeeded (or was never reported): nobody heard of it.
+                return;
+            }
+            (known.address, known.cgroup_id, known.since_ns)
+        }
+        None => match sock.address() {
+            Some(address) => (address, sock.cgroup_id(), 0),
+            None => return,
+        },
+    };
+    log(&address, cookie, false);
+    send(ListenerEvent { header: header(kind::LISTENER_CLOSED, cgroup_id), cookie, since_ns, address });
+}
+
+/// Counts a listener at its address; 1 if it could.
+#[inline(always)]
+fn count(address: &Address, cookie: u64, now: u64) -> u32 {
+    if ADDRESSES.get_ptr(address).is_none() {
+        let none = AddressCount { listeners: 0, last_cookie: cookie, changed_ns: now };
+        // Another CPU may be first: then its entry serves.
+        let _ = ADDRESSES.insert(address, none, u64::from(BPF_NOEXIST));
+    }
+    match ADDRESSES.get_ptr_mut(address) {
+        Some(entry) => {
+            // SAFETY: a live element; the count is changed atomically, the rest is whole words where the last wins.
+            unsafe {
+                atomic_add(&raw mut (*entry).listeners, 1);
+                (*entry).last_cookie = cookie;
+                (*entry).changed_ns = now;
+            }
+            1
+        }
+        None => {
+            dropped(|drops| &raw mut drops.addresses_full);
+            0
+        }
+    }
+}
+
+/// The reverse of [`count`], for a listener that was counted.
+#[inline(always)]
+fn uncount(address: &Address, now: u64) {
+    if let Some(entry) = ADDRESSES.get_ptr_mut(address) {
+        // SAFETY: as in `count`.
+        unsafe {
+            atomic_add(&raw mut (*entry).listeners, u64::MAX);
+            (*entry).changed_ns = now;
+        }
+    }
+}
+
+#[cfg(feature = "log")]
+#[inline(always)]
+fn log(address: &Address, cookie: u64, opened: bool) {
+    let what = if opened { "opened" } else { "closed" };
+    aya_log_ebpf::info!(
+        aya_log_ebpf::macro_support::EmptyContext,
+        "listener {}: netns {} port {} cookie {}",
+        what,
+        address.netns_cookie,
+        address.port,
+        cookie
+    );
+}
+
+#[cfg(not(feature = "log"))]
+#[inline(always)]
+fn log(_address: &Address, _cookie: u64, _opened: bool) {}
