@@ -4,8 +4,10 @@
 //! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so that
 //! all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
+mod build_ebpf;
 mod progress;
 mod setup;
+mod setup_ebpf;
 mod shell;
 mod test;
 mod tidy;
@@ -23,6 +25,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    BuildEbpf(build_ebpf::Args),
     Setup(setup::Args),
     Test(test::Args),
     Tidy(tidy::Args),
@@ -30,6 +33,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::BuildEbpf(args) => build_ebpf::run(&args),
         Command::Setup(args) => setup::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),

@@ -22,6 +22,8 @@ pub(crate) enum Part {
     Demo,
     /// `cargo xtask test`: what the demo needs, bpftool, libelf and zlib for the second BPF loader
     Test,
+    /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
+    Ebpf,
     /// `cargo xtask vm`: QEMU and what packs a guest
     Vm,
 }
@@ -69,6 +71,7 @@ impl Part {
         match self {
             Part::Demo => BUILD.iter().chain(DEMO).collect(),
             Part::Test => BUILD.iter().chain(DEMO).chain(TEST).collect(),
+            Part::Ebpf => BUILD.iter().collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),
         }
     }
@@ -85,6 +88,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Makes sure that everything `part` needs is there; installs what is not.
 pub(crate) fn ensure(part: Part) -> Result<()> {
+    ensure_packages(part)?;
+    if part == Part::Ebpf { crate::setup_ebpf::run() } else { Ok(()) }
+}
+
+/// The part that the distribution's packages bring.
+fn ensure_packages(part: Part) -> Result<()> {
     let name = format!(
         "setup for {}",
         part.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned())

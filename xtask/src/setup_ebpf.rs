@@ -1,0 +1,268 @@
+//! What building the kernel programs needs, and where it comes from: bpf-linker, made here once against the very LLVM
+//! that rustc itself uses (another LLVM could not read rustc's bitcode), and the sources of `core`, because the BPF
+//! target has no ready-made one. Both go to a cache folder of the user's own, so every clone finds them.
+
+use crate::progress::Step;
+use crate::shell;
+use anyhow::{Context as _, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The linker whose output is committed.
+const BPF_LINKER_VERSION: &str = "0.13.0";
+
+/// Everything that a BPF build needs beyond cargo and rustc.
+pub(crate) struct Toolchain {
+    /// The folder with `bpf-linker`.
+    pub(crate) linker_dir: PathBuf,
+    /// The folder `library` of rustc's sources.
+    pub(crate) library: PathBuf,
+    /// Whether `library` is not the sysroot's own, so that cargo has to be told.
+    pub(crate) library_elsewhere: bool,
+    /// What made the object: rustc's and bpf-linker's version.
+    pub(crate) versions: String,
+}
+
+/// The compiler in use.
+struct Rustc {
+    sysroot: PathBuf,
+    release: String,
+    llvm: String,
+}
+
+/// What this machine already has; `None` with the first thing that is missing.
+///
+/// # Errors
+/// rustc does not run, or a path is not what it should be.
+pub(crate) fn find() -> Result<Option<Toolchain>> {
+    let rustc = rustc()?;
+    let Some(linker_dir) = find_linker(&rustc)? else { return Ok(None) };
+    let Some((library, library_elsewhere)) = find_library(&rustc)? else { return Ok(None) };
+    Ok(Some(Toolchain { linker_dir, library, library_elsewhere, versions: versions(&rustc) }))
+}
+
+/// Makes sure that everything is there; installs what is not.
+///
+/// # Errors
+/// Something could not be installed: the message says what, and what to do.
+pub(crate) fn ensure() -> Result<Toolchain> {
+    let rustc = rustc()?;
+    let linker_dir = match find_linker(&rustc)? {
+        Some(dir) => dir,
+        None => install_linker(&rustc)?,
+    };
+    let (library, library_elsewhere) = match find_library(&rustc)? {
+        Some(found) => found,
+        None => install_library(&rustc)?,
+    };
+    Ok(Toolchain { linker_dir, library, library_elsewhere, versions: versions(&rustc) })
+}
+
+/// The part of `cargo xtask setup` for BPF builds.
+///
+/// # Errors
+/// As [`ensure`].
+pub(crate) fn run() -> Result<()> {
+    let step = Step::start("setup for ebpf");
+    let toolchain = ensure()?;
+    step.done(&toolchain.versions);
+    Ok(())
+}
+
+fn versions(rustc: &Rustc) -> String {
+    format!("rustc {} (LLVM {}), bpf-linker {BPF_LINKER_VERSION}", rustc.release, rustc.llvm)
+}
+
+fn rustc() -> Result<Rustc> {
+    // Asked from the repository's folder, where a rust-toolchain file would count.
+    let ask = |arguments: &[&str]| -> Result<String> {
+        let output = Command::new("rustc")
+            .args(arguments)
+            .current_dir(shell::repository())
+            .output()
+            .with_context(|| format!("could not start `rustc {}`", arguments.join(" ")))?;
+        if !output.status.success() {
+            bail!("`rustc {}` ended with {}", arguments.join(" "), output.status);
+        }
+        String::from_utf8(output.stdout).context("rustc printed something that is not UTF-8")
+    };
+    let verbose = ask(&["--version", "--verbose"])?;
+    let field = |name: &str| {
+        verbose
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .map(|value| value.trim().to_owned())
+            .with_context(|| format!("`rustc --version --verbose` does not say \"{name}\""))
+    };
+    Ok(Rustc {
+        sysroot: PathBuf::from(ask(&["--print", "sysroot"])?.trim()),
+        release: field("release:")?,
+        llvm: field("LLVM version:")?,
+    })
+}
+
+/// `$XDG_CACHE_HOME/beelet` or `~/.cache/beelet`.
+fn cache() -> Result<PathBuf> {
+    let base = match std::env::var_os("XDG_CACHE_HOME").filter(|value| !value.is_empty()) {
+        Some(base) => PathBuf::from(base),
+        None => {
+            let home = std::env::var_os("HOME").filter(|value| !value.is_empty()).context(
+                "neither XDG_CACHE_HOME nor HOME is set: no place for the BPF tools; set one of them",
+            )?;
+            PathBuf::from(home).join(".cache")
+        }
+    };
+    Ok(base.join("beelet"))
+}
+
+/// The linker's own folder: one for each LLVM, because it links against exactly that one.
+fn linker_root(rustc: &Rustc) -> Result<PathBuf> {
+    Ok(cache()?.join("tools").join(format!("bpf-linker-{BPF_LINKER_VERSION}-rust-{}", rustc.release)))
+}
+
+fn find_linker(rustc: &Rustc) -> Result<Option<PathBuf>> {
+    let dir = linker_root(rustc)?.join("bin");
+    // Run, not only looked for: a toolchain that was removed since takes its LLVM along.
+    let works =
+        Command::new(dir.join("bpf-linker")).arg("--version").output().is_ok_and(|o| o.status.success());
+    Ok(works.then_some(dir))
+}
+
+fn install_linker(rustc: &Rustc) -> Result<PathBuf> {
+    let step = Step::start(format!("bpf-linker {BPF_LINKER_VERSION}, once for rustc {}", rustc.release));
+    let root = linker_root(rustc)?;
+    // The linker's build looks for `libLLVM.so` in LLVM_PREFIX/lib and remembers that folder: it has to stay.
+    let prefix = root.join("llvm");
+    let library = rustc_llvm(rustc)?;
+    let lib = prefix.join("lib");
+    std::fs::create_dir_all(&lib).with_context(|| format!("could not make the folder {}", lib.display()))?;
+    let name = library.file_name().context("rustc's libLLVM has no name")?;
+    for link in [lib.join(name), lib.join("libLLVM.so")] {
+        match std::fs::remove_file(&link) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("could not replace {}", link.display()));
+            }
+            _ => {}
+        }
+        std::os::unix::fs::symlink(&library, &link)
+            .with_context(|| format!("could not make the link {}", link.display()))?;
+    }
+    let major = rustc.llvm.split('.').next().unwrap_or_default();
+    let mut install = shell::cargo();
+    install
+        .args(["install", "bpf-linker", "--locked", "--force", "--no-default-features"])
+        .args(["--version", BPF_LINKER_VERSION, "--features", &format!("llvm-{major}")])
+        .arg("--root")
+        .arg(&root)
+        .env("LLVM_PREFIX", &prefix)
+        .env_remove("RUSTFLAGS");
+    step.run(&mut install).with_context(|| {
+        "bpf-linker could not be built. It needs a C compiler, access to crates.io, and a rustc that brings its own \
+         LLVM as a shared library, as the toolchains of rustup do"
+    })?;
+    step.done("");
+    find_linker(rustc)?
+        .context("bpf-linker was built, but does not run: see `bpf-linker --version` in the cache folder")
+}
+
+/// The shared LLVM that rustc itself runs on.
+fn rustc_llvm(rustc: &Rustc) -> Result<PathBuf> {
+    let lib = rustc.sysroot.join("lib");
+    let entries =
+        std::fs::read_dir(&lib).with_context(|| format!("could not read the folder {}", lib.display()))?;
+    let mut found: Vec<PathBuf> = entries
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            // The small `libLLVM-22-….so` is a linker script that names the real one.
+            name.starts_with("libLLVM.so.")
+        })
+        .collect();
+    found.sort();
+    found.pop().with_context(|| {
+        format!(
+            "{} has no libLLVM.so.*: this rustc has its LLVM linked in. Use a toolchain of rustup to build the BPF \
+             object (the committed one needs no building)",
+            lib.display()
+        )
+    })
+}
+
+/// The folder `library`, and whether cargo has to be told of it.
+fn find_library(rustc: &Rustc) -> Result<Option<(PathBuf, bool)>> {
+    let own = rustc.sysroot.join("lib/rustlib/src/rust/library");
+    if is_library(&own) {
+        return Ok(Some((own, false)));
+    }
+    if let Some(given) = std::env::var_os("BEELET_RUST_SRC").map(PathBuf::from).filter(|path| path.is_dir()) {
+        for folder in [given.join("library"), given.clone()] {
+            if is_library(&folder) {
+                return Ok(Some((absolute(&folder)?, true)));
+            }
+        }
+        bail!(
+            "BEELET_RUST_SRC is {}, but neither it nor its folder `library` holds core/src/lib.rs",
+            given.display()
+        );
+    }
+    let unpacked = unpacked(rustc)?.join("library");
+    Ok(is_library(&unpacked).then_some((unpacked, true)))
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    path.canonicalize().with_context(|| format!("could not resolve {}", path.display()))
+}
+
+fn is_library(path: &Path) -> bool {
+    path.join("core/src/lib.rs").exists() && path.join("Cargo.lock").exists()
+}
+
+/// Where an archive named by BEELET_RUST_SRC is unpacked to.
+fn unpacked(rustc: &Rustc) -> Result<PathBuf> {
+    Ok(cache()?.join("tools").join(format!("rust-src-{}", rustc.release)))
+}
+
+fn install_library(rustc: &Rustc) -> Result<(PathBuf, bool)> {
+    let step = Step::start(format!("rust-src {}", rustc.release));
+    let rustup = step.run(
+        Command::new("rustup")
+            .args(["component", "add", "rust-src"])
+            .current_dir(shell::repository())
+            // The toolchain in use, even where another is the default.
+            .env("RUSTUP_TOOLCHAIN", rustc.sysroot.file_name().unwrap_or_default()),
+    );
+    if rustup.is_ok()
+        && let Some(found) = find_library(rustc)?
+    {
+        step.done("from rustup");
+        return Ok(found);
+    }
+    let Some(archive) = std::env::var_os("BEELET_RUST_SRC").map(PathBuf::from) else {
+        let why = rustup.err().map_or_else(String::new, |error| format!("\n{error:#}"));
+        bail!(
+            "the sources of Rust's core library are missing: `rustup component add rust-src` did not work. Or set \
+             BEELET_RUST_SRC to the folder `library` of rustc {}'s sources, or to a .tar.xz of it{why}",
+            rustc.release
+        );
+    };
+    // Unpacked beside its place and moved there: a half-unpacked folder is never taken for a whole one.
+    let target = unpacked(rustc)?;
+    let parent = target.parent().context("the cache folder has no parent")?;
+    std::fs::create_dir_all(parent)
+        .with_context(|| format!("could not make the folder {}", parent.display()))?;
+    let part = tempfile::tempdir_in(parent).with_context(|| format!("no place in {}", parent.display()))?;
+    step.run(Command::new("tar").arg("-xJf").arg(&archive).arg("-C").arg(part.path())).with_context(
+        || format!("BEELET_RUST_SRC names {}, which could not be unpacked", archive.display()),
+    )?;
+    let _ = std::fs::remove_dir_all(&target);
+    std::fs::rename(part.keep(), &target)
+        .with_context(|| format!("could not move the unpacked sources to {}", target.display()))?;
+    let found = find_library(rustc)?.with_context(|| {
+        format!(
+            "{} was unpacked, but has no library/core/src/lib.rs and library/Cargo.lock",
+            archive.display()
+        )
+    })?;
+    step.done("unpacked from BEELET_RUST_SRC");
+    Ok(found)
+}
