@@ -6,6 +6,7 @@ pub mod cgroups;
 pub mod cli;
 pub mod config;
 pub mod document;
+pub mod kernel;
 pub mod pods;
 pub mod runtime;
 pub mod state;

@@ -1,0 +1,117 @@
+//! What this kernel, these privileges and this machine allow, as data: one table of programs, and for each what it
+//! needs, whether it is there, what stands in for it and what a person can do about it. Read by `beelet doctor`.
+
+use super::offsets;
+
+/// Something the kernel half wants to do, and whether it can.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// The program, or the facility that programs need.
+    pub program: &'static str,
+    /// What it needs from the kernel and the machine.
+    pub needs: &'static str,
+    /// Whether it works; if not, why.
+    pub have: Result<(), String>,
+    /// What stands in when it doesn't.
+    pub fallback: &'static str,
+    /// What a person can do about it; empty while it works.
+    pub remedy: String,
+}
+
+/// How a program gets its events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hook {
+    /// sock_ops, on the pods' root cgroup.
+    SockOps,
+    /// A BTF tracepoint of that name.
+    Tracepoint(&'static str),
+}
+
+/// A program of the object. A new hook family adds its rows here and its fields to `offsets.rs`; nothing else in the
+/// loader knows programs by name.
+pub(super) struct Program {
+    /// Its name in the object, and that of its link's pin.
+    pub(super) name: &'static str,
+    pub(super) hook: Hook,
+    pub(super) needs: &'static str,
+    pub(super) fallback: &'static str,
+    /// The read-only globals it can't do without.
+    pub(super) fields: &'static [&'static str],
+}
+
+/// The program whose presence `Meta::tracepoint` tells to the others.
+pub(super) const LISTENER_STATE: &str = "listener_state";
+
+/// Every program, in the order of attaching. The tracepoint sees every listener of the machine, so it comes first.
+pub(super) const PROGRAMS: &[Program] = &[
+    Program {
+        name: LISTENER_STATE,
+        hook: Hook::Tracepoint("inet_sock_set_state"),
+        needs: "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON",
+        fallback: "listener_socket sees the listeners of pods; those opened before the start or passed in from outside \
+                   are found by sock_diag, once a probe period",
+        fields: offsets::LISTENER_FIELDS,
+    },
+    Program {
+        name: "listener_socket",
+        hook: Hook::SockOps,
+        needs: "Linux 5.15 with BTF, cgroup2 (also beside v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN",
+        fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once a \
+                   probe period",
+        fields: offsets::LISTENER_FIELDS,
+    },
+];
+
+/// The rows that aren't programs.
+pub(super) const PINS: &str = "pins";
+pub(super) const PINS_NEED: &str =
+    "a bpf file system at the configured place, and nothing foreign at our folder in it";
+pub(super) const PINS_FALLBACK: &str = "the programs run while the agent does: what happens while it is restarted is found by sock_diag afterwards";
+const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
+
+/// Rows for a kernel half that is off as a whole, for one reason.
+pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
+    let program = |program: &Program| Capability {
+        program: program.name,
+        needs: program.needs,
+        have: Err(why.to_owned()),
+        fallback: OFF_FALLBACK,
+        remedy: remedy.to_owned(),
+    };
+    let pins = Capability {
+        program: PINS,
+        needs: PINS_NEED,
+        have: Err(why.to_owned()),
+        fallback: PINS_FALLBACK,
+        remedy: remedy.to_owned(),
+    };
+    PROGRAMS.iter().map(program).chain([pins]).collect()
+}
+
+/// What to do about a refusal, by what the kernel answered.
+pub(super) fn remedy(error: &str, kind: Option<std::io::ErrorKind>) -> String {
+    use std::io::ErrorKind;
+    match kind {
+        Some(ErrorKind::PermissionDenied) => {
+            "run as root with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN; in a container also allow bpf(2) in its seccomp \
+             profile; see /sys/kernel/security/lockdown and the sysctl kernel.unprivileged_bpf_disabled"
+        }
+        Some(ErrorKind::NotFound) => "use a kernel built with CONFIG_DEBUG_INFO_BTF and CONFIG_BPF_SYSCALL",
+        _ if error.contains("BTF has no") => "use a kernel from 5.15 on, built with CONFIG_DEBUG_INFO_BTF",
+        _ => "please report it with the kernel's version and this message",
+    }
+    .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_says_what_it_needs_and_what_stands_in() {
+        for row in all_missing("BPF is off", "set bpf: Auto") {
+            assert!(!row.needs.is_empty() && !row.fallback.is_empty() && !row.remedy.is_empty(), "{row:?}");
+            assert_eq!(row.have, Err("BPF is off".to_owned()));
+        }
+    }
+}

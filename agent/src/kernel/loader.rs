@@ -1,0 +1,355 @@
+//! Puts the programs into the kernel, or finds them there.
+//!
+//! Three ways, from the cheapest: everything runs already, from the same object (adopt it, load nothing); the maps are
+//! there but the object is another (load, put the new programs in the old ones' place, keep the maps); nothing is there
+//! (load, attach, pin). Every program is attached on its own: what fails becomes a row of the capabilities, no more.
+
+use super::KernelError;
+use super::capability::{self, Capability, Hook, LISTENER_STATE, PROGRAMS, Program};
+use super::offsets::{self, Offsets};
+use super::pins::{Current, MAPS, META, Pins};
+use super::sys;
+use aya::maps::{Array, Map, MapData};
+use aya::programs::links::{FdLink, PinnedLink};
+use aya::programs::{BtfTracePoint, CgroupAttachMode, SockOps};
+use aya::{Ebpf, EbpfLoader};
+use beelet_ebpf_abi::{ABI_VERSION, MAGIC, Meta};
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// `statfs.f_type` of cgroup2 (include/uapi/linux/magic.h).
+const CGROUP2_SUPER_MAGIC: u64 = 0x6367_7270;
+
+/// The kernel half, running.
+pub(super) struct Loaded {
+    /// By name.
+    pub(super) maps: BTreeMap<&'static str, MapData>,
+    /// The links that live only as long as we hold them.
+    pub(super) links: Vec<FdLink>,
+    pub(super) capabilities: Vec<Capability>,
+    /// Whether the listener maps were kept up to date before we came.
+    pub(super) adopted: bool,
+}
+
+/// What one program ran into.
+struct Failure {
+    message: String,
+    kind: Option<std::io::ErrorKind>,
+}
+
+impl Failure {
+    fn new(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), kind: None }
+    }
+
+    /// From an error of aya's, with the causes that matter to a person.
+    fn from_error(what: &str, error: &(dyn std::error::Error + 'static)) -> Failure {
+        let mut kind = None;
+        let mut cause = Some(error);
+        let mut last = String::new();
+        while let Some(current) = cause {
+            if let Some(io) = current.downcast_ref::<std::io::Error>() {
+                kind = Some(io.kind());
+            }
+            last = current.to_string();
+            cause = current.source();
+        }
+        let top = error.to_string();
+        // The verifier's log is long and its last lines say it.
+        let mut lines: Vec<&str> = top.lines().rev().filter(|line| !line.trim().is_empty()).take(3).collect();
+        lines.reverse();
+        let top = lines.join("; ");
+        let message =
+            if top.contains(&last) { format!("{what}: {top}") } else { format!("{what}: {top}: {last}") };
+        Failure { message, kind }
+    }
+}
+
+/// What is to be loaded, and onto what.
+pub(super) struct Request<'a> {
+    pub(super) object: &'a [u8],
+    pub(super) digest: [u8; 32],
+    pub(super) cgroup: &'a Path,
+    pub(super) pins: Option<&'a Pins>,
+    pub(super) current: Current,
+    pub(super) kernel_btf: &'a super::btf::Btf,
+}
+
+/// Brings the kernel half up.
+///
+/// # Errors
+/// Nothing could be loaded at all. What only one program lacks is in [`Loaded::capabilities`].
+pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
+    let earlier = match (&request.current, request.pins) {
+        (Current::Complete(meta), Some(pins)) => Some((*meta, pins)),
+        _ => None,
+    };
+    if let Some((meta, pins)) = earlier
+        && meta.digest == request.digest
+        && PROGRAMS.iter().all(|program| is_alive(pins, program, request.cgroup))
+    {
+        return adopt(pins);
+    }
+    let offsets = Offsets::resolve(request.kernel_btf);
+    let mut ebpf = open_object(request, &offsets, earlier.map(|(_, pins)| pins))?;
+    let mut maps = take_maps(&mut ebpf)?;
+    if earlier.is_none()
+        && let Some(pins) = request.pins
+    {
+        pin_maps(pins, &mut maps, request.digest)?;
+    }
+    let kernel_types = aya::Btf::from_sys_fs()
+        .map_err(|error| KernelError::new(format!("could not read the kernel's BTF: {error}")))?;
+    let reuse = earlier.is_some_and(|(meta, _)| meta.digest == request.digest);
+    let mut attach = Attach {
+        request,
+        offsets: &offsets,
+        kernel_types: &kernel_types,
+        ebpf: &mut ebpf,
+        reuse_same: reuse,
+        links: Vec::new(),
+    };
+    let mut capabilities = Vec::new();
+    for program in PROGRAMS {
+        capabilities.push(row(program, attach.program(program)));
+        if program.name == LISTENER_STATE {
+            let attached = capabilities.last().is_some_and(|row| row.have.is_ok());
+            write_meta(&maps, request.digest, false, attached)?;
+        }
+    }
+    let links = std::mem::take(&mut attach.links);
+    let attached = capabilities.iter().any(|row| row.program == LISTENER_STATE && row.have.is_ok());
+    write_meta(&maps, request.digest, true, attached)?;
+    Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some() })
+}
+
+fn row(program: &'static Program, result: Result<(), Failure>) -> Capability {
+    let (have, remedy) = match result {
+        Ok(()) => (Ok(()), String::new()),
+        Err(failure) => {
+            let remedy = capability::remedy(&failure.message, failure.kind);
+            (Err(failure.message), remedy)
+        }
+    };
+    Capability { program: program.name, needs: program.needs, have, fallback: program.fallback, remedy }
+}
+
+/// Takes over what runs, without loading anything.
+fn adopt(pins: &Pins) -> Result<Loaded, KernelError> {
+    let mut maps = BTreeMap::new();
+    for shape in MAPS {
+        let map =
+            MapData::from_pin(pins.map(shape.name)).map_err(|error| KernelError::map(shape.name, &error))?;
+        maps.insert(shape.name, map);
+    }
+    let capabilities = PROGRAMS.iter().map(|program| row(program, Ok(()))).collect();
+    Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true })
+}
+
+/// Whether a program's pinned link is there and still attached to the right thing.
+fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
+    let Ok(link) = sys::object_get(&pins.link(program.name)) else { return false };
+    let Ok(state) = sys::link_state(link.as_fd()) else { return false };
+    match program.hook {
+        Hook::Tracepoint(_) => true,
+        Hook::SockOps => {
+            std::fs::metadata(cgroup).is_ok_and(|metadata| state.cgroup_id == Some(metadata.ino()))
+        }
+    }
+}
+
+/// Parses the object, sets its globals and makes its maps, or takes the pinned ones.
+fn open_object(request: &Request<'_>, offsets: &Offsets, pins: Option<&Pins>) -> Result<Ebpf, KernelError> {
+    let mut loader = EbpfLoader::new();
+    for (name, value) in &offsets.globals {
+        loader.override_global(name, value, true);
+    }
+    if let Some(pins) = pins {
+        for shape in MAPS {
+            loader.map_pin_path(shape.name, pins.map(shape.name));
+        }
+    }
+    loader.load(request.object).map_err(|error| {
+        let failure = Failure::from_error("the BPF object could not be loaded", &error);
+        KernelError { message: failure.message, kind: failure.kind }
+    })
+}
+
+fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelError> {
+    let mut maps = BTreeMap::new();
+    for shape in MAPS {
+        let map = ebpf
+            .take_map(shape.name)
+            .ok_or_else(|| KernelError::new(format!("the BPF object has no map {}", shape.name)))?;
+        let data = match map {
+            Map::Array(data) | Map::HashMap(data) | Map::PerCpuArray(data) | Map::RingBuf(data) => data,
+            other => {
+                return Err(KernelError::new(format!(
+                    "the BPF object's map {} is of a strange kind: {other:?}",
+                    shape.name
+                )));
+            }
+        };
+        maps.insert(shape.name, data);
+    }
+    Ok(maps)
+}
+
+/// Pins fresh maps. META goes first, with our mark and `complete` 0.
+fn pin_maps(
+    pins: &Pins,
+    maps: &mut BTreeMap<&'static str, MapData>,
+    digest: [u8; 32],
+) -> Result<(), KernelError> {
+    pins.create()?;
+    write_meta(maps, digest, false, false)?;
+    for shape in MAPS {
+        let Some(map) = maps.get(shape.name) else { continue };
+        map.pin(pins.map(shape.name)).map_err(|error| {
+            let failure =
+                Failure::from_error(&format!("could not pin {}", pins.map(shape.name).display()), &error);
+            KernelError { message: failure.message, kind: failure.kind }
+        })?;
+    }
+    Ok(())
+}
+
+fn write_meta(
+    maps: &BTreeMap<&'static str, MapData>,
+    digest: [u8; 32],
+    complete: bool,
+    tracepoint: bool,
+) -> Result<(), KernelError> {
+    let failed =
+        |error: &dyn std::fmt::Display| KernelError::new(format!("could not write the map {META}: {error}"));
+    let data = maps.get(META).ok_or_else(|| failed(&"the object has none"))?;
+    let copy = duplicate(data)?;
+    let mut map: Array<MapData, Meta> =
+        Map::from_map_data(copy).and_then(Array::try_from).map_err(|error| failed(&error))?;
+    let meta = Meta {
+        magic: MAGIC,
+        abi_version: ABI_VERSION,
+        complete: u32::from(complete),
+        tracepoint: u32::from(tracepoint),
+        reserved: 0,
+        digest,
+    };
+    map.set(0, meta, 0).map_err(|error| failed(&error))
+}
+
+/// A second handle of the same map.
+pub(super) fn duplicate(data: &MapData) -> Result<MapData, KernelError> {
+    let fd = data
+        .fd()
+        .as_fd()
+        .try_clone_to_owned()
+        .map_err(|error| KernelError::new(format!("no second descriptor for a BPF map: {error}")))?;
+    MapData::from_fd(fd).map_err(|error| KernelError::new(format!("could not look at a BPF map: {error}")))
+}
+
+/// Attaches one program after the other.
+struct Attach<'a> {
+    request: &'a Request<'a>,
+    offsets: &'a Offsets,
+    kernel_types: &'a aya::Btf,
+    ebpf: &'a mut Ebpf,
+    /// Links that are alive come from this very object and stay.
+    reuse_same: bool,
+    links: Vec<FdLink>,
+}
+
+impl Attach<'_> {
+    fn program(&mut self, program: &Program) -> Result<(), Failure> {
+        if self.reuse_same
+            && let Some(pins) = self.request.pins
+            && is_alive(pins, program, self.request.cgroup)
+        {
+            return Ok(());
+        }
+        self.offsets.require(program.fields).map_err(Failure::new)?;
+        match program.hook {
+            Hook::Tracepoint(name) => self.tracepoint(program, name),
+            Hook::SockOps => self.sock_ops(program),
+        }
+    }
+
+    /// A tracing link can't be updated: the new one is attached before the old one goes. Meanwhile both see each event;
+    /// the functions behind them are idempotent.
+    fn tracepoint(&mut self, program: &Program, name: &str) -> Result<(), Failure> {
+        if program.name == LISTENER_STATE {
+            offsets::check_set_state(self.request.kernel_btf).map_err(Failure::new)?;
+        }
+        let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
+        let loaded: &mut BtfTracePoint = found
+            .try_into()
+            .map_err(|error| Failure::from_error("the object's program is of another kind", &error))?;
+        loaded
+            .load(name, self.kernel_types)
+            .map_err(|error| Failure::from_error("the kernel refused the program", &error))?;
+        let attached = loaded.attach().and_then(|id| loaded.take_link(id));
+        let link = attached.map_err(|error| Failure::from_error("the kernel refused to attach", &error))?;
+        self.keep(program, link.into())
+    }
+
+    fn sock_ops(&mut self, program: &Program) -> Result<(), Failure> {
+        let cgroup = open_cgroup(self.request.cgroup)?;
+        let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
+        let loaded: &mut SockOps = found
+            .try_into()
+            .map_err(|error| Failure::from_error("the object's program is of another kind", &error))?;
+        loaded.load().map_err(|error| Failure::from_error("the kernel refused the program", &error))?;
+        if let Some(pins) = self.request.pins
+            && is_alive(pins, program, self.request.cgroup)
+            && let Ok(link) = sys::object_get(&pins.link(program.name))
+        {
+            let new =
+                loaded.fd().map_err(|error| Failure::from_error("the program has no descriptor", &error))?;
+            return sys::link_update(link.as_fd(), new.as_fd())
+                .map_err(|error| Failure::from_error("the kernel refused to replace the program", &error));
+        }
+        // With links the kernel always allows several programs on one cgroup, and refuses to be told so.
+        let attached = loaded.attach(&cgroup, CgroupAttachMode::Single).and_then(|id| loaded.take_link(id));
+        let link = attached.map_err(|error| Failure::from_error("the kernel refused to attach", &error))?;
+        let link =
+            FdLink::try_from(link).map_err(|error| Failure::from_error("the kernel gave no link", &error))?;
+        self.keep(program, link)
+    }
+
+    /// Pins a link in its place (over an older one, in one step), or holds it.
+    fn keep(&mut self, program: &Program, link: FdLink) -> Result<(), Failure> {
+        let Some(pins) = self.request.pins else {
+            self.links.push(link);
+            return Ok(());
+        };
+        let (new, place) = (pins.new_link(program.name), pins.link(program.name));
+        let _ = std::fs::remove_file(&new); // left by one that died right here
+        let pinned: PinnedLink =
+            link.pin(&new).map_err(|error| Failure::from_error("the link could not be pinned", &error))?;
+        std::fs::rename(&new, &place).map_err(|error| {
+            Failure::from_error(&format!("the link could not be pinned at {}", place.display()), &error)
+        })?;
+        drop(pinned); // the pin holds it now
+        Ok(())
+    }
+}
+
+fn no_program(program: &Program) -> Failure {
+    Failure::new(format!("the BPF object has no program {}", program.name))
+}
+
+/// Opens the pods' root cgroup, which must be a cgroup2 one.
+fn open_cgroup(path: &Path) -> Result<std::fs::File, Failure> {
+    let shown = path.display();
+    let file = std::fs::File::open(path).map_err(|error| Failure {
+        message: format!("could not open the cgroup {shown}: {error}"),
+        kind: None,
+    })?;
+    let kind = rustix::fs::fstatfs(&file)
+        .map_err(|error| Failure::new(format!("could not look at {shown}: {error}")))?;
+    if kind.f_type as u64 != CGROUP2_SUPER_MAGIC {
+        return Err(Failure::new(format!("{shown} is no cgroup2 folder")));
+    }
+    Ok(file)
+}

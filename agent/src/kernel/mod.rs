@@ -1,0 +1,407 @@
+//! The only user of bpf(2) in the agent: loads and attaches the kernel programs of `ebpf/`, keeps them pinned while the
+//! agent restarts, reads their maps and hands their edges on.
+//!
+//! It never fails to start. What the kernel, the privileges or the machine don't allow is in [`Kernel::capabilities`],
+//! with what stands in for it. It decides nothing about pods, and knows none: sockets, cgroup ids and network namespace
+//! cookies in, edges out.
+
+mod btf;
+mod capability;
+mod listeners;
+mod loader;
+mod netns;
+mod offsets;
+mod pins;
+mod reader;
+mod sweep;
+mod sys;
+
+pub use capability::Capability;
+pub use listeners::{Listener, Listeners};
+pub use netns::{ListeningSocket, NetnsHandle};
+
+use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
+use aya::programs::links::FdLink;
+use beelet_ebpf_abi::Drops;
+use crossbeam_channel::{Receiver, Sender};
+use pins::{Current, NoPins, Pins};
+use reader::{Counters, Reader};
+use sha2::{Digest as _, Sha256};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use tokio::sync::Notify;
+
+/// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
+static OBJECT: &[u8] =
+    aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/../ebpf/prebuilt/beelet.bpf.o"));
+
+/// Whether to use BPF.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Wherever it is possible.
+    Auto,
+    /// Nowhere: every fallback is in use.
+    Off,
+}
+
+/// Where and how to run the kernel half.
+#[derive(Clone, Debug)]
+pub struct KernelOptions {
+    /// The bpf file system, as a rule `/sys/fs/bpf`. Mounted if it isn't, where there is nothing else.
+    pub bpffs: PathBuf,
+    /// Our folder in it. No slashes, no dots.
+    pub pin_name: String,
+    /// The cgroup2 folder that all pods are below.
+    pub cgroup: PathBuf,
+    /// Whether to use BPF at all.
+    pub mode: Mode,
+    /// Another object than the built-in one, for development.
+    pub object: Option<PathBuf>,
+}
+
+/// Something happened that a worker should hear of now. Times are `CLOCK_MONOTONIC` in nanoseconds, taken in the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Edge {
+    /// A socket began to listen.
+    ListenerOpened {
+        /// Which, and where.
+        listener: Listener,
+        /// When.
+        at_ns: u64,
+    },
+    /// A socket listens no longer. Others may still listen at its address: ask [`Listeners::is_listening`].
+    ListenerClosed {
+        /// Which, and where. `since_ns` is 0 if it was opened before the programs were attached.
+        listener: Listener,
+        /// When.
+        at_ns: u64,
+    },
+    /// Edges were lost: read the maps again.
+    Lost,
+}
+
+/// Where edges come out.
+#[derive(Clone, Debug)]
+pub struct Edges {
+    /// Bounded. Clones share it: each edge goes to one of them.
+    pub receiver: Receiver<Edge>,
+    /// Notified after edges were sent.
+    pub wake: Arc<Notify>,
+}
+
+/// Why the kernel half could not do something: a sentence.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct KernelError {
+    message: String,
+    kind: Option<std::io::ErrorKind>,
+}
+
+impl KernelError {
+    fn new(message: impl Into<String>) -> KernelError {
+        KernelError { message: message.into(), kind: None }
+    }
+
+    fn map(name: &str, error: &dyn std::fmt::Display) -> KernelError {
+        KernelError::new(format!("could not use the BPF map {name}: {error}"))
+    }
+}
+
+/// What a map takes of the kernel's memory, at most. All maps are allocated in full when they are made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MapMemory {
+    /// The map's name.
+    pub map: &'static str,
+    /// How many entries it can hold; for the ring buffer, its bytes.
+    pub entries: u64,
+    /// Bytes of one entry: key and value; 1 for the ring buffer.
+    pub entry_bytes: u64,
+    /// How many copies there are of each value: the possible CPUs for a per-CPU map, else 1.
+    pub copies: u64,
+    /// The product. The kernel's own bookkeeping (some 50 bytes an entry of a hash) comes on top.
+    pub bytes: u64,
+}
+
+/// The kernel half, as far as it runs.
+pub struct Kernel {
+    capabilities: Vec<Capability>,
+    adopted: bool,
+    listeners: Option<Listeners>,
+    edges: Edges,
+    counters: Arc<Counters>,
+    drops: Option<PerCpuArray<MapData, Drops>>,
+    memory: Vec<MapMemory>,
+    /// Before `links` and `pins`: it is stopped first.
+    reader: Option<Reader>,
+    links: Vec<FdLink>,
+    pins: Option<Pins>,
+    /// Keeps the channel open where no reader does.
+    _sender: Sender<Edge>,
+}
+
+impl std::fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kernel")
+            .field("capabilities", &self.capabilities)
+            .field("adopted", &self.adopted)
+            .field("pins", &self.pins)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Kernel {
+    /// Brings up whatever is possible. Blocks for some hundred milliseconds at most, or a few if an earlier instance's
+    /// programs are taken over.
+    #[must_use]
+    pub fn start(options: &KernelOptions) -> Kernel {
+        let mut kernel = Kernel::idle();
+        if options.mode == Mode::Off {
+            kernel.capabilities =
+                capability::all_missing("BPF is switched off", "set bpf: Auto in the configuration");
+            return kernel;
+        }
+        if let Err((error, remedy)) = kernel.bring_up(options) {
+            tracing::warn!("no BPF: {error}");
+            let remedy = remedy.unwrap_or_else(|| capability::remedy(&error.message, error.kind));
+            kernel.capabilities = capability::all_missing(&error.message, &remedy);
+        }
+        for row in &kernel.capabilities {
+            if let Err(why) = &row.have {
+                tracing::warn!("{} is not there ({why}); instead: {}", row.program, row.fallback);
+            }
+        }
+        kernel
+    }
+
+    fn idle() -> Kernel {
+        let (sender, receiver) = crossbeam_channel::bounded(reader::CHANNEL_EDGES);
+        Kernel {
+            capabilities: Vec::new(),
+            adopted: false,
+            listeners: None,
+            edges: Edges { receiver, wake: Arc::new(Notify::new()) },
+            counters: Arc::default(),
+            drops: None,
+            memory: Vec::new(),
+            reader: None,
+            links: Vec::new(),
+            pins: None,
+            _sender: sender,
+        }
+    }
+
+    /// An error comes with a remedy where it is a special one.
+    fn bring_up(&mut self, options: &KernelOptions) -> Result<(), (KernelError, Option<String>)> {
+        let plain = |error| (error, None);
+        let own;
+        let object: &[u8] = match &options.object {
+            None => OBJECT,
+            Some(path) => {
+                own = read_object(path).map_err(plain)?;
+                &own
+            }
+        };
+        let kernel_btf = read_kernel_btf().map_err(plain)?;
+        let (pins, found, pins_row) = find_pins(options)?;
+        let current = found.as_ref().map_or(Current::Absent, |found| match &found.current {
+            Current::Absent => Current::Absent,
+            Current::Complete(meta) => Current::Complete(*meta),
+        });
+        let request = loader::Request {
+            object,
+            digest: Sha256::digest(object).into(),
+            cgroup: &options.cgroup,
+            pins: pins.as_ref(),
+            current,
+            kernel_btf: &kernel_btf,
+        };
+        let mut loaded = loader::load(&request).map_err(plain)?;
+        self.capabilities = std::mem::take(&mut loaded.capabilities);
+        self.capabilities.push(pins_row);
+        let attached =
+            self.capabilities.iter().any(|row| row.program != capability::PINS && row.have.is_ok());
+        // After the new ones are attached: between the two, nothing goes unseen.
+        for stale in found.map(|found| found.stale).unwrap_or_default() {
+            match Pins::remove_stale(&stale) {
+                Ok(()) => tracing::info!("removed {}, pins of another version", stale.display()),
+                Err(error) => tracing::warn!("{error}"),
+            }
+        }
+        self.pins = pins;
+        if attached {
+            self.take(loaded).map_err(plain)?;
+        }
+        Ok(())
+    }
+
+    /// Opens the maps and starts the reader.
+    fn take(&mut self, mut loaded: loader::Loaded) -> Result<(), KernelError> {
+        let map = |name: &str| {
+            loaded.maps.get(name).ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
+        };
+        self.memory = memory(&loaded.maps)?;
+        let listeners =
+            Listeners::new(loader::duplicate(map("LISTENERS")?)?, loader::duplicate(map("ADDRESSES")?)?)
+                .map_err(|error| KernelError::map("LISTENERS", &error))?;
+        let sweeper = sweep::Sweeper::new(
+            loader::duplicate(map("LISTENERS")?)?,
+            loader::duplicate(map("ADDRESSES")?)?,
+        )?;
+        let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
+            aya::maps::Map::from_map_data(data)
+                .and_then(PerCpuArray::try_from)
+                .map_err(|error| KernelError::map("DROPS", &error))
+        };
+        let ring = aya::maps::Map::from_map_data(loader::duplicate(map("EVENTS")?)?)
+            .and_then(RingBuf::try_from)
+            .map_err(|error| KernelError::map("EVENTS", &error))?;
+        self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
+        let reader = Reader::start(
+            ring,
+            drops(loader::duplicate(map("DROPS")?)?)?,
+            sweeper,
+            reader::Outlet {
+                edges: self._sender.clone(),
+                wake: Arc::clone(&self.edges.wake),
+                counters: Arc::clone(&self.counters),
+            },
+        )?;
+        self.reader = Some(reader);
+        self.listeners = Some(listeners);
+        self.adopted = loaded.adopted;
+        self.links = std::mem::take(&mut loaded.links);
+        Ok(())
+    }
+
+    /// What works, what doesn't, why, and what stands in: one row a program, and one for the pins.
+    #[must_use]
+    pub fn capabilities(&self) -> &[Capability] {
+        &self.capabilities
+    }
+
+    /// Whether programs and maps of an earlier instance were taken over, so that the listener map was kept complete
+    /// while no agent ran.
+    #[must_use]
+    pub fn adopted(&self) -> bool {
+        self.adopted
+    }
+
+    /// The maps of who listens; `None` where no program could be attached.
+    #[must_use]
+    pub fn listeners(&self) -> Option<Listeners> {
+        self.listeners.clone()
+    }
+
+    /// Where edges come out. Without programs none ever does.
+    #[must_use]
+    pub fn edges(&self) -> Edges {
+        self.edges.clone()
+    }
+
+    /// What each map takes of the kernel's memory.
+    #[must_use]
+    pub fn memory(&self) -> &[MapMemory] {
+        &self.memory
+    }
+
+    /// What the programs could not record or send, on all CPUs, since the maps were made; `None` without programs.
+    ///
+    /// # Errors
+    /// The kernel refused to read the map.
+    pub fn drops(&self) -> Result<Option<Drops>, KernelError> {
+        let Some(map) = &self.drops else { return Ok(None) };
+        reader::sum(map).map(Some)
+    }
+
+    /// How often an edge found the channel full, since the start.
+    #[must_use]
+    pub fn channel_full(&self) -> u64 {
+        self.counters.channel_full.load(Ordering::Relaxed)
+    }
+
+    /// Where the maps and links of this version are pinned; `None` where they aren't.
+    #[must_use]
+    pub fn pins(&self) -> Option<&Path> {
+        self.pins.as_ref().map(Pins::dir)
+    }
+
+    /// Ends the reader. With `keep_pins` the programs run on and the next instance adopts them; without, they go, and
+    /// so does the bpf file system if this instance mounted it.
+    ///
+    /// # Errors
+    /// A pin could not be removed.
+    pub fn stop(mut self, keep_pins: bool) -> Result<(), KernelError> {
+        if let Some(mut reader) = self.reader.take() {
+            reader.stop();
+        }
+        self.links.clear();
+        match &self.pins {
+            Some(pins) if !keep_pins => pins.remove_all(),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {
+    std::fs::read(path).map_err(|error| {
+        KernelError::new(format!("could not read the BPF object {}: {error}", path.display()))
+    })
+}
+
+fn read_kernel_btf() -> Result<btf::Btf, KernelError> {
+    const PATH: &str = "/sys/kernel/btf/vmlinux";
+    let bytes = std::fs::read(PATH).map_err(|error| KernelError {
+        message: format!("this kernel does not describe its types: {PATH}: {error}"),
+        kind: Some(error.kind()),
+    })?;
+    btf::Btf::parse(bytes).map_err(|error| KernelError::new(format!("{PATH} is {error}")))
+}
+
+type PinsFound = (Option<Pins>, Option<pins::Found>, Capability);
+
+/// The place for pins, what is there, and the row that says so. Only something foreign at our place is an error.
+fn find_pins(options: &KernelOptions) -> Result<PinsFound, (KernelError, Option<String>)> {
+    let row = |have: Result<(), String>, remedy: String| Capability {
+        program: capability::PINS,
+        needs: capability::PINS_NEED,
+        have,
+        fallback: capability::PINS_FALLBACK,
+        remedy,
+    };
+    let opened = Pins::open(&options.bpffs, &options.pin_name).and_then(|pins| {
+        let found = pins.inspect()?;
+        Ok((pins, found))
+    });
+    match opened {
+        Ok((pins, found)) => Ok((Some(pins), Some(found), row(Ok(()), String::new()))),
+        Err(NoPins::NoFileSystem(why)) => {
+            let remedy = format!("mount one: mount -t bpf bpf {}", options.bpffs.display());
+            Ok((None, None, row(Err(why), remedy)))
+        }
+        Err(NoPins::Foreign(why)) => {
+            let remedy = "look at it with `bpftool`; then remove it, or set another pinName".to_owned();
+            Err((KernelError::new(why), Some(remedy)))
+        }
+    }
+}
+
+fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Vec<MapMemory>, KernelError> {
+    let cpus = aya::util::nr_cpus()
+        .map_err(|(what, error)| KernelError::new(format!("could not count the CPUs: {what}: {error}")))?;
+    maps.iter()
+        .map(|(name, data)| {
+            let info = data.info().map_err(|error| KernelError::map(name, &error))?;
+            let kind = info.map_type().map_err(|error| KernelError::map(name, &error))?;
+            let (entry_bytes, copies) = match kind {
+                MapType::RingBuf => (1, 1),
+                MapType::PerCpuArray | MapType::PerCpuHash => {
+                    (u64::from(info.key_size()) + u64::from(info.value_size()), cpus as u64)
+                }
+                _ => (u64::from(info.key_size()) + u64::from(info.value_size()), 1),
+            };
+            let entries = u64::from(info.max_entries());
+            Ok(MapMemory { map: name, entries, entry_bytes, copies, bytes: entries * entry_bytes * copies })
+        })
+        .collect()
+}

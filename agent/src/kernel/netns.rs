@@ -1,0 +1,185 @@
+//! A handle on a pod's network namespace, and who listens in it as the kernel's sock_diag says.
+//!
+//! This is the second opinion: it seeds what listened before the programs were attached, confirms a verdict once a
+//! period, and answers alone where there is no BPF. It opens no connection and sends no packet.
+
+use super::{KernelError, sys};
+use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
+use netlink_packet_sock_diag::SockDiagMessage;
+use netlink_packet_sock_diag::constants::{AF_INET, AF_INET6, IPPROTO_TCP};
+use netlink_packet_sock_diag::inet::nlas::Nla;
+use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, InetResponse, SocketId, StateFlags};
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
+use std::net::IpAddr;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// The kernel answers a dump at once; a missing answer is a bug, and must not hang a worker.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+/// A TCP socket in state LISTEN, as sock_diag reports it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListeningSocket {
+    /// The kernel's number for the socket, the same as in [`super::Listener::cookie`].
+    pub cookie: u64,
+    /// Where it listens; unspecified for every address.
+    pub address: IpAddr,
+    /// Its port.
+    pub port: u16,
+    /// An IPv6 socket that takes IPv4 connections as well.
+    pub dual_stack: bool,
+}
+
+impl ListeningSocket {
+    /// Whether it takes connections to `ip`.
+    fn answers_at(&self, ip: IpAddr) -> bool {
+        match (self.address, ip) {
+            (IpAddr::V4(own), IpAddr::V4(ip)) => own.is_unspecified() || own == ip,
+            (IpAddr::V6(own), IpAddr::V6(ip)) => own.is_unspecified() || own == ip,
+            (IpAddr::V6(own), IpAddr::V4(ip)) => {
+                own.to_ipv4_mapped() == Some(ip) || (own.is_unspecified() && self.dual_stack)
+            }
+            (IpAddr::V4(_), IpAddr::V6(_)) => false,
+        }
+    }
+}
+
+/// A network namespace, held by a socket inside it. Blocking calls of some ten microseconds.
+#[derive(Debug)]
+pub struct NetnsHandle {
+    cookie: u64,
+    socket: Mutex<Socket>,
+}
+
+impl NetnsHandle {
+    /// Opens the namespace that a file stands for (`/proc/<pid>/ns/net`, `/run/netns/<name>`).
+    ///
+    /// # Errors
+    /// There is no such file, it is no network namespace, or we may not enter it.
+    pub fn open(path: &Path) -> Result<NetnsHandle, KernelError> {
+        let shown = path.display().to_string();
+        let file = std::fs::File::open(path).map_err(|error| {
+            KernelError::new(format!("could not open the network namespace {shown}: {error}"))
+        })?;
+        // Only a thread's own namespace can be changed, and it must not be one that others work on: this one ends here.
+        let opened = std::thread::Builder::new().name("netns".to_owned()).spawn(move || {
+            rustix::thread::move_into_link_name_space(
+                std::os::fd::AsFd::as_fd(&file),
+                Some(rustix::thread::LinkNameSpaceType::Network),
+            )
+            .map_err(|error| format!("could not enter it: {error}"))?;
+            open_socket()
+        });
+        let failed =
+            |why: &str| KernelError::new(format!("the network namespace {shown} can't be watched: {why}"));
+        let (cookie, socket) = opened
+            .map_err(|error| failed(&format!("no thread: {error}")))?
+            .join()
+            .map_err(|_| failed("the thread that entered it panicked"))?
+            .map_err(|why| failed(&why))?;
+        Ok(NetnsHandle { cookie, socket: Mutex::new(socket) })
+    }
+
+    /// Opens the namespace of a process.
+    ///
+    /// # Errors
+    /// As [`NetnsHandle::open`].
+    pub fn of_process(pid: u32) -> Result<NetnsHandle, KernelError> {
+        NetnsHandle::open(Path::new(&format!("/proc/{pid}/ns/net")))
+    }
+
+    /// The kernel's number for the namespace, as in [`super::Listener::netns_cookie`].
+    #[must_use]
+    pub fn cookie(&self) -> u64 {
+        self.cookie
+    }
+
+    /// Every TCP socket that listens in it, on `port` if one is given.
+    ///
+    /// # Errors
+    /// The kernel refused, or its answer made no sense.
+    pub fn listening(&self, port: Option<u16>) -> Result<Vec<ListeningSocket>, KernelError> {
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = dump(&socket, AF_INET, port)?;
+        found.extend(dump(&socket, AF_INET6, port)?);
+        Ok(found)
+    }
+
+    /// Whether anything in it takes connections to `port` at any of `ips`.
+    ///
+    /// # Errors
+    /// As [`NetnsHandle::listening`].
+    pub fn is_listening(&self, port: u16, ips: &[IpAddr]) -> Result<bool, KernelError> {
+        let sockets = self.listening(Some(port))?;
+        Ok(sockets.iter().any(|socket| socket.port == port && ips.iter().any(|ip| socket.answers_at(*ip))))
+    }
+}
+
+fn open_socket() -> Result<(u64, Socket), String> {
+    let mut socket =
+        Socket::new(NETLINK_SOCK_DIAG).map_err(|error| format!("no sock_diag socket: {error}"))?;
+    socket.bind_auto().map_err(|error| format!("no sock_diag address: {error}"))?;
+    socket.connect(&SocketAddr::new(0, 0)).map_err(|error| format!("no sock_diag: {error}"))?;
+    // SAFETY: `socket` owns the descriptor and outlives the borrow.
+    let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };
+    rustix::net::sockopt::set_socket_timeout(fd, rustix::net::sockopt::Timeout::Recv, Some(ANSWER_WITHIN))
+        .map_err(|error| format!("no deadline for sock_diag: {error}"))?;
+    let cookie = sys::netns_cookie(fd).map_err(|error| format!("its cookie is not to be had: {error}"))?;
+    Ok((cookie, socket))
+}
+
+/// Asks for all listeners of one address family.
+fn dump(socket: &Socket, family: u8, port: Option<u16>) -> Result<Vec<ListeningSocket>, KernelError> {
+    let failed = |what: &dyn std::fmt::Display| {
+        KernelError::new(format!("sock_diag could not list listeners: {what}"))
+    };
+    let mut header = NetlinkHeader::default();
+    header.flags = NLM_F_REQUEST | NLM_F_DUMP;
+    let mut socket_id = if family == AF_INET { SocketId::new_v4() } else { SocketId::new_v6() };
+    socket_id.source_port = port.unwrap_or(0); // 0: any
+    let request = InetRequest {
+        family,
+        protocol: IPPROTO_TCP,
+        extensions: ExtensionFlags::empty(),
+        states: StateFlags::LISTEN,
+        socket_id,
+    };
+    let mut message = NetlinkMessage::new(header, SockDiagMessage::InetRequest(request).into());
+    message.finalize();
+    let mut bytes = vec![0; message.buffer_len()];
+    message.serialize(&mut bytes);
+    socket.send(&bytes, 0).map_err(|error| failed(&error))?;
+    let mut found = Vec::new();
+    loop {
+        let (datagram, _) = socket.recv_from_full().map_err(|error| failed(&error))?;
+        let mut rest = datagram.as_slice();
+        while !rest.is_empty() {
+            let message =
+                NetlinkMessage::<SockDiagMessage>::deserialize(rest).map_err(|error| failed(&error))?;
+            match message.payload {
+                NetlinkPayload::Done(_) => return Ok(found),
+                NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
+                    found.push(listening_socket(&response));
+                }
+                NetlinkPayload::Error(error) => return Err(failed(&error.to_io())),
+                _ => {}
+            }
+            // Messages are aligned to 4 bytes.
+            let length = (message.header.length as usize).next_multiple_of(4).max(4);
+            rest = rest.get(length..).unwrap_or_default();
+        }
+    }
+}
+
+fn listening_socket(response: &InetResponse) -> ListeningSocket {
+    let id = &response.header.socket_id;
+    let v6_only = response.nlas.iter().any(|nla| matches!(nla, Nla::SkV6Only(true)));
+    ListeningSocket {
+        cookie: u64::from_ne_bytes(id.cookie),
+        address: id.source_address,
+        port: id.source_port,
+        dual_stack: response.header.family == AF_INET6 && !v6_only,
+    }
+}

@@ -1,0 +1,327 @@
+//! Where maps and links stay while the agent is away: `<bpffs>/<name>/v<ABI>/`, with the links in `links/`.
+//!
+//! `META` is pinned first and removed last, so every folder of ours has it, whatever moment we died in. A folder without
+//! it, or with anything in it that we would not have put there, is a stranger's: named, and never touched.
+
+use super::KernelError;
+use super::sys::{self, ObjectKind};
+use aya::maps::{Array, Map, MapData, MapType};
+use beelet_ebpf_abi::{
+    ABI_VERSION, Address, AddressCount, Drops, ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_LISTENERS, Meta,
+    RING_BYTES, SocketCookie,
+};
+use rustix::mount::{MountFlags, UnmountFlags};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// `statfs.f_type` of a bpf file system (include/uapi/linux/magic.h).
+const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
+/// The subfolder for links.
+const LINKS: &str = "links";
+/// Marks a link that has not yet taken its predecessor's place. No dots: bpffs refuses them in names.
+const NEW: &str = "_new";
+pub(super) const META: &str = "META";
+
+/// A map as this ABI version has it.
+pub(super) struct MapShape {
+    pub(super) name: &'static str,
+    kind: MapType,
+    key: usize,
+    value: usize,
+    entries: usize,
+}
+
+/// Every map that is pinned. `META` comes first.
+pub(super) const MAPS: &[MapShape] = &[
+    MapShape { name: META, kind: MapType::Array, key: 4, value: size_of::<Meta>(), entries: 1 },
+    MapShape {
+        name: "LISTENERS",
+        kind: MapType::Hash,
+        key: size_of::<SocketCookie>(),
+        value: size_of::<ListenerRecord>(),
+        entries: MAX_LISTENERS,
+    },
+    MapShape {
+        name: "ADDRESSES",
+        kind: MapType::Hash,
+        key: size_of::<Address>(),
+        value: size_of::<AddressCount>(),
+        entries: MAX_ADDRESSES,
+    },
+    MapShape { name: "EVENTS", kind: MapType::RingBuf, key: 0, value: 0, entries: RING_BYTES },
+    MapShape { name: "DROPS", kind: MapType::PerCpuArray, key: 4, value: size_of::<Drops>(), entries: 1 },
+];
+
+/// Our folder on a bpf file system.
+#[derive(Debug)]
+pub(super) struct Pins {
+    bpffs: PathBuf,
+    base: PathBuf,
+    dir: PathBuf,
+    mounted: bool,
+}
+
+/// What an earlier instance left in the folder of this ABI version.
+#[derive(Debug)]
+pub(super) enum Current {
+    /// Nothing, or something half made that counts as nothing.
+    Absent,
+    /// Maps and links that an earlier instance finished.
+    Complete(Meta),
+}
+
+/// What was found under our name.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) current: Current,
+    /// Folders of ours, of other ABI versions.
+    pub(super) stale: Vec<PathBuf>,
+}
+
+/// Why there are no pins.
+#[derive(Debug)]
+pub(super) enum NoPins {
+    /// There is no bpf file system: everything works, unpinned.
+    NoFileSystem(String),
+    /// Our place is taken: the kernel half stays off.
+    Foreign(String),
+}
+
+impl Pins {
+    /// Finds, or mounts, the bpf file system.
+    pub(super) fn open(bpffs: &Path, name: &str) -> Result<Pins, NoPins> {
+        if name.is_empty() || name.contains(['/', '.']) {
+            return Err(NoPins::NoFileSystem(format!(
+                "the pin name {name:?} can't be used: bpffs takes no slashes and no dots in a name"
+            )));
+        }
+        let mounted = ensure_mounted(bpffs).map_err(NoPins::NoFileSystem)?;
+        let base = bpffs.join(name);
+        let dir = base.join(format!("v{ABI_VERSION}"));
+        Ok(Pins { bpffs: bpffs.to_path_buf(), base, dir, mounted })
+    }
+
+    /// Looks at what is there, touching nothing.
+    pub(super) fn inspect(&self) -> Result<Found, NoPins> {
+        let foreign = |path: &Path, what: &str| {
+            NoPins::Foreign(format!(
+                "{} is {what}, which beelet did not make. It is left alone; remove it, or give beelet another place \
+                 (bpffs and pinName in its configuration)",
+                path.display()
+            ))
+        };
+        let mut found = Found { current: Current::Absent, stale: Vec::new() };
+        match std::fs::symlink_metadata(&self.base) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
+            Err(error) => return Err(foreign(&self.base, &format!("not to be read ({error})"))),
+            Ok(metadata) if !metadata.is_dir() => return Err(foreign(&self.base, "no folder")),
+            Ok(_) => {}
+        }
+        for entry in entries(&self.base).map_err(|error| foreign(&self.base, &error.to_string()))? {
+            let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let version = name.strip_prefix('v').and_then(|digits| digits.parse::<u32>().ok());
+            if version.is_none() || !entry.is_dir() {
+                return Err(foreign(&entry, "something"));
+            }
+            let meta = read_meta(&entry).map_err(|what| foreign(&entry.join(META), &what))?;
+            if meta.is_none() && !is_empty(&entry) {
+                return Err(foreign(&entry, "a folder of pins without our META map"));
+            }
+            if version == Some(ABI_VERSION) {
+                self.check_current().map_err(|(path, what)| foreign(&path, &what))?;
+                found.current = match meta {
+                    Some(meta) if meta.complete == 1 && self.maps_fit() => Current::Complete(meta),
+                    _ => Current::Absent,
+                };
+            } else {
+                found.stale.push(entry);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Everything in the folder of this version must be something that we put there.
+    fn check_current(&self) -> Result<(), (PathBuf, String)> {
+        let unreadable =
+            |path: &Path, error: &std::io::Error| (path.to_path_buf(), format!("not to be read ({error})"));
+        for entry in entries(&self.dir).map_err(|error| unreadable(&self.dir, &error))? {
+            let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if name == LINKS {
+                for link in entries(&entry).map_err(|error| unreadable(&entry, &error))? {
+                    expect_kind(&link, ObjectKind::Link)?;
+                }
+            } else if MAPS.iter().any(|shape| shape.name == name) {
+                expect_kind(&entry, ObjectKind::Map)?;
+            } else {
+                return Err((entry, "an object".to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether every map is there and has the shape of this version.
+    fn maps_fit(&self) -> bool {
+        MAPS.iter().all(|shape| {
+            let info = MapData::from_pin(self.map(shape.name)).and_then(|map| map.info());
+            info.is_ok_and(|info| {
+                info.map_type().is_ok_and(|kind| kind == shape.kind)
+                    && info.key_size() as usize == shape.key
+                    && info.value_size() as usize == shape.value
+                    && info.max_entries() as usize == shape.entries
+            })
+        })
+    }
+
+    /// Makes the folders of this version, empty.
+    pub(super) fn create(&self) -> Result<(), KernelError> {
+        self.remove_current()?;
+        let links = self.dir.join(LINKS);
+        std::fs::create_dir_all(&links).map_err(|error| {
+            KernelError::new(format!("could not make the folder {} for pins: {error}", links.display()))
+        })
+    }
+
+    /// Takes away the pins of this version; whatever they hold ends with its last user.
+    pub(super) fn remove_current(&self) -> Result<(), KernelError> {
+        remove_tree(&self.dir)
+    }
+
+    /// Takes away a folder that [`Pins::inspect`] called stale.
+    pub(super) fn remove_stale(path: &Path) -> Result<(), KernelError> {
+        remove_tree(path)
+    }
+
+    /// Takes everything of ours away: the pins, our folder, and the mount if this instance made it.
+    pub(super) fn remove_all(&self) -> Result<(), KernelError> {
+        self.remove_current()?;
+        match std::fs::remove_dir(&self.base) {
+            Err(error) if !matches!(error.kind(), std::io::ErrorKind::NotFound) => {
+                return Err(KernelError::new(format!("could not remove {}: {error}", self.base.display())));
+            }
+            _ => {}
+        }
+        if self.mounted && is_empty(&self.bpffs) {
+            rustix::mount::unmount(&self.bpffs, UnmountFlags::empty()).map_err(|error| {
+                KernelError::new(format!("could not unmount {}: {error}", self.bpffs.display()))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The folder of this version.
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Where a map is pinned.
+    pub(super) fn map(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// Where a program's link is pinned.
+    pub(super) fn link(&self, program: &str) -> PathBuf {
+        self.dir.join(LINKS).join(program)
+    }
+
+    /// Where a link is pinned before it takes the place of the old one.
+    pub(super) fn new_link(&self, program: &str) -> PathBuf {
+        self.dir.join(LINKS).join(format!("{program}{NEW}"))
+    }
+}
+
+/// Mounts a bpf file system at `path` unless there is one; true if it did.
+fn ensure_mounted(path: &Path) -> Result<bool, String> {
+    let shown = path.display();
+    if !path.exists() {
+        std::fs::create_dir_all(path)
+            .map_err(|error| format!("there is no {shown} and it could not be made: {error}"))?;
+    }
+    let kind =
+        rustix::fs::statfs(path).map_err(|error| format!("could not look at {shown}: {error}"))?.f_type;
+    if kind as u64 == BPF_FS_MAGIC {
+        return Ok(false);
+    }
+    let device = |path: &Path| std::fs::metadata(path).map(|metadata| metadata.dev());
+    if let Some(parent) = path.parent()
+        && device(path).ok() != device(parent).ok()
+    {
+        return Err(format!("{shown} is the mount point of another file system, not of a bpf one"));
+    }
+    if !is_empty(path) {
+        return Err(format!("{shown} is no bpf file system, and not empty, so none is mounted over it"));
+    }
+    let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    rustix::mount::mount("bpf", path, "bpf", flags, c"mode=0700")
+        .map_err(|error| format!("no bpf file system could be mounted at {shown}: {error}"))?;
+    tracing::info!("mounted a bpf file system at {shown}");
+    Ok(true)
+}
+
+/// Reads the META map of a folder; `None` if there is none; an error says what else is at its place.
+fn read_meta(dir: &Path) -> Result<Option<Meta>, String> {
+    let path = dir.join(META);
+    if !path.exists() {
+        return Ok(None);
+    }
+    expect_kind(&path, ObjectKind::Map).map_err(|(_, what)| what)?;
+    let unreadable = |error: &dyn std::fmt::Display| format!("not to be read ({error})");
+    let data = MapData::from_pin(&path).map_err(|error| unreadable(&error))?;
+    let info = data.info().map_err(|error| unreadable(&error))?;
+    if info.value_size() as usize != size_of::<Meta>() || info.map_type().ok() != Some(MapType::Array) {
+        // Another version's may have grown; ours never shrinks below its head.
+        return Err("a map of another shape".to_owned());
+    }
+    let map: Array<MapData, Meta> =
+        Map::from_map_data(data).and_then(Array::try_from).map_err(|error| unreadable(&error))?;
+    let meta = map.get(&0, 0).map_err(|error| unreadable(&error))?;
+    if meta.magic == MAGIC { Ok(Some(meta)) } else { Err("a map without our mark".to_owned()) }
+}
+
+fn expect_kind(path: &Path, expected: ObjectKind) -> Result<(), (PathBuf, String)> {
+    let kind = sys::object_get(path).and_then(|fd| sys::object_kind(fd.as_fd()));
+    match kind {
+        Ok(kind) if kind == expected => Ok(()),
+        Ok(kind) => Err((path.to_path_buf(), format!("a BPF {}", format!("{kind:?}").to_lowercase()))),
+        Err(error) => Err((path.to_path_buf(), format!("no BPF object ({error})"))),
+    }
+}
+
+/// The paths in a folder.
+fn entries(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
+    std::fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.path())).collect()
+}
+
+/// Whether a folder holds nothing, or only our empty folder for links.
+fn is_empty(dir: &Path) -> bool {
+    entries(dir).is_ok_and(|found| {
+        found.iter().all(|path| path.ends_with(LINKS) && entries(path).is_ok_and(|links| links.is_empty()))
+    })
+}
+
+/// Removes a folder of ours, META last: interrupted, it is still known as ours.
+fn remove_tree(dir: &Path) -> Result<(), KernelError> {
+    let failed = |path: &Path, error: &std::io::Error| {
+        KernelError::new(format!("could not remove {}: {error}", path.display()))
+    };
+    let absent_is_fine = |path: &Path, result: std::io::Result<()>| match result {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(failed(path, &error)),
+        _ => Ok(()),
+    };
+    if !dir.exists() {
+        return Ok(());
+    }
+    let mut inside = entries(dir).map_err(|error| failed(dir, &error))?;
+    inside.sort_by_key(|path| (path.ends_with(META), path.clone()));
+    for path in inside {
+        if path.is_dir() {
+            for link in entries(&path).map_err(|error| failed(&path, &error))? {
+                absent_is_fine(&link, std::fs::remove_file(&link))?;
+            }
+            absent_is_fine(&path, std::fs::remove_dir(&path))?;
+        } else {
+            absent_is_fine(&path, std::fs::remove_file(&path))?;
+        }
+    }
+    absent_is_fine(dir, std::fs::remove_dir(dir))
+}

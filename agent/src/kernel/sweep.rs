@@ -1,0 +1,210 @@
+//! Keeps `ADDRESSES` from filling up with addresses that nobody listens on any more.
+//!
+//! The programs never delete an address whose count fell to zero: another CPU may have looked the entry up already and
+//! be about to add to it, and that listener's count would go with the entry (or be added to whoever gets the entry's
+//! memory next). A map has no lock that tracing programs may take, so user space does it *optimistically and verifies*:
+//!
+//! 1. only when the map is half full, only entries that have been zero for a minute;
+//! 2. wait until every program that runs now has ended: whoever held a stale entry is through;
+//! 3. compare all counts with the listeners' records, and correct what differs twice, with such a wait between. The
+//!    correction is not atomic either, so this is repeated until nothing differs.
+//!
+//! A listener that hits the window (nanoseconds, at an address unused for a minute) is thus counted wrongly for
+//! milliseconds. The same comparison counts listeners that came while the map was full.
+
+use super::listeners::{Listeners, absent_is_none};
+use super::{KernelError, sys};
+use aya::maps::{HashMap, Map, MapData};
+use beelet_ebpf_abi::{Address, AddressCount, ListenerRecord, MAX_ADDRESSES, SocketCookie};
+use std::collections::BTreeMap;
+
+/// A count must have been zero this long.
+const UNUSED_NS: u64 = 60_000_000_000;
+/// Corrections are tried this often; one is enough unless an address changes thousands of times a second.
+const MAX_ROUNDS: u32 = 8;
+const BPF_EXIST: u64 = 2;
+
+/// Removes unused addresses.
+#[derive(Debug)]
+pub(super) struct Sweeper {
+    listeners: Listeners,
+    records: HashMap<MapData, SocketCookie, ListenerRecord>,
+    addresses: HashMap<MapData, Address, AddressCount>,
+    /// More entries than this are too many.
+    limit: usize,
+}
+
+impl Sweeper {
+    pub(super) fn new(listeners: MapData, addresses: MapData) -> Result<Sweeper, KernelError> {
+        let failed = |error: &dyn std::fmt::Display| KernelError::map("ADDRESSES", error);
+        let (records, counts) =
+            (super::loader::duplicate(&listeners)?, super::loader::duplicate(&addresses)?);
+        Ok(Sweeper {
+            listeners: Listeners::new(listeners, addresses).map_err(|error| failed(&error))?,
+            records: Map::from_map_data(records)
+                .and_then(HashMap::try_from)
+                .map_err(|error| failed(&error))?,
+            addresses: Map::from_map_data(counts)
+                .and_then(HashMap::try_from)
+                .map_err(|error| failed(&error))?,
+            limit: MAX_ADDRESSES / 2,
+        })
+    }
+
+    /// Removes what has been unused for long if the map is half full; `force` if the programs found it full.
+    /// How many entries it removed.
+    pub(super) fn sweep(&mut self, now_ns: u64, force: bool) -> Result<usize, KernelError> {
+        let counts = self.counts()?;
+        if counts.len() <= self.limit && !force {
+            return Ok(0);
+        }
+        let mut removed = 0;
+        for address in unused(&counts, now_ns) {
+            let again = absent_is_none(self.addresses.get(&address, 0), "ADDRESSES")?;
+            if again.is_some_and(|count| count.listeners == 0) && self.addresses.remove(&address).is_ok() {
+                removed += 1;
+            }
+        }
+        if removed > 0 || force {
+            self.count_the_uncounted()?;
+            self.verify()?;
+        }
+        Ok(removed)
+    }
+
+    fn counts(&self) -> Result<BTreeMap<Address, AddressCount>, KernelError> {
+        let mut counts = BTreeMap::new();
+        for entry in &self.addresses {
+            let (address, count) = entry.map_err(|error| KernelError::map("ADDRESSES", &error))?;
+            counts.insert(address, count);
+        }
+        Ok(counts)
+    }
+
+    /// Marks listeners that found `ADDRESSES` full as counted; [`Sweeper::verify`] then counts them.
+    fn count_the_uncounted(&mut self) -> Result<(), KernelError> {
+        for (cookie, record) in self.listeners.records()? {
+            if record.counted == 0 && record.address.port != 0 {
+                // It may be gone by now: then the key is, too.
+                let _ = self.records.insert(
+                    SocketCookie { cookie },
+                    ListenerRecord { counted: 1, ..record },
+                    BPF_EXIST,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares counts with records until they agree.
+    fn verify(&mut self) -> Result<(), KernelError> {
+        let waited = |result: std::io::Result<()>| {
+            result.map_err(|error| {
+                KernelError::new(format!("could not wait for running BPF programs: {error}"))
+            })
+        };
+        for _ in 0..MAX_ROUNDS {
+            waited(sys::wait_for_running_programs())?;
+            let first = differences(&self.listeners.records()?, &self.counts()?);
+            if first.is_empty() {
+                return Ok(());
+            }
+            waited(sys::wait_for_running_programs())?;
+            let counts = self.counts()?;
+            let second = differences(&self.listeners.records()?, &counts);
+            for (address, difference) in second {
+                if first.get(&address) == Some(&difference) {
+                    self.correct(address, counts.get(&address), difference)?;
+                }
+            }
+        }
+        Err(KernelError::new(
+            "the counts of the map ADDRESSES would not settle; verdicts are confirmed by sock_diag once a period",
+        ))
+    }
+
+    fn correct(
+        &mut self,
+        address: Address,
+        count: Option<&AddressCount>,
+        difference: i64,
+    ) -> Result<(), KernelError> {
+        let none = AddressCount { listeners: 0, last_cookie: 0, changed_ns: 0 };
+        let mut corrected = count.copied().unwrap_or(none);
+        corrected.listeners = corrected.listeners.saturating_add_signed(difference);
+        tracing::info!("counted {} listeners at a swept address, port {}", corrected.listeners, address.port);
+        self.addresses.insert(address, corrected, 0).map_err(|error| KernelError::map("ADDRESSES", &error))
+    }
+}
+
+/// The addresses that nobody has listened on for long.
+fn unused(counts: &BTreeMap<Address, AddressCount>, now_ns: u64) -> Vec<Address> {
+    counts
+        .iter()
+        .filter(|(_, count)| count.listeners == 0 && now_ns.saturating_sub(count.changed_ns) >= UNUSED_NS)
+        .map(|(address, _)| *address)
+        .collect()
+}
+
+/// By how much each count is too low (or, negative, too high) for the records.
+fn differences(
+    records: &[(u64, ListenerRecord)],
+    counts: &BTreeMap<Address, AddressCount>,
+) -> BTreeMap<Address, i64> {
+    let unique: BTreeMap<u64, &ListenerRecord> =
+        records.iter().map(|(cookie, record)| (*cookie, record)).collect();
+    let mut differences: BTreeMap<Address, i64> = counts
+        .iter()
+        .map(|(address, count)| (*address, 0_i64.saturating_sub_unsigned(count.listeners)))
+        .collect();
+    for record in unique.into_values().filter(|record| record.counted != 0) {
+        *differences.entry(record.address).or_default() += 1;
+    }
+    differences.retain(|_, difference| *difference != 0);
+    differences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(port: u16) -> Address {
+        Address { netns_cookie: 1, address: [0; 16], port, family: 2, dual_stack: 0 }
+    }
+
+    fn count(listeners: u64, changed_ns: u64) -> AddressCount {
+        AddressCount { listeners, last_cookie: 0, changed_ns }
+    }
+
+    fn record(port: u16, counted: u32) -> ListenerRecord {
+        ListenerRecord { address: address(port), cgroup_id: 0, since_ns: 0, counted, seen_by: 1 }
+    }
+
+    #[test]
+    fn only_what_has_been_unused_for_a_minute_is_swept() {
+        let now = 100_000_000_000;
+        let counts = BTreeMap::from([
+            (address(1), count(0, now - UNUSED_NS)),
+            (address(2), count(0, now - UNUSED_NS + 1)),
+            (address(3), count(1, 0)),
+            (address(4), count(0, now + 5)),
+        ]);
+        assert_eq!(unused(&counts, now), [address(1)]);
+    }
+
+    #[test]
+    fn counts_are_compared_with_records() {
+        let counts =
+            BTreeMap::from([(address(1), count(2, 0)), (address(2), count(1, 0)), (address(3), count(0, 0))]);
+        let records = [
+            (10, record(1, 1)),
+            (11, record(1, 1)),
+            (11, record(1, 1)), // read twice
+            (12, record(3, 1)),
+            (13, record(4, 0)),
+            (14, record(5, 1)),
+        ];
+        let expected = BTreeMap::from([(address(2), -1), (address(3), 1), (address(5), 1)]);
+        assert_eq!(differences(&records, &counts), expected);
+    }
+}

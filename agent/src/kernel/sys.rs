@@ -1,0 +1,111 @@
+//! Thin wrappers of system calls that neither aya nor rustix has. Nothing here decides anything.
+
+use aya_obj::generated::{bpf_attr, bpf_cmd, bpf_link_info, bpf_link_type};
+use std::ffi::CString;
+use std::io;
+use std::mem::{size_of, zeroed};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// What kind of BPF object a descriptor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ObjectKind {
+    Map,
+    Program,
+    Link,
+}
+
+/// What the kernel says about a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LinkState {
+    /// For a link to a cgroup: that cgroup's id, 0 once the cgroup is gone. `None` for other links.
+    pub(super) cgroup_id: Option<u64>,
+}
+
+fn bpf(cmd: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i64> {
+    // SAFETY: `attr` is a whole, initialised union of the size given, and outlives the call.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, cmd as u32, &raw mut *attr, size_of::<bpf_attr>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn empty_attr() -> bpf_attr {
+    // SAFETY: all zero is a value of this union of plain integers, and what the kernel wants for what isn't used.
+    unsafe { zeroed() }
+}
+
+/// Opens what is pinned at `path`.
+pub(super) fn object_get(path: &Path) -> io::Result<OwnedFd> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let mut attr = empty_attr();
+    attr.__bindgen_anon_4.pathname = path.as_ptr() as u64;
+    let fd = bpf(bpf_cmd::BPF_OBJ_GET, &mut attr)?;
+    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The kind of a BPF descriptor: the kernel tells it only by the name of the descriptor's inode.
+pub(super) fn object_kind(fd: BorrowedFd<'_>) -> io::Result<ObjectKind> {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    let name = name.to_string_lossy();
+    if name.contains("bpf-map") {
+        Ok(ObjectKind::Map)
+    } else if name.contains("bpf-prog") {
+        Ok(ObjectKind::Program)
+    } else if name.contains("bpf_link") || name.contains("bpf-link") {
+        Ok(ObjectKind::Link)
+    } else {
+        Err(io::Error::other(format!("{name} is no kind of BPF object that this version knows")))
+    }
+}
+
+/// Asks the kernel about a link.
+pub(super) fn link_state(link: BorrowedFd<'_>) -> io::Result<LinkState> {
+    // SAFETY: all zero is a value of this struct of plain integers.
+    let mut info: bpf_link_info = unsafe { zeroed() };
+    let mut attr = empty_attr();
+    attr.info.bpf_fd = link.as_raw_fd() as u32;
+    attr.info.info_len = size_of::<bpf_link_info>() as u32;
+    attr.info.info = &raw mut info as u64;
+    bpf(bpf_cmd::BPF_OBJ_GET_INFO_BY_FD, &mut attr)?;
+    let of_cgroup = info.type_ == bpf_link_type::BPF_LINK_TYPE_CGROUP as u32;
+    // SAFETY: plain integers, so any member may be read; for this type the kernel filled in `cgroup`.
+    let cgroup = unsafe { info.__bindgen_anon_1.cgroup };
+    let cgroup_id = of_cgroup.then_some(cgroup.cgroup_id);
+    Ok(LinkState { cgroup_id })
+}
+
+/// Puts `program` in the place of a link's program, without a moment between.
+pub(super) fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
+    let mut attr = empty_attr();
+    attr.link_update.link_fd = link.as_raw_fd() as u32;
+    attr.link_update.__bindgen_anon_1.new_prog_fd = program.as_raw_fd() as u32;
+    bpf(bpf_cmd::BPF_LINK_UPDATE, &mut attr).map(|_| ())
+}
+
+/// Waits until every BPF program that is running now has ended (they run inside RCU read-side sections).
+pub(super) fn wait_for_running_programs() -> io::Result<()> {
+    const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1; // synchronize_rcu(), kernel/sched/membarrier.c
+    // SAFETY: takes three integers, touches no memory of ours.
+    let result = unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// The cookie of the network namespace that a socket is in (since Linux 5.14).
+pub(super) fn netns_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    const SO_NETNS_COOKIE: libc::c_int = 71; // include/uapi/asm-generic/socket.h
+    let mut cookie = 0_u64;
+    let mut length = size_of::<u64>() as libc::socklen_t;
+    // SAFETY: both pointers are to locals of the size given.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_NETNS_COOKIE,
+            (&raw mut cookie).cast(),
+            &raw mut length,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(cookie) }
+}

@@ -1,0 +1,127 @@
+//! A process that listens when told to: kernel tests put it into a cgroup and a network namespace of their own, and kill
+//! it. Commands come on standard input, one a line, each answered by one line; it ends with its input.
+//!
+//! `listener [--cgroup DIR] [--netns FILE]`
+//! - `listen ADDRESS:PORT [reuseport] [v6only]` → `ok ID PORT COOKIE`
+//! - `listen-unbound` → `ok ID PORT COOKIE` (listens without bind: the kernel chooses the port)
+//! - `bind ADDRESS:PORT [reuseaddr]` → `ok ID PORT COOKIE` (does not listen yet)
+//! - `listen-bound ID` → `ok ID PORT COOKIE`
+//! - `close ID`, `shutdown ID` → `ok`
+//! - `connect ADDRESS:PORT` → `ok` once a connection was made and closed
+
+use anyhow::{Context as _, Result, bail};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, Write as _};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::os::fd::{AsFd as _, OwnedFd};
+
+fn main() -> Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    while let (Some(name), value) = (arguments.next(), arguments.next()) {
+        let value = value.with_context(|| format!("{name} needs a value"))?;
+        match name.as_str() {
+            "--cgroup" => std::fs::write(format!("{value}/cgroup.procs"), std::process::id().to_string())
+                .with_context(|| format!("could not join the cgroup {value}"))?,
+            "--netns" => {
+                let file = std::fs::File::open(&value).with_context(|| format!("could not open {value}"))?;
+                let kind = rustix::thread::LinkNameSpaceType::Network;
+                rustix::thread::move_into_link_name_space(file.as_fd(), Some(kind))?;
+            }
+            _ => bail!("unknown argument {name}"),
+        }
+    }
+    let mut sockets = Sockets::default();
+    let mut out = std::io::stdout().lock();
+    for line in std::io::stdin().lock().lines() {
+        match sockets.command(&line?) {
+            Ok(answer) => writeln!(out, "ok{answer}")?,
+            Err(error) => writeln!(out, "error {error:#}")?,
+        }
+        out.flush()?;
+    }
+    Ok(())
+}
+
+#[derive(Default)]
+struct Sockets {
+    open: BTreeMap<u32, OwnedFd>,
+    next: u32,
+}
+
+impl Sockets {
+    fn command(&mut self, line: &str) -> Result<String> {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words.as_slice() {
+            ["listen", address, options @ ..] => {
+                let socket = bound(address.parse()?, options)?;
+                rustix::net::listen(&socket, 16)?;
+                self.keep(socket)
+            }
+            ["listen-unbound"] => {
+                let socket = tcp(AddressFamily::INET)?;
+                rustix::net::listen(&socket, 16)?;
+                self.keep(socket)
+            }
+            ["bind", address, options @ ..] => {
+                let socket = bound(address.parse()?, options)?;
+                self.keep(socket)
+            }
+            ["listen-bound", id] => {
+                let id: u32 = id.parse()?;
+                let socket = self.open.get(&id).context("no such socket")?;
+                rustix::net::listen(socket, 16)?;
+                describe(id, socket)
+            }
+            ["close", id] => {
+                self.open.remove(&id.parse()?).context("no such socket")?;
+                Ok(String::new())
+            }
+            ["shutdown", id] => {
+                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                rustix::net::shutdown(socket, rustix::net::Shutdown::Read)?;
+                Ok(String::new())
+            }
+            ["connect", address] => {
+                drop(TcpStream::connect(address.parse::<SocketAddr>()?)?);
+                Ok(String::new())
+            }
+            _ => bail!("unknown command {line:?}"),
+        }
+    }
+
+    fn keep(&mut self, socket: OwnedFd) -> Result<String> {
+        let id = self.next;
+        let answer = describe(id, &socket)?;
+        self.next += 1;
+        self.open.insert(id, socket);
+        Ok(answer)
+    }
+}
+
+fn describe(id: u32, socket: &OwnedFd) -> Result<String> {
+    let address = SocketAddr::try_from(rustix::net::getsockname(socket)?)?;
+    Ok(format!(" {id} {} {}", address.port(), sockopt::socket_cookie(socket)?))
+}
+
+fn tcp(family: AddressFamily) -> Result<OwnedFd> {
+    Ok(rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?)
+}
+
+fn bound(address: SocketAddr, options: &[&str]) -> Result<OwnedFd> {
+    let family = match address.ip() {
+        IpAddr::V4(_) => AddressFamily::INET,
+        IpAddr::V6(_) => AddressFamily::INET6,
+    };
+    let socket = tcp(family)?;
+    for option in options {
+        match *option {
+            "reuseport" => sockopt::set_socket_reuseport(&socket, true)?,
+            "reuseaddr" => sockopt::set_socket_reuseaddr(&socket, true)?,
+            "v6only" => sockopt::set_ipv6_v6only(&socket, true)?,
+            _ => bail!("unknown option {option}"),
+        }
+    }
+    rustix::net::bind(&socket, &address)?;
+    Ok(socket)
+}

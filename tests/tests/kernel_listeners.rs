@@ -1,0 +1,339 @@
+//! Tier 2: listeners, as the kernel programs see them on this machine's kernel.
+
+mod kernel;
+
+use beelet::kernel::{Edge, Listener};
+use beelet_tests::require;
+use kernel::{LOOPBACK, Place, Process, Seen, Socket};
+use proptest::prelude::{Strategy as _, any};
+use proptest::strategy::ValueTree as _;
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv6Addr};
+
+fn fits(listener: &Listener, socket: Socket, address: &str) {
+    assert_eq!((listener.cookie, listener.port), (socket.cookie, socket.port), "{listener:?}");
+    assert_eq!(listener.address, address.parse::<IpAddr>().unwrap(), "{listener:?}");
+}
+
+#[test]
+fn open_and_close_are_seen_once_each_with_cgroup_and_times() {
+    require!(bpf);
+    let place = Place::new("bk-open");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let socket = process.socket("listen 127.0.0.1:8080");
+    let (listener, opened_ns) = place.next(&edges).opened();
+    fits(&listener, socket, "127.0.0.1");
+    assert_eq!(listener.cgroup_id, place.cgroup_id());
+    assert_eq!(listener.netns_cookie, place.handle.cookie());
+    assert_eq!(listener.family, 2);
+    assert!(place.listens(&kernel, 8080, LOOPBACK));
+    assert!(!place.listens(&kernel, 8081, LOOPBACK));
+    assert!(!place.listens(&kernel, 8080, "127.0.0.2".parse().unwrap()));
+    assert_eq!(place.snapshot(&kernel), [listener.clone()]);
+    process.close(socket);
+    let (closed, closed_ns) = place.next(&edges).closed();
+    assert_eq!(closed, listener);
+    assert!(closed_ns > opened_ns);
+    assert!(!place.listens(&kernel, 8080, LOOPBACK));
+    assert_eq!(place.snapshot(&kernel), []);
+    // Had the close been reported twice, the second report would come before this.
+    let again = process.socket("listen 127.0.0.1:8080");
+    fits(&place.next(&edges).opened().0, again, "127.0.0.1");
+    kernel.stop(false).unwrap();
+}
+
+#[test]
+fn a_listener_that_is_killed_with_its_process_is_closed() {
+    require!(bpf);
+    let place = Place::new("bk-kill");
+    let kernel = place.start();
+    let mut process = place.process();
+    let socket = process.socket("listen 0.0.0.0:81");
+    let edges = kernel.edges();
+    place.next(&edges).opened();
+    assert!(place.listens(&kernel, 81, LOOPBACK));
+    process.kill();
+    fits(&place.next(&edges).closed().0, socket, "0.0.0.0");
+    assert!(!place.listens(&kernel, 81, LOOPBACK));
+}
+
+#[test]
+fn a_listener_that_is_shut_down_is_closed() {
+    require!(bpf);
+    let place = Place::new("bk-shut");
+    let kernel = place.start();
+    let mut process = place.process();
+    let socket = process.socket("listen 0.0.0.0:81");
+    let edges = kernel.edges();
+    place.next(&edges).opened();
+    process.tell(&format!("shutdown {}", socket.id)).unwrap();
+    fits(&place.next(&edges).closed().0, socket, "0.0.0.0");
+    assert_eq!(place.snapshot(&kernel), []);
+}
+
+#[test]
+fn one_of_two_reuseport_listeners_may_close() {
+    require!(bpf);
+    let place = Place::new("bk-reuse");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let first = process.socket("listen 127.0.0.1:90 reuseport");
+    let second = process.socket("listen 127.0.0.1:90 reuseport");
+    place.next(&edges).opened();
+    place.next(&edges).opened();
+    // The one opened last goes first: the one that is found must be its sibling.
+    process.close(second);
+    fits(&place.next(&edges).closed().0, second, "127.0.0.1");
+    let found = kernel.listeners().unwrap().is_listening(place.handle.cookie(), 90, &[LOOPBACK]).unwrap();
+    assert_eq!(found.map(|listener| listener.cookie), Some(first.cookie));
+    process.close(first);
+    place.next(&edges).closed();
+    assert!(!place.listens(&kernel, 90, LOOPBACK));
+}
+
+#[test]
+fn ipv6_listeners_answer_for_what_they_take() {
+    require!(bpf);
+    let place = Place::new("bk-v6");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let v6: IpAddr = Ipv6Addr::LOCALHOST.into();
+    let check = |process: &mut Process, listen: &str, at_v4: bool, at_v6: bool| {
+        let socket = process.socket(listen);
+        let (listener, _) = place.next(&edges).opened();
+        assert_eq!((listener.cookie, listener.family), (socket.cookie, 10), "{listen}");
+        for (ip, expected) in [(LOOPBACK, at_v4), (v6, at_v6)] {
+            assert_eq!(place.listens(&kernel, socket.port, ip), expected, "{listen} at {ip}");
+            // The kernel's other witness says the same.
+            assert_eq!(place.handle.is_listening(socket.port, &[ip]).unwrap(), expected, "{listen} at {ip}");
+        }
+        process.close(socket);
+        place.next(&edges).closed();
+        assert!(!place.listens(&kernel, socket.port, v6), "{listen}");
+    };
+    check(&mut process, "listen [::]:80", true, true);
+    check(&mut process, "listen [::]:80 v6only", false, true);
+    check(&mut process, "listen [::1]:80", false, true);
+    check(&mut process, "listen [::ffff:127.0.0.1]:80", true, false);
+}
+
+#[test]
+fn a_listener_reopened_at_once_is_listening() {
+    require!(bpf);
+    let place = Place::new("bk-again");
+    let kernel = place.start();
+    let mut process = place.process();
+    for _ in 0..50 {
+        let socket = process.socket("listen 127.0.0.1:99 reuseport");
+        // The successor opens before the predecessor closes, as in a reload without a gap.
+        let next = process.socket("listen 127.0.0.1:99 reuseport");
+        process.close(socket);
+        assert!(place.listens(&kernel, 99, LOOPBACK));
+        process.close(next);
+        assert!(!place.listens(&kernel, 99, LOOPBACK));
+    }
+    assert_eq!(place.snapshot(&kernel), []);
+}
+
+#[test]
+fn listening_without_bind_is_seen_with_the_port_the_kernel_chose() {
+    require!(bpf);
+    let place = Place::new("bk-auto");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let socket = process.socket("listen-unbound");
+    assert_ne!(socket.port, 0);
+    fits(&place.next(&edges).opened().0, socket, "0.0.0.0");
+    assert!(place.listens(&kernel, socket.port, LOOPBACK));
+    process.close(socket);
+    // The kernel has taken the port back by now; the record still knows it.
+    fits(&place.next(&edges).closed().0, socket, "0.0.0.0");
+    assert!(!place.listens(&kernel, socket.port, LOOPBACK));
+    assert_eq!(place.snapshot(&kernel), []);
+}
+
+#[test]
+fn a_listen_that_fails_leaves_nothing() {
+    require!(bpf);
+    let place = Place::new("bk-fail");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let first = process.socket("bind 127.0.0.1:70 reuseaddr");
+    let second = process.socket("bind 127.0.0.1:70 reuseaddr");
+    process.socket(&format!("listen-bound {}", first.id));
+    place.next(&edges).opened();
+    let refused = process.tell(&format!("listen-bound {}", second.id)).unwrap_err();
+    assert!(refused.contains("in use"), "{refused}");
+    // The tracepoint comes before the kernel knows whether the port can be had.
+    assert_eq!(place.next(&edges).opened().0.cookie, second.cookie);
+    assert_eq!(place.next(&edges).closed().0.cookie, second.cookie);
+    assert!(place.listens(&kernel, 70, LOOPBACK));
+    let left: Vec<u64> = place.snapshot(&kernel).iter().map(|listener| listener.cookie).collect();
+    assert_eq!(left, [first.cookie]);
+}
+
+#[test]
+fn accepted_connections_change_nothing() {
+    require!(bpf);
+    let place = Place::new("bk-accept");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let socket = process.socket("listen 127.0.0.1:60");
+    place.next(&edges).opened();
+    for _ in 0..10 {
+        process.tell("connect 127.0.0.1:60").unwrap();
+    }
+    assert!(place.listens(&kernel, 60, LOOPBACK));
+    process.close(socket);
+    // The next edge is the listener's own end: none of the connections made one.
+    fits(&place.next(&edges).closed().0, socket, "127.0.0.1");
+}
+
+#[test]
+fn a_listener_outside_the_cgroup_is_seen_by_the_tracepoint() {
+    require!(bpf);
+    let place = Place::new("bk-out");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = Process::start(None, &place.netns);
+    let socket = process.socket("listen 127.0.0.1:61");
+    let (listener, _) = place.next(&edges).opened();
+    fits(&listener, socket, "127.0.0.1");
+    assert_ne!(listener.cgroup_id, place.cgroup_id());
+    process.kill();
+    fits(&place.next(&edges).closed().0, socket, "127.0.0.1");
+}
+
+#[test]
+fn the_end_of_a_listener_older_than_the_programs_is_reported_once_and_counted_nowhere() {
+    require!(bpf);
+    let place = Place::new("bk-old");
+    let mut process = place.process();
+    let old = process.socket("listen 127.0.0.1:62 reuseport");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    assert_eq!(place.snapshot(&kernel), []);
+    // sock_diag knows it: that is how the agent seeds its view.
+    let seeded = place.handle.listening(None).unwrap();
+    assert_eq!(seeded.iter().map(|socket| socket.cookie).collect::<Vec<_>>(), [old.cookie]);
+    let young = process.socket("listen 127.0.0.1:62 reuseport");
+    place.next(&edges).opened();
+    process.close(old);
+    let (listener, _) = place.next(&edges).closed();
+    fits(&listener, old, "127.0.0.1");
+    assert_eq!(listener.since_ns, 0);
+    assert!(place.listens(&kernel, 62, LOOPBACK));
+    process.close(young);
+    fits(&place.next(&edges).closed().0, young, "127.0.0.1");
+    assert!(!place.listens(&kernel, 62, LOOPBACK));
+}
+
+#[test]
+fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
+    require!(bpf);
+    let place = Place::new("bk-model");
+    let kernel = place.start();
+    let mut process = place.process();
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let steps = proptest::collection::vec((any::<bool>(), 0_usize..200, 1_u16..40), 600);
+    let steps = steps.new_tree(&mut runner).unwrap().current();
+    let mut model: BTreeMap<u64, Socket> = BTreeMap::new();
+    for (open, index, port) in steps {
+        if (open && model.len() < 200) || model.is_empty() {
+            let socket = process.socket(&format!("listen 127.0.0.1:{} reuseport", 2000 + port));
+            model.insert(socket.cookie, socket);
+        } else {
+            let cookie = *model.keys().nth(index % model.len()).unwrap();
+            process.close(model.remove(&cookie).unwrap());
+        }
+    }
+    let seen: Vec<(u64, u16)> = place.snapshot(&kernel).iter().map(|l| (l.cookie, l.port)).collect();
+    let expected: Vec<(u64, u16)> = model.values().map(|socket| (socket.cookie, socket.port)).collect();
+    assert_eq!(seen, expected);
+    assert!(!model.is_empty());
+    for port in 2000..2040 {
+        let expected = model.values().any(|socket| socket.port == port);
+        assert_eq!(place.listens(&kernel, port, LOOPBACK), expected, "port {port}");
+    }
+    process.kill();
+    let mut open = model.len();
+    // Wait for the last close, whatever came before.
+    let edges = kernel.edges();
+    while open > 0 {
+        if let Seen::Closed(listener, _) = place.next(&edges)
+            && model.contains_key(&listener.cookie)
+        {
+            open -= 1;
+        }
+    }
+    assert_eq!(place.snapshot(&kernel), []);
+}
+
+#[test]
+fn a_reader_that_is_held_up_says_lost_and_the_maps_are_right() {
+    require!(bpf);
+    let place = Place::new("bk-lost");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    // Nobody takes edges: first the channel fills, then the ring buffer, then the programs count drops.
+    let mut rounds = 0;
+    while kernel.drops().unwrap().unwrap().ring_full == 0 {
+        let socket = process.socket("listen 127.0.0.1:50");
+        process.close(socket);
+        rounds += 1;
+        assert!(rounds < 200_000, "the ring buffer never filled");
+    }
+    assert!(kernel.channel_full() > 0);
+    let stays = process.socket("listen 127.0.0.1:51");
+    let mut lost = 0;
+    // Two: one for the full channel, one for the drops; the last edges come after room is made.
+    while lost < 2 {
+        if edges.receiver.recv_timeout(beelet_tests::workdir::PATIENCE).unwrap() == Edge::Lost {
+            lost += 1;
+        }
+    }
+    let left: Vec<u64> = place.snapshot(&kernel).iter().map(|listener| listener.cookie).collect();
+    assert_eq!(left, [stays.cookie]);
+    assert!(!place.listens(&kernel, 50, LOOPBACK));
+    assert!(place.listens(&kernel, 51, LOOPBACK));
+}
+
+#[test]
+fn a_namespace_handle_works_without_any_bpf() {
+    require!(root);
+    let place = Place::new("bk-diag");
+    let mut process = Process::start(None, &place.netns);
+    let mut check = |listen: &str, ips: &[&str], expected: bool| {
+        let socket = process.socket(listen);
+        let ips: Vec<IpAddr> = ips.iter().map(|ip| ip.parse().unwrap()).collect();
+        assert_eq!(place.handle.is_listening(socket.port, &ips).unwrap(), expected, "{listen} at {ips:?}");
+        assert!(!place.handle.is_listening(socket.port + 1, &ips).unwrap());
+        process.close(socket);
+        assert!(!place.handle.is_listening(socket.port, &ips).unwrap());
+    };
+    check("listen 127.0.0.1:80", &["127.0.0.1"], true);
+    check("listen 127.0.0.1:80", &["10.0.0.1"], false);
+    check("listen 127.0.0.1:80", &["10.0.0.1", "127.0.0.1"], true);
+    check("listen 0.0.0.0:80", &["10.0.0.1"], true);
+    check("listen 0.0.0.0:80", &["fd00::1"], false);
+    check("listen [::]:80", &["10.0.0.1"], true);
+    check("listen [::]:80 v6only", &["10.0.0.1"], false);
+    check("listen [::]:80 v6only", &["fd00::1"], true);
+    let own = beelet::kernel::NetnsHandle::of_process(std::process::id()).unwrap();
+    assert_ne!(own.cookie(), place.handle.cookie());
+}
+
+#[test]
+fn a_namespace_that_is_none_is_named() {
+    let error =
+        beelet::kernel::NetnsHandle::open(std::path::Path::new("/no/such/netns")).unwrap_err().to_string();
+    assert!(error.starts_with("could not open the network namespace /no/such/netns: "), "{error}");
+}
