@@ -1,7 +1,7 @@
 //! Things on the machine that a test makes for itself and that disappear with the value: cgroups, network
 //! namespaces, mounts, processes. Never the machine's own.
 
-use crate::workdir::{self, wait_for};
+use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
 use std::path::{Path, PathBuf};
@@ -78,13 +78,14 @@ pub fn hierarchies() -> Result<Vec<Hierarchy>> {
 pub struct CgroupRoot {
     path: String,
     hierarchies: Vec<Hierarchy>,
+    keep: bool,
 }
 
 impl CgroupRoot {
     /// Makes the cgroup `/<name>` in every hierarchy; `cpuset.cpus` and `cpuset.mems` get the parent's values where a
     /// v1 cpuset would start without any.
     pub fn new(name: &str) -> Result<CgroupRoot> {
-        let root = CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()? };
+        let root = CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()?, keep: false };
         if root.hierarchies.is_empty() {
             bail!("no cgroup hierarchy is mounted");
         }
@@ -101,9 +102,10 @@ impl CgroupRoot {
         Ok(root)
     }
 
-    /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone.
+    /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone. Dropped, it
+    /// stays.
     pub fn existing(name: &str) -> Result<CgroupRoot> {
-        Ok(CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()? })
+        Ok(CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()?, keep: true })
     }
 
     /// The path below the hierarchies' mounts, with its leading slash: a `cgroupRoot`.
@@ -124,6 +126,11 @@ impl CgroupRoot {
         self.hierarchies.iter().map(|one| one.mount.join(&self.path[1..])).collect()
     }
 
+    /// Leaves it when the value is dropped.
+    pub fn keep(&mut self) {
+        self.keep = true;
+    }
+
     /// Kills what runs in it and removes it, in every hierarchy. What [`Drop`] does, with the error.
     pub fn remove(&self) -> Result<()> {
         remove_cgroups(&self.dirs())
@@ -132,6 +139,9 @@ impl CgroupRoot {
 
 impl Drop for CgroupRoot {
     fn drop(&mut self) {
+        if self.keep {
+            return;
+        }
         if let Err(error) = self.remove() {
             eprintln!("could not remove the cgroup {}: {error:#}", self.path);
         }
@@ -140,7 +150,7 @@ impl Drop for CgroupRoot {
 
 /// Kills every process under these cgroup folders and removes the folders with all below them.
 pub fn remove_cgroups(dirs: &[PathBuf]) -> Result<()> {
-    wait_for("the cgroups to be empty and removed", TEARDOWN, || -> Result<()> {
+    wait_regardless("the cgroups to be empty and removed", TEARDOWN, || -> Result<()> {
         for dir in dirs {
             for pid in processes_below(dir) {
                 let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have gone by itself

@@ -1,5 +1,6 @@
 //! The pods as a client of the agent's API sees them.
 
+use crate::workdir::interrupted;
 use anyhow::{Context as _, Result, bail};
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
@@ -132,9 +133,12 @@ impl Watch {
             if let Some(value) = found(self) {
                 return Ok(value);
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            // Woken now and then to see whether a signal has come. A cancelled wait loses no event.
+            let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_millis(200));
             match tokio::time::timeout(left, self.next()).await {
                 Ok(event) => event.map(drop)?,
+                Err(_) if interrupted() => bail!("interrupted"),
+                Err(_) if Instant::now() < deadline => (),
                 Err(_) => {
                     bail!("waited {} s for {what}; now it is so: {}", patience.as_secs(), self.describe())
                 }

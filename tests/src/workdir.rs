@@ -1,8 +1,10 @@
 //! Where tests put their files, and how they wait.
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long a test waits for something that should take a moment. Only a broken program reaches it: machines under
@@ -25,14 +27,43 @@ pub fn target_dir() -> PathBuf {
 /// A short name that no other process has at the same time: usable as a part of a cgroup's, a network's or a
 /// folder's name.
 pub fn unique(prefix: &str) -> String {
-    use std::sync::atomic::{AtomicU32, Ordering};
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("{prefix}-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Set by the first SIGINT, SIGTERM or SIGHUP after [`heed_signals`].
+static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+
+/// From now on a signal to stop makes every wait end with an error, so that what the program made is taken back on
+/// the way out.
+pub fn heed_signals() -> Result<()> {
+    let flag = INTERRUPTED.get_or_init(Arc::default);
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(flag)).context("could not handle signals")?;
+    }
+    Ok(())
+}
+
+/// Whether a signal to stop has come.
+pub fn interrupted() -> bool {
+    INTERRUPTED.get().is_some_and(|flag| flag.load(Ordering::Relaxed))
 }
 
 /// Calls `probe` until it hands back a value, for things that give no event to wait for. The error names what was
 /// waited for, and what the last call said.
 pub fn wait_for<T, E: Display>(
+    what: &str,
+    patience: Duration,
+    mut probe: impl FnMut() -> std::result::Result<T, E>,
+) -> Result<T> {
+    wait_regardless(what, patience, || {
+        let probed = probe().map(Ok);
+        if probed.is_err() && interrupted() { Ok(Err(anyhow!("interrupted"))) } else { probed }
+    })?
+}
+
+/// [`wait_for`] for what must be done after a signal too: taking things down.
+pub fn wait_regardless<T, E: Display>(
     what: &str,
     patience: Duration,
     mut probe: impl FnMut() -> std::result::Result<T, E>,

@@ -4,7 +4,9 @@
 //! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so that
 //! all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
+mod bench;
 mod build_ebpf;
+mod demo;
 mod progress;
 mod setup;
 mod setup_ebpf;
@@ -26,14 +28,18 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     BuildEbpf(build_ebpf::Args),
+    Demo(demo::Args),
     Setup(setup::Args),
     Test(test::Args),
+    Bench(bench::Args),
     Tidy(tidy::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::BuildEbpf(args) => build_ebpf::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Demo(args) => demo::run(&args),
         Command::Setup(args) => setup::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),

@@ -297,6 +297,7 @@ impl Containerd {
     /// Leaves it running when the value is dropped; [`teardown`] takes it down later.
     pub fn keep(&mut self) {
         self.keep = true;
+        self.cgroup.keep();
     }
 
     fn log(&self) -> Result<std::fs::File> {

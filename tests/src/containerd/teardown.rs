@@ -2,7 +2,7 @@
 
 use super::Names;
 use crate::guards::{self, CgroupRoot};
-use crate::workdir::{self, wait_for};
+use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result};
 use rustix::process::{Pid, Signal};
 use std::path::{Path, PathBuf};
@@ -142,7 +142,7 @@ fn end_written_down(dir: &Path) -> Result<()> {
         {
             rustix::process::kill_process(process, Signal::KILL)
                 .with_context(|| format!("could not kill {} ({pid})", entry.path().display()))?;
-            wait_for("a killed process to end", PATIENCE, || {
+            wait_regardless("a killed process to end", PATIENCE, || {
                 let gone = !same() || processes().iter().all(|running| running.pid.unsigned_abs() != pid);
                 if gone { Ok(()) } else { Err(format!("process {pid} is still there")) }
             })?;
@@ -167,7 +167,7 @@ fn processes_of(names: &Names) -> Vec<Running> {
 
 /// Kills the containers and then their shims, and waits until they are gone.
 fn kill_shims(names: &Names) -> Result<()> {
-    wait_for("shims and containers to end", PATIENCE, || {
+    wait_regardless("shims and containers to end", PATIENCE, || {
         let running = processes_of(names);
         // A container's first process dies with all of its pid namespace. Its shim goes last: without it, nobody
         // could tell that the container is ours.

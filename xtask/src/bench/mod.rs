@@ -1,0 +1,142 @@
+//! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client of its
+//! API sees it, on a real containerd.
+//!
+//! Each row is one promise. `--json` prints one object a line: `{"what","row","unit","n","p50","p99","bound","ok"}`.
+//! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
+
+mod probes;
+
+use crate::progress::Step;
+use crate::setup::{self, Part};
+use crate::shell;
+use anyhow::{Result, bail};
+use beelet_tests::{images, requires, workdir};
+use clap::ValueEnum;
+use console::style;
+use serde::Serialize;
+
+/// Measures what beelet promises, on real pods, and compares it with the bounds.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to measure; everything if nothing is named
+    #[arg(value_enum)]
+    what: Vec<What>,
+
+    /// Fewer rounds: under a minute each
+    #[arg(long)]
+    quick: bool,
+
+    /// One JSON object a row instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// What can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// From a listener's coming or going to the pod's readiness
+    Probes,
+}
+
+/// One promise and what was measured.
+#[derive(Debug, Serialize)]
+struct Row {
+    what: &'static str,
+    row: &'static str,
+    unit: &'static str,
+    n: usize,
+    p50: f64,
+    p99: f64,
+    bound: f64,
+    ok: bool,
+}
+
+impl Row {
+    /// The row of these samples; its 99th percentile must not be above `bound`.
+    fn new(
+        what: &'static str,
+        row: &'static str,
+        unit: &'static str,
+        mut samples: Vec<f64>,
+        bound: f64,
+    ) -> Row {
+        samples.sort_by(f64::total_cmp);
+        let (p50, p99) = (percentile(&samples, 50), percentile(&samples, 99));
+        Row { what, row, unit, n: samples.len(), p50, p99, bound, ok: p99 <= bound }
+    }
+}
+
+/// The smallest sample that `percent` of all are not above (nearest rank). `sorted` in rising order; of none: NaN.
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
+    let rank = (sorted.len() * percent).div_ceil(100);
+    sorted.get(rank.saturating_sub(1)).copied().unwrap_or(f64::NAN)
+}
+
+/// The command line's entry.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    workdir::heed_signals()?;
+    setup::ensure(Part::Demo)?;
+    if let Err(missing) = requires::containerd().and_then(|()| requires::bpf()) {
+        bail!("the benches can't run here: {missing}");
+    }
+    let step = Step::start("build beelet, optimised");
+    step.run(shell::cargo().args(["build", "--release", "--package", "beelet"]))?;
+    images::build_testapp()?;
+    step.done("");
+    let binary = workdir::target_dir().join("release/beelet");
+    let whats = if args.what.is_empty() { What::value_variants() } else { &args.what };
+    let mut rows = Vec::new();
+    for what in whats {
+        rows.extend(match what {
+            What::Probes => probes::run(&binary, args.quick)?,
+        });
+    }
+    print(&rows, args.json)?;
+    match rows.iter().filter(|row| !row.ok).count() {
+        0 => Ok(()),
+        broken => bail!("{broken} of {} bounds do not hold", rows.len()),
+    }
+}
+
+fn print(rows: &[Row], json: bool) -> Result<()> {
+    if json {
+        for row in rows {
+            println!("{}", serde_json::to_string(row)?);
+        }
+        return Ok(());
+    }
+    println!("{:<10} {:<22} {:>6} {:>10} {:>10} {:>10} unit", "WHAT", "ROW", "N", "P50", "P99", "BOUND");
+    for row in rows {
+        let mark = if row.ok { style("ok").green() } else { style("ABOVE").red().bold() };
+        let Row { what, row, unit, n, p50, p99, bound, .. } = row;
+        println!("{what:<10} {row:<22} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>10.3} {unit} {mark}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_samples_by_nearest_rank() {
+        let check = |count: u32, percent, expected: f64| {
+            let sorted: Vec<f64> = (1..=count).map(f64::from).collect();
+            assert_eq!(percentile(&sorted, percent), expected, "{percent} of {count}");
+        };
+        check(1, 50, 1.0);
+        check(100, 50, 50.0);
+        check(100, 99, 99.0);
+        check(200, 99, 198.0);
+        check(10, 99, 10.0);
+        assert!(percentile(&[], 99).is_nan());
+    }
+
+    #[test]
+    fn a_bound_holds_up_to_the_bound_itself() {
+        let row = |bound| Row::new("probes", "x", "ms", vec![3.0, 1.0, 2.0], bound);
+        assert!(row(3.0).ok && !row(2.9).ok);
+        assert_eq!((row(3.0).p50, row(3.0).n), (2.0, 3));
+        assert!(!Row::new("probes", "x", "ms", Vec::new(), 5.0).ok, "nothing measured is nothing proved");
+    }
+}
