@@ -2,6 +2,10 @@
 //! `third_party/forked/golang/expansion`: `$(NAME)` is replaced where NAME is defined and left as it stands
 //! where it isn't; `$$` is a plain `$`, so `$$(NAME)` is never a reference.
 
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::EnvVar;
+
 /// `text` with its references replaced by what `value_of` knows.
 pub fn expand(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
     let mut out = String::with_capacity(text.len());
@@ -24,6 +28,17 @@ pub fn expand(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
     }
     out.push_str(rest);
     out
+}
+
+/// Expands the command of an exec probe, which knows the static environment only: a variable from elsewhere (`valueFrom`)
+/// is empty, as to the kubelet (`ExpandContainerCommandOnlyStatic`).
+pub fn expand_probe_command(command: &[String], env: &[EnvVar]) -> Vec<String> {
+    let values: BTreeMap<&str, &str> = env
+        .iter()
+        .map(|variable| (variable.name.as_str(), variable.value.as_deref().unwrap_or_default()))
+        .collect();
+    let value_of = |name: &str| values.get(name).map(|value| (*value).to_owned());
+    command.iter().map(|argument| expand(argument, value_of)).collect()
 }
 
 #[cfg(test)]
@@ -59,6 +74,18 @@ mod tests {
         check("$()", "$()");
         check("$(NO$(A))", "$(NO$(A))");
         check("grün$(A)", "grün1");
+    }
+
+    #[test]
+    fn a_probe_sees_the_static_environment_only() {
+        let variable = |name: &str, value: Option<&str>| EnvVar {
+            name: name.to_owned(),
+            value: value.map(str::to_owned),
+            value_from: None,
+        };
+        let env = [variable("A", Some("1")), variable("B", None), variable("A", Some("2"))];
+        let command = ["test".to_owned(), "$(A)-$(B)-$(C)".to_owned()];
+        assert_eq!(expand_probe_command(&command, &env), ["test", "2--$(C)"]);
     }
 
     proptest! {

@@ -1,6 +1,7 @@
 //! Every decision of the agent, as pure functions of data: no async, no I/O, no clock, no randomness.
 #![forbid(unsafe_code)]
 
+pub mod admission;
 pub mod cgroups;
 pub mod container_gc;
 pub mod critical;
@@ -12,6 +13,7 @@ pub mod field;
 pub mod image_gc;
 pub mod plan;
 pub mod pod;
+pub mod preemption;
 pub mod probe;
 pub mod qos;
 pub mod quantity;

@@ -5,12 +5,14 @@
 //! row to [`WHATS`], and put its golden data into `tests/data/`. Reading files and streams is the command line's part: here
 //! is one scenario at a time. Must never decide anything itself.
 
+mod admission;
 mod cgroups;
 mod container_gc;
 mod devices;
 mod eviction;
 mod image_gc;
 pub(crate) mod number;
+mod preemption;
 mod probe;
 
 use std::fmt;
@@ -62,6 +64,11 @@ impl What {
 
 /// Every WHAT, in the order in which help shows them.
 pub const WHATS: &[What] = &[
+    What::of::<preemption::PreemptionScenario>("preemption", "which pods make room for a critical one"),
+    What::of::<admission::AdmissionScenario>(
+        "admission",
+        "whether a pod fits on the node, and who goes if it must",
+    ),
     What::of::<cgroups::CgroupsScenario>("cgroups", "what the cgroup files of a node and its pods must hold"),
     What::of::<image_gc::ImageGcScenario>("image-gc", "which images garbage collection removes"),
     What::of::<container_gc::ContainerGcScenario>(
