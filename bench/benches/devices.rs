@@ -36,7 +36,7 @@ fn devices(c: &mut Criterion) {
         b.iter_batched_ref(|| ledger.clone(), |devices| allocate(devices, "new", 8), BatchSize::SmallInput);
     });
     c.bench_function("device checkpoint of 100 pods written", |b| {
-        b.iter(|| black_box(&ledger).checkpoint().write().ok())
+        b.iter(|| black_box(&ledger).checkpoint().write().ok());
     });
     let file = ledger.checkpoint().write().unwrap_or_default();
     c.bench_function("device checkpoint of 100 pods read", |b| b.iter(|| Data::read(black_box(&file)).ok()));
@@ -53,10 +53,10 @@ fn probe(c: &mut Criterion) {
     let mut state = ProbeState::new(ProbeKind::Readiness, &params);
     state.container_restarted(Duration::ZERO);
     c.bench_function("probe outcome recorded", |b| {
-        b.iter(|| state.record(black_box(Duration::from_secs(9)), Outcome::Success))
+        b.iter(|| state.record(black_box(Duration::from_secs(9)), Outcome::Success));
     });
     c.bench_function("readiness edge decided", |b| {
-        b.iter(|| (state.edge(Duration::from_secs(9), false), state.edge(Duration::from_secs(9), true)))
+        b.iter(|| (state.edge(Duration::from_secs(9), false), state.edge(Duration::from_secs(9), true)));
     });
 }
 
