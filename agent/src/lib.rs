@@ -4,9 +4,13 @@
 pub mod api;
 pub mod cgroups;
 pub mod cli;
+mod clock;
 pub mod config;
 pub mod document;
 pub mod kernel;
+pub mod lifecycle;
+pub mod node;
 pub mod pods;
+pub mod probes;
 pub mod runtime;
 pub mod state;

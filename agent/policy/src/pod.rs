@@ -17,7 +17,7 @@ use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
 
 /// The delay before a container's second restart; the first one is immediate.
 pub const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
-/// No restart waits longer than this.
+/// No restart waits longer than this, unless the node's configuration says otherwise.
 pub const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
 /// A container that ran this long has its earlier crashes forgotten.
 pub const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
@@ -232,21 +232,28 @@ pub fn is_sidecar(container: &ContainerSpec) -> bool {
 }
 
 /// The delay before the restart of a container that was started after `previous` and ran for `ran`.
-/// `attempt` is the restart count of the container that ended.
-pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration) -> Duration {
+/// `attempt` is the restart count of the container that ended, `max` the longest delay.
+pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Duration) -> Duration {
     if attempt == 0 || ran >= RESTART_DELAY_RESET {
         Duration::ZERO
     } else if previous.is_zero() {
-        RESTART_DELAY_INITIAL
+        RESTART_DELAY_INITIAL.min(max)
     } else {
-        (previous * 2).min(RESTART_DELAY_MAX)
+        (previous * 2).min(max)
     }
 }
 
-/// What to do next for `pod`.
-pub fn actions(pod: &Pod, observed: &Observed, verdicts: &Verdicts, now: Timestamp) -> Actions {
+/// What to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
+pub fn actions(
+    pod: &Pod,
+    observed: &Observed,
+    verdicts: &Verdicts,
+    max_restart_delay: Duration,
+    now: Timestamp,
+) -> Actions {
     let Some(spec) = &pod.spec else { return Actions::default() };
     let mut decision = Decision::new(spec, observed, verdicts, now);
+    decision.max_restart_delay = max_restart_delay;
     decision.retire_old_sandboxes();
     if let Some(outcome) = decision.outcome() {
         decision.finish(outcome);
@@ -268,6 +275,7 @@ struct Decision<'a> {
     observed: &'a Observed,
     verdicts: &'a Verdicts,
     now: Timestamp,
+    max_restart_delay: Duration,
     /// The sandbox that containers run in, or none if a new one is needed.
     current: Option<&'a Sandbox>,
     /// The newest container of each name, in any sandbox: it has the restart count.
@@ -286,7 +294,9 @@ impl<'a> Decision<'a> {
             }
         }
         let policy = RestartPolicy::of(spec);
-        Self { spec, policy, observed, verdicts, now, current, newest, actions: Actions::default() }
+        let max_restart_delay = RESTART_DELAY_MAX;
+        let actions = Actions::default();
+        Self { spec, policy, observed, verdicts, now, max_restart_delay, current, newest, actions }
     }
 
     /// The container of this name in the sandbox that counts: attempts in earlier sandboxes are history.
@@ -428,7 +438,8 @@ impl<'a> Decision<'a> {
                     return;
                 }
                 let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, *finished_at));
-                let delay = restart_delay(container.attempt, container.restart_delay, ran);
+                let delay =
+                    restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
                 let until = finished_at.saturating_add(delay).unwrap_or(Timestamp::MAX);
                 if until > self.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });

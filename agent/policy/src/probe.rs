@@ -201,6 +201,12 @@ impl ProbeState {
         self.published
     }
 
+    /// The settings in force.
+    #[must_use]
+    pub const fn params(&self) -> &ProbeParams {
+        &self.params
+    }
+
     /// New settings (a changed annotation or configuration); what was counted stays.
     pub fn set_params(&mut self, params: &ProbeParams) {
         self.params = params.clone();

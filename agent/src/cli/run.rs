@@ -61,15 +61,16 @@ pub fn run(args: &RunArgs) -> ExitCode {
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    match start(&config) {
+    match start(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
-/// The node, once it is there.
-fn start(config: &Config) -> anyhow::Result<()> {
-    anyhow::bail!("{} is well, but there is no node to run it with yet", config.node_name)
+fn start(config: Config) -> anyhow::Result<()> {
+    // Nearly all work is waiting: two threads are enough for any node.
+    let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    threads.block_on(crate::node::run(config))
 }
 
 /// Log lines go to standard error: standard output belongs to what a command prints.

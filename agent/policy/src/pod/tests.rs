@@ -84,7 +84,7 @@ fn line(actions: &Actions) -> String {
 }
 
 fn check(pod: &Pod, observed: &Observed, verdicts: &Verdicts, expect: &str) {
-    assert_eq!(line(&actions(pod, observed, verdicts, at(NOW))), expect);
+    assert_eq!(line(&actions(pod, observed, verdicts, RESTART_DELAY_MAX, at(NOW))), expect);
 }
 
 #[test]
@@ -239,15 +239,16 @@ fn only_the_newest_dead_container_and_the_one_before_it_are_kept() {
 #[test]
 fn restart_delays_double_from_ten_seconds_to_five_minutes() {
     let s = Duration::from_secs;
-    let mut delay = restart_delay(0, s(0), s(1));
+    let mut delay = restart_delay(0, s(0), s(1), s(300));
     let mut seen = vec![delay.as_secs()];
     for attempt in 1..9 {
-        delay = restart_delay(attempt, delay, s(1));
+        delay = restart_delay(attempt, delay, s(1), s(300));
         seen.push(delay.as_secs());
     }
     assert_eq!(seen, [0, 10, 20, 40, 80, 160, 300, 300, 300]);
-    assert_eq!(restart_delay(7, s(300), RESTART_DELAY_RESET), s(0));
-    assert_eq!(restart_delay(8, s(0), s(1)), s(10));
+    assert_eq!(restart_delay(7, s(300), RESTART_DELAY_RESET, s(300)), s(0));
+    assert_eq!(restart_delay(8, s(0), s(1), s(300)), s(10));
+    assert_eq!(restart_delay(8, s(0), s(1), s(5)), s(5));
 }
 
 #[test]
@@ -256,11 +257,11 @@ fn a_container_in_backoff_waits_until_its_delay_has_passed() {
     let mut crashed = container("a", 3, 0, "exit 1 @99990");
     crashed.restart_delay = Duration::from_secs(20);
     let o = observed(&[(0, true)], vec![crashed]);
-    let decided = actions(&p, &o, &verdicts(&[], &[]), at(NOW));
+    let decided = actions(&p, &o, &verdicts(&[], &[]), RESTART_DELAY_MAX, at(NOW));
     assert_eq!(line(&decided), "wait a");
     assert!(decided.is_idle());
     assert_eq!(decided.wake_at(), Some(at(99_990 + 40)));
-    let later = actions(&p, &o, &verdicts(&[], &[]), at(99_990 + 40));
+    let later = actions(&p, &o, &verdicts(&[], &[]), RESTART_DELAY_MAX, at(99_990 + 40));
     assert_eq!(line(&later), "start a/4");
     assert_eq!(later.start[0].restart_delay, Duration::from_secs(40));
 }

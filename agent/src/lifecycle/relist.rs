@@ -1,0 +1,245 @@
+//! The safety net: asks the runtime for everything that is ours, once a period, and compares it with the
+//! last answer. Two calls, whatever the number of pods.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use beelet_proto::cri;
+use prometheus_client::{
+    metrics::{counter::Counter, histogram::Histogram},
+    registry::Registry,
+};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    pods::{
+        labels,
+        manager::{Request, RuntimePod, RuntimePods},
+        observe::managed,
+        table::PodName,
+    },
+    runtime::{Error, Runtime},
+};
+
+/// The time between two looks, as the kubelet's.
+pub const PERIOD: Duration = Duration::from_secs(1);
+/// With no answer for this long the agent calls itself unhealthy, as the kubelet does.
+const UNHEALTHY_AFTER: Duration = Duration::from_secs(180);
+
+/// When the runtime last answered; clones share it.
+#[derive(Clone, Debug)]
+pub struct Pulse(Arc<Mutex<Instant>>);
+
+impl Pulse {
+    fn now() -> Self {
+        Self(Arc::new(Mutex::new(Instant::now())))
+    }
+
+    fn beat(&self) {
+        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
+    }
+
+    /// An error sentence once the runtime has been silent for too long.
+    pub fn check(&self) -> Result<(), String> {
+        let last = *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let silent = last.elapsed();
+        if silent < UNHEALTHY_AFTER {
+            return Ok(());
+        }
+        Err(format!("the container runtime has not listed its containers for {} s", silent.as_secs()))
+    }
+}
+
+/// Counters of the relist; clones share them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    duration: Histogram,
+    errors: Counter,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let bounds = [0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
+        Self { duration: Histogram::new(bounds), errors: Counter::default() }
+    }
+}
+
+impl Metrics {
+    /// Adds all of them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "kubelet_pleg_relist_duration_seconds",
+            "Time to list all sandboxes and containers",
+            self.duration.clone(),
+        );
+        registry.register("beelet_relist_errors", "Relists that failed", self.errors.clone());
+    }
+}
+
+/// One sandbox or container in a comparison: identifier and state.
+type Seen = BTreeMap<String, BTreeSet<(String, i32)>>;
+
+/// Looks once a [`PERIOD`].
+#[derive(Debug)]
+pub struct Relist {
+    runtime: Runtime,
+    requests: mpsc::Sender<Request>,
+    metrics: Metrics,
+    pulse: Pulse,
+    seen: Option<Seen>,
+}
+
+impl Relist {
+    /// A relist that has not looked yet, and the pulse that tells of its health.
+    pub fn new(runtime: Runtime, requests: mpsc::Sender<Request>, metrics: Metrics) -> (Self, Pulse) {
+        let pulse = Pulse::now();
+        (Self { runtime, requests, metrics, pulse: pulse.clone(), seen: None }, pulse)
+    }
+
+    /// Looks until `shutdown`, at once and then periodically. A failure is said once, and so is its end.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut ticks = interval(PERIOD);
+        // A slow answer delays the next look; it does not make a burst of them.
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut failing = false;
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                _ = ticks.tick() => {}
+            }
+            let looked = tokio::select! {
+                () = shutdown.cancelled() => return,
+                looked = self.look() => looked,
+            };
+            match looked {
+                Ok(news) => {
+                    if failing {
+                        info!("the container runtime answers again");
+                    }
+                    failing = false;
+                    self.pulse.beat();
+                    if let Some(news) = news
+                        && self.requests.send(Request::Runtime(news)).await.is_err()
+                    {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    self.metrics.errors.inc();
+                    if !failing {
+                        warn!(%error, "the container runtime does not answer; pods keep running, changes wait");
+                    }
+                    failing = true;
+                    // When it is back, every worker must look: anything may have happened meanwhile.
+                    self.seen = self
+                        .seen
+                        .take()
+                        .map(|seen| seen.into_keys().map(|uid| (uid, BTreeSet::new())).collect());
+                }
+            }
+        }
+    }
+
+    /// Asks; what there is to tell, if anything.
+    async fn look(&mut self) -> Result<Option<RuntimePods>, Error> {
+        let began = Instant::now();
+        let ours = managed();
+        let (sandboxes, containers) = tokio::try_join!(
+            self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
+                label_selector: ours.clone(),
+                ..Default::default()
+            })),
+            self.runtime.list_containers(Some(cri::ContainerFilter {
+                label_selector: ours.clone(),
+                ..Default::default()
+            })),
+        )?;
+        self.metrics.duration.observe(began.elapsed().as_secs_f64());
+        let (pods, seen) = group(&sandboxes, &containers);
+        let first = self.seen.is_none();
+        let before = self.seen.replace(seen).unwrap_or_default();
+        let changed = self.seen.as_ref().map(|now| differences(&before, now)).unwrap_or_default();
+        Ok((first || !changed.is_empty()).then_some(RuntimePods { pods, changed }))
+    }
+}
+
+/// Sorts what was listed by pod.
+fn group(
+    sandboxes: &[cri::PodSandbox],
+    containers: &[cri::Container],
+) -> (BTreeMap<String, RuntimePod>, Seen) {
+    let mut pods = BTreeMap::new();
+    let mut seen = Seen::new();
+    let uid = |labels: &std::collections::HashMap<String, String>| labels.get(labels::POD_UID).cloned();
+    for sandbox in sandboxes {
+        let Some(uid) = uid(&sandbox.labels) else { continue };
+        seen.entry(uid.clone()).or_default().insert((sandbox.id.clone(), sandbox.state));
+        pods.insert(uid, pod_of(&sandbox.labels, &sandbox.annotations));
+    }
+    for container in containers {
+        let Some(uid) = uid(&container.labels) else { continue };
+        seen.entry(uid.clone()).or_default().insert((container.id.clone(), container.state));
+        // A container whose sandbox is gone still belongs to a pod that must be cleaned up.
+        pods.entry(uid).or_insert_with(|| pod_of(&container.labels, &container.annotations));
+    }
+    (pods, seen)
+}
+
+fn pod_of(
+    all_labels: &std::collections::HashMap<String, String>,
+    annotations: &std::collections::HashMap<String, String>,
+) -> RuntimePod {
+    let label = |key: &str| all_labels.get(key).cloned().unwrap_or_default();
+    let grace = annotations.get(labels::GRACE_PERIOD).and_then(|s| s.parse().ok()).unwrap_or(30);
+    RuntimePod {
+        name: PodName { namespace: label(labels::POD_NAMESPACE), name: label(labels::POD_NAME) },
+        grace: Duration::from_secs(grace),
+        manifest: annotations.get(labels::MANIFEST).map(PathBuf::from),
+    }
+}
+
+/// The pods that are new, gone or not what they were.
+fn differences(before: &Seen, now: &Seen) -> BTreeSet<String> {
+    let changed = now.iter().filter(|(uid, seen)| before.get(*uid) != Some(seen)).map(|(uid, _)| uid);
+    let gone = before.keys().filter(|uid| !now.contains_key(*uid));
+    changed.chain(gone).cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(text: &str) -> Seen {
+        let mut seen = Seen::new();
+        for word in text.split_whitespace() {
+            let (uid, rest) = word.split_once('/').unwrap();
+            let (id, state) = rest.split_once('=').unwrap();
+            seen.entry(uid.to_owned()).or_default().insert((id.to_owned(), state.parse().unwrap()));
+        }
+        seen
+    }
+
+    fn check(before: &str, now: &str, expect: &[&str]) {
+        let changed = differences(&seen(before), &seen(now));
+        assert_eq!(changed.iter().map(String::as_str).collect::<Vec<_>>(), expect, "{before} -> {now}");
+    }
+
+    #[test]
+    fn a_pod_changes_when_anything_in_it_comes_goes_or_changes_state() {
+        check("", "", &[]);
+        check("a/s=0", "a/s=0", &[]);
+        check("", "a/s=0", &["a"]);
+        check("a/s=0", "", &["a"]);
+        check("a/s=0 a/c=1 b/s=0", "a/s=0 a/c=2 b/s=0", &["a"]);
+        check("a/s=0 a/c=1", "a/s=0 a/c=1 a/d=0 b/s=0", &["a", "b"]);
+    }
+}

@@ -1,0 +1,130 @@
+//! What the machine is: its size, its address, its name resolution.
+
+use std::{
+    fs, io,
+    net::{IpAddr, Ipv4Addr, UdpSocket},
+    path::Path,
+};
+
+use anyhow::{Context, Result};
+use beelet_policy::{
+    cgroups::{CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts},
+    quantity::Quantity,
+};
+use beelet_proto::cri;
+
+use crate::{
+    cgroups::Version,
+    config::{self, Config},
+    pods::cri_config::NodeFacts,
+};
+
+/// How cgroup values are computed on this machine.
+pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupConfig> {
+    let version = match version {
+        Version::V1 | Version::Hybrid => CgroupVersion::V1,
+        Version::V2 => CgroupVersion::V2,
+    };
+    let cpus = std::thread::available_parallelism().context("cannot count the CPUs")?.get();
+    let memory = memory_total(&fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?)
+        .context("/proc/meminfo has no MemTotal")?;
+    let node = NodeAmounts::new(
+        Quantity::parse(&cpus.to_string())?,
+        Quantity::parse(&memory.to_string())?,
+        config.reserved("cpu"),
+        config.reserved("memory"),
+    );
+    let formula = match config.beelet.cpu_weight_formula {
+        config::CpuWeightFormula::Kubelet => CpuWeightFormula::Kubelet,
+        config::CpuWeightFormula::Proportional => CpuWeightFormula::Proportional,
+    };
+    Ok(CgroupConfig {
+        // `crate::cgroups` puts the configured root in front of every path.
+        cpu_cfs_quota: config.cpu_cfs_quota,
+        cpu_cfs_quota_period_us: u64::try_from(config.cpu_cfs_quota_period.as_micros()).unwrap_or(100_000),
+        qos_reserved_memory_percent: config.qos_reserved.get("memory").copied(),
+        cpu_weight_formula: formula,
+        pod_pids_limit: (config.pod_pids_limit > 0).then_some(config.pod_pids_limit),
+        ..CgroupConfig::new(version, node)
+    })
+}
+
+/// MemTotal in bytes.
+fn memory_total(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// What the node adds to every pod.
+pub(super) fn node_facts(config: &Config) -> Result<NodeFacts> {
+    let host_dns = match &config.resolv_conf {
+        Some(path) => resolver(path)?,
+        None => cri::DnsConfig::default(),
+    };
+    Ok(NodeFacts {
+        node_name: config.node_name.clone(),
+        host_ip: host_ip(),
+        pod_logs_dir: config.pod_logs_dir.clone(),
+        host_dns,
+        cluster_dns: config.cluster_dns.clone(),
+        cluster_domain: config.cluster_domain.clone(),
+    })
+}
+
+/// The address that the node's default route leaves from; the loopback address where there is no route.
+/// Connecting a UDP socket asks the routing table and sends nothing.
+fn host_ip() -> IpAddr {
+    let routed = || -> io::Result<IpAddr> {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+        // An address for documentation (RFC 5737), never the node's own.
+        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
+        Ok(socket.local_addr()?.ip())
+    };
+    routed().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
+
+/// A resolver configuration. A file that isn't there is an empty one, as for the C library.
+fn resolver(path: &Path) -> Result<cri::DnsConfig> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(parse_resolver(&text)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(cri::DnsConfig::default()),
+        Err(e) => Err(e).with_context(|| format!("resolvConf: cannot read {}", path.display())),
+    }
+}
+
+/// resolv.conf(5): all name servers, the last search line, all options.
+fn parse_resolver(text: &str) -> cri::DnsConfig {
+    let mut dns = cri::DnsConfig::default();
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        match words.next() {
+            Some("nameserver") => dns.servers.extend(words.next().map(str::to_owned)),
+            Some("search") => dns.searches = words.map(str::to_owned).collect(),
+            Some("options") => dns.options.extend(words.map(str::to_owned)),
+            _ => {}
+        }
+    }
+    dns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machines_memory_is_in_bytes() {
+        assert_eq!(memory_total("MemTotal:       16384 kB\nMemFree: 1 kB\n"), Some(16_777_216));
+        assert_eq!(memory_total("MemFree: 1 kB\n"), None);
+    }
+
+    #[test]
+    fn of_several_search_lines_the_last_one_counts() {
+        let dns = parse_resolver(
+            "# a comment\nnameserver 10.0.0.1\nsearch a b\nsearch c\nnameserver ::1\noptions ndots:2 rotate\n",
+        );
+        assert_eq!(dns.servers, ["10.0.0.1", "::1"]);
+        assert_eq!(dns.searches, ["c"]);
+        assert_eq!(dns.options, ["ndots:2", "rotate"]);
+    }
+}

@@ -1,0 +1,348 @@
+//! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
+
+mod facts;
+
+use std::{
+    net::SocketAddr,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use beelet_policy::cgroups::CgroupConfig;
+use prometheus_client::registry::Registry;
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::{mpsc, watch},
+    task::{JoinHandle, JoinSet, spawn_blocking},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use crate::{
+    api::{
+        grpc,
+        http::{self, ApiState},
+    },
+    cgroups::Cgroups,
+    config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
+    kernel::{self, Kernel, KernelOptions},
+    lifecycle::relist::{self, Pulse, Relist},
+    pods::{
+        self,
+        launch::Launcher,
+        manager::{self, Manager},
+        manifest::{
+            Desired,
+            source::{ManifestSource, Options},
+        },
+        qos_tree,
+        records::Records,
+        table::PodTable,
+    },
+    probes::{self, Probes},
+    runtime::{self, Runtime},
+    state::State,
+};
+
+/// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
+const REQUESTS: usize = 1024;
+/// How long the parts get to end after they were told to.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// Runs the node until SIGTERM or SIGINT.
+///
+/// # Errors
+/// Something that the agent can't do without isn't to be had; the sentence says what, and what to do.
+pub async fn run(config: Config) -> Result<()> {
+    let shutdown = CancellationToken::new();
+    stop_on_signals(&shutdown)?;
+    run_until(config, shutdown).await
+}
+
+/// Runs the node until `shutdown`.
+///
+/// # Errors
+/// As for [`run`].
+pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()> {
+    // The locks come first: a second agent must not get as far as touching anything.
+    let state = Arc::new(State::open(&config.beelet.state_dir)?);
+    let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
+        .with_image_endpoint(&config.image_endpoint)?;
+    let cgroups = Arc::new(Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)?);
+
+    let metrics = Metrics::default();
+    let registry = metrics.registry(&runtime, &cgroups);
+    let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
+    let health = Health::new(&config.runtime_endpoint);
+    // The others end before these two: what they do last can still be seen.
+    let serving = CancellationToken::new();
+    let mut servers = serve(&config, table.clone(), registry, &health, &serving).await?;
+
+    let ran = match runtime.wait_ready(&shutdown).await {
+        None => Ok(()),
+        Some(version) => {
+            info!(
+                name = version.runtime_name,
+                version = version.runtime_version,
+                "container runtime answers"
+            );
+            match Node::build(config, runtime, version.runtime_name, cgroups, state, metrics).await {
+                Ok(node) => node.run(table_out, table, &health, shutdown).await,
+                Err(error) => Err(error),
+            }
+        }
+    };
+    serving.cancel();
+    while servers.join_next().await.is_some() {}
+    ran
+}
+
+/// The first signal ends the agent in order, the second at once.
+fn stop_on_signals(shutdown: &CancellationToken) -> Result<()> {
+    let mut term = signal(SignalKind::terminate()).context("cannot handle SIGTERM")?;
+    let mut int = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;
+    let shutdown = shutdown.clone();
+    tokio::spawn(async move {
+        loop {
+            let name = tokio::select! {
+                _ = term.recv() => "SIGTERM",
+                _ = int.recv() => "SIGINT",
+            };
+            if shutdown.is_cancelled() {
+                warn!("{name} again: ending at once");
+                std::process::exit(130);
+            }
+            info!("{name}: ending");
+            shutdown.cancel();
+        }
+    });
+    Ok(())
+}
+
+/// Every part's counters.
+#[derive(Default)]
+struct Metrics {
+    pods: pods::metrics::Metrics,
+    probes: probes::Metrics,
+    relist: relist::Metrics,
+}
+
+impl Metrics {
+    fn registry(&self, runtime: &Runtime, cgroups: &Cgroups) -> Arc<Registry> {
+        let mut registry = Registry::default();
+        self.pods.register(&mut registry);
+        self.probes.register(&mut registry);
+        self.relist.register(&mut registry);
+        runtime.register_metrics(&mut registry);
+        cgroups.metrics().register(&mut registry);
+        Arc::new(registry)
+    }
+}
+
+/// Whether the agent is well: once the runtime has answered, the relist's pulse tells.
+#[derive(Clone)]
+struct Health {
+    endpoint: Arc<str>,
+    pulse: Arc<OnceLock<Pulse>>,
+}
+
+impl Health {
+    fn new(endpoint: &str) -> Self {
+        Self { endpoint: endpoint.into(), pulse: Arc::default() }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        match self.pulse.get() {
+            Some(pulse) => pulse.check(),
+            None => Err(format!("the container runtime at {} has not answered yet", self.endpoint)),
+        }
+    }
+}
+
+/// Starts both servers. They are there before the runtime is, so that somebody can be told what is missing.
+async fn serve(
+    config: &Config,
+    pods: watch::Receiver<Arc<PodTable>>,
+    registry: Arc<Registry>,
+    health: &Health,
+    serving: &CancellationToken,
+) -> Result<JoinSet<()>> {
+    let mut servers = JoinSet::new();
+    let socket = grpc::bind(&config.socket()).await?;
+    let (watched, until) = (pods.clone(), serving.clone());
+    servers.spawn(async move {
+        if let Err(error) = grpc::serve(socket, watched, until).await {
+            error!("{error:#}");
+        }
+    });
+    if config.healthz_port != 0 {
+        let listener = http::bind(SocketAddr::new(config.healthz_address, config.healthz_port)).await?;
+        let health = health.clone();
+        let state = ApiState { pods, registry, health: Arc::new(move || health.check()) };
+        servers.spawn(http::serve(listener, state, serving.clone()));
+    }
+    Ok(servers)
+}
+
+/// All parts that the runtime's presence allows to be built, not running yet.
+struct Node {
+    config: Config,
+    runtime: Runtime,
+    runtime_name: String,
+    cgroups: Arc<Cgroups>,
+    cgroup_config: CgroupConfig,
+    kernel: Kernel,
+    state: Arc<State>,
+    metrics: Metrics,
+}
+
+impl Node {
+    async fn build(
+        config: Config,
+        runtime: Runtime,
+        runtime_name: String,
+        cgroups: Arc<Cgroups>,
+        state: Arc<State>,
+        metrics: Metrics,
+    ) -> Result<Self> {
+        if runtime.runtime_config().await? == Some(runtime::CgroupDriver::Systemd) {
+            bail!(
+                "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set \
+                 SystemdCgroup = false in the runtime's configuration and restart it"
+            );
+        }
+        let cgroup_config = facts::cgroup_config(&config, cgroups.version())?;
+        let values = qos_tree::values(&[], &cgroup_config).map_err(anyhow::Error::msg)?;
+        qos_tree::write(&cgroups, values).await.map_err(anyhow::Error::msg)?;
+        let kernel = start_kernel(&config, &cgroups).await?;
+        Ok(Self { config, runtime, runtime_name, cgroups, cgroup_config, kernel, state, metrics })
+    }
+
+    /// Connects the parts and runs them until `shutdown`.
+    async fn run(
+        self,
+        table_out: watch::Sender<Arc<PodTable>>,
+        table: watch::Receiver<Arc<PodTable>>,
+        health: &Health,
+        shutdown: CancellationToken,
+    ) -> Result<()> {
+        // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
+        let working = CancellationToken::new();
+        let (requests_out, requests) = mpsc::channel(REQUESTS);
+        let (relist, pulse) =
+            Relist::new(self.runtime.clone(), requests_out.clone(), self.metrics.relist.clone());
+        let _ = health.pulse.set(pulse);
+        let records = Records::load(&self.state);
+        let writer = tokio::spawn(records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
+        let manager = Manager::new(manager::Parts {
+            launcher: Arc::new(self.launcher()?),
+            runtime_name: self.runtime_name.clone(),
+            desired: self.manifests(&working).await,
+            requests,
+            table: table_out,
+            records,
+            metrics: self.metrics.pods.clone(),
+            stop_pods_on_exit: self.config.beelet.stop_pods_on_exit,
+        });
+        let probes = Probes::new(probes::Parts {
+            table: table.clone(),
+            requests: requests_out,
+            listeners: self.kernel.listeners(),
+            edges: self.kernel.edges(),
+            settings: self.probe_settings(),
+            metrics: self.metrics.probes.clone(),
+        });
+        let (cgroups, values) = (Arc::clone(&self.cgroups), self.cgroup_config.clone());
+        let mut tasks = JoinSet::new();
+        tasks.spawn(relist.run(working.clone()));
+        tasks.spawn(probes.run(working.clone()));
+        tasks.spawn(qos_tree::follow(table, cgroups, values, working.clone()));
+        manager.run(shutdown).await;
+        working.cancel();
+        farewell(tasks, writer).await;
+        // Pinned, the kernel's listener table goes on while the agent is away.
+        if let Err(error) = self.kernel.stop(!self.config.beelet.stop_pods_on_exit) {
+            warn!(%error, "the kernel half was not left in order");
+        }
+        info!("ended");
+        Ok(())
+    }
+
+    /// The desired pods. Without a static pod path there are none, and none that runs is unwanted either.
+    async fn manifests(&self, working: &CancellationToken) -> watch::Receiver<Arc<Desired>> {
+        let Some(path) = &self.config.static_pod_path else {
+            warn!("staticPodPath is not set: no pods are started, and those that run are left alone");
+            let nothing = Desired { folder_unread: true, ..Desired::default() };
+            return watch::channel(Arc::new(nothing)).1;
+        };
+        let options = Options {
+            check_frequency: self.config.file_check_frequency,
+            critical_static_pods: self.config.beelet.critical_static_pods,
+            cancel: working.clone(),
+        };
+        ManifestSource::start(path.clone(), self.config.node_name.clone(), options).await
+    }
+
+    fn probe_settings(&self) -> probes::Settings {
+        probes::Settings {
+            tcp_by_kernel: self.config.beelet.tcp_probes == TcpProbes::Kernel,
+            edge_policy: match self.config.beelet.edge_policy {
+                EdgePolicy::Immediate => beelet_policy::probe::EdgePolicy::Immediate,
+                EdgePolicy::Threshold => beelet_policy::probe::EdgePolicy::Threshold,
+            },
+        }
+    }
+
+    fn launcher(&self) -> Result<Launcher> {
+        Ok(Launcher {
+            runtime: self.runtime.clone(),
+            cgroups: Arc::clone(&self.cgroups),
+            cgroup_config: self.cgroup_config.clone(),
+            node: facts::node_facts(&self.config)?,
+            pods_dir: self.config.beelet.pods_dir.clone(),
+            max_restart_delay: self.config.max_container_restart_period,
+        })
+    }
+}
+
+/// Brings up the kernel half as far as it goes, and says what doesn't.
+async fn start_kernel(config: &Config, cgroups: &Cgroups) -> Result<Kernel> {
+    let options = KernelOptions {
+        bpffs: config.beelet.bpffs.clone(),
+        pin_name: config.beelet.pin_name.clone(),
+        cgroup: cgroups.cgroup2_path("/kubepods").unwrap_or_default(),
+        mode: match config.beelet.bpf {
+            BpfMode::Auto => kernel::Mode::Auto,
+            BpfMode::Off => kernel::Mode::Off,
+        },
+        object: None,
+    };
+    let kernel =
+        spawn_blocking(move || Kernel::start(&options)).await.context("the kernel half could not start")?;
+    for capability in kernel.capabilities() {
+        if let Err(missing) = &capability.have {
+            warn!(
+                program = capability.program,
+                missing,
+                fallback = capability.fallback,
+                "not available here"
+            );
+        }
+    }
+    if kernel.adopted() {
+        info!("the kernel half went on while the agent was away; it is taken over");
+    }
+    Ok(kernel)
+}
+
+/// Lets the parts end by themselves, but not for ever.
+async fn farewell(mut tasks: JoinSet<()>, writer: JoinHandle<()>) {
+    let all = async {
+        while tasks.join_next().await.is_some() {}
+        let _ = writer.await;
+    };
+    if tokio::time::timeout(FAREWELL, all).await.is_err() {
+        warn!("some parts did not end within {} s and are dropped", FAREWELL.as_secs());
+    }
+}

@@ -1,0 +1,24 @@
+//! The labels and annotations that tie sandboxes and containers to pods. The first group is the
+//! kubelet's, so that crictl and every other tool shows our pods as it shows a kubelet's.
+
+/// Label: the pod's name.
+pub const POD_NAME: &str = "io.kubernetes.pod.name";
+/// Label: the pod's namespace.
+pub const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
+/// Label: the pod's UID.
+pub const POD_UID: &str = "io.kubernetes.pod.uid";
+/// Label: the container's name in the pod's spec.
+pub const CONTAINER_NAME: &str = "io.kubernetes.container.name";
+/// Container annotation: the restart count.
+pub const RESTART_COUNT: &str = "io.kubernetes.container.restartCount";
+/// Container and sandbox annotation: seconds a pod gets to end by itself.
+pub const GRACE_PERIOD: &str = "io.kubernetes.pod.terminationGracePeriod";
+
+/// Label on everything the agent creates. Nothing without it is ever touched.
+pub const MANAGED_BY: &str = "beelet.dev/managed-by";
+/// The value of [`MANAGED_BY`].
+pub const MANAGED_BY_BEELET: &str = "beelet";
+/// Sandbox annotation: the manifest's path.
+pub const MANIFEST: &str = "beelet.dev/manifest";
+/// Container annotation: the restart delay in whole seconds that went before this start.
+pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";

@@ -1,0 +1,425 @@
+//! Keeps one worker for each pod that should be here or still is, and publishes the [`PodTable`].
+//!
+//! One task owns everything: desired pods, what the runtime was seen to have, probe results and worker
+//! reports come in, control values and the table go out. Nothing here waits for the runtime.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::{
+    pod::{ContainerState, KillReason},
+    probe::{ProbeKind, ProbeResult},
+};
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::core::v1 as core,
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
+};
+use tokio::{
+    sync::{mpsc, watch},
+    task::JoinHandle,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use super::{
+    cri_config,
+    launch::Launcher,
+    manifest::Desired,
+    metrics::Metrics,
+    observe::Observation,
+    records::{PodRecord, Records},
+    status::{Inputs, ProbeFacts, Waiting, whole_second},
+    table::{PodEntry, PodName, PodTable, ReadinessEdge},
+    worker::{Control, Report, Terminate, Worker},
+};
+use crate::clock::monotonic_ns;
+
+/// Reports under way from workers. A worker waits while the manager is behind by this many.
+const REPORTS: usize = 256;
+
+/// What others ask of the pods.
+#[derive(Clone, Debug)]
+pub enum Request {
+    /// What the runtime was seen to have.
+    Runtime(RuntimePods),
+    /// A probe's published state changed.
+    Probe(ProbeUpdate),
+}
+
+/// All our pods in the runtime, and which of them changed since the last time.
+#[derive(Clone, Debug, Default)]
+pub struct RuntimePods {
+    /// By UID.
+    pub pods: BTreeMap<String, RuntimePod>,
+    /// UIDs of pods with anything new.
+    pub changed: BTreeSet<String>,
+}
+
+/// As much of a pod as its sandbox tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RuntimePod {
+    /// Its name.
+    pub name: PodName,
+    /// Seconds its containers get to end by themselves.
+    pub grace: Duration,
+    /// The manifest it came from.
+    pub manifest: Option<PathBuf>,
+}
+
+/// A probe's new state for one container instance.
+#[derive(Clone, Debug)]
+pub struct ProbeUpdate {
+    /// The pod.
+    pub uid: String,
+    /// The container's name.
+    pub container: String,
+    /// The runtime's identifier of the instance that was probed.
+    pub container_id: String,
+    /// Which probe.
+    pub kind: ProbeKind,
+    /// Its new state.
+    pub result: ProbeResult,
+    /// Whether the container must be restarted for it.
+    pub restart: bool,
+    /// When the kernel saw what caused it, `CLOCK_MONOTONIC` nanoseconds.
+    pub kernel_ns: Option<u64>,
+}
+
+/// What the manager needs from the rest of the node.
+#[derive(Debug)]
+pub struct Parts {
+    /// Brings pods to life.
+    pub launcher: Arc<Launcher>,
+    /// The runtime's name, as container identifiers in a status carry it.
+    pub runtime_name: String,
+    /// What should be here.
+    pub desired: watch::Receiver<Arc<Desired>>,
+    /// What others ask.
+    pub requests: mpsc::Receiver<Request>,
+    /// The table that everyone reads.
+    pub table: watch::Sender<Arc<PodTable>>,
+    /// What is known of pods from before a restart; new knowledge goes to the same place.
+    pub records: Records,
+    /// Counters and gauges.
+    pub metrics: Metrics,
+    /// The pods go when the agent ends.
+    pub stop_pods_on_exit: bool,
+}
+
+/// A pod with a worker.
+#[derive(Debug)]
+struct Managed {
+    name: PodName,
+    pod: Arc<core::Pod>,
+    control: watch::Sender<Control>,
+    task: JoinHandle<()>,
+    seen: Option<Arc<Observation>>,
+    waiting: BTreeMap<String, Waiting>,
+    probes: BTreeMap<String, ProbeFacts>,
+    status: Option<core::PodStatus>,
+    edge: Option<ReadinessEdge>,
+}
+
+impl Managed {
+    fn terminating(&self) -> bool {
+        self.control.borrow().terminate.is_some()
+    }
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct Manager {
+    parts: Parts,
+    /// By UID.
+    pods: BTreeMap<String, Managed>,
+    /// What the runtime was last seen to have; `None` before the first look.
+    runtime: Option<BTreeMap<String, RuntimePod>>,
+    reports_in: mpsc::Receiver<Report>,
+    reports_out: mpsc::Sender<Report>,
+}
+
+impl Manager {
+    /// A manager that has started nothing yet.
+    pub fn new(parts: Parts) -> Self {
+        let (reports_out, reports_in) = mpsc::channel(REPORTS);
+        Self { parts, pods: BTreeMap::new(), runtime: None, reports_in, reports_out }
+    }
+
+    /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut stopping = false;
+        let mut source_open = true;
+        self.reconcile();
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled(), if !stopping => {
+                    if !self.parts.stop_pods_on_exit { break }
+                    stopping = true;
+                    info!(pods = self.pods.len(), "terminating all pods before the agent ends");
+                    for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
+                        self.terminate(&uid);
+                    }
+                }
+                changed = self.parts.desired.changed(), if source_open && !stopping => {
+                    source_open = changed.is_ok();
+                    self.reconcile();
+                }
+                Some(report) = self.reports_in.recv() => self.on_report(report, stopping),
+                Some(request) = self.parts.requests.recv() => self.on_request(request, stopping),
+            }
+            if stopping && self.pods.is_empty() {
+                break;
+            }
+        }
+        for managed in self.pods.values() {
+            managed.task.abort();
+        }
+    }
+
+    /// Makes workers fit what is desired: starts the missing, terminates the others.
+    fn reconcile(&mut self) {
+        // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
+        let Some(in_runtime) = self.runtime.clone() else { return };
+        let desired = Arc::clone(&self.parts.desired.borrow_and_update());
+        let uid_of = |pod: &Arc<core::Pod>| pod.metadata.uid.clone();
+        let wanted: BTreeMap<String, &Arc<core::Pod>> =
+            desired.pods.values().filter_map(|pod| Some((uid_of(pod)?, pod))).collect();
+        for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
+            let removable =
+                self.pods.get(&uid).is_some_and(|m| desired.may_remove(manifest_of(&m.pod).as_deref()));
+            if !wanted.contains_key(&uid) && removable {
+                self.terminate(&uid);
+            }
+        }
+        for (uid, orphan) in &in_runtime {
+            if !self.pods.contains_key(uid) && !wanted.contains_key(uid) {
+                if !desired.may_remove(orphan.manifest.as_deref()) {
+                    continue;
+                }
+                info!(pod = %orphan.name, uid, "a pod without a manifest runs here; it is terminated");
+                self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
+            }
+        }
+        for (uid, pod) in wanted {
+            let name = PodName::of(pod);
+            let pod = Arc::clone(pod);
+            // Of two pods of one name the old one must be gone first: they may share ports and files.
+            let name_taken = self.pods.values().any(|m| m.name == name);
+            if !self.pods.contains_key(&uid) && !name_taken {
+                info!(pod = %name, uid, "pod is managed from now on");
+                self.spawn(pod, false);
+            }
+        }
+        self.publish_rejected(&desired);
+    }
+
+    fn publish_rejected(&self, desired: &Desired) {
+        self.parts.table.send_if_modified(|table| {
+            if *table.rejected == desired.rejected {
+                return false;
+            }
+            let rejected = Arc::new(desired.rejected.clone());
+            *table = Arc::new(PodTable { pods: table.pods.clone(), rejected });
+            true
+        });
+        self.parts.metrics.rejected_manifests.set(i64::try_from(desired.rejected.len()).unwrap_or(i64::MAX));
+    }
+
+    fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let record = self.parts.records.get(&uid).unwrap_or_default();
+        let terminate = terminate.then_some(Terminate { grace: None });
+        let (control, signal) = watch::channel(Control { terminate, ..Control::default() });
+        let launcher = Arc::clone(&self.parts.launcher);
+        let runtime = launcher.runtime.clone();
+        let worker = Worker::new(launcher, runtime, Arc::clone(&pod), signal, self.reports_out.clone());
+        let started = record.probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
+        control.send_modify(|c| c.verdicts.started.extend(started));
+        let managed = Managed {
+            name: PodName::of(&pod),
+            pod,
+            control,
+            task: tokio::spawn(worker.run()),
+            seen: None,
+            waiting: BTreeMap::new(),
+            probes: record.probes,
+            status: record.status,
+            edge: None,
+        };
+        self.pods.insert(uid.clone(), managed);
+        self.publish(&uid);
+    }
+
+    fn terminate(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        if managed.terminating() {
+            return;
+        }
+        info!(pod = %managed.name, uid, "pod is terminated");
+        managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: None }));
+        let mut pod = (*managed.pod).clone();
+        let grace = cri_config::grace_period(&pod);
+        let deadline = Timestamp::now().saturating_add(grace).unwrap_or(Timestamp::MAX);
+        pod.metadata.deletion_timestamp = Some(Time(whole_second(deadline)));
+        pod.metadata.deletion_grace_period_seconds = i64::try_from(grace.as_secs()).ok();
+        managed.pod = Arc::new(pod);
+        self.publish(uid);
+    }
+
+    fn on_report(&mut self, report: Report, stopping: bool) {
+        let Some(managed) = self.pods.get_mut(&report.uid) else { return };
+        if report.gone {
+            let name = managed.name.clone();
+            self.pods.remove(&report.uid);
+            self.parts.records.remove(&report.uid);
+            if let Some(runtime) = &mut self.runtime {
+                runtime.remove(&report.uid);
+            }
+            self.unpublish(&name);
+            if !stopping {
+                // A pod of the same name may have waited for this one.
+                self.reconcile();
+            }
+            return;
+        }
+        // What probes said of containers that are gone is of no use any more.
+        managed.probes.retain(|id, _| report.seen.containers.contains_key(id));
+        managed.control.send_if_modified(|c| {
+            let running = |id: &String| {
+                let of_id = report.seen.pod.containers.iter().find(|c| c.id == *id);
+                of_id.is_some_and(|c| matches!(c.state, ContainerState::Running { .. }))
+            };
+            c.verdicts.condemned.retain(|id, _| running(id));
+            c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
+            false // the worker that reports has seen it all
+        });
+        managed.seen = Some(report.seen);
+        managed.waiting = report.waiting;
+        self.publish(&report.uid);
+    }
+
+    fn on_request(&mut self, request: Request, stopping: bool) {
+        match request {
+            Request::Runtime(seen) => {
+                for uid in &seen.changed {
+                    if let Some(managed) = self.pods.get(uid) {
+                        managed.control.send_modify(|c| c.changes += 1);
+                    }
+                }
+                self.runtime = Some(seen.pods);
+                if !stopping {
+                    self.reconcile();
+                }
+            }
+            Request::Probe(update) => self.on_probe(&update),
+        }
+    }
+
+    fn on_probe(&mut self, update: &ProbeUpdate) {
+        let Some(managed) = self.pods.get_mut(&update.uid) else { return };
+        let facts = managed.probes.entry(update.container_id.clone()).or_default();
+        let success = update.result == ProbeResult::Success;
+        match update.kind {
+            ProbeKind::Readiness => facts.ready = Some(success),
+            ProbeKind::Startup => facts.started = Some(success),
+            ProbeKind::Liveness => {}
+        }
+        if update.restart {
+            let reason =
+                if update.kind == ProbeKind::Startup { KillReason::Startup } else { KillReason::Liveness };
+            managed.control.send_modify(|c| {
+                c.verdicts.condemned.insert(update.container_id.clone(), reason);
+            });
+        } else if update.kind == ProbeKind::Startup && success {
+            managed.control.send_modify(|c| {
+                c.verdicts.started.insert(update.container_id.clone());
+            });
+        }
+        if let (ProbeKind::Readiness, Some(kernel_ns)) = (update.kind, update.kernel_ns) {
+            managed.edge = Some(ReadinessEdge {
+                container: update.container.clone(),
+                ready: success,
+                kernel_ns,
+                published_ns: monotonic_ns(),
+            });
+        }
+        self.publish(&update.uid);
+    }
+
+    /// Computes a pod's status anew and publishes it if it changed.
+    fn publish(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        let unseen = Observation::default();
+        let status = match (&managed.seen, &managed.status) {
+            // Until the runtime was asked, what was known before the restart stands.
+            (None, Some(known)) => known.clone(),
+            (seen, _) => Inputs {
+                pod: &managed.pod,
+                seen: seen.as_deref().unwrap_or(&unseen),
+                waiting: &managed.waiting,
+                probes: &managed.probes,
+                previous: managed.status.as_ref(),
+                node: &self.parts.launcher.node,
+                runtime_name: &self.parts.runtime_name,
+                now: Timestamp::now(),
+            }
+            .status(),
+        };
+        managed.status = Some(status.clone());
+        let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
+        let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
+        let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns };
+        let name = managed.name.clone();
+        let record = PodRecord { status: Some(status), probes: managed.probes.clone() };
+        let changed = self.parts.table.send_if_modified(|table| {
+            if table.pods.get(&name).is_some_and(|known| **known == entry) {
+                return false;
+            }
+            let mut pods = table.pods.clone();
+            pods.insert(name, Arc::new(entry));
+            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
+            true
+        });
+        if changed {
+            self.parts.records.set(uid, record);
+            self.parts.metrics.observe(&self.parts.table.borrow());
+        }
+    }
+
+    fn unpublish(&self, name: &PodName) {
+        self.parts.table.send_if_modified(|table| {
+            let mut pods = table.pods.clone();
+            let removed = pods.remove(name).is_some();
+            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
+            removed
+        });
+        self.parts.metrics.observe(&self.parts.table.borrow());
+    }
+}
+
+fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {
+    pod.metadata.annotations.as_ref()?.get(super::labels::MANIFEST).map(PathBuf::from)
+}
+
+/// As much of a pod as its termination needs.
+fn pod_of_orphan(uid: &str, orphan: &RuntimePod) -> core::Pod {
+    core::Pod {
+        metadata: ObjectMeta {
+            name: Some(orphan.name.name.clone()),
+            namespace: Some(orphan.name.namespace.clone()),
+            uid: Some(uid.to_owned()),
+            deletion_timestamp: Some(Time(whole_second(Timestamp::now()))),
+            ..Default::default()
+        },
+        spec: Some(core::PodSpec {
+            termination_grace_period_seconds: i64::try_from(orphan.grace.as_secs()).ok(),
+            ..Default::default()
+        }),
+        status: None,
+    }
+}

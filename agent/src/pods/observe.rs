@@ -1,0 +1,224 @@
+//! What the runtime has of one pod, read anew each time somebody asks. Details that cannot change any
+//! more (an exit code, a sandbox's addresses) are asked for once.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    time::Duration,
+};
+
+use beelet_policy::pod;
+use beelet_proto::cri;
+use futures::future::try_join_all;
+use jiff::Timestamp;
+
+use super::labels;
+use crate::runtime::{Error, Runtime};
+
+/// One look at a pod.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Observation {
+    /// As decisions take it.
+    pub pod: pod::Observed,
+    /// The sandbox that counts, if one is ready.
+    pub sandbox: Option<SandboxDetail>,
+    /// The runtime's words on each container, by identifier.
+    pub containers: BTreeMap<String, cri::ContainerStatus>,
+}
+
+impl Observation {
+    /// The newest container of a name: the one the pod's status speaks of.
+    pub fn newest(&self, name: &str) -> Option<&pod::Container> {
+        self.pod.containers.iter().filter(|c| c.name == name).max_by_key(|c| (c.attempt, &c.id))
+    }
+}
+
+/// A ready sandbox.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SandboxDetail {
+    /// The runtime's identifier.
+    pub id: String,
+    /// The pod's addresses, the primary one first; empty on the host's network.
+    pub ips: Vec<String>,
+    /// The network namespace's file; `None` on the host's network.
+    pub netns: Option<PathBuf>,
+}
+
+/// Looks at one pod.
+#[derive(Debug)]
+pub struct Observer {
+    runtime: Runtime,
+    uid: String,
+    sandbox: Option<SandboxDetail>,
+    containers: HashMap<String, cri::ContainerStatus>,
+}
+
+/// The labels of everything we created for a pod.
+pub fn selector(uid: &str) -> HashMap<String, String> {
+    let mut selector = managed();
+    selector.insert(labels::POD_UID.to_owned(), uid.to_owned());
+    selector
+}
+
+/// The labels of everything we created.
+pub fn managed() -> HashMap<String, String> {
+    HashMap::from([(labels::MANAGED_BY.to_owned(), labels::MANAGED_BY_BEELET.to_owned())])
+}
+
+impl Observer {
+    /// An observer of the pod with this UID.
+    pub fn new(runtime: Runtime, uid: String) -> Self {
+        Self { runtime, uid, sandbox: None, containers: HashMap::new() }
+    }
+
+    /// Asks the runtime. Objects that vanish while it answers are left out.
+    pub async fn observe(&mut self) -> Result<Observation, Error> {
+        let of_pod = selector(&self.uid);
+        let (sandboxes, containers) = tokio::try_join!(
+            self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
+                label_selector: of_pod.clone(),
+                ..Default::default()
+            })),
+            self.runtime.list_containers(Some(cri::ContainerFilter {
+                label_selector: of_pod.clone(),
+                ..Default::default()
+            })),
+        )?;
+        let sandboxes: Vec<pod::Sandbox> = sandboxes.into_iter().map(sandbox).collect();
+        self.refresh_containers(&containers).await?;
+        self.refresh_sandbox(&sandboxes).await?;
+        let statuses: BTreeMap<_, _> = self.containers.clone().into_iter().collect();
+        let containers = containers.iter().filter_map(|c| Some(container(c, statuses.get(&c.id)?))).collect();
+        let pod = pod::Observed { sandboxes, containers };
+        Ok(Observation { pod, sandbox: self.sandbox.clone(), containers: statuses })
+    }
+
+    async fn refresh_containers(&mut self, listed: &[cri::Container]) -> Result<(), Error> {
+        self.containers.retain(|id, _| listed.iter().any(|c| c.id == *id));
+        let mut stale = Vec::new();
+        for container in listed {
+            if self.containers.get(&container.id).is_none_or(|known| known.state != container.state) {
+                stale.push(self.container_status(&container.id));
+            }
+        }
+        let fresh = try_join_all(stale).await?;
+        self.containers.extend(fresh.into_iter().flatten().map(|status| (status.id.clone(), status)));
+        Ok(())
+    }
+
+    async fn container_status(&self, id: &str) -> Result<Option<cri::ContainerStatus>, Error> {
+        match self.runtime.container_status(id, false).await {
+            Ok(response) => Ok(response.status),
+            Err(e) if e.is_not_found() => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    async fn refresh_sandbox(&mut self, sandboxes: &[pod::Sandbox]) -> Result<(), Error> {
+        let current = sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
+        let Some(current) = current else {
+            self.sandbox = None;
+            return Ok(());
+        };
+        if self.sandbox.as_ref().is_some_and(|known| known.id == current.id) {
+            return Ok(());
+        }
+        self.sandbox = match self.runtime.sandbox_status(&current.id, true).await {
+            Ok(response) => Some(detail(&current.id, &response)),
+            Err(e) if e.is_not_found() => None,
+            Err(e) => return Err(e),
+        };
+        Ok(())
+    }
+}
+
+fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {
+    pod::Sandbox {
+        attempt: listed.metadata.map_or(0, |m| m.attempt),
+        ready: listed.state == i32::from(cri::PodSandboxState::SandboxReady),
+        id: listed.id,
+    }
+}
+
+/// Addresses and network namespace, the latter from the runtime's verbose words.
+fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
+    let status = response.status.as_ref();
+    let network = status.and_then(|s| s.network.as_ref());
+    let ips = network.into_iter().flat_map(|n| {
+        let more = n.additional_ips.iter().map(|ip| ip.ip.clone());
+        std::iter::once(n.ip.clone()).chain(more).filter(|ip| !ip.is_empty())
+    });
+    let options = status.and_then(|s| s.linux.as_ref()?.namespaces.as_ref()?.options.as_ref());
+    let on_host = options.is_some_and(|o| o.network == i32::from(cri::NamespaceMode::Node));
+    let netns = if on_host { None } else { response.info.get("info").and_then(|info| netns(info)) };
+    SandboxDetail { id: id.to_owned(), ips: ips.collect(), netns }
+}
+
+/// The network namespace in containerd's and CRI-O's verbose status: the OCI spec's, else the sandbox
+/// process's own.
+fn netns(info: &str) -> Option<PathBuf> {
+    let info: serde_json::Value = serde_json::from_str(info).ok()?;
+    let namespaces = info.pointer("/runtimeSpec/linux/namespaces").and_then(|n| n.as_array());
+    let path =
+        namespaces.into_iter().flatten().find(|n| n["type"] == "network").and_then(|n| n["path"].as_str());
+    if let Some(path) = path.filter(|p| !p.is_empty()) {
+        return Some(PathBuf::from(path));
+    }
+    let pid = info.get("pid").and_then(serde_json::Value::as_u64).filter(|pid| *pid > 0)?;
+    Some(PathBuf::from(format!("/proc/{pid}/ns/net")))
+}
+
+fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {
+    let metadata = status.metadata.as_ref().or(listed.metadata.as_ref());
+    let delay = listed.annotations.get(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).unwrap_or(0);
+    pod::Container {
+        id: listed.id.clone(),
+        name: metadata.map(|m| m.name.clone()).unwrap_or_default(),
+        attempt: metadata.map_or(0, |m| m.attempt),
+        sandbox_id: listed.pod_sandbox_id.clone(),
+        state: state(status),
+        restart_delay: Duration::from_secs(delay),
+    }
+}
+
+fn state(status: &cri::ContainerStatus) -> pod::ContainerState {
+    match status.state() {
+        cri::ContainerState::ContainerCreated => pod::ContainerState::Created,
+        cri::ContainerState::ContainerRunning => {
+            pod::ContainerState::Running { started_at: timestamp(status.started_at).unwrap_or_default() }
+        }
+        cri::ContainerState::ContainerExited => pod::ContainerState::Exited {
+            exit_code: status.exit_code,
+            started_at: timestamp(status.started_at),
+            finished_at: timestamp(status.finished_at).unwrap_or_default(),
+        },
+        cri::ContainerState::ContainerUnknown => pod::ContainerState::Unknown,
+    }
+}
+
+/// A time of the runtime's, nanoseconds since the epoch; 0 means never.
+pub fn timestamp(nanoseconds: i64) -> Option<Timestamp> {
+    if nanoseconds <= 0 {
+        return None;
+    }
+    Timestamp::from_nanosecond(i128::from(nanoseconds)).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_network_namespace_comes_from_the_oci_spec_or_the_process() {
+        let check =
+            |info: &str, expect: Option<&str>| assert_eq!(netns(info), expect.map(PathBuf::from), "{info}");
+        let spec = r#"{"pid":7,"runtimeSpec":{"linux":{"namespaces":[{"type":"pid"},{"type":"network","path":"/run/netns/a"}]}}}"#;
+        check(spec, Some("/run/netns/a"));
+        check(
+            r#"{"pid":7,"runtimeSpec":{"linux":{"namespaces":[{"type":"network"}]}}}"#,
+            Some("/proc/7/ns/net"),
+        );
+        check(r#"{"pid":0}"#, None);
+        check("not json", None);
+    }
+}

@@ -1,0 +1,119 @@
+//! What must be known of pods after a restart of the agent, so that nothing flips: start times,
+//! condition times, probe results. Everything else is seen again in the runtime.
+//!
+//! Writers never wait: the newest records replace those that were not written yet, and one task writes
+//! them out. Losing the last ones costs a probe's period, no more.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use k8s_openapi::api::core::v1 as core;
+use serde::{Deserialize, Serialize};
+use tokio::{sync::watch, task::spawn_blocking};
+use tracing::{error, info, warn};
+
+use super::{metrics::Metrics, status::ProbeFacts};
+use crate::state::{Loaded, State};
+
+/// The name of the durable record.
+const NAME: &str = "pods";
+/// The pause after a failed write.
+const RETRY: Duration = Duration::from_secs(10);
+
+/// What is kept of one pod.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PodRecord {
+    /// The status as last published.
+    pub status: Option<core::PodStatus>,
+    /// Probe results by the runtime's container identifier.
+    pub probes: BTreeMap<String, ProbeFacts>,
+}
+
+type Map = BTreeMap<String, Arc<PodRecord>>;
+
+/// The records of all pods, by UID.
+#[derive(Debug)]
+pub struct Records {
+    newest: watch::Sender<Map>,
+}
+
+impl Records {
+    /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
+    pub fn load(state: &State) -> Self {
+        let map = match state.load::<Map>(NAME) {
+            Ok(Loaded::Value { value, .. }) => value,
+            Ok(Loaded::Absent) => Map::new(),
+            Ok(Loaded::Quarantined { moved_to, reason }) => {
+                warn!(?moved_to, %reason, "the records of pods were damaged and set aside; probes start anew");
+                Map::new()
+            }
+            Err(error) => {
+                warn!(%error, "the records of pods can't be read; probes start anew");
+                Map::new()
+            }
+        };
+        Self { newest: watch::Sender::new(map) }
+    }
+
+    /// What is known of a pod.
+    pub fn get(&self, uid: &str) -> Option<PodRecord> {
+        self.newest.borrow().get(uid).map(|record| (**record).clone())
+    }
+
+    /// Keeps what is known of a pod.
+    pub fn set(&self, uid: &str, record: PodRecord) {
+        self.newest.send_if_modified(|map| {
+            let known = map.get(uid).is_some_and(|known| **known == record);
+            if !known {
+                map.insert(uid.to_owned(), Arc::new(record));
+            }
+            !known
+        });
+    }
+
+    /// Forgets a pod.
+    pub fn remove(&self, uid: &str) {
+        self.newest.send_if_modified(|map| map.remove(uid).is_some());
+    }
+
+    /// The task that writes. It ends, after a last write, when the records are dropped.
+    pub fn writer(&self, state: Arc<State>, metrics: Metrics) -> impl Future<Output = ()> + Send + use<> {
+        let mut newest = self.newest.subscribe();
+        async move {
+            let mut failing = false;
+            loop {
+                let changed = newest.changed().await.is_ok();
+                let mut map = newest.borrow_and_update().clone();
+                loop {
+                    let (state, snapshot) = (Arc::clone(&state), map.clone());
+                    let written =
+                        spawn_blocking(move || state.store(NAME, &snapshot).map_err(|e| e.to_string()));
+                    let result = written.await.unwrap_or_else(|e| Err(e.to_string()));
+                    let Err(cause) = result else {
+                        if failing {
+                            info!("the records of pods can be written again");
+                        }
+                        failing = false;
+                        break;
+                    };
+                    metrics.state_write_errors.inc();
+                    if !failing {
+                        error!(
+                            error = cause,
+                            "the records of pods can't be written; pods keep running, but after a \
+                            restart of the agent their probes start anew"
+                        );
+                    }
+                    failing = true;
+                    if !changed {
+                        break;
+                    }
+                    tokio::time::sleep(RETRY).await;
+                    map = newest.borrow_and_update().clone();
+                }
+                if !changed {
+                    return;
+                }
+            }
+        }
+    }
+}

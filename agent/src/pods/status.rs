@@ -1,0 +1,327 @@
+//! A pod's status as users of Kubernetes know it, from its spec, what the runtime has and what probes
+//! say. Pure: the time comes in.
+
+use std::collections::BTreeMap;
+
+use beelet_policy::{
+    pod::{self, RestartPolicy, Tally},
+    qos,
+};
+use beelet_proto::cri;
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+
+use super::{
+    cri_config::NodeFacts,
+    observe::{Observation, timestamp},
+};
+
+/// Why a container isn't running.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// One word: `ContainerCreating`, `ErrImagePull`, `CrashLoopBackOff`, …
+    pub reason: String,
+    /// A sentence.
+    pub message: String,
+}
+
+/// What probes have published for one container instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct ProbeFacts {
+    /// The readiness probe's result; `None` before it gave any.
+    pub ready: Option<bool>,
+    /// The startup probe's result; `None` before it gave any.
+    pub started: Option<bool>,
+}
+
+/// All that a status is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// The pod with its spec.
+    pub pod: &'a core::Pod,
+    /// What the runtime has.
+    pub seen: &'a Observation,
+    /// Why containers aren't running, by name.
+    pub waiting: &'a BTreeMap<String, Waiting>,
+    /// What probes say, by the runtime's container identifier.
+    pub probes: &'a BTreeMap<String, ProbeFacts>,
+    /// The status before this one: transition times come from it.
+    pub previous: Option<&'a core::PodStatus>,
+    /// The node.
+    pub node: &'a NodeFacts,
+    /// The runtime's name, as in `containerd://<id>`.
+    pub runtime_name: &'a str,
+    /// The time of the change.
+    pub now: Timestamp,
+}
+
+/// What a container is for in its pod.
+#[derive(Clone, Copy)]
+enum Role {
+    /// It runs to its end before the others start.
+    Init,
+    /// It keeps running: the pod's own containers and its sidecars.
+    Running,
+}
+
+impl Inputs<'_> {
+    /// The pod's status.
+    pub fn status(&self) -> core::PodStatus {
+        let default_spec = core::PodSpec::default();
+        let spec = self.pod.spec.as_ref().unwrap_or(&default_spec);
+        let inits: Vec<&core::Container> = spec.init_containers.iter().flatten().collect();
+        let mains: Vec<&core::Container> = spec.containers.iter().collect();
+        let initialized = self.initialized(&inits, &mains);
+        let role = |c: &core::Container| if pod::is_sidecar(c) { Role::Running } else { Role::Init };
+        let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), true)).collect();
+        let statuses: Vec<_> = mains.iter().map(|c| self.container(c, Role::Running, initialized)).collect();
+        let tally = self.tally(&inits, initialized, &statuses);
+        let phase = pod::phase(RestartPolicy::of(spec), tally);
+        let ips = self.pod_ips(spec);
+        core::PodStatus {
+            phase: Some(phase.to_owned()),
+            conditions: Some(self.conditions(phase, initialized, &inits, &init_statuses, &statuses)),
+            host_ip: Some(self.node.host_ip.to_string()),
+            host_ips: Some(vec![core::HostIP { ip: self.node.host_ip.to_string() }]),
+            pod_ip: ips.first().cloned(),
+            pod_ips: (!ips.is_empty()).then(|| ips.into_iter().map(|ip| core::PodIP { ip }).collect()),
+            qos_class: qos::qos_class(self.pod).ok().map(|class| class.to_string()),
+            start_time: self
+                .previous
+                .and_then(|p| p.start_time.clone())
+                .or(Some(Time(whole_second(self.now)))),
+            init_container_statuses: (!init_statuses.is_empty()).then_some(init_statuses),
+            container_statuses: Some(statuses),
+            ..Default::default()
+        }
+    }
+
+    fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
+        match &self.seen.sandbox {
+            Some(_) if spec.host_network == Some(true) => vec![self.node.host_ip.to_string()],
+            Some(sandbox) => sandbox.ips.clone(),
+            None => Vec::new(),
+        }
+    }
+
+    /// Whether the pod's own containers may run: they exist already, or every init container has done its part.
+    fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
+        if let Some(sandbox) = &self.seen.sandbox
+            && mains.iter().any(|c| self.seen.newest(&c.name).is_some_and(|n| n.sandbox_id == sandbox.id))
+        {
+            return true;
+        }
+        inits.iter().all(|spec| {
+            let Some(container) = self.seen.newest(&spec.name) else { return false };
+            match container.state {
+                pod::ContainerState::Exited { exit_code, .. } => exit_code == 0 && !pod::is_sidecar(spec),
+                pod::ContainerState::Running { .. } => pod::is_sidecar(spec) && self.started(spec, container),
+                _ => false,
+            }
+        })
+    }
+
+    fn tally(
+        &self,
+        inits: &[&core::Container],
+        initialized: bool,
+        statuses: &[core::ContainerStatus],
+    ) -> Tally {
+        let never = self.pod.spec.as_ref().is_some_and(|s| RestartPolicy::of(s) == RestartPolicy::Never);
+        let init_failed = never
+            && inits.iter().filter(|c| !pod::is_sidecar(c)).any(|c| {
+                let state = self.seen.newest(&c.name).map(|n| &n.state);
+                matches!(state, Some(pod::ContainerState::Exited { exit_code, .. }) if *exit_code != 0)
+            });
+        let mut tally = Tally { init_failed, init_pending: usize::from(!initialized), ..Tally::default() };
+        for status in statuses {
+            let now = status.state.as_ref();
+            let ended = |state: Option<&core::ContainerState>| {
+                state.and_then(|s| s.terminated.as_ref().map(|t| t.exit_code))
+            };
+            if now.is_some_and(|s| s.running.is_some()) {
+                tally.running += 1;
+            } else if let Some(code) = ended(now).or_else(|| ended(status.last_state.as_ref())) {
+                if code == 0 { tally.succeeded += 1 } else { tally.failed += 1 }
+            } else {
+                tally.waiting += 1;
+            }
+        }
+        tally
+    }
+
+    fn started(&self, spec: &core::Container, container: &pod::Container) -> bool {
+        let running = matches!(container.state, pod::ContainerState::Running { .. });
+        let facts = self.probes.get(&container.id).copied().unwrap_or_default();
+        running && (spec.startup_probe.is_none() || facts.started == Some(true))
+    }
+
+    fn ready(&self, spec: &core::Container, container: &pod::Container) -> bool {
+        let facts = self.probes.get(&container.id).copied().unwrap_or_default();
+        self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
+    }
+
+    /// The status of one container. `may_run` is false while init containers hold it back.
+    fn container(&self, spec: &core::Container, role: Role, may_run: bool) -> core::ContainerStatus {
+        let newest = self.seen.newest(&spec.name);
+        let runtime = newest.and_then(|c| self.seen.containers.get(&c.id));
+        let started = newest.is_some_and(|c| self.started(spec, c));
+        let ready = newest.is_some_and(|c| match role {
+            // Its readiness is that it has done its part.
+            Role::Init => matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }),
+            Role::Running => self.ready(spec, c),
+        });
+        let (state, last_state) = self.states(spec, newest, may_run);
+        let image = runtime.and_then(|r| r.image.as_ref()).map(|i| {
+            if i.user_specified_image.is_empty() { i.image.clone() } else { i.user_specified_image.clone() }
+        });
+        core::ContainerStatus {
+            name: spec.name.clone(),
+            container_id: newest.map(|c| self.container_id(&c.id)),
+            image: image.or_else(|| spec.image.clone()).unwrap_or_default(),
+            image_id: runtime.map(|r| r.image_ref.clone()).unwrap_or_default(),
+            ready,
+            started: Some(started),
+            restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
+            state: Some(state),
+            last_state,
+            ..Default::default()
+        }
+    }
+
+    fn container_id(&self, id: &str) -> String {
+        format!("{}://{id}", self.runtime_name)
+    }
+
+    /// The container's state, and the one before it where that tells how it ended.
+    fn states(
+        &self,
+        spec: &core::Container,
+        newest: Option<&pod::Container>,
+        may_run: bool,
+    ) -> (core::ContainerState, Option<core::ContainerState>) {
+        let ended =
+            newest.and_then(|c| self.seen.containers.get(&c.id)).map(|status| self.terminated(status));
+        let before = newest.and_then(|c| {
+            let dead = self.seen.pod.containers.iter().filter(|d| d.name == spec.name && d.id != c.id);
+            let last = dead.max_by_key(|d| d.attempt)?;
+            self.seen.containers.get(&last.id).map(|status| self.terminated(status))
+        });
+        let waiting = self.waiting.get(&spec.name);
+        match newest.map(|c| &c.state) {
+            Some(pod::ContainerState::Running { started_at }) => {
+                let running =
+                    core::ContainerStateRunning { started_at: Some(Time(whole_second(*started_at))) };
+                (core::ContainerState { running: Some(running), ..Default::default() }, before)
+            }
+            // Ended and held back from running again: it waits, and its end is the last state.
+            Some(pod::ContainerState::Exited { .. }) => match waiting {
+                Some(waiting) => (waiting_state(waiting), ended),
+                None => (ended.unwrap_or_default(), before),
+            },
+            _ => {
+                let fallback = if may_run { "ContainerCreating" } else { "PodInitializing" };
+                let default = Waiting { reason: fallback.to_owned(), message: String::new() };
+                (waiting_state(waiting.unwrap_or(&default)), before)
+            }
+        }
+    }
+
+    fn terminated(&self, status: &cri::ContainerStatus) -> core::ContainerState {
+        let reason = if status.reason.is_empty() {
+            if status.exit_code == 0 { "Completed" } else { "Error" }.to_owned()
+        } else {
+            status.reason.clone()
+        };
+        let time = |ns| timestamp(ns).map(|t| Time(whole_second(t)));
+        core::ContainerState {
+            terminated: Some(core::ContainerStateTerminated {
+                container_id: Some(self.container_id(&status.id)),
+                exit_code: status.exit_code,
+                finished_at: time(status.finished_at),
+                started_at: time(status.started_at),
+                reason: Some(reason),
+                message: (!status.message.is_empty()).then(|| status.message.clone()),
+                signal: None,
+            }),
+            ..Default::default()
+        }
+    }
+
+    fn conditions(
+        &self,
+        phase: &str,
+        initialized: bool,
+        inits: &[&core::Container],
+        init_statuses: &[core::ContainerStatus],
+        statuses: &[core::ContainerStatus],
+    ) -> Vec<core::PodCondition> {
+        let finished = phase == "Succeeded" || phase == "Failed";
+        let sidecars =
+            inits.iter().zip(init_statuses).filter(|(spec, _)| pod::is_sidecar(spec)).map(|(_, s)| s);
+        let unready: Vec<&str> =
+            statuses.iter().chain(sidecars).filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
+        let incomplete: Vec<&str> =
+            init_statuses.iter().filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
+        let ready = if finished {
+            Err(if phase == "Succeeded" {
+                ("PodCompleted", String::new())
+            } else {
+                ("PodFailed", String::new())
+            })
+        } else if unready.is_empty() {
+            Ok(())
+        } else {
+            Err(("ContainersNotReady", format!("containers with unready status: [{}]", unready.join(" "))))
+        };
+        let init = if initialized || phase == "Succeeded" {
+            Ok(())
+        } else {
+            let list = incomplete.join(" ");
+            Err(("ContainersNotInitialized", format!("containers with incomplete status: [{list}]")))
+        };
+        let sandbox = if self.seen.sandbox.is_some() { Ok(()) } else { Err(("", String::new())) };
+        vec![
+            self.condition("PodReadyToStartContainers", sandbox),
+            self.condition("Initialized", init),
+            self.condition("Ready", ready.clone()),
+            self.condition("ContainersReady", ready),
+            self.condition("PodScheduled", Ok(())),
+        ]
+    }
+
+    /// A condition whose transition time moves only when its status does.
+    fn condition(&self, kind: &str, state: Result<(), (&str, String)>) -> core::PodCondition {
+        let status = if state.is_ok() { "True" } else { "False" };
+        let before =
+            self.previous.iter().flat_map(|p| p.conditions.iter().flatten()).find(|c| c.type_ == kind);
+        let since = before.filter(|c| c.status == status).and_then(|c| c.last_transition_time.clone());
+        let (reason, message) = state.err().unwrap_or_default();
+        core::PodCondition {
+            type_: kind.to_owned(),
+            status: status.to_owned(),
+            last_transition_time: since.or(Some(Time(whole_second(self.now)))),
+            reason: (!reason.is_empty()).then(|| reason.to_owned()),
+            message: (!message.is_empty()).then_some(message),
+            ..Default::default()
+        }
+    }
+}
+
+fn waiting_state(waiting: &Waiting) -> core::ContainerState {
+    core::ContainerState {
+        waiting: Some(core::ContainerStateWaiting {
+            reason: Some(waiting.reason.clone()),
+            message: (!waiting.message.is_empty()).then(|| waiting.message.clone()),
+        }),
+        ..Default::default()
+    }
+}
+
+/// Kubernetes times have whole seconds.
+pub fn whole_second(time: Timestamp) -> Timestamp {
+    Timestamp::from_second(time.as_second()).unwrap_or(time)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,368 @@
+//! The worker of one pod: looks at what the runtime has, lets `policy` decide, does it, and looks again,
+//! until the pod is terminated. It remembers nothing that it could not see again, so it may be killed
+//! between any two steps.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
+use futures::future::join_all;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    cri_config,
+    launch::{Launcher, StartError, container_of},
+    observe::{Observation, Observer},
+    status::Waiting,
+    table::PodName,
+};
+use crate::runtime::Runtime;
+
+/// The first pause after a failed step; it doubles up to [`RETRY_MAX`].
+const RETRY_INITIAL: Duration = Duration::from_secs(1);
+/// The longest pause after a failed step. A change that the runtime reports ends it early.
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// The pauses between tries to start one container (to pull its image, to create it), as the kubelet's.
+const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
+
+/// What the manager wants of a worker. A state, not a queue: only the newest counts.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Control {
+    /// Set once the pod must go: everything is stopped and removed.
+    pub terminate: Option<Terminate>,
+    /// What probes say.
+    pub verdicts: Verdicts,
+    /// Counts the changes that the runtime reported.
+    pub changes: u64,
+}
+
+/// How a pod is terminated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Terminate {
+    /// Overrides the pod's own grace period.
+    pub grace: Option<Duration>,
+}
+
+/// What a worker tells the manager after each look.
+#[derive(Clone, Debug)]
+pub(super) struct Report {
+    /// The pod.
+    pub uid: String,
+    /// What the runtime has.
+    pub seen: Arc<Observation>,
+    /// Why containers aren't running, by name.
+    pub waiting: BTreeMap<String, Waiting>,
+    /// Nothing is left of the pod, and this was the last report.
+    pub gone: bool,
+}
+
+/// A try to start a container that failed.
+#[derive(Clone, Debug)]
+struct FailedStart {
+    waiting: Waiting,
+    delay: Duration,
+    retry_at: Instant,
+}
+
+/// See the module's head.
+pub(super) struct Worker {
+    runtime: Runtime,
+    launcher: Arc<Launcher>,
+    pod: Arc<core::Pod>,
+    name: PodName,
+    uid: String,
+    observer: Observer,
+    control: watch::Receiver<Control>,
+    reports: mpsc::Sender<Report>,
+    failed_starts: BTreeMap<String, FailedStart>,
+}
+
+/// How a step ended.
+enum Step {
+    /// Something was done: look again.
+    Done,
+    /// Nothing to do before a change, or before this time.
+    Idle(Option<Instant>),
+}
+
+impl Worker {
+    /// A worker for `pod`, which it finds as it is.
+    pub(super) fn new(
+        launcher: Arc<Launcher>,
+        runtime: Runtime,
+        pod: Arc<core::Pod>,
+        control: watch::Receiver<Control>,
+        reports: mpsc::Sender<Report>,
+    ) -> Self {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let observer = Observer::new(runtime.clone(), uid.clone());
+        let name = PodName::of(&pod);
+        Self { runtime, launcher, name, uid, pod, observer, control, reports, failed_starts: BTreeMap::new() }
+    }
+
+    /// Works until nothing is left of a terminated pod, or the manager is gone.
+    pub(super) async fn run(mut self) {
+        let mut pause = RETRY_INITIAL;
+        loop {
+            let control = self.control.borrow_and_update().clone();
+            let step = if control.terminate.is_some() {
+                self.terminate(&control).await
+            } else {
+                let mut signal = self.control.clone();
+                tokio::select! {
+                    // A pod that must go does not wait for a slow pull or a long stop.
+                    changed = signal.wait_for(|c| c.terminate.is_some()) => {
+                        if changed.is_err() { return }
+                        continue;
+                    }
+                    step = self.advance(&control) => step,
+                }
+            };
+            let wake = match step {
+                Ok(Some(Step::Done)) => {
+                    pause = RETRY_INITIAL;
+                    continue;
+                }
+                Ok(Some(Step::Idle(wake))) => {
+                    pause = RETRY_INITIAL;
+                    wake
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    warn!(pod = %self.name, error, "a step failed and will be tried again");
+                    let at = Instant::now() + pause;
+                    pause = (pause * 2).min(RETRY_MAX);
+                    Some(at)
+                }
+            };
+            if !self.wait(wake).await {
+                return;
+            }
+        }
+    }
+
+    /// Waits for a change of what is wanted or seen, or for a time; false if the manager is gone.
+    async fn wait(&mut self, wake: Option<Instant>) -> bool {
+        let timer = async {
+            match wake {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            changed = self.control.changed() => changed.is_ok(),
+            () = timer => true,
+        }
+    }
+
+    /// One look, one decision, and what it asks for.
+    async fn advance(&mut self, control: &Control) -> Result<Option<Step>, String> {
+        let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+        let now = Timestamp::now();
+        let verdicts = self.with_unprobed_started(&control.verdicts, &seen);
+        let actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
+        self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
+        if !self.report(&seen, &actions, false).await {
+            return Ok(None);
+        }
+        let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
+        let due = actions.start.iter().any(|s| self.may_start(&s.name));
+        if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
+            let backoff = actions.wake_at().map(|at| instant(at, now));
+            return Ok(Some(Step::Idle(backoff.into_iter().chain(retry_at).min())));
+        }
+        self.execute(actions, &seen).await?;
+        Ok(Some(Step::Done))
+    }
+
+    /// Containers without a startup probe count as started as soon as they run.
+    fn with_unprobed_started(&self, verdicts: &Verdicts, seen: &Observation) -> Verdicts {
+        let mut verdicts = verdicts.clone();
+        let spec = self.pod.spec.as_ref();
+        let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
+        for container in all.filter(|c| c.startup_probe.is_none()) {
+            verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
+        }
+        verdicts
+    }
+
+    fn may_start(&self, name: &str) -> bool {
+        self.failed_starts.get(name).is_none_or(|f| f.retry_at <= Instant::now())
+    }
+
+    async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<(), String> {
+        self.kill(&actions).await?;
+        for id in &actions.stop_sandboxes {
+            self.stop_sandbox(id, seen, cri_config::grace_period(&self.pod)).await?;
+        }
+        if let Some(attempt) = actions.create_sandbox {
+            let id = self.launcher.create_sandbox(&self.pod, attempt).await?;
+            info!(pod = %self.name, sandbox = id, attempt, "sandbox runs");
+        }
+        for id in &actions.remove_containers {
+            ignore_missing(self.runtime.remove_container(id).await)?;
+        }
+        for id in &actions.remove_sandboxes {
+            ignore_missing(self.runtime.remove_sandbox(id).await)?;
+        }
+        for start in &actions.start {
+            if !self.may_start(&start.name) {
+                continue;
+            }
+            let Some(sandbox) = &seen.sandbox else { return Ok(()) };
+            match self.launcher.start(&self.pod, sandbox, start).await {
+                Ok(id) => {
+                    self.failed_starts.remove(&start.name);
+                    info!(pod = %self.name, container = start.name, id, attempt = start.attempt, "container runs");
+                }
+                Err(error) => self.note_failed_start(&start.name, error),
+            }
+        }
+        Ok(())
+    }
+
+    /// A container that can't be started waits, and doesn't hold the others back.
+    fn note_failed_start(&mut self, name: &str, error: StartError) {
+        let (initial, max) = START_RETRY;
+        let delay = self.failed_starts.get(name).map_or(initial, |before| (before.delay * 2).min(max));
+        warn!(pod = %self.name, container = name, reason = error.reason, error = error.message,
+            retry_in_seconds = delay.as_secs(), "container could not be started");
+        let waiting = Waiting { reason: error.reason.to_owned(), message: error.message };
+        let failed = FailedStart { waiting, delay, retry_at: Instant::now() + delay };
+        self.failed_starts.insert(name.to_owned(), failed);
+    }
+
+    async fn kill(&self, actions: &Actions) -> Result<(), String> {
+        let mut kills = Vec::new();
+        for kill in &actions.kill {
+            info!(pod = %self.name, container = kill.name, id = kill.id, "container {}", kill.reason.message());
+            kills.push(self.runtime.stop_container(&kill.id, self.grace(&kill.name, kill.reason)));
+        }
+        join_all(kills).await.into_iter().try_for_each(ignore_missing)
+    }
+
+    /// The seconds a container gets: its failed probe's own, else the pod's.
+    fn grace(&self, container: &str, reason: KillReason) -> Duration {
+        let probe = container_of(&self.pod, container).and_then(|c| match reason {
+            KillReason::Liveness => c.liveness_probe.as_ref(),
+            KillReason::Startup => c.startup_probe.as_ref(),
+            KillReason::Unknown | KillReason::PodFinished => None,
+        });
+        let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
+        own.map_or_else(|| cri_config::grace_period(&self.pod), Duration::from_secs)
+    }
+
+    /// Ends what runs in a sandbox, sidecars last and in reverse, then the sandbox itself.
+    async fn stop_sandbox(&self, id: &str, seen: &Observation, grace: Duration) -> Result<(), String> {
+        let alive: Vec<&pod::Container> = seen
+            .pod
+            .containers
+            .iter()
+            .filter(|c| c.sandbox_id == id)
+            .filter(|c| matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown))
+            .collect();
+        let inits = self.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
+        let sidecars: Vec<&str> =
+            inits.iter().filter(|c| pod::is_sidecar(c)).map(|c| c.name.as_str()).collect();
+        let deadline = Instant::now() + grace;
+        let mut stops = Vec::new();
+        for container in alive.iter().filter(|c| !sidecars.contains(&c.name.as_str())) {
+            stops.push(self.runtime.stop_container(&container.id, grace));
+        }
+        join_all(stops).await.into_iter().try_for_each(ignore_missing)?;
+        for name in sidecars.iter().rev() {
+            for c in alive.iter().filter(|c| c.name == *name) {
+                // All containers of a pod share one grace period; a sidecar gets what is left of it.
+                let left = deadline.saturating_duration_since(Instant::now());
+                ignore_missing(self.runtime.stop_container(&c.id, left).await)?;
+            }
+        }
+        ignore_missing(self.runtime.stop_sandbox(id).await)
+    }
+
+    /// Takes the pod away. `Ok(None)` once nothing is left of it.
+    async fn terminate(&mut self, control: &Control) -> Result<Option<Step>, String> {
+        let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+        let nothing = Actions::default();
+        if !self.report(&seen, &nothing, false).await {
+            return Ok(None);
+        }
+        let own = cri_config::grace_period(&self.pod);
+        let grace = control.terminate.and_then(|t| t.grace).unwrap_or(own);
+        let mut stops = Vec::new();
+        for sandbox in &seen.pod.sandboxes {
+            stops.push(self.stop_sandbox(&sandbox.id, &seen, grace));
+        }
+        join_all(stops).await.into_iter().collect::<Result<(), String>>()?;
+        if !seen.pod.containers.is_empty() || !seen.pod.sandboxes.is_empty() {
+            // The last states are worth seeing before the records go.
+            let last = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+            if !self.report(&last, &nothing, false).await {
+                return Ok(None);
+            }
+            for container in &last.pod.containers {
+                ignore_missing(self.runtime.remove_container(&container.id).await)?;
+            }
+            for sandbox in &last.pod.sandboxes {
+                ignore_missing(self.runtime.remove_sandbox(&sandbox.id).await)?;
+            }
+            return Ok(Some(Step::Done));
+        }
+        self.launcher.clean_up(&self.pod).await?;
+        info!(pod = %self.name, uid = self.uid, "pod is gone");
+        self.report(&seen, &nothing, true).await;
+        Ok(None)
+    }
+
+    /// Tells the manager; false if it is gone.
+    async fn report(&self, seen: &Arc<Observation>, actions: &Actions, gone: bool) -> bool {
+        let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
+        for (name, backoff) in &actions.backoff {
+            let seconds = backoff.delay.as_secs();
+            let message = format!("back-off {seconds}s restarting failed container={name} pod={}", self.name);
+            waiting.insert(name.clone(), Waiting { reason: "CrashLoopBackOff".to_owned(), message });
+        }
+        let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
+        waiting.extend(failed);
+        debug!(pod = %self.name, ?actions, "looked at the pod");
+        let report = Report { uid: self.uid.clone(), seen: Arc::clone(seen), waiting, gone };
+        self.reports.send(report).await.is_ok()
+    }
+
+    /// While a failed pull waits for its next try it is called a back-off, as under the kubelet.
+    fn held_back(&self, failed: &FailedStart) -> Waiting {
+        let mut waiting = failed.waiting.clone();
+        if waiting.reason == "ErrImagePull" && failed.delay > START_RETRY.0 {
+            waiting.reason = "ImagePullBackOff".to_owned();
+        }
+        waiting
+    }
+}
+
+/// How many things a decision asks for.
+fn count(actions: &Actions) -> usize {
+    actions.kill.len()
+        + actions.stop_sandboxes.len()
+        + usize::from(actions.create_sandbox.is_some())
+        + actions.remove_containers.len()
+        + actions.remove_sandboxes.len()
+        + actions.start.len()
+}
+
+/// A wall-clock time on the timer's clock.
+fn instant(at: Timestamp, now: Timestamp) -> Instant {
+    Instant::now() + Duration::try_from(at.duration_since(now)).unwrap_or(Duration::ZERO)
+}
+
+/// What is gone already needs no removal.
+fn ignore_missing(result: Result<(), crate::runtime::Error>) -> Result<(), String> {
+    match result {
+        Err(e) if !e.is_not_found() => Err(e.to_string()),
+        _ => Ok(()),
+    }
+}
