@@ -2,7 +2,9 @@
 
 mod kernel;
 
+use aya::maps::{HashMap, Map, MapData};
 use beelet::kernel::{Edge, Listener};
+use beelet_ebpf_abi::{Address, AddressCount};
 use beelet_tests::require;
 use kernel::{LOOPBACK, Place, Process, Seen, Socket};
 use proptest::prelude::{Strategy as _, any};
@@ -304,6 +306,41 @@ fn a_reader_that_is_held_up_says_lost_and_the_maps_are_right() {
     assert_eq!(left, [stays.cookie]);
     assert!(!place.listens(&kernel, 50, LOOPBACK));
     assert!(place.listens(&kernel, 51, LOOPBACK));
+}
+
+#[test]
+fn a_listener_that_finds_the_addresses_full_is_counted_once_they_are_swept() {
+    require!(bpf);
+    let place = Place::new("bk-full");
+    let kernel = place.start();
+    let edges = kernel.edges();
+    let mut process = place.process();
+    let early = process.socket("listen 127.0.0.1:40");
+    place.next(&edges).opened();
+    // Fill the map with addresses that were given up long ago, as years of pods would.
+    let pinned = MapData::from_pin(place.pins().join("ADDRESSES")).unwrap();
+    let mut addresses: HashMap<MapData, Address, AddressCount> =
+        HashMap::try_from(Map::from_map_data(pinned).unwrap()).unwrap();
+    let unused = AddressCount { listeners: 0, last_cookie: 1, changed_ns: 0 };
+    let full = (0..).find(|number: &u64| {
+        let address =
+            Address { netns_cookie: 1 << 60 | number, address: [0; 16], port: 1, family: 2, dual_stack: 0 };
+        addresses.insert(address, unused, 0).is_err()
+    });
+    assert!(full.unwrap() > 1000, "{full:?}");
+    let late = process.socket("listen 127.0.0.1:41");
+    place.next(&edges).opened();
+    assert_eq!(place.next(&edges), Seen::Lost);
+    assert!(kernel.drops().unwrap().unwrap().addresses_full > 0);
+    assert!(place.listens(&kernel, 40, LOOPBACK));
+    assert!(place.listens(&kernel, 41, LOOPBACK));
+    assert!(addresses.iter().count() < 1000);
+    process.close(late);
+    place.next(&edges).closed();
+    assert!(!place.listens(&kernel, 41, LOOPBACK));
+    process.close(early);
+    place.next(&edges).closed();
+    assert!(!place.listens(&kernel, 40, LOOPBACK));
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
 mod bench;
+mod build_and_load;
 mod build_ebpf;
 mod demo;
 mod progress;
@@ -28,6 +29,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     BuildEbpf(build_ebpf::Args),
+    BuildAndLoad(build_and_load::Args),
+    Unload(build_and_load::UnloadArgs),
     Demo(demo::Args),
     Setup(setup::Args),
     Test(test::Args),
@@ -38,6 +41,8 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::BuildEbpf(args) => build_ebpf::run(&args),
+        Command::BuildAndLoad(args) => build_and_load::run(&args),
+        Command::Unload(args) => build_and_load::unload(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Setup(args) => setup::run(&args),

@@ -97,6 +97,9 @@ pub(super) fn remedy(error: &str, kind: Option<std::io::ErrorKind>) -> String {
              profile; see /sys/kernel/security/lockdown and the sysctl kernel.unprivileged_bpf_disabled"
         }
         Some(ErrorKind::NotFound) => "use a kernel built with CONFIG_DEBUG_INFO_BTF and CONFIG_BPF_SYSCALL",
+        _ if error.contains("cgroup") => {
+            "mount cgroup2 (beside v1: mount -t cgroup2 none /sys/fs/cgroup/unified) and check cgroupRoot"
+        }
         _ if error.contains("BTF has no") => "use a kernel from 5.15 on, built with CONFIG_DEBUG_INFO_BTF",
         _ => "please report it with the kernel's version and this message",
     }

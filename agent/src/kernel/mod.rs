@@ -274,6 +274,25 @@ impl Kernel {
         Ok(())
     }
 
+    /// Takes away what any instance pinned under `<bpffs>/<pin_name>`, of every version: the programs end unless somebody
+    /// still holds them. False if there was nothing.
+    ///
+    /// # Errors
+    /// Something there is not ours (it is left alone), or can't be removed.
+    pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
+        let said = |why| match why {
+            NoPins::NoFileSystem(why) | NoPins::Foreign(why) => KernelError::new(why),
+        };
+        let pins = Pins::open(bpffs, pin_name).map_err(said)?;
+        let found = pins.inspect().map_err(said)?;
+        let any = !found.stale.is_empty() || pins.dir().exists();
+        for stale in found.stale {
+            Pins::remove_stale(&stale)?;
+        }
+        pins.remove_all()?;
+        Ok(any)
+    }
+
     /// What works, what doesn't, why, and what stands in: one row a program, and one for the pins.
     #[must_use]
     pub fn capabilities(&self) -> &[Capability] {
@@ -341,6 +360,21 @@ impl Kernel {
             _ => Ok(()),
         }
     }
+}
+
+/// The read-only globals of the object and their values for this kernel, for loaders other than [`Kernel`] (tests,
+/// benches). A global that is missing here keeps its default.
+///
+/// # Errors
+/// The kernel does not describe its types.
+pub fn globals() -> Result<Vec<(&'static str, u32)>, KernelError> {
+    Ok(offsets::Offsets::resolve(&read_kernel_btf()?).globals)
+}
+
+/// The object that is built in.
+#[must_use]
+pub fn built_in_object() -> &'static [u8] {
+    OBJECT
 }
 
 fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {

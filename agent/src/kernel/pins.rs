@@ -201,7 +201,7 @@ impl Pins {
             }
             _ => {}
         }
-        if self.mounted && is_empty(&self.bpffs) {
+        if self.mounted && only_the_kernels_own(&self.bpffs) {
             rustix::mount::unmount(&self.bpffs, UnmountFlags::empty()).map_err(|error| {
                 KernelError::new(format!("could not unmount {}: {error}", self.bpffs.display()))
             })?;
@@ -296,6 +296,14 @@ fn entries(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
 fn is_empty(dir: &Path) -> bool {
     entries(dir).is_ok_and(|found| {
         found.iter().all(|path| path.ends_with(LINKS) && entries(path).is_ok_and(|links| links.is_empty()))
+    })
+}
+
+/// Whether nobody has pinned anything on a bpf file system: the kernel puts these two there itself
+/// (kernel/bpf/preload).
+fn only_the_kernels_own(bpffs: &Path) -> bool {
+    entries(bpffs).is_ok_and(|found| {
+        found.iter().all(|path| path.ends_with("maps.debug") || path.ends_with("progs.debug"))
     })
 }
 

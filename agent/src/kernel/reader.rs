@@ -158,20 +158,21 @@ impl Work {
         // After the ring: a drop means that it was full, so there was something to read.
         let before = self.seen_drops;
         match sum(&self.drops) {
-            Ok(drops) if drops != before => {
-                tracing::warn!(
-                    "the kernel programs could not record everything ({drops:?}); the maps are read again"
-                );
-                self.seen_drops = drops;
-                any = true;
-                if !self.send(Edge::Lost) {
-                    return false;
-                }
-            }
-            Ok(_) => {}
+            Ok(drops) => self.seen_drops = drops,
             Err(error) => tracing::warn!("{error}"),
         }
+        // Before anyone is told to read the maps again: they are right when this is done.
         self.sweep(self.seen_drops.addresses_full != before.addresses_full);
+        if self.seen_drops != before {
+            tracing::warn!(
+                "the kernel programs lost something ({:?}); the maps are read again",
+                self.seen_drops
+            );
+            any = true;
+            if !self.send(Edge::Lost) {
+                return false;
+            }
+        }
         if any {
             self.outlet.wake.notify_one();
         }

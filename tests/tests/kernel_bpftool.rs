@@ -1,0 +1,69 @@
+//! Tier 2: bpftool shows every key and value of the pinned maps with the names of their fields.
+
+mod kernel;
+
+use beelet_tests::requires::find_program;
+use beelet_tests::{require, requires};
+use kernel::Place;
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+
+/// What `bpftool --json map dump pinned PATH` prints, as the list of formatted entries.
+fn dump(bpftool: &Path, pin: &Path) -> Vec<Value> {
+    let output = Command::new(bpftool).args(["--json", "map", "dump", "pinned"]).arg(pin).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    printed.as_array().unwrap().iter().map(|entry| entry["formatted"].clone()).collect()
+}
+
+/// The names of the fields of an object, in their order.
+fn names(value: &Value) -> Vec<&str> {
+    value.as_object().map(|fields| fields.keys().map(String::as_str).collect()).unwrap_or_default()
+}
+
+#[test]
+fn every_map_shows_its_fields_by_name() {
+    require!(bpf);
+    let Some(bpftool) = find_program("bpftool") else {
+        requires::skip(&requires::Missing {
+            what: "bpftool is not installed".to_owned(),
+            remedy: "apt-get install bpftool".to_owned(),
+        });
+        return;
+    };
+    let place = Place::new("bk-bpftool");
+    let _kernel = place.start();
+    let mut process = place.process();
+    let socket = process.socket("listen 127.0.0.1:80");
+    let of = |map: &str| dump(&bpftool, &place.pins().join(map));
+
+    let listeners = of("LISTENERS");
+    let ours = listeners.iter().find(|entry| entry["key"]["cookie"] == socket.cookie).unwrap();
+    let value = &ours["value"];
+    assert_eq!(names(value), ["address", "cgroup_id", "since_ns", "counted", "seen_by"]);
+    let fields = ["netns_cookie", "address", "port", "family", "dual_stack"];
+    assert_eq!(names(&value["address"]), fields);
+    assert_eq!(value["address"]["port"], 80);
+    assert_eq!(value["address"]["netns_cookie"], place.handle.cookie());
+    assert_eq!(value["cgroup_id"], place.cgroup_id());
+
+    let addresses = of("ADDRESSES");
+    let ours = addresses.iter().find(|entry| entry["key"]["netns_cookie"] == place.handle.cookie()).unwrap();
+    assert_eq!(names(&ours["key"]), fields);
+    assert_eq!(names(&ours["value"]), ["listeners", "last_cookie", "changed_ns"]);
+    assert_eq!(ours["value"]["listeners"], 1);
+
+    let drops = of("DROPS");
+    let cpu = &drops[0]["values"][0];
+    assert_eq!(names(cpu), ["cpu", "value"]);
+    assert_eq!(names(&cpu["value"]), ["ring_full", "listeners_full", "addresses_full"]);
+
+    let meta = of("META");
+    assert_eq!(
+        names(&meta[0]["value"]),
+        ["magic", "abi_version", "complete", "tracepoint", "reserved", "digest"]
+    );
+    assert_eq!(meta[0]["value"]["abi_version"], beelet_ebpf_abi::ABI_VERSION);
+    assert_eq!(meta[0]["value"]["complete"], 1);
+}
