@@ -503,7 +503,9 @@ impl Devices {
             return Ok(Selection::Chosen(must_include));
         }
         available.extend(must_include.iter().cloned());
-        let nodes = self.nodes.get(request.resource).cloned().unwrap_or_default();
+        let near = self.nodes.get(request.resource);
+        let near = |id: &String| Some((id.clone(), near?.get(id).filter(|nodes| !nodes.is_empty())?.clone()));
+        let nodes = available.iter().filter_map(near).collect();
         let question = Question { available, must_include, size: request.count, nodes };
         Ok(if options.get_preferred_allocation_available {
             Selection::Ask(question)

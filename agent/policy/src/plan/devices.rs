@@ -153,6 +153,8 @@ struct Node {
     active: BTreeMap<String, String>,
     /// After a restart, while it isn't yet known which pods are wanted: the pods that run.
     running: Option<BTreeSet<String>>,
+    /// A pod that holds devices may have ceased to be active: looking for such pods takes time where there are many.
+    stale: bool,
     now: Duration,
 }
 
@@ -173,6 +175,7 @@ impl Node {
             Op::Remove => match &step.pod {
                 Some(PodOrName::Name(name)) => {
                     self.active.remove(name);
+                    self.stale = true;
                 }
                 _ => return Err(FieldError::new("pod", "must be the namespace/name of the pod to remove")),
             },
@@ -224,10 +227,12 @@ impl Node {
         let name = pod_name(pod).map_err(|error| error.under("pod"))?;
         let requests = container_requests(pod).map_err(|error| error.under("pod"))?;
         let uid = pod.metadata.uid.clone().filter(|uid| !uid.is_empty()).unwrap_or_else(|| name.clone());
-        self.active.insert(name.clone(), uid.clone());
+        let before = self.active.insert(name.clone(), uid.clone());
+        self.stale |= before.is_some_and(|before| before != uid);
         for request in &requests {
             if let Err(error) = self.serve(&name, &uid, request) {
                 self.active.remove(&name);
+                self.stale |= self.devices.held(&uid).is_some();
                 return Ok(json!({"ok": false, "error": error}));
             }
         }
@@ -242,15 +247,14 @@ impl Node {
     fn serve(&mut self, name: &str, uid: &str, wish: &ContainerRequest<'_>) -> Result<(), String> {
         self.devices.begin(uid);
         let already_running = self.running.as_ref().is_some_and(|running| running.contains(name));
-        let mut freed = self.running.is_some();
         for (resource, count) in wish.limits.iter().copied() {
             if !self.devices.knows(resource) {
                 continue;
             }
-            if !freed {
+            if self.stale && self.running.is_none() {
                 let active: BTreeSet<&str> = self.active.values().map(String::as_str).collect();
                 self.devices.free_inactive(|uid| active.contains(uid));
-                freed = true;
+                self.stale = false;
             }
             let request =
                 Request { pod_uid: uid, container: wish.container, resource, count, already_running };
