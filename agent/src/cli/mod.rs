@@ -6,6 +6,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+pub mod doctor;
+pub mod get;
 pub mod plan;
 pub mod run;
 
@@ -21,6 +23,10 @@ struct Cli {
 enum Command {
     /// Run the pods of this machine.
     Run(run::RunArgs),
+    /// Show what runs on this machine.
+    Get(get::GetArgs),
+    /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
+    Doctor(doctor::DoctorArgs),
     /// Decide for a scenario what the agent would do.
     Plan(plan::PlanArgs),
 }
@@ -33,6 +39,8 @@ const USAGE: u8 = 2;
 pub fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Run(args) => run::run(&args),
+        Command::Get(args) => get::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
     }
 }

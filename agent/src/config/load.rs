@@ -17,8 +17,12 @@ const KUBELET: (&str, &str) = ("kubelet.config.k8s.io/v1beta1", "KubeletConfigur
 const BEELET: (&str, &str) = ("beelet.dev/v1alpha1", "BeeletConfiguration");
 
 pub(super) fn load(path: &Path) -> Result<(Config, Vec<Warning>), ConfigError> {
-    let text = read(path)?;
-    let documents = document::parse_within(&text, Limits::MANIFEST)
+    parse(path, &read(path)?)
+}
+
+/// Reads `text` as the content of `path`.
+pub(super) fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
+    let documents = document::parse_within(text, Limits::MANIFEST)
         .map_err(|error| error_at(path, Some((error.line, error.column)), "", error.message))?;
     let (mut kubelet, mut beelet) = (None, None);
     for document in &documents {

@@ -189,6 +189,14 @@ impl Config {
         load::load(path)
     }
 
+    /// What an empty file would give.
+    ///
+    /// # Errors
+    /// This machine's hostname cannot name a node.
+    pub fn with_defaults() -> Result<(Self, Vec<Warning>), ConfigError> {
+        load::parse(Path::new("the defaults"), "")
+    }
+
     /// Both documents as YAML, with every value that is in effect. Reading it gives the same configuration.
     #[must_use]
     pub fn effective(&self) -> String {

@@ -1,6 +1,9 @@
 //! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
 
 mod facts;
+pub mod ownership;
+pub mod process;
+pub mod systemd;
 
 use std::{
     net::SocketAddr,
@@ -19,12 +22,13 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use self::ownership::Ownership;
 use crate::{
     api::{
         grpc,
         http::{self, ApiState},
     },
-    cgroups::Cgroups,
+    cgroups::{Cgroups, Version},
     config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
     kernel::{self, Kernel, KernelOptions},
     lifecycle::relist::{self, Pulse, Relist},
@@ -69,7 +73,18 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
         .with_image_endpoint(&config.image_endpoint)?;
+    let _ownership = own(&runtime).await?;
+    for trouble in process::prepare(config.oom_score_adj, config.max_open_files) {
+        warn!("{trouble}");
+    }
     let cgroups = Arc::new(Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)?);
+    if config.fail_cgroup_v1 && cgroups.version() != Version::V2 {
+        bail!(
+            "this machine's cgroups are {}, and failCgroupV1 is true: boot with systemd.unified_cgroup_hierarchy=1, or \
+             take failCgroupV1 out of the configuration",
+            cgroups.version()
+        );
+    }
 
     let metrics = Metrics::default();
     let registry = metrics.registry(&runtime, &cgroups);
@@ -78,6 +93,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     // The others end before these two: what they do last can still be seen.
     let serving = CancellationToken::new();
     let mut servers = serve(&config, table.clone(), registry, &health, &serving).await?;
+    servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
 
     let ran = match runtime.wait_ready(&shutdown).await {
         None => Ok(()),
@@ -96,6 +112,12 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     serving.cancel();
     while servers.join_next().await.is_some() {}
     ran
+}
+
+/// Makes sure that nobody else drives the runtime, as long as the value lives.
+async fn own(runtime: &Runtime) -> Result<Ownership> {
+    let socket = runtime.socket().to_owned();
+    Ok(spawn_blocking(move || Ownership::take(&socket)).await.context("the runtime could not be taken")??)
 }
 
 /// The first signal ends the agent in order, the second at once.

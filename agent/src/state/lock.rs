@@ -1,18 +1,22 @@
 //! Locks that say who holds them, and that the kernel gives back whatever happens to the holder.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// An exclusive lock on a file (flock), held until the value is dropped or the process ends.
+/// An exclusive lock on a file (flock), held until the value is dropped, which removes the file, or the process ends.
 #[derive(Debug)]
 pub struct Lock {
+    path: PathBuf,
     _file: File,
 }
+
+/// Losing the race against a holder that removes its file, time after time, is no race any more.
+const MAX_TRIES: usize = 100;
 
 /// Why a lock could not be taken.
 #[derive(Debug, thiserror::Error)]
@@ -53,25 +57,49 @@ impl Lock {
     /// Another process holds it, or the file cannot be opened.
     pub fn take(path: &Path, what: &str) -> Result<Self, LockError> {
         let fail = |source| LockError::Io { what: what.to_owned(), path: path.to_owned(), source };
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false) // whoever holds it has its process id in it
-            .mode(0o600)
-            .open(path)
-            .map_err(fail)?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => {
-                let pid = read_pid(&mut file);
-                return Err(LockError::Held { what: what.to_owned(), path: path.to_owned(), pid });
+        for _ in 0..MAX_TRIES {
+            let mut file = open(path).map_err(fail)?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => {
+                    let pid = read_pid(&mut file);
+                    return Err(LockError::Held { what: what.to_owned(), path: path.to_owned(), pid });
+                }
+                Err(error) => return Err(fail(error.into())),
             }
-            Err(error) => return Err(fail(error.into())),
+            // A lock on a file that its former holder has removed keeps nobody out: the next one makes a new file.
+            if is_at(&file, path) {
+                // The process id only serves the message above: a full disk is no reason not to start.
+                let _ = write_pid(&mut file);
+                return Ok(Self { path: path.to_owned(), _file: file });
+            }
         }
-        // The process id only serves the message above: a full disk is no reason not to start.
-        let _ = write_pid(&mut file);
-        Ok(Self { _file: file })
+        Err(fail(io::Error::other("it keeps being replaced by others")))
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Removed while still locked; whoever waits for it looks again.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false) // whoever holds it has its process id in it
+        .mode(0o600)
+        .open(path)
+}
+
+/// Whether `file` is the one that `path` leads to now.
+fn is_at(file: &File, path: &Path) -> bool {
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(open), Ok(there)) => (open.dev(), open.ino()) == (there.dev(), there.ino()),
+        _ => false,
     }
 }
 

@@ -99,7 +99,29 @@ fn a_second_instance_is_refused_and_told_who_has_the_folder() {
     assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
     assert!(error.contains("is in use by another beelet"), "{error}");
     drop(first);
+    assert_eq!(names(&dir), Vec::<String>::new(), "nothing is left of the lock");
     open(&dir);
+}
+
+#[test]
+fn of_many_that_want_the_lock_one_has_it_at_a_time() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("lock");
+    let (holders, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                while taken.load(Ordering::SeqCst) < 2_000 {
+                    let Ok(lock) = Lock::take(&path, "a test") else { continue };
+                    assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two hold the lock");
+                    taken.fetch_add(1, Ordering::SeqCst);
+                    holders.fetch_sub(1, Ordering::SeqCst);
+                    drop(lock);
+                }
+            });
+        }
+    });
 }
 
 #[test]

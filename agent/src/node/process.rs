@@ -1,0 +1,56 @@
+//! What the agent asks of the kernel for its own process.
+
+use std::fs;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Protects the agent from the OOM killer by `oom_score_adj` and lets it open `max_open_files`. What cannot be done is
+/// said in sentences, and no reason not to run.
+#[must_use]
+pub fn prepare(oom_score_adj: i32, max_open_files: u64) -> Vec<String> {
+    [set_oom_score_adj(oom_score_adj), raise_open_files(max_open_files)].into_iter().flatten().collect()
+}
+
+fn set_oom_score_adj(value: i32) -> Option<String> {
+    let error = fs::write("/proc/self/oom_score_adj", value.to_string()).err()?;
+    Some(format!(
+        "the agent's oom_score_adj cannot be set to {value}: {error}; below its present value it takes CAP_SYS_RESOURCE. \
+         Short of memory, the kernel may kill the agent before pods"
+    ))
+}
+
+fn raise_open_files(wanted: u64) -> Option<String> {
+    let now = getrlimit(Resource::Nofile);
+    let at_least = |limit: Option<u64>| limit.is_none_or(|limit| limit >= wanted);
+    if at_least(now.current) {
+        return None;
+    }
+    let maximum = if at_least(now.maximum) { now.maximum } else { Some(wanted) };
+    if setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }).is_ok() {
+        return None;
+    }
+    // Not allowed to lift the maximum, or the kernel's own (fs.nr_open) is lower: as many as there may be.
+    let lifted = setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum });
+    let got = if lifted.is_ok() { now.maximum } else { now.current };
+    Some(format!(
+        "the agent may open {} files, not the {wanted} of maxOpenFiles: that takes CAP_SYS_RESOURCE and fs.nr_open",
+        got.map_or_else(|| "any number of".to_owned(), |got| got.to_string())
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_holds_already_is_no_trouble() {
+        let value = fs::read_to_string("/proc/self/oom_score_adj").unwrap().trim().parse().unwrap();
+        assert_eq!(prepare(value, 1), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_is_said() {
+        let trouble = prepare(5000, 1);
+        assert!(trouble.len() == 1 && trouble[0].contains("oom_score_adj"), "{trouble:?}");
+    }
+}

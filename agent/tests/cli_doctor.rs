@@ -1,0 +1,117 @@
+//! `beelet doctor` on the machine the tests run on: whatever it is, the report must fit it.
+#![allow(clippy::unwrap_used, clippy::panic)] // a helper of tests may fail as the tests may
+
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn doctor(dir: &TempDir, ours: &str, kubelet: &str, args: &[&str]) -> Output {
+    let file = dir.path().join("beelet.yaml");
+    let path = dir.path().display();
+    let config = format!(
+        "apiVersion: beelet.dev/v1alpha1\nkind: BeeletConfiguration\nnodeName: node\nstateDir: {path}/state\nrunDir: {path}/run\n{ours}\n\
+         ---\napiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n\
+         containerRuntimeEndpoint: unix://{path}/runtime.sock\n{kubelet}\n"
+    );
+    std::fs::write(&file, config).unwrap();
+    Command::new(env!("CARGO_BIN_EXE_beelet"))
+        .args(["doctor", "--config"])
+        .arg(&file)
+        .args(args)
+        .output()
+        .unwrap()
+}
+
+fn findings(output: &Output) -> Vec<Value> {
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["canRun"], output.status.success());
+    report["findings"].as_array().unwrap().clone()
+}
+
+fn find<'a>(findings: &'a [Value], check: &str) -> &'a Value {
+    findings
+        .iter()
+        .find(|finding| finding["check"] == check)
+        .unwrap_or_else(|| panic!("{check}: {findings:#?}"))
+}
+
+#[test]
+fn a_machine_without_a_runtime_cannot_run_it_and_is_told_what_to_do() {
+    let dir = TempDir::new().unwrap();
+    let output = doctor(&dir, "", "healthzPort: 0", &["-o", "json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let findings = findings(&output);
+    let runtime = find(&findings, "runtime");
+    assert_eq!(runtime["state"], "missing");
+    assert!(runtime["remedy"].as_str().unwrap().contains("containerRuntimeEndpoint"), "{runtime}");
+    for finding in &findings {
+        let well = finding["state"] == "ok";
+        assert_eq!(finding["remedy"].is_null(), well, "whatever is not well has its remedy: {finding}");
+        assert_eq!(finding["consequence"].is_null(), well, "{finding}");
+    }
+    let root = rustix::process::geteuid().is_root();
+    assert_eq!(find(&findings, "user")["state"], if root { "ok" } else { "missing" });
+    let btf = Path::new("/sys/kernel/btf/vmlinux").exists();
+    assert_eq!(find(&findings, "BTF")["state"], if btf { "ok" } else { "degraded" });
+    assert_eq!(find(&findings, "manifests")["state"], "degraded");
+    assert_eq!(find(&findings, "state")["state"], "ok");
+    assert!(!dir.path().join("state").exists(), "the doctor only looks");
+}
+
+#[test]
+fn a_port_in_use_is_found() {
+    let dir = TempDir::new().unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let output = doctor(&dir, "", &format!("healthzPort: {port}"), &["-o", "json"]);
+    let findings = findings(&output);
+    let finding = find(&findings, "health port");
+    assert_eq!(finding["state"], "missing");
+    assert!(finding["remedy"].as_str().unwrap().contains("healthzPort"), "{finding}");
+}
+
+#[test]
+fn the_table_ends_with_the_verdict() {
+    let dir = TempDir::new().unwrap();
+    let output = doctor(&dir, "", "healthzPort: 0", &[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.lines().last().unwrap().starts_with("beelet cannot run here: "), "{text}");
+    assert!(text.contains("MISSING") && text.contains("Do: install and start containerd"), "{text}");
+}
+
+#[test]
+fn bpf_programs_are_tried_and_taken_away_again() {
+    let dir = TempDir::new().unwrap();
+    let before = leftovers();
+    let output = doctor(&dir, "", "healthzPort: 0", &["--bpf", "-o", "json"]);
+    let findings = findings(&output);
+    // Allowed or not, every program has its line, and nothing is left.
+    assert!(
+        findings.iter().any(|finding| finding["check"] == "listener_socket" || finding["check"] == "BPF")
+    );
+    assert_eq!(leftovers(), before);
+    let off = doctor(&dir, "bpf: off", "healthzPort: 0", &["--bpf", "-o", "json"]);
+    let off: Value = serde_json::from_slice(&off.stdout).unwrap();
+    assert_eq!(find(off["findings"].as_array().unwrap(), "BPF")["detail"], "turned off by the configuration");
+}
+
+/// Mounts and cgroups a doctor made.
+fn leftovers() -> usize {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    let cgroups = std::fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten();
+    let folders = cgroups.flat_map(|entry| std::fs::read_dir(entry.path()).into_iter().flatten().flatten());
+    let ours = |text: &str| text.contains("beelet-doctor-");
+    mounts.lines().filter(|line| ours(line)).count()
+        + folders.filter(|entry| ours(&entry.file_name().to_string_lossy())).count()
+}
+
+#[test]
+fn a_bad_configuration_is_refused_before_anything_is_looked_at() {
+    let dir = TempDir::new().unwrap();
+    let output = doctor(&dir, "", "maxPods: x", &[]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(output.stdout.is_empty());
+}

@@ -1,0 +1,54 @@
+//! `beelet run` as far as it goes without a runtime: the configuration, the refusals.
+#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+
+use std::process::{Command, Output};
+
+use assert_cmd::assert::OutputAssertExt;
+use tempfile::TempDir;
+
+fn check(config: &str) -> Output {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("beelet.yaml");
+    std::fs::write(&file, config).unwrap();
+    Command::new(env!("CARGO_BIN_EXE_beelet"))
+        .args(["run", "--check", "--config"])
+        .arg(&file)
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_configuration_is_checked_and_shown_with_its_defaults() {
+    let config =
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nmaxPods: 7\nport: 10250\n";
+    let output = check(config).assert().success().get_output().clone();
+    let shown = text(&output.stdout);
+    assert!(shown.contains("maxPods: 7\n") && shown.contains("kind: BeeletConfiguration\n"), "{shown}");
+    assert!(shown.contains("runtimeRequestTimeout: 2m0s\n"), "{shown}");
+    let warned = text(&output.stderr);
+    assert!(warned.starts_with("warning: ") && warned.contains(":4:7: port: has no effect"), "{warned}");
+    // What is shown is a configuration itself, the same one, and leaves nothing to warn about.
+    let again = check(&shown).assert().success().get_output().clone();
+    assert_eq!((text(&again.stdout), text(&again.stderr)), (shown, String::new()));
+}
+
+#[test]
+fn a_bad_configuration_is_refused_with_its_place() {
+    let config = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nmaxPods: many\n";
+    let output = check(config).assert().failure().code(2).get_output().clone();
+    let error = text(&output.stderr);
+    assert!(error.starts_with("error: ") && error.contains("beelet.yaml:3:10: maxPods: "), "{error}");
+}
+
+#[test]
+fn help_names_every_subcommand() {
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_beelet")).arg("--help").assert().success().get_output().clone();
+    for subcommand in ["run", "get", "plan", "doctor"] {
+        assert!(text(&output.stdout).contains(&format!("\n  {subcommand} ")), "{subcommand}");
+    }
+}
