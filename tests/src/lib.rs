@@ -8,6 +8,7 @@
 pub mod agent;
 pub mod cgroup_values;
 pub mod containerd;
+pub mod cri;
 pub mod guards;
 pub mod images;
 pub mod manifests;

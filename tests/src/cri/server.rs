@@ -1,0 +1,174 @@
+//! The fake runtime on a socket: every call is recorded, goes through the script, and is then answered by the
+//! world.
+
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+
+use beelet_proto::cri;
+use cri::image_service_server::{ImageService, ImageServiceServer};
+use cri::runtime_service_server::{RuntimeService, RuntimeServiceServer};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status};
+
+use super::Shared;
+use super::calls::{Asked, Op, Wrapped};
+use super::script::Act;
+use super::world::{World, lacking};
+
+/// Largest message, in bytes, as in containerd.
+const MAX_MESSAGE: usize = 16 << 20;
+
+/// What a running server is told.
+pub(super) enum Signal {
+    /// Break every connection, and go on listening.
+    Sever,
+    /// Break every connection, and listen no more.
+    Stop,
+}
+
+/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that ends
+/// every connection at once, as a killed process does.
+pub(super) fn serve(
+    listener: &UnixListener,
+    shared: &Arc<Shared>,
+    mut signals: mpsc::UnboundedReceiver<Signal>,
+) {
+    loop {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let Ok(runtime) = runtime else { return };
+        let signal = runtime.block_on(async {
+            let Ok(listener) = listener.try_clone().and_then(tokio::net::UnixListener::from_std) else {
+                return None;
+            };
+            let service = Service { shared: Arc::clone(shared) };
+            let calls = RuntimeServiceServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE);
+            let images = ImageServiceServer::new(service).max_decoding_message_size(MAX_MESSAGE);
+            let server = tonic::transport::Server::builder()
+                .add_service(calls.max_encoding_message_size(MAX_MESSAGE))
+                .add_service(images.max_encoding_message_size(MAX_MESSAGE))
+                .serve_with_incoming(UnixListenerStream::new(listener));
+            tokio::select! {
+                signal = signals.recv() => signal,
+                _ = server => None,
+            }
+        });
+        drop(runtime);
+        match signal {
+            Some(Signal::Sever) => {}
+            Some(Signal::Stop) | None => return,
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Service {
+    shared: Arc<Shared>,
+}
+
+impl Service {
+    /// Records a call, lets the script decide about it, and has the world answer it.
+    async fn answer<const OP: u8, Q: Clone, A>(
+        &self,
+        request: Request<Q>,
+        work: fn(&mut World, Q) -> Result<A, Status>,
+    ) -> Result<Response<A>, Status>
+    where
+        Asked: From<Wrapped<OP, Q>>,
+    {
+        let timeout =
+            request.metadata().get("grpc-timeout").and_then(|value| value.to_str().ok()).map(str::to_owned);
+        let message = request.into_inner();
+        let asked = Asked::from(Wrapped::<OP, Q>(message.clone()));
+        let (arrival, delay, act) = self.shared.arrive(asked, timeout);
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
+        }
+        let result = match act {
+            Act::Proceed => self.shared.work(|world| work(world, message)),
+            Act::Fail(status) => Err(status),
+            Act::LoseReply => {
+                // Whether it was done well is what the caller won't know.
+                let _ = self.shared.work(|world| work(world, message));
+                Err(Status::unavailable("the reply got lost"))
+            }
+            Act::Sever => {
+                let _ = self.shared.work(|world| work(world, message));
+                self.shared.sever();
+                std::future::pending().await
+            }
+            Act::Hold(gate) => {
+                gate.wait().await;
+                self.shared.work(|world| work(world, message))
+            }
+        };
+        arrival.finish(&result);
+        result.map(Response::new)
+    }
+}
+
+/// A service of CRI: one line a call, `method: Call(request) -> response = what answers it`.
+macro_rules! service {
+    ($service:ident {
+        $($method:ident: $op:ident($request:ident) -> $response:ident = $work:expr;)*
+    } $($rest:tt)*) => {
+        #[tonic::async_trait]
+        impl $service for Service {
+            $(async fn $method(
+                &self,
+                request: Request<cri::$request>,
+            ) -> Result<Response<cri::$response>, Status> {
+                self.answer::<{ Op::$op as u8 }, _, _>(request, $work).await
+            })*
+            $($rest)*
+        }
+    };
+}
+
+service! { RuntimeService {
+    version: Version(VersionRequest) -> VersionResponse = World::version;
+    status: Status(StatusRequest) -> StatusResponse = World::status;
+    runtime_config: RuntimeConfig(RuntimeConfigRequest) -> RuntimeConfigResponse = World::runtime_config;
+    update_runtime_config: UpdateRuntimeConfig(UpdateRuntimeConfigRequest) -> UpdateRuntimeConfigResponse = lacking;
+    run_pod_sandbox: RunPodSandbox(RunPodSandboxRequest) -> RunPodSandboxResponse = World::run_pod_sandbox;
+    stop_pod_sandbox: StopPodSandbox(StopPodSandboxRequest) -> StopPodSandboxResponse = World::stop_pod_sandbox;
+    remove_pod_sandbox: RemovePodSandbox(RemovePodSandboxRequest) -> RemovePodSandboxResponse = World::remove_pod_sandbox;
+    pod_sandbox_status: PodSandboxStatus(PodSandboxStatusRequest) -> PodSandboxStatusResponse = World::pod_sandbox_status;
+    list_pod_sandbox: ListPodSandbox(ListPodSandboxRequest) -> ListPodSandboxResponse = World::list_pod_sandbox;
+    create_container: CreateContainer(CreateContainerRequest) -> CreateContainerResponse = World::create_container;
+    start_container: StartContainer(StartContainerRequest) -> StartContainerResponse = World::start_container;
+    stop_container: StopContainer(StopContainerRequest) -> StopContainerResponse = World::stop_container;
+    remove_container: RemoveContainer(RemoveContainerRequest) -> RemoveContainerResponse = World::remove_container;
+    list_containers: ListContainers(ListContainersRequest) -> ListContainersResponse = World::list_containers;
+    container_status: ContainerStatus(ContainerStatusRequest) -> ContainerStatusResponse = World::container_status;
+    update_container_resources: UpdateContainerResources(UpdateContainerResourcesRequest) -> UpdateContainerResourcesResponse = World::update_container_resources;
+    reopen_container_log: ReopenContainerLog(ReopenContainerLogRequest) -> ReopenContainerLogResponse = World::reopen_container_log;
+    exec_sync: ExecSync(ExecSyncRequest) -> ExecSyncResponse = lacking;
+    exec: Exec(ExecRequest) -> ExecResponse = lacking;
+    attach: Attach(AttachRequest) -> AttachResponse = lacking;
+    port_forward: PortForward(PortForwardRequest) -> PortForwardResponse = lacking;
+    container_stats: ContainerStats(ContainerStatsRequest) -> ContainerStatsResponse = lacking;
+    list_container_stats: ListContainerStats(ListContainerStatsRequest) -> ListContainerStatsResponse = lacking;
+    pod_sandbox_stats: PodSandboxStats(PodSandboxStatsRequest) -> PodSandboxStatsResponse = lacking;
+    list_pod_sandbox_stats: ListPodSandboxStats(ListPodSandboxStatsRequest) -> ListPodSandboxStatsResponse = lacking;
+    checkpoint_container: CheckpointContainer(CheckpointContainerRequest) -> CheckpointContainerResponse = lacking;
+    list_metric_descriptors: ListMetricDescriptors(ListMetricDescriptorsRequest) -> ListMetricDescriptorsResponse = lacking;
+    list_pod_sandbox_metrics: ListPodSandboxMetrics(ListPodSandboxMetricsRequest) -> ListPodSandboxMetricsResponse = lacking;
+}
+    type GetContainerEventsStream = tokio_stream::Empty<Result<cri::ContainerEventResponse, Status>>;
+
+    async fn get_container_events(
+        &self,
+        request: Request<cri::GetEventsRequest>,
+    ) -> Result<Response<Self::GetContainerEventsStream>, Status> {
+        self.answer::<{ Op::GetContainerEvents as u8 }, _, _>(request, lacking).await
+    }
+}
+
+service! { ImageService {
+    list_images: ListImages(ListImagesRequest) -> ListImagesResponse = World::list_images;
+    image_status: ImageStatus(ImageStatusRequest) -> ImageStatusResponse = World::image_status;
+    pull_image: PullImage(PullImageRequest) -> PullImageResponse = World::pull_image;
+    remove_image: RemoveImage(RemoveImageRequest) -> RemoveImageResponse = World::remove_image;
+    image_fs_info: ImageFsInfo(ImageFsInfoRequest) -> ImageFsInfoResponse = World::image_fs_info;
+} }

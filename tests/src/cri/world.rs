@@ -1,0 +1,628 @@
+//! What the fake runtime knows: sandboxes, containers, images, and the rules by which a real one (containerd)
+//! changes them. No sockets, no faults: those are the server's.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use beelet_proto::cri;
+use cri::{ContainerState, PodSandboxState};
+use sha2::{Digest, Sha256};
+use tonic::Status;
+
+/// Exit code of a process that SIGTERM ended.
+const TERMINATED: i32 = 128 + 15;
+/// Exit code of a process that SIGKILL ended.
+const KILLED: i32 = 128 + 9;
+
+/// A pod sandbox as the fake runtime holds it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sandbox {
+    /// 64 hexadecimal digits.
+    pub id: String,
+    /// As it was asked for.
+    pub config: cri::PodSandboxConfig,
+    /// Ready or not.
+    pub state: PodSandboxState,
+    /// Nanoseconds since 1970.
+    pub created_at: i64,
+    /// Its address; empty for a host network pod.
+    pub ip: String,
+    /// What a verbose status says besides: [`crate::cri::FakeCri::set_sandbox_info`].
+    pub info: serde_json::Value,
+    /// The runtime handler that was asked for.
+    pub runtime_handler: String,
+}
+
+/// A container as the fake runtime holds it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Container {
+    /// 64 hexadecimal digits.
+    pub id: String,
+    /// Its sandbox's id.
+    pub sandbox_id: String,
+    /// As it was asked for.
+    pub config: cri::ContainerConfig,
+    /// Created, running, exited.
+    pub state: ContainerState,
+    /// Nanoseconds since 1970.
+    pub created_at: i64,
+    /// Nanoseconds since 1970; 0 before it started.
+    pub started_at: i64,
+    /// Nanoseconds since 1970; 0 before it ended.
+    pub finished_at: i64,
+    /// Exit code; 0 before it ended.
+    pub exit_code: i32,
+    /// `Completed`, `Error`, `OOMKilled`; empty before it ended.
+    pub reason: String,
+    /// The image's id.
+    pub image_ref: String,
+    /// Where its log is: the sandbox's log folder and its own log path.
+    pub log_path: String,
+    /// What it may use, as last set.
+    pub resources: Option<cri::LinuxContainerResources>,
+}
+
+impl Container {
+    /// Its name in the pod.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
+    }
+
+    /// Which restart of the container this is, from 0.
+    #[must_use]
+    pub fn attempt(&self) -> u32 {
+        self.config.metadata.as_ref().map_or(0, |metadata| metadata.attempt)
+    }
+}
+
+impl Sandbox {
+    /// Its pod's name.
+    #[must_use]
+    pub fn pod_name(&self) -> &str {
+        self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
+    }
+}
+
+/// All that the fake runtime knows.
+#[derive(Clone, Debug, Default)]
+pub struct World {
+    /// By id.
+    pub sandboxes: BTreeMap<String, Sandbox>,
+    /// By id.
+    pub containers: BTreeMap<String, Container>,
+    /// On the node, by full name (`docker.io/library/busybox:1.36`).
+    pub images: BTreeMap<String, cri::Image>,
+    /// In the registry, by full name: what a pull can get.
+    pub registry: BTreeSet<String>,
+    /// RuntimeReady and NetworkReady.
+    pub conditions: (bool, bool),
+    /// The answer to RuntimeConfig; None where the runtime lacks the call, as containerd 1.6 does.
+    pub cgroup_driver: Option<cri::CgroupDriver>,
+    /// The answer to ImageFsInfo.
+    pub image_fs: cri::ImageFsInfoResponse,
+    made: u64,
+}
+
+impl World {
+    pub(super) fn new() -> Self {
+        World { conditions: (true, true), ..World::default() }
+    }
+
+    /// Forgets sandboxes, containers and images, as a runtime does whose state folder is gone.
+    pub(super) fn forget(&mut self) {
+        self.sandboxes.clear();
+        self.containers.clear();
+        self.images.clear();
+    }
+
+    /// The newest container of that name in a pod.
+    #[must_use]
+    pub fn container(&self, pod: &str, name: &str) -> Option<&Container> {
+        let of_pod = |c: &&Container| self.sandboxes.get(&c.sandbox_id).is_some_and(|s| s.pod_name() == pod);
+        let named = self.containers.values().filter(|c| c.name() == name).filter(of_pod);
+        named.max_by_key(|c| (c.created_at, c.attempt()))
+    }
+
+    /// The newest sandbox of a pod.
+    #[must_use]
+    pub fn sandbox(&self, pod: &str) -> Option<&Sandbox> {
+        self.sandboxes.values().filter(|s| s.pod_name() == pod).max_by_key(|s| s.created_at)
+    }
+
+    /// Puts an image on the node.
+    pub(super) fn add_image(&mut self, name: &str) -> cri::Image {
+        let full = full_name(name);
+        let id = format!("sha256:{}", hex(&format!("image {full}")));
+        let (repository, tag) = split_tag(&full);
+        let image = cri::Image {
+            id: id.clone(),
+            repo_tags: tag.map(|_| full.clone()).into_iter().collect(),
+            repo_digests: vec![format!("{repository}@sha256:{}", hex(&format!("digest {full}")))],
+            size: 2_000_000,
+            uid: Some(cri::Int64Value { value: 0 }),
+            ..cri::Image::default()
+        };
+        self.images.insert(full, image.clone());
+        image
+    }
+
+    /// An image by name, digest or id.
+    fn image(&self, asked: &str) -> Option<&cri::Image> {
+        let full = full_name(asked);
+        self.images.get(&full).or_else(|| {
+            let mut all = self.images.values();
+            all.find(|image| image.id == asked || image.repo_digests.contains(&full))
+        })
+    }
+
+    /// Ends a running container.
+    pub(super) fn exit(&mut self, id: &str, code: i32, reason: Option<&str>) -> Result<(), String> {
+        let container = self.containers.get_mut(id).ok_or_else(|| format!("there is no container {id}"))?;
+        if container.state != ContainerState::ContainerRunning {
+            return Err(format!("container {id} is in {:?}, not running", container.state));
+        }
+        container.state = ContainerState::ContainerExited;
+        container.finished_at = now();
+        container.exit_code = code;
+        let usual = if code == 0 { "Completed" } else { "Error" };
+        container.reason = reason.unwrap_or(usual).to_owned();
+        Ok(())
+    }
+
+    fn next_id(&mut self, what: &str) -> String {
+        self.made += 1;
+        hex(&format!("{what} {}", self.made))
+    }
+
+    fn known_container(&mut self, id: &str) -> Result<&mut Container, Status> {
+        let not_found =
+            || Status::not_found(format!("an error occurred when try to find container {id:?}: not found"));
+        self.containers.get_mut(id).ok_or_else(not_found)
+    }
+}
+
+/// The calls, each as containerd answers it.
+#[allow(clippy::needless_pass_by_value)] // all calls have one shape: a whole request in, a whole response out
+impl World {
+    pub(super) fn version(&mut self, _: cri::VersionRequest) -> Result<cri::VersionResponse, Status> {
+        Ok(cri::VersionResponse {
+            version: "0.1.0".to_owned(),
+            runtime_name: "fake".to_owned(),
+            runtime_version: "1.0.0".to_owned(),
+            runtime_api_version: "v1".to_owned(),
+        })
+    }
+
+    pub(super) fn status(&mut self, request: cri::StatusRequest) -> Result<cri::StatusResponse, Status> {
+        let condition = |r#type: &str, status| cri::RuntimeCondition {
+            r#type: r#type.to_owned(),
+            status,
+            ..cri::RuntimeCondition::default()
+        };
+        let (runtime, network) = self.conditions;
+        let conditions = vec![condition("RuntimeReady", runtime), condition("NetworkReady", network)];
+        let config = ("config".to_owned(), "{}".to_owned());
+        Ok(cri::StatusResponse {
+            status: Some(cri::RuntimeStatus { conditions }),
+            info: if request.verbose { HashMap::from([config]) } else { HashMap::new() },
+            ..cri::StatusResponse::default()
+        })
+    }
+
+    pub(super) fn runtime_config(
+        &mut self,
+        _: cri::RuntimeConfigRequest,
+    ) -> Result<cri::RuntimeConfigResponse, Status> {
+        let driver =
+            self.cgroup_driver.ok_or_else(|| Status::unimplemented("unknown method RuntimeConfig"))?;
+        let linux = cri::LinuxRuntimeConfiguration { cgroup_driver: driver.into() };
+        Ok(cri::RuntimeConfigResponse { linux: Some(linux) })
+    }
+
+    pub(super) fn run_pod_sandbox(
+        &mut self,
+        request: cri::RunPodSandboxRequest,
+    ) -> Result<cri::RunPodSandboxResponse, Status> {
+        let config = request.config.ok_or_else(|| Status::invalid_argument("sandbox config is missing"))?;
+        let name = config
+            .metadata
+            .clone()
+            .ok_or_else(|| Status::invalid_argument("sandbox config must include metadata"))?;
+        if let Some(other) = self.sandboxes.values().find(|s| s.config.metadata.as_ref() == Some(&name)) {
+            let reserved = format!("{}_{}_{}_{}", name.name, name.namespace, name.uid, name.attempt);
+            let message = format!(
+                "failed to reserve sandbox name {reserved:?}: name {reserved:?} is reserved for {:?}",
+                other.id
+            );
+            return Err(Status::unknown(message));
+        }
+        let id = self.next_id("sandbox");
+        let host_network =
+            config.linux.as_ref().and_then(|linux| linux.security_context.as_ref()).is_some_and(|c| {
+                c.namespace_options.as_ref().is_some_and(|n| n.network() == cri::NamespaceMode::Node)
+            });
+        let n = self.made;
+        let ip = if host_network { String::new() } else { format!("10.88.{}.{}", n / 250, n % 250 + 2) };
+        let sandbox = Sandbox {
+            id: id.clone(),
+            config,
+            state: PodSandboxState::SandboxReady,
+            created_at: now(),
+            ip,
+            info: serde_json::json!({ "pid": 0 }),
+            runtime_handler: request.runtime_handler,
+        };
+        self.sandboxes.insert(id.clone(), sandbox);
+        Ok(cri::RunPodSandboxResponse { pod_sandbox_id: id })
+    }
+
+    /// Idempotent, as CRI demands.
+    pub(super) fn stop_pod_sandbox(
+        &mut self,
+        request: cri::StopPodSandboxRequest,
+    ) -> Result<cri::StopPodSandboxResponse, Status> {
+        let running = |c: &&Container| {
+            c.sandbox_id == request.pod_sandbox_id && c.state == ContainerState::ContainerRunning
+        };
+        let ids: Vec<String> = self.containers.values().filter(running).map(|c| c.id.clone()).collect();
+        for id in ids {
+            // They were just seen running.
+            let _ = self.exit(&id, KILLED, None);
+        }
+        if let Some(sandbox) = self.sandboxes.get_mut(&request.pod_sandbox_id) {
+            sandbox.state = PodSandboxState::SandboxNotready;
+        }
+        Ok(cri::StopPodSandboxResponse {})
+    }
+
+    /// Idempotent, and takes a running sandbox down first.
+    pub(super) fn remove_pod_sandbox(
+        &mut self,
+        request: cri::RemovePodSandboxRequest,
+    ) -> Result<cri::RemovePodSandboxResponse, Status> {
+        self.containers.retain(|_, c| c.sandbox_id != request.pod_sandbox_id);
+        self.sandboxes.remove(&request.pod_sandbox_id);
+        Ok(cri::RemovePodSandboxResponse {})
+    }
+
+    pub(super) fn pod_sandbox_status(
+        &mut self,
+        request: cri::PodSandboxStatusRequest,
+    ) -> Result<cri::PodSandboxStatusResponse, Status> {
+        let id = &request.pod_sandbox_id;
+        let not_found =
+            || Status::not_found(format!("an error occurred when try to find sandbox {id:?}: not found"));
+        let sandbox = self.sandboxes.get(id).ok_or_else(not_found)?;
+        let options = sandbox.config.linux.as_ref().and_then(|linux| linux.security_context.as_ref());
+        let options = options.and_then(|context| context.namespace_options.clone());
+        let status = cri::PodSandboxStatus {
+            id: sandbox.id.clone(),
+            metadata: sandbox.config.metadata.clone(),
+            state: sandbox.state.into(),
+            created_at: sandbox.created_at,
+            network: Some(cri::PodSandboxNetworkStatus { ip: sandbox.ip.clone(), ..Default::default() }),
+            linux: Some(cri::LinuxPodSandboxStatus { namespaces: Some(cri::Namespace { options }) }),
+            labels: sandbox.config.labels.clone(),
+            annotations: sandbox.config.annotations.clone(),
+            runtime_handler: sandbox.runtime_handler.clone(),
+        };
+        let info = ("info".to_owned(), sandbox.info.to_string());
+        Ok(cri::PodSandboxStatusResponse {
+            status: Some(status),
+            info: if request.verbose { HashMap::from([info]) } else { HashMap::new() },
+            ..cri::PodSandboxStatusResponse::default()
+        })
+    }
+
+    pub(super) fn list_pod_sandbox(
+        &mut self,
+        request: cri::ListPodSandboxRequest,
+    ) -> Result<cri::ListPodSandboxResponse, Status> {
+        let filter = request.filter.unwrap_or_default();
+        let chosen = self.sandboxes.values().filter(|s| {
+            matches_id(&s.id, &filter.id)
+                && filter.state.is_none_or(|state| state.state() == s.state)
+                && matches_labels(&s.config.labels, &filter.label_selector)
+        });
+        let items = chosen.map(|s| cri::PodSandbox {
+            id: s.id.clone(),
+            metadata: s.config.metadata.clone(),
+            state: s.state.into(),
+            created_at: s.created_at,
+            labels: s.config.labels.clone(),
+            annotations: s.config.annotations.clone(),
+            runtime_handler: s.runtime_handler.clone(),
+        });
+        Ok(cri::ListPodSandboxResponse { items: items.collect() })
+    }
+
+    pub(super) fn create_container(
+        &mut self,
+        request: cri::CreateContainerRequest,
+    ) -> Result<cri::CreateContainerResponse, Status> {
+        let config = request.config.ok_or_else(|| Status::invalid_argument("container config is missing"))?;
+        let name = config
+            .metadata
+            .clone()
+            .ok_or_else(|| Status::invalid_argument("container config must include metadata"))?;
+        let sandbox = self.sandboxes.get(&request.pod_sandbox_id).ok_or_else(|| {
+            Status::not_found(format!("failed to find sandbox id {:?}: not found", request.pod_sandbox_id))
+        })?;
+        if sandbox.state != PodSandboxState::SandboxReady {
+            return Err(Status::unknown(format!("sandbox container {:?} is not running", sandbox.id)));
+        }
+        let mut siblings = self.containers.values().filter(|c| c.sandbox_id == sandbox.id);
+        if let Some(other) = siblings.find(|c| c.config.metadata.as_ref() == Some(&name)) {
+            let message = format!(
+                "failed to reserve container name {:?}: it is reserved for {:?}",
+                name.name, other.id
+            );
+            return Err(Status::unknown(message));
+        }
+        let image = config.image.as_ref().map_or("", |image| &image.image);
+        let image_ref = match self.image(image) {
+            Some(found) => found.id.clone(),
+            None => {
+                return Err(Status::not_found(format!(
+                    "failed to get image from containerd {image:?}: not found"
+                )));
+            }
+        };
+        let log_path = Path::new(&sandbox.config.log_directory).join(&config.log_path).display().to_string();
+        let resources = config.linux.as_ref().and_then(|linux| linux.resources.clone());
+        let id = self.next_id("container");
+        let container = Container {
+            id: id.clone(),
+            sandbox_id: request.pod_sandbox_id,
+            config,
+            state: ContainerState::ContainerCreated,
+            created_at: now(),
+            started_at: 0,
+            finished_at: 0,
+            exit_code: 0,
+            reason: String::new(),
+            image_ref,
+            log_path,
+            resources,
+        };
+        self.containers.insert(id.clone(), container);
+        Ok(cri::CreateContainerResponse { container_id: id })
+    }
+
+    pub(super) fn start_container(
+        &mut self,
+        request: cri::StartContainerRequest,
+    ) -> Result<cri::StartContainerResponse, Status> {
+        let container = self.known_container(&request.container_id)?;
+        if container.state != ContainerState::ContainerCreated {
+            let message =
+                format!("container {:?} is in {} state", container.id, container.state.as_str_name());
+            return Err(Status::unknown(message));
+        }
+        container.state = ContainerState::ContainerRunning;
+        container.started_at = now();
+        Ok(cri::StartContainerResponse {})
+    }
+
+    /// Idempotent; a running container ends at once, by SIGTERM where it has any grace.
+    pub(super) fn stop_container(
+        &mut self,
+        request: cri::StopContainerRequest,
+    ) -> Result<cri::StopContainerResponse, Status> {
+        let code = if request.timeout > 0 { TERMINATED } else { KILLED };
+        // Neither one that isn't there nor one that isn't running is an error.
+        let _ = self.exit(&request.container_id, code, None);
+        Ok(cri::StopContainerResponse {})
+    }
+
+    /// Idempotent.
+    pub(super) fn remove_container(
+        &mut self,
+        request: cri::RemoveContainerRequest,
+    ) -> Result<cri::RemoveContainerResponse, Status> {
+        self.containers.remove(&request.container_id);
+        Ok(cri::RemoveContainerResponse {})
+    }
+
+    pub(super) fn list_containers(
+        &mut self,
+        request: cri::ListContainersRequest,
+    ) -> Result<cri::ListContainersResponse, Status> {
+        let filter = request.filter.unwrap_or_default();
+        let chosen = self.containers.values().filter(|c| {
+            matches_id(&c.id, &filter.id)
+                && matches_id(&c.sandbox_id, &filter.pod_sandbox_id)
+                && filter.state.is_none_or(|state| state.state() == c.state)
+                && matches_labels(&c.config.labels, &filter.label_selector)
+        });
+        let containers = chosen.map(|c| cri::Container {
+            id: c.id.clone(),
+            pod_sandbox_id: c.sandbox_id.clone(),
+            metadata: c.config.metadata.clone(),
+            image: c.config.image.clone(),
+            image_ref: c.image_ref.clone(),
+            state: c.state.into(),
+            created_at: c.created_at,
+            labels: c.config.labels.clone(),
+            annotations: c.config.annotations.clone(),
+            image_id: c.image_ref.clone(),
+        });
+        Ok(cri::ListContainersResponse { containers: containers.collect() })
+    }
+
+    pub(super) fn container_status(
+        &mut self,
+        request: cri::ContainerStatusRequest,
+    ) -> Result<cri::ContainerStatusResponse, Status> {
+        let c = self.known_container(&request.container_id)?;
+        let status = cri::ContainerStatus {
+            id: c.id.clone(),
+            metadata: c.config.metadata.clone(),
+            state: c.state.into(),
+            created_at: c.created_at,
+            started_at: c.started_at,
+            finished_at: c.finished_at,
+            exit_code: c.exit_code,
+            image: c.config.image.clone(),
+            image_ref: c.image_ref.clone(),
+            image_id: c.image_ref.clone(),
+            reason: c.reason.clone(),
+            labels: c.config.labels.clone(),
+            annotations: c.config.annotations.clone(),
+            mounts: c.config.mounts.clone(),
+            log_path: c.log_path.clone(),
+            resources: c.resources.clone().map(|linux| cri::ContainerResources {
+                linux: Some(linux),
+                ..cri::ContainerResources::default()
+            }),
+            ..cri::ContainerStatus::default()
+        };
+        let info =
+            ("info".to_owned(), serde_json::json!({ "sandboxID": c.sandbox_id, "pid": 0 }).to_string());
+        Ok(cri::ContainerStatusResponse {
+            status: Some(status),
+            info: if request.verbose { HashMap::from([info]) } else { HashMap::new() },
+        })
+    }
+
+    pub(super) fn update_container_resources(
+        &mut self,
+        request: cri::UpdateContainerResourcesRequest,
+    ) -> Result<cri::UpdateContainerResourcesResponse, Status> {
+        self.known_container(&request.container_id)?.resources = request.linux;
+        Ok(cri::UpdateContainerResourcesResponse {})
+    }
+
+    pub(super) fn reopen_container_log(
+        &mut self,
+        request: cri::ReopenContainerLogRequest,
+    ) -> Result<cri::ReopenContainerLogResponse, Status> {
+        let container = self.known_container(&request.container_id)?;
+        if container.state != ContainerState::ContainerRunning {
+            return Err(Status::unknown("container is not running"));
+        }
+        Ok(cri::ReopenContainerLogResponse {})
+    }
+
+    pub(super) fn list_images(
+        &mut self,
+        request: cri::ListImagesRequest,
+    ) -> Result<cri::ListImagesResponse, Status> {
+        let wanted =
+            request.filter.and_then(|filter| filter.image).map(|image| image.image).unwrap_or_default();
+        let images = match wanted.as_str() {
+            "" => self.images.values().cloned().collect(),
+            name => self.image(name).cloned().into_iter().collect(),
+        };
+        Ok(cri::ListImagesResponse { images })
+    }
+
+    pub(super) fn image_status(
+        &mut self,
+        request: cri::ImageStatusRequest,
+    ) -> Result<cri::ImageStatusResponse, Status> {
+        let image = self.image(&named(request.image)?).cloned();
+        Ok(cri::ImageStatusResponse { image, ..cri::ImageStatusResponse::default() })
+    }
+
+    pub(super) fn pull_image(
+        &mut self,
+        request: cri::PullImageRequest,
+    ) -> Result<cri::PullImageResponse, Status> {
+        let full = full_name(&named(request.image)?);
+        if !self.registry.contains(&full) {
+            let message = format!(
+                "failed to pull and unpack image {full:?}: failed to resolve reference {full:?}: {full}: not found"
+            );
+            return Err(Status::not_found(message));
+        }
+        Ok(cri::PullImageResponse { image_ref: self.add_image(&full).id })
+    }
+
+    /// Idempotent.
+    pub(super) fn remove_image(
+        &mut self,
+        request: cri::RemoveImageRequest,
+    ) -> Result<cri::RemoveImageResponse, Status> {
+        if let Some(id) = self.image(&named(request.image)?).map(|image| image.id.clone()) {
+            self.images.retain(|_, image| image.id != id);
+        }
+        Ok(cri::RemoveImageResponse {})
+    }
+
+    pub(super) fn image_fs_info(
+        &mut self,
+        _: cri::ImageFsInfoRequest,
+    ) -> Result<cri::ImageFsInfoResponse, Status> {
+        Ok(self.image_fs.clone())
+    }
+}
+
+/// What containerd 1.6 (or this fake) doesn't have.
+pub(super) fn lacking<Q, A>(_: &mut World, _: Q) -> Result<A, Status> {
+    Err(Status::unimplemented("unknown method"))
+}
+
+fn named(image: Option<cri::ImageSpec>) -> Result<String, Status> {
+    let name = image.map(|image| image.image).unwrap_or_default();
+    if name.is_empty() { Err(Status::invalid_argument("image name is missing")) } else { Ok(name) }
+}
+
+/// An empty wish is met by all; an id by its beginning, as containerd has it.
+fn matches_id(id: &str, wanted: &str) -> bool {
+    id.starts_with(wanted)
+}
+
+fn matches_labels(labels: &HashMap<String, String>, selector: &HashMap<String, String>) -> bool {
+    selector.iter().all(|(key, value)| labels.get(key) == Some(value))
+}
+
+/// A name as the registry has it: `busybox` is `docker.io/library/busybox:latest`.
+pub(super) fn full_name(name: &str) -> String {
+    let first = name.split('/').next().unwrap_or_default();
+    let has_host = name.contains('/') && (first.contains(['.', ':']) || first == "localhost");
+    let hosted = match (has_host, name.contains('/')) {
+        (true, _) => name.to_owned(),
+        (false, true) => format!("docker.io/{name}"),
+        (false, false) => format!("docker.io/library/{name}"),
+    };
+    let untagged = split_tag(&hosted).1.is_none() && !hosted.contains('@');
+    if untagged { format!("{hosted}:latest") } else { hosted }
+}
+
+/// The repository and the tag of a full name.
+fn split_tag(full: &str) -> (&str, Option<&str>) {
+    let name = full.split('@').next().unwrap_or(full);
+    match name.rsplit_once(':') {
+        Some((repository, tag)) if !tag.contains('/') => (repository, Some(tag)),
+        _ => (name, None),
+    }
+}
+
+fn hex(text: &str) -> String {
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn image_names_are_completed_as_docker_does() {
+        let check = |name: &str, expected: &str| assert_eq!(full_name(name), expected);
+        check("busybox", "docker.io/library/busybox:latest");
+        check("busybox:1.36", "docker.io/library/busybox:1.36");
+        check("me/app", "docker.io/me/app:latest");
+        check("localhost/app", "localhost/app:latest");
+        check("localhost:5000/app", "localhost:5000/app:latest");
+        check("registry.k8s.io/pause:3.9", "registry.k8s.io/pause:3.9");
+        check("app@sha256:00", "docker.io/library/app@sha256:00");
+    }
+}
