@@ -73,7 +73,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
         .with_image_endpoint(&config.image_endpoint)?;
-    let _ownership = own(&runtime).await?;
+    let ownership = own(&runtime).await?;
     for trouble in process::prepare(config.oom_score_adj, config.max_open_files) {
         warn!("{trouble}");
     }
@@ -103,6 +103,8 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
                 version = version.runtime_version,
                 "container runtime answers"
             );
+            // A kubelet that waited for the runtime as we did is seen only now.
+            ownership.refuse_kubelet(runtime.socket())?;
             match Node::build(config, runtime, version.runtime_name, cgroups, state, metrics).await {
                 Ok(node) => node.run(table_out, table, &health, shutdown).await,
                 Err(error) => Err(error),
@@ -111,6 +113,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     };
     serving.cancel();
     while servers.join_next().await.is_some() {}
+    drop(ownership);
     ran
 }
 

@@ -89,14 +89,23 @@ impl Ownership {
             return Err(fail(io::Error::other("it is not a folder of this user's; remove it")));
         }
         let what = format!("the runtime at {}", socket.display());
-        let lock = Lock::take(&locks.join(lock_name(socket)), &what)?;
+        let ownership = Self { _lock: Lock::take(&locks.join(lock_name(socket)), &what)? };
+        ownership.refuse_kubelet(socket)?;
+        Ok(ownership)
+    }
+
+    /// Looks again for a kubelet: one may have waited for the runtime to come up.
+    ///
+    /// # Errors
+    /// A kubelet has the runtime.
+    pub fn refuse_kubelet(&self, socket: &Path) -> Result<(), OwnershipError> {
         match kubelet_on(socket) {
-            Ok(None) => Ok(Self { _lock: lock }),
+            Ok(None) => Ok(()),
             Ok(Some(kubelet)) => Err(OwnershipError::Kubelet { kubelet, socket: socket.to_owned() }),
             Err(error) => {
                 // A kernel without sock_diag is no reason to leave the pods alone; `doctor` names it too.
                 tracing::warn!("cannot tell whether a kubelet drives {}: {error}", socket.display());
-                Ok(Self { _lock: lock })
+                Ok(())
             }
         }
     }
