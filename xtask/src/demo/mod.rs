@@ -191,7 +191,7 @@ fn keep(mut demo: Demo) -> Result<()> {
     let (config, log) = (demo.agent.config(), demo.agent.log_path());
     let (manifests, dir) = (demo.agent.manifests(), demo.agent.dir().to_path_buf());
     heading("It keeps running. Look at it:");
-    println!("  export BEELET_CONFIG={}", config.display());
+    println!("  export BEELET_CONFIG={} BEELET_SOCKET={}", config.display(), demo.agent.socket().display());
     println!("  {} get pods --watch", workdir::target_dir().join("debug/beelet").display());
     println!("  ls {}      # add, change or remove a manifest", manifests.display());
     println!("  tail -f {}", log.display());
