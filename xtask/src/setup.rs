@@ -10,7 +10,7 @@ use std::process::Command;
 /// Installs what the demo, the tests and the BPF build need. Changes nothing where nothing is missing.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What to install for; may be given more than once [default: demo, test]
+    /// What to install for; may be given more than once [default: demo, test, ebpf]
     #[arg(long = "for", value_name = "PART", value_enum)]
     parts: Vec<Part>,
 }
@@ -79,7 +79,7 @@ impl Part {
 
 /// The command line's entry.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let parts = if args.parts.is_empty() { &[Part::Demo, Part::Test][..] } else { &args.parts };
+    let parts = if args.parts.is_empty() { &[Part::Demo, Part::Test, Part::Ebpf][..] } else { &args.parts };
     for part in parts {
         ensure(*part)?;
     }
