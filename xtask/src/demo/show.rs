@@ -71,7 +71,11 @@ pub(super) fn restart(demo: &mut Demo) -> Result<()> {
     let server = after.container("server").context("the pod web has no container named server")?;
     let last = server.last_state.as_ref().and_then(|state| state.terminated.as_ref());
     let exit_code = last.map(|terminated| terminated.exit_code);
-    println!("  process {pid:?} killed; a new container runs and is ready {} ms later", took / 1_000_000);
+    println!(
+        "  process {} killed; a new container runs and is ready {} ms later",
+        pid.as_raw_nonzero(),
+        took / 1_000_000
+    );
     println!("  restarts: {}, last exit code: {}", after.restarts(), exit_code.unwrap_or_default());
     demo.check("the killed container was started again, in the same sandbox", before.ip() == after.ip());
     demo.check("its status says why the last one ended: exit code 137", exit_code == Some(137));
