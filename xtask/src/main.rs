@@ -4,6 +4,7 @@
 //! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so that
 //! all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
+mod backports;
 mod bench;
 mod build_and_load;
 mod build_ebpf;

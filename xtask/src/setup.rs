@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: installs what the other commands need, in parts. Each command runs the part it needs, so
 //! nobody has to call this by hand; when nothing is missing it only looks, and changes nothing.
 
-use crate::progress::Step;
+use crate::{backports, progress::Step};
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ pub(crate) enum Part {
     Test,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
-    /// `cargo xtask vm`: QEMU and what packs a guest
+    /// `cargo xtask vm`: QEMU, what unpacks kernels, a static busybox
     Vm,
 }
 
@@ -60,7 +60,6 @@ const TEST: &[Need] = &[
 
 const VM: &[Need] = &[
     need("qemu-system-x86_64", "qemu-system-x86"),
-    need("cpio", "cpio"),
     need("zstd", "zstd"),
     need("xz", "xz-utils"),
     need("/bin/busybox", "busybox-static"),
@@ -117,6 +116,12 @@ fn ensure_packages(part: Part) -> Result<()> {
     Ok(())
 }
 
+/// What `part` needs and this machine lacks, as half a sentence; none if all is there.
+pub(crate) fn lacking(part: Part) -> Option<String> {
+    let missing = missing(part);
+    (!missing.is_empty()).then(|| format!("{} not installed", things(&missing)))
+}
+
 /// What `part` needs and this machine lacks.
 fn missing(part: Part) -> Vec<&'static Need> {
     part.needs().into_iter().filter(|need| !is_there(need)).collect()
@@ -170,6 +175,9 @@ fn install(step: &Step, needs: &[&Need]) -> Result<()> {
         );
     }
     step.detail(&format!("installing {}", packages.join(", ")));
+    if backports::needed(&packages) {
+        return backports::install(step, &packages);
+    }
     let lists_know_all = packages.iter().all(|package| has_candidate(package));
     if !lists_know_all {
         update(step)?;
