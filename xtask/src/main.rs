@@ -15,6 +15,7 @@ mod setup_ebpf;
 mod shell;
 mod test;
 mod tidy;
+mod vm;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -37,6 +38,7 @@ enum Command {
     Test(test::Args),
     Bench(bench::Args),
     Tidy(tidy::Args),
+    Vm(vm::Args),
 }
 
 fn main() -> ExitCode {
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         Command::Setup(args) => setup::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),
+        Command::Vm(args) => vm::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

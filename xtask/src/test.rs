@@ -1,7 +1,7 @@
 //! `cargo xtask test`: every test that this machine can run, and a list of those that it can't.
 
 use crate::setup::{self, Part};
-use crate::{progress::Step, shell};
+use crate::{progress::Step, shell, vm};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, requires, workdir};
 use std::collections::BTreeMap;
@@ -18,6 +18,10 @@ pub(crate) struct Args {
     /// Leave the machine as it is: install nothing
     #[arg(long)]
     no_setup: bool,
+
+    /// Leave out the kernel's tests on other kernels, in VMs
+    #[arg(long)]
+    no_vm: bool,
 
     /// For the test runner: a filter, `-p PACKAGE`, …
     #[arg(last = true)]
@@ -57,8 +61,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     };
     let passed = run_tests(&features, &args.runner, environment);
+    // Arguments for the runner choose tests, and the VMs know nothing of them.
+    let passed_in_vms =
+        if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&mut left_out) };
     report(&skipped, &left_out)?;
-    passed
+    passed.and(passed_in_vms)
 }
 
 /// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through cargo.
@@ -77,6 +84,17 @@ fn run_tests(features: &[&str], runner: &[String], environment: impl Fn(&mut Com
     command.args(runner);
     environment(&mut command);
     shell::run(&mut command).context("there are tests that failed")
+}
+
+/// The tests that ask the kernel, on other kernels, where the machine can.
+fn run_in_vms(left_out: &mut Vec<String>) -> Result<()> {
+    if let Some(why) = vm::unavailable() {
+        left_out.push(format!("the kernel's tests on other kernels (cargo xtask vm): {why}"));
+        return Ok(());
+    }
+    let summary = vm::run_all(&vm::Options::default())?;
+    left_out.extend(summary.left_out());
+    summary.verdict()
 }
 
 fn libbpf_headers() -> bool {

@@ -69,6 +69,24 @@ pub(super) const PINS_NEED: &str =
 pub(super) const PINS_FALLBACK: &str = "the programs run while the agent does: what happens while it is restarted is found by sock_diag afterwards";
 const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
 
+/// A row of the table without a machine: for documentation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProgramInfo {
+    /// As in [`Capability::program`].
+    pub name: &'static str,
+    /// As in [`Capability::needs`].
+    pub needs: &'static str,
+    /// As in [`Capability::fallback`].
+    pub fallback: &'static str,
+}
+
+/// Every row that [`Capability`] can have.
+pub fn programs() -> impl Iterator<Item = ProgramInfo> {
+    let pins = ProgramInfo { name: PINS, needs: PINS_NEED, fallback: PINS_FALLBACK };
+    let info = |one: &Program| ProgramInfo { name: one.name, needs: one.needs, fallback: one.fallback };
+    PROGRAMS.iter().map(info).chain([pins])
+}
+
 /// Rows for a kernel half that is off as a whole, for one reason.
 pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
     let program = |program: &Program| Capability {

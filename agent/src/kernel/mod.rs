@@ -16,7 +16,7 @@ mod reader;
 mod sweep;
 mod sys;
 
-pub use capability::Capability;
+pub use capability::{Capability, ProgramInfo, programs};
 pub use listeners::{Listener, Listeners};
 pub use netns::{ListeningSocket, NetnsHandle};
 

@@ -1,0 +1,201 @@
+//! One boot: QEMU with a kernel and an initramfs, from its start to its end or its deadline. Software emulation only,
+//! so it is the same in a VM, in a container and on a laptop. A machine dies with the future that runs it.
+
+use super::results::{Event, Transcript};
+use crate::setup;
+use anyhow::{Context as _, Result};
+use beelet_tests::workdir;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
+use tokio::process::{Child, Command};
+
+/// The program that is the machine.
+pub(super) const QEMU: &str = "qemu-system-x86_64";
+
+/// What a kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a guest under
+/// emulation quick or free of false alarms (no mitigations, no watchdog, grace periods that don't wait).
+const COMMAND_LINE: &str = "console=ttyS0 quiet loglevel=3 panic=-1 psi=1 cgroup_no_v1=all mitigations=off nokaslr \
+                            tsc=reliable no_timer_check audit=0 lsm=landlock,bpf cryptomgr.notests \
+                            rcupdate.rcu_expedited=1 nowatchdog";
+
+/// What to start.
+#[derive(Clone, Debug)]
+pub(super) struct Machine {
+    pub(super) image: PathBuf,
+    pub(super) initrd: PathBuf,
+    /// The guest's memory.
+    pub(super) mebibytes: u64,
+    /// Where its console goes.
+    pub(super) console: PathBuf,
+}
+
+/// How a boot, or a run on this machine, ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// The plan was gone through.
+    Done,
+    /// The machine went away before that: why.
+    Died(String),
+    /// The deadline came first.
+    Late(Duration),
+}
+
+impl Machine {
+    /// Starts it and waits for its end. `event` hears about each test.
+    pub(super) async fn run(
+        &self,
+        deadline: Duration,
+        event: impl FnMut(&Event, &Transcript),
+    ) -> Result<(Transcript, End)> {
+        workdir::write(&self.console, "")?;
+        let mut command = self.command();
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let child = command.spawn().with_context(|| format!("could not start {QEMU}"))?;
+        follow(child, deadline, event, |status| (status != 0).then(|| format!("QEMU ended with {status}")))
+            .await
+    }
+
+    fn command(&self) -> Command {
+        let qemu = setup::find(QEMU).unwrap_or_else(|| PathBuf::from(QEMU));
+        // Killed with us, however we end.
+        let mut command = match setup::find("setpriv") {
+            Some(setpriv) => {
+                let mut command = Command::new(setpriv);
+                command.args(["--pdeathsig", "KILL"]).arg(qemu);
+                command
+            }
+            None => Command::new(qemu),
+        };
+        command.args([
+            "-machine",
+            "q35",
+            "-accel",
+            "tcg,thread=multi,tb-size=512",
+            "-cpu",
+            "max",
+            "-smp",
+            "2",
+        ]);
+        command.arg("-m").arg(self.mebibytes.to_string());
+        command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
+        command.arg("-kernel").arg(&self.image).arg("-initrd").arg(&self.initrd);
+        command.args(["-append", COMMAND_LINE]);
+        // ttyS0, for people, and ttyS1, for us. QEMU doubles a comma in a file's name.
+        command.arg("-serial").arg(format!("file:{}", self.console.display().to_string().replace(',', ",,")));
+        command.args(["-serial", "stdio"]);
+        command
+    }
+
+    /// The end of what the console showed.
+    pub(super) fn last_words(&self) -> Vec<String> {
+        last_lines(&self.console)
+    }
+}
+
+fn last_lines(file: &Path) -> Vec<String> {
+    let bytes = std::fs::read(file).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let lines: Vec<String> = text.lines().map(|line| line.trim_end().to_owned()).collect();
+    lines[lines.len().saturating_sub(30)..].to_vec()
+}
+
+/// Reads a program's standard output as a guest's results until it ends, or until the deadline kills it. `broken` says
+/// which exit statuses are no result of the tests.
+pub(super) async fn follow(
+    mut child: Child,
+    deadline: Duration,
+    mut event: impl FnMut(&Event, &Transcript),
+    broken: impl Fn(i32) -> Option<String>,
+) -> Result<(Transcript, End)> {
+    let mut transcript = Transcript::default();
+    let mut stdout = BufReader::new(child.stdout.take().context("the child has no standard output")?);
+    let stderr = child.stderr.take();
+    let errors = tokio::spawn(async move {
+        let mut bytes = Vec::new();
+        if let Some(mut pipe) = stderr {
+            let _ = pipe.read_to_end(&mut bytes).await; // what came until then is what there is
+        }
+        String::from_utf8_lossy(&bytes).trim().to_owned()
+    });
+    let whole = tokio::time::timeout(deadline, async {
+        let mut line = Vec::new();
+        while stdout.read_until(b'\n', &mut line).await? > 0 {
+            if let Some(happened) = transcript.line(&String::from_utf8_lossy(&line)) {
+                event(&happened, &transcript);
+            }
+            line.clear();
+        }
+        child.wait().await
+    })
+    .await;
+    let end = match whole {
+        Err(_) => {
+            child.kill().await.context("could not kill the machine at its deadline")?;
+            End::Late(deadline)
+        }
+        Ok(status) => {
+            let status = status.context("could not read from the machine")?;
+            let errors = errors.await.unwrap_or_default();
+            let said = if errors.is_empty() { String::new() } else { format!(": {errors}") };
+            match status.code().map_or_else(|| Some(status.to_string()), &broken) {
+                Some(why) => End::Died(format!("{why}{said}")),
+                None if !transcript.done => End::Died(format!("it ended before its tests did{said}")),
+                None => End::Done,
+            }
+        }
+    };
+    Ok((transcript, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Follows a shell script; an even status is a broken machine.
+    fn run(script: &str, deadline: Duration) -> (Transcript, End) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+            let broken = |status: i32| (status & 1 == 0).then(|| format!("status {status}"));
+            follow(command.spawn().unwrap(), deadline, |_, _| {}, broken).await.unwrap()
+        })
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_plan_that_was_gone_through_is_done_whatever_its_tests_did() {
+        let (transcript, end) = run("echo begin 0 1; echo end 0 2 101; echo done 1; exit 3", PATIENCE);
+        assert_eq!(end, End::Done);
+        assert_eq!(transcript.verdicts.len(), 1);
+    }
+
+    #[test]
+    fn a_machine_that_dies_says_what_it_can() {
+        let died = |script| run(script, PATIENCE).1;
+        assert_eq!(died("echo no such device >&2; exit 2"), End::Died("status 2: no such device".into()));
+        assert_eq!(died("exit 1"), End::Died("it ended before its tests did".into()));
+        assert!(matches!(died("kill -9 $$"), End::Died(why) if why.contains("signal: 9")));
+    }
+
+    #[test]
+    fn a_machine_that_does_not_end_is_killed_at_its_deadline() {
+        let deadline = Duration::from_millis(200);
+        let (transcript, end) = run("echo begin 7 1; exec sleep 1000", deadline);
+        assert_eq!(end, End::Late(deadline));
+        // Whether the line came before the deadline is the machine's business; that it ended is ours.
+        assert!(matches!(transcript.running(), None | Some(7)));
+    }
+
+    #[test]
+    fn what_the_console_showed_last_is_kept() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let text: String = (0..100).map(|number| format!("line {number}\r\n")).collect();
+        std::fs::write(file.path(), text).unwrap();
+        let lines = last_lines(file.path());
+        assert_eq!((lines.len(), lines[0].as_str(), lines[29].as_str()), (30, "line 70", "line 99"));
+    }
+}

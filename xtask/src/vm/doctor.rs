@@ -1,0 +1,55 @@
+//! What `beelet doctor --bpf -o json` says about a kernel, as far as the documentation needs it.
+
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// What the doctor found, by the name of the check: all is well, or what isn't.
+pub(super) type Findings = BTreeMap<String, Result<(), String>>;
+
+#[derive(Deserialize)]
+struct Report {
+    findings: Vec<Finding>,
+}
+
+#[derive(Deserialize)]
+struct Finding {
+    check: String,
+    state: String,
+    detail: String,
+}
+
+/// The findings; none of them where the text is no such thing, as from a doctor that failed.
+pub(super) fn read(json: &str) -> Findings {
+    let report = serde_json::from_str(json).unwrap_or(Report { findings: Vec::new() });
+    let mut findings = Findings::new();
+    for Finding { check, state, detail } in report.findings {
+        let entry = findings.entry(check).or_insert(Ok(()));
+        if state != "ok" && entry.is_ok() {
+            *entry = Err(detail);
+        }
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_bad_finding_is_enough() {
+        let json = r#"{"canRun":false,"findings":[
+            {"check":"a","state":"ok","detail":"fine"},
+            {"check":"b","state":"ok","detail":"fine"},
+            {"check":"b","state":"degraded","detail":"no BTF","consequence":"c","remedy":"r"},
+            {"check":"b","state":"missing","detail":"second","consequence":"c","remedy":"r"}]}"#;
+        let expected = [("a".to_owned(), Ok(())), ("b".to_owned(), Err("no BTF".to_owned()))];
+        assert_eq!(read(json), Findings::from(expected));
+    }
+
+    #[test]
+    fn what_is_no_doctors_answer_has_no_findings() {
+        for text in ["", "error: unrecognized subcommand", "{}", "[]"] {
+            assert!(read(text).is_empty(), "{text}");
+        }
+    }
+}

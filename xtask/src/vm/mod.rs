@@ -1,0 +1,242 @@
+//! `cargo xtask vm`: the tests that ask the kernel, on other kernels than this machine's. Each kernel is booted once,
+//! in a VM under software emulation, with an initramfs that holds nothing but busybox, the static test programs and
+//! the agent. Everything made here lives under `vm/` in cargo's target folder; nothing on the machine is changed.
+
+mod boot;
+mod doctor;
+mod guest;
+mod initramfs;
+mod kernels;
+mod programs;
+mod report;
+mod results;
+
+use self::boot::{End, Machine};
+use self::programs::Programs;
+use self::report::Run;
+pub(crate) use self::report::Summary;
+use self::results::{Event, Test, Transcript, Verdict};
+use crate::setup::{self, Part};
+use crate::shell;
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::workdir;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+/// The name of this machine's own kernel, which needs no VM.
+const HOST: &str = "host";
+
+/// Runs the tests that ask the kernel (kernel_*, cgroups_*) inside VMs, each with another kernel, and prints a table:
+/// kernel by test. Kernels come from the folder that BEELET_VM_KERNELS names (KERNEL/vmlinuz, KERNEL/modules.tar.zst);
+/// without it, it is the distribution's own kernel package, downloaded and unpacked, not installed.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Which kernels: folders' names, `debian` without a folder, or `host`: this machine's kernel, without a VM
+    /// [default: all there are]
+    #[arg(value_name = "KERNEL")]
+    kernels: Vec<String>,
+
+    /// Write docs/kernels.md from this run, which then includes this machine's kernel
+    #[arg(long)]
+    write_docs: bool,
+
+    /// How many VMs run at the same time [default: one a CPU]
+    #[arg(long, value_name = "N")]
+    jobs: Option<std::num::NonZeroUsize>,
+
+    /// How long a boot with all its tests may take
+    #[arg(long, value_name = "SECONDS", default_value_t = Options::DEADLINE.as_secs())]
+    deadline: u64,
+
+    /// Leave the machine as it is: install nothing
+    #[arg(long)]
+    no_setup: bool,
+}
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    /// The kernels' names; none: all there are.
+    pub(crate) kernels: Vec<String>,
+    /// How many VMs run at the same time; none: one a CPU.
+    pub(crate) jobs: Option<usize>,
+    /// How long a boot with all its tests may take.
+    pub(crate) deadline: Duration,
+}
+
+impl Options {
+    const DEADLINE: Duration = Duration::from_secs(1800);
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { kernels: Vec::new(), jobs: None, deadline: Options::DEADLINE }
+    }
+}
+
+/// The command line's entry.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let only_here = !args.kernels.is_empty() && args.kernels.iter().all(|name| name == HOST);
+    if !args.no_setup && !only_here {
+        setup::ensure(Part::Vm)?;
+    }
+    let mut kernels = args.kernels.clone();
+    if args.write_docs && kernels.is_empty() {
+        kernels = kernels::find(&[], &work())?.into_iter().map(|kernel| kernel.name).collect();
+        kernels.push(HOST.to_owned());
+    }
+    let jobs = args.jobs.map(std::num::NonZeroUsize::get);
+    let summary = run_all(&Options { kernels, jobs, deadline: Duration::from_secs(args.deadline) })?;
+    if args.write_docs {
+        let file = shell::repository().join("docs/kernels.md");
+        workdir::write(&file, summary.markdown())?;
+        eprintln!("wrote {}", file.display());
+    }
+    summary.verdict()
+}
+
+/// Why no VM can be run here as things are: programs that are missing, no kernel to be had. A folder of kernels that is
+/// named and wrong is no reason: that is a mistake to be told.
+pub(crate) fn unavailable() -> Option<String> {
+    if let Some(lacking) = setup::lacking(Part::Vm) {
+        return Some(format!("{lacking}; `cargo xtask setup --for vm` installs what is missing"));
+    }
+    if std::env::var_os(kernels::FOLDER).is_some() {
+        return None;
+    }
+    kernels::find(&[], &work()).err().map(|error| format!("{error:#}"))
+}
+
+/// Where everything made here is.
+fn work() -> PathBuf {
+    workdir::target_dir().join("vm")
+}
+
+/// Runs every test that asks the kernel on each of the kernels, prints the table, and hands back what came out; tests
+/// that failed are no error here, see [`Summary::verdict`].
+pub(crate) fn run_all(options: &Options) -> Result<Summary> {
+    let work = work();
+    let here = options.kernels.iter().any(|name| name == HOST);
+    let names: Vec<String> = options.kernels.iter().filter(|name| *name != HOST).cloned().collect();
+    let kernels = if here && names.is_empty() { Vec::new() } else { kernels::find(&names, &work)? };
+    eprintln!(".. build the tests as static programs");
+    let programs = programs::build(&work)?;
+    let mut machines = Vec::new();
+    for kernel in &kernels {
+        machines.push((kernel.name.clone(), guest::machine(kernel, &programs, &work)?));
+    }
+    let plan = Arc::new(programs.plan.clone());
+    // One thread: QEMU is bound to the life of the thread that starts it.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runs = runtime.block_on(async {
+        tokio::select! {
+            runs = all(machines, here.then_some(&programs), &plan, options) => runs,
+            signal = interrupted() => bail!("{} came: every VM was ended", signal?),
+        }
+    })?;
+    let summary = Summary { plan: programs.plan, runs };
+    println!("{}", summary.text());
+    Ok(summary)
+}
+
+/// The signal that asks us to stop, when it comes.
+async fn interrupted() -> Result<&'static str> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    tokio::select! {
+        _ = terminate.recv() => Ok("SIGTERM"),
+        _ = interrupt.recv() => Ok("Ctrl-C"),
+    }
+}
+
+/// All runs, as many at a time as there are jobs, in the order of the kernels; this machine's own comes last, alone.
+async fn all(
+    machines: Vec<(String, Machine)>,
+    here: Option<&Programs>,
+    plan: &Arc<Vec<Test>>,
+    options: &Options,
+) -> Result<Vec<Run>> {
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+    let slots = Arc::new(Semaphore::new(options.jobs.unwrap_or(cpus)));
+    let mut running = JoinSet::new();
+    for (position, (kernel, machine)) in machines.into_iter().enumerate() {
+        let (slots, plan, deadline) = (Arc::clone(&slots), Arc::clone(plan), options.deadline);
+        running.spawn(async move {
+            let _slot = slots.acquire_owned().await?;
+            Ok::<_, anyhow::Error>((position, boot_twice(kernel, &machine, &plan, deadline).await?))
+        });
+    }
+    let mut runs = Vec::new();
+    while let Some(run) = running.join_next().await {
+        runs.push(run??);
+    }
+    runs.sort_by_key(|(position, _)| *position);
+    let mut runs: Vec<Run> = runs.into_iter().map(|(_, run)| run).collect();
+    if let Some(programs) = here {
+        runs.push(on_this_machine(programs, plan, options.deadline).await?);
+    }
+    Ok(runs)
+}
+
+/// Boots a kernel; once more if the machine itself died, which emulators do.
+async fn boot_twice(kernel: String, machine: &Machine, plan: &[Test], deadline: Duration) -> Result<Run> {
+    let boot = || machine.run(deadline, |event, transcript| show(&kernel, plan, event, transcript));
+    tell(&kernel, "boots");
+    let (mut transcript, mut end) = boot().await?;
+    if let End::Died(why) = &end {
+        tell(&kernel, &format!("the VM died ({why}); it is booted once more"));
+        (transcript, end) = boot().await?;
+    }
+    let last_words = if end == End::Done { Vec::new() } else { machine.last_words() };
+    match &end {
+        End::Done => {}
+        End::Died(_) => transcript.ended_early("the VM died"),
+        End::Late(_) => transcript.ended_early("the VM's deadline came"),
+    }
+    Ok(Run { kernel, transcript, end, last_words })
+}
+
+/// The same plan on this machine's kernel.
+async fn on_this_machine(programs: &Programs, plan: &[Test], deadline: Duration) -> Result<Run> {
+    let work = work().join(HOST);
+    let script = work.join("run");
+    workdir::write(&script, guest::RUN)?;
+    let paths = |program: &str| programs.tests.get(program).map(|path| path.display().to_string());
+    workdir::write(&work.join("plan"), guest::plan(plan, |program| paths(program).unwrap_or_default()))?;
+    let mut command = tokio::process::Command::new("sh");
+    command.arg(&script).arg(work.join("plan")).arg(guest::TEST_LIMIT);
+    command.env("BEELET_BIN", &programs.agent).env("BEELET_TESTAPP", &programs.testapp);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let child = command.spawn().context("could not start sh")?;
+    let event = |event: &Event, transcript: &Transcript| show(HOST, plan, event, transcript);
+    let broken = |status: i32| (status > 1).then(|| format!("the script ended with {status}"));
+    let (mut transcript, end) = boot::follow(child, deadline, event, broken).await?;
+    transcript.ended_early("the run on this machine ended");
+    Ok(Run { kernel: HOST.to_owned(), transcript, end, last_words: Vec::new() })
+}
+
+/// A line for each test, as it ends.
+fn show(kernel: &str, plan: &[Test], event: &Event, transcript: &Transcript) {
+    let Event::Ended { number, seconds } = event;
+    let (Some(test), verdict) = (plan.get(*number), transcript.verdicts.get(number)) else { return };
+    let word = report::word(verdict);
+    let style = match word {
+        "ok" => console::style(word).green(),
+        "FAIL" => console::style(word).red().bold(),
+        _ => console::style(word).yellow(),
+    };
+    let why = match verdict {
+        Some(Verdict::Skipped(why) | Verdict::Failed(why, _)) => format!(": {why}"),
+        _ => String::new(),
+    };
+    tell(kernel, &format!("{:4} {test} ({seconds:.1} s){why}", style.for_stderr()));
+}
+
+fn tell(kernel: &str, text: &str) {
+    eprintln!("{kernel:>6} | {text}");
+}

@@ -1,0 +1,252 @@
+//! What runs in a guest: the tests and the agent, as static programs, and a few programs of this machine with their
+//! libraries.
+
+use super::results::Test;
+use crate::{setup, shell};
+use anyhow::{Context as _, Result, bail};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Integration tests of `beelet-tests` that ask the kernel, by how their files' names begin.
+const INTEGRATION: &[&str] = &["kernel_", "cgroups_"];
+
+/// Unit tests that ask the kernel: a package's library, and a module of it.
+const UNIT: &[(&str, &str)] = &[("beelet", "kernel::"), ("beelet_tests", "guards::")];
+
+/// Programs that tests start, beside busybox's. Where one isn't installed, the tests that need it say so.
+const FROM_HERE: &[&str] = &["ip", "bpftool"];
+
+/// Everything built for the guests.
+#[derive(Debug)]
+pub(super) struct Programs {
+    /// The agent.
+    pub(super) agent: PathBuf,
+    /// The app that tests start in cgroups and namespaces.
+    pub(super) testapp: PathBuf,
+    /// Other programs that tests start, by the path that cargo compiled into the tests.
+    pub(super) helpers: Vec<PathBuf>,
+    /// The test programs by their name.
+    pub(super) tests: BTreeMap<String, PathBuf>,
+    /// The tests to run, in this order; a test's number is its place here.
+    pub(super) plan: Vec<Test>,
+}
+
+/// An executable that cargo made.
+#[derive(Debug, PartialEq, Eq)]
+struct Artifact {
+    target: String,
+    kind: String,
+    is_test: bool,
+    executable: PathBuf,
+}
+
+/// Builds them all, in a target folder of their own: the flags would otherwise make cargo rebuild everything back and
+/// forth.
+pub(super) fn build(work: &Path) -> Result<Programs> {
+    if std::env::consts::ARCH != "x86_64" {
+        bail!("the VMs are x86_64 machines, and their tests are built natively: run this on x86_64");
+    }
+    let integration = integration_tests(&shell::repository().join("tests/tests"))?;
+    // The tests' targets make cargo choose the same features for the agent as for its unit tests: one build, not two.
+    let mut build = vec!["build", "--bins", "--package", "beelet-testapp"];
+    build.extend(integration.iter().flat_map(|name| ["--test", name]));
+    let mut artifacts = cargo(work, &build)?;
+    artifacts.extend(cargo(work, &["test", "--no-run", "--lib"])?);
+    programs(artifacts, &integration)
+}
+
+/// The names of the integration tests that are for a guest.
+fn integration_tests(folder: &Path) -> Result<Vec<String>> {
+    let entries =
+        std::fs::read_dir(folder).with_context(|| format!("could not read {}", folder.display()))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        if INTEGRATION.iter().any(|start| name.starts_with(start)) {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Runs cargo for the packages that have our tests, statically linked, and hands back the executables it made or had.
+fn cargo(work: &Path, arguments: &[&str]) -> Result<Vec<Artifact>> {
+    const TARGET: &str = "x86_64-unknown-linux-gnu";
+    let mut command = shell::cargo();
+    command
+        .args(arguments)
+        .args(["--package", "beelet", "--package", "beelet-tests", "--target", TARGET])
+        .args(["--message-format", "json-render-diagnostics", "--target-dir"])
+        .arg(work.join("build"));
+    let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+    command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it would win over the other one
+    command.env("RUSTFLAGS", format!("{flags} -C target-feature=+crt-static").trim());
+    // A guest holds its programs in memory.
+    command.env("CARGO_PROFILE_DEV_DEBUG", "false").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
+    let shown = shell::display(&command);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("could not start `{shown}`"))?;
+    let mut artifacts = Vec::new();
+    for line in BufReader::new(child.stdout.take().context("cargo has no output")?).lines() {
+        artifacts.extend(artifact(&line.context("could not read what cargo says")?));
+    }
+    let status = child.wait().with_context(|| format!("could not wait for `{shown}`"))?;
+    if !status.success() {
+        bail!("building the static test programs failed: `{shown}` ended with {status}");
+    }
+    Ok(artifacts)
+}
+
+/// A line of cargo's messages, if it is about an executable.
+fn artifact(line: &str) -> Option<Artifact> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    if message["reason"] != "compiler-artifact" {
+        return None;
+    }
+    Some(Artifact {
+        // A library's target is named as its package in some releases of cargo, as its crate in others.
+        target: message["target"]["name"].as_str()?.to_owned(),
+        kind: message["target"]["kind"][0].as_str()?.to_owned(),
+        is_test: message["profile"]["test"].as_bool()?,
+        executable: PathBuf::from(message["executable"].as_str()?),
+    })
+}
+
+fn programs(artifacts: Vec<Artifact>, integration: &[String]) -> Result<Programs> {
+    let mut tests = BTreeMap::new();
+    let mut binaries = BTreeMap::new();
+    for artifact in artifacts {
+        let unit = UNIT.iter().any(|(package, _)| *package == artifact.target);
+        match (artifact.is_test, artifact.kind.as_str()) {
+            (true, "test") if integration.contains(&artifact.target) => {
+                tests.insert(artifact.target, artifact.executable);
+            }
+            (true, "lib") if unit => {
+                tests.insert(artifact.target, artifact.executable);
+            }
+            (false, "bin") => {
+                binaries.insert(artifact.target, artifact.executable);
+            }
+            _ => {}
+        }
+    }
+    let mut binary =
+        |name: &str| binaries.remove(name).with_context(|| format!("cargo built no program {name}"));
+    let (agent, testapp) = (binary("beelet")?, binary("beelet-testapp")?);
+    let helpers: Vec<PathBuf> = binaries.into_values().collect();
+    for program in tests.values().chain(&helpers).chain([&agent, &testapp]) {
+        if !beelet_tests::images::is_static(program)? {
+            bail!(
+                "{} came out dynamically linked; is libc's static archive (libc6-dev) installed?",
+                program.display()
+            );
+        }
+    }
+    let mut plan = Vec::new();
+    for (name, path) in &tests {
+        plan.extend(list(name, path)?);
+    }
+    tests.retain(|name, _| plan.iter().any(|test| test.program == *name));
+    Ok(Programs { agent, testapp, helpers, tests, plan })
+}
+
+/// The tests of a program that are for a guest.
+fn list(program: &str, path: &Path) -> Result<Vec<Test>> {
+    let output = Command::new(path)
+        .args(["--list", "--format", "terse"])
+        .output()
+        .with_context(|| format!("could not start {}", path.display()))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        bail!("`{} --list` ended with {}: {}", path.display(), output.status, said.trim());
+    }
+    Ok(listed(program, &String::from_utf8_lossy(&output.stdout)))
+}
+
+fn listed(program: &str, text: &str) -> Vec<Test> {
+    let modules: Vec<&str> =
+        UNIT.iter().filter(|(package, _)| *package == program).map(|(_, module)| *module).collect();
+    text.lines()
+        .filter_map(|line| line.strip_suffix(": test"))
+        .filter(|name| modules.is_empty() || modules.iter().any(|module| name.starts_with(module)))
+        .map(|name| Test { program: program.to_owned(), name: name.to_owned() })
+        .collect()
+}
+
+/// [`FROM_HERE`] and the libraries they load, each by its path, which is the same in the guest.
+pub(super) fn from_here() -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for program in FROM_HERE.iter().filter_map(|name| setup::find(name)) {
+        let output = Command::new("ldd").arg(&program).output().context("could not start ldd")?;
+        files.extend(libraries(&String::from_utf8_lossy(&output.stdout)));
+        files.push(program);
+    }
+    files.sort();
+    files.dedup();
+    Ok(files)
+}
+
+/// The paths in what ldd prints: `name => path (address)`, and the loader's `path (address)`.
+fn libraries(text: &str) -> Vec<PathBuf> {
+    let path = |line: &str| {
+        let line = line.split_once(" => ").map_or(line, |(_, path)| path);
+        let path = line.trim().split(" (").next().unwrap_or_default().to_owned();
+        path.starts_with('/').then(|| PathBuf::from(path))
+    };
+    text.lines().filter_map(path).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cargos_messages_name_the_executables() {
+        let line = r#"{"reason":"compiler-artifact","target":{"kind":["test"],"name":"kernel_x"},
+            "profile":{"test":true},"executable":"/t/kernel_x-1"}"#;
+        let expected = Artifact {
+            target: "kernel_x".into(),
+            kind: "test".into(),
+            is_test: true,
+            executable: "/t/kernel_x-1".into(),
+        };
+        assert_eq!(artifact(line), Some(expected));
+        assert_eq!(artifact(&line.replace("\"/t/kernel_x-1\"", "null")), None);
+        assert_eq!(artifact(&line.replace("compiler-artifact", "build-finished")), None);
+        assert_eq!(artifact("warning: not JSON"), None);
+    }
+
+    #[test]
+    fn a_librarys_tests_are_chosen_by_their_module() {
+        let text = "kernel::a: test\nkernel::b::c: test\nconfig::d: test\nkernel::bench: benchmark\n";
+        let names = |program| listed(program, text).into_iter().map(|test| test.name).collect::<Vec<_>>();
+        assert_eq!(names("beelet"), ["kernel::a", "kernel::b::c"]);
+        assert_eq!(names("kernel_listeners"), ["kernel::a", "kernel::b::c", "config::d"]);
+    }
+
+    #[test]
+    fn only_the_kernels_integration_tests_are_for_a_guest() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["kernel_b.rs", "e2e_pods.rs", "cgroups_a.rs", "kernel_a.rs"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        assert_eq!(integration_tests(dir.path()).unwrap(), ["cgroups_a", "kernel_a", "kernel_b"]);
+    }
+
+    #[test]
+    fn libraries_are_those_with_a_path() {
+        let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\tlibelf.so.1 => /lib/libelf.so.1 (0x00007f1)\n\
+                    \tlibgone.so => not found\n\t/lib64/ld-linux-x86-64.so.2 (0x00007f2)\n";
+        let expected = ["/lib/libelf.so.1", "/lib64/ld-linux-x86-64.so.2"].map(PathBuf::from);
+        assert_eq!(libraries(text), expected);
+        assert_eq!(libraries("\tnot a dynamic executable\n"), Vec::<PathBuf>::new());
+    }
+}

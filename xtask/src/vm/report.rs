@@ -1,0 +1,369 @@
+//! What all the runs together say: a table for the terminal, a sentence an exit status can be made of, and
+//! docs/kernels.md. Pure: values in, text out.
+
+use super::boot::End;
+use super::doctor::{self, Findings};
+use super::results::{Test, Transcript, Verdict};
+use beelet::kernel::{self, ProgramInfo};
+use comfy_table::{Table, presets};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+/// One kernel's run.
+#[derive(Clone, Debug)]
+pub(super) struct Run {
+    /// What the kernel is called on the command line.
+    pub(super) kernel: String,
+    pub(super) transcript: Transcript,
+    pub(super) end: End,
+    /// The end of the console, if the machine died or was late.
+    pub(super) last_words: Vec<String>,
+}
+
+/// All runs of one plan.
+#[derive(Clone, Debug)]
+pub(crate) struct Summary {
+    pub(super) plan: Vec<Test>,
+    pub(super) runs: Vec<Run>,
+}
+
+impl Run {
+    /// What went wrong with the machine itself.
+    fn trouble(&self) -> Option<String> {
+        match &self.end {
+            End::Done => None,
+            End::Died(why) => Some(format!("it died, twice: {why}")),
+            End::Late(deadline) => Some(format!("it had not ended after {} s", deadline.as_secs())),
+        }
+    }
+
+    /// A kernel's name and, where it says something more, its release.
+    fn title(&self) -> String {
+        match self.transcript.facts.get("release") {
+            Some(release) if self.kernel == "debian" => format!("{} (debian)", version(release)),
+            Some(release) if self.kernel == super::HOST => format!("{} (no VM)", version(release)),
+            _ => self.kernel.clone(),
+        }
+    }
+
+    fn fact(&self, name: &str) -> &str {
+        self.transcript.facts.get(name).map_or("", String::as_str)
+    }
+}
+
+/// The first two numbers of a release: `6.1.0-9-amd64` is 6.1.
+fn version(release: &str) -> String {
+    release.split(['.', '-']).take(2).collect::<Vec<_>>().join(".")
+}
+
+impl Summary {
+    /// The tests that a kernel could not run, for the list of what a test run left out.
+    pub(crate) fn left_out(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for run in &self.runs {
+            for (number, test) in self.plan.iter().enumerate() {
+                if let Some(Verdict::Skipped(why)) = run.transcript.verdicts.get(&number) {
+                    lines.push(format!("kernel {}: {test}: {why}", run.title()));
+                }
+            }
+        }
+        lines
+    }
+
+    /// An error that names what failed, if anything did.
+    pub(crate) fn verdict(&self) -> anyhow::Result<()> {
+        let mut wrong = Vec::new();
+        for run in &self.runs {
+            wrong.extend(run.trouble().map(|trouble| format!("kernel {}: {trouble}", run.title())));
+            let failed = self.count(run, |verdict| matches!(verdict, Some(Verdict::Failed(..))));
+            if failed > 0 {
+                wrong.push(format!("kernel {}: {failed} test(s) failed", run.title()));
+            }
+        }
+        if wrong.is_empty() { Ok(()) } else { Err(anyhow::anyhow!(wrong.join("; "))) }
+    }
+
+    fn count(&self, run: &Run, which: impl Fn(Option<&Verdict>) -> bool) -> usize {
+        (0..self.plan.len()).filter(|number| which(run.transcript.verdicts.get(number))).count()
+    }
+
+    /// What a person sees at the end: the doctor's words, every test on every kernel, and the reasons below.
+    pub(super) fn text(&self) -> String {
+        let mut text = String::new();
+        for run in self.runs.iter().filter(|run| !run.transcript.doctor.is_empty()) {
+            let _ = writeln!(text, "\nbeelet doctor on {}:", run.title());
+            for line in &run.transcript.doctor {
+                let _ = writeln!(text, "  {line}");
+            }
+        }
+        let _ = writeln!(text, "\n{}", self.table());
+        for run in &self.runs {
+            self.reasons(run, &mut text);
+        }
+        text
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        let titles = self.runs.iter().map(Run::title);
+        table.set_header(["TEST".to_owned()].into_iter().chain(titles));
+        for (number, test) in self.plan.iter().enumerate() {
+            let verdicts = self.runs.iter().map(|run| word(run.transcript.verdicts.get(&number)).to_owned());
+            table.add_row([test.to_string()].into_iter().chain(verdicts));
+        }
+        table
+    }
+
+    /// Why tests of this run failed or were left out, and what its machine said last.
+    fn reasons(&self, run: &Run, text: &mut String) {
+        for (number, test) in self.plan.iter().enumerate() {
+            match run.transcript.verdicts.get(&number) {
+                Some(Verdict::Failed(why, output)) => {
+                    let _ = writeln!(text, "\nFAILED on {}: {test}: {why}", run.title());
+                    for line in output {
+                        let _ = writeln!(text, "    {line}");
+                    }
+                }
+                Some(Verdict::Skipped(why)) => {
+                    let _ = writeln!(text, "skipped on {}: {test}: {why}", run.title());
+                }
+                Some(Verdict::Passed) | None => {}
+            }
+        }
+        if let Some(trouble) = run.trouble() {
+            let _ = writeln!(text, "\nkernel {}: {trouble}. Its console said last:", run.title());
+            for line in &run.last_words {
+                let _ = writeln!(text, "    {line}");
+            }
+        }
+    }
+
+    /// docs/kernels.md.
+    pub(super) fn markdown(&self) -> String {
+        let mut text = String::from(INTRODUCTION);
+        let head: Vec<String> = self.runs.iter().map(Run::title).collect();
+        let _ = writeln!(text, "\n## The kernels\n\n{}", row("", &head));
+        let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
+        for (name, label) in FACTS {
+            let _ = writeln!(text, "{}", row(label, &self.cells(|run| or_dash(run.fact(name)))));
+        }
+        self.markdown_programs(&head, &mut text);
+        self.markdown_tests(&head, &mut text);
+        text
+    }
+
+    fn cells(&self, cell: impl Fn(&Run) -> String) -> Vec<String> {
+        self.runs.iter().map(cell).collect()
+    }
+
+    fn markdown_programs(&self, head: &[String], text: &mut String) {
+        let found: Vec<Findings> =
+            self.runs.iter().map(|run| doctor::read(&run.transcript.doctor_json)).collect();
+        let _ = writeln!(text, "\n## What works where\n\n{}", row("program", head));
+        let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
+        let mut reasons = Vec::new();
+        for ProgramInfo { name, .. } in kernel::programs() {
+            let cell = |findings: &Findings| match findings.get(name) {
+                Some(Ok(())) => "yes".to_owned(),
+                Some(Err(_)) => "**fallback**".to_owned(),
+                None => "-".to_owned(),
+            };
+            let _ =
+                writeln!(text, "{}", row(&format!("`{name}`"), &found.iter().map(cell).collect::<Vec<_>>()));
+            for (findings, title) in found.iter().zip(head) {
+                if let Some(Err(why)) = findings.get(name) {
+                    reasons.push(format!("- `{name}` on {title}: {why}\n"));
+                }
+            }
+        }
+        if !reasons.is_empty() {
+            let _ = writeln!(text, "\n{}", reasons.concat().trim_end());
+        }
+        for (_, title) in found.iter().zip(head).filter(|(findings, _)| findings.is_empty()) {
+            let _ = writeln!(text, "\n`beelet doctor --bpf` gave no answer on {title}.");
+        }
+        let _ = writeln!(text, "\n| program | needs | where it can't run |\n| --- | --- | --- |");
+        for ProgramInfo { name, needs, fallback } in kernel::programs() {
+            let cells = [needs.to_owned(), fallback.to_owned()];
+            let _ = writeln!(text, "{}", row(&format!("`{name}`"), &cells));
+        }
+    }
+
+    fn markdown_tests(&self, head: &[String], text: &mut String) {
+        let _ = writeln!(text, "\n## What was tested\n\n{}", row("tests", head));
+        let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
+        let programs: BTreeSet<&str> = self.plan.iter().map(|test| test.program.as_str()).collect();
+        for program in programs {
+            let cells = self.cells(|run| self.counts(run, program));
+            let _ = writeln!(text, "{}", row(&format!("`{program}`"), &cells));
+        }
+        let mut reasons: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for run in &self.runs {
+            for (number, test) in self.plan.iter().enumerate() {
+                let why = match run.transcript.verdicts.get(&number) {
+                    Some(Verdict::Skipped(why)) => format!("skipped, {why}"),
+                    Some(Verdict::Failed(why, _)) => format!("failed, {why}"),
+                    Some(Verdict::Passed) => continue,
+                    None => "not reached".to_owned(),
+                };
+                let test = format!("`{test}`: {}", why.replace('|', "\\|"));
+                reasons.entry(test).or_default().push(run.title());
+            }
+        }
+        for (position, (test, kernels)) in reasons.iter().enumerate() {
+            let _ =
+                write!(text, "{}- {} {test}\n", if position == 0 { "\n" } else { "" }, kernels.join(", "));
+        }
+    }
+
+    /// How many tests of a program passed, were skipped, failed, were never reached.
+    fn counts(&self, run: &Run, program: &str) -> String {
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.program == program);
+        for (number, _) in numbers {
+            *counts.entry(word(run.transcript.verdicts.get(&number))).or_default() += 1;
+        }
+        let order = [("ok", "passed"), ("skip", "skipped"), ("FAIL", "**failed**"), ("-", "not reached")];
+        let part = |(word, label)| counts.get(word).map(|count| format!("{count} {label}"));
+        order.into_iter().filter_map(part).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// A verdict in a word.
+pub(super) fn word(verdict: Option<&Verdict>) -> &'static str {
+    match verdict {
+        Some(Verdict::Passed) => "ok",
+        Some(Verdict::Failed(..)) => "FAIL",
+        Some(Verdict::Skipped(_)) => "skip",
+        None => "-",
+    }
+}
+
+fn or_dash(text: &str) -> String {
+    if text.is_empty() { "-".to_owned() } else { text.to_owned() }
+}
+
+fn row(first: &str, cells: &[String]) -> String {
+    let cells: Vec<String> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
+    format!("| {first} | {} |", cells.join(" | "))
+}
+
+/// What `guest/run` says about a kernel, and how the documentation calls it.
+const FACTS: &[(&str, &str)] = &[
+    ("release", "release"),
+    ("cgroup", "cgroups"),
+    ("controllers", "cgroup v2 controllers"),
+    ("btf", "BTF"),
+    ("psi", "pressure (PSI)"),
+    ("lsm", "security modules"),
+];
+
+const INTRODUCTION: &str = "\
+# Kernels
+
+<!-- Made by `cargo xtask vm --write-docs`; don't edit it, run that again. -->
+
+Which of beelet's kernel programs load and attach on which kernel, and what stands in where one can't; found by booting
+each kernel in a VM (and, in the column \"no VM\", on the machine that made this page), running `beelet doctor` there, and
+then every test that asks the kernel. How to run them: `cargo xtask vm --help`. What your own machine can do: `beelet
+doctor`.
+";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn run(kernel: &str, lines: &str, end: End) -> Run {
+        let mut transcript = Transcript::default();
+        for line in lines.lines() {
+            transcript.line(line);
+        }
+        Run { kernel: kernel.to_owned(), transcript, end, last_words: vec!["Oops".to_owned()] }
+    }
+
+    fn summary(runs: Vec<Run>) -> Summary {
+        let test = |name: &str| Test { program: "kernel_x".into(), name: name.into() };
+        Summary { plan: vec![test("a"), test("b")], runs }
+    }
+
+    /// What the doctor says of the first program.
+    fn doctor(state: &str) -> String {
+        let name = kernel::programs().next().unwrap().name;
+        format!(
+            r#"doctor-json {{"canRun":true,"findings":[{{"check":"{name}","state":"{state}","detail":"as found"}}]}}"#
+        )
+    }
+
+    fn good() -> Run {
+        let json = doctor("ok");
+        let lines =
+            format!("fact release 6.1.0-9\n{json}\nbegin 0 1\nend 0 2 0\nbegin 1 2\nend 1 3 0\ndone 0");
+        run("6.1", &lines, End::Done)
+    }
+
+    fn bad() -> Run {
+        let json = doctor("degraded");
+        let lines = format!(
+            "fact release 7.3.4-1-x\n{json}\nbegin 0 1\nskip 0 SKIPPED a: it needs x|y\nend 0 2 0\n\
+             begin 1 2\nout 1 panicked\nend 1 3 101\ndone 1"
+        );
+        run("debian", &lines, End::Done)
+    }
+
+    #[test]
+    fn runs_without_failures_are_no_error() {
+        assert!(summary(vec![good()]).verdict().is_ok());
+        assert!(summary(vec![good()]).left_out().is_empty());
+    }
+
+    #[test]
+    fn failures_are_named_with_their_kernel_and_output() {
+        let summary = summary(vec![good(), bad()]);
+        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 7.3 (debian): 1 test(s) failed");
+        assert_eq!(summary.left_out(), ["kernel 7.3 (debian): kernel_x a: it needs x|y"]);
+        let text = summary.text();
+        assert!(text.contains("FAILED on 7.3 (debian): kernel_x b: it failed\n    panicked\n"), "{text}");
+    }
+
+    #[test]
+    fn a_machine_that_died_is_an_error_with_its_last_words() {
+        let summary = summary(vec![run("6.1", "begin 0 1\nend 0 2 0", End::Died("status 0".into()))]);
+        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: it died, twice: status 0");
+        let text = summary.text();
+        assert!(text.contains("Its console said last:\n    Oops\n"), "{text}");
+        assert!(summary.markdown().contains("| `kernel_x` | 1 passed, 1 not reached |"));
+    }
+
+    #[test]
+    fn a_late_machine_is_an_error_that_says_how_late() {
+        let summary = summary(vec![run("6.1", "", End::Late(Duration::from_secs(90)))]);
+        let error = summary.verdict().unwrap_err().to_string();
+        assert_eq!(error, "kernel 6.1: it had not ended after 90 s");
+    }
+
+    #[test]
+    fn the_documentation_has_what_works_what_stands_in_and_what_was_tested() {
+        let text = summary(vec![good(), bad()]).markdown();
+        let program = kernel::programs().next().unwrap();
+        for line in [
+            "| release | 6.1.0-9 | 7.3.4-1-x |",
+            "| program | 6.1 | 7.3 (debian) |",
+            &format!("| `{}` | yes | **fallback** |", program.name),
+            &format!("- `{}` on 7.3 (debian): as found", program.name),
+            &format!("| `{}` | {} | {} |", program.name, program.needs, program.fallback),
+            "| `kernel_x` | 2 passed | 1 skipped, 1 **failed** |",
+            "- 7.3 (debian) `kernel_x a`: skipped, it needs x\\|y",
+            "- 7.3 (debian) `kernel_x b`: failed, it failed",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line}\nis not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_doctor_that_says_nothing_leaves_a_sentence() {
+        let text = summary(vec![run("6.1", "done 0", End::Done)]).markdown();
+        assert!(text.contains("`beelet doctor --bpf` gave no answer on 6.1.\n"), "{text}");
+    }
+}
