@@ -5,6 +5,7 @@
 use anyhow::Result;
 use beelet_proto::cri;
 use beelet_tests::agent::{Agent, Control, Options};
+use beelet_tests::cgroup_values::pod_path;
 use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::PodView;
@@ -93,6 +94,41 @@ fn a_listener_that_closed_while_the_agent_was_away_is_seen_at_its_start() {
     agent
         .until("web to be not ready", |watch| watch.pod("web").filter(|pod| !pod.ready()).map(drop))
         .unwrap();
+}
+
+#[test]
+fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
+    require!(containerd);
+    let (containerd, mut agent) = start();
+    let volumes = serde_json::json!([{"name": "scratch", "emptyDir": {}}]);
+    agent
+        .apply("web.yaml", manifests::with(manifests::serving("web"), "volumes", volumes).to_string())
+        .unwrap();
+    let pod = ready(&agent, "web");
+    let folder = agent.dir().join("pods").join(pod.uid());
+    let of_pod = pod_path(pod.qos(), pod.uid());
+    let cgroup = containerd.cgroup().dir("memory").unwrap().join(of_pod.trim_start_matches('/'));
+    assert!(folder.exists() && cgroup.exists(), "{} {}", folder.display(), cgroup.display());
+    agent.kill9();
+    agent.remove("web.yaml").unwrap();
+    // Somebody else removes the pod from the runtime: nothing but folders, cgroups and our records is left.
+    let socket = containerd.socket();
+    block_on(async {
+        let mut cri = Cri::connect(&socket).await?;
+        let list = cri.runtime.list_pod_sandbox(cri::ListPodSandboxRequest { filter: None }).await?;
+        for sandbox in list.into_inner().items {
+            let id = sandbox.id;
+            cri.runtime.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id: id.clone() }).await?;
+            cri.runtime.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: id }).await?;
+        }
+        Result::Ok(())
+    })
+    .unwrap();
+    agent.resume().unwrap();
+    workdir::wait_for("the pod's folder and cgroup to be gone", || {
+        if folder.exists() || cgroup.exists() { Err("they are still there".to_owned()) } else { Ok(()) }
+    })
+    .unwrap();
 }
 
 #[test]

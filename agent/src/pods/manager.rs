@@ -19,6 +19,7 @@ use k8s_openapi::{
     api::core::v1 as core,
     apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
 };
+use serde::{Deserialize, Serialize};
 use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
@@ -61,7 +62,7 @@ pub struct RuntimePods {
 }
 
 /// As much of a pod as its sandbox tells.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RuntimePod {
     /// Its name.
     pub name: PodName,
@@ -137,7 +138,8 @@ pub struct Manager {
     parts: Parts,
     /// By UID.
     pods: BTreeMap<String, Managed>,
-    /// What the runtime was last seen to have; `None` before the first look.
+    /// What the runtime was last seen to have, and at first what the records of an earlier instance name: a
+    /// pod that the runtime has forgotten may have left folders and cgroups. `None` before the first look.
     runtime: Option<BTreeMap<String, RuntimePod>>,
     reports_in: mpsc::Receiver<Report>,
     reports_out: mpsc::Sender<Report>,
@@ -232,13 +234,16 @@ impl Manager {
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let record = self.parts.records.get(&uid).unwrap_or_default();
+        let (probes, status) = match self.parts.records.get(&uid) {
+            Some(record) => (record.probes, record.status),
+            None => (BTreeMap::new(), None),
+        };
         let terminate = terminate.then_some(Terminate { grace: None });
         let (control, signal) = watch::channel(Control { terminate, ..Control::default() });
         let launcher = Arc::clone(&self.parts.launcher);
         let runtime = launcher.runtime.clone();
         let worker = Worker::new(launcher, runtime, Arc::clone(&pod), signal, self.reports_out.clone());
-        let started = record.probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
+        let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
         control.send_modify(|c| c.verdicts.started.extend(started));
         let managed = Managed {
             name: PodName::of(&pod),
@@ -247,8 +252,8 @@ impl Manager {
             task: tokio::spawn(worker.run()),
             seen: None,
             waiting: BTreeMap::new(),
-            probes: record.probes,
-            status: record.status,
+            probes,
+            status,
             edge: None,
         };
         self.pods.insert(uid.clone(), managed);
@@ -311,7 +316,9 @@ impl Manager {
                         managed.control.send_modify(|c| c.changes += 1);
                     }
                 }
-                self.runtime = Some(seen.pods);
+                let earlier =
+                    if self.runtime.is_none() { self.parts.records.origins() } else { BTreeMap::new() };
+                self.runtime = Some(earlier.into_iter().chain(seen.pods).collect());
                 if !stopping {
                     self.reconcile();
                 }
@@ -375,7 +382,12 @@ impl Manager {
         let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
         let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns };
         let name = managed.name.clone();
-        let record = PodRecord { status: Some(status), probes: managed.probes.clone() };
+        let origin = RuntimePod {
+            name: name.clone(),
+            grace: cri_config::grace_period(&managed.pod),
+            manifest: manifest_of(&managed.pod),
+        };
+        let record = PodRecord { origin, status: Some(status), probes: managed.probes.clone() };
         let changed = self.parts.table.send_if_modified(|table| {
             if table.pods.get(&name).is_some_and(|known| **known == entry) {
                 return false;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tokio::{sync::watch, task::spawn_blocking};
 use tracing::{error, info, warn};
 
-use super::{metrics::Metrics, status::ProbeFacts};
+use super::{manager::RuntimePod, metrics::Metrics, status::ProbeFacts};
 use crate::state::{Loaded, State};
 
 /// The name of the durable record.
@@ -20,8 +20,10 @@ const NAME: &str = "pods";
 const RETRY: Duration = Duration::from_secs(10);
 
 /// What is kept of one pod.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PodRecord {
+    /// Enough to take it away, should nothing but folders and cgroups be left of it.
+    pub origin: RuntimePod,
     /// The status as last published.
     pub status: Option<core::PodStatus>,
     /// Probe results by the runtime's container identifier.
@@ -57,6 +59,11 @@ impl Records {
     /// What is known of a pod.
     pub fn get(&self, uid: &str) -> Option<PodRecord> {
         self.newest.borrow().get(uid).map(|record| (**record).clone())
+    }
+
+    /// All pods of which anything is known.
+    pub fn origins(&self) -> BTreeMap<String, RuntimePod> {
+        self.newest.borrow().iter().map(|(uid, record)| (uid.clone(), record.origin.clone())).collect()
     }
 
     /// Keeps what is known of a pod.

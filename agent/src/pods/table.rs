@@ -4,9 +4,10 @@
 use std::{collections::BTreeMap, fmt, path::PathBuf, sync::Arc};
 
 use k8s_openapi::api::core::v1::Pod;
+use serde::{Deserialize, Serialize};
 
 /// A pod's full name, unique on a node. Prints as `namespace/name`.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PodName {
     /// The pod's namespace; `default` where the manifest names none.
     pub namespace: String,
