@@ -100,15 +100,15 @@ fn a_listener_that_closed_while_the_agent_was_away_is_seen_at_its_start() {
 fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
     require!(containerd);
     let (containerd, mut agent) = start();
-    let volumes = serde_json::json!([{"name": "scratch", "emptyDir": {}}]);
-    agent
-        .apply("web.yaml", manifests::with(manifests::serving("web"), "volumes", volumes).to_string())
-        .unwrap();
+    let mut manifest = manifests::serving("web");
+    manifest["spec"]["volumes"] = serde_json::json!([{"name": "scratch", "emptyDir": {}}]);
+    agent.apply("web.yaml", manifest.to_string()).unwrap();
     let pod = ready(&agent, "web");
     let folder = agent.dir().join("pods").join(pod.uid());
     let of_pod = pod_path(pod.qos(), pod.uid());
     let cgroup = containerd.cgroup().dir("memory").unwrap().join(of_pod.trim_start_matches('/'));
-    assert!(folder.exists() && cgroup.exists(), "{} {}", folder.display(), cgroup.display());
+    assert!(folder.exists(), "{}", folder.display());
+    assert!(cgroup.exists(), "{}", cgroup.display());
     agent.kill9();
     agent.remove("web.yaml").unwrap();
     // Somebody else removes the pod from the runtime: nothing but folders, cgroups and our records is left.
@@ -125,7 +125,7 @@ fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
     })
     .unwrap();
     agent.resume().unwrap();
-    workdir::wait_for("the pod's folder and cgroup to be gone", || {
+    workdir::wait_for("the pod's folder and cgroup to be gone", workdir::PATIENCE, || {
         if folder.exists() || cgroup.exists() { Err("they are still there".to_owned()) } else { Ok(()) }
     })
     .unwrap();

@@ -256,8 +256,12 @@ impl Manager {
             status,
             edge: None,
         };
+        let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         self.pods.insert(uid.clone(), managed);
-        self.publish(&uid);
+        // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
+        if known {
+            self.publish(&uid);
+        }
     }
 
     fn terminate(&mut self, uid: &str) {

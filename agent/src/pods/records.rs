@@ -2,7 +2,8 @@
 //! condition times, probe results. Everything else is seen again in the runtime.
 //!
 //! Writers never wait: the newest records replace those that were not written yet, and one task writes
-//! them out. Losing the last ones costs a probe's period, no more.
+//! them out, without waiting for the disk: after a reboot no container runs that they could speak of.
+//! Losing the last ones costs a probe's period, no more.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -92,8 +93,9 @@ impl Records {
                 let mut map = newest.borrow_and_update().clone();
                 loop {
                     let (state, snapshot) = (Arc::clone(&state), map.clone());
-                    let written =
-                        spawn_blocking(move || state.store(NAME, &snapshot).map_err(|e| e.to_string()));
+                    let written = spawn_blocking(move || {
+                        state.store_for_this_boot(NAME, &snapshot).map_err(|e| e.to_string())
+                    });
                     let result = written.await.unwrap_or_else(|e| Err(e.to_string()));
                     let Err(cause) = result else {
                         if failing {

@@ -295,8 +295,7 @@ impl Probes {
                 }
                 worker.container_id = Some(id);
                 worker.kernel = cookie;
-                let phase = if first && settled { worker.phase(&key) } else { Duration::ZERO };
-                let at = (started_at + worker.state.params().initial_delay).max(now) + phase;
+                let at = worker.first_look(&key, started_at, now, first && settled);
                 worker.schedule(&mut self.due, &key, at.saturating_sub(now));
                 if let (Some(cookie), Target::Tcp { port, .. }) = (cookie, &worker.target) {
                     self.by_port.entry((cookie, *port)).or_default().insert(key.clone());
@@ -495,6 +494,18 @@ impl Worker {
     fn resume(&mut self, started_at: Duration) {
         let kind = self.state.kind();
         self.state = ProbeState::resume(kind, self.state.params(), started_at, ProbeResult::Success);
+    }
+
+    /// When to look first at a container that started at `started_at`. Readiness and startup want good news at
+    /// once. Liveness can only bring bad news, so a container gets one period before the first of it, and an
+    /// application that fails on its first failure isn't killed while it still starts. (The kubelet's first
+    /// look comes at a random moment of the first period.) Containers that ran before this agent did are
+    /// spread through a period.
+    fn first_look(&self, key: &Key, started_at: Duration, now: Duration, settled: bool) -> Duration {
+        let initial = self.state.params().initial_delay;
+        let liveness = key.kind == ProbeKind::Liveness;
+        let at = started_at + if liveness { initial.max(self.timing.period) } else { initial };
+        if settled || (liveness && at <= now) { at.max(now) + self.phase(key) } else { at.max(now) }
     }
 
     /// Spreads the probes that an agent takes over evenly through their period.

@@ -160,11 +160,32 @@ impl State {
     /// # Errors
     /// The disk is full or fails; what was stored before is still there.
     pub fn store<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
+        self.replace(name, value, |file| file.sync_all())?;
+        self.sync_dir()
+    }
+
+    /// The same, without waiting for the disk: it survives the end of the agent, however sudden, but not a power cut,
+    /// after which it may be lost or damaged (and is then set aside). For what is of no use after a reboot anyway.
+    ///
+    /// # Errors
+    /// As for [`State::store`].
+    pub fn store_for_this_boot<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
+        self.replace(name, value, |_| Ok(()))
+    }
+
+    fn replace<T: Serialize>(
+        &self,
+        name: &str,
+        value: &T,
+        settle: impl FnOnce(&File) -> io::Result<()>,
+    ) -> Result<(), StateError> {
         let path = self.path(name)?;
         let bytes = encode(name, &self.boot_id, value)
             .map_err(|source| StateError::Encode { name: name.to_owned(), source })?;
         let temporary = self.dir.join(format!("{name}.tmp"));
-        let written = write_synced(&temporary, &bytes).and_then(|()| fs::rename(&temporary, &path));
+        let written = write_file(&temporary, &bytes)
+            .and_then(|file| settle(&file))
+            .and_then(|()| fs::rename(&temporary, &path));
         if let Err(error) = written {
             // Half a file would only take space that is missing already.
             let _ = fs::remove_file(&temporary);
@@ -173,7 +194,7 @@ impl State {
                 _ => io_error("write", &path, error),
             });
         }
-        self.sync_dir()
+        Ok(())
     }
 
     /// Forgets what is stored under `name`; nothing if there is nothing.
@@ -274,10 +295,10 @@ fn first_line(body: &[u8]) -> String {
     line
 }
 
-fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
+fn write_file(path: &Path, bytes: &[u8]) -> io::Result<File> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.write_all(bytes)?;
-    file.sync_all()
+    Ok(file)
 }
 
 /// The file's content; None if it is longer than `limit`.
