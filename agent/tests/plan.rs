@@ -151,3 +151,48 @@ fn a_missing_file_and_an_unknown_decision_are_usage_errors() {
     assert_eq!(unknown.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("cgroups"));
 }
+
+/// Every example of docs/plan.md: `beelet plan WHAT <<'EOF'`, the scenarios, `EOF`.
+fn examples(text: &str) -> Vec<(String, String)> {
+    let mut examples = Vec::new();
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        let Some(what) = line.strip_prefix("beelet plan ").and_then(|rest| rest.strip_suffix(" <<'EOF'")) else {
+            continue;
+        };
+        let body = lines.by_ref().take_while(|line| *line != "EOF").map(|line| format!("{line}\n")).collect();
+        examples.push((what.to_owned(), body));
+    }
+    examples
+}
+
+/// Pieces of answers that the page shows: whole answers, files of cgroups, and inline code that begins with a quotation mark.
+fn shown(text: &str) -> Vec<String> {
+    let answers = text.lines().filter(|line| line.starts_with("{\"name\":") || line.starts_with("\"/"));
+    let prose = text.split("```").step_by(2).flat_map(str::lines);
+    let inline = prose.flat_map(|line| line.split('`').skip(1).step_by(2)).filter(|code| code.starts_with('"'));
+    answers.chain(inline).map(|code| code.replace(' ', "")).collect()
+}
+
+#[test]
+fn the_examples_of_the_manual_answer_as_it_says() {
+    let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/plan.md")).unwrap();
+    let mut answers = String::new();
+    let examples = examples(&text);
+    assert!(examples.len() >= 3);
+    for (what, scenarios) in examples {
+        let output = plan(&what, &scenarios);
+        assert_eq!(
+            (String::from_utf8_lossy(&output.stderr).as_ref(), output.status.code()),
+            ("", Some(0)),
+            "{scenarios}"
+        );
+        answers += &String::from_utf8_lossy(&output.stdout).replace(' ', "");
+    }
+    for piece in shown(&text) {
+        assert!(
+            answers.contains(&piece),
+            "docs/plan.md shows {piece}, but no example answers so:\n{answers}"
+        );
+    }
+}

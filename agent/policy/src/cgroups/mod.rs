@@ -223,6 +223,11 @@ fn cpu_max(quota: Option<i64>, period: Option<u64>) -> Option<String> {
     Some(format!("{quota} {}", period.unwrap_or(100_000)))
 }
 
+/// Only -1 means no limit. A class that is kept off more than there is has a limit below zero, as with the kubelet; the
+/// kernel refuses it, which is better than a limit that silently isn't one.
 fn max_or_bytes(bytes: i64) -> String {
-    if bytes < 0 { "max".to_owned() } else { bytes.to_string() }
+    if bytes == -1 { "max".to_owned() } else { bytes.to_string() }
 }
+
+#[cfg(test)]
+mod tests;

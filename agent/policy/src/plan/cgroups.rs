@@ -226,3 +226,43 @@ fn cfs_period(period: Duration) -> Result<u64, FieldError> {
 fn parse_percent(text: &str) -> Option<f64> {
     text.strip_suffix('%')?.parse().ok().filter(|percent: &f64| percent.is_finite() && *percent >= 0.0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cgroups::container_resources;
+    use serde_json::{Value, json};
+
+    /// What the kubelet asked CRI for, in the golden data beside the files.
+    #[test]
+    fn what_cri_is_asked_for_is_what_the_kubelet_asked_for() {
+        let mut compared = 0;
+        for data in [
+            include_str!("../../tests/data/cgroups.jsonl"),
+            include_str!("../../tests/data/cgroups-podlevel.jsonl"),
+        ] {
+            for case in data.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {
+                let scenario: CgroupsScenario = serde_json::from_value(case["input"].clone()).unwrap();
+                let config = scenario.config().unwrap();
+                for (pod, container) in
+                    scenario.pods.iter().flat_map(|pod| containers(pod).map(move |c| (pod, c)))
+                {
+                    let path = policy::container_cgroup(pod, container, &config).unwrap().path;
+                    let resources = container_resources(pod, container, &config).unwrap();
+                    let mut got = json!({
+                        "cpuPeriod": resources.cpu_period,
+                        "cpuQuota": resources.cpu_quota,
+                        "cpuShares": resources.cpu_shares,
+                        "memoryLimitInBytes": resources.memory_limit_bytes,
+                        "unified": resources.unified,
+                    });
+                    // protobuf leaves out what is zero or empty
+                    got.as_object_mut().unwrap().retain(|_, value| *value != json!(0) && *value != json!({}));
+                    assert_eq!(got, case["expect"]["cri"][&path], "{} {path}", scenario.name);
+                    compared += 1;
+                }
+            }
+        }
+        assert!(compared > 100);
+    }
+}

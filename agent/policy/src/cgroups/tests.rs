@@ -1,0 +1,167 @@
+use k8s_openapi::api::core::v1::Pod;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::qos::QosClass;
+
+const GIB: i64 = 1 << 30;
+
+fn config(version: CgroupVersion) -> CgroupConfig {
+    CgroupConfig::new(
+        version,
+        NodeAmounts { memory_capacity: 8 * GIB, allocatable_millis: 3000, allocatable_memory: 8 * GIB },
+    )
+}
+
+fn pod(spec: &Value) -> Pod {
+    serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"}, "spec": spec})).unwrap()
+}
+
+fn check_oom(spec: &Value, expected: i64) {
+    let pod = pod(spec);
+    let spec = pod.spec.as_ref().unwrap();
+    let container = spec.init_containers.iter().flatten().chain(&spec.containers).next().unwrap();
+    assert_eq!(oom_score_adj(&pod, container, 8 * GIB).unwrap(), expected, "{spec:?}");
+}
+
+#[test]
+fn the_out_of_memory_killer_spares_what_asked_for_its_memory() {
+    let container = |memory: &str| json!({"name": "c", "resources": {"requests": {"memory": memory}}});
+    let both = json!({"cpu": "1", "memory": "1Gi"});
+    check_oom(&json!({"containers": [{"name": "c"}]}), 1000);
+    check_oom(&json!({"containers": [{"name": "c", "resources": {"requests": both, "limits": both}}]}), -997);
+    check_oom(&json!({"containers": [container("1Gi")]}), 875);
+    check_oom(&json!({"containers": [container("1")]}), 999);
+    check_oom(&json!({"containers": [container("8Gi")]}), 3);
+    let node_critical = "system-node-critical";
+    check_oom(
+        &json!({"priorityClassName": node_critical, "priority": 2_000_001_000, "containers": [{"name": "c"}]}),
+        -997,
+    );
+    check_oom(&json!({"priorityClassName": node_critical, "containers": [{"name": "c"}]}), 1000);
+}
+
+#[test]
+fn a_sidecar_is_no_likelier_to_be_killed_than_the_containers_it_serves() {
+    let sidecar = |memory: &str| json!({"name": "s", "restartPolicy": "Always", "resources": {"requests": {"memory": memory}}});
+    let main = |memory: &str| json!({"name": "c", "resources": {"requests": {"memory": memory}}});
+    check_oom(&json!({"initContainers": [sidecar("128Mi")], "containers": [main("2Gi"), main("4Gi")]}), 750);
+    check_oom(&json!({"initContainers": [sidecar("4Gi")], "containers": [main("2Gi")]}), 500);
+}
+
+#[test]
+fn memory_that_a_pod_requests_beyond_its_containers_counts_for_each_of_them() {
+    let spec = json!({"resources": {"requests": {"memory": "2Gi"}}, "containers": [
+        {"name": "c", "resources": {"requests": {"memory": "1Gi"}}}, {"name": "d"}]});
+    check_oom(&spec, 813); // 1 GiB and half of the other one, of 8: 1000 - 187
+}
+
+#[test]
+fn daemons_that_something_is_reserved_for_get_just_that() {
+    let mut reserve = crate::resources::ResourceList::default();
+    reserve.set("cpu", Quantity::from_millis(500));
+    reserve.set("memory", Quantity::from_units(GIB));
+    reserve.set("pid", Quantity::from_units(1000));
+    let files = reserved_cgroup("/system.slice", &reserve, &config(CgroupVersion::V1)).files;
+    let expected = [("cpu.shares", "512"), ("memory.limit_in_bytes", "1073741824"), ("pids.max", "1000")];
+    assert_eq!(
+        files,
+        expected.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+    );
+}
+
+#[test]
+fn a_pod_is_limited_to_so_many_processes() {
+    let config = CgroupConfig { pod_pids_limit: Some(100), ..config(CgroupVersion::V2) };
+    let files = pod_cgroup(&pod(&json!({"containers": []})), &config).unwrap().files;
+    assert_eq!(files.get("pids.max").map(String::as_str), Some("100"));
+    let unlimited = CgroupConfig { pod_pids_limit: Some(-1), ..config };
+    assert_eq!(pod_cgroup(&pod(&json!({"containers": []})), &unlimited).unwrap().files.get("pids.max"), None);
+}
+
+#[test]
+fn guaranteed_pods_share_the_cgroup_of_all_pods() {
+    let config = config(CgroupVersion::V2);
+    assert_eq!(qos_path(QosClass::Guaranteed, &config), kubepods_path(&config));
+    assert_eq!(
+        qos_cgroup(QosClass::Guaranteed, &QosTotals::default(), &config),
+        kubepods_cgroup(&QosTotals::default(), &config)
+    );
+}
+
+fn weight_of(values: &CgroupValues) -> u64 {
+    values.files["cpu.weight"].parse().unwrap()
+}
+
+/// Millicores / 10, half up, at least 1.
+fn expected_weight(millis: i64) -> u64 {
+    u64::try_from((millis + 5) / 10).unwrap().clamp(1, 10_000)
+}
+
+proptest! {
+    #[test]
+    fn with_the_proportional_formula_siblings_share_by_their_requests(
+        requests in prop::collection::vec(prop::collection::vec(0..8000_i64, 1..4), 1..6),
+    ) {
+        let config = CgroupConfig { cpu_weight_formula: CpuWeightFormula::Proportional, ..config(CgroupVersion::V2) };
+        let pods: Vec<Pod> = requests.iter().map(|containers| {
+            let container = |(index, millis): (usize, &i64)| {
+                json!({"name": format!("c{index}"), "resources": {"requests": {"cpu": format!("{millis}m"), "memory": "1Mi"}}})
+            };
+            pod(&json!({"containers": containers.iter().enumerate().map(container).collect::<Vec<_>>()}))
+        }).collect();
+        for (pod, containers) in pods.iter().zip(&requests) {
+            prop_assert_eq!(weight_of(&pod_cgroup(pod, &config).unwrap()), expected_weight(containers.iter().sum()));
+            for (container, millis) in pod.spec.as_ref().unwrap().containers.iter().zip(containers) {
+                prop_assert_eq!(weight_of(&container_cgroup(pod, container, &config).unwrap()), expected_weight(*millis));
+                let asked = container_resources(pod, container, &config).unwrap().unified;
+                prop_assert_eq!(asked.get("cpu.weight"), Some(&expected_weight(*millis).to_string()));
+            }
+        }
+        let [kubepods, burstable, besteffort] = node_cgroups(&pods, &config).unwrap();
+        prop_assert_eq!(weight_of(&kubepods), expected_weight(3000));
+        prop_assert_eq!(weight_of(&burstable), expected_weight(requests.iter().flatten().sum()));
+        prop_assert_eq!(weight_of(&besteffort), 1);
+    }
+
+    #[test]
+    fn values_are_what_the_kernel_takes(
+        requests in prop::collection::vec(("[0-9]{1,6}(m|u|n|k)?", "[0-9]{1,6}(m|Ki|Mi|Gi)?"), 1..4), limits in any::<bool>(), v1 in any::<bool>(),
+        reserved in prop::option::of(0..=100_u8), tiered in any::<bool>(), period in 1000..=1_000_000_u64,
+    ) {
+        let config = CgroupConfig {
+            qos_reserved_memory_percent: reserved,
+            memory_qos: tiered.then_some(MemoryQos { throttling_factor: 0.9, reservation: MemoryReservationPolicy::TieredReservation }),
+            cpu_cfs_quota_period_us: period,
+            ..config(if v1 { CgroupVersion::V1 } else { CgroupVersion::V2 })
+        };
+        let container = |(index, (cpu, memory)): (usize, &(String, String))| {
+            let amounts = json!({"cpu": cpu, "memory": memory});
+            let resources = if limits { json!({"requests": amounts, "limits": amounts}) } else { json!({"requests": amounts}) };
+            json!({"name": format!("c{index}"), "resources": resources})
+        };
+        let pod = pod(&json!({"containers": requests.iter().enumerate().map(container).collect::<Vec<_>>()}));
+        let mut all = node_cgroups(std::slice::from_ref(&pod), &config).unwrap().to_vec();
+        all.push(pod_cgroup(&pod, &config).unwrap());
+        all.extend(pod.spec.as_ref().unwrap().containers.iter().map(|c| container_cgroup(&pod, c, &config).unwrap()));
+        for (name, value) in all.iter().flat_map(|values| &values.files) {
+            let number = value.parse::<i64>();
+            let good = match name.as_str() {
+                "cpu.shares" => number.is_ok_and(|n| (2..=262_144).contains(&n)),
+                "cpu.weight" => number.is_ok_and(|n| (1..=10_000).contains(&n)),
+                "cpu.cfs_quota_us" => number.is_ok_and(|n| n == -1 || n >= 1000),
+                "cpu.cfs_period_us" => number.is_ok_and(|n| (1000..=1_000_000).contains(&n)),
+                "cpu.max" => value.split_once(' ').is_some_and(|(quota, period)| {
+                    (quota == "max" || quota.parse::<u64>().is_ok_and(|n| n >= 1000)) && period.parse::<u64>().is_ok()
+                }),
+                "memory.high" => number.is_ok_and(|n| n > 0),
+                "memory.min" | "memory.low" => number.is_ok_and(|n| n >= 0),
+                // What lower classes are kept off may exceed what there is; the agent compares before it writes.
+                "memory.limit_in_bytes" | "memory.max" => number.is_ok(),
+                _ => false,
+            };
+            prop_assert!(good, "{name} = {value:?}");
+        }
+    }
+}
