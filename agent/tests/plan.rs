@@ -157,7 +157,8 @@ fn examples(text: &str) -> Vec<(String, String)> {
     let mut examples = Vec::new();
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
-        let Some(what) = line.strip_prefix("beelet plan ").and_then(|rest| rest.strip_suffix(" <<'EOF'")) else {
+        let Some(what) = line.strip_prefix("beelet plan ").and_then(|rest| rest.strip_suffix(" <<'EOF'"))
+        else {
             continue;
         };
         let body = lines.by_ref().take_while(|line| *line != "EOF").map(|line| format!("{line}\n")).collect();
@@ -170,7 +171,8 @@ fn examples(text: &str) -> Vec<(String, String)> {
 fn shown(text: &str) -> Vec<String> {
     let answers = text.lines().filter(|line| line.starts_with("{\"name\":") || line.starts_with("\"/"));
     let prose = text.split("```").step_by(2).flat_map(str::lines);
-    let inline = prose.flat_map(|line| line.split('`').skip(1).step_by(2)).filter(|code| code.starts_with('"'));
+    let inline =
+        prose.flat_map(|line| line.split('`').skip(1).step_by(2)).filter(|code| code.starts_with('"'));
     answers.chain(inline).map(|code| code.replace(' ', "")).collect()
 }
 

@@ -197,7 +197,10 @@ fn scenario_name(text: &[u8]) -> Option<String> {
 pub(crate) fn pod_name(pod: &Pod) -> Result<String, FieldError> {
     match pod.metadata.name.as_deref() {
         None | Some("") => Err(FieldError::new("metadata.name", "is missing; every pod needs a name")),
-        Some(name) => Ok(format!("{}/{name}", pod.metadata.namespace.as_deref().unwrap_or("default"))),
+        Some(name) => {
+            let namespace = pod.metadata.namespace.as_deref().filter(|namespace| !namespace.is_empty());
+            Ok(format!("{}/{name}", namespace.unwrap_or("default")))
+        }
     }
 }
 

@@ -51,16 +51,19 @@ fn nearest<'c, 'a>(pods: &[&'c Candidate<'a>], mut missing: Vec<(usize, i64)>) -
     chosen
 }
 
-/// The pods that are left, and what each frees, a column for each missing resource.
+/// The pods that are left, in columns: what each requests, and what it frees of each missing resource.
 struct Field<'c, 'a> {
     pods: Vec<&'c Candidate<'a>>,
+    /// Memory, then cpu: the order of equally near pods.
+    sizes: Vec<(i64, i64)>,
     frees: Vec<Vec<i64>>,
 }
 
 impl<'c, 'a> Field<'c, 'a> {
     fn new(pods: &[&'c Candidate<'a>], missing: &[(usize, i64)]) -> Self {
         let frees = missing.iter().map(|(column, _)| pods.iter().map(|pod| pod.frees[*column]).collect());
-        Self { pods: pods.to_vec(), frees: frees.collect() }
+        let sizes = pods.iter().map(|pod| (pod.memory, pod.cpu)).collect();
+        Self { pods: pods.to_vec(), sizes, frees: frees.collect() }
     }
 
     /// The pod with the least sum of squared missing fractions; of equal ones the one that requests less memory, then less
@@ -76,10 +79,7 @@ impl<'c, 'a> Field<'c, 'a> {
         }
         let mut best = 0;
         for (index, distance) in distances.iter().enumerate().skip(1) {
-            let smaller = || {
-                (self.pods[index].memory, self.pods[index].cpu)
-                    <= (self.pods[best].memory, self.pods[best].cpu)
-            };
+            let smaller = || self.sizes[index] <= self.sizes[best];
             #[allow(
                 clippy::float_cmp,
                 reason = "the kubelet compares them so, and equal inputs give equal distances"
@@ -95,6 +95,7 @@ impl<'c, 'a> Field<'c, 'a> {
         for column in &mut self.frees {
             column.swap_remove(index);
         }
+        self.sizes.swap_remove(index);
         self.pods.swap_remove(index)
     }
 }
