@@ -28,7 +28,7 @@ pub struct DoctorArgs {
     /// How the findings are shown.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// Also load the BPF programs, see which of them attach, and say what their maps take of the kernel's memory.
+    /// Also say what the BPF programs' maps take of the kernel's memory.
     #[arg(long)]
     bpf: bool,
 }
@@ -148,12 +148,9 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
     };
     let patient = Patient { config, runtime };
     let mut findings: Vec<Finding> = CHECKS.iter().flat_map(|check| check(&patient)).collect();
-    let mut maps = Vec::new();
-    if args.bpf {
-        let (programs, sizes) = kernel::programs(&patient.config);
-        findings.extend(programs);
-        maps = sizes;
-    }
+    let (programs, sizes) = kernel::programs(&patient.config);
+    findings.extend(programs);
+    let maps = if args.bpf { sizes } else { Vec::new() };
     let report =
         Report { can_run: findings.iter().all(|finding| finding.state != State::Missing), findings, maps };
     let text = match args.output {
@@ -207,9 +204,11 @@ fn table(report: &Report) -> String {
     let (degraded, missing) = (count(State::Degraded), count(State::Missing));
     text += &match (missing, degraded) {
         (0, 0) => "\nbeelet can run here, with all it has.\n".to_owned(),
+        (0, 1) => "\nbeelet can run here; one of its parts is degraded as said above.\n".to_owned(),
         (0, degraded) => {
             format!("\nbeelet can run here; {degraded} of its parts are degraded as said above.\n")
         }
+        (1, _) => "\nbeelet cannot run here: one thing is missing.\n".to_owned(),
         (missing, _) => format!("\nbeelet cannot run here: {missing} things are missing.\n"),
     };
     text
