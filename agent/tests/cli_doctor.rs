@@ -111,7 +111,7 @@ fn leftovers() -> usize {
 #[test]
 fn a_bad_configuration_is_refused_before_anything_is_looked_at() {
     let dir = TempDir::new().unwrap();
-    let output = doctor(&dir, "", "maxPods: x", &[]);
+    let output = doctor(&dir, "", "podPidsLimit: x", &[]);
     assert_eq!(output.status.code(), Some(2));
     assert!(output.stdout.is_empty());
 }

@@ -23,11 +23,10 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn a_configuration_is_checked_and_shown_with_its_defaults() {
-    let config =
-        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nmaxPods: 7\nport: 10250\n";
+    let config = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\npodPidsLimit: 7\nport: 10250\n";
     let output = check(config).assert().success().get_output().clone();
     let shown = text(&output.stdout);
-    assert!(shown.contains("maxPods: 7\n") && shown.contains("kind: BeeletConfiguration\n"), "{shown}");
+    assert!(shown.contains("podPidsLimit: 7\n") && shown.contains("kind: BeeletConfiguration\n"), "{shown}");
     assert!(shown.contains("runtimeRequestTimeout: 2m0s\n"), "{shown}");
     let warned = text(&output.stderr);
     assert!(warned.starts_with("warning: ") && warned.contains(":4:7: port: has no effect"), "{warned}");
@@ -38,10 +37,11 @@ fn a_configuration_is_checked_and_shown_with_its_defaults() {
 
 #[test]
 fn a_bad_configuration_is_refused_with_its_place() {
-    let config = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nmaxPods: many\n";
+    let config =
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\npodPidsLimit: many\n";
     let output = check(config).assert().failure().code(2).get_output().clone();
     let error = text(&output.stderr);
-    assert!(error.starts_with("error: ") && error.contains("beelet.yaml:3:10: maxPods: "), "{error}");
+    assert!(error.starts_with("error: ") && error.contains("beelet.yaml:3:15: podPidsLimit: "), "{error}");
 }
 
 #[test]

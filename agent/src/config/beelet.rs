@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{BpfMode, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes};
+use super::{BpfMode, CpuWeightFormula, EdgePolicy, TcpProbes};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -18,7 +18,6 @@ pub(super) struct BeeletWire {
     pub(super) tcp_probes: Option<TcpProbes>,
     pub(super) edge_policy: Option<EdgePolicy>,
     pub(super) critical_static_pods: Option<bool>,
-    pub(super) preemption: Option<PreemptionPolicy>,
     pub(super) cpu_weight_formula: Option<CpuWeightFormula>,
     pub(super) stop_pods_on_exit: Option<bool>,
 }

@@ -30,7 +30,6 @@ fn kubelet(config: &Config) -> KubeletWire {
             config.static_pod_path.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
         ),
         file_check_frequency: Some(GoDuration(config.file_check_frequency)),
-        sync_frequency: Some(GoDuration(config.sync_frequency)),
         pod_logs_dir: text(&config.pod_logs_dir),
         container_runtime_endpoint: Some(config.runtime_endpoint.clone()),
         image_service_endpoint: Some(config.image_endpoint.clone()),
@@ -38,7 +37,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         healthz_bind_address: Some(config.healthz_address.to_string()),
         healthz_port: Some(config.healthz_port.into()),
         cgroup_root: Some(config.cgroup_root.clone()),
-        cgroups_per_qos: Some(config.cgroups_per_qos),
+        cgroups_per_qos: Some(true),
         cgroup_driver: Some(
             match config.cgroup_driver {
                 CgroupDriver::Cgroupfs => "cgroupfs",
@@ -50,12 +49,9 @@ fn kubelet(config: &Config) -> KubeletWire {
         cpu_cfs_quota: Some(config.cpu_cfs_quota),
         cpu_cfs_quota_period: Some(GoDuration(config.cpu_cfs_quota_period)),
         pod_pids_limit: Some(config.pod_pids_limit),
-        max_pods: Some(config.max_pods.into()),
         system_reserved: Some(amounts(&config.system_reserved)),
         kube_reserved: Some(amounts(&config.kube_reserved)),
-        enforce_node_allocatable: Some(vec![if config.enforce_pods { "pods" } else { "none" }.to_owned()]),
-        eviction_hard: Some(Amounts(config.eviction_hard.clone())),
-        merge_default_eviction_settings: Some(false),
+        enforce_node_allocatable: Some(vec!["pods".to_owned()]),
         qos_reserved: Some(Amounts(percents.collect())),
         cluster_dns: Some(config.cluster_dns.iter().map(ToString::to_string).collect()),
         cluster_domain: Some(config.cluster_domain.clone()),
@@ -88,7 +84,6 @@ fn beelet(config: &Config) -> BeeletWire {
         tcp_probes: Some(ours.tcp_probes),
         edge_policy: Some(ours.edge_policy),
         critical_static_pods: Some(ours.critical_static_pods),
-        preemption: Some(ours.preemption),
         cpu_weight_formula: Some(ours.cpu_weight_formula),
         stop_pods_on_exit: Some(ours.stop_pods_on_exit),
     }

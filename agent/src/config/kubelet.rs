@@ -11,7 +11,6 @@ use super::values::{Amounts, GoDuration};
 pub(super) struct KubeletWire {
     pub(super) static_pod_path: Option<String>,
     pub(super) file_check_frequency: Option<GoDuration>,
-    pub(super) sync_frequency: Option<GoDuration>,
     pub(super) pod_logs_dir: Option<String>,
     pub(super) container_runtime_endpoint: Option<String>,
     pub(super) image_service_endpoint: Option<String>,
@@ -29,12 +28,9 @@ pub(super) struct KubeletWire {
     #[serde(rename = "cpuCFSQuotaPeriod")]
     pub(super) cpu_cfs_quota_period: Option<GoDuration>,
     pub(super) pod_pids_limit: Option<i64>,
-    pub(super) max_pods: Option<i64>,
     pub(super) system_reserved: Option<Amounts>,
     pub(super) kube_reserved: Option<Amounts>,
     pub(super) enforce_node_allocatable: Option<Vec<String>>,
-    pub(super) eviction_hard: Option<Amounts>,
-    pub(super) merge_default_eviction_settings: Option<bool>,
     pub(super) qos_reserved: Option<Amounts>,
     #[serde(rename = "clusterDNS")]
     pub(super) cluster_dns: Option<Vec<String>>,

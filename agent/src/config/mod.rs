@@ -35,8 +35,6 @@ pub struct Config {
     pub static_pod_path: Option<PathBuf>,
     /// How often the folder is read again although no change was reported.
     pub file_check_frequency: Duration,
-    /// How often a pod is compared with the runtime although nothing happened.
-    pub sync_frequency: Duration,
     /// Root of the containers' log files.
     pub pod_logs_dir: PathBuf,
     /// The runtime's socket, as `unix:///path`.
@@ -51,8 +49,6 @@ pub struct Config {
     pub healthz_port: u16,
     /// The cgroup under which `kubepods` lives, from the hierarchy's root: `/` or `/some/path`.
     pub cgroup_root: String,
-    /// Whether pods live in cgroups of their own, below one per QoS class.
-    pub cgroups_per_qos: bool,
     /// Who manages cgroups; the runtime's own answer, where it gives one, goes first.
     pub cgroup_driver: CgroupDriver,
     /// Refuse to run where cgroup v1 controllers are in use. Unlike the kubelet's, our default is false.
@@ -63,16 +59,10 @@ pub struct Config {
     pub cpu_cfs_quota_period: Duration,
     /// Most processes and threads in a pod; -1: no limit.
     pub pod_pids_limit: i64,
-    /// Most pods on this node.
-    pub max_pods: u32,
     /// Kept for the operating system: not for pods.
     pub system_reserved: BTreeMap<String, Quantity>,
     /// Kept for the node's own agents: not for pods.
     pub kube_reserved: BTreeMap<String, Quantity>,
-    /// Whether `kubepods` as a whole is held to what remains (`enforceNodeAllocatable: [pods]`).
-    pub enforce_pods: bool,
-    /// Eviction thresholds by signal, as quantities or percentages; `memory.available` is kept from pods too.
-    pub eviction_hard: BTreeMap<String, String>,
     /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
     pub qos_reserved: BTreeMap<String, u8>,
     /// Name servers for pods with `dnsPolicy: ClusterFirst`.
@@ -112,8 +102,6 @@ pub struct Beelet {
     pub edge_policy: EdgePolicy,
     /// The kubelet's rule that every static pod is critical.
     pub critical_static_pods: bool,
-    /// How victims are chosen.
-    pub preemption: PreemptionPolicy,
     /// How shares become cpu.weight on cgroup v2.
     pub cpu_weight_formula: CpuWeightFormula,
     /// Stop all pods when the agent is told to stop.
@@ -158,16 +146,6 @@ pub enum EdgePolicy {
     Immediate,
     /// It is one more sample towards the thresholds.
     Threshold,
-}
-
-/// How victims of preemption are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PreemptionPolicy {
-    /// The kubelet's greedy choice.
-    Kubelet,
-    /// The provably smallest set.
-    Minimal,
 }
 
 /// How CPU requests become cpu.weight on cgroup v2.

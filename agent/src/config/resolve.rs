@@ -13,39 +13,19 @@ use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
-use super::{
-    Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes,
-};
+use super::{Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, TcpProbes};
 
 pub(super) const DEFAULT_ENDPOINT: &str = "unix:///run/containerd/containerd.sock";
-const DEFAULT_EVICTION_HARD: [(&str, &str); 5] = [
-    ("memory.available", "100Mi"),
-    ("nodefs.available", "10%"),
-    ("nodefs.inodesFree", "5%"),
-    ("imagefs.available", "15%"),
-    ("imagefs.inodesFree", "5%"),
-];
-const EVICTION_SIGNALS: [&str; 9] = [
-    "memory.available",
-    "allocatableMemory.available",
-    "nodefs.available",
-    "nodefs.inodesFree",
-    "imagefs.available",
-    "imagefs.inodesFree",
-    "containerfs.available",
-    "containerfs.inodesFree",
-    "pid.available",
-];
 const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
 
 pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> Result<Config, Problem> {
+    refuse_without_cgroups(wire)?;
     let runtime_endpoint =
         endpoint("containerRuntimeEndpoint", &wire.container_runtime_endpoint, DEFAULT_ENDPOINT)?;
     Ok(Config {
         node_name,
         static_pod_path: path("staticPodPath", &wire.static_pod_path)?,
         file_check_frequency: duration(wire.file_check_frequency, Duration::from_secs(20)),
-        sync_frequency: duration(wire.sync_frequency, Duration::from_secs(60)),
         pod_logs_dir: path("podLogsDir", &wire.pod_logs_dir)?.unwrap_or_else(|| "/var/log/pods".into()),
         image_endpoint: endpoint("imageServiceEndpoint", &wire.image_service_endpoint, &runtime_endpoint)?,
         runtime_endpoint,
@@ -53,20 +33,13 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         healthz_address: healthz_address(wire.healthz_bind_address.as_deref())?,
         healthz_port: number("healthzPort", wire.healthz_port, 10248, 0, i64::from(u16::MAX))?,
         cgroup_root: cgroup_root(wire.cgroup_root.as_deref().unwrap_or_default())?,
-        cgroups_per_qos: wire.cgroups_per_qos.unwrap_or(true),
         cgroup_driver: cgroup_driver(wire.cgroup_driver.as_deref().unwrap_or_default())?,
         fail_cgroup_v1: wire.fail_cgroup_v1.unwrap_or(false),
         cpu_cfs_quota: wire.cpu_cfs_quota.unwrap_or(true),
         cpu_cfs_quota_period: cfs_period(duration(wire.cpu_cfs_quota_period, Duration::from_millis(100)))?,
         pod_pids_limit: number("podPidsLimit", wire.pod_pids_limit, -1, -1, i64::MAX)?,
-        max_pods: number("maxPods", wire.max_pods.filter(|pods| *pods != 0), 110, 0, i64::from(i32::MAX))?,
         system_reserved: reserved("systemReserved", wire.system_reserved.as_ref())?,
         kube_reserved: reserved("kubeReserved", wire.kube_reserved.as_ref())?,
-        enforce_pods: enforce_pods(wire.enforce_node_allocatable.as_deref())?,
-        eviction_hard: eviction_hard(
-            wire.eviction_hard.as_ref(),
-            wire.merge_default_eviction_settings == Some(true),
-        )?,
         qos_reserved: qos_reserved(wire.qos_reserved.as_ref())?,
         cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default())?,
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
@@ -99,7 +72,6 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         tcp_probes: wire.tcp_probes.unwrap_or(TcpProbes::Kernel),
         edge_policy: wire.edge_policy.unwrap_or(EdgePolicy::Immediate),
         critical_static_pods: wire.critical_static_pods.unwrap_or(false),
-        preemption: wire.preemption.unwrap_or(PreemptionPolicy::Kubelet),
         cpu_weight_formula: wire.cpu_weight_formula.unwrap_or(CpuWeightFormula::Kubelet),
         stop_pods_on_exit: wire.stop_pods_on_exit.unwrap_or(false),
     })
@@ -217,11 +189,6 @@ fn quantity(field: String, text: &str) -> Result<Quantity, Problem> {
     }
 }
 
-/// A percentage from 0 to 100, without its sign.
-fn percent(text: &str) -> Option<f64> {
-    text.strip_suffix('%')?.trim().parse().ok().filter(|percent| (0.0..=100.0).contains(percent))
-}
-
 fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<BTreeMap<String, Quantity>, Problem> {
     let mut amounts = BTreeMap::new();
     for (name, amount) in wire.map(|wire| &wire.0).into_iter().flatten() {
@@ -234,48 +201,21 @@ fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<BTreeMap<String, 
     Ok(amounts)
 }
 
-fn enforce_pods(value: Option<&[String]>) -> Result<bool, Problem> {
-    let field = |index| format!("enforceNodeAllocatable[{index}]");
-    let Some(list) = value else { return Ok(true) };
-    for (index, item) in list.iter().enumerate() {
-        match item.as_str() {
-            "pods" => {}
-            "none" if list.len() == 1 => {}
-            "none" => return Err(Problem::new(field(index), "\"none\" must stand alone")),
-            "system-reserved"
-            | "kube-reserved"
-            | "system-reserved-compressible"
-            | "kube-reserved-compressible" => {
-                let message = format!(
-                    "{item:?} is not in this version: beelet holds only the pods to their share; leave it out"
-                );
-                return Err(Problem::new(field(index), message));
-            }
-            other => return Err(Problem::new(field(index), format!("{other:?} is neither pods nor none"))),
+/// What these two ask for is what is always done here.
+fn refuse_without_cgroups(wire: &KubeletWire) -> Result<(), Problem> {
+    if wire.cgroups_per_qos == Some(false) {
+        let message = "false is not in this version: pods always live in cgroups by QoS class";
+        return Err(Problem::new("cgroupsPerQOS", message));
+    }
+    for (index, item) in wire.enforce_node_allocatable.iter().flatten().enumerate() {
+        if item != "pods" {
+            let message = format!(
+                "{item:?} is not in this version: the pods together are held to what is not reserved"
+            );
+            return Err(Problem::new(format!("enforceNodeAllocatable[{index}]"), message));
         }
     }
-    Ok(list.iter().any(|item| item == "pods"))
-}
-
-fn eviction_hard(wire: Option<&AmountsWire>, merge: bool) -> Result<BTreeMap<String, String>, Problem> {
-    let defaults =
-        || DEFAULT_EVICTION_HARD.map(|(signal, value)| (signal.to_owned(), value.to_owned())).into();
-    let Some(wire) = wire else { return Ok(defaults()) };
-    for (signal, value) in &wire.0 {
-        let field = format!("evictionHard.{signal}");
-        if !EVICTION_SIGNALS.contains(&signal.as_str()) {
-            let message = format!("there is no such signal; there are {}", EVICTION_SIGNALS.join(", "));
-            return Err(Problem::new(field, message));
-        }
-        if value.ends_with('%') {
-            percent(value).ok_or_else(|| Problem::new(field, format!("{value:?} is not 0% to 100%")))?;
-        } else {
-            quantity(field, value)?;
-        }
-    }
-    let mut amounts: BTreeMap<String, String> = if merge { defaults() } else { BTreeMap::new() };
-    amounts.extend(wire.0.clone());
-    Ok(amounts)
+    Ok(())
 }
 
 fn qos_reserved(wire: Option<&AmountsWire>) -> Result<BTreeMap<String, u8>, Problem> {

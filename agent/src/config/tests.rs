@@ -44,12 +44,10 @@ fn an_empty_file_is_the_kubelets_defaults() {
     assert_eq!(config, set(&kubelet("")));
     assert_eq!(config.runtime_endpoint, "unix:///run/containerd/containerd.sock");
     assert_eq!(config.image_endpoint, config.runtime_endpoint);
-    assert_eq!(config.max_pods, 110);
     assert_eq!(config.pod_pids_limit, -1);
     assert_eq!(config.file_check_frequency, Duration::from_secs(20));
     assert_eq!(config.runtime_request_timeout, Duration::from_secs(120));
     assert_eq!(config.cpu_cfs_quota_period, Duration::from_millis(100));
-    assert_eq!(config.eviction_hard["memory.available"], "100Mi");
     assert_eq!(config.healthz_address.to_string(), "127.0.0.1");
     assert_eq!(config.healthz_port, 10248);
     assert_eq!(config.cgroup_root, "/");
@@ -59,16 +57,16 @@ fn an_empty_file_is_the_kubelets_defaults() {
     assert_eq!(config.beelet.state_dir, Path::new("/var/lib/beelet"));
     assert_eq!(config.beelet.pods_dir, Path::new("/var/lib/beelet/pods"));
     assert_eq!(config.socket(), Path::new("/run/beelet/beelet.sock"));
-    assert!(config.cgroups_per_qos && config.cpu_cfs_quota && config.enforce_pods);
+    assert!(config.cpu_cfs_quota && !config.fail_cgroup_v1);
     assert!(!config.node_name.is_empty());
 }
 
 #[test]
 fn values_are_taken_from_both_documents_in_any_order() {
-    let both = [beelet("nodeName: edge-1"), kubelet("maxPods: 7")];
+    let both = [beelet("nodeName: edge-1"), kubelet("podPidsLimit: 7")];
     for text in [format!("{}---\n{}", both[0], both[1]), format!("{}---\n{}", both[1], both[0])] {
         let config = set(&text);
-        assert_eq!((config.node_name.as_str(), config.max_pods), ("edge-1", 7));
+        assert_eq!((config.node_name.as_str(), config.pod_pids_limit), ("edge-1", 7));
     }
 }
 
@@ -78,7 +76,6 @@ fn values_are_understood_as_the_kubelet_does() {
     assert_eq!(field("runtimeRequestTimeout: 1m30s").runtime_request_timeout, Duration::from_secs(90));
     assert_eq!(field("fileCheckFrequency: 0s").file_check_frequency, Duration::from_secs(20));
     assert_eq!(field("cpuCFSQuotaPeriod: 10ms").cpu_cfs_quota_period, Duration::from_millis(10));
-    assert_eq!(field("maxPods: 0").max_pods, 110);
     assert_eq!(field("healthzPort: 0").healthz_port, 0);
     assert_eq!(field("healthzBindAddress: '::1'").healthz_address.to_string(), "::1");
     assert_eq!(field("cgroupRoot: /a/b/").cgroup_root, "/a/b");
@@ -95,15 +92,7 @@ fn values_are_understood_as_the_kubelet_does() {
     assert_eq!(reserved.reserved("memory").value(), 1 << 30);
     assert_eq!(reserved.reserved("pid").value(), 0);
     assert_eq!(field("qosReserved: {memory: 50%}").qos_reserved["memory"], 50);
-    assert_eq!(field("evictionHard: {pid.available: 5%}").eviction_hard.len(), 1);
-    assert_eq!(field("evictionHard: {}").eviction_hard.len(), 0);
-    assert_eq!(
-        field("evictionHard: {pid.available: 5%}\nmergeDefaultEvictionSettings: true").eviction_hard.len(),
-        6
-    );
     assert_eq!(field("clusterDNS: [10.0.0.10, 'fd00::a']").cluster_dns.len(), 2);
-    assert!(!field("enforceNodeAllocatable: [none]").enforce_pods);
-    assert!(!field("enforceNodeAllocatable: []").enforce_pods);
     assert_eq!(
         field("crashLoopBackOff: {maxContainerRestartPeriod: 10s}").max_container_restart_period,
         Duration::from_secs(10)
@@ -119,7 +108,6 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("bpf: null").bpf, BpfMode::Auto);
     assert_eq!(field("tcpProbes: connect").tcp_probes, TcpProbes::Connect);
     assert_eq!(field("edgePolicy: threshold").edge_policy, EdgePolicy::Threshold);
-    assert_eq!(field("preemption: minimal").preemption, PreemptionPolicy::Minimal);
     assert_eq!(field("cpuWeightFormula: proportional").cpu_weight_formula, CpuWeightFormula::Proportional);
     assert_eq!(field("stateDir: /x").pods_dir, Path::new("/x/pods"));
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
@@ -129,9 +117,9 @@ fn our_own_fields_are_understood() {
 #[test]
 fn a_bad_value_is_an_error_with_its_place() {
     let check = |body: &str, expected: &str| check_error(&kubelet(body), expected);
-    check("maxPods: many", "3:10: maxPods: invalid type");
-    check("maxPods: -1", "3:10: maxPods: -1 is out of range");
-    check("a: 1\nmaxPods: -1", "3:4: a: there is no such field");
+    check("podPidsLimit: many", "3:15: podPidsLimit: invalid type");
+    check("podPidsLimit: -2", "3:15: podPidsLimit: -2 is out of range");
+    check("a: 1\npodPidsLimit: -2", "3:4: a: there is no such field");
     check("cgroupRoot: /\nruntimeRequestTimeout: 2 minutes", "4:24: runtimeRequestTimeout: ");
     check("runtimeRequestTimeout: 120", "3:24: runtimeRequestTimeout: ");
     check("healthzPort: 65536", "3:14: healthzPort: 65536 is out of range: 0 to 65535");
@@ -149,13 +137,15 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("systemReserved:\n  cpu: abc", "4:8: systemReserved.cpu: ");
     check("systemReserved: {gpu: 1}", "3:23: systemReserved.gpu: cannot be reserved");
     check("kubeReserved: {cpu: -1}", "3:21: kubeReserved.cpu: \"-1\" is below zero");
-    check("evictionHard: {memory.available: 101%}", "3:34: evictionHard.memory.available: \"101%\" is not");
-    check("evictionHard: {memory.free: 1Gi}", "3:29: evictionHard.memory.free: there is no such signal");
     check("qosReserved: {memory: 50}", "3:23: qosReserved.memory: ");
     check("qosReserved: {cpu: 50%}", "3:20: qosReserved.cpu: ");
     check("clusterDNS: [dns]", "3:14: clusterDNS[0]: ");
     check("enforceNodeAllocatable: [pods, kube-reserved]", "3:32: enforceNodeAllocatable[1]: ");
-    check("enforceNodeAllocatable: [pods, none]", "3:32: enforceNodeAllocatable[1]: ");
+    check(
+        "enforceNodeAllocatable: [none]",
+        "3:26: enforceNodeAllocatable[0]: \"none\" is not in this version",
+    );
+    check("cgroupsPerQOS: false", "3:16: cgroupsPerQOS: false is not in this version");
     check("crashLoopBackOff: {maxContainerRestartPeriod: 400s}", "3:47: crashLoopBackOff.maxContainer");
     check("crashLoopBackOff: {max: 1s}", "3:25: crashLoopBackOff.max: unknown field `max`");
     check_error(&beelet("bpf: maybe"), "3:6: bpf: auto or off");
@@ -176,7 +166,7 @@ fn an_unknown_field_is_an_error_that_knows_what_was_meant() {
         "3:20: imageMinimumGcAge: there is no such field; did you mean imageMinimumGCAge?",
     );
     check_error(&kubelet("stateDir: /x"), "3:11: stateDir: there is no such field");
-    check_error(&beelet("maxPods: 1"), "3:10: maxPods: there is no such field");
+    check_error(&beelet("podPidsLimit: 1"), "3:15: podPidsLimit: there is no such field");
     check_error(&beelet("failSwapOn: true"), "3:13: failSwapOn: there is no such field");
 }
 
@@ -193,8 +183,9 @@ fn a_file_that_is_no_configuration_is_refused() {
 
 #[test]
 fn a_known_field_without_effect_is_a_warning_that_names_it() {
-    let (config, warnings) = load(&kubelet("readOnlyPort: 10255\nmaxPods: 3\nfailSwapOn: false")).unwrap();
-    assert_eq!(config.max_pods, 3);
+    let (config, warnings) =
+        load(&kubelet("readOnlyPort: 10255\npodPidsLimit: 3\nfailSwapOn: false")).unwrap();
+    assert_eq!(config.pod_pids_limit, 3);
     let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(warnings.len(), 2);
     assert!(
@@ -350,11 +341,9 @@ const V1BETA1: &[&str] = &[
 fn the_effective_configuration_reads_back_as_itself() {
     for text in [
         String::new(),
-        kubelet(
-            "staticPodPath: /p\nevictionHard: {memory.available: 1Gi}\nqosReserved: {memory: 50%}\nresolvConf: ''",
-        ),
+        kubelet("staticPodPath: /p\nqosReserved: {memory: 50%}\nresolvConf: ''"),
         kubelet("systemReserved: {cpu: 250m, memory: 1.5Gi}\nkubeReserved: {ephemeral-storage: 1e9}"),
-        kubelet("enforceNodeAllocatable: [none]\nclusterDNS: ['10.0.0.10']\nruntimeRequestTimeout: 1.5s"),
+        kubelet("enforceNodeAllocatable: [pods]\nclusterDNS: ['10.0.0.10']\nruntimeRequestTimeout: 1.5s"),
         beelet("nodeName: 'on'\nbpf: off\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere"),
     ] {
         let config = set(&text);

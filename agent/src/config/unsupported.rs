@@ -91,8 +91,10 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        reason: "eviction under node pressure is not in this version; evictionHard counts for what pods may use together",
+        reason: "eviction under node pressure is not in this version",
         fields: &[
+            "evictionHard",
+            "mergeDefaultEvictionSettings",
             "evictionSoft",
             "evictionSoftGracePeriod",
             "evictionPressureTransitionPeriod",
@@ -157,7 +159,14 @@ const GROUPS: &[Group] = &[
         reason: "volume usage and local storage limits are not measured in this version",
         fields: &["volumeStatsAggPeriod", "localStorageCapacityIsolation", "volumePluginDir"],
     },
-    Group { reason: "only maxPods limits the number of pods", fields: &["podsPerCore"] },
+    Group {
+        reason: "the number of pods is not limited in this version: every manifest is run",
+        fields: &["maxPods", "podsPerCore"],
+    },
+    Group {
+        reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",
+        fields: &["syncFrequency"],
+    },
     Group {
         reason: "kernel settings are neither checked nor changed by beelet",
         fields: &["protectKernelDefaults"],

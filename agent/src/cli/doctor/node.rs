@@ -9,6 +9,8 @@ use super::machine::existing;
 use super::{Finding, Patient};
 
 const MIB: u64 = 1 << 20;
+/// The kubelet's default of maxPods.
+const USUAL_PODS: u64 = 110;
 
 pub(super) fn running(patient: &Patient) -> Vec<Finding> {
     let socket = patient.config.socket();
@@ -98,17 +100,17 @@ pub(super) fn inotify(_: &Patient) -> Vec<Finding> {
     }]
 }
 
-pub(super) fn processes(patient: &Patient) -> Vec<Finding> {
+pub(super) fn processes(_: &Patient) -> Vec<Finding> {
     let read = |name: &str| -> u64 {
         let text = fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default();
         text.trim().parse().unwrap_or(0)
     };
-    vec![judge_processes(read("pid_max").min(read("threads-max")), patient.config.max_pods)]
+    vec![judge_processes(read("pid_max").min(read("threads-max")))]
 }
 
-fn judge_processes(limit: u64, max_pods: u32) -> Finding {
+fn judge_processes(limit: u64) -> Finding {
     // A pod is at least a shim of a dozen threads, a pause process and a container.
-    let needed = u64::from(max_pods) * 32;
+    let needed = USUAL_PODS * 32;
     let detail = format!("{limit} processes and threads on this machine");
     if limit >= needed {
         return Finding::ok("process ids", detail);
@@ -116,8 +118,8 @@ fn judge_processes(limit: u64, max_pods: u32) -> Finding {
     Finding::degraded(
         "process ids",
         detail,
-        format!("{max_pods} pods (maxPods) take about {needed}: the last of them will not start"),
-        "sysctl kernel.pid_max=4194304 kernel.threads-max=4194304, or lower maxPods",
+        format!("{USUAL_PODS} pods, a usual number, take about {needed}: the last of them would not start"),
+        "sysctl kernel.pid_max=4194304 kernel.threads-max=4194304",
     )
 }
 
@@ -159,9 +161,9 @@ mod tests {
 
     #[test]
     fn pods_need_process_ids() {
-        assert_eq!(judge_processes(4_194_304, 110).state, State::Ok);
-        assert_eq!(judge_processes(32_768, 110).state, State::Ok);
-        assert_eq!(judge_processes(32_768, 2000).state, State::Degraded);
-        assert_eq!(judge_processes(0, 1).state, State::Degraded);
+        assert_eq!(judge_processes(4_194_304).state, State::Ok);
+        assert_eq!(judge_processes(32_768).state, State::Ok);
+        assert_eq!(judge_processes(2_048).state, State::Degraded);
+        assert_eq!(judge_processes(0).state, State::Degraded);
     }
 }
