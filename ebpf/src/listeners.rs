@@ -239,7 +239,7 @@ fn uncount(address: &Address, now: u64) {
 fn log(address: &Address, cookie: u64, opened: bool) {
     let what = if opened { "opened" } else { "closed" };
     aya_log_ebpf::info!(
-        aya_log_ebpf::macro_support::EmptyContext,
+        (), // the macro wants a context and ignores it
         "listener {}: netns {} port {} cookie {}",
         what,
         address.netns_cookie,

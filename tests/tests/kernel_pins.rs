@@ -6,7 +6,7 @@ use aya::maps::{Array, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
 use beelet::kernel::{Capability, Kernel, KernelOptions, Mode};
 use beelet_tests::guards::Mount;
-use beelet_tests::{require, workdir};
+use beelet_tests::{require, requires, workdir};
 use kernel::{LOOPBACK, Place, Process, start};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -392,6 +392,30 @@ fn switched_off_it_does_nothing() {
     is_idle(&kernel, "BPF is switched off");
     kernel.stop(false).unwrap();
     assert!(!options.bpffs.exists());
+}
+
+#[test]
+fn an_object_that_logs_works_as_the_built_in_one() {
+    require!(bpf);
+    let object = workdir::repository().join("target/bpf/beelet-log.bpf.o");
+    if !object.exists() {
+        requires::skip(&requires::Missing {
+            what: "the object that logs is not built".to_owned(),
+            remedy: "cargo xtask build-ebpf --log".to_owned(),
+        });
+        return;
+    }
+    let place = Place::new("bk-log");
+    let options = KernelOptions { object: Some(object), ..place.options() };
+    start(&options).stop(true).unwrap();
+    let before = links(&place);
+    let kernel = start(&options);
+    assert_ne!(links(&place)[0].1, before[0].1, "its log isn't pinned, so it is loaded anew");
+    let mut process = place.process();
+    let socket = process.socket("listen 127.0.0.1:80");
+    assert_eq!(place.next(&kernel.edges()).opened().0.cookie, socket.cookie);
+    process.close(socket);
+    assert_eq!(place.next(&kernel.edges()).closed().0.cookie, socket.cookie);
 }
 
 #[test]

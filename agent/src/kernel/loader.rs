@@ -5,6 +5,7 @@
 //! (load, attach, pin). Every program is attached on its own: what fails becomes a row of the capabilities, no more.
 
 use super::KernelError;
+use super::bpf_log::BpfLog;
 use super::capability::{self, Capability, Hook, LISTENER_STATE, PROGRAMS, Program};
 use super::offsets::{self, Offsets};
 use super::pins::{Current, MAPS, META, Pins};
@@ -29,6 +30,8 @@ pub(super) struct Loaded {
     /// The links that live only as long as we hold them.
     pub(super) links: Vec<FdLink>,
     pub(super) capabilities: Vec<Capability>,
+    /// What the programs say, if their object was built to.
+    pub(super) log: Option<BpfLog>,
     /// Whether the listener maps were kept up to date before we came.
     pub(super) adopted: bool,
 }
@@ -86,8 +89,11 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         (Current::Complete(meta), Some(pins)) => Some((*meta, pins)),
         _ => None,
     };
+    // The log isn't pinned: an object that logs is loaded again each time.
+    let logs = request.object.windows(8).any(|window| window == b"AYA_LOGS");
     if let Some((meta, pins)) = earlier
         && meta.digest == request.digest
+        && !logs
         && PROGRAMS.iter().all(|program| is_alive(pins, program, request.cgroup))
     {
         return adopt(pins);
@@ -95,6 +101,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     let offsets = Offsets::resolve(request.kernel_btf);
     let mut ebpf = open_object(request, &offsets, earlier.map(|(_, pins)| pins))?;
     let mut maps = take_maps(&mut ebpf)?;
+    let log = BpfLog::open(&mut ebpf);
     if earlier.is_none()
         && let Some(pins) = request.pins
     {
@@ -102,7 +109,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     }
     let kernel_types = aya::Btf::from_sys_fs()
         .map_err(|error| KernelError::new(format!("could not read the kernel's BTF: {error}")))?;
-    let reuse = earlier.is_some_and(|(meta, _)| meta.digest == request.digest);
+    let reuse = !logs && earlier.is_some_and(|(meta, _)| meta.digest == request.digest);
     let mut attach = Attach {
         request,
         offsets: &offsets,
@@ -122,7 +129,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     let links = std::mem::take(&mut attach.links);
     let attached = capabilities.iter().any(|row| row.program == LISTENER_STATE && row.have.is_ok());
     write_meta(&maps, request.digest, true, attached)?;
-    Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some() })
+    Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some(), log })
 }
 
 fn row(program: &'static Program, result: Result<(), Failure>) -> Capability {
@@ -145,7 +152,7 @@ fn adopt(pins: &Pins) -> Result<Loaded, KernelError> {
         maps.insert(shape.name, map);
     }
     let capabilities = PROGRAMS.iter().map(|program| row(program, Ok(()))).collect();
-    Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true })
+    Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true, log: None })
 }
 
 /// Whether a program's pinned link is there and still attached to the right thing.

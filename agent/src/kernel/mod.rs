@@ -5,6 +5,7 @@
 //! with what stands in for it. It decides nothing about pods, and knows none: sockets, cgroup ids and network namespace
 //! cookies in, edges out.
 
+mod bpf_log;
 mod btf;
 mod capability;
 mod listeners;
@@ -257,10 +258,12 @@ impl Kernel {
             .and_then(RingBuf::try_from)
             .map_err(|error| KernelError::map("EVENTS", &error))?;
         self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
+        let reader_drops = drops(loader::duplicate(map("DROPS")?)?)?;
         let reader = Reader::start(
             ring,
-            drops(loader::duplicate(map("DROPS")?)?)?,
+            reader_drops,
             sweeper,
+            loaded.log.take(),
             reader::Outlet {
                 edges: self._sender.clone(),
                 wake: Arc::clone(&self.edges.wake),

@@ -4,6 +4,7 @@
 //! edge could not be delivered (the ring was full, or the channel) it delivers [`Edge::Lost`], and whoever gets that
 //! reads the maps again.
 
+use super::bpf_log::BpfLog;
 use super::listeners::Listener;
 use super::sweep::Sweeper;
 use super::{Edge, KernelError};
@@ -50,6 +51,7 @@ struct Work {
     ring: RingBuf<MapData>,
     drops: PerCpuArray<MapData, Drops>,
     sweeper: Sweeper,
+    log: Option<BpfLog>,
     outlet: Outlet,
     stop_poll: Arc<OwnedFd>,
     stop_send: Receiver<()>,
@@ -67,6 +69,7 @@ impl Reader {
         mut ring: RingBuf<MapData>,
         drops: PerCpuArray<MapData, Drops>,
         sweeper: Sweeper,
+        log: Option<BpfLog>,
         outlet: Outlet,
     ) -> Result<Reader, KernelError> {
         let failed = |what: &str, error: &dyn std::fmt::Display| {
@@ -81,6 +84,7 @@ impl Reader {
             ring,
             drops,
             sweeper,
+            log,
             outlet,
             stop_poll: Arc::clone(&stop_poll),
             stop_send: stop_receiver,
@@ -121,10 +125,14 @@ impl Work {
             if !self.drain() {
                 return;
             }
-            let mut fds = [
-                PollFd::from_borrowed_fd(self.ring.as_fd(), PollFlags::IN),
+            if let Some(log) = &mut self.log {
+                log.flush();
+            }
+            let mut fds = vec![
                 PollFd::from_borrowed_fd(self.stop_poll.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(self.ring.as_fd(), PollFlags::IN),
             ];
+            fds.extend(self.log.iter().map(|log| PollFd::from_borrowed_fd(log.as_fd(), PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
@@ -134,7 +142,7 @@ impl Work {
                     return;
                 }
             }
-            if !fds[1].revents().is_empty() {
+            if !fds[0].revents().is_empty() {
                 return;
             }
         }
