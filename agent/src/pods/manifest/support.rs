@@ -32,10 +32,12 @@ enum When {
     IsNot(&'static str),
     /// `false`.
     False,
+    /// What this says yes to.
+    Like(fn(&Value) -> bool),
     /// A mapping's key: this one is asked about each.
     Key(fn(&str) -> bool),
 }
-use When::{False, Is, IsNot, Key, Set};
+use When::{False, Is, IsNot, Key, Like, Set};
 
 /// One row: the field, when, the verdict, what it is in words.
 type Row = (&'static str, When, Verdict, &'static str);
@@ -79,22 +81,29 @@ const TABLE: &[Row] = &[
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_device), NotYet, "devices and huge pages"),
     ("spec.{containers,initContainers}[*].resources.limits.ephemeral-storage", Set, NoEffect, "local storage is not limited yet"),
+    ("spec.{containers,initContainers}[*].{terminationMessagePath,terminationMessagePolicy}", Set, NoEffect, "termination messages are not collected yet"),
     // Volumes.
     ("spec.{containers,initContainers}[*].volumeDevices", Set, NotYet, "block devices"),
     ("spec.{containers,initContainers}[*].volumeMounts[*].{subPath,subPathExpr}", Set, NotYet, "mounting a part of a volume"),
-    ("spec.{containers,initContainers}[*].volumeMounts[*].mountPropagation", IsNot("None"), NotYet, "mount propagation"),
     ("spec.{containers,initContainers}[*].volumeMounts[*].recursiveReadOnly", IsNot("Disabled"), NotYet, "recursive read-only mounts"),
     ("spec.volumes[*].{configMap,secret}", Set, ApiObject, "config maps and secrets"),
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", Set, ApiObject, "volume claims"),
     ("spec.volumes[*].projected.sources[*].{configMap,secret,serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
     ("spec.volumes[*].{downwardAPI,projected,image}", Set, NotYet, "this kind of volume"),
     ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, NotYet, "network and storage plugins' volumes"),
+    ("spec.volumes[*].emptyDir", Like(limits_a_disk), NoEffect, "sizeLimit of a volume on disk is not enforced yet"),
     ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
 ];
 
 /// Whether a resource is neither processor time, memory nor local storage.
 fn is_device(name: &str) -> bool {
     !matches!(name, "cpu" | "memory" | "ephemeral-storage")
+}
+
+/// Whether an emptyDir on disk has a size limit; one in memory is limited by its mount.
+fn limits_a_disk(empty_dir: &Value) -> bool {
+    let set = |field: &str| empty_dir.get(field).is_some_and(|value| !says_nothing(value));
+    set("sizeLimit") && !set("medium")
 }
 
 /// What the table says of a manifest.
@@ -138,6 +147,7 @@ fn matches(when: When, path: &str, node: &Value) -> Vec<String> {
         Is(text) => node.as_str() == Some(text),
         IsNot(text) => node.as_str().is_some_and(|is| !is.is_empty() && is != text),
         False => node == &Value::Bool(false),
+        Like(asked) => asked(node),
         Key(asked) => {
             let keys = node.as_object().into_iter().flat_map(serde_json::Map::keys);
             return keys.filter(|key| asked(key)).map(|key| super::names::field(path, key)).collect();

@@ -422,6 +422,15 @@ fn variables_and_mounts_are_checked() {
         "volumeMounts[1].mountPath: \"/a\" is the path of an earlier mount",
     );
     check_accepted(&mounted("{name: a, mountPath: /a, readOnly: true}"));
+    check_accepted(&mounted("{name: a, mountPath: /a, mountPropagation: HostToContainer}"));
+    check_text(
+        &mounted("{name: a, mountPath: /a, mountPropagation: Both}"),
+        "mountPropagation: must be None, HostToContainer or Bidirectional, not \"Both\"",
+    );
+    check_text(
+        &mounted("{name: a, mountPath: /a, mountPropagation: Bidirectional}"),
+        "mountPropagation: Bidirectional is for privileged containers only",
+    );
     check_spec(
         "volumes: [{name: a, hostPath: {path: b}}]",
         "5:40: spec.volumes[0].hostPath.path: \"b\" must begin with '/'",
@@ -512,6 +521,15 @@ fn unknown_fields_and_those_without_effect_are_warnings() {
     check_warning(
         &with_spec("nodeSelector: {a: b}"),
         "line 5: spec.nodeSelector: has no effect: there is no scheduler; the pod runs on this node",
+    );
+    check_warning(
+        &with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi}}]"),
+        "line 5: spec.volumes[0].emptyDir: has no effect: sizeLimit of a volume on disk is not enforced yet",
+    );
+    check_accepted(&with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi, medium: Memory}}]"));
+    check_warning(
+        &with_container("terminationMessagePath: /dev/null"),
+        "line 8: spec.containers[0].terminationMessagePath: has no effect: termination messages are not collected yet",
     );
     check_accepted(&with_container("env: null\nworkingDir: /"));
     check_accepted(&with_spec("tolerations: []\nhostNetwork: false"));

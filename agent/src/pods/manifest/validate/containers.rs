@@ -230,6 +230,14 @@ fn mounts(path: &str, container: &Container, volumes: &BTreeSet<&str>, problems:
         } else if !seen.insert(target.as_str()) {
             problems.add(format!("{path}.mountPath"), format!("{target:?} is the path of an earlier mount"));
         }
+        let kinds = ["None", "HostToContainer", "Bidirectional"];
+        let propagation = mount.mount_propagation.as_deref();
+        problems.one_of(&format!("{path}.mountPropagation"), propagation, &kinds);
+        let privileged = container.security_context.as_ref().and_then(|context| context.privileged);
+        if propagation == Some("Bidirectional") && privileged != Some(true) {
+            problems
+                .add(format!("{path}.mountPropagation"), "Bidirectional is for privileged containers only");
+        }
     }
 }
 
