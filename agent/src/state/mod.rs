@@ -160,7 +160,7 @@ impl State {
     /// # Errors
     /// The disk is full or fails; what was stored before is still there.
     pub fn store<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
-        self.replace(name, value, |file| file.sync_all())?;
+        self.replace(name, value, File::sync_all)?;
         self.sync_dir()
     }
 

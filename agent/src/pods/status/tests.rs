@@ -17,6 +17,7 @@ fn node() -> NodeFacts {
     }
 }
 
+#[allow(clippy::needless_pass_by_value)] // callers hand over what json! makes
 fn pod(spec: serde_json::Value) -> core::Pod {
     serde_json::from_value(
         json!({"metadata": {"name": "web", "namespace": "shop", "uid": "u1"}, "spec": spec}),
