@@ -15,7 +15,7 @@ fn pods() -> Vec<Pod> {
     let pod = |index: u32| {
         let amounts =
             json!({"cpu": format!("{}m", 10 + index % 490), "memory": format!("{}Mi", 16 + index % 1000)});
-        let resources = if index % 2 == 0 {
+        let resources = if index.is_multiple_of(2) {
             json!({"requests": amounts})
         } else {
             json!({"requests": amounts, "limits": amounts})

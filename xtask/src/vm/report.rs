@@ -213,7 +213,7 @@ impl Summary {
         }
         for (position, (test, kernels)) in reasons.iter().enumerate() {
             let _ =
-                write!(text, "{}- {} {test}\n", if position == 0 { "\n" } else { "" }, kernels.join(", "));
+                writeln!(text, "{}- {} {test}", if position == 0 { "\n" } else { "" }, kernels.join(", "));
         }
     }
 
