@@ -64,7 +64,7 @@ fn preemption(c: &mut Criterion) {
         println!("{name}: {victims} victims");
         // From the manifests on: what a decision costs where nothing is kept.
         group.bench_function(*name, |b| {
-            b.iter(|| preempt(&critical, black_box(&pods), requirements, *policy))
+            b.iter(|| preempt(&critical, black_box(&pods), requirements, *policy));
         });
         // From the pods as they are kept while they run.
         let read = |(index, pod)| Candidate::read(index, pod, &critical, requirements).expect("quantities");

@@ -1,5 +1,7 @@
 //! Tier 2: bpftool shows every key and value of the pinned maps with the names of their fields.
 
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
 mod kernel;
 
 use beelet_tests::requires::find_program;
