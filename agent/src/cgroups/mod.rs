@@ -38,6 +38,16 @@ pub struct Cgroups {
     layout: Layout,
     root: String,
     metrics: Metrics,
+    store: Store,
+}
+
+/// What the hierarchies are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Store {
+    /// The kernel makes and removes a cgroup's files.
+    Kernel,
+    /// Plain folders: somebody else has to.
+    Folders,
 }
 
 impl Cgroups {
@@ -63,13 +73,22 @@ impl Cgroups {
             "" => String::new(),
             root => checked(root)?.to_owned(),
         };
-        let cgroups = Self { layout, root, metrics: Metrics::default() };
+        let cgroups = Self { layout, root, metrics: Metrics::default(), store: Store::Kernel };
         for controller in ["cpu", "memory"] {
             if cgroups.hierarchy_of(controller).is_none() {
                 return Err(CgroupError::NoController { controller });
             }
         }
         Ok(cgroups)
+    }
+
+    /// The same over plain folders, for tests of what runs above this module on machines that lend them no cgroupfs: a
+    /// new cgroup gets copies of its parent's files, and they go with it.
+    ///
+    /// # Errors
+    /// As for [`Cgroups::with_layout`].
+    pub fn over_folders(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
+        Ok(Self { store: Store::Folders, ..Self::with_layout(layout, cgroup_root)? })
     }
 
     /// How this machine mounts cgroups.
@@ -117,7 +136,7 @@ impl Cgroups {
             for path in cgroups.keys() {
                 let relative = self.relative(path)?;
                 for hierarchy in self.hierarchies() {
-                    tree::make(hierarchy, &relative)?;
+                    tree::make(hierarchy, &relative, self.store)?;
                 }
             }
             write::all(self, cgroups)
@@ -137,8 +156,11 @@ impl Cgroups {
                 return Err(CgroupError::NotEmpty { cgroup: path.to_owned(), pids });
             }
             // One hierarchy's failure must not keep the others.
-            let results: Vec<_> =
-                self.hierarchies().iter().map(|h| tree::remove(&h.mount.join(&relative))).collect();
+            let results: Vec<_> = self
+                .hierarchies()
+                .iter()
+                .map(|h| tree::remove(&h.mount.join(&relative), self.store))
+                .collect();
             results.into_iter().collect()
         })
     }

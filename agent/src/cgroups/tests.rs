@@ -178,3 +178,16 @@ fn processes_are_named_when_a_cgroup_is_not_empty() {
     let error = cgroups.remove("/kubepods").unwrap_err().to_string();
     assert_eq!(error, "/kubepods still has processes: 12, 34");
 }
+
+#[test]
+fn plain_folders_come_and_go_with_their_files() {
+    let dir = TempDir::new().unwrap();
+    let cgroups = Cgroups::over_folders(fake_v1(&dir).layout, "/test").unwrap();
+    let pod = "/kubepods/burstable/pody";
+    cgroups.ensure(pod, &files(&[("cpu.shares", "102")])).unwrap();
+    assert_eq!(cgroups.read(pod, "cpu.shares").as_deref(), Some("102"));
+    assert_eq!(cgroups.read(pod, "cpuset.cpus").as_deref(), Some("0-3"));
+    cgroups.remove(pod).unwrap();
+    assert!(!cgroups.exists(pod));
+    assert!(cgroups.exists("/kubepods/burstable/podx"));
+}

@@ -1,18 +1,19 @@
 //! The directories of one hierarchy: made from the top, removed from the bottom.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::Path;
 
 use super::layout::Hierarchy;
-use super::{CgroupError, is_gone};
+use super::{CgroupError, Store, is_gone};
 
 /// Controllers that are passed down to pods on version 2, where the kernel has them.
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
 
 /// Makes `relative` and what is missing above it, ready for its controllers.
-pub(super) fn make(hierarchy: &Hierarchy, relative: &Path) -> Result<(), CgroupError> {
+pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: Store) -> Result<(), CgroupError> {
     let mut parent = hierarchy.mount.clone();
     for name in relative.components() {
         if hierarchy.is_v2 {
@@ -20,6 +21,7 @@ pub(super) fn make(hierarchy: &Hierarchy, relative: &Path) -> Result<(), CgroupE
         }
         let child = parent.join(name);
         match fs::create_dir(&child) {
+            Ok(()) if store == Store::Folders => copy_files(&parent, &child)?,
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(CgroupError::io("make the cgroup", &child, error)),
@@ -31,6 +33,27 @@ pub(super) fn make(hierarchy: &Hierarchy, relative: &Path) -> Result<(), CgroupE
         parent = child;
     }
     Ok(())
+}
+
+/// Does for a plain folder what the kernel does for a cgroup.
+fn copy_files(parent: &Path, child: &Path) -> Result<(), CgroupError> {
+    for file in files(parent)? {
+        fs::copy(parent.join(&file), child.join(&file))
+            .map_err(|error| CgroupError::io("copy into", child, error))?;
+    }
+    Ok(())
+}
+
+/// The names of the files in a plain folder.
+fn files(dir: &Path) -> Result<Vec<OsString>, CgroupError> {
+    let list = || -> io::Result<Vec<OsString>> {
+        let entries = fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
+        Ok(entries.iter().filter(|e| e.path().is_file()).map(fs::DirEntry::file_name).collect())
+    };
+    match list() {
+        Err(error) if !is_gone(&error) => Err(CgroupError::io("list", dir, error)),
+        listed => Ok(listed.unwrap_or_default()),
+    }
 }
 
 /// Enables in `parent` what its children need; only what is not enabled yet and what it has itself.
@@ -68,9 +91,14 @@ fn inherit(parent: &Path, child: &Path, file: &str) -> Result<(), CgroupError> {
 }
 
 /// Removes `dir` and all below it. Only the directories: a cgroup's files go with it.
-pub(super) fn remove(dir: &Path) -> Result<(), CgroupError> {
+pub(super) fn remove(dir: &Path, store: Store) -> Result<(), CgroupError> {
     for name in children(dir)? {
-        remove(&dir.join(name))?;
+        remove(&dir.join(name), store)?;
+    }
+    if store == Store::Folders {
+        for file in files(dir)? {
+            fs::remove_file(dir.join(file)).map_err(|error| CgroupError::io("empty", dir, error))?;
+        }
     }
     match fs::remove_dir(dir) {
         Ok(()) => Ok(()),
