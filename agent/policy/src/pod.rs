@@ -305,6 +305,14 @@ impl<'a> Decision<'a> {
         self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id)
     }
 
+    /// How the newest container of this name ended, if it has.
+    fn exit_code(&self, name: &str) -> Option<i32> {
+        match self.newest.get(name).map(|c| &c.state) {
+            Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
+            _ => None,
+        }
+    }
+
     fn init_containers(&self) -> &'a [ContainerSpec] {
         self.spec.init_containers.as_deref().unwrap_or_default()
     }
@@ -330,10 +338,7 @@ impl<'a> Decision<'a> {
         if self.policy == RestartPolicy::Always {
             return None;
         }
-        let exit = |name: &str| match self.newest.get(name).map(|c| &c.state) {
-            Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
-            _ => None,
-        };
+        let exit = |name: &str| self.exit_code(name);
         if self.policy == RestartPolicy::Never {
             let mut regular = self.init_containers().iter().filter(|c| !is_sidecar(c));
             if regular.any(|c| exit(&c.name).is_some_and(|code| code != 0)) {
@@ -401,7 +406,10 @@ impl<'a> Decision<'a> {
             }
         }
         for spec in &self.spec.containers {
-            self.keep_running(spec, self.policy);
+            // What has done its work in an earlier sandbox has done it for good.
+            if self.policy == RestartPolicy::Always || self.exit_code(&spec.name) != Some(0) {
+                self.keep_running(spec, self.policy);
+            }
         }
     }
 

@@ -183,6 +183,16 @@ fn a_dead_sandbox_is_replaced_and_its_containers_counted_on() {
 }
 
 #[test]
+fn a_container_that_succeeded_is_not_run_again_in_a_new_sandbox() {
+    let old = || vec![container("a", 0, 0, "exit 0 @99000"), container("b", 0, 0, "exit 255 @99999")];
+    let p = pod("OnFailure", &[], &["a", "b"]);
+    check(&p, &observed(&[(0, false)], old()), &verdicts(&[], &[]), "create 1");
+    check(&p, &observed(&[(0, false), (1, true)], old()), &verdicts(&[], &[]), "start b/1");
+    let p = pod("Always", &[], &["a", "b"]);
+    check(&p, &observed(&[(0, false), (1, true)], old()), &verdicts(&[], &[]), "start a/1; start b/1");
+}
+
+#[test]
 fn what_still_runs_in_a_dead_sandbox_is_stopped_first() {
     let p = pod("Always", &[], &["a"]);
     let o = observed(&[(0, false)], vec![container("a", 0, 0, "running")]);
