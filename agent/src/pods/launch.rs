@@ -18,7 +18,10 @@ use super::{
     table::PodName,
     volumes,
 };
-use crate::{cgroups::Cgroups, runtime::Runtime};
+use crate::{
+    cgroups::Cgroups,
+    runtime::{self, Runtime},
+};
 
 /// Why a container could not be started.
 #[derive(Debug)]
@@ -27,11 +30,17 @@ pub struct StartError {
     pub reason: &'static str,
     /// A sentence.
     pub message: String,
+    /// The runtime wasn't there or gave no answer, so nothing is known against the container itself.
+    pub unanswered: bool,
 }
 
 impl StartError {
     fn new(reason: &'static str, message: &dyn std::fmt::Display) -> Self {
-        Self { reason, message: message.to_string() }
+        Self { reason, message: message.to_string(), unanswered: false }
+    }
+
+    fn of_runtime(reason: &'static str, error: &runtime::Error) -> Self {
+        Self { reason, message: error.to_string(), unanswered: error.is_unavailable() }
     }
 }
 
@@ -107,13 +116,13 @@ impl Launcher {
             .runtime
             .create_container(&sandbox.id, config, &sandbox_config)
             .await
-            .map_err(|e| StartError::new("CreateContainerError", &e))?;
+            .map_err(|e| StartError::of_runtime("CreateContainerError", &e))?;
         self.start_created(&id).await?;
         Ok(id)
     }
 
     async fn start_created(&self, id: &str) -> Result<(), StartError> {
-        self.runtime.start_container(id).await.map_err(|e| StartError::new("RunContainerError", &e))
+        self.runtime.start_container(id).await.map_err(|e| StartError::of_runtime("RunContainerError", &e))
     }
 
     fn pod_ips(&self, pod: &core::Pod, sandbox: &SandboxDetail) -> Vec<String> {
@@ -134,7 +143,7 @@ impl Launcher {
                 .runtime
                 .image_status(image)
                 .await
-                .map_err(|e| StartError::new("ImageInspectError", &e))?;
+                .map_err(|e| StartError::of_runtime("ImageInspectError", &e))?;
             if let Some(present) = present {
                 return Ok(present.id);
             }
@@ -144,7 +153,8 @@ impl Launcher {
                 return Err(StartError::new("ErrImageNeverPull", &message));
             }
         }
-        self.runtime.pull_image(image, sandbox).await.map_err(|e| StartError::new("ErrImagePull", &e))
+        let pulled = self.runtime.pull_image(image, sandbox).await;
+        pulled.map_err(|e| StartError::of_runtime("ErrImagePull", &e))
     }
 
     async fn mounts(
@@ -169,10 +179,9 @@ impl Launcher {
         let paths = classes.map(|class| values::pod_path(Some(&uid), class, &self.cgroup_config));
         run_blocking(move || {
             for path in paths.iter().flatten() {
-                if cgroups.exists(path) {
-                    cgroups.kill_remaining(path).map_err(|e| e.to_string())?;
-                    cgroups.remove(path).map_err(|e| e.to_string())?;
-                }
+                // Not asked first whether it exists: a part of it may be gone already.
+                cgroups.kill_remaining(path).map_err(|e| e.to_string())?;
+                cgroups.remove(path).map_err(|e| e.to_string())?;
             }
             volumes.tear_down()?;
             remove_folder(&logs)

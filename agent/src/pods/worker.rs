@@ -65,6 +65,7 @@ pub(super) struct Report {
 #[derive(Clone, Debug)]
 struct FailedStart {
     waiting: Waiting,
+    tries: u32,
     delay: Duration,
     retry_at: Instant,
 }
@@ -80,6 +81,8 @@ pub(super) struct Worker {
     control: watch::Receiver<Control>,
     reports: mpsc::Sender<Report>,
     failed_starts: BTreeMap<String, FailedStart>,
+    /// What was seen when something was last done, and what was done.
+    last_done: Option<(pod::Observed, Actions)>,
 }
 
 /// How a step ended.
@@ -102,7 +105,9 @@ impl Worker {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let observer = Observer::new(runtime.clone(), uid.clone());
         let name = PodName::of(&pod);
-        Self { runtime, launcher, name, uid, pod, observer, control, reports, failed_starts: BTreeMap::new() }
+        let failed_starts = BTreeMap::new();
+        let last_done = None;
+        Self { runtime, launcher, name, uid, pod, observer, control, reports, failed_starts, last_done }
     }
 
     /// Works until nothing is left of a terminated pod, or the manager is gone.
@@ -176,7 +181,13 @@ impl Worker {
             let backoff = actions.wake_at().map(|at| instant(at, now));
             return Ok(Some(Step::Idle(backoff.into_iter().chain(retry_at).min())));
         }
+        let doing = (seen.pod.clone(), actions.clone());
+        // Not again at once: the runtime would be asked without end.
+        if self.last_done.take().is_some_and(|done| done == doing && count(&actions) > actions.start.len()) {
+            return Err("what the runtime was asked to do, and said it did, can't be seen yet".to_owned());
+        }
         self.execute(actions, &seen).await?;
+        self.last_done = Some(doing);
         Ok(Some(Step::Done))
     }
 
@@ -214,7 +225,9 @@ impl Worker {
             if !self.may_start(&start.name) {
                 continue;
             }
-            let Some(sandbox) = &seen.sandbox else { return Ok(()) };
+            let Some(sandbox) = &seen.sandbox else {
+                return Err("the sandbox is gone that its containers were to run in".to_owned());
+            };
             match self.launcher.start(&self.pod, sandbox, start).await {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
@@ -228,12 +241,14 @@ impl Worker {
 
     /// A container that can't be started waits, and doesn't hold the others back.
     fn note_failed_start(&mut self, name: &str, error: StartError) {
-        let (initial, max) = START_RETRY;
-        let delay = self.failed_starts.get(name).map_or(initial, |before| (before.delay * 2).min(max));
+        let (initial, max) = if error.unanswered { (RETRY_INITIAL, RETRY_MAX) } else { START_RETRY };
+        let before = self.failed_starts.get(name);
+        let delay = before.map_or(initial, |before| (before.delay * 2).clamp(initial, max));
+        let tries = before.map_or(0, |before| before.tries) + 1;
         warn!(pod = %self.name, container = name, reason = error.reason, error = error.message,
             retry_in_seconds = delay.as_secs(), "container could not be started");
         let waiting = Waiting { reason: error.reason.to_owned(), message: error.message };
-        let failed = FailedStart { waiting, delay, retry_at: Instant::now() + delay };
+        let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay };
         self.failed_starts.insert(name.to_owned(), failed);
     }
 
@@ -289,7 +304,9 @@ impl Worker {
     async fn terminate(&mut self, control: &Control) -> Result<Option<Step>, String> {
         let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
         let nothing = Actions::default();
-        if !self.report(&seen, &nothing, false).await {
+        let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
+        // With its containers removed a pod would look as if it had never run: its last states stand.
+        if !empty && !self.report(&seen, &nothing, false).await {
             return Ok(None);
         }
         let own = cri_config::grace_period(&self.pod);
@@ -299,7 +316,7 @@ impl Worker {
             stops.push(self.stop_sandbox(&sandbox.id, &seen, grace));
         }
         join_all(stops).await.into_iter().collect::<Result<(), String>>()?;
-        if !seen.pod.containers.is_empty() || !seen.pod.sandboxes.is_empty() {
+        if !empty {
             // The last states are worth seeing before the records go.
             let last = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
             if !self.report(&last, &nothing, false).await {
@@ -323,8 +340,10 @@ impl Worker {
     async fn report(&self, seen: &Arc<Observation>, actions: &Actions, gone: bool) -> bool {
         let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
         for (name, backoff) in &actions.backoff {
-            let seconds = backoff.delay.as_secs();
-            let message = format!("back-off {seconds}s restarting failed container={name} pod={}", self.name);
+            let PodName { namespace, name: pod } = &self.name;
+            let (delay, uid) = (in_go(backoff.delay), &self.uid);
+            let message =
+                format!("back-off {delay} restarting failed container={name} pod={pod}_{namespace}({uid})");
             waiting.insert(name.clone(), Waiting { reason: "CrashLoopBackOff".to_owned(), message });
         }
         let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
@@ -337,7 +356,7 @@ impl Worker {
     /// While a failed pull waits for its next try it is called a back-off, as under the kubelet.
     fn held_back(&self, failed: &FailedStart) -> Waiting {
         let mut waiting = failed.waiting.clone();
-        if waiting.reason == "ErrImagePull" && failed.delay > START_RETRY.0 {
+        if waiting.reason == "ErrImagePull" && failed.tries > 1 {
             waiting.reason = "ImagePullBackOff".to_owned();
         }
         waiting
@@ -354,6 +373,14 @@ fn count(actions: &Actions) -> usize {
         + actions.start.len()
 }
 
+/// A duration of whole seconds as Go writes it, and so the kubelet: `10s`, `1m20s`, `5m0s`.
+fn in_go(duration: Duration) -> String {
+    match (duration.as_secs() / 60, duration.as_secs() % 60) {
+        (0, seconds) => format!("{seconds}s"),
+        (minutes, seconds) => format!("{minutes}m{seconds}s"),
+    }
+}
+
 /// A wall-clock time on the timer's clock.
 fn instant(at: Timestamp, now: Timestamp) -> Instant {
     Instant::now() + Duration::try_from(at.duration_since(now)).unwrap_or(Duration::ZERO)
@@ -364,5 +391,20 @@ fn ignore_missing(result: Result<(), crate::runtime::Error>) -> Result<(), Strin
     match result {
         Err(e) if !e.is_not_found() => Err(e.to_string()),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_written_as_the_kubelet_does() {
+        let check = |seconds, text: &str| assert_eq!(in_go(Duration::from_secs(seconds)), text);
+        check(0, "0s");
+        check(10, "10s");
+        check(60, "1m0s");
+        check(160, "2m40s");
+        check(300, "5m0s");
     }
 }
