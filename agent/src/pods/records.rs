@@ -89,7 +89,7 @@ impl Records {
         async move {
             let mut failing = false;
             loop {
-                let changed = newest.changed().await.is_ok();
+                let mut changed = newest.changed().await.is_ok();
                 let mut map = newest.borrow_and_update().clone();
                 loop {
                     let (state, snapshot) = (Arc::clone(&state), map.clone());
@@ -116,7 +116,11 @@ impl Records {
                     if !changed {
                         break;
                     }
-                    tokio::time::sleep(RETRY).await;
+                    let dropped = async { while newest.changed().await.is_ok() {} };
+                    tokio::select! {
+                        () = tokio::time::sleep(RETRY) => {}
+                        () = dropped => changed = false,
+                    }
                     map = newest.borrow_and_update().clone();
                 }
                 if !changed {
