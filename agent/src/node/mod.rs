@@ -51,6 +51,9 @@ use crate::{
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
+/// How often the runtime is asked how it is configured before the agent gives up, and how long it waits between.
+const CONFIG_TRIES: usize = 30;
+const CONFIG_RETRY: Duration = Duration::from_secs(1);
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -231,7 +234,7 @@ impl Node {
         state: Arc<State>,
         metrics: Metrics,
     ) -> Result<Self> {
-        if runtime.runtime_config().await? == Some(runtime::CgroupDriver::Systemd) {
+        if cgroup_driver(&runtime).await? == Some(runtime::CgroupDriver::Systemd) {
             bail!(
                 "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set \
                  SystemdCgroup = false in the runtime's configuration and restart it"
@@ -329,6 +332,18 @@ impl Node {
             max_restart_delay: self.config.max_container_restart_period,
         })
     }
+}
+
+/// What the runtime says of its cgroup driver; one that has just come up may need a moment to say it.
+async fn cgroup_driver(runtime: &Runtime) -> Result<Option<runtime::CgroupDriver>> {
+    for _ in 0..CONFIG_TRIES {
+        match runtime.runtime_config().await {
+            Ok(driver) => return Ok(driver),
+            Err(error) => warn!("{error}; asked again in {} s", CONFIG_RETRY.as_secs()),
+        }
+        tokio::time::sleep(CONFIG_RETRY).await;
+    }
+    Ok(runtime.runtime_config().await?)
 }
 
 /// Brings up the kernel half as far as it goes, and says what doesn't.
