@@ -297,12 +297,14 @@ impl Probes {
                 worker.kernel = cookie;
                 let at = worker.first_look(&key, started_at, now, first && settled);
                 worker.schedule(&mut self.due, &key, at.saturating_sub(now));
-                if let (Some(cookie), Target::Tcp { port, .. }) = (cookie, &worker.target) {
-                    self.by_port.entry((cookie, *port)).or_default().insert(key.clone());
-                }
             }
+            // One that was taken over before its network namespace was known.
+            (Some(_), Some(_)) if worker.kernel.is_none() => worker.kernel = cookie,
             (None, _) => transitions.extend(worker.state.container_stopped(now)),
             _ => {}
+        }
+        if let (Some(cookie), Target::Tcp { port, .. }) = (worker.kernel, &worker.target) {
+            self.by_port.entry((cookie, *port)).or_default().insert(key.clone());
         }
         if entry.pod.metadata.deletion_timestamp.is_some() {
             transitions.extend(worker.state.pod_deleted(now));
