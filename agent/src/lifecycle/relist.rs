@@ -24,6 +24,7 @@ use crate::{
     pods::{
         labels,
         manager::{Request, RuntimePod, RuntimePods},
+        manifest::ANNOTATION_HASH,
         observe::managed,
         table::PodName,
     },
@@ -125,11 +126,11 @@ impl Relist {
                     if failing {
                         info!("the container runtime answers again");
                     }
+                    // When it is back, every worker must look: anything may have happened meanwhile.
+                    let news = RuntimePods { recovered: failing, ..news };
                     failing = false;
                     self.pulse.beat();
-                    if let Some(news) = news
-                        && self.requests.send(Request::Runtime(news)).await.is_err()
-                    {
+                    if news.worth_telling() && self.requests.send(Request::Runtime(news)).await.is_err() {
                         return;
                     }
                 }
@@ -139,18 +140,13 @@ impl Relist {
                         warn!(%error, "the container runtime does not answer; pods keep running, changes wait");
                     }
                     failing = true;
-                    // When it is back, every worker must look: anything may have happened meanwhile.
-                    self.seen = self
-                        .seen
-                        .take()
-                        .map(|seen| seen.into_keys().map(|uid| (uid, BTreeSet::new())).collect());
                 }
             }
         }
     }
 
-    /// Asks; what there is to tell, if anything.
-    async fn look(&mut self) -> Result<Option<RuntimePods>, Error> {
+    /// Asks, and compares.
+    async fn look(&mut self) -> Result<RuntimePods, Error> {
         let began = Instant::now();
         let ours = managed();
         let (sandboxes, containers) = tokio::try_join!(
@@ -168,7 +164,7 @@ impl Relist {
         let first = self.seen.is_none();
         let before = self.seen.replace(seen).unwrap_or_default();
         let changed = self.seen.as_ref().map(|now| differences(&before, now)).unwrap_or_default();
-        Ok((first || !changed.is_empty()).then_some(RuntimePods { pods, changed }))
+        Ok(RuntimePods { pods, changed, asked_at: began, first, recovered: false })
     }
 }
 
@@ -204,6 +200,7 @@ fn pod_of(
         name: PodName { namespace: label(labels::POD_NAMESPACE), name: label(labels::POD_NAME) },
         grace: Duration::from_secs(grace),
         manifest: annotations.get(labels::MANIFEST).map(PathBuf::from),
+        hash: annotations.get(ANNOTATION_HASH).cloned(),
     }
 }
 

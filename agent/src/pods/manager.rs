@@ -23,14 +23,15 @@ use serde::{Deserialize, Serialize};
 use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
+    time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 use super::{
     cri_config,
     launch::Launcher,
-    manifest::Desired,
+    manifest::{ANNOTATION_HASH, Desired},
     metrics::Metrics,
     observe::Observation,
     records::{PodRecord, Records},
@@ -53,12 +54,25 @@ pub enum Request {
 }
 
 /// All our pods in the runtime, and which of them changed since the last time.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct RuntimePods {
     /// By UID.
     pub pods: BTreeMap<String, RuntimePod>,
     /// UIDs of pods with anything new.
     pub changed: BTreeSet<String>,
+    /// When the runtime was asked.
+    pub asked_at: Instant,
+    /// It was never asked before.
+    pub first: bool,
+    /// The time before, it gave no answer.
+    pub recovered: bool,
+}
+
+impl RuntimePods {
+    /// Whether anybody must know of it.
+    pub fn worth_telling(&self) -> bool {
+        self.first || self.recovered || !self.changed.is_empty()
+    }
 }
 
 /// As much of a pod as its sandbox tells.
@@ -70,6 +84,8 @@ pub struct RuntimePod {
     pub grace: Duration,
     /// The manifest it came from.
     pub manifest: Option<PathBuf>,
+    /// What the manifest said then, as a hash.
+    pub hash: Option<String>,
 }
 
 /// A probe's new state for one container instance.
@@ -141,6 +157,8 @@ pub struct Manager {
     /// What the runtime was last seen to have, and at first what the records of an earlier instance name: a
     /// pod that the runtime has forgotten may have left folders and cgroups. `None` before the first look.
     runtime: Option<BTreeMap<String, RuntimePod>>,
+    /// Pods that are gone, and since when: what the runtime was asked before may still name them.
+    gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<Report>,
     reports_out: mpsc::Sender<Report>,
 }
@@ -149,7 +167,8 @@ impl Manager {
     /// A manager that has started nothing yet.
     pub fn new(parts: Parts) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
-        Self { parts, pods: BTreeMap::new(), runtime: None, reports_in, reports_out }
+        let (pods, gone) = (BTreeMap::new(), BTreeMap::new());
+        Self { parts, pods, runtime: None, gone, reports_in, reports_out }
     }
 
     /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
@@ -185,39 +204,60 @@ impl Manager {
 
     /// Makes workers fit what is desired: starts the missing, terminates the others.
     fn reconcile(&mut self) {
+        let desired = Arc::clone(&self.parts.desired.borrow_and_update());
+        self.publish_rejected(&desired);
         // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
         let Some(in_runtime) = self.runtime.clone() else { return };
-        let desired = Arc::clone(&self.parts.desired.borrow_and_update());
         let uid_of = |pod: &Arc<core::Pod>| pod.metadata.uid.clone();
         let wanted: BTreeMap<String, &Arc<core::Pod>> =
             desired.pods.values().filter_map(|pod| Some((uid_of(pod)?, pod))).collect();
         for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
-            let removable =
-                self.pods.get(&uid).is_some_and(|m| desired.may_remove(manifest_of(&m.pod).as_deref()));
-            if !wanted.contains_key(&uid) && removable {
-                self.terminate(&uid);
-            }
+            self.keep_or_terminate(&uid, wanted.get(&uid).copied(), &desired);
         }
         for (uid, orphan) in &in_runtime {
-            if !self.pods.contains_key(uid) && !wanted.contains_key(uid) {
-                if !desired.may_remove(orphan.manifest.as_deref()) {
-                    continue;
-                }
-                info!(pod = %orphan.name, uid, "a pod without a manifest runs here; it is terminated");
-                self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
+            // A UID may be written in the manifest, and stay when the rest changes.
+            let is_wanted =
+                wanted.get(uid).is_some_and(|pod| orphan.hash.is_none() || orphan.hash == hash_of(pod));
+            if self.pods.contains_key(uid) || is_wanted || !desired.may_remove(orphan.manifest.as_deref()) {
+                continue;
             }
+            info!(pod = %orphan.name, uid, "a pod without a manifest runs here; it is terminated");
+            self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
         for (uid, pod) in wanted {
-            let name = PodName::of(pod);
-            let pod = Arc::clone(pod);
-            // Of two pods of one name the old one must be gone first: they may share ports and files.
-            let name_taken = self.pods.values().any(|m| m.name == name);
-            if !self.pods.contains_key(&uid) && !name_taken {
-                info!(pod = %name, uid, "pod is managed from now on");
-                self.spawn(pod, false);
+            if self.pods.contains_key(&uid) {
+                continue;
             }
+            let name = PodName::of(pod);
+            // Of two pods of one name the old one must be gone first: they may share ports and files.
+            if self.pods.values().any(|m| m.name == name) {
+                continue;
+            }
+            let left_alone = |(other, seen): (&String, &RuntimePod)| {
+                *other != uid && seen.name == name && !self.pods.contains_key(other)
+            };
+            if in_runtime.iter().any(left_alone) {
+                warn!(pod = %name, uid, "pod must wait: one of its name runs here, from a manifest that can't be read");
+                continue;
+            }
+            info!(pod = %name, uid, "pod is managed from now on");
+            self.spawn(Arc::clone(pod), false);
         }
-        self.publish_rejected(&desired);
+    }
+
+    /// Terminates a pod that isn't wanted any more, or not as it is.
+    fn keep_or_terminate(&mut self, uid: &str, wanted: Option<&Arc<core::Pod>>, desired: &Desired) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        match wanted.filter(|pod| hash_of(pod) == hash_of(&managed.pod)) {
+            // The same manifest; what comes from elsewhere, its priority, may be new.
+            Some(pod) if !managed.terminating() && managed.pod != *pod => {
+                managed.pod = Arc::clone(pod);
+                self.publish(uid);
+            }
+            Some(_) => {}
+            None if desired.may_remove(manifest_of(&managed.pod).as_deref()) => self.terminate(uid),
+            None => {}
+        }
     }
 
     fn publish_rejected(&self, desired: &Desired) {
@@ -285,11 +325,12 @@ impl Manager {
         if report.gone {
             let name = managed.name.clone();
             self.pods.remove(&report.uid);
+            self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
             if let Some(runtime) = &mut self.runtime {
                 runtime.remove(&report.uid);
             }
-            self.unpublish(&name);
+            self.unpublish(&name, &report.uid);
             if !stopping {
                 // A pod of the same name may have waited for this one.
                 self.reconcile();
@@ -314,12 +355,14 @@ impl Manager {
 
     fn on_request(&mut self, request: Request, stopping: bool) {
         match request {
-            Request::Runtime(seen) => {
-                for uid in &seen.changed {
-                    if let Some(managed) = self.pods.get(uid) {
+            Request::Runtime(mut seen) => {
+                for (uid, managed) in &self.pods {
+                    if seen.recovered || seen.changed.contains(uid) {
                         managed.control.send_modify(|c| c.changes += 1);
                     }
                 }
+                self.gone.retain(|_, since| *since >= seen.asked_at);
+                seen.pods.retain(|uid, _| !self.gone.contains_key(uid));
                 let earlier =
                     if self.runtime.is_none() { self.parts.records.origins() } else { BTreeMap::new() };
                 self.runtime = Some(earlier.into_iter().chain(seen.pods).collect());
@@ -364,6 +407,9 @@ impl Manager {
 
     /// Computes a pod's status anew and publishes it if it changed.
     fn publish(&mut self, uid: &str) {
+        if self.is_shadowed(uid) {
+            return;
+        }
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let unseen = Observation::default();
         let status = match (&managed.seen, &managed.status) {
@@ -390,6 +436,7 @@ impl Manager {
             name: name.clone(),
             grace: cri_config::grace_period(&managed.pod),
             manifest: manifest_of(&managed.pod),
+            hash: hash_of(&managed.pod),
         };
         let record = PodRecord { origin, status: Some(status), probes: managed.probes.clone() };
         let changed = self.parts.table.send_if_modified(|table| {
@@ -407,12 +454,22 @@ impl Manager {
         }
     }
 
-    fn unpublish(&self, name: &PodName) {
+    /// Whether it is on its way out while another pod has its name: readers see that one.
+    fn is_shadowed(&self, uid: &str) -> bool {
+        let Some(managed) = self.pods.get(uid).filter(|m| m.terminating()) else { return false };
+        self.pods.iter().any(|(other, m)| other != uid && m.name == managed.name && !m.terminating())
+    }
+
+    fn unpublish(&self, name: &PodName, uid: &str) {
         self.parts.table.send_if_modified(|table| {
+            // Another pod may have the name by now.
+            if table.pods.get(name).is_none_or(|entry| entry.pod.metadata.uid.as_deref() != Some(uid)) {
+                return false;
+            }
             let mut pods = table.pods.clone();
-            let removed = pods.remove(name).is_some();
+            pods.remove(name);
             *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
-            removed
+            true
         });
         self.parts.metrics.observe(&self.parts.table.borrow());
     }
@@ -420,6 +477,10 @@ impl Manager {
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {
     pod.metadata.annotations.as_ref()?.get(super::labels::MANIFEST).map(PathBuf::from)
+}
+
+fn hash_of(pod: &core::Pod) -> Option<String> {
+    pod.metadata.annotations.as_ref()?.get(ANNOTATION_HASH).cloned()
 }
 
 /// As much of a pod as its termination needs.
