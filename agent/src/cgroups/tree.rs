@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Hierarchy;
 use super::{CgroupError, Store, is_gone};
@@ -20,8 +21,11 @@ pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: Store) -> Resu
             pass_down(&parent)?;
         }
         let child = parent.join(name);
-        match fs::create_dir(&child) {
-            Ok(()) if store == Store::Folders => copy_files(&parent, &child)?,
+        let made = match store {
+            Store::Kernel => fs::create_dir(&child),
+            Store::Folders => make_folder(&parent, &child),
+        };
+        match made {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(CgroupError::io("make the cgroup", &child, error)),
@@ -35,25 +39,32 @@ pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: Store) -> Resu
     Ok(())
 }
 
-/// Does for a plain folder what the kernel does for a cgroup.
-fn copy_files(parent: &Path, child: &Path) -> Result<(), CgroupError> {
-    for file in files(parent)? {
-        fs::copy(parent.join(&file), child.join(&file))
-            .map_err(|error| CgroupError::io("copy into", child, error))?;
+/// Does for a plain folder what the kernel does for a cgroup: it is there with its files, or not at all.
+fn make_folder(parent: &Path, child: &Path) -> io::Result<()> {
+    if child.exists() {
+        return Err(io::ErrorKind::AlreadyExists.into());
     }
-    Ok(())
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    let folder = parent.join(format!(".new-{}", MADE.fetch_add(1, Ordering::Relaxed)));
+    fs::create_dir(&folder)?;
+    for file in files(parent)? {
+        fs::copy(parent.join(&file), folder.join(&file))?;
+    }
+    match fs::rename(&folder, child) {
+        // Another thread was faster.
+        Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => fs::remove_dir_all(folder),
+        renamed => renamed,
+    }
 }
 
 /// The names of the files in a plain folder.
-fn files(dir: &Path) -> Result<Vec<OsString>, CgroupError> {
-    let list = || -> io::Result<Vec<OsString>> {
-        let entries = fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
-        Ok(entries.iter().filter(|e| e.path().is_file()).map(fs::DirEntry::file_name).collect())
+fn files(dir: &Path) -> io::Result<Vec<OsString>> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries.collect::<io::Result<Vec<_>>>()?,
+        Err(error) if is_gone(&error) => Vec::new(),
+        Err(error) => return Err(error),
     };
-    match list() {
-        Err(error) if !is_gone(&error) => Err(CgroupError::io("list", dir, error)),
-        listed => Ok(listed.unwrap_or_default()),
-    }
+    Ok(entries.iter().filter(|e| e.path().is_file()).map(fs::DirEntry::file_name).collect())
 }
 
 /// Enables in `parent` what its children need; only what is not enabled yet and what it has itself.
@@ -96,9 +107,8 @@ pub(super) fn remove(dir: &Path, store: Store) -> Result<(), CgroupError> {
         remove(&dir.join(name), store)?;
     }
     if store == Store::Folders {
-        for file in files(dir)? {
-            fs::remove_file(dir.join(file)).map_err(|error| CgroupError::io("empty", dir, error))?;
-        }
+        let emptied = files(dir).and_then(|all| all.iter().try_for_each(|f| fs::remove_file(dir.join(f))));
+        emptied.map_err(|error| CgroupError::io("empty", dir, error))?;
     }
     match fs::remove_dir(dir) {
         Ok(()) => Ok(()),

@@ -130,7 +130,8 @@ impl Relist {
                     let news = RuntimePods { recovered: failing, ..news };
                     failing = false;
                     self.pulse.beat();
-                    if news.worth_telling() && self.requests.send(Request::Runtime(news)).await.is_err() {
+                    // Without changes too: what came and went between two looks is missed by those who saw it.
+                    if self.requests.send(Request::Runtime(news)).await.is_err() {
                         return;
                     }
                 }
@@ -161,10 +162,9 @@ impl Relist {
         )?;
         self.metrics.duration.observe(began.elapsed().as_secs_f64());
         let (pods, seen) = group(&sandboxes, &containers);
-        let first = self.seen.is_none();
         let before = self.seen.replace(seen).unwrap_or_default();
         let changed = self.seen.as_ref().map(|now| differences(&before, now)).unwrap_or_default();
-        Ok(RuntimePods { pods, changed, asked_at: began, first, recovered: false })
+        Ok(RuntimePods { pods, changed, asked_at: began, recovered: false })
     }
 }
 

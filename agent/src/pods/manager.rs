@@ -62,17 +62,8 @@ pub struct RuntimePods {
     pub changed: BTreeSet<String>,
     /// When the runtime was asked.
     pub asked_at: Instant,
-    /// It was never asked before.
-    pub first: bool,
     /// The time before, it gave no answer.
     pub recovered: bool,
-}
-
-impl RuntimePods {
-    /// Whether anybody must know of it.
-    pub fn worth_telling(&self) -> bool {
-        self.first || self.recovered || !self.changed.is_empty()
-    }
 }
 
 /// As much of a pod as its sandbox tells.
@@ -357,7 +348,9 @@ impl Manager {
         match request {
             Request::Runtime(mut seen) => {
                 for (uid, managed) in &self.pods {
-                    if seen.recovered || seen.changed.contains(uid) {
+                    let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
+                    let lost = had_any && !seen.pods.contains_key(uid);
+                    if lost || seen.recovered || seen.changed.contains(uid) {
                         managed.control.send_modify(|c| c.changes += 1);
                     }
                 }
@@ -365,9 +358,12 @@ impl Manager {
                 seen.pods.retain(|uid, _| !self.gone.contains_key(uid));
                 let earlier =
                     if self.runtime.is_none() { self.parts.records.origins() } else { BTreeMap::new() };
-                self.runtime = Some(earlier.into_iter().chain(seen.pods).collect());
-                if !stopping {
-                    self.reconcile();
+                let in_runtime = Some(earlier.into_iter().chain(seen.pods).collect());
+                if self.runtime != in_runtime {
+                    self.runtime = in_runtime;
+                    if !stopping {
+                        self.reconcile();
+                    }
                 }
             }
             Request::Probe(update) => self.on_probe(&update),

@@ -73,7 +73,7 @@ impl Inputs<'_> {
         let mains: Vec<&core::Container> = spec.containers.iter().collect();
         let initialized = self.initialized(&inits, &mains);
         let role = |c: &core::Container| if pod::is_sidecar(c) { Role::Running } else { Role::Init };
-        let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), true)).collect();
+        let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), false)).collect();
         let statuses: Vec<_> = mains.iter().map(|c| self.container(c, Role::Running, initialized)).collect();
         let tally = self.tally(&inits, initialized, &statuses);
         let phase = pod::phase(RestartPolicy::of(spec), tally);
@@ -161,7 +161,7 @@ impl Inputs<'_> {
         self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
     }
 
-    /// The status of one container. `may_run` is false while init containers hold it back.
+    /// The status of one container. `may_run` is false while init containers hold it back, and for these themselves.
     fn container(&self, spec: &core::Container, role: Role, may_run: bool) -> core::ContainerStatus {
         let newest = self.seen.newest(&spec.name);
         let runtime = newest.and_then(|c| self.seen.containers.get(&c.id));
