@@ -352,7 +352,11 @@ impl FakeCri {
     /// The calls so far, one a line: for failed tests.
     #[must_use]
     pub fn transcript(&self) -> String {
-        let line = |call: &Call| format!("{:4} {:?} {:?}\n", call.number, call.asked, call.outcome);
+        let line = |call: &Call| {
+            // Whole configurations would bury the order, which is what a reader wants.
+            let asked: String = format!("{:?}", call.asked).chars().take(240).collect();
+            format!("{:4} {:?}: {asked}\n", call.number, call.outcome)
+        };
         self.shared.lock().calls.iter().map(line).collect()
     }
 }

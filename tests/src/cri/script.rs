@@ -22,6 +22,8 @@ pub(super) enum Act {
     Sever,
     /// It waits for the test, then is answered as usual.
     Hold(Arc<Gate>),
+    /// It is done, and its answer waits for the test.
+    HoldReply(Arc<Gate>),
 }
 
 type Condition = Box<dyn Fn(&Asked) -> bool + Send + Sync>;
@@ -113,8 +115,15 @@ impl<'a> Script<'a> {
 
     /// The call hangs until the test lets it go on: see [`Held`].
     pub fn hold(self) -> Held {
-        let gate = Arc::new(Gate { open: watch::channel(false).0, waiting: watch::channel(0).0 });
+        let gate = Gate::closed();
         self.lay_down(Act::Hold(Arc::clone(&gate)));
+        Held { gate }
+    }
+
+    /// The call is done, but its answer hangs until the test lets it go: see [`Held`].
+    pub fn hold_reply(self) -> Held {
+        let gate = Gate::closed();
+        self.lay_down(Act::HoldReply(Arc::clone(&gate)));
         Held { gate }
     }
 }
@@ -126,6 +135,10 @@ pub(super) struct Gate {
 }
 
 impl Gate {
+    fn closed() -> Arc<Self> {
+        Arc::new(Gate { open: watch::channel(false).0, waiting: watch::channel(0).0 })
+    }
+
     pub(super) async fn wait(&self) {
         self.waiting.send_modify(|waiting| *waiting += 1);
         // The sender lives as long as the gate.

@@ -101,6 +101,11 @@ impl Service {
                 gate.wait().await;
                 self.shared.work(|world| work(world, message))
             }
+            Act::HoldReply(gate) => {
+                let result = self.shared.work(|world| work(world, message));
+                gate.wait().await;
+                result
+            }
         };
         arrival.finish(&result);
         result.map(Response::new)

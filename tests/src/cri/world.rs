@@ -94,6 +94,8 @@ pub struct World {
     pub containers: BTreeMap<String, Container>,
     /// On the node, by full name (`docker.io/library/busybox:1.36`).
     pub images: BTreeMap<String, cri::Image>,
+    /// Names of containers whose process ends with 0 as soon as it is started, as init containers may.
+    pub ends_at_once: BTreeSet<String>,
     /// In the registry, by full name: what a pull can get.
     pub registry: BTreeSet<String>,
     /// RuntimeReady and NetworkReady.
@@ -403,6 +405,11 @@ impl World {
         }
         container.state = ContainerState::ContainerRunning;
         container.started_at = now();
+        let (id, name) = (container.id.clone(), container.name().to_owned());
+        if self.ends_at_once.contains(&name) {
+            // It was just seen running.
+            let _ = self.exit(&id, 0, None);
+        }
         Ok(cri::StartContainerResponse {})
     }
 

@@ -1,0 +1,526 @@
+//! A node without a kernel and without a container runtime: the agent's own parts (manifests, manager, relist, probes,
+//! records), connected as `beelet::node` connects them, on a [`FakeCri`], with plain folders for cgroups.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
+use beelet::kernel::{Kernel, KernelOptions, Mode};
+use beelet::lifecycle::relist::{self, Relist};
+use beelet::pods::cri_config::NodeFacts;
+use beelet::pods::labels;
+use beelet::pods::launch::Launcher;
+use beelet::pods::manager::{Manager, Parts};
+use beelet::pods::manifest::source::{ManifestSource, Options};
+use beelet::pods::metrics::Metrics;
+use beelet::pods::records::Records;
+use beelet::pods::table::{PodEntry, PodName, PodTable};
+use beelet::probes::{self, Probes};
+use beelet::runtime::Runtime;
+use beelet::state::State;
+use beelet_policy::cgroups::{CgroupConfig, CgroupVersion, NodeAmounts};
+use beelet_policy::probe::EdgePolicy;
+use beelet_policy::quantity::Quantity;
+use beelet_proto::cri;
+use beelet_tests::cri::{FakeCri, Op, PATIENCE, World};
+use k8s_openapi::api::core::v1::ContainerStatus;
+use serde_json::{Value, json};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+/// The image of every pod here, on the node from the start.
+pub(crate) const IMAGE: &str = "busybox:1.36";
+/// The calls that the pods' half makes.
+pub(crate) const CALLS: [Op; 13] = [
+    Op::ListPodSandbox,
+    Op::ListContainers,
+    Op::PodSandboxStatus,
+    Op::ContainerStatus,
+    Op::RunPodSandbox,
+    Op::StopPodSandbox,
+    Op::RemovePodSandbox,
+    Op::ImageStatus,
+    Op::PullImage,
+    Op::CreateContainer,
+    Op::StartContainer,
+    Op::StopContainer,
+    Op::RemoveContainer,
+];
+/// The calls that change something.
+pub(crate) const CHANGES: [Op; 7] = [
+    Op::RunPodSandbox,
+    Op::StopPodSandbox,
+    Op::RemovePodSandbox,
+    Op::CreateContainer,
+    Op::StartContainer,
+    Op::StopContainer,
+    Op::RemoveContainer,
+];
+/// A check that never comes within a test.
+const NEVER: Duration = Duration::from_secs(3600);
+
+/// How a node's agent is set up.
+#[derive(Clone, Copy)]
+pub(crate) struct Settings {
+    pub(crate) request_timeout: Duration,
+    pub(crate) max_restart_delay: Duration,
+    pub(crate) stop_pods_on_exit: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            request_timeout: Duration::from_secs(120),
+            max_restart_delay: Duration::from_secs(300),
+            stop_pods_on_exit: false,
+        }
+    }
+}
+
+/// A node: what outlives its agent, and the agent while it runs.
+pub(crate) struct Node {
+    pub(crate) cri: FakeCri,
+    pub(crate) settings: Settings,
+    agent: Option<Agent>,
+    dir: tempfile::TempDir,
+}
+
+/// One life of the agent.
+struct Agent {
+    // Its tasks have a runtime of their own, so that they can all die at once.
+    runtime: Option<tokio::runtime::Runtime>,
+    table: watch::Receiver<Arc<PodTable>>,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+    ended: JoinHandle<()>,
+    _kernel: Kernel,
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        // A test ends inside an async runtime of its own, where nothing may block.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Node {
+    /// A node whose agent doesn't run yet.
+    pub(crate) fn new(settings: Settings) -> Self {
+        let cri = FakeCri::start();
+        cri.add_image(IMAGE);
+        cri.change(|world| world.ends_at_once = ["init".to_owned()].into());
+        let dir = tempfile::tempdir().unwrap();
+        for folder in ["manifests", "logs", "pods"] {
+            std::fs::create_dir(dir.path().join(folder)).unwrap();
+        }
+        let cpu = [("cpu.shares", "1024"), ("cpu.cfs_quota_us", "-1"), ("cpu.cfs_period_us", "100000")];
+        let memory = [("memory.limit_in_bytes", "9223372036854771712")];
+        for (hierarchy, files) in [("cpu", &cpu[..]), ("memory", &memory[..])] {
+            let mount = dir.path().join("cgroup").join(hierarchy);
+            std::fs::create_dir_all(&mount).unwrap();
+            for (file, content) in files {
+                std::fs::write(mount.join(file), content).unwrap();
+            }
+        }
+        Node { cri, settings, agent: None, dir }
+    }
+
+    /// A node with these manifests, whose agent runs.
+    pub(crate) async fn with(pods: &[Value]) -> Self {
+        Self::with_settings(Settings::default(), pods).await
+    }
+
+    pub(crate) async fn with_settings(settings: Settings, pods: &[Value]) -> Self {
+        let mut node = Self::new(settings);
+        pods.iter().for_each(|pod| node.apply(pod));
+        node.start().await;
+        node
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    // ---- Manifests ----
+
+    /// Puts a pod's manifest into the folder, or replaces it.
+    pub(crate) fn apply(&self, pod: &Value) {
+        self.apply_text(pod["metadata"]["name"].as_str().unwrap(), &pod.to_string());
+    }
+
+    /// Puts any text into the folder, in the manifest of that pod.
+    pub(crate) fn apply_text(&self, name: &str, text: &str) {
+        let temporary = self.path(&format!("manifests/.{name}"));
+        std::fs::write(&temporary, text).unwrap();
+        std::fs::rename(temporary, self.manifest(name)).unwrap();
+    }
+
+    pub(crate) fn remove(&self, name: &str) {
+        std::fs::remove_file(self.manifest(name)).unwrap();
+    }
+
+    pub(crate) fn manifest(&self, name: &str) -> PathBuf {
+        self.path(&format!("manifests/{name}.yaml"))
+    }
+
+    // ---- The agent ----
+
+    /// Starts the agent, as after a boot or a kill.
+    pub(crate) async fn start(&mut self) {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let agent = runtime.spawn(connect(self.dir.path().to_owned(), self.cri.endpoint(), self.settings));
+        let (table, metrics, shutdown, ended, kernel) = agent.await.unwrap();
+        self.agent = Some(Agent { runtime: Some(runtime), table, metrics, shutdown, ended, _kernel: kernel });
+    }
+
+    /// Ends the agent as kill -9 does: whatever it was doing stays half done.
+    pub(crate) async fn kill(&mut self) {
+        let Some(mut agent) = self.agent.take() else { return };
+        let runtime = agent.runtime.take();
+        // All tasks are dropped where they are; that blocks until their threads are gone.
+        tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
+    }
+
+    pub(crate) async fn kill_and_start(&mut self) {
+        self.kill().await;
+        self.start().await;
+    }
+
+    /// Tells the agent to stop, and waits until it has.
+    pub(crate) async fn stop(&mut self) {
+        let mut agent = self.agent.take().unwrap();
+        agent.shutdown.cancel();
+        let ended = tokio::time::timeout(PATIENCE, &mut agent.ended).await;
+        assert!(ended.is_ok(), "the agent does not end; the calls so far:\n{}", self.cri.transcript());
+        let runtime = agent.runtime.take();
+        tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
+    }
+
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.agent.as_ref().unwrap().metrics
+    }
+
+    pub(crate) fn table(&self) -> Arc<PodTable> {
+        self.agent.as_ref().unwrap().table.borrow().clone()
+    }
+
+    /// A receiver of its own, for tests that must see every change.
+    pub(crate) fn watch(&self) -> watch::Receiver<Arc<PodTable>> {
+        self.agent.as_ref().unwrap().table.clone()
+    }
+
+    // ---- Waiting ----
+
+    /// Waits until the table is as `found` says.
+    pub(crate) async fn until<T>(&self, what: &str, found: impl Fn(&PodTable) -> Option<T>) -> T {
+        let mut table = self.watch();
+        let waited = tokio::time::timeout(PATIENCE, async {
+            loop {
+                let result = found(&table.borrow_and_update().clone());
+                if let Some(result) = result {
+                    return result;
+                }
+                table.changed().await.unwrap();
+            }
+        });
+        match waited.await {
+            Ok(found) => found,
+            Err(_) => panic!("waited for {what}; there is\n{}\n{}", self.describe(), self.cri.transcript()),
+        }
+    }
+
+    /// Waits until a pod is as `wanted` says.
+    pub(crate) async fn until_pod(&self, name: &str, what: &str, wanted: impl Fn(&View) -> bool) -> View {
+        self.until(&format!("{name}: {what}"), |table| view(table, name).filter(&wanted)).await
+    }
+
+    pub(crate) async fn until_ready(&self, name: &str) -> View {
+        self.until_pod(name, "to be ready", View::ready).await
+    }
+
+    /// Waits until a pod is not in the table any more.
+    pub(crate) async fn until_gone(&self, name: &str) {
+        self.until(&format!("{name} to be gone"), |table| view(table, name).is_none().then_some(())).await;
+    }
+
+    /// Waits until the relist has looked twice from now on: what it saw before has been told.
+    pub(crate) async fn until_relisted(&self) {
+        for _ in 0..2 {
+            let first = self.cri.calls().len();
+            let whole = |call: &beelet_tests::cri::Call| is_relist(&call.asked) && call.succeeded();
+            self.cri.wait_for_after("a relist", first, whole).await;
+        }
+    }
+
+    /// Waits until nothing is left of a pod: not in the runtime, not in cgroups, not on disk.
+    pub(crate) async fn until_nothing_is_left(&self, pod: &View) {
+        let (name, uid) = (pod.name(), pod.uid());
+        self.cri
+            .wait_until(&format!("{name} to be gone from the runtime"), |world| sandboxes(world, &uid) == 0)
+            .await;
+        // Folders can't be waited for.
+        let gone = tokio::time::timeout(PATIENCE, async {
+            while self.files().iter().any(|path| path.to_string_lossy().contains(&uid)) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        });
+        if gone.await.is_err() {
+            panic!("{name} left something behind: {:#?}\n{}", self.files(), self.cri.transcript());
+        }
+        let of_uid = |entry: &Arc<PodEntry>| entry.pod.metadata.uid.as_ref() == Some(&uid);
+        if self.agent.is_some() {
+            self.until("the pod to leave the table", |table| {
+                (!table.pods.values().any(of_uid)).then_some(())
+            })
+            .await;
+        }
+    }
+
+    /// Folders of pods and cgroups.
+    fn files(&self) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        let mut todo = vec![self.path("cgroup"), self.path("pods"), self.path("logs")];
+        while let Some(dir) = todo.pop() {
+            for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+                if entry.path().is_dir() {
+                    todo.push(entry.path());
+                }
+                found.push(entry.path());
+            }
+        }
+        found
+    }
+
+    /// The table, for failed tests.
+    fn describe(&self) -> String {
+        let table = self.table();
+        let line =
+            |(name, entry): (&PodName, &Arc<PodEntry>)| format!("{name}: {}\n", json!(entry.pod.status));
+        let pods: String = table.pods.iter().map(line).collect();
+        format!("{pods}rejected: {:?}", table.rejected)
+    }
+
+    // ---- What the runtime has ----
+
+    /// Names and attempts of a pod's containers, in order, those that run marked with `+`, those that ended with `-`:
+    /// `init/0- main/1+`.
+    pub(crate) fn containers(&self, name: &str) -> String {
+        containers(&self.cri.world(), name)
+    }
+
+    /// How many calls of these kinds were answered without an error.
+    pub(crate) fn done(&self, ops: &[Op]) -> usize {
+        self.cri.calls().iter().filter(|call| ops.contains(&call.op()) && call.succeeded()).count()
+    }
+}
+
+/// Whether a listing is the relist's: of all pods, not of one.
+pub(crate) fn is_relist(asked: &beelet_tests::cri::Asked) -> bool {
+    let beelet_tests::cri::Asked::ListContainers(request) = asked else { return false };
+    request.filter.as_ref().is_some_and(|filter| !filter.label_selector.contains_key(labels::POD_UID))
+}
+
+pub(crate) fn containers(world: &World, name: &str) -> String {
+    let pod = format!("{name}-n1");
+    let of_pod = |c: &&beelet_tests::cri::Container| {
+        world.sandboxes.get(&c.sandbox_id).is_some_and(|sandbox| sandbox.pod_name() == pod)
+    };
+    let mut all: Vec<String> = world
+        .containers
+        .values()
+        .filter(of_pod)
+        .map(|c| {
+            let mark = match c.state {
+                cri::ContainerState::ContainerCreated => "?",
+                cri::ContainerState::ContainerRunning => "+",
+                cri::ContainerState::ContainerExited => "-",
+                cri::ContainerState::ContainerUnknown => "!",
+            };
+            format!("{}/{}{mark}", c.name(), c.attempt())
+        })
+        .collect();
+    all.sort();
+    all.join(" ")
+}
+
+fn sandboxes(world: &World, uid: &str) -> usize {
+    let of_pod = |s: &&beelet_tests::cri::Sandbox| s.config.metadata.as_ref().is_some_and(|m| m.uid == uid);
+    world.sandboxes.values().filter(of_pod).count()
+}
+
+type Connected = (watch::Receiver<Arc<PodTable>>, Metrics, CancellationToken, JoinHandle<()>, Kernel);
+
+/// Builds the parts and connects them, as `beelet::node` does.
+async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connected {
+    let shutdown = CancellationToken::new();
+    let state = Arc::new(State::open(&dir.join("state")).unwrap());
+    let runtime = Runtime::new(&endpoint, settings.request_timeout).unwrap();
+    let metrics = Metrics::default();
+    let kernel = Kernel::start(&KernelOptions {
+        bpffs: dir.join("bpf"),
+        pin_name: "beelet".to_owned(),
+        cgroup: PathBuf::new(),
+        mode: Mode::Off,
+        object: None,
+    });
+    let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
+    let (requests_out, requests) = mpsc::channel(64);
+    let (relist, _) = Relist::new(runtime.clone(), requests_out.clone(), relist::Metrics::default());
+    let records = Records::load(&state);
+    let writer = tokio::spawn(records.writer(Arc::clone(&state), metrics.clone()));
+    let working = CancellationToken::new();
+    let options = Options { check_frequency: NEVER, critical_static_pods: false, cancel: working.clone() };
+    let manager = Manager::new(Parts {
+        launcher: Arc::new(launcher(&dir, runtime, settings)),
+        runtime_name: "fake".to_owned(),
+        desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
+        requests,
+        table: table_out,
+        records,
+        metrics: metrics.clone(),
+        stop_pods_on_exit: settings.stop_pods_on_exit,
+    });
+    let probes = Probes::new(probes::Parts {
+        table: table.clone(),
+        requests: requests_out,
+        listeners: kernel.listeners(),
+        edges: kernel.edges(),
+        settings: probes::Settings { tcp_by_kernel: false, edge_policy: EdgePolicy::Immediate },
+        metrics: probes::Metrics::default(),
+    });
+    tokio::spawn(relist.run(working.clone()));
+    tokio::spawn(probes.run(working.clone()));
+    let until = shutdown.clone();
+    let ended = tokio::spawn(async move {
+        manager.run(until).await;
+        working.cancel();
+        writer.await.unwrap();
+    });
+    (table, metrics, shutdown, ended, kernel)
+}
+
+fn launcher(dir: &Path, runtime: Runtime, settings: Settings) -> Launcher {
+    let hierarchy = |name: &str| Hierarchy {
+        mount: dir.join("cgroup").join(name),
+        is_v2: false,
+        controllers: [name.to_owned()].into(),
+    };
+    let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+    let amount = |text: &str| Quantity::parse(text).unwrap();
+    let node = NodeAmounts::new(amount("4"), amount("8Gi"), amount("0"), amount("0"));
+    Launcher {
+        runtime,
+        cgroups: Arc::new(Cgroups::over_folders(layout, "/").unwrap()),
+        cgroup_config: CgroupConfig::new(CgroupVersion::V1, node),
+        node: NodeFacts {
+            node_name: "n1".to_owned(),
+            host_ip: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            pod_logs_dir: dir.join("logs"),
+            host_dns: cri::DnsConfig::default(),
+            cluster_dns: Vec::new(),
+            cluster_domain: String::new(),
+        },
+        pods_dir: dir.join("pods"),
+        max_restart_delay: settings.max_restart_delay,
+    }
+}
+
+/// A pod as the table shows it.
+#[derive(Clone)]
+pub(crate) struct View(pub(crate) Arc<PodEntry>);
+
+/// The pod of this manifest.
+pub(crate) fn view(table: &PodTable, name: &str) -> Option<View> {
+    let name = PodName { namespace: "default".to_owned(), name: format!("{name}-n1") };
+    table.pods.get(&name).map(|entry| View(Arc::clone(entry)))
+}
+
+impl View {
+    pub(crate) fn name(&self) -> String {
+        self.0.pod.metadata.name.clone().unwrap()
+    }
+
+    pub(crate) fn uid(&self) -> String {
+        self.0.pod.metadata.uid.clone().unwrap()
+    }
+
+    pub(crate) fn phase(&self) -> String {
+        self.0.pod.status.as_ref().unwrap().phase.clone().unwrap()
+    }
+
+    pub(crate) fn ready(&self) -> bool {
+        let conditions = self.0.pod.status.iter().flat_map(|s| s.conditions.iter().flatten());
+        conditions.into_iter().any(|c| c.type_ == "Ready" && c.status == "True")
+    }
+
+    pub(crate) fn terminating(&self) -> bool {
+        self.0.pod.metadata.deletion_timestamp.is_some()
+    }
+
+    pub(crate) fn container(&self, name: &str) -> ContainerStatus {
+        let status = self.0.pod.status.as_ref().unwrap();
+        let inits = status.init_container_statuses.iter().flatten();
+        let mut all = inits.chain(status.container_statuses.iter().flatten());
+        all.find(|c| c.name == name).unwrap().clone()
+    }
+
+    /// Restart counts by container.
+    pub(crate) fn restarts(&self) -> BTreeMap<String, i32> {
+        let status = self.0.pod.status.as_ref().unwrap();
+        let inits = status.init_container_statuses.iter().flatten();
+        inits
+            .chain(status.container_statuses.iter().flatten())
+            .map(|c| (c.name.clone(), c.restart_count))
+            .collect()
+    }
+
+    pub(crate) fn running(&self, name: &str) -> bool {
+        self.container(name).state.is_some_and(|state| state.running.is_some())
+    }
+
+    /// Why a container waits: the reason and the message.
+    pub(crate) fn waiting(&self, name: &str) -> Option<(String, String)> {
+        let waiting = self.container(name).state?.waiting?;
+        Some((waiting.reason.unwrap_or_default(), waiting.message.unwrap_or_default()))
+    }
+
+    pub(crate) fn waits_for(&self, name: &str, reason: &str) -> bool {
+        self.waiting(name).is_some_and(|(found, _)| found == reason)
+    }
+}
+
+/// A pod with one container, `main`; told to stop, it has 7 seconds.
+pub(crate) fn pod(name: &str) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": name },
+        "spec": { "terminationGracePeriodSeconds": 7, "containers": [container("main")] },
+    })
+}
+
+/// The pod with this in its spec.
+pub(crate) fn with(mut pod: Value, field: &str, value: Value) -> Value {
+    pod["spec"][field] = value;
+    pod
+}
+
+pub(crate) fn container(name: &str) -> Value {
+    json!({ "name": name, "image": IMAGE })
+}
+
+/// A pod of everything: a volume, an init container, a sidecar, and two containers.
+pub(crate) fn of_everything(name: &str) -> Value {
+    let pod = with(pod(name), "containers", json!([container("a"), container("b")]));
+    let mut sidecar = container("side");
+    sidecar["restartPolicy"] = json!("Always");
+    let pod = with(pod, "initContainers", json!([container("init"), sidecar]));
+    with(pod, "volumes", json!([{ "name": "scratch", "emptyDir": {} }]))
+}

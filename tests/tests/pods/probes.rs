@@ -1,0 +1,163 @@
+//! What probes do to pods. They look at a port of this machine that the test opens and closes.
+
+use std::net::TcpListener;
+
+use beelet_tests::cri::{Asked, FakeCri};
+use serde_json::{Value, json};
+
+use crate::node::{Node, View, container, pod, view, with};
+
+/// A port of this machine that nobody listens on, until the test does.
+struct Port(u16);
+
+impl Port {
+    fn free() -> Self {
+        Port(TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port())
+    }
+
+    fn open(&self) -> TcpListener {
+        TcpListener::bind(("127.0.0.1", self.0)).unwrap()
+    }
+
+    /// A probe of it, once a second, that believes the first answer.
+    fn probe(&self) -> Value {
+        let socket = json!({ "host": "127.0.0.1", "port": self.0 });
+        json!({ "tcpSocket": socket, "periodSeconds": 1, "failureThreshold": 1 })
+    }
+}
+
+/// A pod whose container has these probes.
+fn probed(probes: &[(&str, Value)]) -> Value {
+    let mut main = container("main");
+    for (kind, probe) in probes {
+        main[format!("{kind}Probe")] = probe.clone();
+    }
+    with(pod("web"), "containers", json!([main]))
+}
+
+/// The grace that containers were given to stop, in seconds.
+fn graces(cri: &FakeCri) -> Vec<i64> {
+    let grace = |call: beelet_tests::cri::Call| match call.asked {
+        Asked::StopContainer(request) => Some(request.timeout),
+        _ => None,
+    };
+    cri.calls().into_iter().filter_map(grace).collect()
+}
+
+#[tokio::test]
+async fn readiness_follows_its_probe_and_restarts_nothing() {
+    let port = Port::free();
+    let node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
+    node.until_pod("web", "to run unready", |pod| pod.running("main") && !pod.ready()).await;
+    let listener = port.open();
+    node.until_ready("web").await;
+    drop(listener);
+    let pod = node.until_pod("web", "to be unready", |pod| !pod.ready()).await;
+    assert_eq!(pod.restarts()["main"], 0);
+    assert_eq!(graces(&node.cri), Vec::<i64>::new());
+}
+
+#[tokio::test]
+async fn after_a_restart_of_the_agent_readiness_does_not_flip() {
+    let port = Port::free();
+    let _listener = port.open();
+    let mut node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
+    node.until_ready("web").await;
+    let record = || std::fs::read_to_string(node.path("state/pods.json")).unwrap_or_default();
+    // The last record is on its way to the disk.
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, || {
+        if record().contains("\"ready\":true") { Ok(()) } else { Err("not yet") }
+    })
+    .unwrap();
+    node.kill_and_start().await;
+    let mut table = node.watch();
+    let first = node.cri.calls().len();
+    let looked = node.cri.wait_for_after("a second look", first, |_| true);
+    tokio::pin!(looked);
+    loop {
+        if let Some(pod) = view(&table.borrow_and_update(), "web") {
+            assert!(pod.ready(), "it flipped");
+        }
+        tokio::select! {
+            changed = table.changed() => changed.unwrap(),
+            _ = &mut looked => break,
+        }
+    }
+    node.until_relisted().await;
+    assert!(view(&node.table(), "web").unwrap().ready());
+}
+
+#[tokio::test]
+async fn a_liveness_failure_restarts_with_the_probes_own_grace() {
+    let port = Port::free();
+    let listener = port.open();
+    let mut probe = port.probe();
+    probe["terminationGracePeriodSeconds"] = 5.into();
+    let node = Node::with(&[probed(&[("liveness", probe)])]).await;
+    node.until_ready("web").await;
+    drop(listener);
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 5);
+    let ended = node.containers("web");
+    assert!(ended.starts_with("main/0-"), "{ended}");
+}
+
+#[tokio::test]
+async fn a_liveness_failure_without_a_grace_of_its_own_gets_the_pods() {
+    let port = Port::free();
+    let node = Node::with(&[probed(&[("liveness", port.probe())])]).await;
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 7);
+}
+
+#[tokio::test]
+async fn until_its_startup_probe_succeeds_a_container_is_neither_ready_nor_judged() {
+    let (slow, live) = (Port::free(), Port::free());
+    let mut startup = slow.probe();
+    startup["failureThreshold"] = 1000.into();
+    let pod = probed(&[("startup", startup), ("liveness", live.probe())]);
+    let node = Node::with(&[pod]).await;
+    let pod = node.until_pod("web", "to run", |pod| pod.running("main")).await;
+    assert_eq!((pod.container("main").started, pod.ready()), (Some(false), false));
+    // Liveness would have failed by the time that the relist has looked a few times.
+    node.until_relisted().await;
+    node.until_relisted().await;
+    assert_eq!(graces(&node.cri), Vec::<i64>::new());
+    let _started = slow.open();
+    let pod = node.until_pod("web", "to have started", View::ready).await;
+    assert_eq!(pod.container("main").started, Some(true));
+    // From now on it counts.
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+}
+
+#[tokio::test]
+async fn a_startup_probe_that_gives_up_restarts_its_container() {
+    let port = Port::free();
+    let mut startup = port.probe();
+    startup["terminationGracePeriodSeconds"] = 4.into();
+    let node = Node::with(&[probed(&[("startup", startup)])]).await;
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 4);
+}
+
+#[tokio::test]
+async fn a_sidecars_startup_probe_holds_the_pods_containers_back() {
+    let port = Port::free();
+    let mut side = container("side");
+    side["restartPolicy"] = "Always".into();
+    side["startupProbe"] = port.probe();
+    side["startupProbe"]["failureThreshold"] = 1000.into();
+    let mut node = Node::with(&[with(pod("web"), "initContainers", json!([side]))]).await;
+    node.until_pod("web", "to run its sidecar", |pod| pod.running("side")).await;
+    node.until_relisted().await;
+    assert_eq!(node.containers("web"), "side/0+");
+    let listener = port.open();
+    node.until_ready("web").await;
+    assert_eq!(node.containers("web"), "main/0+ side/0+");
+    drop(listener);
+    // It has started once; a restart of the agent does not make it start again.
+    node.kill_and_start().await;
+    node.until_relisted().await;
+    node.until_ready("web").await;
+    assert_eq!(node.containers("web"), "main/0+ side/0+");
+}
