@@ -2,13 +2,18 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // a helper of tests may fail as the tests may
 
 use std::net::TcpListener;
-use std::path::Path;
-use std::process::{Command, Output};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 use tempfile::TempDir;
 
 fn doctor(dir: &TempDir, ours: &str, kubelet: &str, args: &[&str]) -> Output {
+    run(dir, ours, kubelet, args).1
+}
+
+/// The doctor's process id, and what it said.
+fn run(dir: &TempDir, ours: &str, kubelet: &str, args: &[&str]) -> (u32, Output) {
     let file = dir.path().join("beelet.yaml");
     let path = dir.path().display();
     let config = format!(
@@ -17,12 +22,15 @@ fn doctor(dir: &TempDir, ours: &str, kubelet: &str, args: &[&str]) -> Output {
          containerRuntimeEndpoint: unix://{path}/runtime.sock\n{kubelet}\n"
     );
     std::fs::write(&file, config).unwrap();
-    Command::new(env!("CARGO_BIN_EXE_beelet"))
+    let child = Command::new(env!("CARGO_BIN_EXE_beelet"))
         .args(["doctor", "--config"])
         .arg(&file)
         .args(args)
-        .output()
-        .unwrap()
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    (child.id(), child.wait_with_output().unwrap())
 }
 
 fn findings(output: &Output) -> Vec<Value> {
@@ -85,27 +93,31 @@ fn the_table_ends_with_the_verdict() {
 #[test]
 fn bpf_programs_are_tried_and_taken_away_again() {
     let dir = TempDir::new().unwrap();
-    let before = leftovers();
-    let output = doctor(&dir, "", "healthzPort: 0", &["--bpf", "-o", "json"]);
+    let (pid, output) = run(&dir, "", "healthzPort: 0", &["--bpf", "-o", "json"]);
     let findings = findings(&output);
     // Allowed or not, every program has its line, and nothing is left.
     assert!(
         findings.iter().any(|finding| finding["check"] == "listener_socket" || finding["check"] == "BPF")
     );
-    assert_eq!(leftovers(), before);
+    assert_eq!(leftovers(pid), Vec::<String>::new());
     let off = doctor(&dir, "bpf: off", "healthzPort: 0", &["--bpf", "-o", "json"]);
     let off: Value = serde_json::from_slice(&off.stdout).unwrap();
     assert_eq!(find(off["findings"].as_array().unwrap(), "BPF")["detail"], "turned off by the configuration");
 }
 
-/// Mounts and cgroups a doctor made.
-fn leftovers() -> usize {
+/// What is there of the mounts and cgroups that the doctor `pid` made; other tests' doctors run beside it.
+fn leftovers(pid: u32) -> Vec<String> {
+    let name = format!("beelet-doctor-{pid}");
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-    let cgroups = std::fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten();
-    let folders = cgroups.flat_map(|entry| std::fs::read_dir(entry.path()).into_iter().flatten().flatten());
-    let ours = |text: &str| text.contains("beelet-doctor-");
-    mounts.lines().filter(|line| ours(line)).count()
-        + folders.filter(|entry| ours(&entry.file_name().to_string_lossy())).count()
+    let mut found: Vec<String> =
+        mounts.lines().filter(|line| line.contains(&name)).map(str::to_owned).collect();
+    let hierarchies =
+        std::fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten().map(|entry| entry.path());
+    let folders = hierarchies
+        .chain([PathBuf::from("/sys/fs/cgroup"), std::env::temp_dir()])
+        .map(|path| path.join(&name));
+    found.extend(folders.filter(|path| path.exists()).map(|path| path.display().to_string()));
+    found
 }
 
 #[test]

@@ -232,7 +232,10 @@ mod tests {
         assert!(lines[0].starts_with("ok") && lines[0].ends_with("Linux 6.12"), "{text}");
         assert!(lines[1].starts_with("degraded") && lines[1].ends_with("not mounted"), "{text}");
         assert_eq!(lines[2..4], ["So: pins are lost", "Do: mount it"]);
-        assert!(text.ends_with("beelet can run here; one of its parts is degraded as said above.\n"), "{text}");
+        assert!(
+            text.ends_with("beelet can run here; one of its parts is degraded as said above.\n"),
+            "{text}"
+        );
     }
 
     #[test]
