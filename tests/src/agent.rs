@@ -2,7 +2,7 @@
 //! through its own API.
 
 use crate::containerd::{Containerd, block_on, write_pid};
-use crate::guards::{self, Process};
+use crate::guards::{self, CgroupRoot, Process};
 use crate::pods::Watch;
 use crate::workdir::{self, PATIENCE, wait_for};
 use anyhow::{Context as _, Result, bail};
@@ -41,12 +41,18 @@ impl Options {
 
     /// The same, in a folder of another name: a second agent on the same containerd.
     pub fn named(containerd: &Containerd, name: &str) -> Options {
-        let instance = containerd.dir().to_path_buf();
+        Options::at(containerd.dir(), name, &containerd.endpoint(), containerd.cgroup())
+    }
+
+    /// The configuration for an agent on any runtime: all that it writes is in the folder `name` of `instance`, and
+    /// below `cgroup`.
+    pub fn at(instance: &Path, name: &str, endpoint: &str, cgroup: &CgroupRoot) -> Options {
+        let instance = instance.to_path_buf();
         let dir = instance.join(name);
         let kubelet = json!({
             "staticPodPath": dir.join("manifests"),
-            "containerRuntimeEndpoint": containerd.endpoint(),
-            "cgroupRoot": containerd.cgroup().path(),
+            "containerRuntimeEndpoint": endpoint,
+            "cgroupRoot": cgroup.path(),
             "cgroupDriver": "cgroupfs",
             "podLogsDir": dir.join("logs"),
             "healthzPort": 0,

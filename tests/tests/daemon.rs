@@ -1,0 +1,172 @@
+//! `beelet run` as it is started on a node, on a fake runtime, where the kernel half can't be had as it should: no BPF
+//! allowed, no bpf file system, pins of another version. The pod of these tests is on the host's network, so the test
+//! itself listens at its port.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use beelet_ebpf_abi::ABI_VERSION;
+use beelet_tests::agent::{Agent, Options, binary};
+use beelet_tests::cri::FakeCri;
+use beelet_tests::guards::{CgroupRoot, mounts, unmount_below};
+use beelet_tests::pods::PodView;
+use beelet_tests::{images, manifests, require, workdir};
+use serde_json::{Value, json};
+
+/// An agent, and what goes with it at the end of the test, in this order.
+struct Daemon {
+    agent: Agent,
+    mounts: Mounts,
+    _cri: FakeCri,
+    _cgroup: CgroupRoot,
+    dir: tempfile::TempDir,
+}
+
+/// Whatever was mounted below a folder.
+struct Mounts(PathBuf);
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        if let Err(error) = unmount_below(&self.0) {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
+impl Daemon {
+    fn start(change: impl FnOnce(&Path, Options) -> Options) -> Daemon {
+        let dir = tempfile::tempdir().unwrap();
+        let cri = FakeCri::start();
+        cri.add_image(images::APP);
+        let cgroup = CgroupRoot::new(&workdir::unique("bd")).unwrap();
+        let options = Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup);
+        let mounts = Mounts(dir.path().to_path_buf());
+        let agent = Agent::start(change(dir.path(), options)).unwrap();
+        Daemon { agent, mounts, _cri: cri, _cgroup: cgroup, dir }
+    }
+
+    fn wait(&self, what: &str, wanted: impl Fn(&PodView) -> bool + Sync) -> PodView {
+        let found = self.agent.until(what, |watch| watch.pod("web").filter(|pod| wanted(pod)).cloned());
+        found.unwrap_or_else(|error| panic!("{error:#}\n{}", self.agent.log()))
+    }
+
+    fn bpffs(&self) -> PathBuf {
+        self.mounts.0.join("agent/bpf")
+    }
+
+    /// A pod whose readiness follows a port: how it is once it is ready, and once it is not ready any more.
+    fn follows_a_port(&self) -> (PodView, PodView) {
+        let listener = TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let mut pod = manifests::pod("web", &["/bin/testapp"]);
+        pod["spec"]["hostNetwork"] = true.into();
+        let probe = json!({ "tcpSocket": { "port": port }, "periodSeconds": 1, "failureThreshold": 1 });
+        self.agent.apply("web.yaml", manifests::with(pod, "readinessProbe", probe).to_string()).unwrap();
+        let ready = self.wait("the pod to be ready", PodView::ready);
+        drop(listener);
+        let unready = self.wait("the pod to be not ready", |pod| !pod.ready());
+        (ready, unready)
+    }
+
+    /// What the doctor finds, by check.
+    fn doctor(&self) -> Vec<Value> {
+        let output = self.agent.cli(&["doctor", "-o", "json"]).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| {
+            panic!("{error}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        });
+        report["findings"].as_array().unwrap().clone()
+    }
+
+    /// Waits until the kernel half is up; the API is there before it.
+    fn wait_for_pins(&self) {
+        let meta = self.pins().join("META");
+        let there = || if meta.exists() { Ok(()) } else { Err(self.agent.log()) };
+        workdir::wait_for("the pins", workdir::PATIENCE, there).unwrap();
+    }
+
+    /// Where this version pins.
+    fn pins(&self) -> PathBuf {
+        self.bpffs().join(format!("beelet/v{ABI_VERSION}"))
+    }
+}
+
+fn without_mount(mut options: Options) -> Options {
+    options.mount_bpffs = false;
+    options
+}
+
+/// The finding of this name.
+fn finding<'a>(findings: &'a [Value], check: &str) -> &'a Value {
+    let found = findings.iter().find(|finding| finding["check"] == check);
+    found.unwrap_or_else(|| panic!("{check} is not among {findings:#?}"))
+}
+
+#[test]
+fn with_bpf_turned_off_readiness_follows_by_probes_and_nothing_is_pinned() {
+    require!(root);
+    let daemon = Daemon::start(|_, options| {
+        let options = without_mount(options);
+        options.beelet("bpf", "off")
+    });
+    let (ready, unready) = daemon.follows_a_port();
+    assert_eq!((ready.edge, unready.edge), (None, None));
+    assert!(!mounts().unwrap().iter().any(|mount| mount.path.starts_with(daemon.dir.path())));
+    let findings = daemon.doctor();
+    assert_eq!(finding(&findings, "BPF")["detail"], "turned off by the configuration");
+}
+
+#[test]
+fn where_bpf_is_not_allowed_everything_works_by_fallback_and_the_doctor_says_so() {
+    require!(root);
+    let wrapper = |dir: &Path, options: Options| {
+        let path = dir.join("beelet");
+        let script = format!(
+            "#!/bin/sh\nexec setpriv --bounding-set=-bpf,-perfmon,-sys_admin {} \"$@\"\n",
+            binary().unwrap().display()
+        );
+        std::fs::write(&path, script).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut options = without_mount(options);
+        options.binary = Some(path);
+        options
+    };
+    let daemon = Daemon::start(wrapper);
+    let (ready, unready) = daemon.follows_a_port();
+    assert_eq!((ready.edge, unready.edge), (None, None));
+    let log = daemon.agent.log();
+    assert!(log.contains("listener_state") && log.contains("fallback"), "{log}");
+    let findings = daemon.doctor();
+    let program = finding(&findings, "listener_state");
+    assert_eq!(program["state"], "degraded", "{program:#}");
+    assert!(program["remedy"].as_str().unwrap().contains("CAP_BPF"), "{program:#}");
+    assert!(!program["consequence"].as_str().unwrap().is_empty());
+}
+
+#[test]
+fn without_a_bpf_file_system_the_agent_mounts_one() {
+    require!(bpf);
+    let daemon = Daemon::start(|_, options| without_mount(options));
+    daemon.wait_for_pins();
+    assert!(mounts().unwrap().iter().any(|mount| mount.path == daemon.bpffs() && mount.kind == "bpf"));
+    let (_, unready) = daemon.follows_a_port();
+    assert_eq!(unready.restarts(), 0);
+}
+
+#[test]
+fn pins_of_another_version_give_way_to_the_agents_own() {
+    require!(bpf);
+    let mut daemon = Daemon::start(|_, options| options);
+    daemon.wait_for_pins();
+    daemon.agent.kill9();
+    let old = daemon.pins().with_file_name("v999");
+    std::fs::rename(daemon.pins(), &old).unwrap();
+    daemon.agent.resume().unwrap();
+    daemon.wait_for_pins();
+    let (_, unready) = daemon.follows_a_port();
+    assert_eq!(unready.restarts(), 0);
+    assert!(!old.exists());
+}
