@@ -122,7 +122,7 @@ pub struct Probes {
     known: BTreeMap<PodName, Arc<PodEntry>>,
     workers: HashMap<Key, Worker>,
     due: DelayQueue<Key>,
-    by_port: HashMap<(u64, u16), BTreeSet<Key>>,
+    by_port: BTreeMap<(u64, u16), BTreeSet<Key>>,
     namespaces: HashMap<Netns, NetnsHandle>,
     slots: Arc<Semaphore>,
     finished_in: mpsc::Receiver<Finished>,
@@ -138,7 +138,7 @@ impl Probes {
             known: BTreeMap::new(),
             workers: HashMap::new(),
             due: DelayQueue::new(),
-            by_port: HashMap::new(),
+            by_port: BTreeMap::new(),
             namespaces: HashMap::new(),
             slots: Arc::new(Semaphore::new(AT_ONCE)),
             finished_in,
@@ -439,9 +439,8 @@ impl Probes {
 
     /// A listener came or went somewhere on the machine.
     async fn on_edge(&mut self, listener: &Listener, opened: bool, at_ns: u64) {
-        let (cookie, port) = (listener.netns_cookie, listener.port);
-        let Some(keys) = self.by_port.get(&(cookie, port)).cloned() else { return };
-        for key in keys {
+        let cookie = listener.netns_cookie;
+        for (port, key) in self.probes_at(cookie, listener.port) {
             let Some(worker) = self.workers.get(&key) else { continue };
             if !reaches(listener, &worker.ips) {
                 continue;
@@ -453,7 +452,11 @@ impl Probes {
                     continue; // another listener is still there
                 }
                 // One that our table never saw may be there too; or this one is just about to leave the list.
-                if self.is_listening(cookie, port, &worker.ips.clone()) == Some(true) {
+                let still = self.is_listening(cookie, port, &worker.ips.clone());
+                if listener.port == 0 && still != Some(false) {
+                    continue; // it was about another port
+                }
+                if still == Some(true) {
                     if let Some(worker) = self.workers.get_mut(&key) {
                         worker.schedule(&mut self.due, &key, RECHECK);
                     }
@@ -466,6 +469,15 @@ impl Probes {
                 self.send(&key, transition, Some(at_ns)).await;
             }
         }
+    }
+
+    /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a listener from
+    /// before the programs were attached, whose port the kernel had chosen, has lost it by the time its end is told
+    /// (tcp_set_state puts the port before the tracepoint).
+    fn probes_at(&self, cookie: u64, port: u16) -> Vec<(u16, Key)> {
+        let ports = if port == 0 { 0..=u16::MAX } else { port..=port };
+        let found = self.by_port.range((cookie, *ports.start())..=(cookie, *ports.end()));
+        found.flat_map(|(&(_, port), keys)| keys.iter().map(move |key| (port, key.clone()))).collect()
     }
 
     /// Edges were lost: every probe that the kernel answers looks now.
