@@ -8,6 +8,7 @@ use sha2::{Digest as _, Sha256};
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 /// The sandboxes' image: the test app, told to wait.
 pub const PAUSE: &str = "localhost/beelet/pause:1";
@@ -202,8 +203,17 @@ pub fn testapp() -> Result<PathBuf> {
     build_testapp()
 }
 
-/// Builds the test app, static and optimised, and hands back its path.
+/// Builds the test app, static and optimised, and hands back its path. Asks cargo once a process.
 pub fn build_testapp() -> Result<PathBuf> {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    if let Some(built) = BUILT.get() {
+        return Ok(built.clone());
+    }
+    let built = build_testapp_now()?;
+    Ok(BUILT.get_or_init(|| built).clone())
+}
+
+fn build_testapp_now() -> Result<PathBuf> {
     // A folder of its own: the flag would otherwise make cargo rebuild the shared dependencies back and forth.
     let target = workdir::target_dir().join("static");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
