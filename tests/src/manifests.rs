@@ -29,12 +29,17 @@ pub fn serving(name: &str) -> Value {
     with(pod, "readinessProbe", json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 10 }))
 }
 
-/// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure.
+/// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure, and that a
+/// busy machine does not fail.
 pub fn answering(name: &str) -> Value {
     let (port, control) = (PORT.to_string(), CONTROL.to_string());
     let pod = pod(name, &["/bin/testapp", "serve", "--http", &port, "--control", &control]);
     let get = json!({ "path": "/healthz", "port": PORT });
-    with(pod, "livenessProbe", json!({ "httpGet": get, "periodSeconds": 1, "failureThreshold": 1 }))
+    with(
+        pod,
+        "livenessProbe",
+        json!({ "httpGet": get, "periodSeconds": 1, "timeoutSeconds": 30, "failureThreshold": 1 }),
+    )
 }
 
 /// The pod with a field of its container set.

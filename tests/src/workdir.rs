@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// How long a test waits for something that should take a moment. Only a broken program reaches it: machines under
 /// load are slow, and a test must not mind.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The repository's top folder.
 pub fn repository() -> PathBuf {
