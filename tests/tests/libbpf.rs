@@ -1,5 +1,6 @@
 //! Tier 2: the object is no aya object. libbpf loads it as well, attaches it, and reads the same records from it.
 #![cfg(feature = "libbpf")]
+#![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 mod kernel;
 
