@@ -144,7 +144,7 @@ pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Vec<u8>> {
     }
     let mut cargo = shell::cargo();
     cargo
-        .args(["build", "--locked", "--package", "beelet-ebpf", "--release", "-Z", "build-std=core"])
+        .args(["build", "--locked", "--package", "beelet-ebpf", "--profile", "bpf", "-Z", "build-std=core"])
         .args(["--target", "bpfel-unknown-none", "--target-dir"])
         .arg(&target)
         .env("PATH", path)
@@ -162,7 +162,7 @@ pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Vec<u8>> {
         cargo.env("__CARGO_TESTS_ONLY_SRC_ROOT", &toolchain.library);
     }
     step.run(&mut cargo)?;
-    let linked = target.join("bpfel-unknown-none/release/beelet");
+    let linked = target.join("bpfel-unknown-none/bpf/beelet");
     let bytes = std::fs::read(&linked).with_context(|| format!("could not read {}", linked.display()))?;
     let object = strip(&bytes).with_context(|| format!("could not strip {}", linked.display()))?;
     refuse_paths(&object, toolchain)?;
