@@ -1,6 +1,5 @@
 //! Tier 2: bpftool shows every key and value of the pinned maps with the names of their fields.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
 mod kernel;
 

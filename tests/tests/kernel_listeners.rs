@@ -1,6 +1,5 @@
 //! Tier 2: listeners, as the kernel programs see them on this machine's kernel.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
 mod kernel;
 

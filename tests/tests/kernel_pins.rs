@@ -1,6 +1,5 @@
 //! Tier 2: what stays in the kernel while the agent is away, and what the agent makes of it when it comes back.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
 mod kernel;
 
