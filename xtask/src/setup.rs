@@ -62,6 +62,7 @@ const VM: &[Need] = &[
     need("qemu-system-x86_64", "qemu-system-x86"),
     need("zstd", "zstd"),
     need("xz", "xz-utils"),
+    need("lz4", "lz4"),
     need("/bin/busybox", "busybox-static"),
 ];
 
