@@ -6,7 +6,7 @@
 use anyhow::{Context as _, Result};
 use beelet_proto::cri;
 use beelet_tests::containerd::{Containerd, Cri, Leftovers, block_on};
-use beelet_tests::{images, require};
+use beelet_tests::{images, require, workdir};
 use std::collections::HashMap;
 
 /// A sandbox's configuration, its cgroup under `parent`.
@@ -83,15 +83,14 @@ fn check(mut containerd: Containerd) {
     .unwrap();
 
     // The pod serves on its own address, and its processes are in our cgroup.
-    let answer =
-        beelet_tests::workdir::wait_for("the pod to answer", beelet_tests::workdir::PATIENCE, || {
-            use std::io::{Read as _, Write as _};
-            let mut stream = std::net::TcpStream::connect((address.as_str(), 80))?;
-            stream.write_all(b"GET / HTTP/1.1\r\nHost: pod\r\n\r\n")?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).map(|_| answer)
-        })
-        .unwrap();
+    let answer = workdir::wait_for("the pod to answer", workdir::PATIENCE, || {
+        use std::io::{Read as _, Write as _};
+        let mut stream = std::net::TcpStream::connect((address.as_str(), 80))?;
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: pod\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).map(|_| answer)
+    })
+    .unwrap();
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let processes = beelet_tests::guards::processes_below(&containerd.cgroup().dir("cpu").unwrap());
     assert!(processes.len() >= 2, "the sandbox's and the container's: {processes:?}");
@@ -110,7 +109,11 @@ fn check(mut containerd: Containerd) {
     );
     drop(containerd);
     assert_eq!(Leftovers::of(&dir).unwrap(), Leftovers::default());
-    let alive: Vec<_> =
-        processes.iter().filter(|pid| rustix::process::test_kill_process(**pid).is_ok()).collect();
-    assert!(alive.is_empty(), "{alive:?}");
+    // A process that has ended stays listed until its parent, init by now, has seen to it.
+    workdir::wait_for("the pods' processes to be gone", workdir::PATIENCE, || {
+        let alive: Vec<_> =
+            processes.iter().filter(|pid| rustix::process::test_kill_process(**pid).is_ok()).collect();
+        if alive.is_empty() { Ok(()) } else { Err(format!("{alive:?} are still there")) }
+    })
+    .unwrap();
 }
