@@ -116,7 +116,6 @@ impl<N: Number> Visitor<'_> for NumberVisitor<N> {
 }
 
 /// A number that must be there: `#[serde(deserialize_with = "number::required")]`.
-#[allow(dead_code, reason = "for the scenarios to come; every kind of number is read the same way")]
 pub(crate) fn required<'de, D: Deserializer<'de>, N: Number>(deserializer: D) -> Result<N, D::Error> {
     Flexible::deserialize(deserializer).map(|Flexible(number)| number)
 }
