@@ -26,7 +26,8 @@ fn start() -> Api {
     let (table, receiver) = watch::channel(Arc::default());
     let shutdown = CancellationToken::new();
     let listener = runtime.block_on(grpc::bind(&dir.path().join("beelet.sock"))).unwrap();
-    runtime.spawn(grpc::serve(listener, receiver, shutdown.clone()));
+    let services = tonic::service::Routes::new(grpc::node_service(receiver, shutdown.clone()));
+    runtime.spawn(grpc::serve(listener, services, shutdown.clone()));
     let api = Api { dir, table, shutdown, _runtime: runtime };
     api.set("default", "web-node", "Running", true);
     api.set("default", "job-node", "Pending", false);

@@ -15,6 +15,7 @@ use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tokio_util::sync::CancellationToken;
+use tonic::service::{InterceptorLayer, Routes};
 use tonic::transport::Server;
 use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
@@ -43,20 +44,25 @@ pub async fn bind(path: &Path) -> anyhow::Result<Listener> {
     Ok(Listener { listener, socket })
 }
 
-/// Serves until `shutdown`, then removes the socket.
+/// The service of the pods: what every agent that runs pods offers. Other parts add theirs to what this returns.
+#[must_use]
+pub fn node_service(
+    pods: watch::Receiver<Arc<PodTable>>,
+    shutdown: CancellationToken,
+) -> NodeServer<impl Node> {
+    NodeServer::new(NodeService { pods, shutdown })
+}
+
+/// Serves all of `services` until `shutdown`, then removes the socket.
 ///
 /// # Errors
 /// The server fails as a whole; a failed connection is only its own.
-pub async fn serve(
-    listener: Listener,
-    pods: watch::Receiver<Arc<PodTable>>,
-    shutdown: CancellationToken,
-) -> anyhow::Result<()> {
-    let service = NodeService { pods, shutdown: shutdown.clone() };
+pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationToken) -> anyhow::Result<()> {
     let served = Server::builder()
         .max_concurrent_streams(MAX_STREAMS)
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
-        .add_service(NodeServer::with_interceptor(service, only_the_owner))
+        .layer(InterceptorLayer::new(only_the_owner))
+        .add_routes(services)
         .serve_with_incoming_shutdown(UnixListenerStream::new(listener.listener), shutdown.cancelled_owned())
         .await;
     drop(listener.socket);

@@ -20,6 +20,7 @@ use tokio::{
     task::{JoinHandle, JoinSet, spawn_blocking},
 };
 use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
 use tracing::{error, info, warn};
 
 use self::ownership::Ownership;
@@ -198,9 +199,10 @@ async fn serve(
 ) -> Result<JoinSet<()>> {
     let mut servers = JoinSet::new();
     let socket = grpc::bind(&config.socket()).await?;
-    let (watched, until) = (pods.clone(), serving.clone());
+    let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()));
+    let until = serving.clone();
     servers.spawn(async move {
-        if let Err(error) = grpc::serve(socket, watched, until).await {
+        if let Err(error) = grpc::serve(socket, services, until).await {
             error!("{error:#}");
         }
     });

@@ -21,7 +21,8 @@ async fn start() -> Agent {
     let (table, receiver) = watch::channel(Arc::default());
     let shutdown = CancellationToken::new();
     let listener = bind(&dir.path().join("run/beelet.sock")).await.unwrap();
-    let task = tokio::spawn(serve(listener, receiver, shutdown.clone()));
+    let services = Routes::new(node_service(receiver, shutdown.clone()));
+    let task = tokio::spawn(serve(listener, services, shutdown.clone()));
     Agent { dir, table, shutdown, task }
 }
 
