@@ -226,6 +226,12 @@ impl RestartPolicy {
     }
 }
 
+/// When a pod that started at `start` must have ended, by its activeDeadlineSeconds.
+pub fn deadline(spec: &PodSpec, start: Timestamp) -> Option<Timestamp> {
+    let seconds = u64::try_from(spec.active_deadline_seconds?).ok()?;
+    Some(start.saturating_add(Duration::from_secs(seconds)).unwrap_or(Timestamp::MAX))
+}
+
 /// Whether an init container is a sidecar: started in order, but kept running beside the pod's containers.
 pub fn is_sidecar(container: &ContainerSpec) -> bool {
     container.restart_policy.as_deref() == Some("Always")

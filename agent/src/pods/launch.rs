@@ -167,11 +167,9 @@ impl Launcher {
         run_blocking(move || volumes.mounts(&container)).await.map_err(config_error)
     }
 
-    /// Takes away what is left of a pod whose containers and sandboxes are gone.
-    pub async fn clean_up(&self, pod: &core::Pod) -> Result<(), String> {
-        let name = PodName::of(pod);
+    /// Takes away the cgroup and the volumes of a pod whose containers and sandboxes are gone.
+    pub async fn release(&self, pod: &core::Pod) -> Result<(), String> {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let logs = cri_config::log_folder(&self.node.pod_logs_dir, &name, &uid);
         let volumes = volumes::Volumes::of(pod, &self.pods_dir);
         let cgroups = Arc::clone(&self.cgroups);
         // An adopted pod whose manifest is gone has no spec: its cgroup is looked for by its UID.
@@ -183,10 +181,16 @@ impl Launcher {
                 cgroups.kill_remaining(path).map_err(|e| e.to_string())?;
                 cgroups.remove(path).map_err(|e| e.to_string())?;
             }
-            volumes.tear_down()?;
-            remove_folder(&logs)
+            volumes.tear_down()
         })
         .await
+    }
+
+    /// Takes away the logs of a pod that is gone.
+    pub async fn remove_logs(&self, pod: &core::Pod) -> Result<(), String> {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let logs = cri_config::log_folder(&self.node.pod_logs_dir, &PodName::of(pod), &uid);
+        run_blocking(move || remove_folder(&logs)).await
     }
 }
 

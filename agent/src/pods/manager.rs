@@ -30,6 +30,7 @@ use tracing::{info, warn};
 
 use super::{
     cri_config,
+    failure::Failure,
     launch::Launcher,
     manifest::{ANNOTATION_HASH, Desired},
     metrics::Metrics,
@@ -37,9 +38,11 @@ use super::{
     records::{PodRecord, Records},
     status::{Inputs, ProbeFacts, Waiting, whole_second},
     table::{PodEntry, PodName, PodTable, ReadinessEdge},
-    worker::{Control, Report, Terminate, Worker},
+    worker::{Control, Report, Stage, Terminate, Worker},
 };
 use crate::clock::monotonic_ns;
+
+mod failing;
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
 const REPORTS: usize = 256;
@@ -51,6 +54,25 @@ pub enum Request {
     Runtime(RuntimePods),
     /// A probe's published state changed.
     Probe(ProbeUpdate),
+    /// Ends a pod for good: evicted, preempted, refused. Its containers and its sandbox are stopped, its cgroup and
+    /// volumes removed; then its phase is `Failed`, over restarts of the agent too, until its manifest changes or
+    /// [`Request::Retry`] comes. Asked again, the first reason stays and the shorter grace counts. Nothing happens
+    /// to a pod that isn't known or has ended by itself.
+    Fail {
+        /// The pod.
+        uid: String,
+        /// One word, `status.reason`.
+        reason: String,
+        /// A sentence, `status.message`.
+        message: String,
+        /// What its containers get to end by themselves; `None` for the pod's own grace period.
+        grace: Option<Duration>,
+    },
+    /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back all it had.
+    Retry {
+        /// The pod.
+        uid: String,
+    },
 }
 
 /// All our pods in the runtime, and which of them changed since the last time.
@@ -131,6 +153,10 @@ struct Managed {
     probes: BTreeMap<String, ProbeFacts>,
     status: Option<core::PodStatus>,
     edge: Option<ReadinessEdge>,
+    /// Set if it was ended for good.
+    failure: Option<Failure>,
+    /// It may run again once its failure is cleared.
+    retry: bool,
 }
 
 impl Managed {
@@ -168,6 +194,7 @@ impl Manager {
         let mut source_open = true;
         self.reconcile();
         loop {
+            let deadline = self.next_deadline();
             tokio::select! {
                 () = shutdown.cancelled(), if !stopping => {
                     if !self.parts.stop_pods_on_exit { break }
@@ -183,6 +210,7 @@ impl Manager {
                 }
                 Some(report) = self.reports_in.recv() => self.on_report(report, stopping),
                 Some(request) = self.parts.requests.recv() => self.on_request(request, stopping),
+                () = until(deadline), if !stopping => self.fail_overdue(),
             }
             if stopping && self.pods.is_empty() {
                 break;
@@ -265,12 +293,13 @@ impl Manager {
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let (probes, status) = match self.parts.records.get(&uid) {
-            Some(record) => (record.probes, record.status),
-            None => (BTreeMap::new(), None),
+        let (probes, status, failure) = match self.parts.records.get(&uid) {
+            Some(record) => (record.probes, record.status, record.failure),
+            None => (BTreeMap::new(), None, None),
         };
         let terminate = terminate.then_some(Terminate { grace: None });
-        let (control, signal) = watch::channel(Control { terminate, ..Control::default() });
+        let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
+        let (control, signal) = watch::channel(Control { terminate, failed, ..Control::default() });
         let launcher = Arc::clone(&self.parts.launcher);
         let runtime = launcher.runtime.clone();
         let worker = Worker::new(launcher, runtime, Arc::clone(&pod), signal, self.reports_out.clone());
@@ -286,6 +315,8 @@ impl Manager {
             probes,
             status,
             edge: None,
+            failure,
+            retry: false,
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         self.pods.insert(uid.clone(), managed);
@@ -313,7 +344,7 @@ impl Manager {
 
     fn on_report(&mut self, report: Report, stopping: bool) {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
-        if report.gone {
+        if report.stage == Stage::Gone {
             let name = managed.name.clone();
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
@@ -326,6 +357,10 @@ impl Manager {
                 // A pod of the same name may have waited for this one.
                 self.reconcile();
             }
+            return;
+        }
+        if report.stage == Stage::Cleared {
+            self.on_cleared(&report.uid);
             return;
         }
         // What probes said of containers that are gone is of no use any more.
@@ -349,7 +384,8 @@ impl Manager {
             Request::Runtime(mut seen) => {
                 for (uid, managed) in &self.pods {
                     let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
-                    let lost = had_any && !seen.pods.contains_key(uid);
+                    let cleared = managed.failure.as_ref().is_some_and(|failure| failure.cleared);
+                    let lost = had_any && !cleared && !seen.pods.contains_key(uid);
                     if lost || seen.recovered || seen.changed.contains(uid) {
                         managed.control.send_modify(|c| c.changes += 1);
                     }
@@ -367,6 +403,10 @@ impl Manager {
                 }
             }
             Request::Probe(update) => self.on_probe(&update),
+            Request::Fail { uid, reason, message, grace } => {
+                self.fail(&uid, Failure::new(reason, message, grace));
+            }
+            Request::Retry { uid } => self.retry(&uid),
         }
     }
 
@@ -410,13 +450,20 @@ impl Manager {
         let unseen = Observation::default();
         let status = match (&managed.seen, &managed.status) {
             // Until the runtime was asked, what was known before the restart stands.
-            (None, Some(known)) => known.clone(),
+            (None, Some(known)) => {
+                let mut known = known.clone();
+                if let Some(failure) = &managed.failure {
+                    failure.mark(&mut known, managed.status.as_ref(), Timestamp::now());
+                }
+                known
+            }
             (seen, _) => Inputs {
                 pod: &managed.pod,
                 seen: seen.as_deref().unwrap_or(&unseen),
                 waiting: &managed.waiting,
                 probes: &managed.probes,
                 previous: managed.status.as_ref(),
+                failure: managed.failure.as_ref(),
                 node: &self.parts.launcher.node,
                 runtime_name: &self.parts.runtime_name,
                 now: Timestamp::now(),
@@ -434,7 +481,8 @@ impl Manager {
             manifest: manifest_of(&managed.pod),
             hash: hash_of(&managed.pod),
         };
-        let record = PodRecord { origin, status: Some(status), probes: managed.probes.clone() };
+        let failure = managed.failure.clone();
+        let record = PodRecord { origin, status: Some(status), probes: managed.probes.clone(), failure };
         let changed = self.parts.table.send_if_modified(|table| {
             if table.pods.get(&name).is_some_and(|known| **known == entry) {
                 return false;
@@ -494,5 +542,13 @@ fn pod_of_orphan(uid: &str, orphan: &RuntimePod) -> core::Pod {
             ..Default::default()
         }),
         status: None,
+    }
+}
+
+/// Until a time, or for ever.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }

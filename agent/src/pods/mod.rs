@@ -3,6 +3,7 @@
 
 pub mod cri_config;
 mod env;
+pub mod failure;
 pub mod labels;
 pub mod launch;
 pub mod manager;

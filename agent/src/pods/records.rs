@@ -1,9 +1,11 @@
 //! What must be known of pods after a restart of the agent, so that nothing flips: start times,
-//! condition times, probe results. Everything else is seen again in the runtime.
+//! condition times, probe results, and which pods were ended for good. Everything else is seen again in the
+//! runtime.
 //!
 //! Writers never wait: the newest records replace those that were not written yet, and one task writes
 //! them out, without waiting for the disk: after a reboot no container runs that they could speak of.
-//! Losing the last ones costs a probe's period, no more.
+//! Losing the last ones costs a probe's period, no more. Only a pod's failure must survive a power cut too, or
+//! an evicted pod would come back: where one is new or gone, the disk is waited for.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -12,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokio::{sync::watch, task::spawn_blocking};
 use tracing::{error, info, warn};
 
-use super::{manager::RuntimePod, metrics::Metrics, status::ProbeFacts};
+use super::{failure::Failure, manager::RuntimePod, metrics::Metrics, status::ProbeFacts};
 use crate::state::{Loaded, State};
 
 /// The name of the durable record.
@@ -29,6 +31,9 @@ pub struct PodRecord {
     pub status: Option<core::PodStatus>,
     /// Probe results by the runtime's container identifier.
     pub probes: BTreeMap<String, ProbeFacts>,
+    /// Set if the pod was ended for good: it must not start again by itself.
+    #[serde(default)]
+    pub failure: Option<Failure>,
 }
 
 type Map = BTreeMap<String, Arc<PodRecord>>;
@@ -88,13 +93,21 @@ impl Records {
         let mut newest = self.newest.subscribe();
         async move {
             let mut failing = false;
+            let mut failures_on_disk = None;
             loop {
                 let mut changed = newest.changed().await.is_ok();
                 let mut map = newest.borrow_and_update().clone();
                 loop {
                     let (state, snapshot) = (Arc::clone(&state), map.clone());
+                    let failures = failures_of(&map);
+                    let settled = failures_on_disk.as_ref() == Some(&failures);
                     let written = spawn_blocking(move || {
-                        state.store_for_this_boot(NAME, &snapshot).map_err(|e| e.to_string())
+                        let written = if settled {
+                            state.store_for_this_boot(NAME, &snapshot)
+                        } else {
+                            state.store(NAME, &snapshot)
+                        };
+                        written.map_err(|e| e.to_string())
                     });
                     let result = written.await.unwrap_or_else(|e| Err(e.to_string()));
                     let Err(cause) = result else {
@@ -102,6 +115,7 @@ impl Records {
                             info!("the records of pods can be written again");
                         }
                         failing = false;
+                        failures_on_disk = Some(failures);
                         break;
                     };
                     metrics.state_write_errors.inc();
@@ -129,4 +143,9 @@ impl Records {
             }
         }
     }
+}
+
+/// The pods that were ended for good, and why.
+fn failures_of(map: &Map) -> BTreeMap<String, Failure> {
+    map.iter().filter_map(|(uid, record)| Some((uid.clone(), record.failure.clone()?))).collect()
 }

@@ -13,6 +13,7 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time
 
 use super::{
     cri_config::NodeFacts,
+    failure::Failure,
     observe::{Observation, timestamp},
 };
 
@@ -47,6 +48,8 @@ pub struct Inputs<'a> {
     pub probes: &'a BTreeMap<String, ProbeFacts>,
     /// The status before this one: transition times come from it.
     pub previous: Option<&'a core::PodStatus>,
+    /// Set if the pod was ended for good.
+    pub failure: Option<&'a Failure>,
     /// The node.
     pub node: &'a NodeFacts,
     /// The runtime's name, as in `containerd://<id>`.
@@ -76,9 +79,15 @@ impl Inputs<'_> {
         let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), false)).collect();
         let statuses: Vec<_> = mains.iter().map(|c| self.container(c, Role::Running, initialized)).collect();
         let tally = self.tally(&inits, initialized, &statuses);
-        let phase = pod::phase(RestartPolicy::of(spec), tally);
+        let phase = match self.failure {
+            Some(failure) if failure.cleared => "Failed",
+            _ => pod::phase(RestartPolicy::of(spec), tally),
+        };
         let ips = self.pod_ips(spec);
-        core::PodStatus {
+        // A pod that was refused before it had a container has no status of one, as under the kubelet.
+        let never_ran = self.failure.is_some()
+            && statuses.iter().chain(&init_statuses).all(|status| status.container_id.is_none());
+        let mut status = core::PodStatus {
             phase: Some(phase.to_owned()),
             conditions: Some(self.conditions(phase, initialized, &inits, &init_statuses, &statuses)),
             host_ip: Some(self.node.host_ip.to_string()),
@@ -90,10 +99,14 @@ impl Inputs<'_> {
                 .previous
                 .and_then(|p| p.start_time.clone())
                 .or(Some(Time(whole_second(self.now)))),
-            init_container_statuses: (!init_statuses.is_empty()).then_some(init_statuses),
-            container_statuses: Some(statuses),
+            init_container_statuses: (!never_ran && !init_statuses.is_empty()).then_some(init_statuses),
+            container_statuses: (!never_ran).then_some(statuses),
             ..Default::default()
+        };
+        if let Some(failure) = self.failure {
+            failure.mark(&mut status, self.previous, self.now);
         }
+        status
     }
 
     fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
@@ -164,6 +177,12 @@ impl Inputs<'_> {
     /// The status of one container. `may_run` is false while init containers hold it back, and for these themselves.
     fn container(&self, spec: &core::Container, role: Role, may_run: bool) -> core::ContainerStatus {
         let newest = self.seen.newest(&spec.name);
+        if newest.is_none()
+            && self.failure.is_some()
+            && let Some(last) = self.last_known(&spec.name)
+        {
+            return last;
+        }
         let runtime = newest.and_then(|c| self.seen.containers.get(&c.id));
         let started = newest.is_some_and(|c| self.started(spec, c));
         let ready = newest.is_some_and(|c| match role {
@@ -187,6 +206,33 @@ impl Inputs<'_> {
             last_state,
             ..Default::default()
         }
+    }
+
+    /// What was last known of a container whose records the runtime no longer has. One that was last seen running
+    /// has ended, nobody knows how: the kubelet's word for it.
+    fn last_known(&self, name: &str) -> Option<core::ContainerStatus> {
+        let previous = self.previous?;
+        let all = previous.init_container_statuses.iter().chain(&previous.container_statuses).flatten();
+        let mut last = all.into_iter().find(|status| status.name == name)?.clone();
+        if last.state.as_ref().is_some_and(|state| state.running.is_some()) {
+            let running = last.state.take().and_then(|state| state.running);
+            last.state = Some(core::ContainerState {
+                terminated: Some(core::ContainerStateTerminated {
+                    container_id: last.container_id.clone(),
+                    exit_code: 137,
+                    finished_at: Some(Time(whole_second(self.now))),
+                    started_at: running.and_then(|running| running.started_at),
+                    reason: Some("ContainerStatusUnknown".to_owned()),
+                    message: Some(
+                        "The container could not be located when the pod was terminated".to_owned(),
+                    ),
+                    signal: None,
+                }),
+                ..Default::default()
+            });
+        }
+        (last.ready, last.started) = (false, Some(false));
+        Some(last)
     }
 
     fn container_id(&self, id: &str) -> String {

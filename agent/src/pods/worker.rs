@@ -35,10 +35,22 @@ const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::fr
 pub(super) struct Control {
     /// Set once the pod must go: everything is stopped and removed.
     pub terminate: Option<Terminate>,
+    /// Set once the pod must give everything back, and not start again while this stands.
+    pub failed: Option<Terminate>,
     /// What probes say.
     pub verdicts: Verdicts,
     /// Counts the changes that the runtime reported.
     pub changes: u64,
+}
+
+impl Control {
+    /// How the pod is to end, if it is. Of two ends the sooner one.
+    fn end(&self) -> Option<Terminate> {
+        match (self.terminate, self.failed) {
+            (Some(a), Some(b)) => Some(Terminate { grace: a.grace.into_iter().chain(b.grace).min() }),
+            (a, b) => a.or(b),
+        }
+    }
 }
 
 /// How a pod is terminated.
@@ -46,6 +58,18 @@ pub(super) struct Control {
 pub(super) struct Terminate {
     /// Overrides the pod's own grace period.
     pub grace: Option<Duration>,
+}
+
+/// How far a pod's end has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// It runs, or is still being stopped.
+    Here,
+    /// It has ended for good and given everything back: nothing of it is in the runtime, its cgroup and its volumes
+    /// are gone. Its logs stay.
+    Cleared,
+    /// Nothing is left of it, and this was the last report.
+    Gone,
 }
 
 /// What a worker tells the manager after each look.
@@ -57,8 +81,8 @@ pub(super) struct Report {
     pub seen: Arc<Observation>,
     /// Why containers aren't running, by name.
     pub waiting: BTreeMap<String, Waiting>,
-    /// Nothing is left of the pod, and this was the last report.
-    pub gone: bool,
+    /// How far its end has come.
+    pub stage: Stage,
 }
 
 /// A try to start a container that failed.
@@ -115,13 +139,22 @@ impl Worker {
         let mut pause = RETRY_INITIAL;
         loop {
             let control = self.control.borrow_and_update().clone();
-            let step = if control.terminate.is_some() {
-                self.terminate(&control).await
+            let mut signal = self.control.clone();
+            let step = if let Some(end) = control.end() {
+                let grace = self.grace_of(end);
+                let own = cri_config::grace_period(&self.pod);
+                tokio::select! {
+                    // A pod that must go sooner than was said before is told so.
+                    changed = signal.wait_for(|c| c.end().is_some_and(|e| e.grace.unwrap_or(own) < grace)) => {
+                        if changed.is_err() { return }
+                        continue;
+                    }
+                    step = self.terminate(&control, grace) => step,
+                }
             } else {
-                let mut signal = self.control.clone();
                 tokio::select! {
                     // A pod that must go does not wait for a slow pull or a long stop.
-                    changed = signal.wait_for(|c| c.terminate.is_some()) => {
+                    changed = signal.wait_for(|c| c.end().is_some()) => {
                         if changed.is_err() { return }
                         continue;
                     }
@@ -172,7 +205,7 @@ impl Worker {
         let verdicts = self.with_unprobed_started(&control.verdicts, &seen);
         let actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
-        if !self.report(&seen, &actions, false).await {
+        if !self.report(&seen, &actions, Stage::Here).await {
             return Ok(None);
         }
         let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
@@ -300,17 +333,19 @@ impl Worker {
         ignore_missing(self.runtime.stop_sandbox(id).await)
     }
 
-    /// Takes the pod away. `Ok(None)` once nothing is left of it.
-    async fn terminate(&mut self, control: &Control) -> Result<Option<Step>, String> {
+    fn grace_of(&self, end: Terminate) -> Duration {
+        end.grace.unwrap_or_else(|| cri_config::grace_period(&self.pod))
+    }
+
+    /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of it.
+    async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, String> {
         let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
         // With its containers removed a pod would look as if it had never run: its last states stand.
-        if !empty && !self.report(&seen, &nothing, false).await {
+        if !empty && !self.report(&seen, &nothing, Stage::Here).await {
             return Ok(None);
         }
-        let own = cri_config::grace_period(&self.pod);
-        let grace = control.terminate.and_then(|t| t.grace).unwrap_or(own);
         let mut stops = Vec::new();
         for sandbox in &seen.pod.sandboxes {
             stops.push(self.stop_sandbox(&sandbox.id, &seen, grace));
@@ -319,7 +354,7 @@ impl Worker {
         if !empty {
             // The last states are worth seeing before the records go.
             let last = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
-            if !self.report(&last, &nothing, false).await {
+            if !self.report(&last, &nothing, Stage::Here).await {
                 return Ok(None);
             }
             for container in &last.pod.containers {
@@ -330,14 +365,22 @@ impl Worker {
             }
             return Ok(Some(Step::Done));
         }
-        self.launcher.clean_up(&self.pod).await?;
+        self.failed_starts.clear();
+        self.last_done = None;
+        self.launcher.release(&self.pod).await?;
+        if control.terminate.is_none() {
+            info!(pod = %self.name, uid = self.uid, "pod has given back everything it had");
+            let told = self.report(&seen, &nothing, Stage::Cleared).await;
+            return Ok(told.then_some(Step::Idle(None)));
+        }
+        self.launcher.remove_logs(&self.pod).await?;
         info!(pod = %self.name, uid = self.uid, "pod is gone");
-        self.report(&seen, &nothing, true).await;
+        self.report(&seen, &nothing, Stage::Gone).await;
         Ok(None)
     }
 
     /// Tells the manager; false if it is gone.
-    async fn report(&self, seen: &Arc<Observation>, actions: &Actions, gone: bool) -> bool {
+    async fn report(&self, seen: &Arc<Observation>, actions: &Actions, stage: Stage) -> bool {
         let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
         for (name, backoff) in &actions.backoff {
             let PodName { namespace, name: pod } = &self.name;
@@ -349,7 +392,7 @@ impl Worker {
         let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
         waiting.extend(failed);
         debug!(pod = %self.name, ?actions, "looked at the pod");
-        let report = Report { uid: self.uid.clone(), seen: Arc::clone(seen), waiting, gone };
+        let report = Report { uid: self.uid.clone(), seen: Arc::clone(seen), waiting, stage };
         self.reports.send(report).await.is_ok()
     }
 

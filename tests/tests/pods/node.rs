@@ -13,7 +13,7 @@ use beelet::lifecycle::relist::{self, Relist};
 use beelet::pods::cri_config::NodeFacts;
 use beelet::pods::labels;
 use beelet::pods::launch::Launcher;
-use beelet::pods::manager::{Manager, Parts};
+use beelet::pods::manager::{Manager, Parts, Request};
 use beelet::pods::manifest::source::{ManifestSource, Options};
 use beelet::pods::metrics::Metrics;
 use beelet::pods::records::Records;
@@ -95,6 +95,7 @@ struct Agent {
     runtime: Option<tokio::runtime::Runtime>,
     table: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
+    requests: mpsc::Sender<Request>,
     shutdown: CancellationToken,
     ended: JoinHandle<()>,
     _kernel: Kernel,
@@ -176,8 +177,9 @@ impl Node {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let agent = runtime.spawn(connect(self.dir.path().to_owned(), self.cri.endpoint(), self.settings));
-        let (table, metrics, shutdown, ended, kernel) = agent.await.unwrap();
-        self.agent = Some(Agent { runtime: Some(runtime), table, metrics, shutdown, ended, _kernel: kernel });
+        let (table, metrics, requests, shutdown, ended, kernel) = agent.await.unwrap();
+        let runtime = Some(runtime);
+        self.agent = Some(Agent { runtime, table, metrics, requests, shutdown, ended, _kernel: kernel });
     }
 
     /// Ends the agent as kill -9 does: whatever it was doing stays half done.
@@ -205,6 +207,11 @@ impl Node {
 
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.agent.as_ref().unwrap().metrics
+    }
+
+    /// Asks the pods' manager for something, as the node's other parts do.
+    pub(crate) async fn request(&self, request: Request) {
+        self.agent.as_ref().unwrap().requests.send(request).await.unwrap();
     }
 
     pub(crate) fn table(&self) -> Arc<PodTable> {
@@ -284,7 +291,7 @@ impl Node {
     }
 
     /// Folders of pods and cgroups.
-    fn files(&self) -> Vec<PathBuf> {
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut todo = vec![self.path("cgroup"), self.path("pods"), self.path("logs")];
         while let Some(dir) = todo.pop() {
@@ -355,7 +362,14 @@ fn sandboxes(world: &World, uid: &str) -> usize {
     world.sandboxes.values().filter(of_pod).count()
 }
 
-type Connected = (watch::Receiver<Arc<PodTable>>, Metrics, CancellationToken, JoinHandle<()>, Kernel);
+type Connected = (
+    watch::Receiver<Arc<PodTable>>,
+    Metrics,
+    mpsc::Sender<Request>,
+    CancellationToken,
+    JoinHandle<()>,
+    Kernel,
+);
 
 /// Builds the parts and connects them, as `beelet::node` does.
 async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connected {
@@ -389,7 +403,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connecte
     });
     let probes = Probes::new(probes::Parts {
         table: table.clone(),
-        requests: requests_out,
+        requests: requests_out.clone(),
         listeners: kernel.listeners(),
         edges: kernel.edges(),
         settings: probes::Settings { tcp_by_kernel: false, edge_policy: EdgePolicy::Immediate },
@@ -403,7 +417,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connecte
         working.cancel();
         writer.await.unwrap();
     });
-    (table, metrics, shutdown, ended, kernel)
+    (table, metrics, requests_out, shutdown, ended, kernel)
 }
 
 fn launcher(dir: &Path, runtime: Runtime, settings: Settings) -> Launcher {

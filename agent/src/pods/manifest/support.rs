@@ -46,7 +46,6 @@ type Row = (&'static str, When, Verdict, &'static str);
 #[rustfmt::skip]
 const TABLE: &[Row] = &[
     // The pod as a whole.
-    ("spec.activeDeadlineSeconds", Set, NotYet, "a deadline for the whole pod"),
     ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
     ("spec.hostAliases", Set, NotYet, "additional lines in /etc/hosts"),
     ("spec.hostUsers", False, NotYet, "user namespaces"),

@@ -70,6 +70,7 @@ struct Case {
     waiting: BTreeMap<String, Waiting>,
     probes: BTreeMap<String, ProbeFacts>,
     previous: Option<core::PodStatus>,
+    failure: Option<Failure>,
     now: Option<i64>,
 }
 
@@ -81,6 +82,7 @@ impl Case {
             waiting: &self.waiting,
             probes: &self.probes,
             previous: self.previous.as_ref(),
+            failure: self.failure.as_ref(),
             node: &node(),
             runtime_name: "containerd",
             now: Timestamp::from_second(self.now.unwrap_or(NOW)).unwrap(),
@@ -247,4 +249,32 @@ fn a_host_network_pod_has_the_nodes_address() {
     let spec = json!({"hostNetwork": true, "containers": [{"name": "a", "image": "i"}]});
     let status = Case::default().status(&pod(spec), &seen(&["a 0 running"]));
     assert_eq!(status.pod_ip.as_deref(), Some("192.0.2.1"));
+}
+
+#[test]
+fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
+    let evicted = |cleared| Failure { cleared, ..Failure::new("Evicted", "too much", None) };
+    let running = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
+    let ending = Case { previous: Some(running), failure: Some(evicted(false)), ..Case::default() };
+    let status = ending.status(&pod(one()), &seen(&["a 0 running"]));
+    assert_eq!(line(&status), "Running Ready=True a: running ready");
+    assert_eq!(status.reason.as_deref(), Some("Evicted"));
+    // Its end was seen, and then its records were removed.
+    let seen_end = ending.status(&pod(one()), &seen(&["a 0 exit 143"]));
+    let cleared = Case { previous: Some(seen_end), failure: Some(evicted(true)), ..Case::default() };
+    assert_eq!(line(&cleared.status(&pod(one()), &seen(&[]))), "Failed Ready=False a: Error");
+    // Nobody saw its end.
+    let cleared = Case { failure: Some(evicted(true)), ..ending };
+    let status = cleared.status(&pod(one()), &seen(&[]));
+    assert_eq!(line(&status), "Failed Ready=False a: ContainerStatusUnknown");
+    assert_eq!(condition(&status, "Ready").reason.as_deref(), Some("PodFailed"));
+}
+
+#[test]
+fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
+    let refused = Failure { cleared: true, ..Failure::new("OutOfcpu", "too little", None) };
+    let case = Case { failure: Some(refused), ..Case::default() };
+    let status = case.status(&pod(one()), &Observation::default());
+    assert_eq!(line(&status), "Failed Ready=False ");
+    assert_eq!((status.container_statuses, status.message.as_deref()), (None, Some("too little")));
 }

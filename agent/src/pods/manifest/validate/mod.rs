@@ -101,6 +101,7 @@ fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
         spec.termination_grace_period_seconds,
         0..=GRACE_MAX,
     );
+    problems.within("spec.activeDeadlineSeconds", spec.active_deadline_seconds, 1..=i32::MAX.into());
     problems.extend(priority::preemption_policy("spec.preemptionPolicy", spec.preemption_policy.as_deref()));
     if let Some(class) = spec.priority_class_name.as_deref().filter(|name| !name.is_empty()) {
         problems.extend(names::subdomain("spec.priorityClassName", class));

@@ -1,0 +1,119 @@
+//! Pods that are ended for good, and let run again.
+
+use std::time::Duration;
+
+use beelet_policy::pod;
+use jiff::Timestamp;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::{Manager, Terminate, cri_config};
+use crate::pods::failure::{DEADLINE_EXCEEDED, Failure};
+
+impl Manager {
+    /// See [`super::Request::Fail`].
+    pub(super) fn fail(&mut self, uid: &str, failure: Failure) {
+        let Some(managed) = self.pods.get_mut(uid) else {
+            debug!(uid, reason = failure.reason, "a pod that was to be ended is gone already");
+            return;
+        };
+        let own = cri_config::grace_period(&managed.pod);
+        let grace = if let Some(known) = &mut managed.failure {
+            known.hasten(failure.grace, own);
+            known.grace
+        } else if managed.ended() {
+            debug!(pod = %managed.name, reason = failure.reason, "a pod that was to be ended has ended by itself");
+            return;
+        } else if managed.terminating() {
+            // It goes anyway, and what it leaves is nothing: only the haste is new.
+            failure.grace.filter(|grace| *grace < own)
+        } else {
+            let Failure { reason, message, .. } = &failure;
+            warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
+            managed.failure = Some(failure.clone());
+            failure.grace
+        };
+        managed.retry = false;
+        managed.control.send_if_modified(|c| {
+            let wanted = Some(Terminate { grace });
+            let new = c.failed != wanted;
+            c.failed = wanted;
+            new
+        });
+        self.publish(uid);
+    }
+
+    /// See [`super::Request::Retry`].
+    pub(super) fn retry(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        match &managed.failure {
+            Some(failure) if failure.cleared => {}
+            Some(_) => {
+                managed.retry = true;
+                return;
+            }
+            None => return,
+        }
+        info!(pod = %managed.name, uid, "pod may run again");
+        (managed.failure, managed.retry) = (None, false);
+        // As if it were new: with a start time and conditions of its own.
+        (managed.status, managed.seen, managed.edge) = (None, None, None);
+        managed.waiting.clear();
+        managed.probes.clear();
+        managed.control.send_modify(|c| {
+            c.failed = None;
+            c.verdicts = pod::Verdicts::default();
+        });
+        self.publish(uid);
+    }
+
+    /// A pod that was ended for good has given everything back.
+    pub(super) fn on_cleared(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        let Some(failure) = &mut managed.failure else { return };
+        failure.cleared = true;
+        managed.waiting.clear();
+        let retry = managed.retry;
+        self.publish(uid);
+        if retry {
+            self.retry(uid);
+        }
+    }
+
+    /// When the next pod's activeDeadlineSeconds are over.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let now = Timestamp::now();
+        let next = self.pods.values().filter_map(super::Managed::deadline).min()?;
+        Some(Instant::now() + Duration::try_from(next.duration_since(now)).unwrap_or(Duration::ZERO))
+    }
+
+    /// Ends the pods whose activeDeadlineSeconds are over.
+    pub(super) fn fail_overdue(&mut self) {
+        let now = Timestamp::now();
+        let overdue = |m: &super::Managed| m.deadline().is_some_and(|deadline| deadline <= now);
+        let uids: Vec<String> =
+            self.pods.iter().filter(|(_, m)| overdue(m)).map(|(uid, _)| uid.clone()).collect();
+        for uid in uids {
+            // The kubelet's words.
+            let message = "Pod was active on the node longer than the specified deadline";
+            self.fail(&uid, Failure::new(DEADLINE_EXCEEDED, message, None));
+        }
+    }
+}
+
+impl super::Managed {
+    /// Whether its containers have all ended, and none will be started again.
+    fn ended(&self) -> bool {
+        let phase = self.status.as_ref().and_then(|status| status.phase.as_deref());
+        matches!(phase, Some("Succeeded" | "Failed"))
+    }
+
+    /// When it must have ended, if it has a deadline that still means anything.
+    fn deadline(&self) -> Option<Timestamp> {
+        if self.failure.is_some() || self.terminating() || self.ended() {
+            return None;
+        }
+        let start = self.status.as_ref()?.start_time.as_ref()?;
+        pod::deadline(self.pod.spec.as_ref()?, start.0)
+    }
+}
