@@ -7,6 +7,7 @@ pub mod cli;
 mod clock;
 pub mod config;
 pub mod document;
+pub mod events;
 pub mod kernel;
 pub mod lifecycle;
 pub mod node;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_proto::beelet as proto;
+use beelet_proto::beelet::events_client::EventsClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
 use hyper_util::rt::TokioIo;
@@ -21,6 +22,7 @@ const MAX_MESSAGE: usize = 256 << 20;
 #[derive(Debug, Clone)]
 pub struct Client {
     node: NodeClient<Channel>,
+    events: EventsClient<Channel>,
 }
 
 /// Why the agent gave no answer.
@@ -91,7 +93,8 @@ impl Client {
             .connect_with_connector(connector)
             .await
             .map_err(|error| Status::unavailable(error.to_string()))?;
-        Ok(Self { node: NodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE) })
+        let events = EventsClient::new(channel.clone());
+        Ok(Self { node: NodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE), events })
     }
 
     /// All pods as they are now.
@@ -110,6 +113,17 @@ impl Client {
     /// The agent stopped or refused.
     pub async fn watch(&mut self) -> Result<Watch, ClientError> {
         Ok(Watch { events: self.node.watch_pods(proto::WatchPodsRequest {}).await?.into_inner() })
+    }
+
+    /// The node's events, the last one at the end; with `watch`, then those that come.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn events(
+        &mut self,
+        wanted: proto::ListEventsRequest,
+    ) -> Result<Streaming<proto::Event>, ClientError> {
+        Ok(self.events.list_events(wanted).await?.into_inner())
     }
 }
 

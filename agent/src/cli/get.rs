@@ -1,7 +1,7 @@
 //! `beelet get pods`: what runs here, from the agent's own socket.
 
-mod columns;
-mod pod;
+pub(super) mod columns;
+pub(super) mod pod;
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::path::PathBuf;
@@ -81,7 +81,7 @@ pub fn run(args: &GetArgs) -> ExitCode {
     }
 }
 
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
+pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
@@ -193,7 +193,7 @@ fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Resu
     })
 }
 
-fn print(text: &str) -> io::Result<()> {
+pub(super) fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     out.flush()

@@ -6,7 +6,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+pub mod describe;
 pub mod doctor;
+pub mod events;
 pub mod get;
 pub mod plan;
 pub mod run;
@@ -25,6 +27,10 @@ enum Command {
     Run(run::RunArgs),
     /// Show what runs on this machine.
     Get(get::GetArgs),
+    /// Show one thing with all that is known of it.
+    Describe(describe::DescribeArgs),
+    /// Show what happened to pods, and what went wrong.
+    Events(events::EventsArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
     /// Decide for a scenario what the agent would do.
@@ -40,6 +46,8 @@ pub fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Run(args) => run::run(&args),
         Command::Get(args) => get::run(&args),
+        Command::Describe(args) => describe::run(&args),
+        Command::Events(args) => events::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
     }

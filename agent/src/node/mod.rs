@@ -31,6 +31,7 @@ use crate::{
     },
     cgroups::{Cgroups, Version},
     config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
+    events::Recorder,
     kernel::{self, Kernel, KernelOptions},
     lifecycle::relist::{self, Pulse, Relist},
     pods::{
@@ -96,7 +97,9 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let health = Health::new(&config.runtime_endpoint);
     // The others end before these two: what they do last can still be seen.
     let serving = CancellationToken::new();
-    let mut servers = serve(&config, table.clone(), registry, &health, &serving).await?;
+    let events = Recorder::load(&state);
+    let mut servers = serve(&config, table.clone(), registry, &events, &health, &serving).await?;
+    let log = tokio::spawn(events.writer(Arc::clone(&state), serving.clone()));
     servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
 
     let ran = match runtime.wait_ready(&shutdown).await {
@@ -109,7 +112,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             );
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(runtime.socket())?;
-            match Node::build(config, runtime, version.runtime_name, cgroups, state, metrics).await {
+            match Node::build(config, runtime, version.runtime_name, cgroups, state, events, metrics).await {
                 Ok(node) => node.run(table_out, table, &health, shutdown).await,
                 Err(error) => Err(error),
             }
@@ -117,6 +120,8 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     };
     serving.cancel();
     while servers.join_next().await.is_some() {}
+    // It writes once more and ends.
+    let _ = log.await;
     drop(ownership);
     ran
 }
@@ -194,12 +199,14 @@ async fn serve(
     config: &Config,
     pods: watch::Receiver<Arc<PodTable>>,
     registry: Arc<Registry>,
+    events: &Recorder,
     health: &Health,
     serving: &CancellationToken,
 ) -> Result<JoinSet<()>> {
     let mut servers = JoinSet::new();
     let socket = grpc::bind(&config.socket()).await?;
-    let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()));
+    let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()))
+        .add_service(grpc::events::service(events, serving.clone()));
     let until = serving.clone();
     servers.spawn(async move {
         if let Err(error) = grpc::serve(socket, services, until).await {
@@ -224,6 +231,7 @@ struct Node {
     cgroup_config: CgroupConfig,
     kernel: Kernel,
     state: Arc<State>,
+    events: Recorder,
     metrics: Metrics,
 }
 
@@ -234,6 +242,7 @@ impl Node {
         runtime_name: String,
         cgroups: Arc<Cgroups>,
         state: Arc<State>,
+        events: Recorder,
         metrics: Metrics,
     ) -> Result<Self> {
         if cgroup_driver(&runtime).await? == Some(runtime::CgroupDriver::Systemd) {
@@ -246,7 +255,7 @@ impl Node {
         let values = qos_tree::values(&[], &cgroup_config).map_err(anyhow::Error::msg)?;
         qos_tree::write(&cgroups, values).await.map_err(anyhow::Error::msg)?;
         let kernel = start_kernel(&config, &cgroups).await?;
-        Ok(Self { config, runtime, runtime_name, cgroups, cgroup_config, kernel, state, metrics })
+        Ok(Self { config, runtime, runtime_name, cgroups, cgroup_config, kernel, state, events, metrics })
     }
 
     /// Connects the parts and runs them until `shutdown`.
@@ -332,6 +341,7 @@ impl Node {
             node: facts::node_facts(&self.config)?,
             pods_dir: self.config.beelet.pods_dir.clone(),
             max_restart_delay: self.config.max_container_restart_period,
+            events: self.events.clone(),
         })
     }
 }

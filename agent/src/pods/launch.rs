@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     cgroups::Cgroups,
+    events::Recorder,
     runtime::{self, Runtime},
 };
 
@@ -59,6 +60,8 @@ pub struct Launcher {
     pub pods_dir: PathBuf,
     /// The longest time a crashing container waits for its restart.
     pub max_restart_delay: Duration,
+    /// Where is told what was done.
+    pub events: Recorder,
 }
 
 impl Launcher {

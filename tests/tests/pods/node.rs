@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
+use beelet::events::Recorder;
 use beelet::kernel::{Kernel, KernelOptions, Mode};
 use beelet::lifecycle::relist::{self, Relist};
 use beelet::pods::cri_config::NodeFacts;
@@ -443,6 +444,7 @@ fn launcher(dir: &Path, runtime: Runtime, settings: Settings) -> Launcher {
         },
         pods_dir: dir.join("pods"),
         max_restart_delay: settings.max_restart_delay,
+        events: Recorder::default(),
     }
 }
 

@@ -4,29 +4,29 @@ use console::measure_text_width;
 
 /// The columns of a table that grows line by line: a column never gets narrower.
 #[derive(Debug)]
-pub(super) struct Columns {
+pub(in crate::cli) struct Columns {
     titles: &'static [&'static str],
     widths: Vec<usize>,
 }
 
 impl Columns {
-    pub(super) fn new(titles: &'static [&'static str]) -> Self {
+    pub(in crate::cli) fn new(titles: &'static [&'static str]) -> Self {
         Self { titles, widths: titles.iter().map(|title| measure_text_width(title)).collect() }
     }
 
     /// Makes every column wide enough for `row`.
-    pub(super) fn fit(&mut self, row: &[String]) {
+    pub(in crate::cli) fn fit(&mut self, row: &[String]) {
         for (width, cell) in self.widths.iter_mut().zip(row) {
             *width = (*width).max(measure_text_width(cell));
         }
     }
 
-    pub(super) fn header(&self) -> String {
+    pub(in crate::cli) fn header(&self) -> String {
         let titles: Vec<String> = self.titles.iter().map(|title| (*title).to_owned()).collect();
         self.line(&titles)
     }
 
-    pub(super) fn line(&self, row: &[String]) -> String {
+    pub(in crate::cli) fn line(&self, row: &[String]) -> String {
         let mut line = String::new();
         for (cell, width) in row.iter().zip(&self.widths) {
             line += cell;

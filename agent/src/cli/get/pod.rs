@@ -188,7 +188,7 @@ impl<'a> FromIterator<&'a ContainerStatus> for Counted {
 }
 
 /// How long ago `then` was, in as few digits as make sense.
-fn age(then: Timestamp, now: Timestamp) -> String {
+pub(in crate::cli) fn age(then: Timestamp, now: Timestamp) -> String {
     let seconds = now.as_second().saturating_sub(then.as_second()).max(0);
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     let two = |big: i64, big_unit: &str, small: i64, small_unit: &str| match small {
