@@ -63,7 +63,7 @@ fn every_map_shows_its_fields_by_name() {
     let meta = of("META");
     assert_eq!(
         names(&meta[0]["value"]),
-        ["magic", "abi_version", "complete", "tracepoint", "reserved", "digest"]
+        ["magic", "abi_version", "complete", "tracepoint", "instance", "digest"]
     );
     assert_eq!(meta[0]["value"]["abi_version"], beelet_ebpf_abi::ABI_VERSION);
     assert_eq!(meta[0]["value"]["complete"], 1);

@@ -6,12 +6,13 @@ mod kernel;
 use aya::maps::{HashMap, Map, MapData};
 use beelet::kernel::{Edge, Listener};
 use beelet_ebpf_abi::{Address, AddressCount};
-use beelet_tests::require;
-use kernel::{LOOPBACK, Place, Process, Seen, Socket};
+use beelet_tests::{require, workdir::PATIENCE};
+use kernel::{LOOPBACK, Place, Process, Seen, Socket, listener_edges};
 use proptest::prelude::{Strategy as _, any};
 use proptest::strategy::ValueTree as _;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
+use std::time::Instant;
 
 fn fits(listener: &Listener, socket: Socket, address: &str) {
     assert_eq!((listener.cookie, listener.port), (socket.cookie, socket.port), "{listener:?}");
@@ -23,7 +24,7 @@ fn open_and_close_are_seen_once_each_with_cgroup_and_times() {
     require!(bpf);
     let place = Place::new("bk-open");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen 127.0.0.1:8080");
     let (listener, opened_ns) = place.next(&edges).opened();
@@ -52,9 +53,9 @@ fn a_listener_that_is_killed_with_its_process_is_closed() {
     require!(bpf);
     let place = Place::new("bk-kill");
     let kernel = place.start();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen 0.0.0.0:81");
-    let edges = kernel.edges();
     place.next(&edges).opened();
     assert!(place.listens(&kernel, 81, LOOPBACK));
     process.kill();
@@ -67,9 +68,9 @@ fn a_listener_that_is_shut_down_is_closed() {
     require!(bpf);
     let place = Place::new("bk-shut");
     let kernel = place.start();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen 0.0.0.0:81");
-    let edges = kernel.edges();
     place.next(&edges).opened();
     process.tell(&format!("shutdown {}", socket.id)).unwrap();
     fits(&place.next(&edges).closed().0, socket, "0.0.0.0");
@@ -81,7 +82,7 @@ fn one_of_two_reuseport_listeners_may_close() {
     require!(bpf);
     let place = Place::new("bk-reuse");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let first = process.socket("listen 127.0.0.1:90 reuseport");
     let second = process.socket("listen 127.0.0.1:90 reuseport");
@@ -102,7 +103,7 @@ fn ipv6_listeners_answer_for_what_they_take() {
     require!(bpf);
     let place = Place::new("bk-v6");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let v6: IpAddr = Ipv6Addr::LOCALHOST.into();
     let check = |process: &mut Process, listen: &str, at_v4: bool, at_v6: bool| {
@@ -147,7 +148,7 @@ fn listening_without_bind_is_seen_with_the_port_the_kernel_chose() {
     require!(bpf);
     let place = Place::new("bk-auto");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen-unbound");
     assert_ne!(socket.port, 0);
@@ -165,7 +166,7 @@ fn a_listen_that_fails_leaves_nothing() {
     require!(bpf);
     let place = Place::new("bk-fail");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let first = process.socket("bind 127.0.0.1:70 reuseaddr");
     let second = process.socket("bind 127.0.0.1:70 reuseaddr");
@@ -186,7 +187,7 @@ fn accepted_connections_change_nothing() {
     require!(bpf);
     let place = Place::new("bk-accept");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen 127.0.0.1:60");
     place.next(&edges).opened();
@@ -204,7 +205,7 @@ fn a_listener_outside_the_cgroup_is_seen_by_the_tracepoint() {
     require!(bpf);
     let place = Place::new("bk-out");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = Process::start(None, &place.netns);
     let socket = process.socket("listen 127.0.0.1:61");
     let (listener, _) = place.next(&edges).opened();
@@ -221,7 +222,7 @@ fn the_end_of_a_listener_older_than_the_programs_is_reported_once_and_counted_no
     let mut process = place.process();
     let old = process.socket("listen 127.0.0.1:62 reuseport");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     assert_eq!(place.snapshot(&kernel), []);
     // sock_diag knows it: that is how the agent seeds its view.
     let seeded = place.handle.listening(None).unwrap();
@@ -268,7 +269,7 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
     process.kill();
     let mut open = model.len();
     // Wait for the last close, whatever came before.
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     while open > 0 {
         if let Seen::Closed(listener, _) = place.next(&edges)
             && model.contains_key(&listener.cookie)
@@ -280,29 +281,22 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
 }
 
 #[test]
-fn a_reader_that_is_held_up_says_lost_and_the_maps_are_right() {
+fn a_subscriber_that_is_held_up_is_told_of_the_loss_and_the_maps_are_right() {
     require!(bpf);
     let place = Place::new("bk-lost");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
-    // Nobody takes edges: first the channel fills, then the ring buffer, then the programs count drops.
+    // Nobody takes edges.
     let mut rounds = 0;
-    while kernel.drops().unwrap().unwrap().ring_full == 0 {
+    while kernel.channel_full() == 0 {
         let socket = process.socket("listen 127.0.0.1:50");
         process.close(socket);
         rounds += 1;
-        assert!(rounds < 200_000, "the ring buffer never filled");
+        assert!(rounds < 200_000, "the channel never filled");
     }
-    assert!(kernel.channel_full() > 0);
     let stays = process.socket("listen 127.0.0.1:51");
-    let mut lost = 0;
-    // Two: one for the full channel, one for the drops; the last edges come after room is made.
-    while lost < 2 {
-        if edges.receiver.recv_timeout(beelet_tests::workdir::PATIENCE).unwrap() == Edge::Lost {
-            lost += 1;
-        }
-    }
+    while edges.recv_deadline(Instant::now() + PATIENCE).unwrap() != Edge::Lost {}
     let left: Vec<u64> = place.snapshot(&kernel).iter().map(|listener| listener.cookie).collect();
     assert_eq!(left, [stays.cookie]);
     assert!(!place.listens(&kernel, 50, LOOPBACK));
@@ -314,7 +308,7 @@ fn a_listener_that_finds_the_addresses_full_is_counted_once_they_are_swept() {
     require!(bpf);
     let place = Place::new("bk-full");
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let early = process.socket("listen 127.0.0.1:40");
     place.next(&edges).opened();

@@ -5,10 +5,10 @@ mod kernel;
 
 use aya::maps::{Array, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
-use beelet::kernel::{Capability, Kernel, KernelOptions, Mode};
+use beelet::kernel::{Capability, Interest, Kernel, KernelOptions, Mode};
 use beelet_tests::guards::Mount;
 use beelet_tests::{require, requires, workdir};
-use kernel::{LOOPBACK, Place, Process, start};
+use kernel::{LOOPBACK, Place, Process, listener_edges, start};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -80,7 +80,7 @@ fn a_restart_takes_over_what_runs_and_knows_what_happened_meanwhile() {
         assert_eq!(place.listens(&kernel, port, LOOPBACK), expected, "port {port}");
     }
     // Edges of the time between are not told again; new ones are.
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     process.close(came);
     assert_eq!(place.next(&edges).closed().0.cookie, came.cookie);
     kernel.stop(false).unwrap();
@@ -118,7 +118,7 @@ fn another_object_of_the_same_version_replaces_the_programs_and_keeps_the_maps()
     assert_ne!(after[1].0, before[1].0, "a tracing link can't be updated: a new one takes its place");
     assert_ne!(after[1].1, before[1].1);
     assert!(place.listens(&kernel, 80, LOOPBACK));
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     process.close(socket);
     let (closed, _) = place.next(&edges).closed();
     assert_eq!(closed.cookie, socket.cookie);
@@ -208,7 +208,7 @@ fn a_link_that_was_lost_is_attached_again() {
     let before = link(&place, "listener_socket");
     let kernel = place.start();
     assert_eq!(link(&place, "listener_socket"), before, "what runs stays as it is");
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = Process::start(None, &place.netns);
     let socket = process.socket("listen 127.0.0.1:80"); // outside the cgroup: only the tracepoint sees it
     assert_eq!(place.next(&edges).opened().0.cookie, socket.cookie);
@@ -224,7 +224,7 @@ fn a_cgroup_that_was_made_anew_is_attached_to() {
     std::fs::create_dir(place.cgroup_dir()).unwrap();
     assert_ne!(place.cgroup_id(), before);
     let kernel = place.start();
-    let edges = kernel.edges();
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen-unbound"); // the tracepoint alone doesn't know its port
     assert_eq!(place.next(&edges).opened().0.cookie, socket.cookie);
@@ -326,9 +326,10 @@ fn without_a_place_for_pins_everything_works_unpinned_and_says_so() {
             assert_eq!(row(&kernel, program).have, Ok(()));
         }
         assert_eq!((kernel.adopted(), kernel.pins()), (false, None));
+        let edges = listener_edges(&kernel);
         let mut process = place.process();
         process.socket("listen 127.0.0.1:80");
-        assert_eq!(place.next(&kernel.edges()).opened().0.port, 80);
+        assert_eq!(place.next(&edges).opened().0.port, 80);
         assert!(place.listens(&kernel, 80, LOOPBACK));
         kernel.stop(true).unwrap();
         assert_eq!(bpffs.is_dir().then(|| tree(&bpffs)), before);
@@ -355,11 +356,12 @@ fn without_the_cgroup_the_tracepoint_still_sees_listeners() {
         assert!(why.contains(expected), "{why}");
         assert!(row(&kernel, "listener_socket").remedy.contains("cgroup2"));
         assert_eq!(row(&kernel, "listener_state").have, Ok(()));
+        let edges = listener_edges(&kernel);
         let mut process = place.process();
         process.socket("listen 127.0.0.1:80");
-        assert_eq!(place.next(&kernel.edges()).opened().0.port, 80);
+        assert_eq!(place.next(&edges).opened().0.port, 80);
         process.kill();
-        place.next(&kernel.edges()).closed();
+        place.next(&edges).closed();
         kernel.stop(false).unwrap();
     };
     check(PathBuf::from("/no/such/cgroup"), "could not open the cgroup /no/such/cgroup");
@@ -375,7 +377,8 @@ fn is_idle(kernel: &Kernel, expected: &str) {
         assert!(!row.remedy.is_empty() && !row.fallback.is_empty(), "{row:?}");
     }
     assert!(kernel.listeners().is_none());
-    assert!(kernel.edges().receiver.try_recv().is_err());
+    assert_eq!(kernel.subscribe(Interest::ALL).try_recv(), None);
+    assert!(kernel.measures().is_none());
     assert_eq!(kernel.drops().unwrap(), None);
     assert_eq!((kernel.adopted(), kernel.pins()), (false, None));
 }
@@ -413,11 +416,12 @@ fn an_object_that_logs_works_as_the_built_in_one() {
     let before = links(&place);
     let kernel = start(&options);
     assert_ne!(links(&place)[0].1, before[0].1, "its log isn't pinned, so it is loaded anew");
+    let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen 127.0.0.1:80");
-    assert_eq!(place.next(&kernel.edges()).opened().0.cookie, socket.cookie);
+    assert_eq!(place.next(&edges).opened().0.cookie, socket.cookie);
     process.close(socket);
-    assert_eq!(place.next(&kernel.edges()).closed().0.cookie, socket.cookie);
+    assert_eq!(place.next(&edges).closed().0.cookie, socket.cookie);
 }
 
 #[test]

@@ -240,7 +240,7 @@ fn write_meta(
         abi_version: ABI_VERSION,
         complete: u32::from(complete),
         tracepoint: u32::from(tracepoint),
-        reserved: 0,
+        instance: 0,
         digest,
     };
     map.set(0, meta, 0).map_err(|error| failed(&error))

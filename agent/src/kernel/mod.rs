@@ -8,8 +8,10 @@
 mod bpf_log;
 mod btf;
 mod capability;
+mod edges;
 mod listeners;
 mod loader;
+mod measures;
 mod netns;
 mod offsets;
 mod pins;
@@ -17,21 +19,21 @@ mod reader;
 mod sweep;
 mod sys;
 
+pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
 pub use capability::{Capability, ProgramInfo, programs};
+pub use edges::{Edge, Edges, Interest, PressureKind};
 pub use listeners::{Listener, Listeners};
+pub use measures::{Measures, wait_bucket_floor_ns};
 pub use netns::{ListeningSocket, NetnsHandle};
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
 use beelet_ebpf_abi::Drops;
-use crossbeam_channel::{Receiver, Sender};
+use edges::Hub;
 use pins::{Current, NoPins, Pins};
-use reader::{Counters, Reader};
+use reader::Reader;
 use sha2::{Digest as _, Sha256};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use tokio::sync::Notify;
 
 /// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
 static OBJECT: &[u8] =
@@ -59,36 +61,6 @@ pub struct KernelOptions {
     pub mode: Mode,
     /// Another object than the built-in one, for development.
     pub object: Option<PathBuf>,
-}
-
-/// Something happened that a worker should hear of now. Times are `CLOCK_MONOTONIC` in nanoseconds, taken in the kernel.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Edge {
-    /// A socket began to listen.
-    ListenerOpened {
-        /// Which, and where.
-        listener: Listener,
-        /// When.
-        at_ns: u64,
-    },
-    /// A socket listens no longer. Others may still listen at its address: ask [`Listeners::is_listening`].
-    ListenerClosed {
-        /// Which, and where. `since_ns` is 0 if it was opened before the programs were attached.
-        listener: Listener,
-        /// When.
-        at_ns: u64,
-    },
-    /// Edges were lost: read the maps again.
-    Lost,
-}
-
-/// Where edges come out.
-#[derive(Clone, Debug)]
-pub struct Edges {
-    /// Bounded. Clones share it: each edge goes to one of them.
-    pub receiver: Receiver<Edge>,
-    /// Notified after edges were sent.
-    pub wake: Arc<Notify>,
 }
 
 /// Why the kernel half could not do something: a sentence.
@@ -129,16 +101,14 @@ pub struct Kernel {
     capabilities: Vec<Capability>,
     adopted: bool,
     listeners: Option<Listeners>,
-    edges: Edges,
-    counters: Arc<Counters>,
+    measures: Option<Measures>,
+    hub: Hub,
     drops: Option<PerCpuArray<MapData, Drops>>,
     memory: Vec<MapMemory>,
     /// Before `links` and `pins`: it is stopped first.
     reader: Option<Reader>,
     links: Vec<FdLink>,
     pins: Option<Pins>,
-    /// Keeps the channel open where no reader does.
-    _sender: Sender<Edge>,
 }
 
 impl std::fmt::Debug for Kernel {
@@ -176,19 +146,17 @@ impl Kernel {
     }
 
     fn idle() -> Kernel {
-        let (sender, receiver) = crossbeam_channel::bounded(reader::CHANNEL_EDGES);
         Kernel {
             capabilities: Vec::new(),
             adopted: false,
             listeners: None,
-            edges: Edges { receiver, wake: Arc::new(Notify::new()) },
-            counters: Arc::default(),
+            measures: None,
+            hub: Hub::default(),
             drops: None,
             memory: Vec::new(),
             reader: None,
             links: Vec::new(),
             pins: None,
-            _sender: sender,
         }
     }
 
@@ -259,17 +227,13 @@ impl Kernel {
             .map_err(|error| KernelError::map("EVENTS", &error))?;
         self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
         let reader_drops = drops(loader::duplicate(map("DROPS")?)?)?;
-        let reader = Reader::start(
-            ring,
-            reader_drops,
-            sweeper,
-            loaded.log.take(),
-            reader::Outlet {
-                edges: self._sender.clone(),
-                wake: Arc::clone(&self.edges.wake),
-                counters: Arc::clone(&self.counters),
-            },
-        )?;
+        let reader = Reader::start(ring, reader_drops, sweeper, loaded.log.take(), self.hub.clone())?;
+        if let (Some(containers), Some(running)) = (loaded.maps.get("CONTAINERS"), loaded.maps.get("RUNNING"))
+        {
+            let measures = Measures::new(loader::duplicate(containers)?, loader::duplicate(running)?)
+                .map_err(|error| KernelError::map("CONTAINERS", &error))?;
+            self.measures = Some(measures);
+        }
         self.reader = Some(reader);
         self.listeners = Some(listeners);
         self.adopted = loaded.adopted;
@@ -315,10 +279,17 @@ impl Kernel {
         self.listeners.clone()
     }
 
-    /// Where edges come out. Without programs none ever does.
+    /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed. Without programs
+    /// no edge ever comes.
     #[must_use]
-    pub fn edges(&self) -> Edges {
-        self.edges.clone()
+    pub fn subscribe(&self, interest: Interest) -> Edges {
+        self.hub.subscribe(interest)
+    }
+
+    /// What the programs count for each container; `None` where none that counts could be attached.
+    #[must_use]
+    pub fn measures(&self) -> Option<Measures> {
+        self.measures.clone()
     }
 
     /// What each map takes of the kernel's memory.
@@ -336,10 +307,10 @@ impl Kernel {
         reader::sum(map).map(Some)
     }
 
-    /// How often an edge found the channel full, since the start.
+    /// How many edges found a subscriber's channel full, since the start.
     #[must_use]
     pub fn channel_full(&self) -> u64 {
-        self.counters.channel_full.load(Ordering::Relaxed)
+        self.hub.dropped()
     }
 
     /// Where the maps and links of this version are pinned; `None` where they aren't.
@@ -378,6 +349,12 @@ pub fn globals() -> Result<Vec<(&'static str, u32)>, KernelError> {
 #[must_use]
 pub fn built_in_object() -> &'static [u8] {
     OBJECT
+}
+
+/// `CLOCK_MONOTONIC`, the programs' own clock, in nanoseconds.
+fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
 fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {

@@ -1,49 +1,31 @@
 //! The one thread that reads the ring buffer and hands typed edges on.
 //!
 //! It sleeps in poll(2) until the kernel or [`Reader::stop`] wakes it; it never spins. Nothing is lost for good: where an
-//! edge could not be delivered (the ring was full, or the channel) it delivers [`Edge::Lost`], and whoever gets that
-//! reads the maps again.
+//! edge could not be delivered (the ring was full, or a channel) it delivers [`Edge::Lost`], and whoever gets that reads
+//! the maps again.
 
 use super::bpf_log::BpfLog;
+use super::edges::{Edge, Hub, PressureKind};
 use super::listeners::Listener;
 use super::sweep::Sweeper;
-use super::{Edge, KernelError};
+use super::{KernelError, monotonic_ns};
 use aya::maps::{MapData, PerCpuArray, RingBuf};
-use beelet_ebpf_abi::{Address, Drops, EventHeader, ListenerEvent, kind};
-use crossbeam_channel::{Receiver, Sender, TrySendError};
+use beelet_ebpf_abi::{Address, Drops, EventHeader, ExitEvent, ListenerEvent, OomEvent, PressureEvent, kind};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use tokio::sync::Notify;
 
-/// Edges that wait to be read before the reader waits too, and the ring buffer fills instead.
-pub(super) const CHANNEL_EDGES: usize = 4096;
+/// Edges that are handed on together: whoever gets them is woken once.
+const BATCH: usize = 256;
 /// After so many new listeners the reader looks whether unused addresses fill their map.
 const OPENS_PER_SWEEP: u32 = 1024;
-
-/// How often something could not be handed on at once.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    /// The channel was full.
-    pub(super) channel_full: AtomicU64,
-}
 
 /// The running reader thread.
 #[derive(Debug)]
 pub(super) struct Reader {
     thread: Option<JoinHandle<()>>,
     stop_poll: Arc<OwnedFd>,
-    /// Dropping it ends a wait for room in the channel.
-    stop_send: Option<Sender<()>>,
-}
-
-/// Where edges go.
-pub(super) struct Outlet {
-    pub(super) edges: Sender<Edge>,
-    pub(super) wake: Arc<Notify>,
-    pub(super) counters: Arc<Counters>,
 }
 
 /// What the thread works with.
@@ -52,9 +34,8 @@ struct Work {
     drops: PerCpuArray<MapData, Drops>,
     sweeper: Sweeper,
     log: Option<BpfLog>,
-    outlet: Outlet,
+    hub: Hub,
     stop_poll: Arc<OwnedFd>,
-    stop_send: Receiver<()>,
     seen_drops: Drops,
     /// Listeners opened since the last sweep.
     opened: u32,
@@ -70,37 +51,26 @@ impl Reader {
         drops: PerCpuArray<MapData, Drops>,
         sweeper: Sweeper,
         log: Option<BpfLog>,
-        outlet: Outlet,
+        hub: Hub,
     ) -> Result<Reader, KernelError> {
         let failed = |what: &str, error: &dyn std::fmt::Display| {
             KernelError::new(format!("the reader of kernel events could not start: {what}: {error}"))
         };
         let stop_poll =
             Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("no eventfd", &error))?);
-        let (stop_send, stop_receiver) = crossbeam_channel::bounded(0);
         let seen_drops = sum(&drops)?;
         while ring.next().is_some() {}
-        let work = Work {
-            ring,
-            drops,
-            sweeper,
-            log,
-            outlet,
-            stop_poll: Arc::clone(&stop_poll),
-            stop_send: stop_receiver,
-            seen_drops,
-            opened: 0,
-        };
+        let work =
+            Work { ring, drops, sweeper, log, hub, stop_poll: Arc::clone(&stop_poll), seen_drops, opened: 0 };
         let thread = std::thread::Builder::new()
             .name("kernel-events".to_owned())
             .spawn(move || work.run())
             .map_err(|error| failed("no thread", &error))?;
-        Ok(Reader { thread: Some(thread), stop_poll, stop_send: Some(stop_send) })
+        Ok(Reader { thread: Some(thread), stop_poll })
     }
 
     /// Ends the thread and waits for it.
     pub(super) fn stop(&mut self) {
-        drop(self.stop_send.take());
         if let Err(error) = rustix::io::write(&*self.stop_poll, &1_u64.to_ne_bytes()) {
             tracing::warn!("the reader of kernel events could not be woken to stop: {error}");
             return;
@@ -122,9 +92,7 @@ impl Drop for Reader {
 impl Work {
     fn run(mut self) {
         loop {
-            if !self.drain() {
-                return;
-            }
+            self.drain();
             if let Some(log) = &mut self.log {
                 log.flush();
             }
@@ -137,8 +105,7 @@ impl Work {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
                     tracing::error!("no kernel events any more: poll on the ring buffer failed: {error}");
-                    let _ = self.outlet.edges.try_send(Edge::Lost); // whoever listens looks once more
-                    self.outlet.wake.notify_one();
+                    self.hub.send(&[Edge::Lost]); // whoever listens looks once more
                     return;
                 }
             }
@@ -148,21 +115,23 @@ impl Work {
         }
     }
 
-    /// Hands on what is in the ring; false when it is time to stop.
-    fn drain(&mut self) -> bool {
-        let mut any = false;
+    /// Hands on what is in the ring.
+    fn drain(&mut self) {
+        let mut batch = Vec::new();
         while let Some(edge) = self.ring.next().map(|record| decode(&record)) {
             let edge = edge.unwrap_or_else(|unknown| {
                 // A record of a newer object: the maps have what it says.
                 tracing::warn!("an unknown record of kind {unknown} came from the kernel programs");
                 Edge::Lost
             });
-            any = true;
             self.opened += u32::from(matches!(edge, Edge::ListenerOpened { .. }));
-            if !self.send(edge) {
-                return false;
+            batch.push(edge);
+            if batch.len() == BATCH {
+                self.hub.send(&batch);
+                batch.clear();
             }
         }
+        self.hub.send(&batch);
         // After the ring: a drop means that it was full, so there was something to read.
         let before = self.seen_drops;
         match sum(&self.drops) {
@@ -176,15 +145,8 @@ impl Work {
                 "the kernel programs lost something ({:?}); the maps are read again",
                 self.seen_drops
             );
-            any = true;
-            if !self.send(Edge::Lost) {
-                return false;
-            }
+            self.hub.send(&[Edge::Lost]);
         }
-        if any {
-            self.outlet.wake.notify_one();
-        }
-        true
     }
 
     /// Makes room for new addresses, now and then.
@@ -193,30 +155,10 @@ impl Work {
             return;
         }
         self.opened = 0;
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        let now_ns =
-            u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0);
-        match self.sweeper.sweep(now_ns, full) {
+        match self.sweeper.sweep(monotonic_ns(), full) {
             Ok(0) => {}
             Ok(removed) => tracing::info!("removed {removed} addresses that nobody listens on any more"),
             Err(error) => tracing::warn!("{error}"),
-        }
-    }
-
-    /// Hands one edge on. If there is no room, counts that and waits for room for one [`Edge::Lost`] in its place;
-    /// meanwhile the ring buffer fills, and beyond that the programs count drops.
-    fn send(&self, edge: Edge) -> bool {
-        match self.outlet.edges.try_send(edge) {
-            Ok(()) => true,
-            Err(TrySendError::Disconnected(_)) => false,
-            Err(TrySendError::Full(_)) => {
-                self.outlet.counters.channel_full.fetch_add(1, Ordering::Relaxed);
-                self.outlet.wake.notify_one();
-                crossbeam_channel::select! {
-                    send(self.outlet.edges, Edge::Lost) -> sent => sent.is_ok(),
-                    recv(self.stop_send) -> _ => false,
-                }
-            }
         }
     }
 }
@@ -228,6 +170,8 @@ pub(super) fn sum(drops: &PerCpuArray<MapData, Drops>) -> Result<Drops, KernelEr
         ring_full: sum.ring_full + cpu.ring_full,
         listeners_full: sum.listeners_full + cpu.listeners_full,
         addresses_full: sum.addresses_full + cpu.addresses_full,
+        containers_full: sum.containers_full + cpu.containers_full,
+        tasks_full: sum.tasks_full + cpu.tasks_full,
     }))
 }
 
@@ -251,8 +195,63 @@ fn decode(record: &[u8]) -> Result<Edge, u32> {
                 Edge::ListenerClosed { listener, at_ns }
             })
         }
+        kind::EXITED => exit_event(header, &mut bytes).map(|event| exited(&event)).ok_or(header.kind),
+        kind::OOM_KILL => oom_event(header, &mut bytes).map(|event| oom_kill(&event)).ok_or(header.kind),
+        kind::PRESSURE => {
+            pressure_event(header, &mut bytes).and_then(|event| pressure_edge(&event)).ok_or(header.kind)
+        }
         unknown => Err(unknown),
     }
+}
+
+fn exited(event: &ExitEvent) -> Edge {
+    // wait(2): the signal, or 0, in seven bits; then whether there is a core file; then the exit code.
+    let signal = event.status & 0x7f;
+    let code = if signal == 0 { (event.status >> 8) & 0xff } else { 0 };
+    let EventHeader { at_ns, cgroup_id, .. } = event.header;
+    Edge::ContainerExited { cgroup_id, pid: event.pid, own_pid: event.own_pid, code, signal, at_ns }
+}
+
+fn oom_kill(event: &OomEvent) -> Edge {
+    let page = rustix::param::page_size() as u64;
+    let EventHeader { at_ns, cgroup_id, .. } = event.header;
+    Edge::OomKill {
+        cgroup_id,
+        pid: event.pid,
+        total_vm: event.total_vm.saturating_mul(page),
+        anon_rss: event.anon_rss.saturating_mul(page),
+        file_rss: event.file_rss.saturating_mul(page),
+        shmem_rss: event.shmem_rss.saturating_mul(page),
+        at_ns,
+    }
+}
+
+fn pressure_edge(event: &PressureEvent) -> Option<Edge> {
+    let EventHeader { at_ns, cgroup_id, .. } = event.header;
+    let kind = PressureKind::from_abi(event.pressure)?;
+    Some(Edge::Pressure { cgroup_id, kind, above: event.above != 0, value: event.waited_ns, at_ns })
+}
+
+fn exit_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<ExitEvent> {
+    let (pid, own_pid) = (bytes.u32()?, bytes.u32()?);
+    Some(ExitEvent { header, pid, own_pid, status: bytes.u32()?, reserved: bytes.u32()? })
+}
+
+fn oom_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<OomEvent> {
+    Some(OomEvent {
+        header,
+        pid: bytes.u32()?,
+        reserved: bytes.u32()?,
+        total_vm: bytes.u64()?,
+        anon_rss: bytes.u64()?,
+        file_rss: bytes.u64()?,
+        shmem_rss: bytes.u64()?,
+    })
+}
+
+fn pressure_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<PressureEvent> {
+    let (pressure, above) = (bytes.u32()?, bytes.u32()?);
+    Some(PressureEvent { header, pressure, above, waited_ns: bytes.u64()? })
 }
 
 fn listener_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<ListenerEvent> {
@@ -330,6 +329,55 @@ mod tests {
         assert_eq!(decode(&record(99)), Err(99));
         assert_eq!(decode(&record(kind::LISTENER_OPENED)[..71]), Err(kind::LISTENER_OPENED));
         assert_eq!(decode(&[]), Err(0));
+    }
+
+    fn words(kind: u32, after_header: &[u32]) -> Vec<u8> {
+        let mut bytes = record(kind)[..24].to_vec();
+        for word in after_header {
+            bytes.extend(word.to_ne_bytes());
+        }
+        bytes
+    }
+
+    #[test]
+    fn an_exit_says_how() {
+        let check = |status: u32, code: u32, signal: u32| {
+            let edge =
+                Edge::ContainerExited { cgroup_id: 42, pid: 700, own_pid: 1, code, signal, at_ns: 1000 };
+            assert_eq!(decode(&words(kind::EXITED, &[700, 1, status, 0])), Ok(edge), "{status:#x}");
+        };
+        check(0, 0, 0);
+        check(0x0300, 3, 0);
+        check(0xff00, 255, 0);
+        check(9, 0, 9);
+        check(0x8b, 0, 11); // with a core file
+        assert_eq!(decode(&words(kind::EXITED, &[700, 1, 0])), Err(kind::EXITED));
+    }
+
+    #[test]
+    fn an_oom_kill_says_how_much() {
+        let page = rustix::param::page_size() as u64;
+        let edge = Edge::OomKill {
+            cgroup_id: 42,
+            pid: 700,
+            total_vm: 4 * page,
+            anon_rss: 3 * page,
+            file_rss: 2 * page,
+            shmem_rss: page,
+            at_ns: 1000,
+        };
+        let record = words(kind::OOM_KILL, &[700, 0, 4, 0, 3, 0, 2, 0, 1, 0]);
+        assert_eq!(decode(&record), Ok(edge));
+        assert_eq!(decode(&record[..63]), Err(kind::OOM_KILL));
+    }
+
+    #[test]
+    fn pressure_has_a_kind_and_a_direction() {
+        let edge = |kind, above| Edge::Pressure { cgroup_id: 42, kind, above, value: 5, at_ns: 1000 };
+        let record = |pressure, above| words(kind::PRESSURE, &[pressure, above, 5, 0]);
+        assert_eq!(decode(&record(0, 1)), Ok(edge(PressureKind::RunQueue, true)));
+        assert_eq!(decode(&record(1, 0)), Ok(edge(PressureKind::Reclaim, false)));
+        assert_eq!(decode(&record(2, 0)), Err(kind::PRESSURE));
     }
 
     proptest! {

@@ -288,7 +288,7 @@ impl Node {
             table: table.clone(),
             requests: requests_out,
             listeners: self.kernel.listeners(),
-            edges: self.kernel.edges(),
+            edges: self.kernel.subscribe(kernel::Interest::LISTENERS),
             settings: self.probe_settings(),
             metrics: self.metrics.probes.clone(),
         });

@@ -148,7 +148,7 @@ impl Probes {
 
     /// Probes until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let wake = Arc::clone(&self.parts.edges.wake);
+        let wake = self.parts.edges.wake();
         self.sync().await;
         loop {
             tokio::select! {
@@ -428,11 +428,12 @@ impl Probes {
     }
 
     async fn drain_edges(&mut self) {
-        while let Ok(edge) = self.parts.edges.receiver.try_recv() {
+        while let Some(edge) = self.parts.edges.try_recv() {
             match edge {
                 Edge::ListenerOpened { listener, at_ns } => self.on_edge(&listener, true, at_ns).await,
                 Edge::ListenerClosed { listener, at_ns } => self.on_edge(&listener, false, at_ns).await,
                 Edge::Lost => self.look_again(),
+                Edge::ContainerExited { .. } | Edge::OomKill { .. } | Edge::Pressure { .. } => {} // not asked for
             }
         }
     }

@@ -8,12 +8,19 @@
 
 use core::mem::{align_of, offset_of, size_of};
 
+mod measures;
 #[cfg(feature = "user")]
 mod user;
 
+pub use measures::{
+    ANCESTRY_SLOTS, Ancestry, CgroupKey, Counters, ExitEvent, ExitedKey, FIRST_BUCKET_BITS, MAX_CONTAINERS,
+    MAX_EXITED, MAX_TASKS, OomEvent, PRESSURE_FLOOR_NS, PRESSURE_WINDOW_NS, Pressure, PressureEvent, Running,
+    Settings, TaskKey, TaskState, WAIT_BUCKETS, pressure, qos,
+};
+
 /// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions never
 /// read each other's maps.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// Marks a [`Meta`] record as ours: `beelet` and two zero bytes, little endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"beelet\0\0");
@@ -39,6 +46,12 @@ pub mod kind {
     pub const LISTENER_OPENED: u32 = 1;
     /// A socket listens no longer, whether closed, disconnected or killed with its process: [`super::ListenerEvent`].
     pub const LISTENER_CLOSED: u32 = 2;
+    /// A process below the pods' root ended, with its last thread: [`super::ExitEvent`].
+    pub const EXITED: u32 = 3;
+    /// The kernel chose a process below the pods' root to be killed for want of memory: [`super::OomEvent`].
+    pub const OOM_KILL: u32 = 4;
+    /// A cgroup below the pods' root crossed a threshold: [`super::PressureEvent`].
+    pub const PRESSURE: u32 = 5;
 }
 
 /// Which hook made a record: for people who look at the maps with bpftool.
@@ -139,6 +152,10 @@ pub struct Drops {
     pub listeners_full: u64,
     /// Listeners that found the `ADDRESSES` map full: recorded, but not counted.
     pub addresses_full: u64,
+    /// Times that something could not be counted because the `CONTAINERS` map was full.
+    pub containers_full: u64,
+    /// Threads that could not be followed from their fork on: their waits are not counted.
+    pub tasks_full: u64,
 }
 
 /// Value of the `META` map: whose pins these are, and how the programs shall behave.
@@ -155,8 +172,9 @@ pub struct Meta {
     pub complete: u32,
     /// 1 while the tracepoint program is attached. It sees every close, so the sock_ops program leaves closes to it.
     pub tracepoint: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// The instance of the programs that counts. One that carries another number stays idle: while new programs take the
+    /// place of old ones, both are attached, and each event is told once.
+    pub instance: u32,
     /// SHA-256 of the object that the programs came from.
     pub digest: [u8; 32],
 }
@@ -191,12 +209,13 @@ const _: () = {
     assert!(offset_of!(ListenerEvent, since_ns) == 32);
     assert!(offset_of!(ListenerEvent, address) == 40);
 
-    assert!(size_of::<Drops>() == 24);
+    assert!(size_of::<Drops>() == 40);
 
     assert!(size_of::<Meta>() == 56);
     assert!(offset_of!(Meta, abi_version) == 8);
     assert!(offset_of!(Meta, complete) == 12);
     assert!(offset_of!(Meta, tracepoint) == 16);
+    assert!(offset_of!(Meta, instance) == 20);
     assert!(offset_of!(Meta, digest) == 24);
 
     // The kernel takes only whole pages, and only a power of two.

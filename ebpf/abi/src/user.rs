@@ -1,6 +1,9 @@
 //! User space reads and writes these records as plain bytes.
 
-use crate::{Address, AddressCount, Drops, ListenerRecord, Meta, SocketCookie};
+use crate::{
+    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,
+    Running, Settings, SocketCookie, TaskKey, TaskState,
+};
 
 macro_rules! pod {
     ($($name:ty),+) => {$(
@@ -10,4 +13,20 @@ macro_rules! pod {
     )+};
 }
 
-pod!(Address, AddressCount, Drops, ListenerRecord, Meta, SocketCookie);
+pod!(
+    Address,
+    AddressCount,
+    Ancestry,
+    CgroupKey,
+    Counters,
+    Drops,
+    ExitedKey,
+    ListenerRecord,
+    Meta,
+    Pressure,
+    Running,
+    Settings,
+    SocketCookie,
+    TaskKey,
+    TaskState
+);

@@ -4,7 +4,7 @@
 #![allow(dead_code)] // each test binary uses its part
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
-use beelet::kernel::{Edge, Edges, Kernel, KernelOptions, Listener, Mode, NetnsHandle};
+use beelet::kernel::{Edge, Edges, Interest, Kernel, KernelOptions, Listener, Mode, NetnsHandle};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
 use beelet_tests::workdir::{PATIENCE, unique};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -83,7 +83,7 @@ impl Place {
     pub(crate) fn next(&self, edges: &Edges) -> Seen {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            match edges.receiver.recv_deadline(deadline) {
+            match edges.recv_deadline(deadline) {
                 Ok(Edge::ListenerOpened { listener, at_ns })
                     if listener.netns_cookie == self.handle.cookie() =>
                 {
@@ -124,6 +124,11 @@ impl Seen {
             other => panic!("expected a listener to close, got {other:?}"),
         }
     }
+}
+
+/// Edges about listeners, from now on.
+pub(crate) fn listener_edges(kernel: &Kernel) -> Edges {
+    kernel.subscribe(Interest::LISTENERS)
 }
 
 /// Starts the kernel half; every program must be there.

@@ -406,7 +406,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connecte
         table: table.clone(),
         requests: requests_out.clone(),
         listeners: kernel.listeners(),
-        edges: kernel.edges(),
+        edges: kernel.subscribe(beelet::kernel::Interest::LISTENERS),
         settings: probes::Settings { tcp_by_kernel: false, edge_policy: EdgePolicy::Immediate },
         metrics: probes::Metrics::default(),
     });

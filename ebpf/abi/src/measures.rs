@@ -1,0 +1,275 @@
+//! What the programs count for each cgroup below the pods' root, and what they tell of it.
+
+use core::mem::{align_of, offset_of, size_of};
+
+use crate::EventHeader;
+
+/// Entries of the `CONTAINERS` and `PRESSURE` maps: cgroups below the pods' root that are alive, or died a short while
+/// ago.
+pub const MAX_CONTAINERS: usize = 2048;
+/// Entries of the `TASKS` map: threads of the machine. It is used below Linux 6.4 only, and has one entry elsewhere.
+pub const MAX_TASKS: usize = 65_536;
+/// Entries of the `ANCESTRY` cache, for each CPU.
+pub const ANCESTRY_SLOTS: usize = 64;
+/// Entries of the `EXITED` map: processes of several threads that are ending.
+pub const MAX_EXITED: usize = 1024;
+/// Buckets of [`Counters::run_queue_waits`].
+pub const WAIT_BUCKETS: usize = 24;
+/// The power of two, in nanoseconds, below which everything is in the first bucket.
+pub const FIRST_BUCKET_BITS: u32 = 10;
+/// The span that pressure is summed over before an edge is decided: nanoseconds.
+pub const PRESSURE_WINDOW_NS: u64 = 1_000_000_000;
+/// Waits shorter than this are counted, but are no pressure: nanoseconds. It keeps the shared `PRESSURE` map out of the
+/// scheduler's fast path.
+pub const PRESSURE_FLOOR_NS: u64 = 100_000;
+
+/// QoS classes, as indexes of [`Settings::run_queue_wait_ns`] and [`Settings::reclaim_ns`].
+pub mod qos {
+    /// A pod directly below the pods' root.
+    pub const GUARANTEED: u32 = 0;
+    /// A pod below the cgroup `burstable`.
+    pub const BURSTABLE: u32 = 1;
+    /// A pod below the cgroup `besteffort`.
+    pub const BEST_EFFORT: u32 = 2;
+    /// How many there are.
+    pub const CLASSES: usize = 3;
+}
+
+/// What a cgroup is short of: [`PressureEvent::pressure`].
+pub mod pressure {
+    /// Its threads were runnable, but did not run.
+    pub const RUN_QUEUE: u32 = 0;
+    /// Its threads looked for free memory instead of running.
+    pub const RECLAIM: u32 = 1;
+    /// How many kinds there are.
+    pub const KINDS: usize = 2;
+}
+
+/// Key of the `CONTAINERS` and `PRESSURE` maps.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CgroupKey {
+    /// The cgroup2 id: the inode of its directory. Never used twice while the machine is up.
+    pub cgroup_id: u64,
+}
+
+/// Value of the per-CPU `CONTAINERS` map: what one cgroup used, waited for and moved. All of it only ever grows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Time on a CPU, nanoseconds.
+    pub on_cpu_ns: u64,
+    /// How often one of its threads left a CPU.
+    pub switches: u64,
+    /// Of these, how often it would have gone on, but a thread of the same pod came instead.
+    pub preempted_by_same_pod: u64,
+    /// A thread of another pod came instead.
+    pub preempted_by_other_pod: u64,
+    /// A thread of the machine (not a pod's) came instead.
+    pub preempted_by_system: u64,
+    /// Time that threads were runnable but did not run, nanoseconds.
+    pub run_queue_wait_ns: u64,
+    /// How many such waits there were, by length. Bucket 0: below 1024 ns. Bucket i: from 2^(9+i) to 2^(10+i) ns. The
+    /// last: everything above.
+    pub run_queue_waits: [u64; WAIT_BUCKETS],
+    /// Time that threads spent reclaiming because a cgroup was at its limit, nanoseconds.
+    pub memcg_reclaim_ns: u64,
+    /// How often.
+    pub memcg_reclaims: u64,
+    /// Time that threads spent reclaiming because the machine was short of memory, nanoseconds.
+    pub direct_reclaim_ns: u64,
+    /// How often.
+    pub direct_reclaims: u64,
+    /// Processes that the kernel killed for want of memory.
+    pub oom_kills: u64,
+    /// TCP connections that were made, by either side.
+    pub established: u64,
+    /// TCP segments sent again.
+    pub retransmits: u64,
+    /// The sum of the smoothed round-trip times seen, microseconds.
+    pub rtt_us: u64,
+    /// How many such times.
+    pub rtt_samples: u64,
+    /// Bytes received, from the IP header on.
+    pub rx_bytes: u64,
+    /// Packets received.
+    pub rx_packets: u64,
+    /// Bytes sent, from the IP header on.
+    pub tx_bytes: u64,
+    /// Packets sent.
+    pub tx_packets: u64,
+}
+
+/// Value of the `SETTINGS` map: the agent's word to the programs that count.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// The cgroup2 id of the pods' root; 0: nothing is counted.
+    pub pods_cgroup: u64,
+    /// The cgroup2 id of the cgroup of Burstable pods; 0 if there is none.
+    pub burstable: u64,
+    /// The cgroup2 id of the cgroup of BestEffort pods; 0 if there is none.
+    pub best_effort: u64,
+    /// How deep the pods' root is below the root of cgroup2.
+    pub pods_level: u32,
+    /// Another number with each change: what the programs remembered of cgroups is void then.
+    pub generation: u32,
+    /// Run-queue waits within [`PRESSURE_WINDOW_NS`] that are pressure, nanoseconds, by [`qos`]; 0: never.
+    pub run_queue_wait_ns: [u64; qos::CLASSES],
+    /// Reclaim within [`PRESSURE_WINDOW_NS`] that is pressure, nanoseconds, by [`qos`]; 0: never.
+    pub reclaim_ns: [u64; qos::CLASSES],
+}
+
+/// Value of the per-CPU `RUNNING` map: who runs there now. What it has run so far is not in [`Counters`] yet.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Running {
+    /// Since when: `CLOCK_MONOTONIC`, nanoseconds; 0 before the first switch.
+    pub since_ns: u64,
+    /// Its cgroup2 id; 0 if it is no pod's.
+    pub cgroup_id: u64,
+    /// The cgroup2 id of its pod.
+    pub pod_id: u64,
+    /// How long it had waited for the CPU, nanoseconds.
+    pub wait_ns: u64,
+    /// One of [`qos`].
+    pub qos: u32,
+    /// 1 if it had waited: `wait_ns` counts.
+    pub waited: u32,
+}
+
+/// Value of the per-CPU `ANCESTRY` cache: what cgroup belongs to what pod.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ancestry {
+    /// The cgroup2 id.
+    pub cgroup_id: u64,
+    /// Its pod's; 0 if it is not below the pods' root.
+    pub pod_id: u64,
+    /// One of [`qos`].
+    pub qos: u32,
+    /// As [`Settings::generation`] was.
+    pub generation: u32,
+}
+
+/// Key of the `TASKS` map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TaskKey {
+    /// The thread's id in the first pid namespace.
+    pub pid: u32,
+}
+
+/// Value of the `TASKS` and `TASK_STORAGE` maps: what a thread is waiting for.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TaskState {
+    /// Since when it is runnable without running: `CLOCK_MONOTONIC`, nanoseconds; 0 if it isn't.
+    pub runnable_since_ns: u64,
+    /// Since when it reclaims memory; 0 if it doesn't.
+    pub reclaiming_since_ns: u64,
+    /// Its `task_struct`, where the kernel tells of an OOM kill by number only (`TASKS`); else 0.
+    pub task: u64,
+}
+
+/// Value of the `PRESSURE` map: what the edges of one cgroup are decided from.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pressure {
+    /// When the window began, by [`pressure`] kind: `CLOCK_MONOTONIC`, nanoseconds.
+    pub window_ns: [u64; pressure::KINDS],
+    /// What was waited since, nanoseconds.
+    pub waited_ns: [u64; pressure::KINDS],
+    /// 1 between the edge up and the edge down.
+    pub above: [u64; pressure::KINDS],
+    /// When the last edge of any kind was sent.
+    pub edge_ns: u64,
+}
+
+/// Key of the `EXITED` map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExitedKey {
+    /// When its first thread was started: with the id this names a process for good.
+    pub started_ns: u64,
+    /// The process.
+    pub pid: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// [`crate::kind::EXITED`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExitEvent {
+    /// Kind, CPU, time, cgroup.
+    pub header: EventHeader,
+    /// The process, in the first pid namespace.
+    pub pid: u32,
+    /// Its id in its own pid namespace; 0 if unknown. A container's first process has 1, unless the pod's containers
+    /// share a namespace.
+    pub own_pid: u32,
+    /// As wait(2) gives it: the signal in the lowest seven bits, the exit code in the second byte.
+    pub status: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// [`crate::kind::OOM_KILL`]. The sizes are in pages; 0 if unknown.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OomEvent {
+    /// Kind, CPU, time, the victim's cgroup.
+    pub header: EventHeader,
+    /// The victim, in the first pid namespace.
+    pub pid: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Its address space.
+    pub total_vm: u64,
+    /// Its anonymous memory.
+    pub anon_rss: u64,
+    /// Files that it had mapped.
+    pub file_rss: u64,
+    /// Shared memory that it had mapped.
+    pub shmem_rss: u64,
+}
+
+/// [`crate::kind::PRESSURE`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PressureEvent {
+    /// Kind, CPU, time, cgroup.
+    pub header: EventHeader,
+    /// One of [`pressure`].
+    pub pressure: u32,
+    /// 1: it rose above its threshold. 0: it fell below half of it.
+    pub above: u32,
+    /// What was waited in the window, nanoseconds.
+    pub waited_ns: u64,
+}
+
+const _: () = {
+    assert!(size_of::<CgroupKey>() == 8);
+    assert!(size_of::<Counters>() == 8 * (19 + WAIT_BUCKETS) && align_of::<Counters>() == 8);
+    assert!(offset_of!(Counters, run_queue_waits) == 48);
+    assert!(offset_of!(Counters, memcg_reclaim_ns) == 48 + 8 * WAIT_BUCKETS);
+    assert!(offset_of!(Counters, established) == 48 + 8 * WAIT_BUCKETS + 40);
+    assert!(offset_of!(Counters, tx_packets) == size_of::<Counters>() - 8);
+
+    assert!(size_of::<Settings>() == 80);
+    assert!(offset_of!(Settings, pods_level) == 24);
+    assert!(offset_of!(Settings, run_queue_wait_ns) == 32);
+    assert!(offset_of!(Settings, reclaim_ns) == 56);
+
+    assert!(size_of::<Running>() == 40 && offset_of!(Running, qos) == 32);
+    assert!(size_of::<Ancestry>() == 24 && offset_of!(Ancestry, qos) == 16);
+    assert!(size_of::<TaskKey>() == 4);
+    assert!(size_of::<TaskState>() == 24);
+    assert!(size_of::<Pressure>() == 56 && offset_of!(Pressure, edge_ns) == 48);
+    assert!(size_of::<ExitedKey>() == 16);
+
+    assert!(size_of::<ExitEvent>() == 40 && offset_of!(ExitEvent, status) == 32);
+    assert!(size_of::<OomEvent>() == 64 && offset_of!(OomEvent, total_vm) == 32);
+    assert!(size_of::<PressureEvent>() == 40 && offset_of!(PressureEvent, waited_ns) == 32);
+};
