@@ -11,6 +11,8 @@
 
 mod channel;
 mod error;
+mod events;
+mod exec;
 mod metrics;
 mod operation;
 
@@ -28,6 +30,7 @@ use tonic::{Request, Response, Status};
 
 pub use self::channel::EndpointError;
 pub use self::error::{Error, Kind};
+pub use self::events::ContainerEvents;
 pub use self::operation::Operation;
 
 use self::channel::{Socket, socket_path};

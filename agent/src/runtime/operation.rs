@@ -52,6 +52,8 @@ operations! {
     StartContainer, "start_container", "start", false;
     StopContainer, "stop_container", "stop", false;
     RemoveContainer, "remove_container", "remove", false;
+    ExecSync, "exec_sync", "run a command in", false;
+    ContainerEvents, "container_events", "follow the container events", true;
     ListImages, "list_images", "list the images", true;
     ImageStatus, "image_status", "look up", true;
     PullImage, "pull_image", "pull", false;

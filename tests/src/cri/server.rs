@@ -1,6 +1,7 @@
 //! The fake runtime on a socket: every call is recorded, goes through the script, and is then answered by the
 //! world.
 
+use std::collections::BTreeMap;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use beelet_proto::cri;
 use cri::image_service_server::{ImageService, ImageServiceServer};
 use cri::runtime_service_server::{RuntimeService, RuntimeServiceServer};
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::{Request, Response, Status};
 
 use super::Shared;
@@ -112,6 +113,43 @@ impl Service {
     }
 }
 
+/// Tells a subscriber of every container that changes, until it is gone.
+async fn tell(
+    shared: Arc<Shared>,
+    mut before: BTreeMap<String, cri::ContainerState>,
+    sender: mpsc::Sender<Result<cri::ContainerEventResponse, Status>>,
+) {
+    let mut changes = shared.changes.subscribe();
+    loop {
+        let now = shared.lock().world.states();
+        let events = now.iter().filter(|(id, state)| before.get(*id) != Some(state)).map(|(id, state)| {
+            let kind = match state {
+                cri::ContainerState::ContainerCreated => cri::ContainerEventType::ContainerCreatedEvent,
+                cri::ContainerState::ContainerRunning => cri::ContainerEventType::ContainerStartedEvent,
+                _ => cri::ContainerEventType::ContainerStoppedEvent,
+            };
+            (id.clone(), kind)
+        });
+        let gone = before.keys().filter(|id| !now.contains_key(*id));
+        let gone = gone.map(|id| (id.clone(), cri::ContainerEventType::ContainerDeletedEvent));
+        for (id, kind) in events.chain(gone).collect::<Vec<_>>() {
+            let event = cri::ContainerEventResponse {
+                container_id: id,
+                container_event_type: kind.into(),
+                ..cri::ContainerEventResponse::default()
+            };
+            if sender.send(Ok(event)).await.is_err() {
+                return;
+            }
+        }
+        before = now;
+        tokio::select! {
+            changed = changes.changed() => if changed.is_err() { return },
+            () = sender.closed() => return,
+        }
+    }
+}
+
 /// A service of CRI: one line a call, `method: Call(request) -> response = what answers it`.
 macro_rules! service {
     ($service:ident {
@@ -148,7 +186,7 @@ service! { RuntimeService {
     container_status: ContainerStatus(ContainerStatusRequest) -> ContainerStatusResponse = World::container_status;
     update_container_resources: UpdateContainerResources(UpdateContainerResourcesRequest) -> UpdateContainerResourcesResponse = World::update_container_resources;
     reopen_container_log: ReopenContainerLog(ReopenContainerLogRequest) -> ReopenContainerLogResponse = World::reopen_container_log;
-    exec_sync: ExecSync(ExecSyncRequest) -> ExecSyncResponse = lacking;
+    exec_sync: ExecSync(ExecSyncRequest) -> ExecSyncResponse = World::exec_sync;
     exec: Exec(ExecRequest) -> ExecResponse = lacking;
     attach: Attach(AttachRequest) -> AttachResponse = lacking;
     port_forward: PortForward(PortForwardRequest) -> PortForwardResponse = lacking;
@@ -160,13 +198,17 @@ service! { RuntimeService {
     list_metric_descriptors: ListMetricDescriptors(ListMetricDescriptorsRequest) -> ListMetricDescriptorsResponse = lacking;
     list_pod_sandbox_metrics: ListPodSandboxMetrics(ListPodSandboxMetricsRequest) -> ListPodSandboxMetricsResponse = lacking;
 }
-    type GetContainerEventsStream = tokio_stream::Empty<Result<cri::ContainerEventResponse, Status>>;
+    type GetContainerEventsStream = ReceiverStream<Result<cri::ContainerEventResponse, Status>>;
 
     async fn get_container_events(
         &self,
         request: Request<cri::GetEventsRequest>,
     ) -> Result<Response<Self::GetContainerEventsStream>, Status> {
-        self.answer::<{ Op::GetContainerEvents as u8 }, _, _>(request, lacking).await
+        let before = self.shared.lock().world.states();
+        self.answer::<{ Op::GetContainerEvents as u8 }, _, _>(request, World::get_container_events).await?;
+        let (sender, receiver) = mpsc::channel(64);
+        tokio::spawn(tell(Arc::clone(&self.shared), before, sender));
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 }
 

@@ -1,0 +1,62 @@
+//! Commands in containers, and the processes behind containers.
+
+use std::time::Duration;
+
+use beelet_proto::cri;
+
+use super::{Call, Error, Operation, Runtime, container};
+
+impl Runtime {
+    /// Runs a command in a container and waits for its end; with its exit code and (up to some 16 MiB of) what it
+    /// wrote. After `timeout` (whole seconds count, rounded up) the runtime kills it; zero: never. Dropping the
+    /// future makes the runtime kill it too, but not what it has started itself.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`]; a command that ran out of time is [`super::Kind::Timeout`].
+    pub async fn exec_sync(
+        &self,
+        id: &str,
+        command: Vec<String>,
+        timeout: Duration,
+    ) -> Result<cri::ExecSyncResponse, Error> {
+        let seconds = timeout.as_secs() + u64::from(timeout.subsec_nanos() > 0);
+        let request = cri::ExecSyncRequest {
+            container_id: id.to_owned(),
+            cmd: command,
+            timeout: i64::try_from(seconds).unwrap_or(i64::MAX),
+        };
+        let deadline = (seconds > 0).then(|| self.request_timeout.saturating_add(timeout));
+        Call { deadline, ..self.call(Operation::ExecSync, container(id)) }
+            .runtime(request, |mut client, request| async move { client.exec_sync(request).await })
+            .await
+    }
+
+    /// The process id, on the host, of a container's first process, from the runtime's verbose words (containerd and
+    /// CRI-O have the same). None where it says none, or the container doesn't run.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn container_pid(&self, id: &str) -> Result<Option<u32>, Error> {
+        let response = self.container_status(id, true).await?;
+        Ok(response.info.get("info").and_then(|info| pid_in(info)))
+    }
+}
+
+/// `pid` in a verbose status. 0 means that there is none.
+fn pid_in(info: &str) -> Option<u32> {
+    let info: serde_json::Value = serde_json::from_str(info).ok()?;
+    let pid = info.get("pid")?.as_u64()?;
+    u32::try_from(pid).ok().filter(|pid| *pid > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_process_is_in_the_verbose_status() {
+        assert_eq!(pid_in(r#"{"sandboxID":"s","pid":4711,"removing":false}"#), Some(4711));
+        assert_eq!(pid_in(r#"{"pid":0}"#), None);
+        assert_eq!(pid_in("not json"), None);
+    }
+}
