@@ -15,12 +15,12 @@ use std::{
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
 
-/// The delay before a container's second restart; the first one is immediate.
-pub const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
-/// No restart waits longer than this, unless the node's configuration says otherwise.
-pub const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
-/// A container that ran this long has its earlier crashes forgotten.
-pub const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
+mod restart;
+
+pub use restart::{
+    RESTART_DELAY_INITIAL, RESTART_DELAY_MAX, RESTART_DELAY_RESET, RestartPolicy, Tally, init_restarts,
+    is_sidecar, phase, restart_delay, restarts,
+};
 
 /// What the runtime has of one pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -82,12 +82,14 @@ pub enum ContainerState {
     Unknown,
 }
 
-/// What probes say of the pod's running containers, by the runtime's container identifiers.
+/// What probes and hooks say of the pod's running containers, by the runtime's container identifiers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdicts {
     /// Containers whose startup probe succeeded, or that have none.
     pub started: BTreeSet<String>,
-    /// Containers that a failed liveness or startup probe condemned.
+    /// Containers whose postStart hook is done. Those without one needn't be here.
+    pub hooked: BTreeSet<String>,
+    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned.
     pub condemned: BTreeMap<String, KillReason>,
 }
 
@@ -100,18 +102,18 @@ pub enum KillReason {
     Startup,
     /// The runtime doesn't know its state.
     Unknown,
-    /// All containers that do the pod's work have ended, so its sidecars end too.
-    PodFinished,
+    /// Its postStart hook failed.
+    PostStartHook,
 }
 
 impl KillReason {
-    /// The sentence an event says of it.
+    /// The words that follow the container's name in an event; the kubelet's.
     pub fn message(self) -> &'static str {
         match self {
-            Self::Liveness => "failed its liveness probe and will be restarted",
-            Self::Startup => "failed its startup probe and will be restarted",
-            Self::Unknown => "is in an unknown state; it is stopped and tried again",
-            Self::PodFinished => "is a sidecar of a pod that has finished",
+            Self::Liveness => "failed liveness probe, will be restarted",
+            Self::Startup => "failed startup probe, will be restarted",
+            Self::Unknown => "is in unknown state, try killing it before restart",
+            Self::PostStartHook => "failed postStart hook",
         }
     }
 }
@@ -158,7 +160,16 @@ pub enum Outcome {
     Failed,
 }
 
-/// What to do now, in this order: kill, stop sandboxes, create a sandbox, remove, start.
+/// A postStart hook to run in a container that runs already: the agent ended before it knew how the hook did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hook {
+    /// The runtime's identifier of the container.
+    pub id: String,
+    /// The name in the pod's spec.
+    pub name: String,
+}
+
+/// What to do now, in this order: kill, stop sandboxes, create a sandbox, remove, run hooks, start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Actions {
     /// Containers to stop.
@@ -171,7 +182,9 @@ pub struct Actions {
     pub remove_containers: Vec<String>,
     /// Stopped sandboxes without containers.
     pub remove_sandboxes: Vec<String>,
-    /// Containers to start.
+    /// Hooks to run before anything is started.
+    pub post_start: Vec<Hook>,
+    /// Containers to start, one after the other: one with a postStart hook holds the later ones back until it is done.
     pub start: Vec<Start>,
     /// Containers that wait for their restart delay to pass.
     pub backoff: BTreeMap<String, Backoff>,
@@ -187,6 +200,7 @@ impl Actions {
             && self.create_sandbox.is_none()
             && self.remove_containers.is_empty()
             && self.remove_sandboxes.is_empty()
+            && self.post_start.is_empty()
             && self.start.is_empty()
     }
 
@@ -196,57 +210,10 @@ impl Actions {
     }
 }
 
-/// A pod's restartPolicy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RestartPolicy {
-    /// Whenever a container ends.
-    Always,
-    /// When it ends with an exit code other than 0.
-    OnFailure,
-    /// Not at all.
-    Never,
-}
-
-impl RestartPolicy {
-    /// The policy of a spec. Anything that isn't `OnFailure` or `Never` counts as the default, `Always`.
-    pub fn of(spec: &PodSpec) -> Self {
-        match spec.restart_policy.as_deref() {
-            Some("OnFailure") => Self::OnFailure,
-            Some("Never") => Self::Never,
-            _ => Self::Always,
-        }
-    }
-
-    fn restarts(self, exit_code: i32) -> bool {
-        match self {
-            Self::Always => true,
-            Self::OnFailure => exit_code != 0,
-            Self::Never => false,
-        }
-    }
-}
-
 /// When a pod that started at `start` must have ended, by its activeDeadlineSeconds.
 pub fn deadline(spec: &PodSpec, start: Timestamp) -> Option<Timestamp> {
     let seconds = u64::try_from(spec.active_deadline_seconds?).ok()?;
     Some(start.saturating_add(Duration::from_secs(seconds)).unwrap_or(Timestamp::MAX))
-}
-
-/// Whether an init container is a sidecar: started in order, but kept running beside the pod's containers.
-pub fn is_sidecar(container: &ContainerSpec) -> bool {
-    container.restart_policy.as_deref() == Some("Always")
-}
-
-/// The delay before the restart of a container that was started after `previous` and ran for `ran`.
-/// `attempt` is the restart count of the container that ended, `max` the longest delay.
-pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Duration) -> Duration {
-    if attempt == 0 || ran >= RESTART_DELAY_RESET {
-        Duration::ZERO
-    } else if previous.is_zero() {
-        RESTART_DELAY_INITIAL.min(max)
-    } else {
-        (previous * 2).min(max)
-    }
 }
 
 /// What to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
@@ -277,7 +244,6 @@ pub fn actions(
 /// One decision in the making.
 struct Decision<'a> {
     spec: &'a PodSpec,
-    policy: RestartPolicy,
     observed: &'a Observed,
     verdicts: &'a Verdicts,
     now: Timestamp,
@@ -299,10 +265,9 @@ impl<'a> Decision<'a> {
                 *slot = container;
             }
         }
-        let policy = RestartPolicy::of(spec);
         let max_restart_delay = RESTART_DELAY_MAX;
         let actions = Actions::default();
-        Self { spec, policy, observed, verdicts, now, max_restart_delay, current, newest, actions }
+        Self { spec, observed, verdicts, now, max_restart_delay, current, newest, actions }
     }
 
     /// The container of this name in the sandbox that counts: attempts in earlier sandboxes are history.
@@ -341,40 +306,33 @@ impl<'a> Decision<'a> {
 
     /// How the pod ended, if it has.
     fn outcome(&self) -> Option<Outcome> {
-        if self.policy == RestartPolicy::Always {
-            return None;
+        let outcome_of = |codes: &[Option<i32>]| {
+            let all_zero = codes.iter().all(|code| *code == Some(0));
+            if all_zero { Outcome::Succeeded } else { Outcome::Failed }
+        };
+        let mut regular = self.init_containers().iter().filter(|c| !is_sidecar(c));
+        if regular.any(|c| {
+            self.exit_code(&c.name).is_some_and(|code| code != 0 && !init_restarts(self.spec, c, code))
+        }) {
+            return Some(Outcome::Failed);
         }
-        let exit = |name: &str| self.exit_code(name);
-        if self.policy == RestartPolicy::Never {
-            let mut regular = self.init_containers().iter().filter(|c| !is_sidecar(c));
-            if regular.any(|c| exit(&c.name).is_some_and(|code| code != 0)) {
-                return Some(Outcome::Failed);
-            }
-            // A sandbox that died took its containers along; with `Never` none of them comes back.
-            if self.current.is_none() && !self.observed.containers.is_empty() {
-                let all_zero = self.spec.containers.iter().all(|c| exit(&c.name) == Some(0));
-                return Some(if all_zero { Outcome::Succeeded } else { Outcome::Failed });
-            }
+        let mut own = self.spec.containers.iter();
+        let codes: Vec<Option<i32>> = own.clone().map(|c| self.exit_code(&c.name)).collect();
+        // A sandbox that died took its containers along; where none of them ever comes back, that was the pod's end.
+        let comes_back = own.any(|c| restart::ever_restarts(self.spec, c));
+        if self.current.is_none() && !self.observed.containers.is_empty() && !comes_back {
+            return Some(outcome_of(&codes));
         }
-        let codes: Option<Vec<i32>> = self.spec.containers.iter().map(|c| exit(&c.name)).collect();
-        let codes = codes?;
-        if codes.iter().any(|code| self.policy.restarts(*code)) {
-            return None;
-        }
-        Some(if codes.iter().all(|code| *code == 0) { Outcome::Succeeded } else { Outcome::Failed })
+        let ended_for_good = |(c, code): (&ContainerSpec, &Option<i32>)| {
+            code.is_some_and(|code| !restarts(self.spec, c, code))
+        };
+        let all = self.spec.containers.iter().zip(&codes).all(ended_for_good);
+        all.then(|| outcome_of(&codes))
     }
 
-    /// A finished pod's sidecars end, the last one started first; then its sandbox stops.
+    /// A finished pod's sandbox stops, with the sidecars in it.
     fn finish(&mut self, outcome: Outcome) {
         self.actions.outcome = Some(outcome);
-        for spec in self.init_containers().iter().rev() {
-            if let Some(container) = self.here(&spec.name)
-                && matches!(container.state, ContainerState::Running { .. } | ContainerState::Unknown)
-            {
-                self.kill(container, KillReason::PodFinished);
-                return;
-            }
-        }
         if let Some(current) = self.current {
             self.actions.stop_sandboxes.push(current.id.clone());
         }
@@ -402,8 +360,8 @@ impl<'a> Decision<'a> {
         let initialized = self.spec.containers.iter().any(|c| self.here(&c.name).is_some());
         for spec in self.init_containers() {
             let ready_for_next = if is_sidecar(spec) {
-                self.keep_running(spec, RestartPolicy::Always);
-                self.is_started(&spec.name)
+                self.keep_running(spec, |_| true);
+                !self.waits_for_hook(spec) && self.is_started(&spec.name)
             } else {
                 initialized || self.run_to_completion(spec)
             };
@@ -412,9 +370,15 @@ impl<'a> Decision<'a> {
             }
         }
         for spec in &self.spec.containers {
-            // What has done its work in an earlier sandbox has done it for good.
-            if self.policy == RestartPolicy::Always || self.exit_code(&spec.name) != Some(0) {
-                self.keep_running(spec, self.policy);
+            let again = |code| restarts(self.spec, spec, code);
+            // What has ended for good in an earlier sandbox is not run again in this one.
+            if self.exit_code(&spec.name).is_none_or(again) {
+                self.keep_running(spec, again);
+            }
+            // The kubelet starts containers one after the other, hooks included; users hold applications back
+            // until a proxy is up by that.
+            if self.waits_for_hook(spec) {
+                return;
             }
         }
     }
@@ -425,17 +389,33 @@ impl<'a> Decision<'a> {
         })
     }
 
+    /// Whether the container runs but its postStart hook isn't known to be done; asks for the hook then.
+    fn waits_for_hook(&mut self, spec: &ContainerSpec) -> bool {
+        if spec.lifecycle.as_ref().is_none_or(|lifecycle| lifecycle.post_start.is_none()) {
+            return false;
+        }
+        let Some(container) = self.here(&spec.name) else { return false };
+        let runs = matches!(container.state, ContainerState::Running { .. });
+        if !runs || self.verdicts.hooked.contains(&container.id) {
+            return false;
+        }
+        if !self.verdicts.condemned.contains_key(&container.id) {
+            self.actions.post_start.push(Hook { id: container.id.clone(), name: container.name.clone() });
+        }
+        true
+    }
+
     /// Starts an init container where needed; true once it has succeeded.
     fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
         if let Some(ContainerState::Exited { exit_code: 0, .. }) = self.here(&spec.name).map(|c| &c.state) {
             return true;
         }
-        // A failed one with `Never` made the pod's outcome before this is reached.
-        self.keep_running(spec, RestartPolicy::OnFailure);
+        // One that failed for good made the pod's outcome before this is reached.
+        self.keep_running(spec, |code| code != 0);
         false
     }
 
-    fn keep_running(&mut self, spec: &ContainerSpec, policy: RestartPolicy) {
+    fn keep_running(&mut self, spec: &ContainerSpec, restarts: impl Fn(i32) -> bool) {
         let Some(container) = self.here(&spec.name) else {
             // The first in this sandbox, though it may have run in an earlier one.
             let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt + 1);
@@ -448,7 +428,7 @@ impl<'a> Decision<'a> {
                 self.start(spec, container.attempt, container.restart_delay, Some(container.id.clone()));
             }
             ContainerState::Exited { exit_code, started_at, finished_at } => {
-                if !policy.restarts(*exit_code) {
+                if !restarts(*exit_code) {
                     return;
                 }
                 let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, *finished_at));
@@ -507,42 +487,6 @@ impl<'a> Decision<'a> {
                 self.actions.remove_sandboxes.push(sandbox.id.clone());
             }
         }
-    }
-}
-
-/// How many of a pod's containers are in which state; what its phase follows from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// Init containers that have not done their part yet.
-    pub init_pending: usize,
-    /// A pod that is never restarted has an init container that failed.
-    pub init_failed: bool,
-    /// Containers that never ran.
-    pub waiting: usize,
-    /// Containers that run.
-    pub running: usize,
-    /// Containers that ended with exit code 0, those waiting for a restart included.
-    pub succeeded: usize,
-    /// Containers that ended otherwise, those waiting for a restart included.
-    pub failed: usize,
-}
-
-/// A pod's phase, by the rules of the kubelet's getPhase.
-pub fn phase(policy: RestartPolicy, tally: Tally) -> &'static str {
-    if tally.init_failed {
-        return "Failed";
-    }
-    if tally.init_pending > 0 || tally.waiting > 0 {
-        return "Pending";
-    }
-    let ended = tally.succeeded + tally.failed;
-    match policy {
-        _ if tally.running > 0 => "Running",
-        _ if ended == 0 => "Pending",
-        RestartPolicy::Always => "Running",
-        _ if tally.failed == 0 => "Succeeded",
-        RestartPolicy::Never => "Failed",
-        RestartPolicy::OnFailure => "Running",
     }
 }
 

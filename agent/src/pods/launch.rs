@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     cgroups::Cgroups,
-    events::Recorder,
+    events::{Object, Recorder},
     runtime::{self, Runtime},
 };
 
@@ -92,7 +92,7 @@ impl Launcher {
         start: &Start,
     ) -> Result<String, StartError> {
         if let Some(id) = &start.created {
-            self.start_created(id).await?;
+            self.start_created(pod, &start.name, id).await?;
             return Ok(id.clone());
         }
         let container = container_of(pod, &start.name)
@@ -120,15 +120,23 @@ impl Launcher {
             .create_container(&sandbox.id, config, &sandbox_config)
             .await
             .map_err(|e| StartError::of_runtime("CreateContainerError", &e))?;
-        self.start_created(&id).await?;
+        self.events.normal(
+            Object::container(pod, &start.name),
+            "Created",
+            format!("Created container: {}", start.name),
+        );
+        self.start_created(pod, &start.name, &id).await?;
         Ok(id)
     }
 
-    async fn start_created(&self, id: &str) -> Result<(), StartError> {
-        self.runtime.start_container(id).await.map_err(|e| StartError::of_runtime("RunContainerError", &e))
+    async fn start_created(&self, pod: &core::Pod, name: &str, id: &str) -> Result<(), StartError> {
+        let started = self.runtime.start_container(id).await;
+        started.map_err(|e| StartError::of_runtime("RunContainerError", &e))?;
+        self.events.normal(Object::container(pod, name), "Started", format!("Started container {name}"));
+        Ok(())
     }
 
-    fn pod_ips(&self, pod: &core::Pod, sandbox: &SandboxDetail) -> Vec<String> {
+    pub(super) fn pod_ips(&self, pod: &core::Pod, sandbox: &SandboxDetail) -> Vec<String> {
         let on_host = pod.spec.as_ref().and_then(|s| s.host_network) == Some(true);
         if on_host { vec![self.node.host_ip.to_string()] } else { sandbox.ips.clone() }
     }

@@ -150,6 +150,8 @@ struct Managed {
     task: JoinHandle<()>,
     seen: Option<Arc<Observation>>,
     waiting: BTreeMap<String, Waiting>,
+    /// Containers whose postStart hook is done.
+    hooked: BTreeSet<String>,
     probes: BTreeMap<String, ProbeFacts>,
     status: Option<core::PodStatus>,
     edge: Option<ReadinessEdge>,
@@ -293,25 +295,28 @@ impl Manager {
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let (probes, status, failure) = match self.parts.records.get(&uid) {
-            Some(record) => (record.probes, record.status, record.failure),
-            None => (BTreeMap::new(), None, None),
+        let (probes, hooked, status, failure) = match self.parts.records.get(&uid) {
+            Some(record) => (record.probes, record.hooked, record.status, record.failure),
+            None => (BTreeMap::new(), BTreeSet::new(), None, None),
         };
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
         let (control, signal) = watch::channel(Control { terminate, failed, ..Control::default() });
-        let launcher = Arc::clone(&self.parts.launcher);
-        let runtime = launcher.runtime.clone();
-        let worker = Worker::new(launcher, runtime, Arc::clone(&pod), signal, self.reports_out.clone());
         let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
-        control.send_modify(|c| c.verdicts.started.extend(started));
+        control.send_modify(|c| {
+            c.verdicts.started.extend(started);
+            c.verdicts.hooked.clone_from(&hooked);
+        });
+        let launcher = Arc::clone(&self.parts.launcher);
+        let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone());
         let managed = Managed {
             name: PodName::of(&pod),
             pod,
             control,
-            task: tokio::spawn(worker.run()),
+            task: tokio::spawn(worker),
             seen: None,
             waiting: BTreeMap::new(),
+            hooked,
             probes,
             status,
             edge: None,
@@ -372,10 +377,12 @@ impl Manager {
             };
             c.verdicts.condemned.retain(|id, _| running(id));
             c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
+            c.verdicts.hooked.clone_from(&report.hooked);
             false // the worker that reports has seen it all
         });
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
+        managed.hooked = report.hooked;
         self.publish(&report.uid);
     }
 
@@ -482,7 +489,8 @@ impl Manager {
             hash: hash_of(&managed.pod),
         };
         let failure = managed.failure.clone();
-        let record = PodRecord { origin, status: Some(status), probes: managed.probes.clone(), failure };
+        let (probes, hooked) = (managed.probes.clone(), managed.hooked.clone());
+        let record = PodRecord { origin, status: Some(status), probes, hooked, failure };
         let changed = self.parts.table.send_if_modified(|table| {
             if table.pods.get(&name).is_some_and(|known| **known == entry) {
                 return false;
@@ -492,8 +500,8 @@ impl Manager {
             *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
             true
         });
+        self.parts.records.set(uid, record);
         if changed {
-            self.parts.records.set(uid, record);
             self.parts.metrics.observe(&self.parts.table.borrow());
         }
     }

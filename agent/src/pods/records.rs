@@ -7,7 +7,11 @@
 //! Losing the last ones costs a probe's period, no more. Only a pod's failure must survive a power cut too, or
 //! an evicted pod would come back: where one is new or gone, the disk is waited for.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
@@ -31,6 +35,9 @@ pub struct PodRecord {
     pub status: Option<core::PodStatus>,
     /// Probe results by the runtime's container identifier.
     pub probes: BTreeMap<String, ProbeFacts>,
+    /// Containers whose postStart hook is done, by the runtime's identifier: it is not run again.
+    #[serde(default)]
+    pub hooked: BTreeSet<String>,
     /// Set if the pod was ended for good: it must not start again by itself.
     #[serde(default)]
     pub failure: Option<Failure>,

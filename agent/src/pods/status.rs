@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use beelet_policy::{
-    pod::{self, RestartPolicy, Tally},
+    pod::{self, Tally},
     qos,
 };
 use beelet_proto::cri;
@@ -78,10 +78,10 @@ impl Inputs<'_> {
         let role = |c: &core::Container| if pod::is_sidecar(c) { Role::Running } else { Role::Init };
         let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), false)).collect();
         let statuses: Vec<_> = mains.iter().map(|c| self.container(c, Role::Running, initialized)).collect();
-        let tally = self.tally(&inits, initialized, &statuses);
+        let tally = self.tally(spec, &inits, initialized, &statuses);
         let phase = match self.failure {
             Some(failure) if failure.cleared => "Failed",
-            _ => pod::phase(RestartPolicy::of(spec), tally),
+            _ => pod::phase(tally),
         };
         let ips = self.pod_ips(spec);
         // A pod that was refused before it had a container has no status of one, as under the kubelet.
@@ -117,11 +117,15 @@ impl Inputs<'_> {
         }
     }
 
-    /// Whether the pod's own containers may run: they exist already, or every init container has done its part.
+    /// Whether the pod's own containers may run: they exist already, or every init container has done its part. Once
+    /// the sandbox is gone, what ran in it says so.
     fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
-        if let Some(sandbox) = &self.seen.sandbox
-            && mains.iter().any(|c| self.seen.newest(&c.name).is_some_and(|n| n.sandbox_id == sandbox.id))
-        {
+        let mut newest = mains.iter().filter_map(|c| self.seen.newest(&c.name));
+        let begun = match &self.seen.sandbox {
+            Some(sandbox) => newest.any(|n| n.sandbox_id == sandbox.id),
+            None => newest.any(|n| !matches!(n.state, pod::ContainerState::Created)),
+        };
+        if begun {
             return true;
         }
         inits.iter().all(|spec| {
@@ -136,28 +140,31 @@ impl Inputs<'_> {
 
     fn tally(
         &self,
+        spec: &core::PodSpec,
         inits: &[&core::Container],
         initialized: bool,
         statuses: &[core::ContainerStatus],
     ) -> Tally {
-        let never = self.pod.spec.as_ref().is_some_and(|s| RestartPolicy::of(s) == RestartPolicy::Never);
-        let init_failed = never
-            && inits.iter().filter(|c| !pod::is_sidecar(c)).any(|c| {
-                let state = self.seen.newest(&c.name).map(|n| &n.state);
-                matches!(state, Some(pod::ContainerState::Exited { exit_code, .. }) if *exit_code != 0)
-            });
+        let init_failed = inits.iter().filter(|c| !pod::is_sidecar(c)).any(|c| {
+            let state = self.seen.newest(&c.name).map(|n| &n.state);
+            matches!(state, Some(pod::ContainerState::Exited { exit_code, .. })
+                if *exit_code != 0 && !pod::init_restarts(spec, c, *exit_code))
+        });
         let mut tally = Tally { init_failed, init_pending: usize::from(!initialized), ..Tally::default() };
-        for status in statuses {
+        for (container, status) in spec.containers.iter().zip(statuses) {
             let now = status.state.as_ref();
             let ended = |state: Option<&core::ContainerState>| {
                 state.and_then(|s| s.terminated.as_ref().map(|t| t.exit_code))
             };
             if now.is_some_and(|s| s.running.is_some()) {
                 tally.running += 1;
-            } else if let Some(code) = ended(now).or_else(|| ended(status.last_state.as_ref())) {
-                if code == 0 { tally.succeeded += 1 } else { tally.failed += 1 }
-            } else {
-                tally.waiting += 1;
+                continue;
+            }
+            match ended(now).or_else(|| ended(status.last_state.as_ref())) {
+                Some(code) if pod::restarts(spec, container, code) => tally.restarting += 1,
+                Some(0) => tally.succeeded += 1,
+                Some(_) => tally.failed += 1,
+                None => tally.waiting += 1,
             }
         }
         tally

@@ -2,7 +2,11 @@
 //! until the pod is terminated. It remembers nothing that it could not see again, so it may be killed
 //! between any two steps.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
 use futures::future::join_all;
@@ -16,12 +20,18 @@ use tracing::{debug, info, warn};
 
 use super::{
     cri_config,
-    launch::{Launcher, StartError, container_of},
+    launch::{Launcher, StartError},
     observe::{Observation, Observer},
     status::Waiting,
     table::PodName,
 };
-use crate::runtime::Runtime;
+use crate::{events::Object, runtime::Runtime};
+
+mod hooks;
+mod stop;
+mod supervise;
+
+use stop::Window;
 
 /// The first pause after a failed step; it doubles up to [`RETRY_MAX`].
 const RETRY_INITIAL: Duration = Duration::from_secs(1);
@@ -81,6 +91,8 @@ pub(super) struct Report {
     pub seen: Arc<Observation>,
     /// Why containers aren't running, by name.
     pub waiting: BTreeMap<String, Waiting>,
+    /// Containers whose postStart hook is done, by identifier.
+    pub hooked: BTreeSet<String>,
     /// How far its end has come.
     pub stage: Stage,
 }
@@ -105,6 +117,13 @@ pub(super) struct Worker {
     control: watch::Receiver<Control>,
     reports: mpsc::Sender<Report>,
     failed_starts: BTreeMap<String, FailedStart>,
+    /// Containers whose postStart hook is done, and those whose hook failed.
+    hooked: BTreeSet<String>,
+    failed_hooks: BTreeSet<String>,
+    /// Containers that were held back by a restart delay at the last look.
+    backing_off: BTreeSet<String>,
+    /// The time in which the pod must have ended, once it must.
+    ending: Option<Window>,
     /// What was seen when something was last done, and what was done.
     last_done: Option<(pod::Observed, Actions)>,
 }
@@ -119,23 +138,52 @@ enum Step {
 
 impl Worker {
     /// A worker for `pod`, which it finds as it is.
-    pub(super) fn new(
+    fn new(
         launcher: Arc<Launcher>,
-        runtime: Runtime,
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
         reports: mpsc::Sender<Report>,
     ) -> Self {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let runtime = launcher.runtime.clone();
         let observer = Observer::new(runtime.clone(), uid.clone());
         let name = PodName::of(&pod);
-        let failed_starts = BTreeMap::new();
-        let last_done = None;
-        Self { runtime, launcher, name, uid, pod, observer, control, reports, failed_starts, last_done }
+        let hooked = control.borrow().verdicts.hooked.clone();
+        Self {
+            runtime,
+            launcher,
+            name,
+            uid,
+            pod,
+            observer,
+            control,
+            reports,
+            failed_starts: BTreeMap::new(),
+            hooked,
+            failed_hooks: BTreeSet::new(),
+            backing_off: BTreeSet::new(),
+            ending: None,
+            last_done: None,
+        }
+    }
+
+    /// The task of a worker that is made anew should it panic.
+    pub(super) async fn supervised(
+        launcher: Arc<Launcher>,
+        pod: Arc<core::Pod>,
+        control: watch::Receiver<Control>,
+        reports: mpsc::Sender<Report>,
+    ) {
+        let name = PodName::of(&pod).to_string();
+        let start = || {
+            let (pod, control, reports) = (Arc::clone(&pod), control.clone(), reports.clone());
+            Self::new(Arc::clone(&launcher), pod, control, reports).run()
+        };
+        supervise::keep(&name, start).await;
     }
 
     /// Works until nothing is left of a terminated pod, or the manager is gone.
-    pub(super) async fn run(mut self) {
+    async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
         loop {
             let control = self.control.borrow_and_update().clone();
@@ -202,9 +250,10 @@ impl Worker {
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, String> {
         let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
         let now = Timestamp::now();
-        let verdicts = self.with_unprobed_started(&control.verdicts, &seen);
+        let verdicts = self.verdicts(&control.verdicts, &seen);
         let actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
+        self.tell_of_backoff(&actions);
         if !self.report(&seen, &actions, Stage::Here).await {
             return Ok(None);
         }
@@ -224,9 +273,14 @@ impl Worker {
         Ok(Some(Step::Done))
     }
 
-    /// Containers without a startup probe count as started as soon as they run.
-    fn with_unprobed_started(&self, verdicts: &Verdicts, seen: &Observation) -> Verdicts {
-        let mut verdicts = verdicts.clone();
+    /// What probes say, and what is known here: how hooks did, and that containers without a startup probe have
+    /// started as soon as they run.
+    fn verdicts(&mut self, probes: &Verdicts, seen: &Observation) -> Verdicts {
+        self.hooked.retain(|id| seen.containers.contains_key(id));
+        self.failed_hooks.retain(|id| seen.containers.contains_key(id));
+        let mut verdicts = Verdicts { hooked: self.hooked.clone(), ..probes.clone() };
+        let failed = self.failed_hooks.iter().map(|id| (id.clone(), KillReason::PostStartHook));
+        verdicts.condemned.extend(failed);
         let spec = self.pod.spec.as_ref();
         let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
         for container in all.filter(|c| c.startup_probe.is_none()) {
@@ -239,14 +293,43 @@ impl Worker {
         self.failed_starts.get(name).is_none_or(|f| f.retry_at <= Instant::now())
     }
 
+    /// Tells of containers that are held back from now on.
+    fn tell_of_backoff(&mut self, actions: &Actions) {
+        let PodName { namespace, name: pod } = &self.name;
+        for name in actions.backoff.keys().filter(|name| !self.backing_off.contains(*name)) {
+            let uid = &self.uid;
+            let message =
+                format!("Back-off restarting failed container {name} in pod {pod}_{namespace}({uid})");
+            self.launcher.events.warning(Object::container(&self.pod, name), "BackOff", message);
+        }
+        self.backing_off = actions.backoff.keys().cloned().collect();
+    }
+
+    async fn create_sandbox(&self, attempt: u32) -> Result<(), String> {
+        let (events, pod) = (&self.launcher.events, || Object::pod(&self.pod));
+        if attempt > 0 {
+            events.normal(pod(), "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
+        }
+        match self.launcher.create_sandbox(&self.pod, attempt).await {
+            Ok(id) => {
+                info!(pod = %self.name, sandbox = id, attempt, "sandbox runs");
+                Ok(())
+            }
+            Err(error) => {
+                let message = format!("Failed to create pod sandbox: {error}");
+                events.warning(pod(), "FailedCreatePodSandBox", message);
+                Err(error)
+            }
+        }
+    }
+
     async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<(), String> {
-        self.kill(&actions).await?;
+        self.kill(&actions.kill, seen).await?;
         for id in &actions.stop_sandboxes {
-            self.stop_sandbox(id, seen, cri_config::grace_period(&self.pod)).await?;
+            self.stop_sandbox(id, seen, Window::new(cri_config::grace_period(&self.pod))).await?;
         }
         if let Some(attempt) = actions.create_sandbox {
-            let id = self.launcher.create_sandbox(&self.pod, attempt).await?;
-            info!(pod = %self.name, sandbox = id, attempt, "sandbox runs");
+            self.create_sandbox(attempt).await?;
         }
         for id in &actions.remove_containers {
             ignore_missing(self.runtime.remove_container(id).await)?;
@@ -254,6 +337,14 @@ impl Worker {
         for id in &actions.remove_sandboxes {
             ignore_missing(self.runtime.remove_sandbox(id).await)?;
         }
+        for hook in &actions.post_start {
+            self.post_start(&hook.name, &hook.id, seen).await;
+        }
+        self.start(&actions, seen).await
+    }
+
+    /// Starts containers, one after the other, hooks included.
+    async fn start(&mut self, actions: &Actions, seen: &Observation) -> Result<(), String> {
         for start in &actions.start {
             if !self.may_start(&start.name) {
                 continue;
@@ -265,6 +356,10 @@ impl Worker {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.name, container = start.name, id, attempt = start.attempt, "container runs");
+                    if !self.post_start(&start.name, &id, seen).await {
+                        // It is stopped before anything else is done.
+                        return Ok(());
+                    }
                 }
                 Err(error) => self.note_failed_start(&start.name, error),
             }
@@ -281,56 +376,10 @@ impl Worker {
         warn!(pod = %self.name, container = name, reason = error.reason, error = error.message,
             retry_in_seconds = delay.as_secs(), "container could not be started");
         let waiting = Waiting { reason: error.reason.to_owned(), message: error.message };
+        let told = format!("Error: {}: {}", waiting.reason, waiting.message);
+        self.launcher.events.warning(Object::container(&self.pod, name), "Failed", told);
         let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay };
         self.failed_starts.insert(name.to_owned(), failed);
-    }
-
-    async fn kill(&self, actions: &Actions) -> Result<(), String> {
-        let mut kills = Vec::new();
-        for kill in &actions.kill {
-            info!(pod = %self.name, container = kill.name, id = kill.id, "container {}", kill.reason.message());
-            kills.push(self.runtime.stop_container(&kill.id, self.grace(&kill.name, kill.reason)));
-        }
-        join_all(kills).await.into_iter().try_for_each(ignore_missing)
-    }
-
-    /// The seconds a container gets: its failed probe's own, else the pod's.
-    fn grace(&self, container: &str, reason: KillReason) -> Duration {
-        let probe = container_of(&self.pod, container).and_then(|c| match reason {
-            KillReason::Liveness => c.liveness_probe.as_ref(),
-            KillReason::Startup => c.startup_probe.as_ref(),
-            KillReason::Unknown | KillReason::PodFinished => None,
-        });
-        let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
-        own.map_or_else(|| cri_config::grace_period(&self.pod), Duration::from_secs)
-    }
-
-    /// Ends what runs in a sandbox, sidecars last and in reverse, then the sandbox itself.
-    async fn stop_sandbox(&self, id: &str, seen: &Observation, grace: Duration) -> Result<(), String> {
-        let alive: Vec<&pod::Container> = seen
-            .pod
-            .containers
-            .iter()
-            .filter(|c| c.sandbox_id == id)
-            .filter(|c| matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown))
-            .collect();
-        let inits = self.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
-        let sidecars: Vec<&str> =
-            inits.iter().filter(|c| pod::is_sidecar(c)).map(|c| c.name.as_str()).collect();
-        let deadline = Instant::now() + grace;
-        let mut stops = Vec::new();
-        for container in alive.iter().filter(|c| !sidecars.contains(&c.name.as_str())) {
-            stops.push(self.runtime.stop_container(&container.id, grace));
-        }
-        join_all(stops).await.into_iter().try_for_each(ignore_missing)?;
-        for name in sidecars.iter().rev() {
-            for c in alive.iter().filter(|c| c.name == *name) {
-                // All containers of a pod share one grace period; a sidecar gets what is left of it.
-                let left = deadline.saturating_duration_since(Instant::now());
-                ignore_missing(self.runtime.stop_container(&c.id, left).await)?;
-            }
-        }
-        ignore_missing(self.runtime.stop_sandbox(id).await)
     }
 
     fn grace_of(&self, end: Terminate) -> Duration {
@@ -346,10 +395,9 @@ impl Worker {
         if !empty && !self.report(&seen, &nothing, Stage::Here).await {
             return Ok(None);
         }
-        let mut stops = Vec::new();
-        for sandbox in &seen.pod.sandboxes {
-            stops.push(self.stop_sandbox(&sandbox.id, &seen, grace));
-        }
+        let window = self.ending.filter(|window| window.grace == grace).unwrap_or_else(|| Window::new(grace));
+        self.ending = Some(window);
+        let stops = seen.pod.sandboxes.iter().map(|sandbox| self.stop_sandbox(&sandbox.id, &seen, window));
         join_all(stops).await.into_iter().collect::<Result<(), String>>()?;
         if !empty {
             // The last states are worth seeing before the records go.
@@ -366,7 +414,7 @@ impl Worker {
             return Ok(Some(Step::Done));
         }
         self.failed_starts.clear();
-        self.last_done = None;
+        (self.last_done, self.ending) = (None, None);
         self.launcher.release(&self.pod).await?;
         if control.terminate.is_none() {
             info!(pod = %self.name, uid = self.uid, "pod has given back everything it had");
@@ -392,7 +440,13 @@ impl Worker {
         let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
         waiting.extend(failed);
         debug!(pod = %self.name, ?actions, "looked at the pod");
-        let report = Report { uid: self.uid.clone(), seen: Arc::clone(seen), waiting, stage };
+        let report = Report {
+            uid: self.uid.clone(),
+            seen: Arc::clone(seen),
+            waiting,
+            hooked: self.hooked.clone(),
+            stage,
+        };
         self.reports.send(report).await.is_ok()
     }
 
@@ -413,6 +467,7 @@ fn count(actions: &Actions) -> usize {
         + usize::from(actions.create_sandbox.is_some())
         + actions.remove_containers.len()
         + actions.remove_sandboxes.len()
+        + actions.post_start.len()
         + actions.start.len()
 }
 

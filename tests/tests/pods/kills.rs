@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use beelet_tests::cri::{FakeCri, Held, Op};
 use futures::stream::{self, StreamExt as _};
 
-use crate::node::{CALLS, Node, Settings, of_everything};
+use crate::node::{CALLS, Node, Settings, hooked};
 
 /// What has become of the call at which the agent is killed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -47,7 +47,7 @@ async fn kill_at(node: &mut Node, n: usize, at: At) {
 
 async fn comes_up_after_a_kill(n: usize, at: At) {
     let mut node = Node::new(Settings::default());
-    node.apply(&of_everything("web"));
+    node.apply(&hooked("web"));
     kill_at(&mut node, n, at).await;
     node.start().await;
     let pod = node.until_ready("web").await;
@@ -61,7 +61,7 @@ async fn comes_up_after_a_kill(n: usize, at: At) {
 
 async fn is_gone_after_a_kill(n: usize, at: At) {
     let mut node = Node::new(Settings::default());
-    node.apply(&of_everything("web"));
+    node.apply(&hooked("web"));
     node.start().await;
     let pod = node.until_ready("web").await;
     node.kill().await;
@@ -89,16 +89,16 @@ async fn calls_of(node: &mut Node, first: usize, done: impl AsyncFnOnce(&Node)) 
 #[tokio::test]
 async fn a_pod_comes_up_the_same_wherever_the_agent_is_killed() {
     let mut first = Node::new(Settings::default());
-    first.apply(&of_everything("web"));
+    first.apply(&hooked("web"));
     let calls = calls_of(&mut first, 0, async |node| drop(node.until_ready("web").await)).await;
-    assert!(calls >= 15, "{}", first.cri.transcript());
+    assert!(calls >= 17, "{}", first.cri.transcript());
     at_every_call(calls, comes_up_after_a_kill).await;
 }
 
 #[tokio::test]
 async fn a_pod_goes_without_a_trace_wherever_the_agent_is_killed() {
     let mut first = Node::new(Settings::default());
-    first.apply(&of_everything("web"));
+    first.apply(&hooked("web"));
     first.start().await;
     first.until_ready("web").await;
     first.kill().await;
@@ -108,6 +108,6 @@ async fn a_pod_goes_without_a_trace_wherever_the_agent_is_killed() {
         node.cri.wait_until("the pod to be gone", |world| world.sandboxes.is_empty()).await;
     };
     let calls = calls_of(&mut first, before, gone).await;
-    assert!(calls >= 10, "{}", first.cri.transcript());
+    assert!(calls >= 12, "{}", first.cri.transcript());
     at_every_call(calls, is_gone_after_a_kill).await;
 }

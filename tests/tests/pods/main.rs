@@ -6,6 +6,7 @@
 mod adoption;
 mod failing;
 mod faults;
+mod hooks;
 mod images;
 mod kills;
 mod manifests;

@@ -36,7 +36,7 @@ use tokio_util::sync::CancellationToken;
 /// The image of every pod here, on the node from the start.
 pub(crate) const IMAGE: &str = "busybox:1.36";
 /// The calls that the pods' half makes.
-pub(crate) const CALLS: [Op; 13] = [
+pub(crate) const CALLS: [Op; 14] = [
     Op::ListPodSandbox,
     Op::ListContainers,
     Op::PodSandboxStatus,
@@ -50,6 +50,7 @@ pub(crate) const CALLS: [Op; 13] = [
     Op::StartContainer,
     Op::StopContainer,
     Op::RemoveContainer,
+    Op::ExecSync,
 ];
 /// The calls that change something.
 pub(crate) const CHANGES: [Op; 7] = [
@@ -97,6 +98,7 @@ struct Agent {
     table: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
     requests: mpsc::Sender<Request>,
+    events: Recorder,
     shutdown: CancellationToken,
     ended: JoinHandle<()>,
     _kernel: Kernel,
@@ -178,9 +180,9 @@ impl Node {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let agent = runtime.spawn(connect(self.dir.path().to_owned(), self.cri.endpoint(), self.settings));
-        let (table, metrics, requests, shutdown, ended, kernel) = agent.await.unwrap();
-        let runtime = Some(runtime);
-        self.agent = Some(Agent { runtime, table, metrics, requests, shutdown, ended, _kernel: kernel });
+        let mut agent = agent.await.unwrap();
+        agent.runtime = Some(runtime);
+        self.agent = Some(agent);
     }
 
     /// Ends the agent as kill -9 does: whatever it was doing stays half done.
@@ -213,6 +215,13 @@ impl Node {
     /// Asks the pods' manager for something, as the node's other parts do.
     pub(crate) async fn request(&self, request: Request) {
         self.agent.as_ref().unwrap().requests.send(request).await.unwrap();
+    }
+
+    /// The agent's events so far: `reason: message`.
+    pub(crate) fn events(&self) -> Vec<String> {
+        let log = self.agent.as_ref().unwrap().events.subscribe();
+        let all = log.borrow().all();
+        all.iter().map(|event| format!("{}: {}", event.reason, event.message)).collect()
     }
 
     pub(crate) fn table(&self) -> Arc<PodTable> {
@@ -363,17 +372,8 @@ fn sandboxes(world: &World, uid: &str) -> usize {
     world.sandboxes.values().filter(of_pod).count()
 }
 
-type Connected = (
-    watch::Receiver<Arc<PodTable>>,
-    Metrics,
-    mpsc::Sender<Request>,
-    CancellationToken,
-    JoinHandle<()>,
-    Kernel,
-);
-
 /// Builds the parts and connects them, as `beelet::node` does.
-async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connected {
+async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Agent {
     let shutdown = CancellationToken::new();
     let state = Arc::new(State::open(&dir.join("state")).unwrap());
     let runtime = Runtime::new(&endpoint, settings.request_timeout).unwrap();
@@ -385,6 +385,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connecte
         mode: Mode::Off,
         object: None,
     });
+    let events = Recorder::load(&state);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let (requests_out, requests) = mpsc::channel(64);
     let (relist, _) = Relist::new(runtime.clone(), requests_out.clone(), relist::Metrics::default());
@@ -393,7 +394,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connecte
     let working = CancellationToken::new();
     let options = Options { check_frequency: NEVER, critical_static_pods: false, cancel: working.clone() };
     let manager = Manager::new(Parts {
-        launcher: Arc::new(launcher(&dir, runtime, settings)),
+        launcher: Arc::new(launcher(&dir, runtime, settings, events.clone())),
         runtime_name: "fake".to_owned(),
         desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
         requests,
@@ -418,10 +419,11 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Connecte
         working.cancel();
         writer.await.unwrap();
     });
-    (table, metrics, requests_out, shutdown, ended, kernel)
+    let requests = requests_out;
+    Agent { runtime: None, table, metrics, requests, events, shutdown, ended, _kernel: kernel }
 }
 
-fn launcher(dir: &Path, runtime: Runtime, settings: Settings) -> Launcher {
+fn launcher(dir: &Path, runtime: Runtime, settings: Settings, events: Recorder) -> Launcher {
     let hierarchy = |name: &str| Hierarchy {
         mount: dir.join("cgroup").join(name),
         is_v2: false,
@@ -444,7 +446,7 @@ fn launcher(dir: &Path, runtime: Runtime, settings: Settings) -> Launcher {
         },
         pods_dir: dir.join("pods"),
         max_restart_delay: settings.max_restart_delay,
-        events: Recorder::default(),
+        events,
     }
 }
 
@@ -539,4 +541,14 @@ pub(crate) fn of_everything(name: &str) -> Value {
     sidecar["restartPolicy"] = json!("Always");
     let pod = with(pod, "initContainers", json!([container("init"), sidecar]));
     with(pod, "volumes", json!([{ "name": "scratch", "emptyDir": {} }]))
+}
+
+/// A pod of everything whose sidecar and first container have hooks.
+pub(crate) fn hooked(name: &str) -> Value {
+    let mut pod = of_everything(name);
+    let hook = |word: &str| json!({ "exec": { "command": [word] } });
+    pod["spec"]["initContainers"][1]["lifecycle"] = json!({ "preStop": hook("side-stop") });
+    pod["spec"]["containers"][0]["lifecycle"] =
+        json!({ "postStart": hook("a-start"), "preStop": hook("a-stop") });
+    pod
 }

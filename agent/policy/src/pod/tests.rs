@@ -62,6 +62,7 @@ fn observed(sandboxes: &[(u32, bool)], containers: Vec<Container>) -> Observed {
 fn verdicts(started: &[&str], condemned: &[&str]) -> Verdicts {
     Verdicts {
         started: started.iter().map(|s| (*s).to_owned()).collect(),
+        hooked: BTreeSet::new(),
         condemned: condemned.iter().map(|s| ((*s).to_owned(), KillReason::Liveness)).collect(),
     }
 }
@@ -74,6 +75,7 @@ fn line(actions: &Actions) -> String {
     out.extend(actions.create_sandbox.map(|a| format!("create {a}")));
     out.extend(actions.remove_containers.iter().map(|c| format!("remove {c}")));
     out.extend(actions.remove_sandboxes.iter().map(|s| format!("rm-sandbox {s}")));
+    out.extend(actions.post_start.iter().map(|h| format!("hook {}", h.id)));
     out.extend(actions.start.iter().map(|s| {
         let created = if s.created.is_some() { "!" } else { "" };
         format!("start {}/{}{created}", s.name, s.attempt)
@@ -146,14 +148,13 @@ fn a_pod_is_not_finished_while_one_container_runs() {
 }
 
 #[test]
-fn a_finished_pods_sidecars_end_in_reverse_order_before_the_sandbox() {
+fn a_finished_pods_sidecars_end_with_its_sandbox() {
     let p = pod("Never", &["x*", "y*"], &["a"]);
     let with = |x, y| {
         let a = container("a", 0, 0, "exit 0 @99999");
         observed(&[(0, true)], vec![container("x", 0, 0, x), container("y", 0, 0, y), a])
     };
-    check(&p, &with("running", "running"), &verdicts(&[], &[]), "kill y-0; Succeeded");
-    check(&p, &with("running", "exit 143 @99999"), &verdicts(&[], &[]), "kill x-0; Succeeded");
+    check(&p, &with("running", "running"), &verdicts(&[], &[]), "stop s0; Succeeded");
     check(&p, &with("exit 143 @99999", "exit 143 @99999"), &verdicts(&[], &[]), "stop s0; Succeeded");
 }
 
@@ -278,22 +279,121 @@ fn a_container_in_backoff_waits_until_its_delay_has_passed() {
 
 #[test]
 fn phases() {
-    use RestartPolicy::{Always, Never, OnFailure};
-    let t = |waiting, running, succeeded, failed| Tally {
+    let t = |waiting, running, restarting, succeeded, failed| Tally {
         waiting,
         running,
+        restarting,
         succeeded,
         failed,
         ..Tally::default()
     };
-    let case = |policy, tally, expect| assert_eq!(phase(policy, tally), expect, "{policy:?} {tally:?}");
-    case(Always, t(1, 1, 0, 0), "Pending");
-    case(Always, t(0, 1, 0, 1), "Running");
-    case(Always, t(0, 0, 0, 2), "Running");
-    case(Never, t(0, 0, 2, 0), "Succeeded");
-    case(Never, t(0, 0, 1, 1), "Failed");
-    case(OnFailure, t(0, 0, 1, 1), "Running");
-    case(OnFailure, t(0, 0, 0, 0), "Pending");
-    case(Always, Tally { init_pending: 1, ..t(0, 0, 0, 0) }, "Pending");
-    case(Never, Tally { init_failed: true, ..t(1, 0, 0, 0) }, "Failed");
+    let case = |tally, expect| assert_eq!(phase(tally), expect, "{tally:?}");
+    case(t(1, 1, 0, 0, 0), "Pending");
+    case(t(0, 1, 1, 0, 0), "Running");
+    case(t(0, 1, 0, 0, 1), "Running");
+    case(t(0, 0, 2, 0, 0), "Running");
+    case(t(0, 0, 1, 1, 1), "Running");
+    case(t(0, 0, 0, 2, 0), "Succeeded");
+    case(t(0, 0, 0, 1, 1), "Failed");
+    case(t(0, 0, 0, 0, 0), "Pending");
+    case(Tally { init_pending: 1, ..t(0, 0, 0, 0, 0) }, "Pending");
+    case(Tally { init_failed: true, ..t(1, 0, 0, 0, 0) }, "Failed");
+}
+
+/// The container `index` of the pod, with this in its spec.
+fn with_spec(mut pod: Pod, index: usize, change: impl Fn(&mut ContainerSpec)) -> Pod {
+    change(&mut pod.spec.as_mut().unwrap().containers[index]);
+    pod
+}
+
+#[test]
+fn a_container_can_have_a_restart_policy_of_its_own() {
+    let own = |policy, own: &'static str| {
+        with_spec(pod(policy, &[], &["a", "b"]), 0, move |c| c.restart_policy = Some(own.to_owned()))
+    };
+    let with = |a, b| observed(&[(0, true)], vec![container("a", 0, 0, a), container("b", 0, 0, b)]);
+    let none = verdicts(&[], &[]);
+    check(&own("Never", "Always"), &with("exit 0 @99999", "running"), &none, "start a/1");
+    check(&own("Never", "OnFailure"), &with("exit 0 @99999", "running"), &none, "");
+    check(&own("Never", "OnFailure"), &with("exit 2 @99999", "running"), &none, "start a/1");
+    check(&own("Always", "Never"), &with("exit 2 @99999", "running"), &none, "");
+    check(&own("Always", "Never"), &with("exit 2 @99999", "exit 0 @99999"), &none, "start b/1");
+    check(&own("OnFailure", "Never"), &with("exit 2 @99999", "exit 0 @99999"), &none, "stop s0; Failed");
+    // Neither is run again in a new sandbox.
+    let lost = |a| {
+        observed(
+            &[(0, false), (1, true)],
+            vec![container("a", 0, 0, a), container("b", 0, 0, "exit 9 @99999")],
+        )
+    };
+    check(&own("Always", "Never"), &lost("exit 9 @99999"), &none, "start b/1");
+    check(&own("Never", "Always"), &lost("exit 9 @99999"), &none, "start a/1");
+}
+
+#[test]
+fn rules_by_exit_code_come_before_the_policy() {
+    let ruled = |operator: &'static str| {
+        with_spec(pod("Always", &[], &["a", "b"]), 0, move |c| {
+            let codes = k8s_openapi::api::core::v1::ContainerRestartRuleOnExitCodes {
+                operator: operator.to_owned(),
+                values: Some(vec![42, 43]),
+            };
+            c.restart_policy = Some("Never".to_owned());
+            c.restart_policy_rules = Some(vec![k8s_openapi::api::core::v1::ContainerRestartRule {
+                action: "Restart".to_owned(),
+                exit_codes: Some(codes),
+            }]);
+        })
+    };
+    let case = |operator, code: &str, expect| {
+        let a = container("a", 0, 0, &format!("exit {code} @99999"));
+        let o = observed(&[(0, true)], vec![a, container("b", 0, 0, "running")]);
+        check(&ruled(operator), &o, &verdicts(&[], &[]), expect);
+    };
+    case("In", "42", "start a/1");
+    case("In", "1", "");
+    case("NotIn", "42", "");
+    case("NotIn", "1", "start a/1");
+    case("NotIn", "0", "start a/1");
+}
+
+#[test]
+fn an_init_container_that_may_not_be_restarted_fails_the_pod() {
+    let mut p = pod("Always", &["i"], &["a"]);
+    p.spec.as_mut().unwrap().init_containers.as_mut().unwrap()[0].restart_policy = Some("Never".to_owned());
+    let with = |state| observed(&[(0, true)], vec![container("i", 0, 0, state)]);
+    check(&p, &with("exit 1 @99999"), &verdicts(&[], &[]), "stop s0; Failed");
+    check(&p, &with("exit 0 @99999"), &verdicts(&[], &[]), "start a/0");
+}
+
+fn hook(container: &mut ContainerSpec) {
+    let post_start = Some(k8s_openapi::api::core::v1::LifecycleHandler::default());
+    container.lifecycle = Some(k8s_openapi::api::core::v1::Lifecycle { post_start, ..Default::default() });
+}
+
+#[test]
+fn a_hook_that_is_not_known_to_be_done_is_run_and_holds_the_later_containers_back() {
+    let p = with_spec(pod("Always", &[], &["a", "b"]), 0, hook);
+    let one = |state| observed(&[(0, true)], vec![container("a", 0, 0, state)]);
+    let done = Verdicts { hooked: ["a-0".to_owned()].into(), ..verdicts(&[], &[]) };
+    // Which runs its hook before the next is started.
+    check(&p, &observed(&[(0, true)], vec![]), &verdicts(&[], &[]), "start a/0; start b/0");
+    check(&p, &one("running"), &verdicts(&[], &[]), "hook a-0");
+    check(&p, &one("running"), &done, "start b/0");
+    check(&p, &one("exit 1 @99999"), &verdicts(&[], &[]), "start a/1; start b/0");
+    // A failed one is not tried again in the same container.
+    check(&p, &one("running"), &verdicts(&[], &["a-0"]), "kill a-0");
+    // A crash of another one meanwhile is no reason to start it before its turn.
+    let both = vec![container("a", 0, 0, "running"), container("b", 0, 0, "exit 1 @99999")];
+    check(&p, &observed(&[(0, true)], both), &verdicts(&[], &[]), "hook a-0");
+}
+
+#[test]
+fn a_sidecar_has_started_when_its_hook_is_done_too() {
+    let mut p = pod("Always", &["proxy*"], &["a"]);
+    hook(&mut p.spec.as_mut().unwrap().init_containers.as_mut().unwrap()[0]);
+    let o = observed(&[(0, true)], vec![container("proxy", 0, 0, "running")]);
+    check(&p, &o, &verdicts(&["proxy-0"], &[]), "hook proxy-0");
+    let done = Verdicts { hooked: ["proxy-0".to_owned()].into(), ..verdicts(&["proxy-0"], &[]) };
+    check(&p, &o, &done, "start a/0");
 }

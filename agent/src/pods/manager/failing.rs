@@ -60,6 +60,7 @@ impl Manager {
         (managed.status, managed.seen, managed.edge) = (None, None, None);
         managed.waiting.clear();
         managed.probes.clear();
+        managed.hooked.clear();
         managed.control.send_modify(|c| {
             c.failed = None;
             c.verdicts = pod::Verdicts::default();

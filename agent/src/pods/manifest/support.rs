@@ -68,9 +68,8 @@ const TABLE: &[Row] = &[
     ("spec.securityContext.supplementalGroupsPolicy", IsNot("Merge"), NotYet, "groups other than those of the image"),
     ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
     // Containers.
-    ("spec.containers[*].restartPolicy", Set, NotYet, "a restart policy of one container"),
-    ("spec.{containers,initContainers}[*].restartPolicyRules", Set, NotYet, "restart rules of one container"),
-    ("spec.{containers,initContainers}[*].lifecycle", Set, NotYet, "hooks and stop signals"),
+    ("spec.{containers,initContainers}[*].lifecycle.stopSignal", Set, NotYet, "stop signals"),
+    ("spec.{containers,initContainers}[*].lifecycle.{postStart,preStop}.httpGet.scheme", Is("HTTPS"), NotYet, "hooks by HTTPS"),
     ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.exec", Set, NotYet, "probes by command"),
     ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.grpc", Set, NotYet, "probes by gRPC"),
     ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.httpGet.scheme", Is("HTTPS"), NotYet, "probes by HTTPS"),
@@ -209,11 +208,11 @@ mod tests {
 
     #[test]
     fn the_table_finds_its_fields_wherever_they_are() {
-        let container = json!({"lifecycle": {"preStop": {}}, "livenessProbe": {"exec": {}}});
+        let container = json!({"lifecycle": {"stopSignal": "SIGINT"}, "livenessProbe": {"exec": {}}});
         check_refused(
             &json!({"spec": {"containers": [{}, container], "initContainers": [{"envFrom": [{}]}]}}),
             &[
-                "spec.containers[1].lifecycle",
+                "spec.containers[1].lifecycle.stopSignal",
                 "spec.containers[1].livenessProbe.exec",
                 "spec.initContainers[0].envFrom",
             ],

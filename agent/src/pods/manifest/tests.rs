@@ -353,8 +353,8 @@ fn what_cannot_be_done_yet_is_refused() {
         "8:49: spec.containers[0].livenessProbe.httpGet.scheme: beelet can't do this yet (probes by HTTPS); take it out",
     );
     check_container(
-        "lifecycle: {preStop: {exec: {command: [x]}}}",
-        "8:5: spec.containers[0].lifecycle: beelet can't do this yet (hooks and stop signals); take it out",
+        "lifecycle: {stopSignal: SIGINT}",
+        "8:17: spec.containers[0].lifecycle.stopSignal: beelet can't do this yet (stop signals); take it out",
     );
     check_spec(
         "runtimeClassName: gvisor",

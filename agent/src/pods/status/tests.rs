@@ -278,3 +278,19 @@ fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
     assert_eq!(line(&status), "Failed Ready=False ");
     assert_eq!((status.container_statuses, status.message.as_deref()), (None, Some("too little")));
 }
+
+#[test]
+fn a_pod_that_has_ended_with_its_sidecar_stays_so() {
+    let spec = || {
+        json!({
+            "restartPolicy": "Never",
+            "initContainers": [{"name": "s", "image": "i", "restartPolicy": "Always"}],
+            "containers": [{"name": "a", "image": "i"}]
+        })
+    };
+    let mut ended = seen(&["s 0 exit 143", "a 0 exit 0"]);
+    ended.sandbox = None;
+    ended.pod.sandboxes[0].ready = false;
+    let status = Case::default().status(&pod(spec()), &ended);
+    assert_eq!(line(&status), "Succeeded Ready=False s: Error, a: Completed");
+}

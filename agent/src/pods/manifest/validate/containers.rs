@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{Container, ContainerPort, EnvVar, PodSpec, Secu
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
 use super::super::names;
-use super::{Problems, probes};
+use super::{Problems, lifecycle, probes};
 
 /// Where a container stands.
 pub(super) struct Place {
@@ -52,9 +52,8 @@ pub(super) fn container(
     mounts(path, container, volumes, problems);
     security(&format!("{path}.securityContext"), container, spec, problems);
     let sidecar = container.restart_policy.as_deref() == Some("Always");
-    if place.init {
-        problems.one_of(&format!("{path}.restartPolicy"), container.restart_policy.as_deref(), &["Always"]);
-    }
+    lifecycle::restarts(path, container, problems);
+    lifecycle::hooks(path, container, spec, place.init && !sidecar, problems);
     probes::all(path, container, place.init && !sidecar, problems);
 }
 

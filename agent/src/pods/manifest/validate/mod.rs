@@ -4,6 +4,7 @@
 //! Must never judge what the agent can do: that is [`super::support`]'s.
 
 mod containers;
+mod lifecycle;
 mod probes;
 mod volumes;
 

@@ -1,6 +1,6 @@
 //! The rules for probes.
 
-use k8s_openapi::api::core::v1::{Container, Probe};
+use k8s_openapi::api::core::v1::{Container, HTTPGetAction, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::super::names;
@@ -67,20 +67,23 @@ fn handler(path: &str, container: &Container, probe: &Probe, problems: &mut Prob
     if let Some(tcp) = &probe.tcp_socket {
         port(&format!("{path}.tcpSocket.port"), container, &tcp.port, problems);
     }
-    let Some(http) = &probe.http_get else { return };
-    port(&format!("{path}.httpGet.port"), container, &http.port, problems);
-    problems.one_of(&format!("{path}.httpGet.scheme"), http.scheme.as_deref(), &["HTTP", "HTTPS"]);
+    if let Some(http) = &probe.http_get {
+        http_get(&format!("{path}.httpGet"), container, http, problems);
+    }
+}
+
+/// Checks an httpGet at `path`, a probe's or a hook's.
+pub(super) fn http_get(path: &str, container: &Container, http: &HTTPGetAction, problems: &mut Problems) {
+    port(&format!("{path}.port"), container, &http.port, problems);
+    problems.one_of(&format!("{path}.scheme"), http.scheme.as_deref(), &["HTTP", "HTTPS"]);
     for (i, header) in http.http_headers.iter().flatten().enumerate() {
         let allowed = |b: u8| b.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&b);
         if header.name.is_empty() || !header.name.bytes().all(allowed) {
-            let path = format!("{path}.httpGet.httpHeaders[{i}].name");
+            let path = format!("{path}.httpHeaders[{i}].name");
             problems.add(path, format!("{} is not a header's name", names::quoted(&header.name)));
         }
         if header.value.contains(|c: char| c.is_control() && c != '\t') {
-            problems.add(
-                format!("{path}.httpGet.httpHeaders[{i}].value"),
-                "must not have control characters in it",
-            );
+            problems.add(format!("{path}.httpHeaders[{i}].value"), "must not have control characters in it");
         }
     }
 }

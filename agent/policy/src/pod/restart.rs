@@ -1,0 +1,132 @@
+//! Whether a container that ended is started again, and when: restart policies of pods and of single containers
+//! (KEP-753 for sidecars, KEP-5307 for rules by exit code), and the delays between restarts.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Container as ContainerSpec, ContainerRestartRule, PodSpec};
+
+/// The delay before a container's second restart; the first one is immediate.
+pub const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
+/// No restart waits longer than this, unless the node's configuration says otherwise.
+pub const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
+/// A container that ran this long has its earlier crashes forgotten.
+pub const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
+
+/// A restartPolicy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RestartPolicy {
+    /// Whenever a container ends.
+    Always,
+    /// When it ends with an exit code other than 0.
+    OnFailure,
+    /// Not at all.
+    Never,
+}
+
+impl RestartPolicy {
+    /// The policy of a pod's spec. Anything that isn't `OnFailure` or `Never` counts as the default, `Always`.
+    pub fn of(spec: &PodSpec) -> Self {
+        Self::parse(spec.restart_policy.as_deref())
+    }
+
+    fn parse(text: Option<&str>) -> Self {
+        match text {
+            Some("OnFailure") => Self::OnFailure,
+            Some("Never") => Self::Never,
+            _ => Self::Always,
+        }
+    }
+
+    fn restarts(self, exit_code: i32) -> bool {
+        match self {
+            Self::Always => true,
+            Self::OnFailure => exit_code != 0,
+            Self::Never => false,
+        }
+    }
+}
+
+/// Whether an init container is a sidecar: started in order, but kept running beside the pod's containers.
+pub fn is_sidecar(container: &ContainerSpec) -> bool {
+    container.restart_policy.as_deref() == Some("Always")
+}
+
+/// Whether `container`, one of the pod's own or a sidecar, is started again after it ended with `exit_code`: by the
+/// first of its rules that fits, else by its own policy, else by the pod's.
+pub fn restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bool {
+    let Some(own) = container.restart_policy.as_deref() else {
+        return RestartPolicy::of(spec).restarts(exit_code);
+    };
+    let rules = container.restart_policy_rules.iter().flatten();
+    // `Restart` is the only action a single container's rule can ask for here.
+    rules.into_iter().any(|rule| fits(rule, exit_code)) || RestartPolicy::parse(Some(own)).restarts(exit_code)
+}
+
+/// The same for an init container that must run to its end: one that succeeded is never started again.
+pub fn init_restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bool {
+    exit_code != 0 && restarts(spec, container, exit_code)
+}
+
+/// Whether there is any way to end after which the container would be started again.
+pub(super) fn ever_restarts(spec: &PodSpec, container: &ContainerSpec) -> bool {
+    let ruled = container.restart_policy.is_some()
+        && container.restart_policy_rules.as_ref().is_some_and(|rules| !rules.is_empty());
+    ruled || restarts(spec, container, 1)
+}
+
+fn fits(rule: &ContainerRestartRule, exit_code: i32) -> bool {
+    let Some(codes) = &rule.exit_codes else { return false };
+    let listed = codes.values.iter().flatten().any(|code| *code == exit_code);
+    match codes.operator.as_str() {
+        "In" => listed,
+        "NotIn" => !listed,
+        _ => false,
+    }
+}
+
+/// The delay before the restart of a container that was started after `previous` and ran for `ran`.
+/// `attempt` is the restart count of the container that ended, `max` the longest delay.
+pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Duration) -> Duration {
+    if attempt == 0 || ran >= RESTART_DELAY_RESET {
+        Duration::ZERO
+    } else if previous.is_zero() {
+        RESTART_DELAY_INITIAL.min(max)
+    } else {
+        (previous * 2).min(max)
+    }
+}
+
+/// How many of a pod's containers are in which state; what its phase follows from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Init containers that have not done their part yet.
+    pub init_pending: usize,
+    /// An init container failed that is not started again.
+    pub init_failed: bool,
+    /// Containers that never ran.
+    pub waiting: usize,
+    /// Containers that run.
+    pub running: usize,
+    /// Containers that ended and will be started again.
+    pub restarting: usize,
+    /// Containers that ended for good, with exit code 0.
+    pub succeeded: usize,
+    /// Containers that ended for good, otherwise.
+    pub failed: usize,
+}
+
+/// A pod's phase, by the rules of the kubelet's getPhase.
+pub fn phase(tally: Tally) -> &'static str {
+    if tally.init_failed {
+        return "Failed";
+    }
+    if tally.init_pending > 0 || tally.waiting > 0 {
+        return "Pending";
+    }
+    match tally {
+        Tally { running: 0, restarting: 0, succeeded: 0, failed: 0, .. } => "Pending",
+        Tally { running: 1.., .. } | Tally { restarting: 1.., .. } => "Running",
+        Tally { failed: 0, .. } => "Succeeded",
+        _ => "Failed",
+    }
+}

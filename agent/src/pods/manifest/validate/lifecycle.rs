@@ -1,0 +1,87 @@
+//! The rules for hooks and for restart policies of single containers.
+
+use k8s_openapi::api::core::v1::{Container, LifecycleHandler, PodSpec};
+
+use super::{Problems, probes};
+
+/// Most restart rules of one container: the API's own limit.
+const RULES_MAX: usize = 20;
+/// Most exit codes of one rule: the API's own limit.
+const CODES_MAX: usize = 255;
+
+/// Checks the hooks of a container; `plain_init` where it is an init container that must end.
+pub(super) fn hooks(
+    path: &str,
+    container: &Container,
+    spec: &PodSpec,
+    plain_init: bool,
+    problems: &mut Problems,
+) {
+    let Some(lifecycle) = &container.lifecycle else { return };
+    if plain_init {
+        problems.add(
+            format!("{path}.lifecycle"),
+            "is only for containers and sidecars (restartPolicy: Always), not for init containers",
+        );
+    }
+    let grace = spec.termination_grace_period_seconds.unwrap_or(30);
+    for (field, hook) in [("postStart", &lifecycle.post_start), ("preStop", &lifecycle.pre_stop)] {
+        if let Some(hook) = hook {
+            handler(&format!("{path}.lifecycle.{field}"), container, hook, grace, problems);
+        }
+    }
+}
+
+fn handler(path: &str, container: &Container, hook: &LifecycleHandler, grace: i64, problems: &mut Problems) {
+    if hook.tcp_socket.is_some() {
+        problems.add(format!("{path}.tcpSocket"), "never did anything; use exec, httpGet or sleep");
+    }
+    let handlers =
+        [hook.exec.is_some(), hook.http_get.is_some(), hook.sleep.is_some(), hook.tcp_socket.is_some()];
+    match handlers.into_iter().filter(|there| *there).count() {
+        1 => {}
+        0 => problems.add(path, "must say what to do: exec, httpGet or sleep"),
+        _ => problems.add(path, "must do one thing only"),
+    }
+    if let Some(exec) = &hook.exec
+        && exec.command.as_ref().is_none_or(Vec::is_empty)
+    {
+        problems.add(format!("{path}.exec.command"), "must be there: the command and its arguments");
+    }
+    if let Some(sleep) = &hook.sleep {
+        problems.within(&format!("{path}.sleep.seconds"), Some(sleep.seconds), 0..=grace);
+    }
+    if let Some(http) = &hook.http_get {
+        probes::http_get(&format!("{path}.httpGet"), container, http, problems);
+    }
+}
+
+/// Checks a container's own restart policy and its rules (KEP-753, KEP-5307).
+pub(super) fn restarts(path: &str, container: &Container, problems: &mut Problems) {
+    let policies = ["Always", "OnFailure", "Never"];
+    let policy = format!("{path}.restartPolicy");
+    problems.one_of(&policy, container.restart_policy.as_deref(), &policies);
+    let rules = container.restart_policy_rules.as_deref().unwrap_or_default();
+    if !rules.is_empty() && container.restart_policy.is_none() {
+        problems.add(&policy, "must be there where there are restartPolicyRules");
+    }
+    if rules.len() > RULES_MAX {
+        problems.add(format!("{path}.restartPolicyRules"), format!("can be {RULES_MAX} at most"));
+    }
+    for (i, rule) in rules.iter().enumerate() {
+        let path = format!("{path}.restartPolicyRules[{i}]");
+        problems.one_of(&format!("{path}.action"), Some(&rule.action), &["Restart"]);
+        let Some(codes) = &rule.exit_codes else {
+            problems.add(format!("{path}.exitCodes"), "must be there");
+            continue;
+        };
+        problems.one_of(&format!("{path}.exitCodes.operator"), Some(&codes.operator), &["In", "NotIn"]);
+        let values = codes.values.as_deref().unwrap_or_default();
+        if values.is_empty() || values.len() > CODES_MAX {
+            problems.add(format!("{path}.exitCodes.values"), format!("must be 1 to {CODES_MAX} exit codes"));
+        }
+        for value in values {
+            problems.within(&format!("{path}.exitCodes.values"), Some(i64::from(*value)), 0..=255);
+        }
+    }
+}

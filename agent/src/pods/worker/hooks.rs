@@ -1,0 +1,187 @@
+//! Lifecycle hooks: commands, HTTP requests and pauses around a container's life, with the meaning that the kubelet
+//! gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while it runs.
+
+use std::{fmt::Write as _, net::IpAddr, time::Duration};
+
+use http_body_util::{BodyExt, Empty};
+use hyper::{Request, body::Bytes, client::conn::http1};
+use hyper_util::rt::TokioIo;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
+use tokio::{net::TcpStream, time::timeout};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::runtime::Runtime;
+
+/// What applications see as the client.
+const USER_AGENT: &str = concat!("beelet-lifecycle/", env!("CARGO_PKG_VERSION"));
+/// As much of a failed command's words as an error repeats.
+const SAID_MAX: usize = 500;
+
+/// The container a hook is for.
+#[derive(Clone, Copy)]
+pub(super) struct Subject<'a> {
+    /// Its spec.
+    pub spec: &'a core::Container,
+    /// The runtime's identifier.
+    pub id: &'a str,
+    /// The pod's address.
+    pub pod_ip: Option<&'a str>,
+}
+
+/// Runs a hook to its end, for no longer than `within`. An error is a sentence.
+pub(super) async fn run(
+    runtime: &Runtime,
+    handler: &core::LifecycleHandler,
+    subject: Subject<'_>,
+    within: Option<Duration>,
+) -> Result<(), String> {
+    let work = handle(runtime, handler, subject, within.unwrap_or(Duration::ZERO));
+    match within {
+        None => work.await,
+        Some(within) => timeout(within, work)
+            .await
+            .unwrap_or_else(|_| Err(format!("it did not end within {} s", within.as_secs_f64()))),
+    }
+}
+
+async fn handle(
+    runtime: &Runtime,
+    handler: &core::LifecycleHandler,
+    subject: Subject<'_>,
+    within: Duration,
+) -> Result<(), String> {
+    if let Some(exec) = &handler.exec {
+        let command = exec.command.clone().unwrap_or_default();
+        let shown = command.join(" ");
+        let output = runtime.exec_sync(subject.id, command, within).await.map_err(|e| e.to_string())?;
+        return match output.exit_code {
+            0 => Ok(()),
+            code => Err(format!("the command {shown:?} exited with {code}{}", said(&output.stderr))),
+        };
+    }
+    if let Some(sleep) = &handler.sleep {
+        tokio::time::sleep(Duration::from_secs(u64::try_from(sleep.seconds).unwrap_or(0))).await;
+        return Ok(());
+    }
+    if let Some(http) = &handler.http_get {
+        return get(http, subject).await;
+    }
+    Err("it says neither exec nor httpGet nor sleep".to_owned())
+}
+
+/// `: what it said`, on one line, or nothing.
+fn said(stderr: &[u8]) -> String {
+    let text = String::from_utf8_lossy(stderr);
+    let line: String = text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(SAID_MAX).collect();
+    if line.is_empty() { line } else { format!(": {line}") }
+}
+
+/// The kubelet asks, and takes any answer: only one that can't be asked has failed.
+async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), String> {
+    let host = action.host.as_deref().filter(|host| !host.is_empty()).or(subject.pod_ip);
+    let host = host.ok_or("the pod has no address to ask yet")?;
+    let port = port(&action.port, subject.spec)?;
+    let path = action.path.as_deref().filter(|path| !path.is_empty()).unwrap_or("/");
+    let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
+    let mut url = String::from("http://");
+    // Writing to a String cannot fail.
+    let _ = match host.parse::<IpAddr>() {
+        Ok(IpAddr::V6(_)) => write!(url, "[{host}]:{port}"),
+        _ => write!(url, "{host}:{port}"),
+    };
+    let mut request = Request::get(path.as_str());
+    let headers = action.http_headers.iter().flatten();
+    let given = |name: &str| headers.clone().any(|header| header.name.eq_ignore_ascii_case(name));
+    let authority = url.trim_start_matches("http://").to_owned();
+    for (name, value) in [("Host", authority.as_str()), ("User-Agent", USER_AGENT), ("Connection", "close")] {
+        if !given(name) {
+            request = request.header(name, value);
+        }
+    }
+    for header in headers {
+        request = request.header(&header.name, &header.value);
+    }
+    let failed = |e: &dyn std::fmt::Display| format!("GET {url}{path}: {e}");
+    let request = request.body(Empty::<Bytes>::new()).map_err(|e| failed(&e))?;
+    let stream = TcpStream::connect((host, port)).await.map_err(|e| failed(&e))?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|e| failed(&e))?;
+    // Ends with this function, however it is left.
+    let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
+    let response = sender.send_request(request).await.map_err(|e| failed(&e))?;
+    // One piece of the body is read so that short answers end cleanly.
+    let _ = response.into_body().frame().await;
+    Ok(())
+}
+
+/// A port by its number, or by the name that the container gives it.
+fn port(port: &IntOrString, container: &core::Container) -> Result<u16, String> {
+    let number = match port {
+        IntOrString::Int(number) => Some(*number),
+        IntOrString::String(name) => {
+            let mut ports = container.ports.iter().flatten();
+            let named = ports.find(|p| p.name.as_ref() == Some(name)).map(|p| p.container_port);
+            named.or_else(|| name.parse().ok())
+        }
+    };
+    let number = number.and_then(|number| u16::try_from(number).ok()).filter(|number| *number > 0);
+    number.ok_or_else(|| format!("container {} has no port {port:?}", container.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpListener,
+    };
+
+    use super::*;
+
+    fn container() -> core::Container {
+        serde_json::from_value(serde_json::json!({
+            "name": "main", "ports": [{"name": "web", "containerPort": 8080}]
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn ports_are_numbers_or_names() {
+        let check = |given: IntOrString, expect: Option<u16>| {
+            assert_eq!(port(&given, &container()).ok(), expect, "{given:?}");
+        };
+        check(IntOrString::Int(80), Some(80));
+        check(IntOrString::String("web".to_owned()), Some(8080));
+        check(IntOrString::String("81".to_owned()), Some(81));
+        check(IntOrString::String("db".to_owned()), None);
+        check(IntOrString::Int(0), None);
+        check(IntOrString::Int(70_000), None);
+    }
+
+    #[tokio::test]
+    async fn any_answer_to_a_request_will_do() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = vec![0; 4096];
+            let read = stream.read(&mut request).await.unwrap();
+            stream.write_all(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+            String::from_utf8_lossy(&request[..read]).into_owned()
+        });
+        let action = core::HTTPGetAction {
+            port: IntOrString::Int(port.into()),
+            path: Some("stop?now".to_owned()),
+            http_headers: Some(vec![core::HTTPHeader { name: "X-A".to_owned(), value: "b".to_owned() }]),
+            ..Default::default()
+        };
+        let spec = container();
+        let subject = Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") };
+        get(&action, subject).await.unwrap();
+        let request = server.await.unwrap();
+        assert!(request.starts_with("GET /stop?now HTTP/1.1\r\n"), "{request}");
+        assert!(request.contains("x-a: b\r\n") && request.contains("beelet-lifecycle/"), "{request}");
+        // Nobody listens there any more.
+        let error = get(&action, subject).await.unwrap_err();
+        assert!(error.starts_with(&format!("GET http://127.0.0.1:{port}/stop?now: ")), "{error}");
+        assert!(get(&action, Subject { pod_ip: None, ..subject }).await.is_err());
+    }
+}
