@@ -17,7 +17,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{field::FieldError, resources};
 
+pub mod admission;
 pub mod checkpoint;
+mod choice;
+mod error;
+mod rebuild;
+pub mod registration;
+pub mod topology;
+
+pub use choice::Question;
+pub use error::AllocateError;
+pub use rebuild::Remnant;
 
 use checkpoint::{CheckpointError, Data, Entry};
 
@@ -92,79 +102,6 @@ impl Held {
 
 /// What a container holds, by resource.
 pub type HeldByResource = BTreeMap<String, Held>;
-
-/// Why no devices can be had.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AllocateError {
-    /// The container already has another number of them.
-    #[error(
-        "pod {pod_uid:?}, container {container:?}: the request for {resource} changed from {held} to {requested} devices"
-    )]
-    Changed {
-        /// The pod's uid.
-        pod_uid: String,
-        /// The container's name.
-        container: String,
-        /// The resource.
-        resource: String,
-        /// How many it has.
-        held: usize,
-        /// How many it asks for now.
-        requested: usize,
-    },
-    /// The resource had a plugin once; it hasn't listed its devices since.
-    #[error("the device plugin of {resource} is not registered")]
-    Unregistered {
-        /// The resource.
-        resource: String,
-    },
-    /// All its devices are unhealthy, or its plugin is gone.
-    #[error("no healthy devices present; cannot allocate unhealthy devices {resource}")]
-    NoneHealthy {
-        /// The resource.
-        resource: String,
-    },
-    /// The container's own devices are no longer healthy.
-    #[error(
-        "previously allocated devices are no longer healthy; cannot allocate unhealthy devices {resource}"
-    )]
-    HeldUnhealthy {
-        /// The resource.
-        resource: String,
-    },
-    /// There aren't enough.
-    #[error(
-        "requested number of devices unavailable for {resource}. Requested: {requested}, Available: {available}"
-    )]
-    TooFew {
-        /// The resource.
-        resource: String,
-        /// How many are still wanted.
-        requested: usize,
-        /// How many there are.
-        available: usize,
-    },
-    /// Devices are listed, but nobody can be asked to allocate them.
-    #[error("the device plugin of {resource} is gone")]
-    PluginGone {
-        /// The resource.
-        resource: String,
-    },
-}
-
-impl AllocateError {
-    /// Might waiting help? True where the plugin isn't there or well (yet): after a restart or reboot it may come late.
-    #[must_use]
-    pub const fn may_pass(&self) -> bool {
-        matches!(
-            self,
-            Self::Unregistered { .. }
-                | Self::NoneHealthy { .. }
-                | Self::HeldUnhealthy { .. }
-                | Self::PluginGone { .. }
-        )
-    }
-}
 
 /// How a container's devices are handed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -241,77 +178,6 @@ pub enum Selection {
     Ask(Question),
 }
 
-/// What to ask a plugin (`GetPreferredAllocation`).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Question {
-    /// What it may choose from, including `must_include`.
-    pub available: BTreeSet<String>,
-    /// What it must choose.
-    pub must_include: BTreeSet<String>,
-    /// How many in all.
-    pub size: usize,
-    nodes: BTreeMap<String, Vec<i64>>,
-}
-
-impl Question {
-    /// The devices to allocate, given the plugin's answer (best first; what wasn't offered is ignored; too few are made up for).
-    #[must_use]
-    pub fn answer<S: AsRef<str>>(self, preferred: &[S]) -> BTreeSet<String> {
-        let mut chosen = self.must_include;
-        for id in preferred.iter().map(AsRef::as_ref) {
-            if chosen.len() < self.size && self.available.contains(id) {
-                chosen.insert(id.to_owned());
-            }
-        }
-        let left: BTreeSet<&str> =
-            self.available.iter().map(String::as_str).filter(|id| !chosen.contains(*id)).collect();
-        let more = near(&left, &self.nodes, &chosen, self.size.saturating_sub(chosen.len()));
-        chosen.extend(more.into_iter().map(str::to_owned));
-        chosen
-    }
-}
-
-/// `count` of the devices in `left`, near each other: of the NUMA nodes that can give them all, one that already gave some of
-/// `chosen`, or else the one with the fewest left (the others keep room for larger requests); if none can, from as few nodes
-/// as possible; those near no node last.
-fn near<'a>(
-    left: &BTreeSet<&'a str>,
-    nodes: &BTreeMap<String, Vec<i64>>,
-    chosen: &Ids,
-    count: usize,
-) -> Vec<&'a str> {
-    let near_nodes = |id: &str| nodes.get(id).map_or(&[][..], Vec::as_slice);
-    let mut by_node: BTreeMap<i64, BTreeSet<&'a str>> = BTreeMap::new();
-    for id in left {
-        for node in near_nodes(id) {
-            by_node.entry(*node).or_default().insert(id);
-        }
-    }
-    let given = |node: i64| chosen.iter().filter(|id| near_nodes(id).contains(&node)).count();
-    let mut taken: Vec<&'a str> = Vec::new();
-    while taken.len() < count && !by_node.is_empty() {
-        let wanted = count - taken.len();
-        let best = by_node.iter().min_by_key(|(node, ids)| {
-            let enough = ids.len() >= wanted;
-            let order = if enough { ids.len() } else { usize::MAX - ids.len() };
-            (!enough, std::cmp::Reverse(given(**node)), order, **node)
-        });
-        let Some((node, ids)) = best.map(|(node, ids)| (*node, ids.clone())) else { break };
-        taken.extend(ids.iter().take(wanted));
-        by_node.remove(&node);
-        by_node.values_mut().for_each(|others| others.retain(|id| !taken.contains(id)));
-        by_node.retain(|_, ids| !ids.is_empty());
-    }
-    let rest: Vec<&'a str> = left
-        .iter()
-        .copied()
-        .filter(|id| !taken.contains(id))
-        .take(count.saturating_sub(taken.len()))
-        .collect();
-    taken.extend(rest);
-    taken
-}
-
 /// What the node has of each resource.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Capacity {
@@ -336,6 +202,8 @@ pub struct Devices {
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
     /// The pod that was served last, and what its ended init containers leave to the next.
     reuse: (String, BTreeMap<String, Ids>),
+    /// The NUMA nodes that the container being served should get its devices from.
+    affinity: Option<BTreeSet<i64>>,
 }
 
 impl Devices {
@@ -440,9 +308,15 @@ impl Devices {
 
     /// A container of a pod is to be served. Containers of a pod are served in order, init containers first.
     pub fn begin(&mut self, pod_uid: &str) {
+        self.affinity = None;
         if self.reuse.0 != pod_uid {
             self.reuse = (pod_uid.to_owned(), BTreeMap::new());
         }
+    }
+
+    /// The container that is served gets its devices from these NUMA nodes, as far as they have enough (see [`topology`]).
+    pub fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
+        self.affinity = nodes;
     }
 
     /// Which devices a container would get.
@@ -488,7 +362,7 @@ impl Devices {
             MapEntry::Occupied(entry) => entry.into_mut(),
         };
         let reusable = self.reuse.1.get(request.resource).filter(|_| self.reuse.0 == request.pod_uid);
-        let must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
+        let mut must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
         let free = self.healthy.get(request.resource).into_iter().flatten().filter(|id| !taken.contains(*id));
         let mut available: Ids = free.cloned().collect();
         let wanted = request.count - must_include.len();
@@ -502,8 +376,20 @@ impl Devices {
         if wanted == 0 {
             return Ok(Selection::Chosen(must_include));
         }
-        available.extend(must_include.iter().cloned());
         let near = self.nodes.get(request.resource);
+        if let Some(affinity) = &self.affinity {
+            let is_near = |id: &String| {
+                near.and_then(|near| near.get(id))
+                    .is_some_and(|nodes| nodes.iter().any(|node| affinity.contains(node)))
+            };
+            let aligned: Ids = available.iter().filter(|id| is_near(id)).cloned().collect();
+            if aligned.len() >= wanted {
+                available = aligned;
+            } else {
+                must_include.extend(aligned);
+            }
+        }
+        available.extend(must_include.iter().cloned());
         let near = |id: &String| Some((id.clone(), near?.get(id).filter(|nodes| !nodes.is_empty())?.clone()));
         let nodes = available.iter().filter_map(near).collect();
         let question = Question { available, must_include, size: request.count, nodes };
@@ -550,6 +436,16 @@ impl Devices {
         }
     }
 
+    /// Puts back what a pod held before an allocation that failed half-way.
+    pub fn restore(&mut self, pod_uid: &str, before: Option<BTreeMap<String, HeldByResource>>) {
+        match before {
+            Some(held) => self.pods.insert(pod_uid.to_owned(), held),
+            None => self.pods.remove(pod_uid),
+        };
+        self.reuse = Default::default();
+        self.recount();
+    }
+
     /// What a pod's containers hold.
     #[must_use]
     pub fn held(&self, pod_uid: &str) -> Option<&BTreeMap<String, HeldByResource>> {
@@ -559,6 +455,48 @@ impl Devices {
     /// The uids of the pods that hold something.
     pub fn pods(&self) -> impl Iterator<Item = &str> {
         self.pods.keys().map(String::as_str)
+    }
+
+    /// The resources that are listed, or were before the last restart.
+    pub fn resources(&self) -> impl Iterator<Item = &str> {
+        self.healthy.keys().map(String::as_str)
+    }
+
+    /// The devices of a resource, with their health, in the order of their ids.
+    pub fn devices_of(&self, resource: &str) -> Vec<Device> {
+        let nodes = self.nodes.get(resource);
+        let of = |set: &BTreeMap<String, Ids>, health: Health| {
+            let ids = set.get(resource).into_iter().flatten();
+            let device = |id: &String| {
+                let numa_nodes = nodes.and_then(|nodes| nodes.get(id)).cloned().unwrap_or_default();
+                Device { id: id.clone(), health, numa_nodes }
+            };
+            ids.map(device).collect::<Vec<_>>()
+        };
+        let mut all = of(&self.healthy, Health::Healthy);
+        all.extend(of(&self.unhealthy, Health::Unhealthy));
+        all.sort_by(|a, b| a.id.cmp(&b.id));
+        all
+    }
+
+    /// Since when a resource's plugin has been away; `None` while it is there (or was never).
+    #[must_use]
+    pub fn gone_since(&self, resource: &str) -> Option<Duration> {
+        self.endpoints.get(resource)?.stopped_at
+    }
+
+    /// Whether a device can be given away.
+    #[must_use]
+    pub fn is_healthy(&self, resource: &str, id: &str) -> bool {
+        self.healthy.get(resource).is_some_and(|ids| ids.contains(id))
+    }
+
+    /// How many healthy devices of a resource nobody holds.
+    #[must_use]
+    pub fn free(&self, resource: &str) -> usize {
+        let taken = self.taken.get(resource);
+        let healthy = self.healthy.get(resource).into_iter().flatten();
+        healthy.filter(|id| taken.is_none_or(|taken| !taken.contains(*id))).count()
     }
 
     /// The healthy devices of each resource, and the NUMA nodes that each is near.

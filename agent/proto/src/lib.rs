@@ -12,3 +12,21 @@ pub mod cri {
 pub mod beelet {
     tonic::include_proto!("beelet.v1");
 }
+
+/// The device plugin API v1beta1.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+pub mod deviceplugin {
+    tonic::include_proto!("v1beta1");
+}
+
+/// The plugin registration API v1.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+pub mod pluginregistration {
+    tonic::include_proto!("pluginregistration");
+}
+
+/// The pod resources API v1.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+pub mod podresources {
+    tonic::include_proto!("v1");
+}

@@ -14,7 +14,11 @@ use serde::{
 use serde_json::{Value, json};
 
 use crate::{
-    devices::{ContainerRequest, Device, Devices, PluginOptions, Request, Selection, container_requests},
+    devices::{
+        ContainerRequest, Device, Devices, PluginOptions,
+        admission::{Admission, Circumstances, Next},
+        container_requests,
+    },
     field::FieldError,
     plan::{Scenario, number, pod_name},
 };
@@ -229,12 +233,11 @@ impl Node {
         let uid = pod.metadata.uid.clone().filter(|uid| !uid.is_empty()).unwrap_or_else(|| name.clone());
         let before = self.active.insert(name.clone(), uid.clone());
         self.stale |= before.is_some_and(|before| before != uid);
-        for request in &requests {
-            if let Err(error) = self.serve(&name, &uid, request) {
-                self.active.remove(&name);
-                self.stale |= self.devices.held(&uid).is_some();
-                return Ok(json!({"ok": false, "error": error}));
-            }
+        if let Err(error) = self.serve(&name, &uid, requests) {
+            // What it got before that is freed with other pods that are gone.
+            self.active.remove(&name);
+            self.stale |= self.devices.held(&uid).is_some();
+            return Ok(json!({"ok": false, "error": error}));
         }
         let mut allocations: BTreeMap<&str, BTreeMap<&str, BTreeSet<String>>> = BTreeMap::new();
         for (container, held) in self.devices.held(&uid).into_iter().flatten() {
@@ -244,38 +247,36 @@ impl Node {
         Ok(json!({"ok": true, "allocations": allocations}))
     }
 
-    fn serve(&mut self, name: &str, uid: &str, wish: &ContainerRequest<'_>) -> Result<(), String> {
-        self.devices.begin(uid);
+    fn serve(&mut self, name: &str, uid: &str, wishes: Vec<ContainerRequest<'_>>) -> Result<(), String> {
         let already_running = self.running.as_ref().is_some_and(|running| running.contains(name));
-        for (resource, count) in wish.limits.iter().copied() {
-            if !self.devices.knows(resource) {
-                continue;
+        let running =
+            wishes.iter().filter(|_| already_running).map(|wish| wish.container.to_owned()).collect();
+        let circumstances = Circumstances { running, ..Circumstances::default() };
+        let mut admission = Admission::new(&self.devices, uid, wishes, circumstances);
+        loop {
+            match admission.next(&mut self.devices).map_err(|error| error.to_string())? {
+                Next::Free => self.free_inactive(),
+                Next::Ask { resource, question } => {
+                    let plugin = self.plugins.get(&resource);
+                    admission.preferred(question, plugin.map_or(&[][..], |plugin| &plugin.preferred));
+                }
+                Next::Allocate { resource, .. } => {
+                    if self.plugins.get(&resource).is_some_and(|plugin| plugin.fails) {
+                        self.devices.abandon();
+                        return Err(format!("the device plugin of {resource} failed to allocate"));
+                    }
+                    admission.allocated(&mut self.devices, Vec::new());
+                }
+                Next::Done => return Ok(()),
             }
-            if self.stale && self.running.is_none() {
-                let active: BTreeSet<&str> = self.active.values().map(String::as_str).collect();
-                self.devices.free_inactive(|uid| active.contains(uid));
-                self.stale = false;
-            }
-            let request =
-                Request { pod_uid: uid, container: wish.container, resource, count, already_running };
-            self.allocate(&request)?;
         }
-        self.devices.finish(uid, wish.container, wish.kind);
-        Ok(())
     }
 
-    fn allocate(&mut self, request: &Request<'_>) -> Result<(), String> {
-        let plugin = self.plugins.get(request.resource);
-        let ids = match self.devices.select(request).map_err(|error| error.to_string())? {
-            Selection::Nothing => return Ok(()),
-            Selection::Chosen(ids) => ids,
-            Selection::Ask(question) => question.answer(plugin.map_or(&[][..], |plugin| &plugin.preferred)),
-        };
-        if plugin.is_some_and(|plugin| plugin.fails) {
-            self.devices.abandon();
-            return Err(format!("the device plugin of {} failed to allocate", request.resource));
+    fn free_inactive(&mut self) {
+        if self.stale && self.running.is_none() {
+            let active: BTreeSet<&str> = self.active.values().map(String::as_str).collect();
+            self.devices.free_inactive(|uid| active.contains(uid));
+            self.stale = false;
         }
-        self.devices.commit(request, &ids, Vec::new());
-        Ok(())
     }
 }

@@ -1,0 +1,274 @@
+//! Which NUMA nodes a container's devices should come from: the kubelet's topology manager (`pkg/kubelet/cm/topologymanager`)
+//! with the device manager as the one that gives hints.
+//!
+//! Each resource says which sets of nodes could give what is asked (a *hint*), and which of them are as small as can be
+//! (*preferred*). One hint of each resource is combined with one of each other; the best combination is the affinity.
+//! The kubelet tries all combinations; here equal ones are put together after each resource, so that eight nodes and many
+//! resources cost microseconds.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Devices, Ids};
+
+/// More NUMA nodes than the kubelet works with either; devices near others have no say.
+pub const MAX_NODES: usize = 8;
+
+/// How strict a node is (`topologyManagerPolicy`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TopologyPolicy {
+    /// Devices near each other, if that can be had; across resources it is not looked at.
+    #[default]
+    None,
+    /// All devices of a container near each other, if that can be had.
+    BestEffort,
+    /// Or else the pod is refused.
+    Restricted,
+    /// And on one node.
+    SingleNumaNode,
+}
+
+/// What is aligned together (`topologyManagerScope`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TopologyScope {
+    /// Each container by itself.
+    #[default]
+    Container,
+    /// All containers of a pod.
+    Pod,
+}
+
+/// The devices can't be had near each other, and the policy asks for it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("Resources cannot be allocated with Topology locality")]
+pub struct TopologyError;
+
+/// A set of nodes, by their position in the list of all.
+type Mask = u16;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Hint {
+    mask: Mask,
+    preferred: bool,
+}
+
+impl Devices {
+    /// The nodes that a container (of a pod that is being served, or a whole pod: `container` is `None`) should get these many
+    /// devices from; `None` if it doesn't matter.
+    ///
+    /// # Errors
+    /// The policy refuses what would come out.
+    pub fn affinity(
+        &self,
+        pod_uid: &str,
+        container: Option<&str>,
+        limits: &[(&str, usize)],
+        policy: TopologyPolicy,
+    ) -> Result<Option<BTreeSet<i64>>, TopologyError> {
+        if policy == TopologyPolicy::None {
+            return Ok(None);
+        }
+        let wanted: Vec<(&str, usize)> =
+            limits.iter().copied().filter(|(resource, count)| *count > 0 && self.knows(resource)).collect();
+        let nodes: Vec<i64> = {
+            let lists = wanted.iter().filter_map(|(resource, _)| self.nodes.get(*resource));
+            let all: BTreeSet<i64> = lists.flat_map(BTreeMap::values).flatten().copied().collect();
+            all.into_iter().take(MAX_NODES).collect()
+        };
+        let all: Mask = (1 << nodes.len()) - 1;
+        let mut of_each = Vec::new();
+        for (resource, count) in &wanted {
+            match self.hints(pod_uid, container, resource, *count, &nodes) {
+                // Too few: that will be said in its own words.
+                Hints::TooFew => return Ok(None),
+                Hints::NoPreference => {}
+                Hints::These(hints) => of_each.push(hints),
+            }
+        }
+        if of_each.is_empty() {
+            return Ok(None);
+        }
+        let best = merge(&of_each, all, policy == TopologyPolicy::SingleNumaNode);
+        if !best.preferred && policy != TopologyPolicy::BestEffort {
+            return Err(TopologyError);
+        }
+        let chosen = nodes.iter().enumerate().filter(|(i, _)| best.mask & (1 << i) != 0);
+        Ok((best.mask != all).then(|| chosen.map(|(_, node)| *node).collect()))
+    }
+
+    /// `generateDeviceTopologyHints`.
+    fn hints(
+        &self,
+        pod_uid: &str,
+        container: Option<&str>,
+        resource: &str,
+        count: usize,
+        nodes: &[i64],
+    ) -> Hints {
+        let empty = BTreeMap::new();
+        let near = self.nodes.get(resource).unwrap_or(&empty);
+        if near.values().all(Vec::is_empty) {
+            return Hints::NoPreference;
+        }
+        let held = container.and_then(|name| self.pods.get(pod_uid)?.get(name)?.get(resource));
+        let held = held.map(super::Held::ids).filter(|ids| ids.len() == count);
+        let reusable: Ids = match &held {
+            Some(_) => Ids::new(),
+            None if self.reuse.0 == pod_uid => self.reuse.1.get(resource).cloned().unwrap_or_default(),
+            None => Ids::new(),
+        };
+        let taken = self.taken.get(resource);
+        let is_free = |id: &&String| taken.is_none_or(|taken| !taken.contains(*id));
+        let available: Vec<&String> = match &held {
+            Some(ids) => ids.iter().collect(),
+            None => self.healthy.get(resource).into_iter().flatten().filter(is_free).collect(),
+        };
+        if available.len() + reusable.len() < count {
+            return Hints::TooFew;
+        }
+        let place = |node: &i64| nodes.iter().position(|other| other == node);
+        let mask_of = |id: &str| -> Mask {
+            let nodes = near.get(id).into_iter().flatten().filter_map(place);
+            nodes.fold(0, |mask, place| mask | 1 << place)
+        };
+        // Devices by the set of nodes that they are near: a handful of groups, however many devices there are.
+        let mut everyone: BTreeMap<Mask, usize> = BTreeMap::new();
+        near.keys().for_each(|id| *everyone.entry(mask_of(id)).or_default() += 1);
+        let mut free: BTreeMap<Mask, usize> = BTreeMap::new();
+        available.iter().for_each(|id| *free.entry(mask_of(id)).or_default() += 1);
+        let reused: Vec<Mask> = reusable.iter().map(|id| mask_of(id)).filter(|mask| *mask != 0).collect();
+        let within = |groups: &BTreeMap<Mask, usize>, mask: Mask| -> usize {
+            groups.iter().filter(|(group, _)| **group & mask != 0).map(|(_, count)| *count).sum()
+        };
+        let masks = 1..=((1_u32 << nodes.len()) - 1) as Mask;
+        let smallest =
+            masks.clone().filter(|mask| within(&everyone, *mask) >= count).map(Mask::count_ones).min();
+        let possible = masks.filter(|mask| reused.iter().all(|own| own & mask != 0));
+        let possible = possible.filter(|mask| within(&free, *mask) + reused.len() >= count);
+        Hints::These(
+            possible.map(|mask| Hint { mask, preferred: Some(mask.count_ones()) == smallest }).collect(),
+        )
+    }
+}
+
+enum Hints {
+    /// The resource's devices are near no node.
+    NoPreference,
+    /// There are fewer than are asked for.
+    TooFew,
+    These(Vec<Hint>),
+}
+
+/// The best combination of one hint of each: preferred before not, then the narrowest, then the lowest nodes. If none fits
+/// together, all nodes, not preferred.
+fn merge(of_each: &[Vec<Hint>], all: Mask, single: bool) -> Hint {
+    let mut combined = BTreeSet::from([Hint { mask: all, preferred: true }]);
+    for hints in of_each {
+        let fits = |hint: &&Hint| !single || (hint.preferred && hint.mask.count_ones() == 1);
+        let next = combined.iter().flat_map(|so_far| {
+            hints.iter().filter(fits).map(|hint| Hint {
+                mask: so_far.mask & hint.mask,
+                preferred: so_far.preferred && hint.preferred,
+            })
+        });
+        combined = next.filter(|hint| hint.mask != 0).collect();
+    }
+    let best = combined.into_iter().min_by_key(|hint| (!hint.preferred, hint.mask.count_ones(), hint.mask));
+    best.unwrap_or(Hint { mask: all, preferred: false })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::devices::{Device, Health, PluginOptions, Request, Selection};
+
+    const GPU: &str = "example.com/gpu";
+    const NIC: &str = "example.com/nic";
+
+    /// Healthy devices `id@node`, or `id`; those marked `*` are taken.
+    fn ledger(gpus: &str, nics: &str) -> Devices {
+        let mut devices = Devices::default();
+        for (resource, text) in [(GPU, gpus), (NIC, nics)] {
+            devices.register(resource, PluginOptions::default());
+            let device = |word: &str| {
+                let (id, node) = word.trim_start_matches('*').split_once('@').unwrap_or((word, ""));
+                let numa_nodes = node.split('+').filter_map(|node| node.parse().ok()).collect();
+                Device { id: id.to_owned(), health: Health::Healthy, numa_nodes }
+            };
+            devices.list(resource, text.split_whitespace().map(device).collect::<Vec<_>>());
+            let taken =
+                text.split_whitespace().filter(|word| word.starts_with('*')).map(|word| device(word).id);
+            let request =
+                Request { pod_uid: "other", container: resource, resource, count: 1, already_running: false };
+            devices.commit(&request, &taken.collect(), Vec::new());
+        }
+        devices
+    }
+
+    /// The affinity's nodes under each policy: `-` for none, `refused`.
+    fn check(devices: &Devices, limits: &[(&str, usize)], expected: [&str; 3]) {
+        let policies =
+            [TopologyPolicy::BestEffort, TopologyPolicy::Restricted, TopologyPolicy::SingleNumaNode];
+        for (policy, expected) in policies.into_iter().zip(expected) {
+            let got = match devices.affinity("p", Some("c"), limits, policy) {
+                Err(TopologyError) => "refused".to_owned(),
+                Ok(None) => "-".to_owned(),
+                Ok(Some(nodes)) => nodes.iter().map(i64::to_string).collect::<Vec<_>>().join(" "),
+            };
+            assert_eq!(got, expected, "{policy:?} {limits:?}");
+        }
+    }
+
+    #[test]
+    fn one_node_is_enough_or_it_is_not() {
+        let devices = ledger("a@0 b@1 c@1", "");
+        check(&devices, &[(GPU, 1)], ["0", "0", "0"]);
+        check(&devices, &[(GPU, 2)], ["1", "1", "1"]);
+        // No node could ever give three: two are as near as it gets.
+        check(&devices, &[(GPU, 3)], ["-", "-", "refused"]);
+        // Node 1 could, if not for others.
+        check(&ledger("a@0 b@1 *c@1", ""), &[(GPU, 2)], ["-", "refused", "refused"]);
+    }
+
+    #[test]
+    fn resources_are_aligned_with_each_other() {
+        let devices = ledger("a@0 b@1", "x@1 y@2");
+        check(&devices, &[(GPU, 1), (NIC, 1)], ["1", "1", "1"]);
+        let apart = ledger("a@0", "x@1");
+        check(&apart, &[(GPU, 1), (NIC, 1)], ["0", "refused", "refused"]);
+    }
+
+    #[test]
+    fn devices_near_no_node_have_no_say() {
+        let devices = ledger("a b", "x@1 y@2");
+        check(&devices, &[(GPU, 2)], ["-", "-", "-"]);
+        check(&devices, &[(GPU, 2), (NIC, 1)], ["1", "1", "1"]);
+    }
+
+    #[test]
+    fn too_few_is_not_a_matter_of_topology() {
+        check(&ledger("a@0 *b@1", ""), &[(GPU, 2)], ["-", "-", "-"]);
+    }
+
+    #[test]
+    fn a_device_near_several_nodes_fits_each() {
+        check(&ledger("a@0+1 b@1", "x@1 y@2"), &[(GPU, 2), (NIC, 1)], ["1", "1", "1"]);
+    }
+
+    #[test]
+    fn the_affinity_decides_what_is_taken() {
+        let mut devices = ledger("a@0 b@0 c@1 d@1", "");
+        let request =
+            Request { pod_uid: "p", container: "c", resource: GPU, count: 1, already_running: false };
+        devices.begin("p");
+        devices.align(Some(BTreeSet::from([1])));
+        assert_eq!(devices.select(&request), Ok(Selection::Chosen(BTreeSet::from(["c".to_owned()]))));
+        devices.align(Some(BTreeSet::from([1])));
+        let three = Request { count: 3, ..request };
+        let Ok(Selection::Chosen(ids)) = devices.select(&three) else { panic!("no devices") };
+        assert!(ids.contains("c") && ids.contains("d") && ids.len() == 3, "{ids:?}");
+    }
+}
