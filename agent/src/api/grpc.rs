@@ -33,8 +33,8 @@ const MAX_STREAMS: u32 = 64;
 /// The socket, listening, but not answering yet.
 #[derive(Debug)]
 pub struct Listener {
-    listener: UnixListener,
-    socket: Socket,
+    pub(super) listener: UnixListener,
+    pub(super) socket: Socket,
 }
 
 /// Makes the socket at `path`, reachable by its owner only.
@@ -73,7 +73,7 @@ pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationT
 
 /// The socket's mode keeps others out already; this also holds where somebody changed it.
 #[allow(clippy::result_large_err)] // tonic's own signature of an interceptor
-fn only_the_owner(request: Request<()>) -> Result<Request<()>, Status> {
+pub(super) fn only_the_owner(request: Request<()>) -> Result<Request<()>, Status> {
     let peer = request.extensions().get::<UdsConnectInfo>().and_then(|info| info.peer_cred);
     match peer.map(|peer| peer.uid()) {
         Some(uid) if uid == 0 || uid == geteuid().as_raw() => Ok(request),

@@ -2,7 +2,9 @@
 //!
 //! Both read the pod table and nothing else: a request never waits for the runtime, and never changes anything.
 
+pub mod authority;
 pub mod client;
 pub mod grpc;
 pub mod http;
+pub mod local;
 mod socket;
