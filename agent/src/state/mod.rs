@@ -5,6 +5,8 @@
 //! leaves the old one. What cannot be trusted is set aside under another name and reported, never deleted and
 //! never a reason not to start. Whatever is not in here can be lost at any instant.
 //!
+//! [`ForeignFile`] is for a file whose form and place are another program's.
+//!
 //! All calls block: async callers use `spawn_blocking`. This module must never know what the records mean.
 
 use std::fs::{self, File, OpenOptions};
@@ -17,8 +19,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+mod foreign;
 mod lock;
 
+pub use foreign::ForeignFile;
 pub use lock::{Lock, LockError};
 
 /// The first line of a record is this and the checksum of all that follows.
@@ -189,10 +193,7 @@ impl State {
         if let Err(error) = written {
             // Half a file would only take space that is missing already.
             let _ = fs::remove_file(&temporary);
-            return Err(match error.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
-                Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => StateError::NoSpace(path),
-                _ => io_error("write", &path, error),
-            });
+            return Err(write_error(&path, error));
         }
         Ok(())
     }
@@ -306,6 +307,13 @@ fn read_at_most(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
     Ok((bytes.len() as u64 <= limit).then_some(bytes))
+}
+
+fn write_error(path: &Path, error: io::Error) -> StateError {
+    match error.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
+        Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => StateError::NoSpace(path.to_owned()),
+        _ => io_error("write", path, error),
+    }
 }
 
 fn io_error(action: &'static str, path: &Path, source: io::Error) -> StateError {
