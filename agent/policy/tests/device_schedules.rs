@@ -1,0 +1,354 @@
+//! Whatever happens in whatever order to plugins, pods and the agent: no device is held twice, and none is lost.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use beelet_policy::devices::{
+    ContainerKind, ContainerRequest, Device, Devices, Health, Held, PluginOptions, Remnant,
+    admission::{Admission, Circumstances, Next},
+    topology::{TopologyPolicy, TopologyScope},
+};
+use proptest::prelude::*;
+
+const RESOURCES: [&str; 2] = ["example.com/gpu", "example.com/nic"];
+const DEVICES: u8 = 6;
+const PODS: u8 = 5;
+
+type Ids = BTreeSet<String>;
+
+/// Something that happens to a node.
+#[derive(Debug, Clone)]
+enum Event {
+    /// A plugin registers (again); with preferences or without.
+    Register { resource: usize, asks: bool },
+    /// It lists its devices: which are there, which of them healthy, on which node each is.
+    List { resource: usize, there: u8, healthy: u8, nodes: u8 },
+    /// It goes away.
+    Stop { resource: usize },
+    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices.
+    Admit { pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8 },
+    /// An init container of it has ended.
+    InitEnds { pod: u8 },
+    /// It ends.
+    Exit { pod: u8 },
+    /// The agent starts anew; `true`: with its pods still running.
+    Restart { running: bool },
+    /// The checkpoint is lost, too: containers tell.
+    Rebuild,
+    /// Time passes.
+    Wait { seconds: u16 },
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let resource = 0..RESOURCES.len();
+    prop_oneof![
+        2 => (resource.clone(), any::<bool>()).prop_map(|(resource, asks)| Event::Register { resource, asks }),
+        3 => (resource.clone(), any::<u8>(), any::<u8>(), any::<u8>())
+            .prop_map(|(resource, there, healthy, nodes)| Event::List { resource, there, healthy: healthy | 0x15, nodes }),
+        1 => resource.prop_map(|resource| Event::Stop { resource }),
+        6 => (0..PODS, prop::option::weighted(0.2, 0..4_u8), any::<u8>(), 0..8_u8)
+            .prop_map(|(pod, fails_at, prefer, policy)| Event::Admit { pod, fails_at, prefer, policy }),
+        1 => (0..PODS).prop_map(|pod| Event::InitEnds { pod }),
+        2 => (0..PODS).prop_map(|pod| Event::Exit { pod }),
+        1 => any::<bool>().prop_map(|running| Event::Restart { running }),
+        1 => Just(Event::Rebuild),
+        1 => (0..400_u16).prop_map(|seconds| Event::Wait { seconds }),
+    ]
+}
+
+/// What each pod asks for: by container, whether it is an init container, and how many of each resource.
+fn wishes(pod: u8) -> Vec<ContainerRequest<'static>> {
+    let wish = |container, kind, limits: &[(usize, usize)]| ContainerRequest {
+        container,
+        kind,
+        limits: limits.iter().map(|(resource, count)| (RESOURCES[*resource], *count)).collect(),
+    };
+    let (init, lasting) = (ContainerKind::Init, ContainerKind::Lasting);
+    match pod {
+        0 => vec![wish("main", lasting, &[(0, 1)])],
+        1 => vec![wish("init", init, &[(0, 3)]), wish("main", lasting, &[(0, 1), (1, 1)])],
+        2 => vec![
+            wish("init", init, &[(0, 1), (1, 2)]),
+            wish("side", lasting, &[(0, 1)]),
+            wish("main", lasting, &[(0, 2)]),
+        ],
+        3 => vec![wish("a", lasting, &[(1, 2)]), wish("b", lasting, &[(1, 1), (0, 1)])],
+        _ => vec![wish("main", lasting, &[(0, 4), (1, 4)])],
+    }
+}
+
+/// A node as the agent sees it.
+#[derive(Default)]
+struct Node {
+    devices: Devices,
+    /// The pods that run, with the init containers that have ended.
+    alive: BTreeMap<String, bool>,
+    now: Duration,
+}
+
+impl Node {
+    fn play(&mut self, event: &Event) {
+        match *event {
+            Event::Register { resource, asks } => {
+                let options =
+                    PluginOptions { get_preferred_allocation_available: asks, ..PluginOptions::default() };
+                self.devices.register(RESOURCES[resource], options);
+            }
+            Event::List { resource, there, healthy, nodes } => {
+                let bit = |mask: u8, n: u8| mask & (1 << n) != 0;
+                let device = |n: u8| Device {
+                    id: format!("{resource}-{n}"),
+                    health: if bit(healthy, n) { Health::Healthy } else { Health::Unhealthy },
+                    numa_nodes: if bit(nodes, 7) { Vec::new() } else { vec![i64::from(bit(nodes, n))] },
+                };
+                let all = (0..DEVICES).filter(|n| bit(there, *n)).map(device).collect::<Vec<_>>();
+                self.devices.list(RESOURCES[resource], all);
+            }
+            Event::Stop { resource } => self.devices.stopped(RESOURCES[resource], self.now),
+            Event::Admit { pod, fails_at, prefer, policy } => self.admit(pod, fails_at, prefer, policy),
+            Event::InitEnds { pod } => {
+                let uid = format!("p{pod}");
+                if let Some(ended) = self.alive.get_mut(&uid) {
+                    *ended = true;
+                    self.devices.release(&uid, "init");
+                }
+            }
+            Event::Exit { pod } => drop(self.alive.remove(&format!("p{pod}"))),
+            Event::Restart { running } => {
+                let file = self.devices.checkpoint().write().unwrap();
+                self.devices = Devices::read(&file, self.now).unwrap();
+                if !running {
+                    // After a reboot every pod is admitted anew.
+                    self.alive.values_mut().for_each(|ended| *ended = false);
+                }
+            }
+            Event::Rebuild => {
+                let remnants = self.remnants();
+                let (devices, dropped) = Devices::rebuilt(remnants, self.now);
+                assert!(dropped.is_empty(), "{dropped:?}");
+                self.devices = devices;
+            }
+            Event::Wait { seconds } => {
+                self.now += Duration::from_secs(u64::from(seconds));
+                self.devices.capacity_meanwhile(self.now);
+            }
+        }
+    }
+
+    /// The containers of the pods that are alive, as the runtime has them.
+    fn remnants(&self) -> Vec<Remnant> {
+        let mut all = Vec::new();
+        for uid in self.alive.keys() {
+            for (container, held) in self.devices.held(uid).into_iter().flatten() {
+                let (pod_uid, container, held) = (uid.clone(), container.clone(), held.clone());
+                all.push(Remnant { pod_uid, container, alive: true, created_at: 1, held });
+            }
+        }
+        all
+    }
+
+    fn admit(&mut self, pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8) {
+        let uid = format!("p{pod}");
+        let ended = self.alive.get(&uid).copied().unwrap_or(false);
+        let circumstances = Circumstances {
+            ended: ended.then(|| "init".to_owned()).into_iter().collect(),
+            policy: [
+                TopologyPolicy::None,
+                TopologyPolicy::BestEffort,
+                TopologyPolicy::Restricted,
+                TopologyPolicy::SingleNumaNode,
+            ][usize::from(policy & 3)],
+            scope: if policy & 4 == 0 { TopologyScope::Container } else { TopologyScope::Pod },
+            ..Circumstances::default()
+        };
+        let before = self.devices.held(&uid).cloned();
+        let mut admission = Admission::new(&self.devices, &uid, wishes(pod), circumstances);
+        let mut calls = 0;
+        let admitted = loop {
+            match admission.next(&mut self.devices) {
+                Err(_) => break false,
+                Ok(Next::Done) => break true,
+                Ok(Next::Free) => {
+                    self.devices.free_inactive(|other| other == uid || self.alive.contains_key(other))
+                }
+                Ok(Next::Ask { question, .. }) => {
+                    let preferred: Vec<String> = (0..8)
+                        .map(|n| format!("{}-{}", prefer & 1, (prefer >> 1).wrapping_add(n) % 8))
+                        .collect();
+                    admission.preferred(question, &preferred);
+                }
+                Ok(Next::Allocate { .. }) if fails_at == Some(calls) => break false,
+                Ok(Next::Allocate { .. }) => {
+                    calls += 1;
+                    admission.allocated(&mut self.devices, vec![1, 2, 3]);
+                }
+            }
+        };
+        if admitted {
+            self.alive.entry(uid).or_insert(false);
+        } else {
+            admission.abort(&mut self.devices);
+            assert_eq!(self.devices.held(&uid), before.as_ref(), "a failed admission left something behind");
+        }
+    }
+
+    fn check(&self, event: &Event) -> Result<(), TestCaseError> {
+        let mut holder: BTreeMap<(String, String), &str> = BTreeMap::new();
+        for uid in self.devices.pods() {
+            let mut lasting: BTreeMap<(String, String), &str> = BTreeMap::new();
+            for (container, held) in self.devices.held(uid).into_iter().flatten() {
+                for (resource, id) in
+                    held.iter().flat_map(|(r, held)| held.ids().into_iter().map(move |id| (r, id)))
+                {
+                    let key = (resource.clone(), id);
+                    let other = holder.insert(key.clone(), uid);
+                    prop_assert!(
+                        other.is_none_or(|other| other == uid),
+                        "{key:?}: {other:?} and {uid} after {event:?}"
+                    );
+                    if container != "init" {
+                        let twice = lasting.insert(key.clone(), container);
+                        prop_assert!(
+                            twice.is_none(),
+                            "{key:?}: {twice:?} and {container} of {uid} after {event:?}"
+                        );
+                    }
+                }
+            }
+        }
+        for resource in RESOURCES {
+            let held: Ids = holder.keys().filter(|(r, _)| r == resource).map(|(_, id)| id.clone()).collect();
+            let healthy =
+                self.devices.devices_of(resource).into_iter().filter(|d| d.health == Health::Healthy);
+            let free = healthy.filter(|device| !held.contains(&device.id)).count();
+            prop_assert_eq!(self.devices.free(resource), free, "of {} after {:?}", resource, event);
+        }
+        Ok(())
+    }
+
+    /// With every plugin well and every pod gone, one pod can have everything.
+    fn nothing_is_lost(&mut self) -> Result<(), TestCaseError> {
+        self.alive.clear();
+        for (index, resource) in RESOURCES.into_iter().enumerate() {
+            self.play(&Event::Register { resource: index, asks: false });
+            self.play(&Event::List { resource: index, there: 0x3f, healthy: 0x3f, nodes: 0x80 });
+            let wish = ContainerRequest {
+                container: "all",
+                kind: ContainerKind::Lasting,
+                limits: vec![(resource, usize::from(DEVICES))],
+            };
+            let mut admission = Admission::new(&self.devices, "last", vec![wish], Circumstances::default());
+            loop {
+                match admission.next(&mut self.devices) {
+                    Ok(Next::Free) => self.devices.free_inactive(|uid| uid == "last"),
+                    Ok(Next::Allocate { .. }) => admission.allocated(&mut self.devices, Vec::new()),
+                    Ok(Next::Done) => break,
+                    other => prop_assert!(false, "{resource}: {other:?}"),
+                }
+            }
+        }
+        let held = self.devices.held("last").unwrap()["all"].values().map(|held| held.ids().len());
+        prop_assert_eq!(held.collect::<Vec<_>>(), [usize::from(DEVICES); 2]);
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10_000))]
+
+    #[test]
+    fn no_device_is_ever_held_twice_and_none_is_lost(events in prop::collection::vec(event(), 0..24)) {
+        let mut node = Node::default();
+        for resource in 0..RESOURCES.len() {
+            node.play(&Event::Register { resource, asks: false });
+            node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a });
+        }
+        for event in &events {
+            node.play(event);
+            node.check(event)?;
+        }
+        node.nothing_is_lost()?;
+    }
+}
+
+/// A ledger with two pods, its checkpoint, and what their containers tell.
+fn checkpointed() -> (Devices, Vec<u8>, Vec<Remnant>) {
+    let mut node = Node::default();
+    for resource in 0..RESOURCES.len() {
+        node.play(&Event::Register { resource, asks: false });
+        node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a });
+    }
+    for pod in [1, 3] {
+        node.play(&Event::Admit { pod, fails_at: None, prefer: 0, policy: 0 });
+    }
+    let file = node.devices.checkpoint().write().unwrap();
+    let remnants = node.remnants();
+    (node.devices, file, remnants)
+}
+
+fn held(devices: &Devices) -> BTreeMap<String, Ids> {
+    let of = |uid: &str| -> Ids {
+        let containers = devices.held(uid).into_iter().flatten();
+        containers.flat_map(|(_, held)| held.values()).flat_map(Held::ids).collect()
+    };
+    devices.pods().map(|uid| (uid.to_owned(), of(uid))).collect()
+}
+
+/// What becomes of a node that finds this file: the ledger is as it was, by the file or by its containers.
+fn check_damaged(file: &[u8], before: &Devices, remnants: &[Remnant]) -> bool {
+    let read = Devices::read(file, Duration::ZERO);
+    let rebuilt = read.is_err();
+    let devices = read.unwrap_or_else(|_| Devices::rebuilt(remnants.to_vec(), Duration::ZERO).0);
+    assert_eq!(held(&devices), held(before), "{}", String::from_utf8_lossy(file));
+    let mut node = Node { devices, ..Node::default() };
+    for uid in before.pods() {
+        node.alive.insert(uid.to_owned(), false);
+    }
+    for resource in 0..RESOURCES.len() {
+        node.play(&Event::Register { resource, asks: false });
+        node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a });
+    }
+    let event = Event::Admit { pod: 0, fails_at: None, prefer: 0, policy: 0 };
+    node.play(&event);
+    node.check(&event).unwrap();
+    rebuilt
+}
+
+#[test]
+fn a_checkpoint_that_is_cut_anywhere_costs_nobody_a_device() {
+    let (before, file, remnants) = checkpointed();
+    for length in 0..file.len() {
+        assert!(check_damaged(&file[..length], &before, &remnants), "cut at {length} it was taken for whole");
+    }
+    assert!(!check_damaged(&file, &before, &remnants));
+}
+
+#[test]
+fn ten_thousand_corruptions_of_a_checkpoint_cost_nobody_a_device() {
+    let (before, file, remnants) = checkpointed();
+    // xorshift64: any numbers will do, and the same each time.
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        usize::try_from(state % u64::try_from(below).unwrap()).unwrap()
+    };
+    let mut refused = 0;
+    for _ in 0..10_000 {
+        let mut damaged = file.clone();
+        for _ in 0..=random(4) {
+            let at = random(damaged.len());
+            match random(4) {
+                0 => damaged[at] = u8::try_from(random(256)).unwrap(),
+                1 => damaged[at] ^= 1 << random(8),
+                2 => drop(damaged.remove(at)),
+                _ => damaged.insert(at, u8::try_from(random(256)).unwrap()),
+            }
+        }
+        refused += usize::from(check_damaged(&damaged, &before, &remnants));
+    }
+    assert!(refused > 9_000, "only {refused} were refused");
+}
