@@ -6,6 +6,7 @@ pub mod cgroups;
 pub mod cli;
 mod clock;
 pub mod config;
+pub mod devices;
 pub mod document;
 pub mod events;
 pub mod kernel;

@@ -64,6 +64,7 @@ impl Options {
             "runDir": dir.join("run"),
             "podsDir": dir.join("pods"),
             "bpffs": dir.join("bpf"),
+            "kubeletDir": dir.join("kubelet"),
         });
         let fields = |value: Value| value.as_object().cloned().unwrap_or_default();
         Options {

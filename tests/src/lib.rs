@@ -9,6 +9,7 @@ pub mod agent;
 pub mod cgroup_values;
 pub mod containerd;
 pub mod cri;
+pub mod device_plugin;
 pub mod guards;
 pub mod images;
 pub mod manifests;

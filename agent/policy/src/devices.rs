@@ -202,6 +202,8 @@ pub struct Devices {
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
     /// The pod that was served last, and what its ended init containers leave to the next.
     reuse: (String, BTreeMap<String, Ids>),
+    /// What was healthy before the last restart, of resources whose plugin hasn't listed its devices since.
+    last_known: BTreeMap<String, Ids>,
     /// The NUMA nodes that the container being served should get its devices from.
     affinity: Option<BTreeSet<i64>>,
 }
@@ -223,6 +225,7 @@ impl Devices {
             set.insert(device.id.clone());
             nodes.insert(device.id, device.numa_nodes);
         }
+        self.last_known.remove(resource);
         self.healthy.insert(resource.to_owned(), healthy);
         self.unhealthy.insert(resource.to_owned(), unhealthy);
         self.nodes.insert(resource.to_owned(), nodes);
@@ -260,6 +263,7 @@ impl Devices {
                 self.endpoints.remove(&resource);
                 self.healthy.remove(&resource);
                 self.unhealthy.remove(&resource);
+                self.last_known.remove(&resource);
                 result.removed.insert(resource);
                 continue;
             }
@@ -270,6 +274,19 @@ impl Devices {
                 .insert(resource.clone(), healthy.unwrap_or(0) + count(&self.unhealthy).unwrap_or(0));
             if let Some(healthy) = healthy {
                 result.allocatable.insert(resource, healthy);
+            }
+        }
+        result
+    }
+
+    /// The same, but a resource whose plugin hasn't come back since a restart has what it had before: a node that was
+    /// rebooted isn't taken for one without devices.
+    pub fn capacity_meanwhile(&mut self, now: Duration) -> Capacity {
+        let mut result = self.capacity(now);
+        for (resource, ids) in &self.last_known {
+            for amounts in [&mut result.capacity, &mut result.allocatable] {
+                let amount = amounts.entry(resource.clone()).or_default();
+                *amount = (*amount).max(ids.len());
             }
         }
         result
@@ -527,10 +544,10 @@ impl Devices {
                 alloc_resp: Some(held.response.clone()),
             })
             .collect();
-        let registered = self
-            .healthy
-            .iter()
-            .map(|(resource, ids)| (resource.clone(), Some(ids.iter().cloned().collect())));
+        let registered = self.healthy.iter().map(|(resource, ids)| {
+            let ids = self.last_known.get(resource).unwrap_or(ids);
+            (resource.clone(), Some(ids.iter().cloned().collect()))
+        });
         Data {
             pod_device_entries: Some(entries).filter(|entries| !entries.is_empty()),
             registered_devices: Some(registered.collect()),
@@ -548,7 +565,8 @@ impl Devices {
             let pod = devices.pods.entry(entry.pod_uid).or_default();
             pod.entry(entry.container_name).or_default().insert(entry.resource_name, held);
         }
-        for resource in data.registered_devices.unwrap_or_default().into_keys() {
+        for (resource, ids) in data.registered_devices.unwrap_or_default() {
+            devices.last_known.insert(resource.clone(), ids.unwrap_or_default().into_iter().collect());
             devices.healthy.insert(resource.clone(), Ids::new());
             devices.unhealthy.insert(resource.clone(), Ids::new());
             devices.endpoints.insert(resource, Endpoint { stopped_at: Some(now), ..Endpoint::default() });

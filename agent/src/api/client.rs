@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_proto::beelet as proto;
+use beelet_proto::beelet::devices_client::DevicesClient;
 use beelet_proto::beelet::events_client::EventsClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
@@ -23,6 +24,7 @@ const MAX_MESSAGE: usize = 256 << 20;
 pub struct Client {
     node: NodeClient<Channel>,
     events: EventsClient<Channel>,
+    devices: DevicesClient<Channel>,
 }
 
 /// Why the agent gave no answer.
@@ -94,7 +96,8 @@ impl Client {
             .await
             .map_err(|error| Status::unavailable(error.to_string()))?;
         let events = EventsClient::new(channel.clone());
-        Ok(Self { node: NodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE), events })
+        let devices = DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE);
+        Ok(Self { node: NodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE), events, devices })
     }
 
     /// All pods as they are now.
@@ -113,6 +116,22 @@ impl Client {
     /// The agent stopped or refused.
     pub async fn watch(&mut self) -> Result<Watch, ClientError> {
         Ok(Watch { events: self.node.watch_pods(proto::WatchPodsRequest {}).await?.into_inner() })
+    }
+
+    /// The node's devices, and who holds them.
+    ///
+    /// # Errors
+    /// The agent stopped or refused, or still waits for the runtime.
+    pub async fn devices(&mut self) -> Result<proto::ListDevicesResponse, ClientError> {
+        Ok(self.devices.list_devices(proto::ListDevicesRequest {}).await?.into_inner())
+    }
+
+    /// What the node has, and what of it pods may have.
+    ///
+    /// # Errors
+    /// As for [`Client::devices`].
+    pub async fn node(&mut self) -> Result<proto::GetNodeResponse, ClientError> {
+        Ok(self.devices.get_node(proto::GetNodeRequest {}).await?.into_inner())
     }
 
     /// The node's events, the last one at the end; with `watch`, then those that come.

@@ -23,6 +23,7 @@ use tonic::{Request, Response, Status};
 use super::socket::Socket;
 use crate::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
 
+pub mod devices;
 pub mod events;
 
 /// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.

@@ -7,4 +7,5 @@ pub mod client;
 pub mod grpc;
 pub mod http;
 pub mod local;
+pub mod podresources;
 mod socket;

@@ -1,6 +1,7 @@
 //! `beelet get pods`: what runs here, from the agent's own socket.
 
 pub(super) mod columns;
+mod node;
 pub(super) mod pod;
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
@@ -31,6 +32,9 @@ enum What {
     /// The pods of this machine.
     #[command(visible_aliases = ["pod", "po"])]
     Pods(PodsArgs),
+    /// What this machine has, and what pods may have of it.
+    #[command(visible_alias = "nodes")]
+    Node(node::NodeArgs),
 }
 
 #[derive(Debug, Args)]
@@ -70,9 +74,11 @@ enum Output {
 /// Shows them.
 #[must_use]
 pub fn run(args: &GetArgs) -> ExitCode {
-    let What::Pods(args) = &args.what;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(get(args)));
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
+        What::Pods(args) => runtime.block_on(get(args)),
+        What::Node(args) => runtime.block_on(node::get(args)),
+    });
     match done {
         Ok(()) => ExitCode::SUCCESS,
         // Whoever reads our output has seen enough (`… | head`).

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 pub mod describe;
+pub mod devices;
 pub mod doctor;
 pub mod events;
 pub mod get;
@@ -31,6 +32,8 @@ enum Command {
     Describe(describe::DescribeArgs),
     /// Show what happened to pods, and what went wrong.
     Events(events::EventsArgs),
+    /// Show the devices of this machine and who holds them.
+    Devices(devices::DevicesArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
     /// Decide for a scenario what the agent would do.
@@ -48,6 +51,7 @@ pub fn main() -> ExitCode {
         Command::Get(args) => get::run(&args),
         Command::Describe(args) => describe::run(&args),
         Command::Events(args) => events::run(&args),
+        Command::Devices(args) => devices::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
     }

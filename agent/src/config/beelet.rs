@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::values::GoDuration;
 use super::{BpfMode, CpuWeightFormula, EdgePolicy, TcpProbes};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -19,6 +20,8 @@ pub(super) struct BeeletWire {
     pub(super) edge_policy: Option<EdgePolicy>,
     pub(super) critical_static_pods: Option<bool>,
     pub(super) cpu_weight_formula: Option<CpuWeightFormula>,
+    pub(super) kubelet_dir: Option<String>,
+    pub(super) device_plugin_wait: Option<GoDuration>,
     pub(super) stop_pods_on_exit: Option<bool>,
 }
 

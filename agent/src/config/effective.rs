@@ -61,9 +61,16 @@ fn kubelet(config: &Config) -> KubeletWire {
         crash_loop_back_off: Some(CrashLoopBackOffWire {
             max_container_restart_period: Some(GoDuration(config.max_container_restart_period)),
         }),
+        topology_manager_policy: word(&config.topology.0),
+        topology_manager_scope: word(&config.topology.1),
         oom_score_adj: Some(config.oom_score_adj.into()),
         max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
     }
+}
+
+/// A value that is written as one word.
+fn word(value: &impl serde::Serialize) -> Option<String> {
+    serde_json::to_value(value).ok()?.as_str().map(str::to_owned)
 }
 
 fn amounts(quantities: &BTreeMap<String, Quantity>) -> Amounts {
@@ -85,6 +92,8 @@ fn beelet(config: &Config) -> BeeletWire {
         edge_policy: Some(ours.edge_policy),
         critical_static_pods: Some(ours.critical_static_pods),
         cpu_weight_formula: Some(ours.cpu_weight_formula),
+        kubelet_dir: text(&ours.kubelet_dir),
+        device_plugin_wait: Some(GoDuration(ours.device_plugin_wait)),
         stop_pods_on_exit: Some(ours.stop_pods_on_exit),
     }
 }

@@ -37,6 +37,8 @@ pub(super) struct KubeletWire {
     pub(super) cluster_domain: Option<String>,
     pub(super) resolv_conf: Option<String>,
     pub(super) crash_loop_back_off: Option<CrashLoopBackOffWire>,
+    pub(super) topology_manager_policy: Option<String>,
+    pub(super) topology_manager_scope: Option<String>,
     pub(super) oom_score_adj: Option<i64>,
     pub(super) max_open_files: Option<i64>,
 }

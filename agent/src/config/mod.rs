@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::quantity::Quantity;
 use serde::{Deserialize, Serialize};
 
@@ -73,6 +74,8 @@ pub struct Config {
     pub resolv_conf: Option<PathBuf>,
     /// Longest delay between two restarts of a crashing container.
     pub max_container_restart_period: Duration,
+    /// How strictly a container's devices must be near each other, and what is aligned together.
+    pub topology: (TopologyPolicy, TopologyScope),
     /// The agent's own oom_score_adj, -1000 to 1000.
     pub oom_score_adj: i32,
     /// The agent's own limit of open files.
@@ -104,6 +107,10 @@ pub struct Beelet {
     pub critical_static_pods: bool,
     /// How shares become cpu.weight on cgroup v2.
     pub cpu_weight_formula: CpuWeightFormula,
+    /// Where device plugins and monitors look for a kubelet: `device-plugins`, `plugins_registry`, `pod-resources`.
+    pub kubelet_dir: PathBuf,
+    /// How long a pod waits for a device plugin that isn't there.
+    pub device_plugin_wait: Duration,
     /// Stop all pods when the agent is told to stop.
     pub stop_pods_on_exit: bool,
 }

@@ -7,6 +7,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::quantity::Quantity;
 
 use super::beelet::BeeletWire;
@@ -14,6 +15,16 @@ use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::{Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, TcpProbes};
+
+/// The first of each is the default.
+const TOPOLOGY_POLICIES: [(&str, TopologyPolicy); 4] = [
+    ("none", TopologyPolicy::None),
+    ("best-effort", TopologyPolicy::BestEffort),
+    ("restricted", TopologyPolicy::Restricted),
+    ("single-numa-node", TopologyPolicy::SingleNumaNode),
+];
+const TOPOLOGY_SCOPES: [(&str, TopologyScope); 2] =
+    [("container", TopologyScope::Container), ("pod", TopologyScope::Pod)];
 
 pub(super) const DEFAULT_ENDPOINT: &str = "unix:///run/containerd/containerd.sock";
 const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
@@ -45,6 +56,10 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
         resolv_conf: resolv_conf(wire.resolv_conf.as_deref())?,
         max_container_restart_period: restart_period(wire)?,
+        topology: (
+            word("topologyManagerPolicy", wire.topology_manager_policy.as_deref(), TOPOLOGY_POLICIES)?,
+            word("topologyManagerScope", wire.topology_manager_scope.as_deref(), TOPOLOGY_SCOPES)?,
+        ),
         oom_score_adj: number("oomScoreAdj", wire.oom_score_adj, -999, -1000, 1000)?,
         max_open_files: number(
             "maxOpenFiles",
@@ -73,6 +88,8 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         edge_policy: wire.edge_policy.unwrap_or(EdgePolicy::Immediate),
         critical_static_pods: wire.critical_static_pods.unwrap_or(false),
         cpu_weight_formula: wire.cpu_weight_formula.unwrap_or(CpuWeightFormula::Kubelet),
+        kubelet_dir: folder("kubeletDir", &wire.kubelet_dir, "/var/lib/kubelet")?,
+        device_plugin_wait: duration(wire.device_plugin_wait, crate::devices::PLUGIN_WAIT),
         stop_pods_on_exit: wire.stop_pods_on_exit.unwrap_or(false),
     })
 }
@@ -96,6 +113,20 @@ pub(super) fn node_name(wire: &BeeletWire) -> Result<String, Problem> {
             "{name:?} cannot name a node: use lower case letters, digits, '-' and '.' (RFC 1123), at most 253"
         ),
     ))
+}
+
+/// One of a few words; the first of them for none.
+fn word<T: Copy, const N: usize>(
+    field: &str,
+    value: Option<&str>,
+    words: [(&str, T); N],
+) -> Result<T, Problem> {
+    let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(words[0].1) };
+    let known = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
+    known.ok_or_else(|| {
+        let all: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+        Problem::new(field, format!("{value:?} is not one of {}", all.join(", ")))
+    })
 }
 
 fn duration(value: Option<GoDuration>, default: Duration) -> Duration {

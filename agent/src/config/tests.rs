@@ -1,5 +1,7 @@
 use std::io::Write;
 
+use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
+
 use super::*;
 
 fn load(text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
@@ -83,6 +85,9 @@ fn values_are_understood_as_the_kubelet_does() {
     assert_eq!(field("cgroupRoot: a").cgroup_root, "/a");
     assert_eq!(field("cgroupDriver: systemd").cgroup_driver, CgroupDriver::Systemd);
     assert_eq!(field("resolvConf: ''").resolv_conf, None);
+    assert_eq!(field("").topology, (TopologyPolicy::None, TopologyScope::Container));
+    let strict = field("topologyManagerPolicy: single-numa-node\ntopologyManagerScope: pod");
+    assert_eq!(strict.topology, (TopologyPolicy::SingleNumaNode, TopologyScope::Pod));
     assert_eq!(field("staticPodPath: null").static_pod_path, None);
     assert_eq!(field("containerRuntimeEndpoint: /x.sock").runtime_endpoint, "unix:///x.sock");
     assert_eq!(field("containerRuntimeEndpoint: unix:///x.sock").image_endpoint, "unix:///x.sock");
@@ -110,6 +115,10 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("edgePolicy: threshold").edge_policy, EdgePolicy::Threshold);
     assert_eq!(field("cpuWeightFormula: proportional").cpu_weight_formula, CpuWeightFormula::Proportional);
     assert_eq!(field("stateDir: /x").pods_dir, Path::new("/x/pods"));
+    assert_eq!(field("kubeletDir: /x").kubelet_dir, Path::new("/x"));
+    assert_eq!(field("").kubelet_dir, Path::new("/var/lib/kubelet"));
+    assert_eq!(field("devicePluginWait: 1m").device_plugin_wait, Duration::from_secs(60));
+    assert_eq!(field("").device_plugin_wait, Duration::from_secs(300));
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
     assert!(field("criticalStaticPods: true").critical_static_pods);
 }
@@ -125,6 +134,7 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("healthzPort: 65536", "3:14: healthzPort: 65536 is out of range: 0 to 65535");
     check("healthzBindAddress: 0.0.0.0", "3:21: healthzBindAddress: 0.0.0.0 is not a loopback address");
     check("healthzBindAddress: localhost", "3:21: healthzBindAddress: \"localhost\" is not an IP address");
+    check("topologyManagerPolicy: strict", "3:24: topologyManagerPolicy: \"strict\" is not one of");
     check("staticPodPath: pods", "3:16: staticPodPath: \"pods\" must be an absolute path");
     check("staticPodPath: /a/../b", "3:16: staticPodPath: ");
     check("cgroupRoot: /a/../b", "3:13: cgroupRoot: ");

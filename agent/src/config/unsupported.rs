@@ -110,8 +110,6 @@ const GROUPS: &[Group] = &[
             "cpuManagerPolicyOptions",
             "cpuManagerReconcilePeriod",
             "memoryManagerPolicy",
-            "topologyManagerPolicy",
-            "topologyManagerScope",
             "topologyManagerPolicyOptions",
             "reservedSystemCPUs",
             "reservedMemory",

@@ -14,6 +14,7 @@ use beelet_policy::{
 use beelet_proto::cri;
 
 use crate::{
+    api::grpc::devices::NodeResources,
     cgroups::Version,
     config::{self, Config},
     pods::cri_config::NodeFacts,
@@ -47,6 +48,22 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
         pod_pids_limit: (config.pod_pids_limit > 0).then_some(config.pod_pids_limit),
         ..CgroupConfig::new(version, node)
     })
+}
+
+/// What the machine has beside devices, and what pods may have of it.
+pub(super) fn node_resources(config: &Config, amounts: &NodeAmounts) -> NodeResources {
+    let cpu =
+        |millis: i64| if millis % 1000 == 0 { format!("{}", millis / 1000) } else { format!("{millis}m") };
+    let memory = |bytes: i64| format!("{}Ki", bytes / 1024);
+    let both = |millis, bytes| {
+        [("cpu".to_owned(), cpu(millis)), ("memory".to_owned(), memory(bytes))].into_iter().collect()
+    };
+    let reserved = config.reserved("cpu").milli_value();
+    NodeResources {
+        name: config.node_name.clone(),
+        capacity: both(amounts.allocatable_millis.saturating_add(reserved), amounts.memory_capacity),
+        allocatable: both(amounts.allocatable_millis, amounts.allocatable_memory),
+    }
 }
 
 /// MemTotal in bytes.

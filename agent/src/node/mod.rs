@@ -1,5 +1,6 @@
 //! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
 
+mod devices;
 mod facts;
 pub mod ownership;
 pub mod process;
@@ -13,6 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use beelet_policy::cgroups::CgroupConfig;
+use beelet_proto::cri;
 use prometheus_client::registry::Registry;
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -28,9 +30,11 @@ use crate::{
     api::{
         grpc,
         http::{self, ApiState},
+        podresources,
     },
     cgroups::{Cgroups, Version},
     config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
+    devices::{Devices, cdi_by_annotation},
     events::Recorder,
     kernel::{self, Kernel, KernelOptions},
     lifecycle::relist::{self, Pulse, Relist},
@@ -98,7 +102,11 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     // The others end before these two: what they do last can still be seen.
     let serving = CancellationToken::new();
     let events = Recorder::load(&state);
-    let mut servers = serve(&config, table.clone(), registry, &events, &health, &serving).await?;
+    let devices = grpc::devices::Slot::default();
+    let services = Routes::new(grpc::node_service(table.clone(), serving.clone()))
+        .add_service(grpc::events::service(&events, serving.clone()))
+        .add_service(grpc::devices::service(Arc::clone(&devices), table.clone()));
+    let mut servers = serve(&config, table.clone(), registry, services, &health, &serving).await?;
     let log = tokio::spawn(events.writer(Arc::clone(&state), serving.clone()));
     servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
 
@@ -112,8 +120,8 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             );
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(runtime.socket())?;
-            match Node::build(config, runtime, version.runtime_name, cgroups, state, events, metrics).await {
-                Ok(node) => node.run(table_out, table, &health, shutdown).await,
+            match Node::build(config, runtime, version, cgroups, state, events, metrics).await {
+                Ok(node) => node.run(table_out, table, &health, &devices, shutdown).await,
                 Err(error) => Err(error),
             }
         }
@@ -160,6 +168,7 @@ struct Metrics {
     pods: pods::metrics::Metrics,
     probes: probes::Metrics,
     relist: relist::Metrics,
+    devices: crate::devices::Metrics,
 }
 
 impl Metrics {
@@ -168,6 +177,7 @@ impl Metrics {
         self.pods.register(&mut registry);
         self.probes.register(&mut registry);
         self.relist.register(&mut registry);
+        self.devices.register(&mut registry);
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
         Arc::new(registry)
@@ -199,14 +209,12 @@ async fn serve(
     config: &Config,
     pods: watch::Receiver<Arc<PodTable>>,
     registry: Arc<Registry>,
-    events: &Recorder,
+    services: Routes,
     health: &Health,
     serving: &CancellationToken,
 ) -> Result<JoinSet<()>> {
     let mut servers = JoinSet::new();
     let socket = grpc::bind(&config.socket()).await?;
-    let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()))
-        .add_service(grpc::events::service(events, serving.clone()));
     let until = serving.clone();
     servers.spawn(async move {
         if let Err(error) = grpc::serve(socket, services, until).await {
@@ -226,7 +234,7 @@ async fn serve(
 struct Node {
     config: Config,
     runtime: Runtime,
-    runtime_name: String,
+    version: cri::VersionResponse,
     cgroups: Arc<Cgroups>,
     cgroup_config: CgroupConfig,
     kernel: Kernel,
@@ -239,7 +247,7 @@ impl Node {
     async fn build(
         config: Config,
         runtime: Runtime,
-        runtime_name: String,
+        version: cri::VersionResponse,
         cgroups: Arc<Cgroups>,
         state: Arc<State>,
         events: Recorder,
@@ -255,7 +263,7 @@ impl Node {
         let values = qos_tree::values(&[], &cgroup_config).map_err(anyhow::Error::msg)?;
         qos_tree::write(&cgroups, values).await.map_err(anyhow::Error::msg)?;
         let kernel = start_kernel(&config, &cgroups).await?;
-        Ok(Self { config, runtime, runtime_name, cgroups, cgroup_config, kernel, state, events, metrics })
+        Ok(Self { config, runtime, version, cgroups, cgroup_config, kernel, state, events, metrics })
     }
 
     /// Connects the parts and runs them until `shutdown`.
@@ -264,6 +272,7 @@ impl Node {
         table_out: watch::Sender<Arc<PodTable>>,
         table: watch::Receiver<Arc<PodTable>>,
         health: &Health,
+        slot: &grpc::devices::Slot,
         shutdown: CancellationToken,
     ) -> Result<()> {
         // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
@@ -272,15 +281,19 @@ impl Node {
         let (relist, pulse) =
             Relist::new(self.runtime.clone(), requests_out.clone(), self.metrics.relist.clone());
         let _ = health.pulse.set(pulse);
+        let (active_out, active) = watch::channel(None);
+        let (devices, device_tasks) = self.open_devices(active, requests_out.clone()).await?;
+        let _ = slot.set((devices.clone(), facts::node_resources(&self.config, &self.cgroup_config.node)));
         let records = Records::load(&self.state);
         let writer = tokio::spawn(records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
         let manager = Manager::new(manager::Parts {
-            launcher: Arc::new(self.launcher()?),
-            runtime_name: self.runtime_name.clone(),
+            launcher: Arc::new(self.launcher(&devices)?),
+            runtime_name: self.version.runtime_name.clone(),
             desired: self.manifests(&working).await,
             requests,
             table: table_out,
             records,
+            active: active_out,
             metrics: self.metrics.pods.clone(),
             stop_pods_on_exit: self.config.beelet.stop_pods_on_exit,
         });
@@ -296,6 +309,8 @@ impl Node {
         let mut tasks = JoinSet::new();
         tasks.spawn(relist.run(working.clone()));
         tasks.spawn(probes.run(working.clone()));
+        device_tasks.spawn(&mut tasks, &working);
+        tasks.spawn(podresources::serve(devices, table.clone(), working.clone()));
         tasks.spawn(qos_tree::follow(table, cgroups, values, working.clone()));
         manager.run(shutdown).await;
         working.cancel();
@@ -333,7 +348,7 @@ impl Node {
         }
     }
 
-    fn launcher(&self) -> Result<Launcher> {
+    fn launcher(&self, devices: &Devices) -> Result<Launcher> {
         Ok(Launcher {
             runtime: self.runtime.clone(),
             cgroups: Arc::clone(&self.cgroups),
@@ -342,6 +357,8 @@ impl Node {
             pods_dir: self.config.beelet.pods_dir.clone(),
             max_restart_delay: self.config.max_container_restart_period,
             events: self.events.clone(),
+            devices: devices.clone(),
+            cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
         })
     }
 }

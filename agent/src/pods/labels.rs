@@ -22,3 +22,5 @@ pub const MANAGED_BY_BEELET: &str = "beelet";
 pub const MANIFEST: &str = "beelet.dev/manifest";
 /// Container annotation: the restart delay in whole seconds that went before this start.
 pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";
+/// Container annotation: the devices it was given, from which a lost checkpoint is rebuilt.
+pub const DEVICES: &str = "beelet.dev/devices";

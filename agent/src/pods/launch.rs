@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     cgroups::Cgroups,
+    devices::Devices,
     events::{Object, Recorder},
     runtime::{self, Runtime},
 };
@@ -62,6 +63,10 @@ pub struct Launcher {
     pub max_restart_delay: Duration,
     /// Where is told what was done.
     pub events: Recorder,
+    /// Who has which device.
+    pub devices: Devices,
+    /// CDI devices are named in an annotation too: the runtime is too old for the field.
+    pub cdi_by_annotation: bool,
 }
 
 impl Launcher {
@@ -110,7 +115,10 @@ impl Launcher {
             resources: values::container_resources(pod, container, &self.cgroup_config)
                 .map_err(config_error)?,
         };
-        let config = cri_config::container(pod, container, facts, &self.node).map_err(config_error)?;
+        let mut config = cri_config::container(pod, container, facts, &self.node).map_err(config_error)?;
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        let devices = self.devices.container_options(uid, &start.name).await.map_err(config_error)?;
+        devices.apply(&mut config, self.cdi_by_annotation);
         let log = Path::new(&sandbox_config.log_directory).join(&config.log_path);
         run_blocking(move || log.parent().map_or(Ok(()), make_folder))
             .await
@@ -194,7 +202,9 @@ impl Launcher {
             }
             volumes.tear_down()
         })
-        .await
+        .await?;
+        self.devices.forget(pod.metadata.uid.as_deref().unwrap_or_default());
+        Ok(())
     }
 
     /// Takes away the logs of a pod that is gone.

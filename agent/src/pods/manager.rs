@@ -40,8 +40,12 @@ use super::{
     table::{PodEntry, PodName, PodTable, ReadinessEdge},
     worker::{Control, Report, Stage, Terminate, Worker},
 };
-use crate::clock::monotonic_ns;
+use crate::{
+    clock::monotonic_ns,
+    devices::{Active, NodeDevices},
+};
 
+mod active;
 mod failing;
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
@@ -135,6 +139,8 @@ pub struct Parts {
     pub table: watch::Sender<Arc<PodTable>>,
     /// What is known of pods from before a restart; new knowledge goes to the same place.
     pub records: Records,
+    /// The pods that may hold devices.
+    pub active: watch::Sender<Active>,
     /// Counters and gauges.
     pub metrics: Metrics,
     /// The pods go when the agent ends.
@@ -180,6 +186,9 @@ pub struct Manager {
     gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<Report>,
     reports_out: mpsc::Sender<Report>,
+    /// What the node has of devices, and the last change of their health that pods' statuses have.
+    devices: watch::Receiver<Arc<NodeDevices>>,
+    device_health: u64,
 }
 
 impl Manager {
@@ -187,7 +196,8 @@ impl Manager {
     pub fn new(parts: Parts) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone) = (BTreeMap::new(), BTreeMap::new());
-        Self { parts, pods, runtime: None, gone, reports_in, reports_out }
+        let devices = parts.launcher.devices.node();
+        Self { parts, pods, runtime: None, gone, reports_in, reports_out, devices, device_health: 0 }
     }
 
     /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
@@ -197,6 +207,7 @@ impl Manager {
         self.reconcile();
         loop {
             let deadline = self.next_deadline();
+            self.publish_active();
             tokio::select! {
                 () = shutdown.cancelled(), if !stopping => {
                     if !self.parts.stop_pods_on_exit { break }
@@ -212,6 +223,7 @@ impl Manager {
                 }
                 Some(report) = self.reports_in.recv() => self.on_report(report, stopping),
                 Some(request) = self.parts.requests.recv() => self.on_request(request, stopping),
+                Ok(()) = self.devices.changed() => self.on_devices(),
                 () = until(deadline), if !stopping => self.fail_overdue(),
             }
             if stopping && self.pods.is_empty() {
@@ -477,6 +489,10 @@ impl Manager {
             }
             .status(),
         };
+        let mut status = status;
+        if managed.seen.is_some() {
+            self.parts.launcher.devices.annotate(uid, &mut status);
+        }
         managed.status = Some(status.clone());
         let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
         let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };

@@ -27,10 +27,12 @@ use super::{
 };
 use crate::{events::Object, runtime::Runtime};
 
+mod devices;
 mod hooks;
 mod stop;
 mod supervise;
 
+use devices::Grant;
 use stop::Window;
 
 /// The first pause after a failed step; it doubles up to [`RETRY_MAX`].
@@ -126,6 +128,7 @@ pub(super) struct Worker {
     ending: Option<Window>,
     /// What was seen when something was last done, and what was done.
     last_done: Option<(pod::Observed, Actions)>,
+    devices: Grant,
 }
 
 /// How a step ended.
@@ -149,6 +152,7 @@ impl Worker {
         let observer = Observer::new(runtime.clone(), uid.clone());
         let name = PodName::of(&pod);
         let hooked = control.borrow().verdicts.hooked.clone();
+        let devices = Grant::new(launcher.devices.node());
         Self {
             runtime,
             launcher,
@@ -164,6 +168,7 @@ impl Worker {
             backing_off: BTreeSet::new(),
             ending: None,
             last_done: None,
+            devices,
         }
     }
 
@@ -240,8 +245,10 @@ impl Worker {
                 None => std::future::pending().await,
             }
         };
+        let waits = self.waits_for_devices();
         tokio::select! {
             changed = self.control.changed() => changed.is_ok(),
+            _ = self.devices.changes.changed(), if waits => true,
             () = timer => true,
         }
     }
@@ -252,6 +259,7 @@ impl Worker {
         let now = Timestamp::now();
         let verdicts = self.verdicts(&control.verdicts, &seen);
         let actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
+        self.release_ended(&seen);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
         self.tell_of_backoff(&actions);
         if !self.report(&seen, &actions, Stage::Here).await {
@@ -267,6 +275,18 @@ impl Worker {
         // Not again at once: the runtime would be asked without end.
         if self.last_done.take().is_some_and(|done| done == doing && count(&actions) > actions.start.len()) {
             return Err("what the runtime was asked to do, and said it did, can't be seen yet".to_owned());
+        }
+        let mut actions = actions;
+        if let Some(waiting) = self.have_devices(&seen, &actions).await {
+            if !self.report(&seen, &actions, Stage::Here).await {
+                return Ok(None);
+            }
+            // Nothing is started; what must be stopped is.
+            actions.create_sandbox = None;
+            actions.start.clear();
+            if actions.is_idle() {
+                return Ok(Some(waiting));
+            }
         }
         self.execute(actions, &seen).await?;
         self.last_done = Some(doing);
@@ -415,6 +435,7 @@ impl Worker {
         }
         self.failed_starts.clear();
         (self.last_done, self.ending) = (None, None);
+        self.devices.revoke();
         self.launcher.release(&self.pod).await?;
         if control.terminate.is_none() {
             info!(pod = %self.name, uid = self.uid, "pod has given back everything it had");
@@ -439,6 +460,7 @@ impl Worker {
         }
         let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
         waiting.extend(failed);
+        waiting.extend(self.without_devices(actions));
         debug!(pod = %self.name, ?actions, "looked at the pod");
         let report = Report {
             uid: self.uid.clone(),

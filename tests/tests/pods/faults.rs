@@ -28,6 +28,7 @@ const DEADLINE: Settings = Settings {
     request_timeout: Duration::from_secs(3),
     max_restart_delay: Duration::from_secs(300),
     stop_pods_on_exit: false,
+    plugin_wait: None,
 };
 
 /// Lays a fault on the next calls of `op`, runs `during`, and holds what hangs until it has ended.

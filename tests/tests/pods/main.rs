@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
 mod adoption;
+mod devices;
 mod failing;
 mod faults;
 mod hooks;

@@ -4,10 +4,11 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
+use beelet::devices::{self, Devices, Store, StoreError};
 use beelet::events::Recorder;
 use beelet::kernel::{Kernel, KernelOptions, Mode};
 use beelet::lifecycle::relist::{self, Relist};
@@ -17,11 +18,12 @@ use beelet::pods::launch::Launcher;
 use beelet::pods::manager::{Manager, Parts, Request};
 use beelet::pods::manifest::source::{ManifestSource, Options};
 use beelet::pods::metrics::Metrics;
+use beelet::pods::observe::managed;
 use beelet::pods::records::Records;
 use beelet::pods::table::{PodEntry, PodName, PodTable};
 use beelet::probes::{self, Probes};
 use beelet::runtime::Runtime;
-use beelet::state::State;
+use beelet::state::{ForeignFile, State};
 use beelet_policy::cgroups::{CgroupConfig, CgroupVersion, NodeAmounts};
 use beelet_policy::probe::EdgePolicy;
 use beelet_policy::quantity::Quantity;
@@ -71,6 +73,8 @@ pub(crate) struct Settings {
     pub(crate) request_timeout: Duration,
     pub(crate) max_restart_delay: Duration,
     pub(crate) stop_pods_on_exit: bool,
+    /// How long a pod waits for a device plugin; `None`: no devices here.
+    pub(crate) plugin_wait: Option<Duration>,
 }
 
 impl Default for Settings {
@@ -79,6 +83,7 @@ impl Default for Settings {
             request_timeout: Duration::from_secs(120),
             max_restart_delay: Duration::from_secs(300),
             stop_pods_on_exit: false,
+            plugin_wait: None,
         }
     }
 }
@@ -87,6 +92,8 @@ impl Default for Settings {
 pub(crate) struct Node {
     pub(crate) cri: FakeCri,
     pub(crate) settings: Settings,
+    /// Where the device checkpoint is.
+    pub(crate) store: Arc<TestStore>,
     agent: Option<Agent>,
     dir: tempfile::TempDir,
 }
@@ -101,6 +108,7 @@ struct Agent {
     events: Recorder,
     shutdown: CancellationToken,
     ended: JoinHandle<()>,
+    devices: Devices,
     _kernel: Kernel,
 }
 
@@ -132,7 +140,8 @@ impl Node {
                 std::fs::write(mount.join(file), content).unwrap();
             }
         }
-        Node { cri, settings, agent: None, dir }
+        let checkpoint = devices::Settings::new(dir.path().join("kubelet")).checkpoint();
+        Node { cri, settings, store: Arc::new(TestStore::new(checkpoint)), agent: None, dir }
     }
 
     /// A node with these manifests, whose agent runs.
@@ -179,7 +188,8 @@ impl Node {
     pub(crate) async fn start(&mut self) {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let agent = runtime.spawn(connect(self.dir.path().to_owned(), self.cri.endpoint(), self.settings));
+        let (dir, endpoint) = (self.dir.path().to_owned(), self.cri.endpoint());
+        let agent = runtime.spawn(connect(dir, endpoint, self.settings, Arc::clone(&self.store)));
         let mut agent = agent.await.unwrap();
         agent.runtime = Some(runtime);
         self.agent = Some(agent);
@@ -191,6 +201,18 @@ impl Node {
         let runtime = agent.runtime.take();
         // All tasks are dropped where they are; that blocks until their threads are gone.
         tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
+    }
+
+    /// The same in the midst of a write of the device checkpoint.
+    pub(crate) fn kill_in_write(&mut self) {
+        if let Some(runtime) = self.agent.take().and_then(|mut agent| agent.runtime.take()) {
+            runtime.shutdown_background();
+        }
+        self.store.let_go();
+    }
+
+    pub(crate) fn devices(&self) -> &Devices {
+        &self.agent.as_ref().unwrap().devices
     }
 
     pub(crate) async fn kill_and_start(&mut self) {
@@ -373,7 +395,7 @@ fn sandboxes(world: &World, uid: &str) -> usize {
 }
 
 /// Builds the parts and connects them, as `beelet::node` does.
-async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Agent {
+async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<TestStore>) -> Agent {
     let shutdown = CancellationToken::new();
     let state = Arc::new(State::open(&dir.join("state")).unwrap());
     let runtime = Runtime::new(&endpoint, settings.request_timeout).unwrap();
@@ -389,17 +411,38 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Agent {
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let (requests_out, requests) = mpsc::channel(64);
     let (relist, _) = Relist::new(runtime.clone(), requests_out.clone(), relist::Metrics::default());
+    let (active_out, active) = watch::channel(None);
+    let device_settings = devices::Settings::new(dir.join("kubelet"));
+    let (devices, device_tasks) = match settings.plugin_wait {
+        None => (Devices::none(), None),
+        Some(plugin_wait) => {
+            let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
+            let containers = runtime.list_containers(Some(ours)).await.unwrap();
+            let parts = devices::Parts {
+                settings: devices::Settings { plugin_wait, ..device_settings },
+                store,
+                active,
+                requests: requests_out.clone(),
+                metrics: devices::Metrics::default(),
+                events: events.clone(),
+                node_name: "n1".to_owned(),
+            };
+            let (devices, tasks) = Devices::open(parts, || devices::remnants(&containers));
+            (devices, Some(tasks))
+        }
+    };
     let records = Records::load(&state);
     let writer = tokio::spawn(records.writer(Arc::clone(&state), metrics.clone()));
     let working = CancellationToken::new();
     let options = Options { check_frequency: NEVER, critical_static_pods: false, cancel: working.clone() };
     let manager = Manager::new(Parts {
-        launcher: Arc::new(launcher(&dir, runtime, settings, events.clone())),
+        launcher: Arc::new(launcher(&dir, runtime, settings, events.clone(), devices.clone())),
         runtime_name: "fake".to_owned(),
         desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
         requests,
         table: table_out,
         records,
+        active: active_out,
         metrics: metrics.clone(),
         stop_pods_on_exit: settings.stop_pods_on_exit,
     });
@@ -413,17 +456,28 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings) -> Agent {
     });
     tokio::spawn(relist.run(working.clone()));
     tokio::spawn(probes.run(working.clone()));
+    let mut tasks = tokio::task::JoinSet::new();
+    if let Some(device_tasks) = device_tasks {
+        device_tasks.spawn(&mut tasks, &working);
+    }
     let until = shutdown.clone();
     let ended = tokio::spawn(async move {
         manager.run(until).await;
         working.cancel();
+        while tasks.join_next().await.is_some() {}
         writer.await.unwrap();
     });
     let requests = requests_out;
-    Agent { runtime: None, table, metrics, requests, events, shutdown, ended, _kernel: kernel }
+    Agent { runtime: None, table, metrics, requests, events, shutdown, ended, devices, _kernel: kernel }
 }
 
-fn launcher(dir: &Path, runtime: Runtime, settings: Settings, events: Recorder) -> Launcher {
+fn launcher(
+    dir: &Path,
+    runtime: Runtime,
+    settings: Settings,
+    events: Recorder,
+    devices: Devices,
+) -> Launcher {
     let hierarchy = |name: &str| Hierarchy {
         mount: dir.join("cgroup").join(name),
         is_v2: false,
@@ -446,7 +500,89 @@ fn launcher(dir: &Path, runtime: Runtime, settings: Settings, events: Recorder) 
         },
         pods_dir: dir.join("pods"),
         max_restart_delay: settings.max_restart_delay,
+        devices,
+        cdi_by_annotation: false,
         events,
+    }
+}
+
+/// The device checkpoint's file, in whose writing the agent can be killed.
+#[derive(Debug)]
+pub(crate) struct TestStore {
+    file: ForeignFile,
+    at: Mutex<Option<InWrite>>,
+    reached: watch::Sender<bool>,
+    changed: Condvar,
+}
+
+/// Where in a write the agent is to be killed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum InWrite {
+    /// Before anything is written.
+    Before,
+    /// When the file is in place.
+    After,
+}
+
+impl TestStore {
+    fn new(file: ForeignFile) -> Self {
+        Self { file, at: Mutex::default(), reached: watch::Sender::new(false), changed: Condvar::new() }
+    }
+
+    pub(crate) fn file(&self) -> &ForeignFile {
+        &self.file
+    }
+
+    /// Has the next write of something else than what is there stop; wait for [`TestStore::until_reached`].
+    pub(crate) fn stop_at(&self, at: InWrite) {
+        self.reached.send_replace(false);
+        *self.at.lock().unwrap() = Some(at);
+    }
+
+    pub(crate) async fn until_reached(&self) {
+        let mut reached = self.reached.subscribe();
+        tokio::time::timeout(PATIENCE, reached.wait_for(|reached| *reached)).await.unwrap().unwrap();
+    }
+
+    /// Lets the stopped write go; the agent that made it is dead.
+    fn let_go(&self) {
+        *self.at.lock().unwrap() = None;
+        self.changed.notify_all();
+    }
+
+    fn stop(&self) {
+        self.reached.send_replace(true);
+        let guard = self.at.lock().unwrap();
+        drop(self.changed.wait_while(guard, |at| at.is_some()).unwrap());
+    }
+}
+
+impl Store for TestStore {
+    fn read(&self) -> Result<Option<Vec<u8>>, StoreError> {
+        self.file.read()
+    }
+
+    fn replace(&self, bytes: &[u8]) -> Result<(), StoreError> {
+        let at = *self.at.lock().unwrap();
+        // The pod's allocation, not a plugin's list.
+        let at = at.filter(|_| String::from_utf8_lossy(bytes).contains("PodUID"));
+        if at == Some(InWrite::Before) {
+            self.stop();
+            return Ok(()); // to nobody
+        }
+        self.file.replace(bytes)?;
+        if at == Some(InWrite::After) {
+            self.stop();
+        }
+        Ok(())
+    }
+
+    fn settle(&self) -> Result<(), StoreError> {
+        self.file.settle()
+    }
+
+    fn set_aside(&self) -> Result<PathBuf, StoreError> {
+        self.file.set_aside()
     }
 }
 

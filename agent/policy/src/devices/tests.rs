@@ -188,6 +188,24 @@ fn after_a_restart_holders_keep_their_devices_and_others_wait_for_the_plugin() {
 }
 
 #[test]
+fn capacity_is_what_it_was_until_a_plugin_is_back_or_overdue() {
+    let mut devices = ledger("a b !c");
+    for _ in 0..2 {
+        // A second restart finds in the checkpoint what the first one found.
+        devices = Devices::read(&devices.checkpoint().write().unwrap(), Duration::ZERO).unwrap();
+        let meanwhile = devices.capacity_meanwhile(Duration::from_secs(300));
+        assert_eq!((meanwhile.capacity[GPU], meanwhile.allocatable[GPU]), (2, 2));
+    }
+    let mut back = devices.clone();
+    back.register(GPU, PluginOptions::default());
+    list(&mut back, "a !b");
+    let now = back.capacity_meanwhile(Duration::from_secs(1));
+    assert_eq!((now.capacity[GPU], now.allocatable[GPU]), (2, 1));
+    let overdue = devices.capacity_meanwhile(Duration::from_secs(301));
+    assert_eq!((overdue.capacity.len(), overdue.removed), (0, ids(GPU)));
+}
+
+#[test]
 fn allocatable_is_at_least_what_is_held() {
     let mut devices = ledger("a b");
     serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &[]).unwrap();

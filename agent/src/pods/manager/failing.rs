@@ -104,7 +104,7 @@ impl Manager {
 
 impl super::Managed {
     /// Whether its containers have all ended, and none will be started again.
-    fn ended(&self) -> bool {
+    pub(super) fn ended(&self) -> bool {
         let phase = self.status.as_ref().and_then(|status| status.phase.as_deref());
         matches!(phase, Some("Succeeded" | "Failed"))
     }

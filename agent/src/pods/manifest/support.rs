@@ -77,7 +77,7 @@ const TABLE: &[Row] = &[
     ("spec.{containers,initContainers}[*].env[*].valueFrom.{configMapKeyRef,secretKeyRef}", Set, ApiObject, "config maps and secrets"),
     ("spec.{containers,initContainers}[*].env[*].valueFrom.{resourceFieldRef,fileKeyRef}", Set, NotYet, "this source of a variable"),
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
-    ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_device), NotYet, "devices and huge pages"),
+    ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
     ("spec.{containers,initContainers}[*].resources.limits.ephemeral-storage", Set, NoEffect, "local storage is not limited yet"),
     ("spec.{containers,initContainers}[*].{terminationMessagePath,terminationMessagePolicy}", Set, NoEffect, "termination messages are not collected yet"),
     // Volumes.
@@ -93,9 +93,8 @@ const TABLE: &[Row] = &[
     ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
 ];
 
-/// Whether a resource is neither processor time, memory nor local storage.
-fn is_device(name: &str) -> bool {
-    !matches!(name, "cpu" | "memory" | "ephemeral-storage")
+fn is_huge_pages(name: &str) -> bool {
+    name.starts_with("hugepages-")
 }
 
 /// Whether an emptyDir on disk has a size limit; one in memory is limited by its mount.
@@ -218,8 +217,8 @@ mod tests {
             ],
         );
         check_refused(
-            &json!({"spec": {"containers": [{"resources": {"limits": {"cpu": "1", "nvidia.com/gpu": "1"}}}]}}),
-            &["spec.containers[0].resources.limits[\"nvidia.com/gpu\"]"],
+            &json!({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "1"}}}]}}),
+            &["spec.containers[0].resources.limits.hugepages-2Mi"],
         );
     }
 

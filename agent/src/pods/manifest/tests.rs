@@ -125,8 +125,20 @@ fn a_bad_quantity_is_named_with_its_place() {
         "8:28: spec.containers[0].resources.requests.cpu: must be a quantity such as 250m or 512Mi, not a list",
     );
     check_container(
-        "resources:\n  limits:\n    example.com/gpu: 1",
-        "10:26: spec.containers[0].resources.limits[\"example.com/gpu\"]: beelet can't do this yet (devices and huge pages); take it out",
+        "resources:\n  limits:\n    hugepages-2Mi: 1Gi",
+        "10:24: spec.containers[0].resources.limits.hugepages-2Mi: beelet can't do this yet (huge pages); take it out",
+    );
+    check_container(
+        "resources:\n  limits:\n    example.com/gpu: 500m",
+        "10:26: spec.containers[0].resources.limits[\"example.com/gpu\"]: 500m is not a whole number: devices aren't divided",
+    );
+    check_container(
+        "resources: {requests: {example.com/gpu: 1}, limits: {example.com/gpu: 2}}",
+        "8:75: spec.containers[0].resources.limits[\"example.com/gpu\"]: is not the same as the request: devices aren't overcommitted",
+    );
+    check_container(
+        "resources:\n  requests:\n    example.com/gpu: 1",
+        "9:7: spec.containers[0].resources.limits[\"example.com/gpu\"]: must be there, the same as the request",
     );
 }
 

@@ -162,6 +162,19 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
     let requests = resources.requests.as_ref();
     let requests =
         quantities(&format!("{path}.resources.requests"), requests, resources.limits.as_ref(), problems);
+    for (name, (limit, text)) in limits.iter().filter(|(name, _)| name.contains('/')) {
+        let path = names::field(&format!("{path}.resources.limits"), name);
+        if Quantity::from_units(limit.value()) != *limit {
+            problems.add(&path, format!("{text} is not a whole number: devices aren't divided"));
+        }
+        if requests.get(name).is_some_and(|(request, _)| request < limit) {
+            problems.add(&path, "is not the same as the request: devices aren't overcommitted");
+        }
+    }
+    for name in requests.keys().filter(|name| name.contains('/') && !limits.contains_key(*name)) {
+        let path = names::field(&format!("{path}.resources.limits"), name);
+        problems.add(&path, "must be there, the same as the request: devices aren't overcommitted");
+    }
     for (name, (request, text)) in &requests {
         if let Some((limit, limit_text)) = limits.get(name)
             && request > limit

@@ -1,0 +1,152 @@
+//! The folders that plugins and the agent share: `device-plugins` and `plugins_registry`.
+
+use std::{
+    fs, io,
+    os::unix::fs::{DirBuilderExt as _, FileTypeExt as _},
+    path::{Component, Path, PathBuf},
+};
+
+/// Makes the folder where it isn't, and removes the sockets in it: plugins watch theirs, and register again when it goes.
+/// Other files (the checkpoint) stay. Blocks.
+///
+/// # Errors
+/// A sentence.
+pub(super) fn clear(dir: &Path) -> Result<(), String> {
+    let failed = |error: io::Error| format!("cannot prepare the folder {}: {error}", dir.display());
+    fs::DirBuilder::new().recursive(true).mode(0o750).create(dir).map_err(failed)?;
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            match fs::remove_file(entry.path()) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The socket that a plugin names in its registration: below `dir`, wherever links and dots lead. Blocks.
+///
+/// # Errors
+/// It isn't there, isn't a socket, or is outside.
+pub(super) fn socket_in(dir: &Path, endpoint: &str) -> Result<PathBuf, String> {
+    let said = Path::new(endpoint);
+    let inside = said.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
+    if endpoint.is_empty() || !inside {
+        return Err(format!(
+            "bad endpoint {endpoint:?}: it must be the name of a socket in {}, without '..'",
+            dir.display()
+        ));
+    }
+    within(dir, &dir.join(said))
+}
+
+/// The socket at `path`, which must be below `dir`. Blocks.
+///
+/// # Errors
+/// It isn't there, isn't a socket, or is outside.
+pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, String> {
+    let failed = |error: io::Error| format!("bad socketPath {}: {error}", path.display());
+    let canonical = path.canonicalize().map_err(failed)?;
+    if !canonical.starts_with(dir.canonicalize().map_err(failed)?) {
+        return Err(format!(
+            "bad socketPath {}: it leads to {}, which is not in {}",
+            path.display(),
+            canonical.display(),
+            dir.display()
+        ));
+    }
+    if !fs::metadata(&canonical).map_err(failed)?.file_type().is_socket() {
+        return Err(format!("bad socketPath {}: it is not a socket", path.display()));
+    }
+    Ok(canonical)
+}
+
+/// The most sockets that are looked at in one folder, and how deep they may be.
+const MAX_SOCKETS: usize = 256;
+const MAX_DEPTH: usize = 4;
+
+/// All folders (hidden ones left out) and sockets below `dir`, in order. What can't be read is left out. Blocks.
+pub(super) fn scan(dir: &Path) -> (Vec<PathBuf>, Vec<PathBuf>) {
+    let (mut folders, mut sockets) = (vec![(dir.to_owned(), 0)], Vec::new());
+    let mut at = 0;
+    while let Some((folder, depth)) = folders.get(at).cloned() {
+        at += 1;
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let Ok(kind) = entry.file_type() else { continue };
+            if entry.file_name().to_string_lossy().starts_with('.') {
+                continue;
+            }
+            if kind.is_dir() && depth < MAX_DEPTH && folders.len() < MAX_SOCKETS {
+                folders.push((entry.path(), depth + 1));
+            } else if kind.is_socket() && sockets.len() < MAX_SOCKETS {
+                sockets.push(entry.path());
+            }
+        }
+    }
+    sockets.sort();
+    (folders.into_iter().map(|(folder, _)| folder).collect(), sockets)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::{fs::symlink, net::UnixListener};
+
+    use super::*;
+
+    #[test]
+    fn only_sockets_go_when_the_folder_is_cleared() {
+        let dir = tempfile::tempdir().unwrap();
+        let inside = dir.path().join("device-plugins");
+        clear(&inside).unwrap();
+        let _listener = UnixListener::bind(inside.join("old.sock")).unwrap();
+        fs::write(inside.join("kubelet_internal_checkpoint"), "{}").unwrap();
+        fs::create_dir(inside.join("folder")).unwrap();
+        clear(&inside).unwrap();
+        let mut left: Vec<_> = fs::read_dir(&inside).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["folder", "kubelet_internal_checkpoint"]);
+    }
+
+    #[test]
+    fn an_endpoint_is_a_socket_inside_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let inside = dir.path().join("device-plugins");
+        fs::create_dir_all(inside.join("deep")).unwrap();
+        let _listeners: Vec<_> = ["device-plugins/a.sock", "device-plugins/deep/b.sock", "outside.sock"]
+            .iter()
+            .map(|path| UnixListener::bind(dir.path().join(path)).unwrap())
+            .collect();
+        fs::write(inside.join("file"), "").unwrap();
+        symlink("../outside.sock", inside.join("link.sock")).unwrap();
+        symlink("a.sock", inside.join("good-link.sock")).unwrap();
+        for endpoint in ["a.sock", "./a.sock", "deep/b.sock", "good-link.sock"] {
+            assert!(socket_in(&inside, endpoint).is_ok(), "{endpoint}");
+        }
+        for endpoint in [
+            "",
+            "../outside.sock",
+            "deep/../a.sock",
+            "/etc/passwd",
+            "link.sock",
+            "file",
+            "nothing.sock",
+            "a\0b",
+        ] {
+            assert!(socket_in(&inside, endpoint).is_err(), "{endpoint:?}");
+        }
+    }
+
+    #[test]
+    fn hidden_files_are_not_found() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("vendor/.hidden")).unwrap();
+        let paths = ["a.sock", ".b.sock", "vendor/c.sock", "vendor/.hidden/d.sock"];
+        let _listeners: Vec<_> =
+            paths.iter().map(|path| UnixListener::bind(dir.path().join(path)).unwrap()).collect();
+        let (folders, sockets) = scan(dir.path());
+        assert_eq!(folders, [dir.path().to_owned(), dir.path().join("vendor")]);
+        assert_eq!(sockets, [dir.path().join("a.sock"), dir.path().join("vendor/c.sock")]);
+    }
+}

@@ -1,0 +1,255 @@
+//! The ledger that everything here shares, and what follows from each of its changes: what the node has, what must be
+//! written, who waits for it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use beelet_policy::devices::{Device, Devices, ENDPOINT_GRACE, PluginOptions};
+use tokio::{sync::watch, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+use super::{Metrics, NodeDevices, Settings, plugin::Plugin};
+
+/// Plugins that may be registered at a time. One more is refused.
+const MAX_PLUGINS: usize = 256;
+
+/// A plugin that has registered since the agent started.
+#[derive(Debug)]
+pub(super) struct Registered {
+    /// Tells it from others of the same resource, before and after it.
+    pub(super) generation: u64,
+    pub(super) plugin: Plugin,
+    pub(super) options: PluginOptions,
+    /// Its socket, for people.
+    pub(super) socket: PathBuf,
+    /// Ends its task.
+    superseded: CancellationToken,
+}
+
+/// A pod that waits for a plugin.
+#[derive(Clone, Debug)]
+pub(super) struct Waiting {
+    pub(super) since: Duration,
+    pub(super) pod: String,
+    pub(super) message: String,
+}
+
+/// Who has what, and who would like to.
+#[derive(Debug, Default)]
+pub(super) struct Ledger {
+    pub(super) devices: Devices,
+    pub(super) plugins: BTreeMap<String, Registered>,
+    /// By uid.
+    pub(super) waiting: BTreeMap<String, Waiting>,
+    /// Pods that were refused for lack of devices, by uid: the resource, and how many they lacked.
+    pub(super) refused: BTreeMap<String, (String, usize)>,
+    removed: BTreeSet<String>,
+    generations: u64,
+    changes: u64,
+    health: u64,
+    /// Why plugins can't register, if they can't.
+    pub(super) trouble: Option<String>,
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub(super) struct Shared {
+    ledger: Mutex<Ledger>,
+    pub(super) node: watch::Sender<Arc<NodeDevices>>,
+    /// Counts what the checkpoint must have.
+    pub(super) dirty: watch::Sender<u64>,
+    pub(super) settings: Settings,
+    pub(super) metrics: Metrics,
+    origin: Instant,
+}
+
+impl Shared {
+    pub(super) fn new(devices: Devices, settings: Settings, metrics: Metrics) -> Self {
+        let shared = Self {
+            ledger: Mutex::new(Ledger { devices, ..Ledger::default() }),
+            node: watch::Sender::new(Arc::default()),
+            dirty: watch::Sender::new(0),
+            settings,
+            metrics,
+            origin: Instant::now(),
+        };
+        shared.publish(&mut shared.lock());
+        shared
+    }
+
+    /// Time as the ledger takes it: since the agent's start.
+    pub(super) fn now(&self) -> Duration {
+        self.origin.elapsed()
+    }
+
+    /// A time of the ledger's on the timer's clock.
+    pub(super) fn at(&self, time: Duration) -> Instant {
+        self.origin + time
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the ledger, or changes what nobody needs to hear of.
+    pub(super) fn look<T>(&self, look: impl FnOnce(&mut Ledger) -> T) -> T {
+        look(&mut self.lock())
+    }
+
+    /// Changes the ledger, and lets everybody know.
+    pub(super) fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> T {
+        let mut ledger = self.lock();
+        let result = change(&mut ledger);
+        self.changed(&mut ledger);
+        result
+    }
+
+    fn changed(&self, ledger: &mut Ledger) {
+        self.dirty.send_modify(|dirty| *dirty += 1);
+        self.publish(ledger);
+    }
+
+    fn publish(&self, ledger: &mut Ledger) {
+        let now = self.now();
+        let capacity = ledger.devices.capacity_meanwhile(now);
+        ledger.removed.retain(|resource| !capacity.capacity.contains_key(resource));
+        ledger.removed.extend(capacity.removed);
+        ledger.changes += 1;
+        let node = NodeDevices {
+            capacity: capacity.capacity,
+            allocatable: capacity.allocatable,
+            removed: ledger.removed.clone(),
+            changes: ledger.changes,
+            health: ledger.health,
+        };
+        self.metrics.waiting.set(i64::try_from(ledger.waiting.len()).unwrap_or(i64::MAX));
+        self.metrics.node(&node);
+        self.node.send_replace(Arc::new(node));
+    }
+
+    /// A plugin has registered (again): it takes the place of the one before.
+    pub(super) fn register(
+        &self,
+        resource: &str,
+        plugin: Plugin,
+        options: PluginOptions,
+        socket: PathBuf,
+    ) -> Result<(u64, CancellationToken), String> {
+        let superseded = CancellationToken::new();
+        self.change(|ledger| {
+            if !ledger.plugins.contains_key(resource) && ledger.plugins.len() >= MAX_PLUGINS {
+                return Err(format!(
+                    "{MAX_PLUGINS} device plugins are registered; there is no room for more"
+                ));
+            }
+            ledger.generations += 1;
+            let generation = ledger.generations;
+            let registered =
+                Registered { generation, plugin, options, socket, superseded: superseded.clone() };
+            if let Some(before) = ledger.plugins.insert(resource.to_owned(), registered) {
+                before.superseded.cancel();
+            }
+            ledger.devices.register(resource, options);
+            self.metrics.registered(resource);
+            Ok((generation, superseded))
+        })
+    }
+
+    /// A plugin's list. False if another plugin has taken its place.
+    pub(super) fn listed(&self, resource: &str, generation: u64, devices: Vec<Device>) -> bool {
+        self.if_current(resource, generation, |ledger, options| {
+            if ledger.devices.options(resource).is_none() {
+                // It was away for a moment.
+                ledger.devices.register(resource, options);
+            }
+            ledger.devices.list(resource, devices);
+            ledger.health += 1;
+        })
+    }
+
+    /// A plugin's list has broken off. False if another plugin has taken its place.
+    pub(super) fn stopped(&self, resource: &str, generation: u64) -> bool {
+        let now = self.now();
+        self.if_current(resource, generation, |ledger, _| {
+            if ledger.devices.gone_since(resource).is_none() {
+                ledger.devices.stopped(resource, now);
+                ledger.health += 1;
+            }
+        })
+    }
+
+    /// A plugin that has been away for too long is no more.
+    pub(super) fn given_up(&self, resource: &str, generation: u64) {
+        self.if_current(resource, generation, |ledger, _| drop(ledger.plugins.remove(resource)));
+    }
+
+    /// What a resource's plugin is, with the options that it has said.
+    pub(super) fn plugin(&self, resource: &str) -> Option<(Plugin, PluginOptions)> {
+        self.look(|ledger| {
+            let registered = ledger.plugins.get(resource)?;
+            Some((registered.plugin.clone(), registered.options))
+        })
+    }
+
+    /// The plugin of this socket is to go.
+    pub(super) fn deregister(&self, resource: &str, socket: &std::path::Path) {
+        let now = self.now();
+        self.change(|ledger| {
+            if ledger.plugins.get(resource).is_some_and(|registered| registered.socket == socket)
+                && let Some(registered) = ledger.plugins.remove(resource)
+            {
+                registered.superseded.cancel();
+                ledger.devices.stopped(resource, now);
+                ledger.health += 1;
+            }
+        });
+    }
+
+    fn if_current(
+        &self,
+        resource: &str,
+        generation: u64,
+        change: impl FnOnce(&mut Ledger, PluginOptions),
+    ) -> bool {
+        let mut ledger = self.lock();
+        let registered =
+            ledger.plugins.get(resource).filter(|registered| registered.generation == generation);
+        let Some(options) = registered.map(|registered| registered.options) else { return false };
+        change(&mut ledger, options);
+        self.changed(&mut ledger);
+        true
+    }
+
+    /// When the next resource is forgotten whose plugin is away.
+    fn next_expiry(&self) -> Option<Instant> {
+        self.look(|ledger| {
+            let resources: Vec<String> = ledger.devices.resources().map(str::to_owned).collect();
+            let gone = resources.iter().filter_map(|resource| ledger.devices.gone_since(resource));
+            gone.map(|at| self.at(at + ENDPOINT_GRACE + Duration::from_millis(1))).min()
+        })
+    }
+}
+
+/// Forgets resources whose plugin has been away for too long.
+pub(super) async fn expire(shared: Arc<Shared>, shutdown: CancellationToken) {
+    let mut changed = shared.node.subscribe();
+    loop {
+        changed.borrow_and_update();
+        let next = shared.next_expiry();
+        let expiry = async {
+            match next {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            _ = changed.changed() => {}
+            () = expiry => shared.change(|_| ()),
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Plugins are found here: sockets in `<kubelet dir>/plugins_registry` that serve `pluginregistration.Registration`. A
+//! socket that appears is asked what it is; one that disappears takes its plugin with it. Kinds of plugins other than device
+//! plugins are told that nobody here speaks with them.
+
+use std::{
+    collections::BTreeMap,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::devices::registration;
+use beelet_proto::pluginregistration::{
+    InfoRequest, PluginInfo, RegistrationStatus, registration_client::RegistrationClient,
+};
+use futures::StreamExt as _;
+use inotify::{EventStream, Inotify, WatchMask};
+use tokio::{task::spawn_blocking, time::Instant};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tracing::{debug, warn};
+
+use super::{folder, ledger::Shared, plugin, register};
+
+/// Bytes of events read from the kernel at once.
+const BUFFER: usize = 16 << 10;
+/// How often the folder is read although no change was reported: an event may be lost.
+const RESCAN: Duration = Duration::from_secs(60);
+/// The pauses before a socket that failed is tried again.
+const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(120));
+
+/// What a socket is known by: another file at the same path is another plugin.
+type Identity = (PathBuf, u64);
+
+/// What has become of a socket.
+#[derive(Debug)]
+enum Known {
+    /// A device plugin that follows this resource at this socket.
+    Plugin { resource: String, socket: PathBuf },
+    /// To be tried again.
+    Failed { tries: u32, retry_at: Instant },
+    /// Of no use here.
+    Foreign,
+}
+
+/// Watches until `shutdown`.
+pub(super) async fn watch(shared: Arc<Shared>, shutdown: CancellationToken) {
+    let dir = shared.settings.registry_dir();
+    let tracker = TaskTracker::new();
+    let mut registry =
+        Registry { shared, known: BTreeMap::new(), tracker: tracker.clone(), shutdown: shutdown.clone() };
+    let mut events = Inotify::init().and_then(|inotify| inotify.into_event_stream(vec![0; BUFFER]));
+    if let Err(error) = &events {
+        warn!(%error, "changes of {} are seen only every {} s", dir.display(), RESCAN.as_secs());
+    }
+    loop {
+        let folder = dir.clone();
+        let scanned = spawn_blocking(move || {
+            // It must be there to be watched. Where it can't be made, it is found missing below.
+            let _ = std::fs::create_dir_all(&folder);
+            let (folders, sockets) = folder::scan(&folder);
+            let identity = |path: PathBuf| std::fs::metadata(&path).ok().map(|m| (path, m.ino()));
+            (folders, sockets.into_iter().filter_map(identity).collect::<Vec<Identity>>())
+        });
+        let Ok((folders, sockets)) = scanned.await else { return };
+        if let Ok(events) = &mut events {
+            arm(events, &folders);
+        }
+        tokio::select! {
+            () = shutdown.cancelled() => break,
+            () = registry.look_at(sockets) => {}
+        }
+        let retry = registry.next_retry();
+        tokio::select! {
+            () = shutdown.cancelled() => break,
+            () = changed(&mut events) => {}
+            () = tokio::time::sleep_until(retry.min(Instant::now() + RESCAN)) => {}
+        }
+    }
+    tracker.close();
+    tracker.wait().await;
+}
+
+/// Watching a folder twice is watching it once.
+fn arm(events: &mut EventStream<Vec<u8>>, folders: &[PathBuf]) {
+    let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE | WatchMask::ONLYDIR;
+    for folder in folders {
+        if let Err(error) = events.watches().add(folder, mask) {
+            debug!(%error, folder = %folder.display(), "a folder of plugins can't be watched");
+        }
+    }
+}
+
+async fn changed(events: &mut std::io::Result<EventStream<Vec<u8>>>) {
+    if let Ok(events) = events
+        && events.next().await.is_some()
+    {
+        return; // whatever it says, the folder is read again
+    }
+    std::future::pending().await
+}
+
+struct Registry {
+    shared: Arc<Shared>,
+    known: BTreeMap<Identity, Known>,
+    tracker: TaskTracker,
+    shutdown: CancellationToken,
+}
+
+impl Registry {
+    async fn look_at(&mut self, sockets: Vec<Identity>) {
+        let gone: Vec<Identity> =
+            self.known.keys().filter(|known| !sockets.contains(known)).cloned().collect();
+        for identity in gone {
+            if let Some(Known::Plugin { resource, socket }) = self.known.remove(&identity) {
+                debug!(resource, "the device plugin's socket is gone from the registry");
+                self.shared.deregister(&resource, &socket);
+            }
+        }
+        for identity in sockets {
+            let tries = match self.known.get(&identity) {
+                None => 0,
+                Some(Known::Failed { tries, retry_at }) if *retry_at <= Instant::now() => *tries,
+                Some(_) => continue,
+            };
+            let known = self.meet(&identity.0, tries).await;
+            self.known.insert(identity, known);
+        }
+    }
+
+    fn next_retry(&self) -> Instant {
+        let retries = self.known.values().filter_map(|known| match known {
+            Known::Failed { retry_at, .. } => Some(*retry_at),
+            _ => None,
+        });
+        retries.min().unwrap_or_else(|| Instant::now() + RESCAN)
+    }
+
+    /// Asks a socket what it is, and tells it what came of that.
+    async fn meet(&self, path: &Path, tries: u32) -> Known {
+        match self.introduce(path).await {
+            Ok(known) => known,
+            Err(cause) => {
+                let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
+                warn!(socket = %path.display(), retry_in_seconds = pause.as_secs_f32(), "a plugin could not be registered: {cause}");
+                Known::Failed { tries: tries.saturating_add(1), retry_at: Instant::now() + pause }
+            }
+        }
+    }
+
+    async fn introduce(&self, path: &Path) -> Result<Known, String> {
+        let mut client = RegistrationClient::new(plugin::dial(path).await?);
+        let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
+        let info = match asked {
+            Ok(info) => info.map_err(|status| plugin::told(&status))?.into_inner(),
+            Err(_) => return Err("it doesn't say what it is".to_owned()),
+        };
+        if info.r#type != "DevicePlugin" {
+            let error = format!(
+                "no handler registered for plugin type: {} at socket {}",
+                info.r#type,
+                path.display()
+            );
+            debug!("{error}");
+            notify(&mut client, Some(error)).await;
+            return Ok(Known::Foreign);
+        }
+        let registered = self.register(path, info).await;
+        if let Err(cause) = &registered {
+            self.shared.metrics.refused_registrations.inc();
+            notify(&mut client, Some(cause.clone())).await;
+        } else {
+            notify(&mut client, None).await;
+        }
+        registered
+    }
+
+    async fn register(&self, path: &Path, info: PluginInfo) -> Result<Known, String> {
+        registration::check(&info.supported_versions, &info.name).map_err(|e| e.to_string())?;
+        let service = if info.endpoint.is_empty() { path.to_owned() } else { PathBuf::from(&info.endpoint) };
+        if !service.is_absolute() {
+            return Err(format!("bad socketPath {}, must be an absolute path", service.display()));
+        }
+        let dir = self.shared.settings.kubelet_dir.clone();
+        let found = spawn_blocking(move || folder::within(&dir, &service)).await;
+        let socket = found.map_err(|error| error.to_string())??;
+        register::connect(&self.shared, &info.name, &socket, None, (&self.tracker, &self.shutdown)).await?;
+        Ok(Known::Plugin { resource: info.name, socket })
+    }
+}
+
+/// Tells a plugin whether it was registered. One that doesn't listen misses it.
+async fn notify(client: &mut RegistrationClient<tonic::transport::Channel>, error: Option<String>) {
+    let status = RegistrationStatus { plugin_registered: error.is_none(), error: error.unwrap_or_default() };
+    let told = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.notify_registration_status(status)).await;
+    if !matches!(told, Ok(Ok(_))) {
+        debug!("a plugin was not told whether it was registered");
+    }
+}

@@ -1,0 +1,179 @@
+//! What others see of the devices: the command line, the pod resources API, pods' statuses.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use beelet_policy::devices::Health;
+use k8s_openapi::api::core::v1 as core;
+
+use super::Devices;
+
+/// One extended resource.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResourceView {
+    /// Whether its plugin is connected.
+    pub connected: bool,
+    /// The plugin's socket, if it has registered since the agent started.
+    pub socket: Option<String>,
+    /// Seconds since it went away.
+    pub gone_seconds: Option<u64>,
+    /// Its devices, and those that are held though it lists them no more, by id.
+    pub devices: BTreeMap<String, DeviceView>,
+}
+
+/// One device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceView {
+    /// Whether it can be given away.
+    pub healthy: bool,
+    /// The plugin doesn't list it.
+    pub unlisted: bool,
+    /// The NUMA nodes that it is near.
+    pub numa_nodes: Vec<i64>,
+    /// Who holds it.
+    pub holders: BTreeSet<Holder>,
+}
+
+/// A container that holds a device.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Holder {
+    /// The pod's uid.
+    pub pod_uid: String,
+    /// The container's name.
+    pub container: String,
+}
+
+/// A pod that waits for a plugin.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WaitingView {
+    /// `namespace/name`.
+    pub pod: String,
+    /// What it waits for.
+    pub message: String,
+    /// Seconds that it has waited.
+    pub seconds: u64,
+}
+
+impl Devices {
+    /// Every resource with its devices and their holders. Takes milliseconds where there are 100,000 devices.
+    #[must_use]
+    pub fn resources(&self) -> BTreeMap<String, ResourceView> {
+        let now = self.shared.now();
+        self.shared.look(|ledger| {
+            let mut all: BTreeMap<String, ResourceView> = BTreeMap::new();
+            for resource in ledger.devices.resources() {
+                let view = all.entry(resource.to_owned()).or_default();
+                view.connected = ledger.devices.options(resource).is_some();
+                view.gone_seconds =
+                    ledger.devices.gone_since(resource).map(|at| now.saturating_sub(at).as_secs());
+                for device in ledger.devices.devices_of(resource) {
+                    let healthy = device.health == Health::Healthy;
+                    let of = DeviceView { healthy, numa_nodes: device.numa_nodes, ..DeviceView::default() };
+                    view.devices.insert(device.id, of);
+                }
+            }
+            for (resource, registered) in &ledger.plugins {
+                all.entry(resource.clone()).or_default().socket =
+                    Some(registered.socket.display().to_string());
+            }
+            for pod_uid in ledger.devices.pods() {
+                for (container, held) in ledger.devices.held(pod_uid).into_iter().flatten() {
+                    for (resource, held) in held {
+                        let view = all.entry(resource.clone()).or_default();
+                        for id in held.ids() {
+                            let unlisted = || DeviceView { unlisted: true, ..DeviceView::default() };
+                            let holder = Holder { pod_uid: pod_uid.to_owned(), container: container.clone() };
+                            view.devices.entry(id).or_insert_with(unlisted).holders.insert(holder);
+                        }
+                    }
+                }
+            }
+            all
+        })
+    }
+
+    /// The pods that wait, by name.
+    #[must_use]
+    pub fn waiting(&self) -> Vec<WaitingView> {
+        let now = self.shared.now();
+        let mut all: Vec<WaitingView> = self.shared.look(|ledger| {
+            let view = |waiting: &super::ledger::Waiting| WaitingView {
+                pod: waiting.pod.clone(),
+                message: waiting.message.clone(),
+                seconds: now.saturating_sub(waiting.since).as_secs(),
+            };
+            ledger.waiting.values().map(view).collect()
+        });
+        all.sort_by(|a, b| a.pod.cmp(&b.pod));
+        all
+    }
+
+    /// Why no plugin can register, if so.
+    #[must_use]
+    pub fn trouble(&self) -> Option<String> {
+        self.shared.look(|ledger| ledger.trouble.clone())
+    }
+
+    /// What each container of a pod holds: by container and resource, ids with the NUMA nodes they are near.
+    #[must_use]
+    pub fn held_by(&self, pod_uid: &str) -> BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> {
+        self.shared.look(|ledger| {
+            let mut all: BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> = BTreeMap::new();
+            for (container, held) in ledger.devices.held(pod_uid).into_iter().flatten() {
+                for (resource, held) in held {
+                    let ids = all.entry(container.clone()).or_default().entry(resource.clone()).or_default();
+                    for (node, of_node) in &held.by_node {
+                        for id in of_node {
+                            let nodes = ids.entry(id.clone()).or_default();
+                            nodes.extend((*node >= 0).then_some(*node));
+                        }
+                    }
+                }
+            }
+            all
+        })
+    }
+
+    /// The healthy devices of each resource, with the NUMA nodes they are near.
+    #[must_use]
+    pub fn allocatable(&self) -> BTreeMap<String, BTreeMap<String, Vec<i64>>> {
+        self.shared.look(|ledger| {
+            let all = ledger.devices.allocatable();
+            all.map(|(resource, devices)| {
+                let devices = devices.map(|(id, nodes)| (id.to_owned(), nodes.to_vec()));
+                (resource.to_owned(), devices.collect())
+            })
+            .collect()
+        })
+    }
+
+    /// Puts the health of the pod's devices into its status (KEP-4680). A device whose plugin is away is `Unknown`.
+    pub fn annotate(&self, pod_uid: &str, status: &mut core::PodStatus) {
+        self.shared.look(|ledger| {
+            let Some(pod) = ledger.devices.held(pod_uid) else { return };
+            let inits = status.init_container_statuses.iter_mut().flatten();
+            for container in inits.chain(status.container_statuses.iter_mut().flatten()) {
+                let Some(held) = pod.get(&container.name) else { continue };
+                let of_resource = |(resource, held): (&String, &beelet_policy::devices::Held)| {
+                    let health = |id: &str| {
+                        let there = ledger.devices.options(resource).is_some();
+                        match (there, ledger.devices.is_healthy(resource, id)) {
+                            (false, _) => "Unknown",
+                            (true, true) => "Healthy",
+                            (true, false) => "Unhealthy",
+                        }
+                    };
+                    let one = |id: String| core::ResourceHealth {
+                        health: Some(health(&id).to_owned()),
+                        resource_id: id,
+                        ..Default::default()
+                    };
+                    core::ResourceStatus {
+                        name: resource.clone(),
+                        resources: Some(held.ids().into_iter().map(one).collect()),
+                    }
+                };
+                container.allocated_resources_status = Some(held.iter().map(of_resource).collect());
+            }
+        });
+    }
+}

@@ -1,0 +1,53 @@
+//! Opens the devices, and serves what others ask of them.
+
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use tokio::{
+    sync::{mpsc, watch},
+    task::spawn_blocking,
+};
+use tracing::warn;
+
+use super::Node;
+use crate::{
+    devices::{Active, Devices, Parts, Settings, Tasks, remnants},
+    pods::{manager::Request, observe::managed},
+};
+use beelet_proto::cri;
+
+impl Node {
+    /// The devices as an earlier agent or a kubelet left them, and what must run for them.
+    pub(super) async fn open_devices(
+        &self,
+        active: watch::Receiver<Active>,
+        requests: mpsc::Sender<Request>,
+    ) -> Result<(Devices, Tasks)> {
+        let (policy, scope) = self.config.topology;
+        let kubelet_dir = self.config.beelet.kubelet_dir.clone();
+        let settings = Settings {
+            plugin_wait: self.config.beelet.device_plugin_wait,
+            policy,
+            scope,
+            ..Settings::new(kubelet_dir)
+        };
+        // Asked in any case: whether the checkpoint is damaged is seen when it is read.
+        let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
+        let containers = self.runtime.list_containers(Some(ours)).await;
+        let containers = containers.unwrap_or_else(|error| {
+            warn!(%error, "the runtime's containers can't be listed: a lost device checkpoint could not be rebuilt");
+            Vec::new()
+        });
+        let parts = Parts {
+            store: Arc::new(settings.checkpoint()),
+            settings,
+            active,
+            requests,
+            metrics: self.metrics.devices.clone(),
+            events: self.events.clone(),
+            node_name: self.config.node_name.clone(),
+        };
+        let open = move || Devices::open(parts, || remnants(&containers));
+        spawn_blocking(open).await.context("the devices could not be opened")
+    }
+}

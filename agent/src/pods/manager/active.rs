@@ -1,0 +1,47 @@
+//! Which pods may hold devices, and how those devices are.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use super::Manager;
+
+impl Manager {
+    /// Tells who may hold devices: every pod that hasn't ended or still has containers, and those in the runtime that are
+    /// left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
+    pub(super) fn publish_active(&self) {
+        let known = self.runtime.as_ref().filter(|_| !self.parts.desired.borrow().folder_unread);
+        let active = known.map(|in_runtime| {
+            let managed = self.pods.iter().filter(|(_, managed)| managed.may_have_containers());
+            let left_alone = in_runtime.keys().filter(|uid| !self.pods.contains_key(*uid));
+            managed.map(|(uid, _)| uid).chain(left_alone).cloned().collect::<BTreeSet<String>>()
+        });
+        self.parts.active.send_if_modified(|published| {
+            if published.as_deref() == active.as_ref() {
+                return false;
+            }
+            *published = active.map(Arc::new);
+            true
+        });
+    }
+
+    /// Devices have become healthy or unhealthy: the statuses of those who hold them say so.
+    pub(super) fn on_devices(&mut self) {
+        let health = self.devices.borrow_and_update().health;
+        if health == self.device_health {
+            return;
+        }
+        self.device_health = health;
+        for uid in self.parts.launcher.devices.holders() {
+            self.publish(&uid);
+        }
+    }
+}
+
+impl super::Managed {
+    /// One that was ended for good may have containers until it has given everything back.
+    fn may_have_containers(&self) -> bool {
+        match &self.failure {
+            Some(failure) => !failure.cleared,
+            None => !self.ended(),
+        }
+    }
+}
