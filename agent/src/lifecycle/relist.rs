@@ -1,5 +1,6 @@
 //! The safety net: asks the runtime for everything that is ours, once a period, and compares it with the
-//! last answer. Two calls, whatever the number of pods.
+//! last answer. Two calls, whatever the number of pods. While nothing is new and other sources are trusted, the period
+//! grows.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,11 +16,12 @@ use prometheus_client::{
 };
 use tokio::{
     sync::mpsc,
-    time::{Instant, MissedTickBehavior, interval},
+    time::{Instant, sleep_until},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::Pace;
 use crate::{
     pods::{
         labels,
@@ -33,6 +35,10 @@ use crate::{
 
 /// The time between two looks, as the kubelet's.
 pub const PERIOD: Duration = Duration::from_secs(1);
+/// The same where nothing was new for a while and other sources are trusted. It doubles up to this.
+pub const PERIOD_MAX: Duration = Duration::from_secs(5);
+/// However often somebody asks for a look, there is one in this time at most.
+const GAP: Duration = Duration::from_millis(100);
 /// With no answer for this long the agent calls itself unhealthy, as the kubelet does.
 const UNHEALTHY_AFTER: Duration = Duration::from_secs(180);
 
@@ -96,31 +102,41 @@ pub struct Relist {
     requests: mpsc::Sender<Request>,
     metrics: Metrics,
     pulse: Pulse,
+    pace: Pace,
     seen: Option<Seen>,
 }
 
 impl Relist {
     /// A relist that has not looked yet, and the pulse that tells of its health.
-    pub fn new(runtime: Runtime, requests: mpsc::Sender<Request>, metrics: Metrics) -> (Self, Pulse) {
+    pub fn new(
+        runtime: Runtime,
+        requests: mpsc::Sender<Request>,
+        pace: Pace,
+        metrics: Metrics,
+    ) -> (Self, Pulse) {
         let pulse = Pulse::now();
-        (Self { runtime, requests, metrics, pulse: pulse.clone(), seen: None }, pulse)
+        (Self { runtime, requests, metrics, pulse: pulse.clone(), pace, seen: None }, pulse)
     }
 
     /// Looks until `shutdown`, at once and then periodically. A failure is said once, and so is its end.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut ticks = interval(PERIOD);
-        // A slow answer delays the next look; it does not make a burst of them.
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut failing = false;
+        // A slow answer delays the next look; it does not make a burst of them.
+        let (mut last, mut period) = (Instant::now(), Duration::ZERO);
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                _ = ticks.tick() => {}
+                () = sleep_until(last + period) => {}
+                () = self.pace.nudged() => sleep_until(last + GAP.min(period)).await,
             }
             let looked = tokio::select! {
                 () = shutdown.cancelled() => return,
                 looked = self.look() => looked,
             };
+            last = Instant::now();
+            let quiet = matches!(&looked, Ok(news) if news.changed.is_empty()) && !failing;
+            let longest = if quiet && self.pace.is_trusted() { PERIOD_MAX } else { PERIOD };
+            period = (period * 2).clamp(PERIOD, longest);
             match looked {
                 Ok(news) => {
                     if failing {

@@ -37,7 +37,12 @@ use crate::{
     devices::{Devices, cdi_by_annotation},
     events::Recorder,
     kernel::{self, Kernel, KernelOptions},
-    lifecycle::relist::{self, Pulse, Relist},
+    lifecycle::{
+        self, Pace,
+        exits::{self, Exits},
+        relist::{self, Pulse, Relist},
+        stream,
+    },
     pods::{
         self,
         launch::Launcher,
@@ -60,6 +65,8 @@ const REQUESTS: usize = 1024;
 /// How often the runtime is asked how it is configured before the agent gives up, and how long it waits between.
 const CONFIG_TRIES: usize = 30;
 const CONFIG_RETRY: Duration = Duration::from_secs(1);
+/// The program that tells of exits, as the table of capabilities names it.
+const EXIT_PROGRAM: &str = "task_exited";
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -169,6 +176,7 @@ struct Metrics {
     probes: probes::Metrics,
     relist: relist::Metrics,
     devices: crate::devices::Metrics,
+    exits: exits::Metrics,
 }
 
 impl Metrics {
@@ -178,6 +186,7 @@ impl Metrics {
         self.probes.register(&mut registry);
         self.relist.register(&mut registry);
         self.devices.register(&mut registry);
+        self.exits.register(&mut registry);
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
         Arc::new(registry)
@@ -278,8 +287,14 @@ impl Node {
         // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
         let working = CancellationToken::new();
         let (requests_out, requests) = mpsc::channel(REQUESTS);
-        let (relist, pulse) =
-            Relist::new(self.runtime.clone(), requests_out.clone(), self.metrics.relist.clone());
+        let pace = Pace::default();
+        let (relist, pulse) = Relist::new(
+            self.runtime.clone(),
+            requests_out.clone(),
+            pace.clone(),
+            self.metrics.relist.clone(),
+        );
+        let (processes_out, processes) = watch::channel(pods::processes::Shared::default());
         let _ = health.pulse.set(pulse);
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests_out.clone()).await?;
@@ -292,11 +307,13 @@ impl Node {
             desired: self.manifests(&working).await,
             requests,
             table: table_out,
+            processes: processes_out,
             records,
             active: active_out,
             metrics: self.metrics.pods.clone(),
             stop_pods_on_exit: self.config.beelet.stop_pods_on_exit,
         });
+        let exit_requests = requests_out.clone();
         let probes = Probes::new(probes::Parts {
             table: table.clone(),
             requests: requests_out,
@@ -307,6 +324,7 @@ impl Node {
         });
         let (cgroups, values) = (Arc::clone(&self.cgroups), self.cgroup_config.clone());
         let mut tasks = JoinSet::new();
+        self.follow_exits(&mut tasks, exit_requests, processes, &pace, &working);
         tasks.spawn(relist.run(working.clone()));
         tasks.spawn(probes.run(working.clone()));
         device_tasks.spawn(&mut tasks, &working);
@@ -321,6 +339,34 @@ impl Node {
         }
         info!("ended");
         Ok(())
+    }
+
+    /// Starts what hears of containers' ends before the relist does.
+    fn follow_exits(
+        &self,
+        tasks: &mut JoinSet<()>,
+        requests: mpsc::Sender<manager::Request>,
+        processes: watch::Receiver<pods::processes::Shared>,
+        pace: &Pace,
+        working: &CancellationToken,
+    ) {
+        let (signals_out, signals) = mpsc::channel(lifecycle::SIGNALS);
+        let tells = |c: &kernel::Capability| c.program == EXIT_PROGRAM && c.have.is_ok();
+        pace.set_kernel(self.kernel.capabilities().iter().any(tells));
+        let edges = self.kernel.subscribe(kernel::Interest::EXITS | kernel::Interest::OOM_KILLS);
+        tasks.spawn(lifecycle::forward(edges, signals_out.clone(), working.clone()));
+        let runtime = self.runtime.clone();
+        tasks.spawn(stream::follow(runtime, signals_out, pace.clone(), working.clone()));
+        let exits = Exits::new(exits::Parts {
+            runtime: self.runtime.clone(),
+            requests,
+            processes,
+            signals,
+            pace: pace.clone(),
+            cgroups: Arc::clone(&self.cgroups),
+            metrics: self.metrics.exits.clone(),
+        });
+        tasks.spawn(exits.run(working.clone()));
     }
 
     /// The desired pods. Without a static pod path there are none, and none that runs is unwanted either.

@@ -14,6 +14,7 @@ use beelet_policy::{
     pod::{ContainerState, KillReason},
     probe::{ProbeKind, ProbeResult},
 };
+use beelet_proto::cri;
 use jiff::Timestamp;
 use k8s_openapi::{
     api::core::v1 as core,
@@ -35,8 +36,9 @@ use super::{
     manifest::{ANNOTATION_HASH, Desired},
     metrics::Metrics,
     observe::Observation,
+    processes,
     records::{PodRecord, Records},
-    status::{Inputs, ProbeFacts, Waiting, whole_second},
+    status::{Inputs, OomFacts, ProbeFacts, Waiting, whole_second},
     table::{PodEntry, PodName, PodTable, ReadinessEdge},
     worker::{Control, Report, Stage, Terminate, Worker},
 };
@@ -46,6 +48,7 @@ use crate::{
 };
 
 mod active;
+mod exits;
 mod failing;
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
@@ -72,6 +75,15 @@ pub enum Request {
         /// What its containers get to end by themselves; `None` for the pod's own grace period.
         grace: Option<Duration>,
     },
+    /// The runtime's word that a container has ended, asked for because something else said so first.
+    Exited {
+        /// The pod.
+        uid: String,
+        /// The container's last status.
+        status: Box<cri::ContainerStatus>,
+    },
+    /// The kernel killed a process of a container for want of memory.
+    OomKilled(OomUpdate),
     /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back all it had.
     Retry {
         /// The pod.
@@ -124,6 +136,17 @@ pub struct ProbeUpdate {
     pub kernel_ns: Option<u64>,
 }
 
+/// An OOM kill in a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OomUpdate {
+    /// The pod.
+    pub uid: String,
+    /// The runtime's identifier of the container.
+    pub id: String,
+    /// What the kernel said.
+    pub facts: OomFacts,
+}
+
 /// What the manager needs from the rest of the node.
 #[derive(Debug)]
 pub struct Parts {
@@ -137,6 +160,8 @@ pub struct Parts {
     pub requests: mpsc::Receiver<Request>,
     /// The table that everyone reads.
     pub table: watch::Sender<Arc<PodTable>>,
+    /// The first processes of what runs, for those who hear of exits.
+    pub processes: watch::Sender<processes::Shared>,
     /// What is known of pods from before a restart; new knowledge goes to the same place.
     pub records: Records,
     /// The pods that may hold devices.
@@ -158,6 +183,8 @@ struct Managed {
     waiting: BTreeMap<String, Waiting>,
     /// Containers whose postStart hook is done.
     hooked: BTreeSet<String>,
+    /// OOM kills in containers, the last one of each.
+    oom: BTreeMap<String, OomFacts>,
     probes: BTreeMap<String, ProbeFacts>,
     status: Option<core::PodStatus>,
     edge: Option<ReadinessEdge>,
@@ -307,9 +334,9 @@ impl Manager {
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let (probes, hooked, status, failure) = match self.parts.records.get(&uid) {
-            Some(record) => (record.probes, record.hooked, record.status, record.failure),
-            None => (BTreeMap::new(), BTreeSet::new(), None, None),
+        let (probes, hooked, oom, status, failure) = match self.parts.records.get(&uid) {
+            Some(record) => (record.probes, record.hooked, record.oom, record.status, record.failure),
+            None => Default::default(),
         };
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
@@ -329,6 +356,7 @@ impl Manager {
             seen: None,
             waiting: BTreeMap::new(),
             hooked,
+            oom,
             probes,
             status,
             edge: None,
@@ -370,6 +398,7 @@ impl Manager {
                 runtime.remove(&report.uid);
             }
             self.unpublish(&name, &report.uid);
+            self.publish_processes();
             if !stopping {
                 // A pod of the same name may have waited for this one.
                 self.reconcile();
@@ -388,6 +417,7 @@ impl Manager {
                 of_id.is_some_and(|c| matches!(c.state, ContainerState::Running { .. }))
             };
             c.verdicts.condemned.retain(|id, _| running(id));
+            c.exited.retain(|id, _| running(id));
             c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
             c.verdicts.hooked.clone_from(&report.hooked);
             false // the worker that reports has seen it all
@@ -395,6 +425,8 @@ impl Manager {
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
         managed.hooked = report.hooked;
+        managed.oom.retain(|id, _| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id)));
+        self.publish_processes();
         self.publish(&report.uid);
     }
 
@@ -426,6 +458,8 @@ impl Manager {
                 self.fail(&uid, Failure::new(reason, message, grace));
             }
             Request::Retry { uid } => self.retry(&uid),
+            Request::Exited { uid, status } => self.on_exited(&uid, *status),
+            Request::OomKilled(update) => self.on_oom_killed(update),
         }
     }
 
@@ -481,6 +515,7 @@ impl Manager {
                 seen: seen.as_deref().unwrap_or(&unseen),
                 waiting: &managed.waiting,
                 probes: &managed.probes,
+                oom: &managed.oom,
                 previous: managed.status.as_ref(),
                 failure: managed.failure.as_ref(),
                 node: &self.parts.launcher.node,
@@ -505,8 +540,8 @@ impl Manager {
             hash: hash_of(&managed.pod),
         };
         let failure = managed.failure.clone();
-        let (probes, hooked) = (managed.probes.clone(), managed.hooked.clone());
-        let record = PodRecord { origin, status: Some(status), probes, hooked, failure };
+        let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());
+        let record = PodRecord { origin, status: Some(status), probes, hooked, oom, failure };
         let changed = self.parts.table.send_if_modified(|table| {
             if table.pods.get(&name).is_some_and(|known| **known == entry) {
                 return false;

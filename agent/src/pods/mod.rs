@@ -10,6 +10,7 @@ pub mod manager;
 pub mod manifest;
 pub mod metrics;
 pub mod observe;
+pub mod processes;
 pub mod qos_tree;
 pub mod records;
 pub mod status;

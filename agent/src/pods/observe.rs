@@ -13,7 +13,7 @@ use futures::future::try_join_all;
 use jiff::Timestamp;
 
 use super::labels;
-use crate::runtime::{Error, Runtime};
+use crate::runtime::{Error, Runtime, pid_of};
 
 /// One look at a pod.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -24,12 +24,31 @@ pub struct Observation {
     pub sandbox: Option<SandboxDetail>,
     /// The runtime's words on each container, by identifier.
     pub containers: BTreeMap<String, cri::ContainerStatus>,
+    /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that counts.
+    pub pids: BTreeMap<String, u32>,
 }
 
 impl Observation {
     /// The newest container of a name: the one the pod's status speaks of.
     pub fn newest(&self, name: &str) -> Option<&pod::Container> {
         self.pod.containers.iter().filter(|c| c.name == name).max_by_key(|c| (c.attempt, &c.id))
+    }
+
+    /// Whether a container was running.
+    pub fn is_running(&self, id: &str) -> bool {
+        let mut all = self.pod.containers.iter();
+        all.any(|c| c.id == id && matches!(c.state, pod::ContainerState::Running { .. }))
+    }
+
+    /// The same look with the runtime's newer word on one container.
+    #[must_use]
+    pub fn with_newer(mut self, newer: &cri::ContainerStatus) -> Self {
+        for container in self.pod.containers.iter_mut().filter(|c| c.id == newer.id) {
+            container.state = state(newer);
+            self.containers.insert(newer.id.clone(), newer.clone());
+            self.pids.remove(&newer.id);
+        }
+        self
     }
 }
 
@@ -51,6 +70,7 @@ pub struct Observer {
     uid: String,
     sandbox: Option<SandboxDetail>,
     containers: HashMap<String, cri::ContainerStatus>,
+    pids: BTreeMap<String, u32>,
 }
 
 /// The labels of everything we created for a pod.
@@ -68,7 +88,14 @@ pub fn managed() -> HashMap<String, String> {
 impl Observer {
     /// An observer of the pod with this UID.
     pub fn new(runtime: Runtime, uid: String) -> Self {
-        Self { runtime, uid, sandbox: None, containers: HashMap::new() }
+        Self { runtime, uid, sandbox: None, containers: HashMap::new(), pids: BTreeMap::new() }
+    }
+
+    /// Takes in what the runtime said of a container to somebody else.
+    pub fn note(&mut self, status: cri::ContainerStatus) {
+        if self.containers.contains_key(&status.id) {
+            self.containers.insert(status.id.clone(), status);
+        }
     }
 
     /// Asks the runtime. Objects that vanish while it answers are left out.
@@ -90,7 +117,13 @@ impl Observer {
         let statuses: BTreeMap<_, _> = self.containers.clone().into_iter().collect();
         let containers = containers.iter().filter_map(|c| Some(container(c, statuses.get(&c.id)?))).collect();
         let pod = pod::Observed { sandboxes, containers };
-        Ok(Observation { pod, sandbox: self.sandbox.clone(), containers: statuses })
+        let running = i32::from(cri::ContainerState::ContainerRunning);
+        let sandbox = self.sandbox.as_ref().map(|sandbox| sandbox.id.as_str());
+        self.pids.retain(|id, _| {
+            Some(id.as_str()) == sandbox || statuses.get(id).is_some_and(|s| s.state == running)
+        });
+        let (sandbox, pids) = (self.sandbox.clone(), self.pids.clone());
+        Ok(Observation { pod, sandbox, containers: statuses, pids })
     }
 
     async fn refresh_containers(&mut self, listed: &[cri::Container]) -> Result<(), Error> {
@@ -98,17 +131,29 @@ impl Observer {
         let mut stale = Vec::new();
         for container in listed {
             if self.containers.get(&container.id).is_none_or(|known| known.state != container.state) {
-                stale.push(self.container_status(&container.id));
+                let running = container.state() == cri::ContainerState::ContainerRunning;
+                stale.push(self.container_status(&container.id, running));
             }
         }
         let fresh = try_join_all(stale).await?;
-        self.containers.extend(fresh.into_iter().flatten().map(|status| (status.id.clone(), status)));
+        for (status, pid) in fresh.into_iter().flatten() {
+            self.pids.extend(pid.map(|pid| (status.id.clone(), pid)));
+            self.containers.insert(status.id.clone(), status);
+        }
         Ok(())
     }
 
-    async fn container_status(&self, id: &str) -> Result<Option<cri::ContainerStatus>, Error> {
-        match self.runtime.container_status(id, false).await {
-            Ok(response) => Ok(response.status),
+    /// A container's status, and of a running one its first process.
+    async fn container_status(
+        &self,
+        id: &str,
+        running: bool,
+    ) -> Result<Option<(cri::ContainerStatus, Option<u32>)>, Error> {
+        match self.runtime.container_status(id, running).await {
+            Ok(response) => {
+                let pid = pid_of(&response.info);
+                Ok(response.status.map(|status| (status, pid)))
+            }
             Err(e) if e.is_not_found() => Ok(None),
             Err(e) => Err(e),
         }
@@ -124,7 +169,10 @@ impl Observer {
             return Ok(());
         }
         self.sandbox = match self.runtime.sandbox_status(&current.id, true).await {
-            Ok(response) => Some(detail(&current.id, &response)),
+            Ok(response) => {
+                self.pids.extend(pid_of(&response.info).map(|pid| (current.id.clone(), pid)));
+                Some(detail(&current.id, &response))
+            }
             Err(e) if e.is_not_found() => None,
             Err(e) => return Err(e),
         };

@@ -18,7 +18,12 @@ use serde::{Deserialize, Serialize};
 use tokio::{sync::watch, task::spawn_blocking};
 use tracing::{error, info, warn};
 
-use super::{failure::Failure, manager::RuntimePod, metrics::Metrics, status::ProbeFacts};
+use super::{
+    failure::Failure,
+    manager::RuntimePod,
+    metrics::Metrics,
+    status::{OomFacts, ProbeFacts},
+};
 use crate::state::{Loaded, State};
 
 /// The name of the durable record.
@@ -38,6 +43,9 @@ pub struct PodRecord {
     /// Containers whose postStart hook is done, by the runtime's identifier: it is not run again.
     #[serde(default)]
     pub hooked: BTreeSet<String>,
+    /// OOM kills in containers, by the runtime's identifier.
+    #[serde(default)]
+    pub oom: BTreeMap<String, OomFacts>,
     /// Set if the pod was ended for good: it must not start again by itself.
     #[serde(default)]
     pub failure: Option<Failure>,

@@ -35,6 +35,41 @@ pub struct ProbeFacts {
     pub started: Option<bool>,
 }
 
+/// A process of a container that the kernel killed for want of memory. Sizes are bytes; 0 if unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct OomFacts {
+    /// The process, on the host.
+    pub pid: u32,
+    /// Whether it was the container's first process, with which the container ends.
+    pub first: bool,
+    /// Its anonymous memory.
+    pub anon_rss: u64,
+    /// Files that it had mapped.
+    pub file_rss: u64,
+    /// Shared memory that it had mapped.
+    pub shmem_rss: u64,
+    /// Its address space.
+    pub total_vm: u64,
+}
+
+impl OomFacts {
+    /// What the kernel saw, for people. `limit` is the container's memory limit as its manifest has it.
+    pub fn sentence(&self, limit: Option<&str>) -> String {
+        let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+        let limit = limit.map_or_else(
+            || "the container has no memory limit: the node or the pod ran out".to_owned(),
+            |limit| format!("the container's memory limit is {limit}"),
+        );
+        format!(
+            "the kernel killed process {} for want of memory: it had {} of its own, {} of files and {} shared; {limit}",
+            self.pid,
+            mib(self.anon_rss),
+            mib(self.file_rss),
+            mib(self.shmem_rss)
+        )
+    }
+}
+
 /// All that a status is made of.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
@@ -46,6 +81,8 @@ pub struct Inputs<'a> {
     pub waiting: &'a BTreeMap<String, Waiting>,
     /// What probes say, by the runtime's container identifier.
     pub probes: &'a BTreeMap<String, ProbeFacts>,
+    /// OOM kills in containers, by the runtime's container identifier.
+    pub oom: &'a BTreeMap<String, OomFacts>,
     /// The status before this one: transition times come from it.
     pub previous: Option<&'a core::PodStatus>,
     /// Set if the pod was ended for good.
@@ -254,11 +291,11 @@ impl Inputs<'_> {
         may_run: bool,
     ) -> (core::ContainerState, Option<core::ContainerState>) {
         let ended =
-            newest.and_then(|c| self.seen.containers.get(&c.id)).map(|status| self.terminated(status));
+            newest.and_then(|c| self.seen.containers.get(&c.id)).map(|status| self.terminated(spec, status));
         let before = newest.and_then(|c| {
             let dead = self.seen.pod.containers.iter().filter(|d| d.name == spec.name && d.id != c.id);
             let last = dead.max_by_key(|d| d.attempt)?;
-            self.seen.containers.get(&last.id).map(|status| self.terminated(status))
+            self.seen.containers.get(&last.id).map(|status| self.terminated(spec, status))
         });
         let waiting = self.waiting.get(&spec.name);
         match newest.map(|c| &c.state) {
@@ -280,8 +317,17 @@ impl Inputs<'_> {
         }
     }
 
-    fn terminated(&self, status: &cri::ContainerStatus) -> core::ContainerState {
-        let reason = if status.reason.is_empty() {
+    fn terminated(&self, spec: &core::Container, status: &cri::ContainerStatus) -> core::ContainerState {
+        // 137: SIGKILL, which is what the OOM killer sends.
+        let oom = self.oom.get(&status.id).filter(|facts| facts.first || status.exit_code == 137);
+        let limit = spec.resources.as_ref().and_then(|r| Some(r.limits.as_ref()?.get("memory")?.0.as_str()));
+        let message = match oom {
+            Some(facts) if status.message.is_empty() => facts.sentence(limit),
+            _ => status.message.clone(),
+        };
+        let reason = if oom.is_some() {
+            "OOMKilled".to_owned()
+        } else if status.reason.is_empty() {
             if status.exit_code == 0 { "Completed" } else { "Error" }.to_owned()
         } else {
             status.reason.clone()
@@ -294,7 +340,7 @@ impl Inputs<'_> {
                 finished_at: time(status.finished_at),
                 started_at: time(status.started_at),
                 reason: Some(reason),
-                message: (!status.message.is_empty()).then(|| status.message.clone()),
+                message: (!message.is_empty()).then_some(message),
                 signal: None,
             }),
             ..Default::default()

@@ -9,6 +9,7 @@ use std::{
 };
 
 use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
+use beelet_proto::cri;
 use futures::future::join_all;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
@@ -53,6 +54,8 @@ pub(super) struct Control {
     pub verdicts: Verdicts,
     /// Counts the changes that the runtime reported.
     pub changes: u64,
+    /// The runtime's word on containers that were last seen running, and have ended.
+    pub exited: BTreeMap<String, Arc<cri::ContainerStatus>>,
 }
 
 impl Control {
@@ -126,6 +129,8 @@ pub(super) struct Worker {
     backing_off: BTreeSet<String>,
     /// The time in which the pod must have ended, once it must.
     ending: Option<Window>,
+    /// The last look, if nothing was done since, and the changes that were known then.
+    last_look: Option<(Arc<Observation>, u64)>,
     /// What was seen when something was last done, and what was done.
     last_done: Option<(pod::Observed, Actions)>,
     devices: Grant,
@@ -167,6 +172,7 @@ impl Worker {
             failed_hooks: BTreeSet::new(),
             backing_off: BTreeSet::new(),
             ending: None,
+            last_look: None,
             last_done: None,
             devices,
         }
@@ -255,7 +261,7 @@ impl Worker {
 
     /// One look, one decision, and what it asks for.
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, String> {
-        let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+        let seen = self.look(control).await?;
         let now = Timestamp::now();
         let verdicts = self.verdicts(&control.verdicts, &seen);
         let actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
@@ -268,6 +274,7 @@ impl Worker {
         let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
         let due = actions.start.iter().any(|s| self.may_start(&s.name));
         if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
+            self.last_look = Some((Arc::clone(&seen), control.changes));
             let backoff = actions.wake_at().map(|at| instant(at, now));
             return Ok(Some(Step::Idle(backoff.into_iter().chain(retry_at).min())));
         }
@@ -291,6 +298,22 @@ impl Worker {
         self.execute(actions, &seen).await?;
         self.last_done = Some(doing);
         Ok(Some(Step::Done))
+    }
+
+    /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't asked again.
+    async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, String> {
+        if let Some((last, changes)) = self.last_look.take()
+            && changes == control.changes
+        {
+            let ended: Vec<_> =
+                control.exited.values().filter(|status| last.is_running(&status.id)).collect();
+            if !ended.is_empty() {
+                ended.iter().for_each(|status| self.observer.note((**status).as_ref().clone()));
+                let seen = ended.iter().fold((*last).clone(), |seen, status| seen.with_newer(status));
+                return Ok(Arc::new(seen));
+            }
+        }
+        Ok(Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?))
     }
 
     /// What probes say, and what is known here: how hooks did, and that containers without a startup probe have

@@ -1,5 +1,6 @@
 //! Commands in containers, and the processes behind containers.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use beelet_proto::cri;
@@ -38,15 +39,25 @@ impl Runtime {
     /// As for every call: [`Error`].
     pub async fn container_pid(&self, id: &str) -> Result<Option<u32>, Error> {
         let response = self.container_status(id, true).await?;
-        Ok(response.info.get("info").and_then(|info| pid_in(info)))
+        Ok(pid_of(&response.info))
     }
 }
 
-/// `pid` in a verbose status. 0 means that there is none.
+/// The process id in the `info` of a verbose status, a container's or a sandbox's.
+#[must_use]
+pub fn pid_of(info: &HashMap<String, String>) -> Option<u32> {
+    info.get("info").and_then(|info| pid_in(info))
+}
+
+/// `pid` in the JSON. 0 means that there is none.
 fn pid_in(info: &str) -> Option<u32> {
-    let info: serde_json::Value = serde_json::from_str(info).ok()?;
-    let pid = info.get("pid")?.as_u64()?;
-    u32::try_from(pid).ok().filter(|pid| *pid > 0)
+    // The rest, tens of kilobytes, is skipped.
+    #[derive(serde::Deserialize)]
+    struct Info {
+        pid: u32,
+    }
+    let info: Info = serde_json::from_str(info).ok()?;
+    Some(info.pid).filter(|pid| *pid > 0)
 }
 
 #[cfg(test)]

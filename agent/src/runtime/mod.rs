@@ -31,6 +31,7 @@ use tonic::{Request, Response, Status};
 pub use self::channel::EndpointError;
 pub use self::error::{Error, Kind};
 pub use self::events::ContainerEvents;
+pub use self::exec::pid_of;
 pub use self::operation::Operation;
 
 use self::channel::{Socket, socket_path};

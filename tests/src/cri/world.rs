@@ -10,6 +10,8 @@ use cri::{ContainerState, PodSandboxState};
 use sha2::{Digest, Sha256};
 use tonic::Status;
 
+/// More than any process id of Linux (PID_MAX_LIMIT).
+const PID_MAX: u32 = 4 << 20;
 /// Exit code of a process that SIGTERM ended.
 const TERMINATED: i32 = 128 + 15;
 /// Exit code of a process that SIGKILL ended.
@@ -45,6 +47,8 @@ pub struct Container {
     pub config: cri::ContainerConfig,
     /// Created, running, exited.
     pub state: ContainerState,
+    /// Its first process, as a verbose status says while it runs. No process of this machine has that id.
+    pub pid: u32,
     /// Nanoseconds since 1970.
     pub created_at: i64,
     /// Nanoseconds since 1970; 0 before it started.
@@ -384,6 +388,7 @@ impl World {
             sandbox_id: request.pod_sandbox_id,
             config,
             state: ContainerState::ContainerCreated,
+            pid: PID_MAX + u32::try_from(self.made).unwrap_or(0),
             created_at: now(),
             started_at: 0,
             finished_at: 0,
@@ -490,8 +495,9 @@ impl World {
             }),
             ..cri::ContainerStatus::default()
         };
+        let pid = if c.state == ContainerState::ContainerRunning { c.pid } else { 0 };
         let info =
-            ("info".to_owned(), serde_json::json!({ "sandboxID": c.sandbox_id, "pid": 0 }).to_string());
+            ("info".to_owned(), serde_json::json!({ "sandboxID": c.sandbox_id, "pid": pid }).to_string());
         Ok(cri::ContainerStatusResponse {
             status: Some(status),
             info: if request.verbose { HashMap::from([info]) } else { HashMap::new() },

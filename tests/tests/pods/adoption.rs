@@ -153,6 +153,7 @@ fn sandbox(node: &Node, name: &str, ours: bool) -> String {
                 sandbox_id: id.clone(),
                 config: of_container,
                 state: cri::ContainerState::ContainerRunning,
+                pid: 0,
                 created_at: 1,
                 started_at: 1,
                 finished_at: 0,

@@ -5,6 +5,7 @@
 
 mod adoption;
 mod devices;
+mod exits;
 mod failing;
 mod faults;
 mod hooks;

@@ -11,7 +11,9 @@ use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet::devices::{self, Devices, Store, StoreError};
 use beelet::events::Recorder;
 use beelet::kernel::{Kernel, KernelOptions, Mode};
+use beelet::lifecycle::exits::{self, Exits};
 use beelet::lifecycle::relist::{self, Relist};
+use beelet::lifecycle::{Pace, Signal, stream};
 use beelet::pods::cri_config::NodeFacts;
 use beelet::pods::labels;
 use beelet::pods::launch::Launcher;
@@ -19,6 +21,7 @@ use beelet::pods::manager::{Manager, Parts, Request};
 use beelet::pods::manifest::source::{ManifestSource, Options};
 use beelet::pods::metrics::Metrics;
 use beelet::pods::observe::managed;
+use beelet::pods::processes::Shared as Processes;
 use beelet::pods::records::Records;
 use beelet::pods::table::{PodEntry, PodName, PodTable};
 use beelet::probes::{self, Probes};
@@ -106,6 +109,7 @@ struct Agent {
     metrics: Metrics,
     requests: mpsc::Sender<Request>,
     events: Recorder,
+    signals: mpsc::Sender<Signal>,
     shutdown: CancellationToken,
     ended: JoinHandle<()>,
     devices: Devices,
@@ -237,6 +241,11 @@ impl Node {
     /// Asks the pods' manager for something, as the node's other parts do.
     pub(crate) async fn request(&self, request: Request) {
         self.agent.as_ref().unwrap().requests.send(request).await.unwrap();
+    }
+
+    /// Tells the agent what the kernel would.
+    pub(crate) async fn signal(&self, signal: Signal) {
+        self.agent.as_ref().unwrap().signals.send(signal).await.unwrap();
     }
 
     /// The agent's events so far: `reason: message`.
@@ -410,7 +419,6 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     let events = Recorder::load(&state);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let (requests_out, requests) = mpsc::channel(64);
-    let (relist, _) = Relist::new(runtime.clone(), requests_out.clone(), relist::Metrics::default());
     let (active_out, active) = watch::channel(None);
     let device_settings = devices::Settings::new(dir.join("kubelet"));
     let (devices, device_tasks) = match settings.plugin_wait {
@@ -431,6 +439,21 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
             (devices, Some(tasks))
         }
     };
+    let pace = Pace::default();
+    let (relist, _) =
+        Relist::new(runtime.clone(), requests_out.clone(), pace.clone(), relist::Metrics::default());
+    let (processes_out, processes) = watch::channel(Processes::default());
+    let (signals_out, signals) = mpsc::channel(64);
+    let exits = Exits::new(exits::Parts {
+        runtime: runtime.clone(),
+        requests: requests_out.clone(),
+        processes,
+        signals,
+        pace: pace.clone(),
+        cgroups: cgroups(&dir),
+        metrics: exits::Metrics::default(),
+    });
+    let stream = stream::follow(runtime.clone(), signals_out.clone(), pace, shutdown.clone());
     let records = Records::load(&state);
     let writer = tokio::spawn(records.writer(Arc::clone(&state), metrics.clone()));
     let working = CancellationToken::new();
@@ -441,6 +464,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
         requests,
         table: table_out,
+        processes: processes_out,
         records,
         active: active_out,
         metrics: metrics.clone(),
@@ -455,6 +479,8 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         metrics: probes::Metrics::default(),
     });
     tokio::spawn(relist.run(working.clone()));
+    tokio::spawn(exits.run(working.clone()));
+    tokio::spawn(stream);
     tokio::spawn(probes.run(working.clone()));
     let mut tasks = tokio::task::JoinSet::new();
     if let Some(device_tasks) = device_tasks {
@@ -468,7 +494,30 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         writer.await.unwrap();
     });
     let requests = requests_out;
-    Agent { runtime: None, table, metrics, requests, events, shutdown, ended, devices, _kernel: kernel }
+    let signals = signals_out;
+    Agent {
+        runtime: None,
+        table,
+        metrics,
+        requests,
+        events,
+        signals,
+        shutdown,
+        ended,
+        devices,
+        _kernel: kernel,
+    }
+}
+
+/// A tree of plain folders.
+fn cgroups(dir: &Path) -> Arc<Cgroups> {
+    let hierarchy = |name: &str| Hierarchy {
+        mount: dir.join("cgroup").join(name),
+        is_v2: false,
+        controllers: [name.to_owned()].into(),
+    };
+    let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+    Arc::new(Cgroups::over_folders(layout, "/").unwrap())
 }
 
 fn launcher(
@@ -478,17 +527,11 @@ fn launcher(
     events: Recorder,
     devices: Devices,
 ) -> Launcher {
-    let hierarchy = |name: &str| Hierarchy {
-        mount: dir.join("cgroup").join(name),
-        is_v2: false,
-        controllers: [name.to_owned()].into(),
-    };
-    let layout = Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
     let amount = |text: &str| Quantity::parse(text).unwrap();
     let node = NodeAmounts::new(amount("4"), amount("8Gi"), amount("0"), amount("0"));
     Launcher {
         runtime,
-        cgroups: Arc::new(Cgroups::over_folders(layout, "/").unwrap()),
+        cgroups: cgroups(dir),
         cgroup_config: CgroupConfig::new(CgroupVersion::V1, node),
         node: NodeFacts {
             node_name: "n1".to_owned(),

@@ -61,6 +61,7 @@ impl Manager {
         managed.waiting.clear();
         managed.probes.clear();
         managed.hooked.clear();
+        managed.oom.clear();
         managed.control.send_modify(|c| {
             c.failed = None;
             c.verdicts = pod::Verdicts::default();

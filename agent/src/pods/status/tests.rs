@@ -32,6 +32,7 @@ fn seen(containers: &[&str]) -> Observation {
         pod: Observed { sandboxes: vec![sandbox], containers: Vec::new() },
         sandbox: Some(SandboxDetail { id: "s0".to_owned(), ips: vec!["10.0.0.7".to_owned()], netns: None }),
         containers: BTreeMap::new(),
+        pids: BTreeMap::new(),
     };
     for text in containers {
         let words: Vec<&str> = text.split(' ').collect();
@@ -71,6 +72,7 @@ struct Case {
     probes: BTreeMap<String, ProbeFacts>,
     previous: Option<core::PodStatus>,
     failure: Option<Failure>,
+    oom: BTreeMap<String, OomFacts>,
     now: Option<i64>,
 }
 
@@ -83,6 +85,7 @@ impl Case {
             probes: &self.probes,
             previous: self.previous.as_ref(),
             failure: self.failure.as_ref(),
+            oom: &self.oom,
             node: &node(),
             runtime_name: "containerd",
             now: Timestamp::from_second(self.now.unwrap_or(NOW)).unwrap(),
@@ -293,4 +296,31 @@ fn a_pod_that_has_ended_with_its_sidecar_stays_so() {
     ended.pod.sandboxes[0].ready = false;
     let status = Case::default().status(&pod(spec()), &ended);
     assert_eq!(line(&status), "Succeeded Ready=False s: Error, a: Completed");
+}
+
+#[test]
+fn an_oom_kill_is_told_with_the_kernels_numbers() {
+    let spec =
+        || json!({"containers": [{"name": "a", "image": "i", "resources": {"limits": {"memory": "64Mi"}}}]});
+    let facts =
+        OomFacts { pid: 4711, first: true, anon_rss: 63 << 20, file_rss: 1 << 20, ..OomFacts::default() };
+    let case = Case { oom: [("a-0".to_owned(), facts.clone())].into(), ..Case::default() };
+    let ended = |status: &core::PodStatus| {
+        let container = &status.container_statuses.as_ref().unwrap()[0];
+        container.state.clone().unwrap().terminated.unwrap()
+    };
+    let state = ended(&case.status(&pod(spec()), &seen(&["a 0 exit 137"])));
+    assert_eq!(state.reason.as_deref(), Some("OOMKilled"));
+    assert_eq!(
+        state.message.as_deref(),
+        Some(
+            "the kernel killed process 4711 for want of memory: it had 63 MiB of its own, 1 MiB of files and 0 MiB \
+             shared; the container's memory limit is 64Mi"
+        )
+    );
+    // Another process of it was killed, and it went on and ended by itself.
+    let other = OomFacts { first: false, ..facts };
+    let case = Case { oom: [("a-0".to_owned(), other)].into(), ..Case::default() };
+    let state = ended(&case.status(&pod(spec()), &seen(&["a 0 exit 3"])));
+    assert_eq!((state.reason.as_deref(), state.message), (Some("Error"), None));
 }
