@@ -6,6 +6,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "beelet/beelet.proto",
         "beelet/devices.proto",
         "beelet/events.proto",
+        "beelet/garbage.proto",
         "deviceplugin/api.proto",
         "pluginregistration/api.proto",
         "podresources/api.proto",

@@ -1,6 +1,7 @@
 //! beelet, a node agent: it runs a machine's pods and keeps them healthy at kernel speed.
 //! ARCHITECTURE.md draws the house; each module's head says what it is for and what it never does.
 
+pub mod admission;
 pub mod api;
 pub mod cgroups;
 pub mod cli;
@@ -9,6 +10,8 @@ pub mod config;
 pub mod devices;
 pub mod document;
 pub mod events;
+pub mod eviction;
+pub mod images;
 pub mod kernel;
 pub mod lifecycle;
 pub mod node;

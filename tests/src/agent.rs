@@ -57,6 +57,9 @@ impl Options {
             "podLogsDir": dir.join("logs"),
             "healthzPort": 0,
             "oomScoreAdj": 0,
+            // What the machine of a test has on its disk is no reason for anything; tests of pressure set their own.
+            "evictionHard": { "memory.available": "16Mi" },
+            "imageGCHighThresholdPercent": 100,
         });
         let beelet = json!({
             "nodeName": NODE,

@@ -245,6 +245,17 @@ pub fn ip(arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// Runs a program of the machine; its errors are ours.
+fn run(name: &str, arguments: &[&str]) -> Result<()> {
+    let program = crate::requires::find_program(name).with_context(|| format!("{name} is not installed"))?;
+    let output =
+        Command::new(program).args(arguments).output().with_context(|| format!("could not start {name}"))?;
+    if !output.status.success() {
+        bail!("`{name} {}` failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}
+
 /// A file system mounted for a test at a folder of its own.
 #[derive(Debug)]
 pub struct Mount {
@@ -260,6 +271,17 @@ impl Mount {
     /// A tmpfs that holds `bytes` and no more: a disk that is full when a test wants it to be.
     pub fn tmpfs(path: &Path, bytes: u64) -> Result<Mount> {
         Mount::new("tmpfs", path, &format!("size={bytes}"))
+    }
+
+    /// A file system of its own in a file: ext4 of so many bytes, mounted by a loop device.
+    pub fn ext4(path: &Path, file: &Path, bytes: u64) -> Result<Mount> {
+        std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
+        let made = std::fs::File::create(file).and_then(|file| file.set_len(bytes));
+        made.with_context(|| format!("could not make {}", file.display()))?;
+        run("mkfs.ext4", &["-q", "-F", "-m", "0", &file.to_string_lossy()])?;
+        // mount(8) finds a free loop device, and the kernel frees it with the last use.
+        run("mount", &["-o", "loop", &file.to_string_lossy(), &path.to_string_lossy()])?;
+        Ok(Mount { path: path.to_path_buf() })
     }
 
     fn new(kind: &str, path: &Path, options: &str) -> Result<Mount> {

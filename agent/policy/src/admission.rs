@@ -39,6 +39,17 @@ impl Insufficient {
     }
 }
 
+/// What else than a resource that is short stands against a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// It is for another operating system.
+    Os,
+    /// A port of the node that it wants is taken.
+    Ports,
+    /// It is critical, and nobody can make room for it.
+    NoVictims,
+}
+
 /// What was decided.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Admission {
@@ -50,6 +61,8 @@ pub struct Admission {
     pub victims: Vec<usize>,
     /// Why it was refused for something else than resources, or why preemption found no victims.
     pub error: Option<String>,
+    /// What `error` is about.
+    pub refusal: Option<Refusal>,
     /// Sentences for a person.
     pub why: Vec<String>,
 }
@@ -67,13 +80,16 @@ pub fn admit<P: Borrow<Pod>>(
     let demand = PodDemand::read(pod).map_err(|error| error.under("pod"))?;
     let used = Used::by(pods)?;
     let reasons = used.insufficient(&demand, allocatable);
-    let refusal = foreign_os(pod).or_else(|| used.port_in_use(pod));
+    let (refusal, sentence) = foreign_os(pod)
+        .map(|sentence| (Refusal::Os, sentence))
+        .or_else(|| Some((Refusal::Ports, used.port_in_use(pod)?)))
+        .unzip();
     if reasons.is_empty() && refusal.is_none() {
         return Ok(Admission { admitted: true, ..Admission::default() });
     }
     // Only resources can be had by preemption: where anything else is in the way, nobody is evicted in vain.
     if refusal.is_some() || !is_critical(pod) {
-        return Ok(Admission { reasons, error: refusal, ..Admission::default() });
+        return Ok(Admission { reasons, error: sentence, refusal, ..Admission::default() });
     }
     let missing: Vec<Requirement> = reasons
         .iter()
@@ -81,7 +97,8 @@ pub fn admit<P: Borrow<Pod>>(
         .collect();
     let Preemption { victims, error, why } =
         preempt(pod, pods, &missing, policy).map_err(|error| error.under("pods"))?;
-    Ok(Admission { admitted: error.is_none(), reasons, victims, error, why })
+    let refusal = error.is_some().then_some(Refusal::NoVictims);
+    Ok(Admission { admitted: error.is_none(), reasons, victims, error, refusal, why })
 }
 
 /// What the admitted pods take.

@@ -62,7 +62,52 @@ pub enum NodeCondition {
     PidPressure,
 }
 
+impl NodeCondition {
+    /// Its name in a node's status.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::MemoryPressure => "MemoryPressure",
+            Self::DiskPressure => "DiskPressure",
+            Self::PidPressure => "PIDPressure",
+        }
+    }
+}
+
+impl std::fmt::Display for NodeCondition {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 impl Signal {
+    /// Its name in a configuration, e.g. `memory.available`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::MemoryAvailable => "memory.available",
+            Self::AllocatableMemoryAvailable => "allocatableMemory.available",
+            Self::NodeFsAvailable => "nodefs.available",
+            Self::NodeFsInodesFree => "nodefs.inodesFree",
+            Self::ImageFsAvailable => "imagefs.available",
+            Self::ImageFsInodesFree => "imagefs.inodesFree",
+            Self::ContainerFsAvailable => "containerfs.available",
+            Self::ContainerFsInodesFree => "containerfs.inodesFree",
+            Self::PidAvailable => "pid.available",
+        }
+    }
+
+    /// The resource that is short, as the message of an evicted pod names it (`signalToResource` of the kubelet).
+    #[must_use]
+    pub const fn resource(self) -> &'static str {
+        match self {
+            Self::MemoryAvailable | Self::AllocatableMemoryAvailable => resources::MEMORY,
+            Self::PidAvailable => "pids",
+            Self::NodeFsInodesFree | Self::ImageFsInodesFree | Self::ContainerFsInodesFree => "inodes",
+            _ => resources::EPHEMERAL_STORAGE,
+        }
+    }
+
     /// The condition that the node has while this signal is low.
     #[must_use]
     pub const fn condition(self) -> NodeCondition {
@@ -418,6 +463,48 @@ pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<u
 #[must_use]
 pub fn victim(ranked: &[usize], pods: &[Candidate<'_>]) -> Option<usize> {
     ranked.iter().copied().find(|i| pods.get(*i).is_some_and(|pod| !pod.critical))
+}
+
+/// How much must be freed before a threshold is no longer met, its minimum reclaim included; zero if it isn't met.
+#[must_use]
+pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
+    let more = threshold.min_reclaim.map_or(Quantity::ZERO, |more| more.of(seen.capacity));
+    let wanted = threshold.value.of(seen.capacity) + more;
+    wanted.saturating_sub(seen.available).max(Quantity::ZERO)
+}
+
+/// The pods to evict at once: in the order of `ranked`, critical ones left out, as many as together free `deficit`. The
+/// first goes in any case, as the kubelet's only one; each next one only if those before it cannot be enough and it frees
+/// something. Nobody goes after one without statistics: what that frees must be seen first.
+#[must_use]
+pub fn victims(
+    signal: Signal,
+    layout: DiskLayout,
+    ranked: &[usize],
+    pods: &[Candidate<'_>],
+    deficit: Quantity,
+) -> Vec<usize> {
+    let mut victims = Vec::new();
+    let mut freed = Quantity::ZERO;
+    for (index, pod) in ranked.iter().filter_map(|i| Some((*i, pods.get(*i)?))) {
+        if !victims.is_empty() && freed >= deficit {
+            break;
+        }
+        if pod.critical {
+            continue;
+        }
+        let Some(frees) = pod.usage.map(|usage| usage.of(signal, layout)) else {
+            if victims.is_empty() {
+                victims.push(index);
+            }
+            break;
+        };
+        if victims.is_empty() || !frees.is_zero() {
+            victims.push(index);
+            freed = freed + frees;
+        }
+    }
+    victims
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ pub mod eviction;
 pub mod expand;
 pub mod field;
 pub mod image_gc;
+pub mod local_storage;
 pub mod plan;
 pub mod pod;
 pub mod preemption;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::devices_client::DevicesClient;
 use beelet_proto::beelet::events_client::EventsClient;
+use beelet_proto::beelet::garbage_client::GarbageClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
 use hyper_util::rt::TokioIo;
@@ -25,6 +26,7 @@ pub struct Client {
     node: NodeClient<Channel>,
     events: EventsClient<Channel>,
     devices: DevicesClient<Channel>,
+    garbage: GarbageClient<Channel>,
 }
 
 /// Why the agent gave no answer.
@@ -95,9 +97,38 @@ impl Client {
             .connect_with_connector(connector)
             .await
             .map_err(|error| Status::unavailable(error.to_string()))?;
-        let events = EventsClient::new(channel.clone());
-        let devices = DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE);
-        Ok(Self { node: NodeClient::new(channel).max_decoding_message_size(MAX_MESSAGE), events, devices })
+        Ok(Self {
+            node: NodeClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            events: EventsClient::new(channel.clone()),
+            devices: DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            garbage: GarbageClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
+        })
+    }
+
+    /// Collects images now, or says what would go.
+    ///
+    /// # Errors
+    /// The agent can't, and says why.
+    pub async fn collect_images(
+        &mut self,
+        all_unused: bool,
+        dry_run: bool,
+    ) -> Result<proto::CollectImagesResponse, ClientError> {
+        let request = proto::CollectImagesRequest { dry_run, all_unused };
+        Ok(self.garbage.collect_images(request).await?.into_inner())
+    }
+
+    /// Collects dead containers and sandboxes now, or says what would go.
+    ///
+    /// # Errors
+    /// The agent can't, and says why.
+    pub async fn collect_containers(
+        &mut self,
+        terminated: bool,
+        dry_run: bool,
+    ) -> Result<proto::CollectContainersResponse, ClientError> {
+        let request = proto::CollectContainersRequest { dry_run, terminated };
+        Ok(self.garbage.collect_containers(request).await?.into_inner())
     }
 
     /// All pods as they are now.

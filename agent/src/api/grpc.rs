@@ -1,6 +1,8 @@
 //! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600; besides, every request's peer
 //! must be root or the agent's own user.
 
+pub mod garbage;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 mod error;
 mod kill;
 pub mod layout;
+mod memory;
 pub mod metrics;
 pub mod order;
 mod tree;
@@ -25,6 +26,7 @@ mod write;
 
 pub use error::CgroupError;
 pub use layout::{Hierarchy, Layout, Version};
+pub use memory::MemoryUse;
 pub use metrics::Metrics;
 
 use crate::config::CgroupDriver;

@@ -10,6 +10,7 @@ pub mod describe;
 pub mod devices;
 pub mod doctor;
 pub mod events;
+pub mod gc;
 pub mod get;
 pub mod plan;
 pub mod run;
@@ -34,6 +35,8 @@ enum Command {
     Events(events::EventsArgs),
     /// Show the devices of this machine and who holds them.
     Devices(devices::DevicesArgs),
+    /// Remove unused images or dead containers now.
+    Gc(gc::GcArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
     /// Decide for a scenario what the agent would do.
@@ -52,6 +55,7 @@ pub fn main() -> ExitCode {
         Command::Describe(args) => describe::run(&args),
         Command::Events(args) => events::run(&args),
         Command::Devices(args) => devices::run(&args),
+        Command::Gc(args) => gc::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
     }

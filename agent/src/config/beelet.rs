@@ -3,7 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::values::GoDuration;
-use super::{BpfMode, CpuWeightFormula, EdgePolicy, TcpProbes};
+use super::{BpfMode, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -23,6 +23,13 @@ pub(super) struct BeeletWire {
     pub(super) kubelet_dir: Option<String>,
     pub(super) device_plugin_wait: Option<GoDuration>,
     pub(super) stop_pods_on_exit: Option<bool>,
+    pub(super) preemption: Option<PreemptionPolicy>,
+    #[serde(rename = "containerGCMinimumAge")]
+    pub(super) container_gc_minimum_age: Option<GoDuration>,
+    #[serde(rename = "containerGCMaxPerPodContainer")]
+    pub(super) container_gc_max_per_pod_container: Option<i64>,
+    #[serde(rename = "containerGCMaxContainers")]
+    pub(super) container_gc_max_containers: Option<i64>,
 }
 
 /// YAML reads a bare `off` as false, so both spellings mean the same.

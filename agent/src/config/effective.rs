@@ -65,6 +65,24 @@ fn kubelet(config: &Config) -> KubeletWire {
         topology_manager_scope: word(&config.topology.1),
         oom_score_adj: Some(config.oom_score_adj.into()),
         max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
+        max_pods: Some(config.max_pods.into()),
+        pods_per_core: Some(config.pods_per_core.into()),
+        image_minimum_gc_age: Some(GoDuration(config.image_gc.min_age)),
+        image_maximum_gc_age: Some(GoDuration(config.image_gc.max_age)),
+        image_gc_high_threshold_percent: Some(config.image_gc.high_percent),
+        image_gc_low_threshold_percent: Some(config.image_gc.low_percent),
+        eviction_hard: Some(Amounts(config.eviction.texts.hard.clone())),
+        merge_default_eviction_settings: Some(false),
+        eviction_soft: Some(Amounts(config.eviction.texts.soft.clone())),
+        eviction_soft_grace_period: Some(Amounts(config.eviction.texts.soft_grace.clone())),
+        eviction_pressure_transition_period: Some(GoDuration(config.eviction.pressure_transition)),
+        eviction_max_pod_grace_period: Some(match config.eviction.max_pod_grace {
+            Some(grace) => grace.as_secs().try_into().unwrap_or(i64::MAX),
+            None => -1,
+        }),
+        eviction_minimum_reclaim: Some(Amounts(config.eviction.texts.min_reclaim.clone())),
+        local_storage_capacity_isolation: Some(config.local_storage_isolation),
+        volume_stats_agg_period: Some(GoDuration(config.volume_stats_period)),
     }
 }
 
@@ -95,5 +113,9 @@ fn beelet(config: &Config) -> BeeletWire {
         kubelet_dir: text(&ours.kubelet_dir),
         device_plugin_wait: Some(GoDuration(ours.device_plugin_wait)),
         stop_pods_on_exit: Some(ours.stop_pods_on_exit),
+        preemption: Some(ours.preemption),
+        container_gc_minimum_age: Some(GoDuration(ours.container_gc.min_age)),
+        container_gc_max_per_pod_container: Some(ours.container_gc.max_per_pod_container),
+        container_gc_max_containers: Some(ours.container_gc.max_containers),
     }
 }

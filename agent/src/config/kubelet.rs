@@ -41,6 +41,25 @@ pub(super) struct KubeletWire {
     pub(super) topology_manager_scope: Option<String>,
     pub(super) oom_score_adj: Option<i64>,
     pub(super) max_open_files: Option<i64>,
+    pub(super) max_pods: Option<i64>,
+    pub(super) pods_per_core: Option<i64>,
+    #[serde(rename = "imageMinimumGCAge")]
+    pub(super) image_minimum_gc_age: Option<GoDuration>,
+    #[serde(rename = "imageMaximumGCAge")]
+    pub(super) image_maximum_gc_age: Option<GoDuration>,
+    #[serde(rename = "imageGCHighThresholdPercent")]
+    pub(super) image_gc_high_threshold_percent: Option<i64>,
+    #[serde(rename = "imageGCLowThresholdPercent")]
+    pub(super) image_gc_low_threshold_percent: Option<i64>,
+    pub(super) eviction_hard: Option<Amounts>,
+    pub(super) merge_default_eviction_settings: Option<bool>,
+    pub(super) eviction_soft: Option<Amounts>,
+    pub(super) eviction_soft_grace_period: Option<Amounts>,
+    pub(super) eviction_pressure_transition_period: Option<GoDuration>,
+    pub(super) eviction_max_pod_grace_period: Option<i64>,
+    pub(super) eviction_minimum_reclaim: Option<Amounts>,
+    pub(super) local_storage_capacity_isolation: Option<bool>,
+    pub(super) volume_stats_agg_period: Option<GoDuration>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]

@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::quantity::Quantity;
 use serde::{Deserialize, Serialize};
@@ -21,11 +22,13 @@ mod error;
 mod fields;
 mod kubelet;
 mod load;
+mod pressure;
 mod resolve;
 mod unsupported;
 mod values;
 
 pub use error::{ConfigError, Place, Warning};
+pub use pressure::{Eviction, EvictionTexts, ImageGc};
 
 /// What this node is to do.
 #[derive(Debug, Clone, PartialEq)]
@@ -80,6 +83,18 @@ pub struct Config {
     pub oom_score_adj: i32,
     /// The agent's own limit of open files.
     pub max_open_files: u64,
+    /// Most pods at a time, `podsPerCore` taken into account by [`Config::pod_limit`].
+    pub max_pods: u32,
+    /// Most pods for each CPU; 0: only `max_pods` counts.
+    pub pods_per_core: u32,
+    /// When images go.
+    pub image_gc: ImageGc,
+    /// When the node is short of something, and what then.
+    pub eviction: Eviction,
+    /// Whether ephemeral-storage limits and sizes of emptyDir volumes are enforced.
+    pub local_storage_isolation: bool,
+    /// How old the measured size of a volume may get before it is measured again.
+    pub volume_stats_period: Duration,
     /// What is ours.
     pub beelet: Beelet,
 }
@@ -113,6 +128,29 @@ pub struct Beelet {
     pub device_plugin_wait: Duration,
     /// Stop all pods when the agent is told to stop.
     pub stop_pods_on_exit: bool,
+    /// How the pods are chosen that make room for a critical one.
+    pub preemption: PreemptionPolicy,
+    /// How many dead containers stay, and for how long at least.
+    pub container_gc: ContainerGcPolicy,
+}
+
+/// How the pods are chosen that make room for a critical one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PreemptionPolicy {
+    /// As the kubelet chooses.
+    Kubelet,
+    /// The set that costs the important pods least.
+    Minimal,
+}
+
+impl From<PreemptionPolicy> for beelet_policy::preemption::Policy {
+    fn from(policy: PreemptionPolicy) -> Self {
+        match policy {
+            PreemptionPolicy::Kubelet => Self::Kubelet,
+            PreemptionPolicy::Minimal => Self::Minimal,
+        }
+    }
 }
 
 /// Who manages cgroups.
@@ -196,6 +234,16 @@ impl Config {
             .filter_map(|amounts| amounts.get(resource))
             .copied()
             .sum()
+    }
+
+    /// Most pods at a time on a machine with so many CPUs.
+    #[must_use]
+    pub fn pod_limit(&self, cpus: usize) -> u32 {
+        let by_cpus = u64::from(self.pods_per_core) * cpus as u64;
+        match u32::try_from(by_cpus) {
+            Ok(limit) if limit > 0 => limit.min(self.max_pods),
+            _ => self.max_pods,
+        }
     }
 
     /// The gRPC socket.

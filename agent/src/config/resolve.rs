@@ -14,7 +14,10 @@ use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
-use super::{Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, TcpProbes};
+use super::{
+    Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes,
+    pressure,
+};
 
 /// The first of each is the default.
 const TOPOLOGY_POLICIES: [(&str, TopologyPolicy); 4] = [
@@ -68,6 +71,12 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
             0,
             i64::MAX,
         )?,
+        max_pods: number("maxPods", wire.max_pods, 110, 0, i64::from(i32::MAX))?,
+        pods_per_core: number("podsPerCore", wire.pods_per_core, 0, 0, i64::from(i32::MAX))?,
+        image_gc: pressure::image_gc(wire)?,
+        eviction: pressure::eviction(wire)?,
+        local_storage_isolation: wire.local_storage_capacity_isolation.unwrap_or(true),
+        volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
         beelet,
     })
 }
@@ -91,6 +100,8 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         kubelet_dir: folder("kubeletDir", &wire.kubelet_dir, "/var/lib/kubelet")?,
         device_plugin_wait: duration(wire.device_plugin_wait, crate::devices::PLUGIN_WAIT),
         stop_pods_on_exit: wire.stop_pods_on_exit.unwrap_or(false),
+        preemption: wire.preemption.unwrap_or(PreemptionPolicy::Kubelet),
+        container_gc: pressure::container_gc(wire)?,
     })
 }
 
@@ -129,11 +140,11 @@ fn word<T: Copy, const N: usize>(
     })
 }
 
-fn duration(value: Option<GoDuration>, default: Duration) -> Duration {
+pub(super) fn duration(value: Option<GoDuration>, default: Duration) -> Duration {
     value.map(|value| value.0).filter(|value| !value.is_zero()).unwrap_or(default)
 }
 
-fn number<T: TryFrom<i64>>(
+pub(super) fn number<T: TryFrom<i64>>(
     field: &str,
     value: Option<i64>,
     default: i64,

@@ -105,6 +105,51 @@ fn values_are_understood_as_the_kubelet_does() {
 }
 
 #[test]
+fn thresholds_are_the_kubelets_by_default_and_replaced_as_a_whole() {
+    let hard = |body: &str| set(&kubelet(body)).eviction.texts.hard.into_iter().collect::<Vec<_>>();
+    let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    assert_eq!(
+        hard(""),
+        [
+            pair("imagefs.available", "15%"),
+            pair("imagefs.inodesFree", "5%"),
+            pair("memory.available", "100Mi"),
+            pair("nodefs.available", "10%"),
+            pair("nodefs.inodesFree", "5%"),
+        ]
+    );
+    assert_eq!(hard("evictionHard: {memory.available: 1Gi}"), [pair("memory.available", "1Gi")]);
+    assert_eq!(hard("evictionHard: {}"), []);
+    let merged = hard("evictionHard: {memory.available: 1Gi}\nmergeDefaultEvictionSettings: true");
+    assert_eq!(merged.len(), 5);
+    assert!(merged.contains(&pair("memory.available", "1Gi")));
+    let soft = set(&kubelet(
+        "evictionHard: {pid.available: 0%}\nevictionSoft: {memory.available: 10%}\nevictionSoftGracePeriod: \
+         {memory.available: 1m30s}\nevictionMinimumReclaim: {memory.available: 5Mi}",
+    ));
+    let [soft] = <[_; 1]>::try_from(soft.eviction.thresholds).unwrap();
+    assert_eq!(soft.grace, Duration::from_secs(90));
+    assert!(soft.min_reclaim.is_some());
+}
+
+#[test]
+fn the_number_of_pods_is_limited_by_cpus_too() {
+    assert_eq!(set("").pod_limit(64), 110);
+    assert_eq!(set(&kubelet("podsPerCore: 10")).pod_limit(4), 40);
+    assert_eq!(set(&kubelet("podsPerCore: 10")).pod_limit(64), 110);
+    assert_eq!(set(&kubelet("maxPods: 7")).pod_limit(1), 7);
+}
+
+#[test]
+fn image_collection_is_off_at_a_hundred_percent_without_a_maximum_age() {
+    let gc = |body: &str| set(&kubelet(body)).image_gc;
+    assert!(gc("").is_on());
+    assert!(!gc("imageGCHighThresholdPercent: 100").is_on());
+    assert!(gc("imageGCHighThresholdPercent: 100\nimageMaximumGCAge: 240h").is_on());
+    assert_eq!(gc("imageMinimumGCAge: 0s").min_age, Duration::from_secs(120));
+}
+
+#[test]
 fn our_own_fields_are_understood() {
     let field = |body: &str| set(&beelet(body)).beelet;
     assert_eq!(field("bpf: off").bpf, BpfMode::Off);
@@ -120,6 +165,10 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("devicePluginWait: 1m").device_plugin_wait, Duration::from_secs(60));
     assert_eq!(field("").device_plugin_wait, Duration::from_secs(300));
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
+    assert_eq!(field("preemption: minimal").preemption, PreemptionPolicy::Minimal);
+    assert_eq!(field("").container_gc.max_per_pod_container, 1);
+    assert_eq!(field("containerGCMaxPerPodContainer: -1").container_gc.max_per_pod_container, -1);
+    assert_eq!(field("containerGCMinimumAge: 1m").container_gc.min_age, Duration::from_secs(60));
     assert!(field("criticalStaticPods: true").critical_static_pods);
 }
 
@@ -158,6 +207,17 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("cgroupsPerQOS: false", "3:16: cgroupsPerQOS: false is not in this version");
     check("crashLoopBackOff: {maxContainerRestartPeriod: 400s}", "3:47: crashLoopBackOff.maxContainer");
     check("crashLoopBackOff: {max: 1s}", "3:25: crashLoopBackOff.max: unknown field `max`");
+    check("imageGCHighThresholdPercent: 101", "3:30: imageGCHighThresholdPercent: 101 is out of range");
+    check("imageGCHighThresholdPercent: 80", " imageGCLowThresholdPercent: 80 is not below");
+    check("imageMaximumGCAge: 1m", "3:20: imageMaximumGCAge: 60s is not above imageMinimumGCAge");
+    check("evictionHard: {memory.free: 1Gi}", "3:29: evictionHard.memory.free: is no signal");
+    check("evictionHard: {memory.available: 1Go}", "3:34: evictionHard.memory.available: ");
+    check("evictionHard: {memory.available: 110%}", "3:34: evictionHard.memory.available: ");
+    check(
+        "evictionSoft: {memory.available: 1Gi}",
+        "3:34: evictionSoft.memory.available: has no grace period",
+    );
+    check_error(&beelet("preemption: random"), "3:13: preemption: unknown variant `random`");
     check_error(&beelet("bpf: maybe"), "3:6: bpf: auto or off");
     check_error(&beelet("nodeName: Not A Name"), "3:11: nodeName: ");
     check_error(&beelet("pinName: a/b"), "3:10: pinName: ");
@@ -354,6 +414,11 @@ fn the_effective_configuration_reads_back_as_itself() {
         kubelet("staticPodPath: /p\nqosReserved: {memory: 50%}\nresolvConf: ''"),
         kubelet("systemReserved: {cpu: 250m, memory: 1.5Gi}\nkubeReserved: {ephemeral-storage: 1e9}"),
         kubelet("enforceNodeAllocatable: [pods]\nclusterDNS: ['10.0.0.10']\nruntimeRequestTimeout: 1.5s"),
+        kubelet(
+            "evictionHard: {memory.available: 5%}\nevictionMaxPodGracePeriod: 0\nmaxPods: 3\nimageMaximumGCAge: 1h",
+        ),
+        kubelet("evictionSoft: {nodefs.available: 1Gi}\nevictionSoftGracePeriod: {nodefs.available: 1m}"),
+        beelet("preemption: minimal\ncontainerGCMaxContainers: 9"),
         beelet("nodeName: 'on'\nbpf: off\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere"),
     ] {
         let config = set(&text);

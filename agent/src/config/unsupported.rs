@@ -70,15 +70,6 @@ const GROUPS: &[Group] = &[
         fields: &["httpCheckFrequency", "staticPodURL", "staticPodURLHeader"],
     },
     Group {
-        reason: "image garbage collection is not in this version",
-        fields: &[
-            "imageMinimumGCAge",
-            "imageMaximumGCAge",
-            "imageGCHighThresholdPercent",
-            "imageGCLowThresholdPercent",
-        ],
-    },
-    Group {
         reason: "image pulls are neither limited nor verified in this version: the runtime's own limits and the image's \
                  pull policy hold",
         fields: &[
@@ -91,17 +82,8 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        reason: "eviction under node pressure is not in this version",
-        fields: &[
-            "evictionHard",
-            "mergeDefaultEvictionSettings",
-            "evictionSoft",
-            "evictionSoftGracePeriod",
-            "evictionPressureTransitionPeriod",
-            "evictionMaxPodGracePeriod",
-            "evictionMinimumReclaim",
-            "kernelMemcgNotification",
-        ],
+        reason: "the kernel's word on memory pressure is always listened to, where it can be had",
+        fields: &["kernelMemcgNotification"],
     },
     Group {
         reason: "CPUs, memory and NUMA nodes are not pinned in this version: containers share what their node has",
@@ -153,14 +135,7 @@ const GROUPS: &[Group] = &[
         reason: "pods are held to the manifest's own security settings in this version",
         fields: &["seccompDefault", "allowedUnsafeSysctls", "userNamespaces"],
     },
-    Group {
-        reason: "volume usage and local storage limits are not measured in this version",
-        fields: &["volumeStatsAggPeriod", "localStorageCapacityIsolation", "volumePluginDir"],
-    },
-    Group {
-        reason: "the number of pods is not limited in this version: every manifest is run",
-        fields: &["maxPods", "podsPerCore"],
-    },
+    Group { reason: "there are no volume plugins", fields: &["volumePluginDir"] },
     Group {
         reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",
         fields: &["syncFrequency"],

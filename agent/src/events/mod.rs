@@ -5,6 +5,8 @@
 //! ([`CAPACITY`], the oldest go first) and survives restarts of the agent. The same event again raises a count, as in
 //! the API server. Nobody decides anything by an event: they are for people.
 
+mod node;
+
 use std::{
     collections::{BTreeMap, HashMap},
     sync::Arc,
@@ -21,6 +23,8 @@ use crate::{
     pods::table::PodName,
     state::{Loaded, State},
 };
+
+pub use self::node::NodeEvents;
 
 /// Events that are kept.
 pub const CAPACITY: usize = 2048;

@@ -15,6 +15,7 @@ mod measures;
 mod netns;
 mod offsets;
 mod pins;
+pub mod quota;
 mod reader;
 mod sweep;
 mod sys;

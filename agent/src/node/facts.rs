@@ -27,8 +27,7 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
         Version::V2 => CgroupVersion::V2,
     };
     let cpus = std::thread::available_parallelism().context("cannot count the CPUs")?.get();
-    let memory = memory_total(&fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?)
-        .context("/proc/meminfo has no MemTotal")?;
+    let memory = memory()?;
     let node = NodeAmounts::new(
         Quantity::parse(&cpus.to_string())?,
         Quantity::parse(&memory.to_string())?,
@@ -64,6 +63,12 @@ pub(super) fn node_resources(config: &Config, amounts: &NodeAmounts) -> NodeReso
         capacity: both(amounts.allocatable_millis.saturating_add(reserved), amounts.memory_capacity),
         allocatable: both(amounts.allocatable_millis, amounts.allocatable_memory),
     }
+}
+
+/// All of the machine's memory, in bytes.
+pub(super) fn memory() -> Result<u64> {
+    memory_total(&fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?)
+        .context("/proc/meminfo has no MemTotal")
 }
 
 /// MemTotal in bytes.

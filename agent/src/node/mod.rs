@@ -1,5 +1,6 @@
 //! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
 
+mod alive;
 mod devices;
 mod facts;
 pub mod ownership;
@@ -25,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tracing::{error, info, warn};
 
-use self::ownership::Ownership;
+use self::{alive::Alive, ownership::Ownership};
 use crate::{
     api::{
         grpc,
@@ -112,7 +113,8 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let devices = grpc::devices::Slot::default();
     let services = Routes::new(grpc::node_service(table.clone(), serving.clone()))
         .add_service(grpc::events::service(&events, serving.clone()))
-        .add_service(grpc::devices::service(Arc::clone(&devices), table.clone()));
+        .add_service(grpc::devices::service(Arc::clone(&devices), table.clone()))
+        .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)));
     let mut servers = serve(&config, table.clone(), registry, services, &health, &serving).await?;
     let log = tokio::spawn(events.writer(Arc::clone(&state), serving.clone()));
     servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
@@ -177,6 +179,7 @@ struct Metrics {
     relist: relist::Metrics,
     devices: crate::devices::Metrics,
     exits: exits::Metrics,
+    alive: alive::Early,
 }
 
 impl Metrics {
@@ -187,6 +190,7 @@ impl Metrics {
         self.relist.register(&mut registry);
         self.devices.register(&mut registry);
         self.exits.register(&mut registry);
+        self.alive.register(&mut registry);
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
         Arc::new(registry)
@@ -301,8 +305,21 @@ impl Node {
         let _ = slot.set((devices.clone(), facts::node_resources(&self.config, &self.cgroup_config.node)));
         let records = Records::load(&self.state);
         let writer = tokio::spawn(records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
+        let alive = Alive::build(alive::Parts {
+            config: &self.config,
+            runtime: &self.runtime,
+            cgroups: &self.cgroups,
+            cgroup_config: &self.cgroup_config,
+            kernel: &self.kernel,
+            state: &self.state,
+            table: &table,
+            requests: &requests_out,
+            events: &self.events,
+            early: &self.metrics.alive,
+        })
+        .await?;
         let manager = Manager::new(manager::Parts {
-            launcher: Arc::new(self.launcher(&devices)?),
+            launcher: Arc::new(self.launcher(&devices, &alive)?),
             runtime_name: self.version.runtime_name.clone(),
             desired: self.manifests(&working).await,
             requests,
@@ -325,6 +342,7 @@ impl Node {
         let (cgroups, values) = (Arc::clone(&self.cgroups), self.cgroup_config.clone());
         let mut tasks = JoinSet::new();
         self.follow_exits(&mut tasks, exit_requests, processes, &pace, &working);
+        alive.spawn(&mut tasks, &working);
         tasks.spawn(relist.run(working.clone()));
         tasks.spawn(probes.run(working.clone()));
         device_tasks.spawn(&mut tasks, &working);
@@ -394,7 +412,7 @@ impl Node {
         }
     }
 
-    fn launcher(&self, devices: &Devices) -> Result<Launcher> {
+    fn launcher(&self, devices: &Devices, alive: &Alive) -> Result<Launcher> {
         Ok(Launcher {
             runtime: self.runtime.clone(),
             cgroups: Arc::clone(&self.cgroups),
@@ -405,6 +423,8 @@ impl Node {
             events: self.events.clone(),
             devices: devices.clone(),
             cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
+            admission: Arc::clone(&alive.admission),
+            leases: alive.leases.clone(),
         })
     }
 }

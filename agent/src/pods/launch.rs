@@ -19,9 +19,11 @@ use super::{
     volumes,
 };
 use crate::{
+    admission::Admission,
     cgroups::Cgroups,
     devices::Devices,
     events::{Object, Recorder},
+    images::{Lease, Leases},
     runtime::{self, Runtime},
 };
 
@@ -67,6 +69,10 @@ pub struct Launcher {
     pub devices: Devices,
     /// CDI devices are named in an annotation too: the runtime is too old for the field.
     pub cdi_by_annotation: bool,
+    /// Who may run here.
+    pub admission: Arc<Admission>,
+    /// Images that containers are about to be made from.
+    pub leases: Leases,
 }
 
 impl Launcher {
@@ -105,7 +111,8 @@ impl Launcher {
         // The attempt in the sandbox's configuration has no meaning for its containers.
         let path = values::pod_cgroup(pod, &self.cgroup_config).map_err(config_error)?.path;
         let sandbox_config = cri_config::sandbox(pod, 0, self.cgroups.cri_parent(&path), &self.node);
-        let image_ref = self.image(container, &sandbox_config).await?;
+        // Until the container exists, nobody may remove its image.
+        let (image_ref, _lease) = self.leased_image(container, &sandbox_config).await?;
         let facts = ContainerFacts {
             attempt: start.attempt,
             restart_delay: start.restart_delay,
@@ -147,6 +154,22 @@ impl Launcher {
     pub(super) fn pod_ips(&self, pod: &core::Pod, sandbox: &SandboxDetail) -> Vec<String> {
         let on_host = pod.spec.as_ref().and_then(|s| s.host_network) == Some(true);
         if on_host { vec![self.node.host_ip.to_string()] } else { sandbox.ips.clone() }
+    }
+
+    /// The image by its pull policy, as the runtime identifies it, held until the container is made.
+    async fn leased_image(
+        &self,
+        container: &core::Container,
+        sandbox: &cri::PodSandboxConfig,
+    ) -> Result<(String, Lease), StartError> {
+        let mut lease = self.leases.acquire(container.image.as_deref().unwrap_or_default()).await;
+        let mut image = self.image(container, sandbox).await?;
+        // An image that was removed just now, under another of its names, is looked for once more; this time it is held.
+        if !lease.extend(&image).await {
+            image = self.image(container, sandbox).await?;
+            let _ = lease.extend(&image).await;
+        }
+        Ok((image, lease))
     }
 
     /// The image by its pull policy, as the runtime identifies it.

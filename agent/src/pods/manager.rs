@@ -209,6 +209,8 @@ pub struct Manager {
     /// What the runtime was last seen to have, and at first what the records of an earlier instance name: a
     /// pod that the runtime has forgotten may have left folders and cgroups. `None` before the first look.
     runtime: Option<BTreeMap<String, RuntimePod>>,
+    /// UIDs of the pods that the runtime itself named, when it was last asked.
+    present: BTreeSet<String>,
     /// Pods that are gone, and since when: what the runtime was asked before may still name them.
     gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<Report>,
@@ -222,9 +224,9 @@ impl Manager {
     /// A manager that has started nothing yet.
     pub fn new(parts: Parts) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
-        let (pods, gone) = (BTreeMap::new(), BTreeMap::new());
+        let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
         let devices = parts.launcher.devices.node();
-        Self { parts, pods, runtime: None, gone, reports_in, reports_out, devices, device_health: 0 }
+        Self { parts, pods, runtime: None, present, gone, reports_in, reports_out, devices, device_health: 0 }
     }
 
     /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
@@ -274,6 +276,8 @@ impl Manager {
         for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
             self.keep_or_terminate(&uid, wanted.get(&uid).copied(), &desired);
         }
+        // Those that run have their room before any new one asks for some.
+        wanted.iter().for_each(|(uid, pod)| self.adopt(uid, pod));
         for (uid, orphan) in &in_runtime {
             // A UID may be written in the manifest, and stay when the rest changes.
             let is_wanted =
@@ -320,6 +324,14 @@ impl Manager {
         }
     }
 
+    /// A pod that an earlier instance of the agent let in is not asked again, whatever the node is like now.
+    fn adopt(&self, uid: &str, pod: &Arc<core::Pod>) {
+        let failed = || self.parts.records.get(uid).is_some_and(|record| record.failure.is_some());
+        if self.present.contains(uid) && !self.pods.contains_key(uid) && !failed() {
+            self.parts.launcher.admission.adopt(pod);
+        }
+    }
+
     fn publish_rejected(&self, desired: &Desired) {
         self.parts.table.send_if_modified(|table| {
             if *table.rejected == desired.rejected {
@@ -338,6 +350,11 @@ impl Manager {
             Some(record) => (record.probes, record.hooked, record.oom, record.status, record.failure),
             None => Default::default(),
         };
+        if terminate {
+            let admission = &self.parts.launcher.admission;
+            admission.adopt(&pod);
+            admission.leaving(&uid, cri_config::grace_period(&pod));
+        }
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
         let (control, signal) = watch::channel(Control { terminate, failed, ..Control::default() });
@@ -384,6 +401,7 @@ impl Manager {
         pod.metadata.deletion_timestamp = Some(Time(whole_second(deadline)));
         pod.metadata.deletion_grace_period_seconds = i64::try_from(grace.as_secs()).ok();
         managed.pod = Arc::new(pod);
+        self.parts.launcher.admission.leaving(uid, grace);
         self.publish(uid);
     }
 
@@ -394,6 +412,7 @@ impl Manager {
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
+            self.parts.launcher.admission.released(&report.uid);
             if let Some(runtime) = &mut self.runtime {
                 runtime.remove(&report.uid);
             }
@@ -441,6 +460,7 @@ impl Manager {
                         managed.control.send_modify(|c| c.changes += 1);
                     }
                 }
+                self.present = seen.pods.keys().cloned().collect();
                 self.gone.retain(|_, since| *since >= seen.asked_at);
                 seen.pods.retain(|uid, _| !self.gone.contains_key(uid));
                 let earlier =
@@ -529,6 +549,10 @@ impl Manager {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
         managed.status = Some(status.clone());
+        if matches!(status.phase.as_deref(), Some("Succeeded" | "Failed")) {
+            // What has ended needs no room.
+            self.parts.launcher.admission.released(uid);
+        }
         let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
         let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
         let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns };

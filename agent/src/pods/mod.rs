@@ -4,6 +4,7 @@
 pub mod cri_config;
 mod env;
 pub mod failure;
+pub mod garbage;
 pub mod labels;
 pub mod launch;
 pub mod manager;

@@ -283,6 +283,9 @@ impl Worker {
         if self.last_done.take().is_some_and(|done| done == doing && count(&actions) > actions.start.len()) {
             return Err("what the runtime was asked to do, and said it did, can't be seen yet".to_owned());
         }
+        if !self.has_room(&actions).await {
+            return Ok(Some(Step::Idle(None)));
+        }
         let mut actions = actions;
         if let Some(waiting) = self.have_devices(&seen, &actions).await {
             if !self.report(&seen, &actions, Stage::Here).await {
@@ -314,6 +317,20 @@ impl Worker {
             }
         }
         Ok(Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?))
+    }
+
+    /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is on its way.
+    async fn has_room(&self, actions: &Actions) -> bool {
+        if actions.create_sandbox.is_none() && actions.start.is_empty() {
+            return true;
+        }
+        match self.launcher.admission.admit(&self.pod).await {
+            Ok(()) => true,
+            Err(rejection) => {
+                self.launcher.admission.refuse(&self.uid, rejection).await;
+                false
+            }
+        }
     }
 
     /// What probes say, and what is known here: how hooks did, and that containers without a startup probe have

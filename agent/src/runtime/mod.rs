@@ -355,6 +355,22 @@ impl Runtime {
         Ok(())
     }
 
+    /// What the containers that `filter` lets through use, their writable layers among it.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn list_container_stats(
+        &self,
+        filter: cri::ContainerStatsFilter,
+    ) -> Result<Vec<cri::ContainerStats>, Error> {
+        let request = cri::ListContainerStatsRequest { filter: Some(filter) };
+        let response = self
+            .call(Operation::ListContainerStats, String::new())
+            .runtime(request, |mut client, request| async move { client.list_container_stats(request).await })
+            .await?;
+        Ok(response.stats)
+    }
+
     /// All images on this node.
     ///
     /// # Errors

@@ -54,6 +54,7 @@ operations! {
     RemoveContainer, "remove_container", "remove", false;
     ExecSync, "exec_sync", "run a command in", false;
     ContainerEvents, "container_events", "follow the container events", true;
+    ListContainerStats, "list_container_stats", "ask what the containers use", true;
     ListImages, "list_images", "list the images", true;
     ImageStatus, "image_status", "look up", true;
     PullImage, "pull_image", "pull", false;

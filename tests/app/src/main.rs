@@ -5,8 +5,8 @@
 //!   the HTTP port (answers every path with the health it is told to have), and takes commands on the control port:
 //!   one line each, one line of answer.
 //!
-//! Commands: `close PORT` and `open PORT` end and begin to listen, `health CODE` sets the HTTP status, `exit CODE`
-//! ends the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
+//! Commands: `close PORT` and `open PORT` end and begin to listen, `health CODE` sets the HTTP status, `hold MIB` takes
+//! so much more memory and keeps it, `exit CODE` ends the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
 //! call that the command is about, or `error TEXT`.
 //!
 //! It stops at once on SIGTERM, which a container's first process must ask for itself.
@@ -51,6 +51,7 @@ fn main() -> ExitCode {
 struct App {
     open: Mutex<HashMap<u16, Listening>>,
     health: AtomicU16,
+    held: Mutex<Vec<Vec<u8>>>,
 }
 
 /// One listener's thread, told to close by a byte on `wake`; it hands back the time right before it closed.
@@ -154,6 +155,13 @@ impl App {
             ("health", Some(code)) => {
                 let at = now();
                 self.health.store(code, Ordering::Relaxed);
+                Ok(at)
+            }
+            ("hold", Some(mib)) => {
+                let at = now();
+                // Not zeroes: every page must really be there.
+                let memory = vec![1; usize::from(mib) << 20];
+                self.held.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
                 Ok(at)
             }
             ("exit", Some(code)) => std::process::exit(i32::from(code)),

@@ -7,9 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use beelet::admission::{self, Admission, Conditions, NodeResources};
 use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet::devices::{self, Devices, Store, StoreError};
 use beelet::events::Recorder;
+use beelet::images::Leases;
 use beelet::kernel::{Kernel, KernelOptions, Mode};
 use beelet::lifecycle::exits::{self, Exits};
 use beelet::lifecycle::relist::{self, Relist};
@@ -459,7 +461,14 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     let working = CancellationToken::new();
     let options = Options { check_frequency: NEVER, critical_static_pods: false, cancel: working.clone() };
     let manager = Manager::new(Parts {
-        launcher: Arc::new(launcher(&dir, runtime, settings, events.clone(), devices.clone())),
+        launcher: Arc::new(launcher(
+            &dir,
+            runtime,
+            settings,
+            events.clone(),
+            devices.clone(),
+            admission(&requests_out),
+        )),
         runtime_name: "fake".to_owned(),
         desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
         requests,
@@ -520,12 +529,26 @@ fn cgroups(dir: &Path) -> Arc<Cgroups> {
     Arc::new(Cgroups::over_folders(layout, "/").unwrap())
 }
 
+/// Room for the requests of a small machine.
+fn admission(requests: &mpsc::Sender<Request>) -> Arc<Admission> {
+    let amounts = [("cpu", "4"), ("memory", "8Gi"), ("ephemeral-storage", "10Gi"), ("pods", "110")];
+    let amounts = amounts.map(|(name, text)| (name.to_owned(), Quantity::parse(text).unwrap()));
+    Arc::new(Admission::new(admission::Parts {
+        resources: NodeResources::new(amounts.into(), &BTreeMap::new(), &[]),
+        policy: beelet_policy::preemption::Policy::Kubelet,
+        conditions: watch::channel(Conditions::new()).1,
+        requests: requests.clone(),
+        metrics: admission::Metrics::default(),
+    }))
+}
+
 fn launcher(
     dir: &Path,
     runtime: Runtime,
     settings: Settings,
     events: Recorder,
     devices: Devices,
+    admission: Arc<Admission>,
 ) -> Launcher {
     let amount = |text: &str| Quantity::parse(text).unwrap();
     let node = NodeAmounts::new(amount("4"), amount("8Gi"), amount("0"), amount("0"));
@@ -546,6 +569,8 @@ fn launcher(
         devices,
         cdi_by_annotation: false,
         events,
+        admission,
+        leases: Leases::default(),
     }
 }
 

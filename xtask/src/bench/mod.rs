@@ -4,6 +4,7 @@
 //! Each row is one promise. `--json` prints one object a line: `{"what","row","unit","n","p50","p99","bound","ok"}`.
 //! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
+mod pressure;
 mod probes;
 
 use crate::progress::Step;
@@ -36,6 +37,8 @@ pub(crate) struct Args {
 enum What {
     /// From a listener's coming or going to the pod's readiness
     Probes,
+    /// From low memory to the decision who goes
+    Pressure,
 }
 
 /// One promise and what was measured.
@@ -89,6 +92,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for what in whats {
         rows.extend(match what {
             What::Probes => probes::run(&binary, args.quick)?,
+            What::Pressure => pressure::run(&binary, args.quick)?,
         });
     }
     print(&rows, args.json)?;

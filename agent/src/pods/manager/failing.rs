@@ -34,6 +34,7 @@ impl Manager {
             failure.grace
         };
         managed.retry = false;
+        self.parts.launcher.admission.leaving(uid, grace.unwrap_or(own));
         managed.control.send_if_modified(|c| {
             let wanted = Some(Terminate { grace });
             let new = c.failed != wanted;
@@ -74,6 +75,7 @@ impl Manager {
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let Some(failure) = &mut managed.failure else { return };
         failure.cleared = true;
+        self.parts.launcher.admission.released(uid);
         managed.waiting.clear();
         let retry = managed.retry;
         self.publish(uid);

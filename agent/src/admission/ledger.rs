@@ -1,0 +1,285 @@
+//! Who has room, who waits for it, who is on the way out: the arithmetic of admission, with the time as an argument.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use beelet_policy::{
+    admission::{self, Refusal},
+    critical::is_critical,
+    preemption,
+};
+use k8s_openapi::api::core::v1 as core;
+use tokio::time::Instant;
+
+use super::{NodeResources, Rejection, grace_of, patience};
+
+/// How long room is kept for a pod that was asked to come back.
+const RESERVED: Duration = Duration::from_secs(60);
+
+/// What was decided about a pod.
+#[derive(Debug)]
+pub(super) enum Verdict {
+    /// It has its room.
+    Admitted,
+    /// It may not run here.
+    Rejected(Rejection),
+    /// There will be room for it. It must ask again when something changed, or at that time.
+    Wait {
+        /// When one that leaves will have taken too long.
+        until: Option<Instant>,
+    },
+    /// As [`Verdict::Wait`], once these are told to go.
+    Preempt {
+        /// In eviction order.
+        victims: Vec<Arc<core::Pod>>,
+        /// What there is too little of, the first if there are several.
+        resource: String,
+        /// When one that leaves will have taken too long.
+        until: Option<Instant>,
+    },
+}
+
+/// A pod that has room.
+#[derive(Debug)]
+struct Tenant {
+    pod: Arc<core::Pod>,
+    /// By when it should be gone, if it is on its way out. Later than that it counts as one that won't go.
+    leaves_by: Option<Instant>,
+}
+
+/// A pod that waits for room, or for which room is kept.
+#[derive(Debug)]
+struct Claim {
+    pod: Arc<core::Pod>,
+    /// Its place in the queue.
+    number: u64,
+    /// When it is void: it was asked to come back and didn't.
+    until: Option<Instant>,
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub(super) struct Ledger {
+    resources: NodeResources,
+    policy: preemption::Policy,
+    /// By UID.
+    tenants: BTreeMap<String, Tenant>,
+    /// By UID.
+    claims: BTreeMap<String, Claim>,
+    next_number: u64,
+}
+
+/// Which of the pods that leave are counted as still there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Count {
+    /// All.
+    All,
+    /// Those that should be gone by now and aren't.
+    Overdue,
+    /// None.
+    Nobody,
+}
+
+impl Ledger {
+    pub(super) fn new(resources: NodeResources, policy: preemption::Policy) -> Self {
+        Self { resources, policy, tenants: BTreeMap::new(), claims: BTreeMap::new(), next_number: 0 }
+    }
+
+    /// Whether the pod has room that it may keep.
+    pub(super) fn has(&self, uid: &str) -> bool {
+        self.tenants.get(uid).is_some_and(|tenant| tenant.leaves_by.is_none())
+    }
+
+    pub(super) fn adopt(&mut self, pod: &Arc<core::Pod>) {
+        let uid = uid_of(pod);
+        self.claims.remove(&uid);
+        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
+    }
+
+    /// Whether that is news.
+    pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) -> bool {
+        let gave_up = self.claims.remove(uid).is_some();
+        let Some(tenant) = self.tenants.get_mut(uid) else { return gave_up };
+        let by = now + patience(grace);
+        let news = tenant.leaves_by.is_none_or(|known| by < known);
+        if news {
+            tenant.leaves_by = Some(by);
+        }
+        news || gave_up
+    }
+
+    /// Whether that is news.
+    pub(super) fn released(&mut self, uid: &str) -> bool {
+        self.tenants.remove(uid).is_some()
+    }
+
+    /// Whether the pod waited.
+    pub(super) fn give_up(&mut self, uid: &str) -> bool {
+        self.claims.remove(uid).is_some()
+    }
+
+    /// Finds room for `pod`, or decides how it comes to some.
+    pub(super) fn decide(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
+        let uid = uid_of(pod);
+        if self.has(&uid) {
+            return Verdict::Admitted;
+        }
+        self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
+        if self.tenants.contains_key(&uid) {
+            // Its own end comes first.
+            return self.wait(pod, now);
+        }
+        match self.ask(pod, Count::All, now) {
+            Ok((decided, _)) if fits(&decided) => {
+                self.claims.remove(&uid);
+                self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
+                Verdict::Admitted
+            }
+            Ok(_) => self.make_room(pod, now),
+            Err(rejection) => self.reject(&uid, rejection),
+        }
+    }
+
+    /// There is no room now. There may be when those that leave are gone, or when others leave too.
+    fn make_room(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
+        let uid = uid_of(pod);
+        // One that won't go must not hold a critical pod while others could make room.
+        let (decided, asked) = match self.ask(pod, Count::Overdue, now) {
+            Ok(answer) => answer,
+            Err(rejection) => return self.reject(&uid, rejection),
+        };
+        if fits(&decided) {
+            return self.wait(pod, now);
+        }
+        if decided.admitted {
+            let victims: Vec<Arc<core::Pod>> =
+                decided.victims.iter().filter_map(|i| asked.get(*i).cloned()).collect();
+            for victim in &victims {
+                self.leaving(&uid_of(victim), now, grace_of(victim));
+            }
+            let resource = decided.reasons.first().map(|r| r.resource.clone()).unwrap_or_default();
+            let Verdict::Wait { until } = self.wait(pod, now) else { return Verdict::Admitted };
+            return Verdict::Preempt { victims, resource, until };
+        }
+        match self.ask(pod, Count::Nobody, now) {
+            Ok((later, _)) if fits(&later) => self.wait(pod, now),
+            Ok((later, _)) => self.reject(&uid, rejection(&later)),
+            Err(rejection) => self.reject(&uid, rejection),
+        }
+    }
+
+    /// Whether there is room for a pod that isn't here; if so it is kept for it.
+    pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
+        self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
+        let uid = uid_of(pod);
+        let room = !self.tenants.contains_key(&uid)
+            && self.ask(pod, Count::All, now).is_ok_and(|(decided, _)| fits(&decided));
+        if room {
+            self.claim(pod, Some(now + RESERVED));
+        }
+        room
+    }
+
+    /// What `policy` says of `pod` beside those that are counted, and those in the order in which it was asked.
+    fn ask(
+        &self,
+        pod: &Arc<core::Pod>,
+        count: Count,
+        now: Instant,
+    ) -> Result<(admission::Admission, Vec<Arc<core::Pod>>), Rejection> {
+        let mut asked = Vec::with_capacity(self.tenants.len());
+        for tenant in self.tenants.values() {
+            match tenant.leaves_by {
+                None => asked.push(Arc::clone(&tenant.pod)),
+                Some(_) if count == Count::All => asked.push(unmovable(&tenant.pod)),
+                Some(by) if count == Count::Overdue && by <= now => asked.push(unmovable(&tenant.pod)),
+                Some(_) => {}
+            }
+        }
+        asked.extend(self.before(pod).map(|claim| unmovable(&claim.pod)));
+        let list = self.resources.list();
+        admission::admit(pod, &asked, &list, self.policy).map(|decided| (decided, asked)).map_err(|error| {
+            Rejection {
+                reason: "UnexpectedAdmissionError".to_owned(),
+                message: format!("Pod was rejected: {error}"),
+            }
+        })
+    }
+
+    /// The claims that go before the pod's: those that came earlier. A critical pod yields to critical ones only.
+    fn before(&self, pod: &Arc<core::Pod>) -> impl Iterator<Item = &Claim> {
+        let own = self.claims.get(&uid_of(pod)).map_or(u64::MAX, |claim| claim.number);
+        let critical = is_critical(pod);
+        self.claims.values().filter(move |claim| claim.number < own && (!critical || is_critical(&claim.pod)))
+    }
+
+    fn wait(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
+        self.claim(pod, None);
+        let until = self.tenants.values().filter_map(|tenant| tenant.leaves_by).filter(|by| *by > now).min();
+        Verdict::Wait { until }
+    }
+
+    /// A pod keeps the place that it has.
+    fn claim(&mut self, pod: &Arc<core::Pod>, until: Option<Instant>) {
+        let number = self.next_number;
+        let claim = self.claims.entry(uid_of(pod)).or_insert(Claim { pod: Arc::clone(pod), number, until });
+        claim.until = until;
+        self.next_number += u64::from(claim.number == number);
+    }
+
+    fn reject(&mut self, uid: &str, rejection: Rejection) -> Verdict {
+        self.claims.remove(uid);
+        Verdict::Rejected(rejection)
+    }
+}
+
+/// There is room, and nobody has to go for it.
+fn fits(decided: &admission::Admission) -> bool {
+    decided.admitted && decided.victims.is_empty()
+}
+
+/// In the kubelet's words (`pkg/kubelet/lifecycle/predicate.go`), of the first thing that stands against it.
+fn rejection(decided: &admission::Admission) -> Rejection {
+    let sentence = decided.error.clone().unwrap_or_default();
+    let (reason, message) = match decided.refusal {
+        Some(Refusal::Os) => ("PodOSNotSupported".to_owned(), sentence),
+        Some(Refusal::Ports) => ("NodePorts".to_owned(), format!("Predicate NodePorts failed: {sentence}")),
+        Some(Refusal::NoVictims) => (
+            "UnexpectedAdmissionError".to_owned(),
+            format!(
+                "Unexpected error while attempting to recover from admission failure: preemption: {sentence}"
+            ),
+        ),
+        None => match decided.reasons.first() {
+            Some(short) => (
+                format!("OutOf{}", short.resource),
+                format!(
+                    "Node didn't have enough resource: {}, requested: {}, used: {}, capacity: {}",
+                    short.resource, short.requested, short.used, short.capacity
+                ),
+            ),
+            None => {
+                ("UnexpectedAdmissionError".to_owned(), "it does not fit, for no reason known".to_owned())
+            }
+        },
+    };
+    Rejection { reason, message: format!("Pod was rejected: {message}") }
+}
+
+fn uid_of(pod: &core::Pod) -> String {
+    pod.metadata.uid.clone().unwrap_or_default()
+}
+
+/// The pod as one whose room nobody can take: it goes already, or has not come yet.
+fn unmovable(pod: &Arc<core::Pod>) -> Arc<core::Pod> {
+    let mut pod = core::Pod::clone(pod);
+    if let Some(spec) = &mut pod.spec {
+        spec.priority = Some(i32::MAX);
+    }
+    Arc::new(pod)
+}
+
+impl std::fmt::Display for Rejection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.reason, self.message)
+    }
+}

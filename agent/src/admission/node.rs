@@ -1,0 +1,169 @@
+//! What the node has for pods.
+//!
+//! Allocatable is what the machine has, less what is reserved for the system and the node's own agents, less what must stay
+//! free for eviction not to begin (`pkg/kubelet/cm/node_container_manager_linux.go`, `GetNodeAllocatableReservation`).
+
+use std::{collections::BTreeMap, path::Path};
+
+use beelet_policy::{
+    eviction::{Signal, Threshold},
+    quantity::Quantity,
+    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList},
+};
+
+/// Where the kernel has its huge pages, a folder a size.
+const HUGEPAGES: &str = "/sys/kernel/mm/hugepages";
+
+/// Amounts by resource: cores, bytes or counts.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct NodeResources {
+    /// What the machine has.
+    pub capacity: BTreeMap<String, Quantity>,
+    /// What pods may request together.
+    pub allocatable: BTreeMap<String, Quantity>,
+}
+
+impl NodeResources {
+    /// What is left of `capacity` for pods. `reserved` has what is kept for the system and the agents together; of
+    /// `thresholds` the hard ones count.
+    #[must_use]
+    pub fn new(
+        capacity: BTreeMap<String, Quantity>,
+        reserved: &BTreeMap<String, Quantity>,
+        thresholds: &[Threshold],
+    ) -> Self {
+        let mut allocatable = capacity.clone();
+        let mut take = |name: &str, amount: Quantity| {
+            if let Some(left) = allocatable.get_mut(name) {
+                *left = left.saturating_sub(amount).max(Quantity::ZERO);
+            }
+        };
+        reserved.iter().for_each(|(name, amount)| take(name, *amount));
+        for threshold in thresholds.iter().filter(|threshold| threshold.grace.is_zero()) {
+            let resource = match threshold.signal {
+                Signal::MemoryAvailable => MEMORY,
+                Signal::NodeFsAvailable => EPHEMERAL_STORAGE,
+                _ => continue,
+            };
+            if let Some(all) = capacity.get(resource) {
+                take(resource, threshold.value.of(*all));
+            }
+        }
+        // Memory that was set aside as huge pages is no one's as memory.
+        for (_, pages) in capacity.iter().filter(|(name, _)| name.starts_with("hugepages-")) {
+            take(MEMORY, *pages);
+        }
+        Self { capacity, allocatable }
+    }
+
+    /// A node that has more of everything than anybody asks for.
+    #[must_use]
+    pub fn unlimited() -> Self {
+        let much = |name: &str| (name.to_owned(), Quantity::from_units(i64::MAX / 1_000_000));
+        let all: BTreeMap<_, _> = [CPU, MEMORY, EPHEMERAL_STORAGE, PODS].map(much).into();
+        Self { capacity: all.clone(), allocatable: all }
+    }
+
+    /// What pods may request together, as `policy` takes it.
+    #[must_use]
+    pub fn list(&self) -> ResourceList<'_> {
+        let mut list = ResourceList::default();
+        self.allocatable.iter().for_each(|(name, amount)| list.set(name, *amount));
+        list
+    }
+}
+
+/// The huge pages that this machine has set aside, in bytes by resource name (`hugepages-2Mi`).
+#[must_use]
+pub fn hugepages() -> BTreeMap<String, Quantity> {
+    hugepages_below(Path::new(HUGEPAGES))
+}
+
+fn hugepages_below(folder: &Path) -> BTreeMap<String, Quantity> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let of_size = |entry: std::fs::DirEntry| {
+        let name = entry.file_name().into_string().ok()?;
+        let kib: i64 = name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
+        let pages: i64 =
+            std::fs::read_to_string(entry.path().join("nr_hugepages")).ok()?.trim().parse().ok()?;
+        let bytes = kib.checked_mul(1024)?;
+        Some((format!("hugepages-{}", size_name(bytes)), Quantity::from_units(bytes.checked_mul(pages)?)))
+    };
+    entries.filter_map(of_size).collect()
+}
+
+/// `2Mi`, `1Gi`: the largest binary unit that divides it.
+fn size_name(bytes: i64) -> String {
+    let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
+    match units.iter().find(|(unit, _)| bytes % unit == 0) {
+        Some((unit, name)) => format!("{}{name}", bytes / unit),
+        None => bytes.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use beelet_policy::eviction::ThresholdValue;
+
+    use super::*;
+
+    fn amounts(list: &[(&str, &str)]) -> BTreeMap<String, Quantity> {
+        list.iter().map(|(name, text)| ((*name).to_owned(), Quantity::parse(text).unwrap())).collect()
+    }
+
+    fn threshold(signal: Signal, text: &str, grace: u64) -> Threshold {
+        let value = ThresholdValue::threshold(text).unwrap().unwrap();
+        Threshold { signal, value, grace: Duration::from_secs(grace), min_reclaim: None }
+    }
+
+    #[test]
+    fn reserves_hard_thresholds_and_huge_pages_are_taken_off() {
+        let capacity = amounts(&[
+            ("cpu", "4"),
+            ("memory", "8Gi"),
+            ("ephemeral-storage", "100Gi"),
+            ("pods", "110"),
+            ("hugepages-2Mi", "1Gi"),
+        ]);
+        let thresholds = [
+            threshold(Signal::MemoryAvailable, "512Mi", 0),
+            threshold(Signal::MemoryAvailable, "4Gi", 30),
+            threshold(Signal::NodeFsAvailable, "25%", 0),
+            threshold(Signal::ImageFsAvailable, "15%", 0),
+        ];
+        let reserved = amounts(&[("cpu", "250m"), ("memory", "512Mi"), ("pid", "1000")]);
+        let node = NodeResources::new(capacity, &reserved, &thresholds);
+        assert_eq!(
+            node.allocatable,
+            amounts(&[
+                ("cpu", "3750m"),
+                ("memory", "6Gi"),
+                ("ephemeral-storage", "75Gi"),
+                ("pods", "110"),
+                ("hugepages-2Mi", "1Gi"),
+            ])
+        );
+    }
+
+    #[test]
+    fn nothing_is_ever_less_than_nothing() {
+        let node = NodeResources::new(amounts(&[("memory", "1Gi")]), &amounts(&[("memory", "2Gi")]), &[]);
+        assert_eq!(node.allocatable["memory"], Quantity::ZERO);
+    }
+
+    #[test]
+    fn huge_pages_are_named_by_their_size() {
+        let dir = tempfile::tempdir().unwrap();
+        for (size, pages) in [("2048kB", "512"), ("1048576kB", "3")] {
+            let folder = dir.path().join(format!("hugepages-{size}"));
+            std::fs::create_dir(&folder).unwrap();
+            std::fs::write(folder.join("nr_hugepages"), pages).unwrap();
+        }
+        assert_eq!(
+            hugepages_below(dir.path()),
+            amounts(&[("hugepages-2Mi", "1Gi"), ("hugepages-1Gi", "3Gi")])
+        );
+    }
+}

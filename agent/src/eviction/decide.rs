@@ -1,0 +1,350 @@
+//! One decision: what is low, what is given back, who goes. Everything that takes time is started here and ends elsewhere.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use beelet_policy::{
+    critical::{is_critical, priority},
+    eviction::{
+        Assessment, Candidate, NodeCondition, PodUsage, Reclaim, Signal, Threshold, deficit, rank, reclaim,
+        victims,
+    },
+    quantity::Quantity,
+    resources::PodDemand,
+};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{sync::mpsc::error::TrySendError, task::spawn_blocking, time::Instant};
+use tracing::{info, warn};
+
+use super::{Eviction, Leaving, Observations, ReclaimState};
+use crate::{
+    admission::{Conditions, EVICTED},
+    pods::{cri_config, manager::Request, table::PodName},
+};
+
+/// What a pod gets under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
+pub(super) const IMMEDIATE: Duration = Duration::from_secs(1);
+/// How much longer than its grace period a pod may take to be gone before others take its place.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long giving back may take before pods go although it has not ended.
+const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
+/// How long after something was given back nothing more can be expected of doing so again: what is low then costs pods.
+const RECLAIMED: Duration = Duration::from_secs(30);
+/// How long it may take to ask what all pods use. What is known from before counts then.
+const USAGE_DEADLINE: Duration = Duration::from_millis(500);
+
+/// A pod that may go, and what it uses.
+struct Pod {
+    uid: String,
+    pod: Arc<core::Pod>,
+    usage: Option<PodUsage>,
+}
+
+impl Eviction {
+    /// Looks at the newest numbers, and acts.
+    pub(super) async fn decide(&mut self) {
+        let now = Timestamp::now();
+        let seen = self.board.current();
+        self.parts.metrics.seen(&seen);
+        let assessment = self.tracker.assess(now, &self.thresholds, &seen);
+        self.tell_conditions(now);
+        self.forget_the_gone();
+        for condition in
+            [NodeCondition::MemoryPressure, NodeCondition::PidPressure, NodeCondition::DiskPressure]
+        {
+            if let Some(threshold) = self.most_urgent(condition, &assessment) {
+                self.act(&threshold, &seen).await;
+            }
+        }
+    }
+
+    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever grace a soft
+    /// one gives.
+    fn most_urgent(&self, condition: NodeCondition, assessment: &Assessment) -> Option<Threshold> {
+        let actionable = assessment.actionable.iter().filter_map(|i| self.thresholds.get(*i));
+        let of_condition = actionable.filter(|threshold| threshold.signal.condition() == condition);
+        of_condition.min_by_key(|threshold| !threshold.grace.is_zero()).cloned()
+    }
+
+    fn tell_conditions(&mut self, now: Timestamp) {
+        let reported: Conditions = self.tracker.reported(now, self.parts.transition).into_iter().collect();
+        self.parts.metrics.conditions(&reported);
+        let before = self.parts.conditions.borrow().clone();
+        if reported == before {
+            return;
+        }
+        for condition in reported.symmetric_difference(&before) {
+            let set = reported.contains(condition);
+            let reason = match (condition, set) {
+                (NodeCondition::MemoryPressure, true) => "NodeHasInsufficientMemory",
+                (NodeCondition::MemoryPressure, false) => "NodeHasSufficientMemory",
+                (NodeCondition::DiskPressure, true) => "NodeHasDiskPressure",
+                (NodeCondition::DiskPressure, false) => "NodeHasNoDiskPressure",
+                (NodeCondition::PidPressure, true) => "NodeHasInsufficientPID",
+                (NodeCondition::PidPressure, false) => "NodeHasSufficientPID",
+            };
+            self.parts.events.normal(reason, &format!("Node status is now: {reason}"));
+        }
+        self.parts.conditions.send_replace(reported);
+    }
+
+    /// Drops those from the list of the leaving that have left, and those that are overdue for long enough to be tried again.
+    fn forget_the_gone(&mut self) {
+        let table = Arc::clone(&self.parts.table.borrow_and_update());
+        let here = |uid: &str| {
+            table.pods.values().any(|entry| {
+                let status = entry.pod.status.as_ref();
+                entry.pod.metadata.uid.as_deref() == Some(uid)
+                    && status.and_then(|status| status.phase.as_deref()) != Some("Failed")
+            })
+        };
+        let before = self.leaving.len();
+        self.leaving.retain(|uid, _| here(uid));
+        let now = Instant::now();
+        if self.leaving.len() < before {
+            self.gone_at = Some(now);
+            self.parts.hints.give();
+            self.look_again.give();
+        }
+        for (uid, leaving) in &mut self.leaving {
+            if leaving.by <= now && !leaving.overdue {
+                leaving.overdue = true;
+                self.parts.metrics.overdue();
+                warn!(
+                    uid,
+                    "an evicted pod is not gone though it should be; others may have to go in its place"
+                );
+            }
+        }
+    }
+
+    /// Gives back what nobody needs, and if that was not enough ends pods.
+    async fn act(&mut self, threshold: &Threshold, seen: &Observations) {
+        let signal = threshold.signal;
+        let Some(observation) = seen.get(&signal) else { return };
+        if self.must_wait_for_reclaim(signal) {
+            return;
+        }
+        // What a pod's end has freed must be seen first.
+        if self.gone_at.is_some_and(|gone| self.board.read_at(signal).is_none_or(|read| read < gone)) {
+            return;
+        }
+        let pods = self.pods().await;
+        let coming = self.coming(signal, &pods);
+        let missing = deficit(threshold, observation).saturating_sub(coming);
+        let anybody = self.leaving.values().any(|leaving| leaving.counts_for(signal));
+        // Where it isn't known what those on their way out will free, that must be seen first.
+        if anybody && (missing <= Quantity::ZERO || coming.is_zero()) {
+            return;
+        }
+        let candidates: Vec<&Pod> = pods.iter().filter(|pod| !self.leaving.contains_key(&pod.uid)).collect();
+        let judged: Vec<Candidate<'_>> = candidates.iter().filter_map(|pod| candidate(pod)).collect();
+        if judged.len() != candidates.len() {
+            // A manifest with amounts that can't be read is refused long before.
+            return;
+        }
+        let ranked = rank(signal, self.layout, &judged);
+        let chosen = victims(signal, self.layout, &ranked, &judged, missing);
+        if chosen.is_empty() && !anybody && !self.complained {
+            self.complained = true;
+            let message = format!("Unable to evict any pods from the node, and {} is low", signal.resource());
+            self.parts.events.warning("EvictionThresholdMet", &message);
+        }
+        for index in chosen {
+            if let Some(pod) = candidates.get(index) {
+                self.evict(pod, threshold, observation);
+            }
+        }
+    }
+
+    /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it has ended.
+    fn must_wait_for_reclaim(&mut self, signal: Signal) -> bool {
+        let wanted = reclaim(signal, self.layout);
+        if wanted.is_empty() {
+            return false;
+        }
+        match self.reclaim {
+            ReclaimState::Running { since } => return since.elapsed() < RECLAIM_PATIENCE,
+            ReclaimState::Done { at } if at.elapsed() < RECLAIMED => {
+                // What it freed must be seen first.
+                return self.board.read_at(signal).is_none_or(|read| read < at);
+            }
+            ReclaimState::Done { .. } | ReclaimState::Never => {}
+        }
+        self.reclaim = ReclaimState::Running { since: Instant::now() };
+        self.parts.metrics.reclaimed();
+        self.parts
+            .events
+            .warning("EvictionThresholdMet", &format!("Attempting to reclaim {}", signal.resource()));
+        let (reclaimer, done) = (Arc::clone(&self.parts.reclaimer), self.reclaimed_out.clone());
+        tokio::spawn(async move {
+            for step in wanted {
+                if let Err(error) = reclaimer(*step).await {
+                    let what = match step {
+                        Reclaim::DeleteUnusedContainers => "unused containers",
+                        Reclaim::DeleteUnusedImages => "unused images",
+                    };
+                    warn!(error, "{what} could not be given back");
+                }
+            }
+            // It fails where eviction has ended.
+            let _ = done.send(()).await;
+        });
+        true
+    }
+
+    /// The pods that run here, and what they use now; as of before where it can't be said in time.
+    async fn pods(&mut self) -> Vec<Pod> {
+        let table = Arc::clone(&self.parts.table.borrow());
+        let pods: Vec<(String, Arc<core::Pod>)> = table
+            .pods
+            .values()
+            .map(|entry| &entry.pod)
+            .filter(|pod| is_evictable(pod))
+            .filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone()))))
+            .collect();
+        let (usage, asked) = (self.parts.usage.clone(), pods.clone());
+        let read = spawn_blocking(move || {
+            asked.into_iter().map(|(uid, pod)| (uid, usage.of(&pod))).collect::<BTreeMap<_, _>>()
+        });
+        if let Ok(Ok(usages)) = tokio::time::timeout(USAGE_DEADLINE, read).await {
+            self.usages = usages;
+            self.used_at = Instant::now();
+        }
+        let usages = &self.usages;
+        pods.into_iter()
+            .map(|(uid, pod)| Pod { usage: usages.get(&uid).copied().flatten(), uid, pod })
+            .collect()
+    }
+
+    /// What those will free that are on their way out: what they still use, or used when they were told if that can't be
+    /// seen any more. One that is overdue frees nothing.
+    fn coming(&self, signal: Signal, pods: &[Pod]) -> Quantity {
+        let leaving = self.leaving.iter().filter(|(_, leaving)| leaving.counts_for(signal));
+        leaving
+            .map(|(uid, leaving)| {
+                let now = pods.iter().find(|pod| pod.uid == *uid).and_then(|pod| pod.usage);
+                now.unwrap_or(leaving.usage).of(signal, self.layout)
+            })
+            .sum()
+    }
+
+    /// Tells the pods' manager, and remembers it.
+    fn evict(
+        &mut self,
+        pod: &Pod,
+        threshold: &Threshold,
+        observation: &beelet_policy::eviction::Observation,
+    ) {
+        let own = cri_config::grace_period(&pod.pod);
+        let grace = if threshold.grace.is_zero() {
+            IMMEDIATE
+        } else {
+            self.parts.max_pod_grace.map_or(own, |most| most.min(own))
+        };
+        let signal = threshold.signal;
+        let message = message(signal, threshold, observation, &self.parts.usage.containers(&pod.pod, signal));
+        let request = Request::Fail {
+            uid: pod.uid.clone(),
+            reason: EVICTED.to_owned(),
+            message: message.clone(),
+            grace: Some(grace),
+        };
+        match self.parts.requests.try_send(request) {
+            Ok(()) => {}
+            // Never waited for: the next decision is soon, and better informed.
+            Err(TrySendError::Full(_)) => {
+                warn!("the pods' manager is behind; a pod is evicted a little later");
+                return;
+            }
+            Err(TrySendError::Closed(_)) => return,
+        }
+        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
+        self.complained = false;
+        self.parts.metrics.evicted(signal.name(), self.used_at.elapsed());
+        let usage = pod.usage.unwrap_or_default();
+        let by = Instant::now() + grace + PATIENCE;
+        self.leaving.insert(pod.uid.clone(), Leaving { signal, by, usage, overdue: false });
+    }
+}
+
+impl Leaving {
+    /// Whether its end will free some of what is low.
+    fn counts_for(&self, signal: Signal) -> bool {
+        !self.overdue && self.signal.condition() == signal.condition()
+    }
+}
+
+/// Whether a pod holds anything, and is not on its way out already.
+pub(super) fn is_evictable(pod: &core::Pod) -> bool {
+    let status = pod.status.as_ref();
+    let ended = matches!(status.and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"));
+    // What is leaving for eviction stays in sight: what it still uses is what will be free.
+    pod.metadata.deletion_timestamp.is_none() && !ended
+}
+
+fn candidate(pod: &Pod) -> Option<Candidate<'_>> {
+    Some(Candidate {
+        demand: PodDemand::read(&pod.pod).ok()?,
+        priority: priority(&pod.pod),
+        critical: is_critical(&pod.pod),
+        usage: pod.usage,
+    })
+}
+
+/// The kubelet's words (`pkg/kubelet/eviction/helpers.go`, `evictionMessage`).
+fn message(
+    signal: Signal,
+    threshold: &Threshold,
+    observation: &beelet_policy::eviction::Observation,
+    containers: &[(String, Quantity, Quantity)],
+) -> String {
+    let resource = signal.resource();
+    let mut text = format!(
+        "The node was low on resource: {resource}. Threshold quantity: {}, available: {}. ",
+        amount(threshold.value.of(observation.capacity)),
+        amount(observation.available)
+    );
+    for (name, usage, request) in containers {
+        if usage > request {
+            text += &format!(
+                "Container {name} was using {}, request is {}, has larger consumption of {resource}. ",
+                amount(*usage),
+                amount(*request)
+            );
+        }
+    }
+    text
+}
+
+/// A quantity in the largest binary unit that says it exactly; bytes measured in pages come out in Ki.
+pub(super) fn amount(quantity: Quantity) -> String {
+    let value = quantity.value();
+    let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
+    match units.iter().find(|(unit, _)| value != 0 && value % unit == 0) {
+        Some((unit, name)) => format!("{}{name}", value / unit),
+        None => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::eviction::{Observation, ThresholdValue};
+
+    use super::*;
+
+    #[test]
+    fn the_message_is_the_kubelets() {
+        let value = ThresholdValue::threshold("100Mi").unwrap().unwrap();
+        let threshold =
+            Threshold { signal: Signal::MemoryAvailable, value, grace: Duration::ZERO, min_reclaim: None };
+        let kib = |n: i64| Quantity::from_units(n * 1024);
+        let seen = Observation { available: kib(51_200), capacity: kib(1 << 20) };
+        let containers = [("hog".to_owned(), kib(300_001), kib(0)), ("small".to_owned(), kib(10), kib(20))];
+        assert_eq!(
+            message(Signal::MemoryAvailable, &threshold, &seen, &containers),
+            "The node was low on resource: memory. Threshold quantity: 100Mi, available: 50Mi. Container hog was using \
+             300001Ki, request is 0, has larger consumption of memory. "
+        );
+    }
+}

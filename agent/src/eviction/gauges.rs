@@ -1,0 +1,262 @@
+//! Where the numbers come from, and how often: once a second, ten times a second when a threshold is near or the kernel
+//! has just hinted at pressure.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use beelet_policy::{
+    eviction::{Observation, Signal, Threshold},
+    quantity::Quantity,
+};
+use tokio::{sync::Notify, task::spawn_blocking, time::Instant};
+use tracing::{info, warn};
+
+use super::{Observations, edges::Hints, machine};
+use crate::cgroups::Cgroups;
+
+/// Between two readings.
+const SLOW: Duration = Duration::from_secs(1);
+/// Between two readings when a threshold is near.
+const FAST: Duration = Duration::from_millis(100);
+/// Least time between two readings, however many hints there are.
+const LEAST: Duration = Duration::from_millis(10);
+/// How long a hint makes readings fast.
+const HINTED: Duration = Duration::from_secs(10);
+/// A threshold is near if what is left above it would be gone within this at the present rate.
+const FORESIGHT: Duration = Duration::from_secs(3);
+/// … or if less than this part of the capacity is left above it.
+const MARGIN: i64 = 20;
+
+/// What one reading says. A signal that isn't there could not be read.
+pub type Readings = Result<BTreeMap<Signal, Observation>, String>;
+
+/// One source of numbers. It may block, and hang: then its signals vanish, and nobody waits.
+#[derive(Clone)]
+pub struct Gauge {
+    /// For people.
+    pub name: &'static str,
+    /// Reads.
+    pub read: Arc<dyn Fn() -> Readings + Send + Sync>,
+    /// A reading older than this says nothing any more.
+    pub stale_after: Duration,
+    /// The kernel's hints on memory make it read.
+    pub of_memory: bool,
+}
+
+impl Gauge {
+    /// A gauge that the kernel's hints on memory don't concern.
+    pub fn new(
+        name: &'static str,
+        stale_after: Duration,
+        read: impl Fn() -> Readings + Send + Sync + 'static,
+    ) -> Self {
+        Self { name, read: Arc::new(read), stale_after, of_memory: false }
+    }
+
+    /// The gauge as one of memory.
+    #[must_use]
+    pub fn of_memory(self) -> Self {
+        Self { of_memory: true, ..self }
+    }
+
+    /// Reads on and on, and puts what it reads on the board.
+    pub(super) async fn run(self, board: Board, hints: Hints, thresholds: Vec<Threshold>) {
+        let mut hinted = hints.subscribe();
+        let mut before: Option<(Instant, Observations)> = None;
+        let mut trouble: Option<String> = None;
+        loop {
+            hinted.mark_unchanged();
+            let began = Instant::now();
+            let read = Arc::clone(&self.read);
+            let readings =
+                spawn_blocking(move || read()).await.unwrap_or_else(|error| Err(error.to_string()));
+            let (seen, problem) = sound(readings);
+            if problem != trouble {
+                match &problem {
+                    Some(error) => {
+                        warn!(gauge = self.name, error, "a number is not to be had; it is taken for none")
+                    }
+                    None => info!(gauge = self.name, "the numbers are there again"),
+                }
+                trouble = problem;
+            }
+            let near = is_near(&thresholds, &seen, before.as_ref(), began);
+            board.put(&seen, began, self.stale_after);
+            before = Some((began, seen));
+            let pace = if near || hints.within(HINTED) { FAST } else { SLOW };
+            tokio::time::sleep(LEAST).await;
+            tokio::select! {
+                () = tokio::time::sleep(pace.saturating_sub(LEAST)) => {}
+                // It lives as long as its clone here.
+                _ = hinted.changed() => {}
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Gauge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gauge").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// The machine's own gauges: memory (its own, and what pods may use together) and process ids.
+#[must_use]
+pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
+    let (of_pods, stale) = (Arc::clone(cgroups), Duration::from_secs(5));
+    vec![
+        Gauge::new("memory", stale, || {
+            machine::memory().map(|seen| [(Signal::MemoryAvailable, seen)].into())
+        }),
+        Gauge::new("pods' memory", stale, move || {
+            let seen = machine::pods_memory(&of_pods)?;
+            Ok(seen.map(|seen| (Signal::AllocatableMemoryAvailable, seen)).into_iter().collect())
+        })
+        .of_memory(),
+        Gauge::new("process ids", stale, || {
+            machine::pids().map(|seen| [(Signal::PidAvailable, seen)].into())
+        }),
+    ]
+}
+
+/// What can be believed of a reading, and what can't: nothing has no capacity, and no more is available than there is.
+fn sound(readings: Readings) -> (Observations, Option<String>) {
+    let mut problem = None;
+    let mut seen = match readings {
+        Ok(seen) => seen,
+        Err(error) => return (Observations::new(), Some(error)),
+    };
+    seen.retain(|signal, observation| {
+        let sound = observation.capacity > Quantity::ZERO;
+        if !sound {
+            problem =
+                Some(format!("{} is said to have a capacity of {}", signal.name(), observation.capacity));
+        }
+        observation.available = observation.available.max(Quantity::ZERO).min(observation.capacity);
+        sound
+    });
+    (seen, problem)
+}
+
+/// Whether a threshold may be crossed before the next slow reading.
+fn is_near(
+    thresholds: &[Threshold],
+    seen: &Observations,
+    before: Option<&(Instant, Observations)>,
+    now: Instant,
+) -> bool {
+    thresholds.iter().any(|threshold| {
+        let Some(observation) = seen.get(&threshold.signal) else { return false };
+        let limit = threshold.value.of(observation.capacity);
+        let left = observation.available.saturating_sub(limit).value();
+        if left < observation.capacity.value() / MARGIN {
+            return true;
+        }
+        let earlier = before.and_then(|(at, seen)| Some((*at, seen.get(&threshold.signal)?)));
+        earlier.is_some_and(|(at, earlier)| {
+            let fell = i128::from(earlier.available.saturating_sub(observation.available).value());
+            let (since, ahead) = (now.duration_since(at).as_millis().max(1), FORESIGHT.as_millis());
+            let (since, ahead) = (i128::try_from(since).unwrap_or(1), i128::try_from(ahead).unwrap_or(0));
+            fell > 0 && fell * ahead / since >= i128::from(left)
+        })
+    })
+}
+
+/// The newest number of each signal. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Board {
+    shared: Arc<(Mutex<BTreeMap<Signal, Entry>>, Notify)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    observation: Observation,
+    read_at: Instant,
+    stale_after: Duration,
+}
+
+impl Board {
+    fn put(&self, seen: &Observations, read_at: Instant, stale_after: Duration) {
+        {
+            let mut entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+            for (signal, observation) in seen {
+                entries.insert(*signal, Entry { observation: *observation, read_at, stale_after });
+            }
+        }
+        self.shared.1.notify_one();
+    }
+
+    /// Waits for a new number.
+    pub(super) async fn changed(&self) {
+        self.shared.1.notified().await;
+    }
+
+    /// The numbers that still say something.
+    pub(super) fn current(&self) -> Observations {
+        let entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = entries.iter().filter(|(_, entry)| entry.read_at.elapsed() < entry.stale_after);
+        fresh.map(|(signal, entry)| (*signal, entry.observation)).collect()
+    }
+
+    /// When the signal's number was read.
+    pub(super) fn read_at(&self, signal: Signal) -> Option<Instant> {
+        let entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.get(&signal).map(|entry| entry.read_at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::eviction::ThresholdValue;
+
+    use super::*;
+
+    fn observe(available: i64, capacity: i64) -> Observations {
+        let units = Quantity::from_units;
+        [(Signal::MemoryAvailable, Observation { available: units(available), capacity: units(capacity) })]
+            .into()
+    }
+
+    #[test]
+    fn lies_are_not_believed() {
+        let check = |available, capacity, expect: Option<i64>| {
+            let (seen, problem) = sound(Ok(observe(available, capacity)));
+            let got = seen.get(&Signal::MemoryAvailable).map(|seen| seen.available.value());
+            assert_eq!((got, problem.is_some()), (expect, expect.is_none()), "{available} of {capacity}");
+        };
+        check(10, 100, Some(10));
+        check(200, 100, Some(100));
+        check(-5, 100, Some(0));
+        check(10, 0, None);
+        check(10, -1, None);
+    }
+
+    #[test]
+    fn a_threshold_is_near_by_distance_or_by_rate() {
+        let value = ThresholdValue::threshold("100").unwrap().unwrap();
+        let threshold =
+            Threshold { signal: Signal::MemoryAvailable, value, grace: Duration::ZERO, min_reclaim: None };
+        let now = Instant::now();
+        let check = |available: i64, earlier: Option<i64>, expect: bool| {
+            let before = earlier.map(|earlier| (now, observe(earlier, 10_000)));
+            let later = now + Duration::from_secs(1);
+            let near = is_near(
+                std::slice::from_ref(&threshold),
+                &observe(available, 10_000),
+                before.as_ref(),
+                later,
+            );
+            assert_eq!(near, expect, "{earlier:?} -> {available}");
+        };
+        check(5000, None, false);
+        check(50, None, true);
+        check(500, None, true);
+        check(700, None, false);
+        check(5000, Some(5100), false);
+        check(5000, Some(7000), true);
+        check(5000, Some(4000), false);
+    }
+}

@@ -1,0 +1,402 @@
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use beelet_policy::{
+    cgroups::{CgroupConfig, CgroupVersion, NodeAmounts},
+    eviction::{NodeCondition, Observation, Signal, ThresholdValue},
+    quantity::Quantity,
+};
+use k8s_openapi::api::core::v1 as core;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::{
+    cgroups::{Cgroups, Hierarchy, Layout, Version},
+    events::Recorder,
+    pods::table::{PodEntry, PodName},
+};
+
+const MIB: i64 = 1 << 20;
+const SECOND: Duration = Duration::from_secs(1);
+/// The machine of the tests: memory and disk in MiB.
+const CAPACITY: i64 = 1000;
+
+fn threshold(signal: Signal, text: &str, grace: u64) -> Threshold {
+    let value = ThresholdValue::threshold(text).unwrap().unwrap();
+    Threshold { signal, value, grace: Duration::from_secs(grace), min_reclaim: None }
+}
+
+/// What a gauge shows.
+#[derive(Clone, Debug)]
+enum Shows {
+    /// So many MiB of the capacity.
+    Mib(i64),
+    /// Any numbers.
+    Numbers(i64, i64),
+    /// It can't be read.
+    Error,
+    /// It doesn't answer until the sender is gone.
+    Hangs(Arc<Mutex<std::sync::mpsc::Receiver<()>>>),
+}
+
+type Dial = Arc<Mutex<Shows>>;
+
+fn gauge(name: &'static str, signal: Signal, dial: &Dial) -> Gauge {
+    let dial = Arc::clone(dial);
+    Gauge::new(name, 5 * SECOND, move || {
+        let shows = dial.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let units = Quantity::from_units;
+        let seen = |available, capacity| {
+            Ok([(signal, Observation { available: units(available), capacity: units(capacity) })].into())
+        };
+        match shows {
+            Shows::Mib(available) => seen(available * MIB, CAPACITY * MIB),
+            Shows::Numbers(available, capacity) => seen(available, capacity),
+            Shows::Error => Err("gone".to_owned()),
+            Shows::Hangs(until) => {
+                let _ = until.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                Err("it hung".to_owned())
+            }
+        }
+    })
+}
+
+/// A node of plain folders: its dials, its pods, and what eviction asked for.
+struct Node {
+    memory: Dial,
+    disk: Dial,
+    table: watch::Sender<Arc<PodTable>>,
+    requests: mpsc::Receiver<Request>,
+    conditions: watch::Receiver<Conditions>,
+    reclaims: Arc<AtomicUsize>,
+    /// What giving back does.
+    on_reclaim: Arc<Mutex<Option<Box<dyn Fn() + Send + Sync>>>>,
+    hints: Hints,
+    metrics: Metrics,
+    dir: tempfile::TempDir,
+    running: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
+}
+
+impl Node {
+    /// A node with these thresholds and pods `(name, spec, MiB of memory in use)`.
+    fn start(thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for hierarchy in ["cpu", "memory"] {
+            std::fs::create_dir_all(dir.path().join(hierarchy)).unwrap();
+        }
+        let hierarchy = |name: &str| Hierarchy {
+            mount: dir.path().join(name),
+            is_v2: false,
+            controllers: [name.to_owned()].into(),
+        };
+        let layout =
+            Layout { version: Version::V1, hierarchies: vec![hierarchy("cpu"), hierarchy("memory")] };
+        let cgroups = Arc::new(Cgroups::over_folders(layout, "/").unwrap());
+        let amount = Quantity::from_units(4);
+        let config = CgroupConfig::new(
+            CgroupVersion::V1,
+            NodeAmounts::new(amount, Quantity::from_units(CAPACITY * MIB), Quantity::ZERO, Quantity::ZERO),
+        );
+        let dial = || Arc::new(Mutex::new(Shows::Mib(CAPACITY)));
+        let (memory, disk) = (dial(), dial());
+        let (requests_out, requests) = mpsc::channel(64);
+        let (conditions_out, conditions) = watch::channel(Conditions::new());
+        let reclaims = Arc::new(AtomicUsize::new(0));
+        let on_reclaim: Arc<Mutex<Option<Box<dyn Fn() + Send + Sync>>>> = Arc::default();
+        let (counted, effect) = (Arc::clone(&reclaims), Arc::clone(&on_reclaim));
+        let reclaimer: Reclaimer = Arc::new(move |_| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            if let Some(effect) = effect.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+                effect();
+            }
+            Box::pin(async { Ok(()) })
+        });
+        let (hints, metrics) = (Hints::default(), Metrics::default());
+        let table = watch::Sender::new(Arc::new(PodTable::default()));
+        let eviction = Eviction::new(Parts {
+            thresholds,
+            transition: 300 * SECOND,
+            max_pod_grace: None,
+            gauges: vec![
+                gauge("memory", Signal::MemoryAvailable, &memory).of_memory(),
+                gauge("disk", Signal::NodeFsAvailable, &disk),
+            ],
+            layout: watch::channel(DiskLayout::Single).1,
+            hints: hints.clone(),
+            usage: PodUsages { cgroups, config, disk: DiskUsages::default() },
+            table: table.subscribe(),
+            requests: requests_out,
+            reclaimer,
+            conditions: conditions_out,
+            events: NodeEvents::new(Recorder::default(), "n1"),
+            metrics: metrics.clone(),
+        });
+        let mut node = Self {
+            memory,
+            disk,
+            table,
+            requests,
+            conditions,
+            reclaims,
+            on_reclaim,
+            hints,
+            metrics,
+            dir,
+            running: None,
+        };
+        pods.iter().for_each(|(name, spec, mib)| node.add(name, spec, *mib));
+        let shutdown = CancellationToken::new();
+        node.running = Some((shutdown.clone(), tokio::spawn(eviction.run(shutdown))));
+        node
+    }
+
+    fn add(&self, name: &str, spec: &Value, mib: i64) {
+        let mut all = json!({ "terminationGracePeriodSeconds": 40, "containers": [{ "name": "c" }] });
+        for (field, value) in spec.as_object().into_iter().flatten() {
+            all[field] = value.clone();
+        }
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": { "name": name, "namespace": "default", "uid": name },
+            "spec": all,
+            "status": { "phase": "Running" },
+        }))
+        .unwrap();
+        // All of them are BestEffort.
+        let folder = self.dir.path().join(format!("memory/kubepods/besteffort/pod{name}"));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::create_dir_all(self.dir.path().join(format!("cpu/kubepods/besteffort/pod{name}"))).unwrap();
+        std::fs::write(folder.join("memory.usage_in_bytes"), (mib * MIB).to_string()).unwrap();
+        std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
+        self.publish(pod);
+    }
+
+    fn publish(&self, pod: core::Pod) {
+        self.table.send_modify(|table| {
+            let mut pods = table.pods.clone();
+            let entry = PodEntry { pod: pod.clone(), readiness_edge: None, netns: None };
+            pods.insert(PodName::of(&pod), Arc::new(entry));
+            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
+        });
+    }
+
+    /// The pod has given everything back.
+    fn gone(&self, name: &str) {
+        let name = PodName { namespace: "default".to_owned(), name: name.to_owned() };
+        let mut pod = self.table.borrow().pods[&name].pod.clone();
+        pod.status.as_mut().unwrap().phase = Some("Failed".to_owned());
+        self.publish(pod);
+    }
+
+    fn set(&self, dial: &Dial, shows: Shows) {
+        *dial.lock().unwrap_or_else(PoisonError::into_inner) = shows;
+        self.hints.give();
+    }
+
+    /// The next pod that is told to go, with its grace period in seconds.
+    async fn evicted(&mut self) -> (String, u64, String) {
+        let Some(Request::Fail { uid, reason, message, grace }) = self.requests.recv().await else {
+            panic!("eviction has ended");
+        };
+        assert_eq!(reason, "Evicted");
+        (uid, grace.unwrap().as_secs(), message)
+    }
+
+    /// Whoever is told to go within so many seconds.
+    async fn within(&mut self, seconds: u32) -> Vec<String> {
+        let mut names = Vec::new();
+        let deadline = Instant::now() + seconds * SECOND;
+        while let Ok((name, ..)) = tokio::time::timeout_at(deadline, self.evicted()).await {
+            names.push(name);
+        }
+        names
+    }
+
+    async fn until_condition(&mut self, condition: NodeCondition, holds: bool) {
+        let wanted = |conditions: &Conditions| conditions.contains(&condition) == holds;
+        tokio::time::timeout(600 * SECOND, self.conditions.wait_for(wanted)).await.unwrap().unwrap();
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if let Some((shutdown, task)) = self.running.take() {
+            shutdown.cancel();
+            task.abort();
+        }
+    }
+}
+
+fn hard() -> Vec<Threshold> {
+    vec![threshold(Signal::MemoryAvailable, "100Mi", 0), threshold(Signal::NodeFsAvailable, "10%", 0)]
+}
+
+fn three() -> [(&'static str, Value, i64); 3] {
+    [("small", json!({}), 10), ("big", json!({}), 200), ("critical", json!({"priority": 2_000_000_000}), 500)]
+}
+
+#[tokio::test(start_paused = true)]
+async fn low_memory_costs_the_pod_that_is_furthest_above_its_request() {
+    let mut node = Node::start(hard(), &three());
+    assert_eq!(node.within(30).await, Vec::<String>::new());
+    node.set(&node.memory, Shows::Mib(90));
+    let (name, grace, message) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("big", 1));
+    assert_eq!(message, "The node was low on resource: memory. Threshold quantity: 100Mi, available: 90Mi. ");
+    node.until_condition(NodeCondition::MemoryPressure, true).await;
+    assert_eq!(node.metrics.evictions(Signal::MemoryAvailable), 1);
+    // What it frees is on its way: nobody else goes for it.
+    assert_eq!(node.within(5).await, Vec::<String>::new());
+    node.gone("big");
+    node.set(&node.memory, Shows::Mib(290));
+    assert_eq!(node.within(60).await, Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn conditions_last_for_the_transition_period() {
+    let mut node = Node::start(hard(), &[]);
+    node.set(&node.memory, Shows::Mib(90));
+    node.until_condition(NodeCondition::MemoryPressure, true).await;
+    // The policy's clock is the wall's, which no test can move: only that nothing flaps can be seen here.
+    node.set(&node.memory, Shows::Mib(500));
+    tokio::time::sleep(20 * SECOND).await;
+    assert!(node.conditions.borrow().contains(&NodeCondition::MemoryPressure));
+}
+
+#[tokio::test(start_paused = true)]
+async fn as_many_go_at_once_as_it_takes_and_never_a_critical_one() {
+    let pods = [
+        ("a", json!({}), 50),
+        ("b", json!({}), 40),
+        ("c", json!({}), 30),
+        ("critical", json!({"priority": 2_000_000_000}), 500),
+    ];
+    let mut node = Node::start(hard(), &pods);
+    node.set(&node.memory, Shows::Mib(20));
+    assert_eq!(node.within(3).await, ["a", "b"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_victim_that_will_not_go_is_replaced() {
+    let mut node = Node::start(hard(), &three());
+    node.set(&node.memory, Shows::Mib(90));
+    assert_eq!(node.within(10).await, ["big"]);
+    // A second of grace and ten of patience.
+    assert_eq!(node.within(5).await, ["small"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hard_threshold_acts_at_once_beside_a_soft_one_that_waits() {
+    let mut thresholds = hard();
+    thresholds.push(threshold(Signal::MemoryAvailable, "300Mi", 3600));
+    let mut node = Node::start(thresholds, &three());
+    node.set(&node.memory, Shows::Mib(200));
+    node.until_condition(NodeCondition::MemoryPressure, true).await;
+    assert_eq!(node.within(60).await, Vec::<String>::new(), "the soft one waits");
+    node.set(&node.memory, Shows::Mib(90));
+    let (name, grace, message) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("big", 1));
+    assert!(message.contains("Threshold quantity: 100Mi"), "{message}");
+}
+
+#[tokio::test]
+async fn under_a_soft_threshold_a_pod_gets_its_own_grace_period() {
+    let mut node = Node::start(vec![threshold(Signal::MemoryAvailable, "300Mi", 1)], &three());
+    node.set(&node.memory, Shows::Mib(200));
+    let (name, grace, _) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("big", 40));
+}
+
+#[tokio::test(start_paused = true)]
+async fn numbers_that_lie_or_vanish_cost_nobody_anything() {
+    let mut node = Node::start(hard(), &three());
+    for shows in
+        [Shows::Numbers(0, 0), Shows::Numbers(-1, -1), Shows::Numbers(i64::MAX, CAPACITY * MIB), Shows::Error]
+    {
+        node.set(&node.memory, shows.clone());
+        assert_eq!(node.within(10).await, Vec::<String>::new(), "{shows:?}");
+        assert!(node.conditions.borrow().is_empty(), "{shows:?}");
+    }
+    node.set(&node.memory, Shows::Mib(90));
+    assert_eq!(node.evicted().await.0, "big");
+}
+
+#[tokio::test]
+async fn a_number_that_hangs_hides_only_itself() {
+    let mut node = Node::start(hard(), &three());
+    let (release, hangs) = std::sync::mpsc::channel();
+    node.set(&node.disk, Shows::Hangs(Arc::new(Mutex::new(hangs))));
+    node.set(&node.memory, Shows::Mib(90));
+    let evicted = tokio::time::timeout(60 * SECOND, node.evicted()).await.unwrap();
+    assert_eq!(evicted.0, "big");
+    drop(release);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_disk_is_given_back_before_a_pod_goes() {
+    let mut node = Node::start(hard(), &three());
+    let (disk, hints) = (Arc::clone(&node.disk), node.hints.clone());
+    *node.on_reclaim.lock().unwrap() = Some(Box::new(move || {
+        *disk.lock().unwrap() = Shows::Mib(500);
+        hints.give();
+    }));
+    node.set(&node.disk, Shows::Mib(50));
+    node.until_condition(NodeCondition::DiskPressure, true).await;
+    assert_eq!(node.within(120).await, Vec::<String>::new());
+    assert_eq!(node.reclaims.load(Ordering::Relaxed), 2, "unused containers, unused images");
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_giving_back_is_not_enough_a_pod_goes() {
+    let mut node = Node::start(hard(), &three());
+    node.set(&node.disk, Shows::Mib(50));
+    let (name, grace, message) = node.evicted().await;
+    // Nobody has anything on the disk that was measured; by priority and name then.
+    assert_eq!((name.as_str(), grace), ("big", 1));
+    assert!(
+        message.starts_with(
+            "The node was low on resource: ephemeral-storage. Threshold quantity: 100Mi, available: 50Mi. "
+        ),
+        "{message}"
+    );
+    assert_eq!(node.reclaims.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_signals_at_once_memory_waits_for_no_disk() {
+    let mut node = Node::start(hard(), &three());
+    // Giving back goes on for ever.
+    *node.on_reclaim.lock().unwrap() = Some(Box::new(|| {}));
+    node.set(&node.disk, Shows::Mib(50));
+    node.set(&node.memory, Shows::Mib(90));
+    let first = node.evicted().await;
+    assert_eq!(first.0, "big");
+    node.until_condition(NodeCondition::DiskPressure, true).await;
+    node.until_condition(NodeCondition::MemoryPressure, true).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_alone_costs_nobody_anything() {
+    let mut node = Node::start(hard(), &three());
+    for _ in 0..100 {
+        node.hints.give();
+        tokio::time::sleep(SECOND / 10).await;
+    }
+    assert_eq!(node.within(1).await, Vec::<String>::new());
+}
+
+#[test]
+fn thresholds_of_allocatable_memory_and_of_containers_are_derived() {
+    let all = derived(&hard(), DiskLayout::Single);
+    let signals: Vec<Signal> = all.iter().map(|threshold| threshold.signal).collect();
+    assert_eq!(
+        signals,
+        [
+            Signal::MemoryAvailable,
+            Signal::NodeFsAvailable,
+            Signal::ContainerFsAvailable,
+            Signal::AllocatableMemoryAvailable
+        ]
+    );
+}

@@ -1,0 +1,230 @@
+//! Builds what keeps the node alive (admission, garbage collection, eviction) and connects it with the pods.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, OnceLock},
+    thread,
+};
+
+use anyhow::Result;
+use beelet_policy::{
+    cgroups::CgroupConfig,
+    eviction::{DiskLayout, Reclaim},
+    quantity::Quantity,
+    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS},
+};
+use futures::future::BoxFuture;
+use prometheus_client::registry::Registry;
+use tokio::{
+    sync::{mpsc, watch},
+    task::{JoinSet, spawn_blocking},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::facts;
+use crate::{
+    admission::{self, Admission, Comeback, Conditions, NodeResources},
+    api::grpc::garbage::Collectors,
+    cgroups::Cgroups,
+    config::Config,
+    events::{NodeEvents, Recorder},
+    eviction::{self, DiskUsages, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges},
+    images::{self, ImageGc, Leases, space},
+    kernel::{Interest, Kernel},
+    pods::{
+        garbage::{self, ContainerGc},
+        manager::Request,
+        table::PodTable,
+    },
+    runtime::Runtime,
+    state::State,
+};
+
+/// What of them is there before the runtime answers: their counters, and where the collectors will be.
+#[derive(Default)]
+pub(super) struct Early {
+    admission: admission::Metrics,
+    images: images::Metrics,
+    containers: garbage::Metrics,
+    eviction: eviction::Metrics,
+    pub(super) collectors: Arc<OnceLock<Collectors>>,
+}
+
+impl Early {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        self.admission.register(registry);
+        self.images.register(registry);
+        self.containers.register(registry);
+        self.eviction.register(registry);
+    }
+}
+
+/// What they need from the rest of the node.
+pub(super) struct Parts<'a> {
+    pub(super) config: &'a Config,
+    pub(super) runtime: &'a Runtime,
+    pub(super) cgroups: &'a Arc<Cgroups>,
+    pub(super) cgroup_config: &'a CgroupConfig,
+    pub(super) kernel: &'a Kernel,
+    pub(super) state: &'a Arc<State>,
+    pub(super) table: &'a watch::Receiver<Arc<PodTable>>,
+    pub(super) requests: &'a mpsc::Sender<Request>,
+    pub(super) events: &'a Recorder,
+    pub(super) early: &'a Early,
+}
+
+/// All of them, not running yet.
+pub(super) struct Alive {
+    pub(super) admission: Arc<Admission>,
+    pub(super) leases: Leases,
+    comeback: Comeback,
+    image_gc: ImageGc,
+    container_gc: ContainerGc,
+    eviction: Eviction,
+    local_storage: LocalStorage,
+    /// What eviction listens to.
+    sources: Vec<BoxFuture<'static, ()>>,
+}
+
+impl Alive {
+    pub(super) async fn build(parts: Parts<'_>) -> Result<Self> {
+        let (cgroups, kernel) = (Arc::clone(parts.cgroups), parts.kernel);
+        let cgroup_config = parts.cgroup_config.clone();
+        let Parts { config, runtime, state, table, requests, events, early, .. } = parts;
+        let events = NodeEvents::new(events.clone(), &config.node_name);
+        let (conditions, watched) = watch::channel(Conditions::new());
+        let admission = Arc::new(Admission::new(admission::Parts {
+            resources: resources(config).await?,
+            policy: config.beelet.preemption.into(),
+            conditions: watched.clone(),
+            requests: requests.clone(),
+            metrics: early.admission.clone(),
+        }));
+        let leases = Leases::default();
+        let (image_gc, images) = ImageGc::new(images::Parts {
+            runtime: runtime.clone(),
+            leases: leases.clone(),
+            state: Arc::clone(state),
+            table: table.clone(),
+            policy: config.image_gc.policy,
+            period: config.image_gc.is_on().then_some(images::gc::PERIOD),
+            space: images::Space::by_statvfs(),
+            events: events.clone(),
+            metrics: early.images.clone(),
+        });
+        let (container_gc, containers) = ContainerGc::new(garbage::Parts {
+            runtime: runtime.clone(),
+            table: table.clone(),
+            policy: config.beelet.container_gc,
+            pod_logs_dir: config.pod_logs_dir.clone(),
+            events: events.clone(),
+            metrics: early.containers.clone(),
+        });
+        let comeback = Comeback {
+            table: table.clone(),
+            conditions: watched,
+            admission: Arc::clone(&admission),
+            requests: requests.clone(),
+            transition: config.eviction.pressure_transition,
+        };
+        let disk = DiskUsages::default();
+        let local_storage = LocalStorage {
+            table: table.clone(),
+            runtime: runtime.clone(),
+            pods_dir: config.beelet.pods_dir.clone(),
+            pod_logs_dir: config.pod_logs_dir.clone(),
+            period: config.volume_stats_period,
+            enforce: config.local_storage_isolation,
+            usages: disk.clone(),
+            requests: requests.clone(),
+            metrics: early.eviction.clone(),
+        };
+        let space = images::Space::by_statvfs();
+        let filesystems = Filesystems::new(config.beelet.state_dir.clone(), space);
+        let (layout_out, layout) = watch::channel(DiskLayout::default());
+        let hints = Hints::default();
+        let mut gauges = filesystems.gauges();
+        gauges.extend(eviction::gauges::of_the_machine(&cgroups));
+        let eviction = Eviction::new(eviction::Parts {
+            thresholds: config.eviction.thresholds.clone(),
+            transition: config.eviction.pressure_transition,
+            max_pod_grace: config.eviction.max_pod_grace,
+            gauges,
+            layout,
+            hints: hints.clone(),
+            usage: PodUsages { cgroups: Arc::clone(&cgroups), config: cgroup_config, disk },
+            table: table.clone(),
+            requests: requests.clone(),
+            reclaimer: reclaimer(images.clone(), containers.clone()),
+            conditions,
+            events,
+            metrics: early.eviction.clone(),
+        });
+        let edges = kernel.subscribe(Interest::OOM_KILLS | Interest::PRESSURE);
+        let sources: Vec<BoxFuture<'static, ()>> = vec![
+            Box::pin(edges::listen_to_kernel(edges, hints.clone(), early.eviction.clone())),
+            Box::pin(edges::listen(cgroups, config.eviction.thresholds.clone(), hints)),
+            Box::pin(filesystems.follow(runtime.clone(), layout_out)),
+        ];
+        let _ = early.collectors.set(Collectors { images, containers });
+        Ok(Self { admission, leases, comeback, image_gc, container_gc, eviction, local_storage, sources })
+    }
+
+    /// Runs them until `working` ends.
+    pub(super) fn spawn(self, tasks: &mut JoinSet<()>, working: &CancellationToken) {
+        tasks.spawn(self.image_gc.run(working.clone()));
+        tasks.spawn(self.container_gc.run(working.clone()));
+        tasks.spawn(self.comeback.run(working.clone()));
+        tasks.spawn(self.eviction.run(working.clone()));
+        tasks.spawn(self.local_storage.run(working.clone()));
+        for source in self.sources {
+            let working = working.clone();
+            tasks.spawn(async move {
+                // The last of them ends with the agent.
+                let _ = working.run_until_cancelled(source).await;
+            });
+        }
+    }
+}
+
+/// What eviction asks of the collectors before it ends a pod.
+fn reclaimer(images: images::Handle, containers: garbage::Handle) -> Reclaimer {
+    Arc::new(move |step| {
+        let (images, containers) = (images.clone(), containers.clone());
+        Box::pin(async move {
+            match step {
+                Reclaim::DeleteUnusedContainers => {
+                    let wish = garbage::Wish { terminated: true, dry_run: false };
+                    containers.collect(wish).await.map(drop)
+                }
+                Reclaim::DeleteUnusedImages => {
+                    let wish = images::Wish { all_unused: true, dry_run: false };
+                    images.collect(wish).await.map(drop)
+                }
+            }
+        })
+    })
+}
+
+/// What the node has for pods.
+async fn resources(config: &Config) -> Result<NodeResources> {
+    let cpus = thread::available_parallelism()?.get();
+    let mut capacity: BTreeMap<String, Quantity> = admission::hugepages();
+    let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
+    capacity.insert(CPU.to_owned(), whole(cpus as u64));
+    capacity.insert(MEMORY.to_owned(), whole(facts::memory()?));
+    capacity.insert(PODS.to_owned(), whole(config.pod_limit(cpus).into()));
+    let dir = config.beelet.state_dir.clone();
+    match spawn_blocking(move || space::statvfs(&dir)).await? {
+        Ok(disk) => {
+            capacity.insert(EPHEMERAL_STORAGE.to_owned(), whole(disk.bytes.capacity_bytes));
+        }
+        Err(error) => warn!(error, "pods that request ephemeral-storage find none here"),
+    }
+    let mut reserved = BTreeMap::new();
+    for name in config.system_reserved.keys().chain(config.kube_reserved.keys()) {
+        reserved.insert(name.clone(), config.reserved(name));
+    }
+    Ok(NodeResources::new(capacity, &reserved, &config.eviction.thresholds))
+}
