@@ -16,6 +16,7 @@ pub mod kernel;
 pub mod lifecycle;
 pub mod node;
 pub mod pods;
+pub mod pressure;
 pub mod probes;
 pub mod runtime;
 pub mod state;

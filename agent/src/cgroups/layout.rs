@@ -72,12 +72,29 @@ pub struct Layout {
 /// The layout that `mountinfo` describes; None if no cgroup file system is mounted.
 #[must_use]
 pub fn parse(mountinfo: &str) -> Option<Layout> {
+    parse_where(mountinfo, |root| root == "/")
+}
+
+/// The same, for reading alone: a mount of the hierarchy's root counts also where it is seen from inside a cgroup
+/// namespace (`/../..`), as a container that has the machine's `/sys/fs/cgroup` mounted sees it.
+#[must_use]
+pub fn parse_for_reading(mountinfo: &str) -> Option<Layout> {
+    let from_inside = |root: &str| root.len() > 1 && root.split('/').skip(1).all(|part| part == "..");
+    // Beside those, a root of `/` is only the namespace's own.
+    let inside = mountinfo
+        .lines()
+        .filter_map(Mount::parse)
+        .any(|mount| mount.fs_type.starts_with("cgroup") && from_inside(mount.root));
+    parse_where(mountinfo, |root| if inside { from_inside(root) } else { root == "/" })
+}
+
+fn parse_where(mountinfo: &str, whole: impl Fn(&str) -> bool) -> Option<Layout> {
     let mut v1: Vec<(String, Hierarchy)> = Vec::new();
     let mut v2: Option<Hierarchy> = None;
     for mount in mountinfo.lines().filter_map(Mount::parse) {
         // A mount whose root is not the hierarchy's own shows a part of it (a container's view, a bind mount): the paths
         // we give the runtime would mean something else there. `/..` is a root outside our cgroup namespace.
-        if mount.root != "/" {
+        if !whole(mount.root) {
             continue;
         }
         let hierarchy = |is_v2, controllers| Hierarchy { mount: mount.point.clone(), is_v2, controllers };
@@ -239,6 +256,15 @@ mod tests {
     fn a_part_of_a_hierarchy_is_not_taken_for_the_whole() {
         assert_eq!(parse("30 23 0:26 /docker/x /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
         assert_eq!(parse("30 23 0:26 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
+    }
+
+    #[test]
+    fn for_reading_the_machines_hierarchy_may_be_seen_from_a_namespace() {
+        let seen = "30 23 0:26 /../../.. /host/cgroup rw - cgroup2 cgroup2 rw\n";
+        let layout =
+            parse_for_reading(&format!("29 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n{seen}"));
+        assert_eq!(describe(&layout.unwrap()), "/host/cgroup: cgroup2");
+        assert_eq!(parse_for_reading(V2), parse(V2));
     }
 
     #[test]

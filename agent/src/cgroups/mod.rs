@@ -21,6 +21,7 @@ pub mod layout;
 mod memory;
 pub mod metrics;
 pub mod order;
+pub mod read;
 mod tree;
 mod write;
 
@@ -64,6 +65,17 @@ impl Cgroups {
         let path = Path::new("/proc/self/mountinfo");
         let mountinfo = fs::read_to_string(path).map_err(|error| CgroupError::io("read", path, error))?;
         Self::with_layout(layout::parse(&mountinfo).ok_or(CgroupError::NotMounted)?, cgroup_root)
+    }
+
+    /// Finds the hierarchies for reading alone. Unlike [`Cgroups::discover`] it takes any driver's tree as it is, and the
+    /// machine's hierarchies from inside a container that has them mounted.
+    ///
+    /// # Errors
+    /// As for [`Cgroups::discover`].
+    pub fn for_reading(cgroup_root: &str) -> Result<Self, CgroupError> {
+        let path = Path::new("/proc/self/mountinfo");
+        let mountinfo = fs::read_to_string(path).map_err(|error| CgroupError::io("read", path, error))?;
+        Self::with_layout(layout::parse_for_reading(&mountinfo).ok_or(CgroupError::NotMounted)?, cgroup_root)
     }
 
     /// The same for a layout that is known already.

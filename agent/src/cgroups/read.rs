@@ -1,0 +1,339 @@
+//! Reading the same cgroups again and again: where containers are, and their files by open directories.
+//!
+//! Nothing here writes. A directory that is held open names its cgroup for good: once that one is removed, reading fails,
+//! and another one of the same name is not mistaken for it.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+
+use super::{Cgroups, Hierarchy, Version};
+
+/// Deeper than any runtime nests containers.
+const MAX_DEPTH: usize = 10;
+/// More folders than this are not looked at in one search.
+const MAX_FOLDERS: usize = 100_000;
+/// The largest file that is read: `memory.stat` has some 2 KiB, `io.stat` some 100 bytes a device.
+const MAX_FILE: usize = 256 << 10;
+
+/// Which hierarchy a file is in. On version 2 they all are the same one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Controller {
+    /// Shares and quota.
+    Cpu,
+    /// CPU time (version 1 alone).
+    Cpuacct,
+    /// Memory.
+    Memory,
+    /// Block devices: `io` on version 2.
+    Blkio,
+    /// Processes and threads.
+    Pids,
+    /// cgroup2 itself: PSI, also beside version 1.
+    Unified,
+}
+
+const CONTROLLERS: [(Controller, &str); 5] = [
+    (Controller::Cpu, "cpu"),
+    (Controller::Cpuacct, "cpuacct"),
+    (Controller::Memory, "memory"),
+    (Controller::Blkio, "blkio"),
+    (Controller::Pids, "pids"),
+];
+
+/// The directories of one cgroup, open.
+#[derive(Debug)]
+pub struct CgroupDirs {
+    version: Version,
+    /// By [`Controller`]; one that is mounted together with another is here once for each.
+    v1: Vec<(Controller, OwnedFd)>,
+    unified: Option<OwnedFd>,
+}
+
+impl Cgroups {
+    /// Opens the directories of the cgroup `path`.
+    ///
+    /// # Errors
+    /// There is no such cgroup (any more) in any hierarchy, or the path is bad.
+    pub fn open(&self, path: &str) -> io::Result<CgroupDirs> {
+        let relative = self.relative(path).map_err(|error| io::Error::other(error.to_string()))?;
+        let mut dirs = CgroupDirs { version: self.version(), v1: Vec::new(), unified: None };
+        for hierarchy in self.hierarchies() {
+            let dir = hierarchy.mount.join(&relative);
+            if hierarchy.is_v2 {
+                dirs.unified = open_dir(&dir).ok();
+                continue;
+            }
+            for (controller, name) in CONTROLLERS {
+                if hierarchy.controllers.contains(name) {
+                    // Not every cgroup is in every hierarchy; which file is missing is told when it is read.
+                    dirs.v1.extend(open_dir(&dir).ok().map(|fd| (controller, fd)));
+                }
+            }
+        }
+        if dirs.v1.is_empty() && dirs.unified.is_none() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, format!("there is no cgroup {path}")));
+        }
+        Ok(dirs)
+    }
+
+    /// Where below the root these containers' cgroups are, by the runtimes' ids. Runtimes name a container's cgroup by its
+    /// id, bare (cgroupfs) or as in `cri-containerd-<id>.scope` (systemd). Those that have none are left out.
+    #[must_use]
+    pub fn find_containers(&self, ids: &HashSet<&str>) -> BTreeMap<String, String> {
+        let mut search = Search { ids, found: BTreeMap::new(), folders: MAX_FOLDERS };
+        if let (Some(hierarchy), Ok(root)) = (self.searched(), self.relative("/")) {
+            search.descend(&hierarchy.mount.join(root), "", MAX_DEPTH);
+        }
+        search.found
+    }
+
+    /// The folders below which containers come and go: `kubepods` (`kubepods.slice`), its QoS classes and the pods' own, by
+    /// where they are mounted. For a watch; the containers' own are not among them.
+    #[must_use]
+    pub fn pod_folders(&self) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        if let (Some(hierarchy), Ok(root)) = (self.searched(), self.relative("/")) {
+            let root = hierarchy.mount.join(root);
+            for path in self.pods_roots() {
+                collect_folders(&root.join(path.trim_start_matches('/')), 2, &mut found);
+            }
+        }
+        found
+    }
+
+    /// The cgroups that all pods are below, one as a rule: `/kubepods` or `/kubepods.slice`, or deeper where a kubelet has
+    /// a cgroup root of its own.
+    #[must_use]
+    pub fn pods_roots(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        if let (Some(hierarchy), Ok(root)) = (self.searched(), self.relative("/")) {
+            find_pods_roots(&hierarchy.mount.join(root), "", 2, &mut found);
+        }
+        found
+    }
+
+    /// The hierarchy that every container is in.
+    fn searched(&self) -> Option<&Hierarchy> {
+        self.hierarchies().iter().find(|h| h.is_v2 || h.controllers.contains("memory"))
+    }
+}
+
+struct Search<'a> {
+    ids: &'a HashSet<&'a str>,
+    found: BTreeMap<String, String>,
+    folders: usize,
+}
+
+impl Search<'_> {
+    fn descend(&mut self, dir: &Path, path: &str, depth: usize) {
+        let Ok(entries) = fs::read_dir(dir) else { return };
+        for entry in entries.flatten() {
+            if self.folders == 0 || self.found.len() == self.ids.len() {
+                return;
+            }
+            // Files are by far the most entries; the kernel tells their kind without another call.
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            self.folders -= 1;
+            let name = entry.file_name();
+            let Some(name) = name.to_str() else { continue };
+            let below = format!("{path}/{name}");
+            match container_of(name, self.ids) {
+                Some(id) => {
+                    self.found.insert(id.to_owned(), below);
+                }
+                None if depth > 0 => self.descend(&entry.path(), &below, depth - 1),
+                None => {}
+            }
+        }
+    }
+}
+
+/// `dir` and its folders down to `depth`, without containers' own.
+fn collect_folders(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
+    if found.len() >= MAX_FOLDERS {
+        return;
+    }
+    found.push(dir.to_owned());
+    for child in folders(dir) {
+        let is_container = child.ends_with(".scope") || child.len() >= 64;
+        if depth > 0 && !is_container {
+            collect_folders(&dir.join(child), depth - 1, found);
+        }
+    }
+}
+
+fn find_pods_roots(dir: &Path, path: &str, depth: usize, found: &mut Vec<String>) {
+    for name in folders(dir) {
+        let below = format!("{path}/{name}");
+        // With a cgroup root the systemd driver puts that one's name in front.
+        if name == "kubepods" || name == "kubepods.slice" || name.ends_with("-kubepods.slice") {
+            found.push(below);
+        } else if depth > 0 {
+            find_pods_roots(&dir.join(name), &below, depth - 1, found);
+        }
+    }
+}
+
+fn folders(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    dirs.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// The container that a cgroup of this name belongs to.
+fn container_of<'a>(name: &'a str, ids: &HashSet<&str>) -> Option<&'a str> {
+    if ids.contains(name) {
+        return Some(name);
+    }
+    let name = name.strip_suffix(".scope").unwrap_or(name);
+    // CRI-O's monitor process has a scope of its own, named after the container too.
+    if name.contains("conmon") {
+        return None;
+    }
+    name.rsplit(['-', ':']).next().filter(|id| ids.contains(id))
+}
+
+impl CgroupDirs {
+    /// The id by which the kernel half knows this cgroup: the inode of its cgroup2 directory.
+    #[must_use]
+    pub fn id(&self) -> Option<u64> {
+        Some(rustix::fs::fstat(self.unified.as_ref()?).ok()?.st_ino)
+    }
+
+    /// Whether the controllers are version 1's.
+    #[must_use]
+    pub fn is_v1(&self) -> bool {
+        self.version != Version::V2
+    }
+
+    /// Reads `file` into `buffer` and hands back its text.
+    ///
+    /// # Errors
+    /// There is no such file or hierarchy here, or the cgroup has gone.
+    pub fn read<'a>(
+        &self,
+        controller: Controller,
+        file: &str,
+        buffer: &'a mut Vec<u8>,
+    ) -> io::Result<&'a str> {
+        let dir = self.dir(controller).ok_or(io::ErrorKind::NotFound)?;
+        let fd = rustix::fs::openat(dir.as_fd(), file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        read_all(&fd, buffer)?;
+        std::str::from_utf8(buffer).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+    }
+
+    fn dir(&self, controller: Controller) -> Option<&OwnedFd> {
+        if controller == Controller::Unified || self.version == Version::V2 {
+            return self.unified.as_ref();
+        }
+        self.v1.iter().find(|(one, _)| *one == controller).map(|(_, fd)| fd)
+    }
+}
+
+fn open_dir(path: &Path) -> io::Result<OwnedFd> {
+    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// The whole file. The kernel makes its text at the first read, so a buffer with room for it takes one call.
+fn read_all(fd: &OwnedFd, buffer: &mut Vec<u8>) -> io::Result<()> {
+    buffer.resize(buffer.capacity().max(4096), 0);
+    let mut length = 0;
+    loop {
+        let read = rustix::io::read(fd, &mut buffer[length..])?;
+        length += read;
+        // A short read is the end: the text was whole when it was made.
+        if read == 0 || length < buffer.len() {
+            buffer.truncate(length);
+            return Ok(());
+        }
+        if length >= MAX_FILE {
+            return Err(io::Error::other("a cgroup's file is larger than any that is known"));
+        }
+        buffer.resize(buffer.len() * 2, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Layout;
+    use super::*;
+
+    /// Hierarchies as plain folders.
+    fn cgroups(dir: &Path, version: Version) -> Cgroups {
+        let v1 = |name: &str| Hierarchy {
+            mount: dir.join(name),
+            is_v2: false,
+            controllers: [name.to_owned()].into(),
+        };
+        let unified = Hierarchy { mount: dir.join("unified"), is_v2: true, controllers: [].into() };
+        fs::create_dir_all(&unified.mount).unwrap();
+        fs::write(unified.mount.join("cgroup.controllers"), "cpu memory").unwrap();
+        let hierarchies = match version {
+            Version::V2 => vec![unified],
+            _ => vec![v1("cpu"), v1("memory"), unified],
+        };
+        Cgroups::over_folders(Layout { version, hierarchies }, "/").unwrap()
+    }
+
+    #[test]
+    fn containers_are_found_by_their_ids_however_the_runtime_names_their_cgroups() {
+        let dir = tempfile::tempdir().unwrap();
+        let cgroups = cgroups(dir.path(), Version::V2);
+        let ids = ["a".repeat(64), "b".repeat(64), "c".repeat(64), "d".repeat(64)];
+        let paths = [
+            format!("/kubepods/burstable/pod1/{}", ids[0]),
+            format!(
+                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod2.slice/cri-containerd-{}.scope",
+                ids[1]
+            ),
+            format!("/system.slice:cri-containerd:{}", ids[2]),
+        ];
+        for path in &paths {
+            fs::create_dir_all(dir.path().join(format!("unified{path}"))).unwrap();
+        }
+        fs::create_dir_all(dir.path().join(format!("unified/x/crio-conmon-{}.scope", ids[3]))).unwrap();
+        let found = cgroups.find_containers(&ids.iter().map(String::as_str).collect());
+        let expected: BTreeMap<String, String> = ids.iter().cloned().zip(paths).collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn the_folders_that_containers_come_and_go_in_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let cgroups = cgroups(dir.path(), Version::V2);
+        let id = "a".repeat(64);
+        fs::create_dir_all(dir.path().join(format!("unified/my/kubepods/burstable/pod1/{id}"))).unwrap();
+        fs::create_dir_all(dir.path().join("unified/system.slice/x.service")).unwrap();
+        assert_eq!(cgroups.pods_roots(), ["/my/kubepods"]);
+        let root = dir.path().join("unified/my/kubepods");
+        let expected = [root.clone(), root.join("burstable"), root.join("burstable/pod1")];
+        assert_eq!(cgroups.pod_folders(), expected);
+    }
+
+    #[test]
+    fn files_are_read_from_the_hierarchy_they_are_in() {
+        let dir = tempfile::tempdir().unwrap();
+        let cgroups = cgroups(dir.path(), Version::Hybrid);
+        for (place, file, text) in [
+            ("memory", "memory.stat", "cache 1\n".repeat(2000)),
+            ("unified", "cpu.pressure", "some\n".to_owned()),
+        ] {
+            fs::create_dir_all(dir.path().join(place).join("p/c")).unwrap();
+            fs::write(dir.path().join(place).join("p/c").join(file), text).unwrap();
+        }
+        let dirs = cgroups.open("/p/c").unwrap();
+        let mut buffer = Vec::new();
+        assert_eq!(dirs.read(Controller::Memory, "memory.stat", &mut buffer).unwrap().len(), 16_000);
+        assert_eq!(dirs.read(Controller::Unified, "cpu.pressure", &mut buffer).unwrap(), "some\n");
+        assert!(dirs.read(Controller::Cpu, "cpu.stat", &mut buffer).is_err());
+        assert!(dirs.id().is_some() && dirs.is_v1());
+        assert!(cgroups.open("/p/none").is_err());
+    }
+}

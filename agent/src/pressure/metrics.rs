@@ -1,0 +1,510 @@
+//! Containers' numbers as metrics, and what the sampling tells of itself.
+//!
+//! One table a page: a metric is its name, its meaning and the function that takes it from the value, and everything that
+//! shows metrics goes through these tables (`/metrics`, `/metrics/cadvisor`, `/metrics/resource`, docs/metrics.md).
+//! Cardinality is bounded by the number of containers, which the sampler bounds; histograms have 13 buckets.
+
+use std::fmt::{self, Write as _};
+use std::time::Instant;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+
+use super::Pressure;
+use super::model::{ContainerPressure, NodePressure, PodPressure, RUNQ_BUCKETS, Reading};
+use super::rates::bucket_bounds;
+
+/// What the sampling tells of itself. Clones count together.
+#[derive(Debug, Clone)]
+pub struct Metrics {
+    duration: Histogram,
+    containers: Gauge,
+    left_out: Gauge,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            // 100 µs to 1.6 s.
+            duration: Histogram::new(exponential_buckets(0.0001, 2.0, 15)),
+            containers: Gauge::default(),
+            left_out: Gauge::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// Adds all of them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "beelet_pressure_read_duration_seconds",
+            "How long it took to read all containers' counters",
+            self.duration.clone(),
+        );
+        registry.register(
+            "beelet_pressure_containers",
+            "Containers whose counters are read",
+            self.containers.clone(),
+        );
+        registry.register(
+            "beelet_pressure_left_out_containers",
+            "Running containers whose cgroup was not found, or that are beyond maxMeasuredContainers",
+            self.left_out.clone(),
+        );
+    }
+
+    pub(super) fn time<T>(&self, read: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = read();
+        self.duration.observe(start.elapsed().as_secs_f64());
+        result
+    }
+
+    pub(super) fn observe(&self, containers: usize, left_out: usize) {
+        self.containers.set(i64::try_from(containers).unwrap_or(i64::MAX));
+        self.left_out.set(i64::try_from(left_out).unwrap_or(i64::MAX));
+    }
+}
+
+/// Whether a metric only grows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// It does.
+    Counter,
+    /// It doesn't.
+    Gauge,
+}
+
+impl Kind {
+    /// As the text format has it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+        }
+    }
+}
+
+/// A container's metric. A value that is not known is no sample.
+pub struct ContainerMetric {
+    /// Its full name, `_total` included.
+    pub name: &'static str,
+    /// Whether it only grows.
+    pub kind: Kind,
+    /// What it means, with its unit.
+    pub help: &'static str,
+    /// A label of its own.
+    pub label: Option<(&'static str, &'static str)>,
+    /// The value.
+    pub value: fn(&Reading) -> Option<f64>,
+}
+
+impl fmt::Debug for ContainerMetric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+const fn counter(
+    name: &'static str,
+    help: &'static str,
+    value: fn(&Reading) -> Option<f64>,
+) -> ContainerMetric {
+    ContainerMetric { name, kind: Kind::Counter, help, label: None, value }
+}
+
+const fn gauge(
+    name: &'static str,
+    help: &'static str,
+    value: fn(&Reading) -> Option<f64>,
+) -> ContainerMetric {
+    ContainerMetric { name, kind: Kind::Gauge, help, label: None, value }
+}
+
+const fn with(mut metric: ContainerMetric, key: &'static str, value: &'static str) -> ContainerMetric {
+    metric.label = Some((key, value));
+    metric
+}
+
+fn seconds(nanoseconds: u64) -> Option<f64> {
+    Some(nanoseconds as f64 / 1e9)
+}
+
+/// What cAdvisor exports for containers, under its names and with its meaning.
+pub const CADVISOR: &[ContainerMetric] = &[
+    counter("container_cpu_usage_seconds_total", "CPU time used, in seconds", |r| seconds(r.counters.cpu_ns)),
+    counter("container_cpu_user_seconds_total", "CPU time used in user mode, in seconds", |r| {
+        seconds(r.counters.cpu_user_ns)
+    }),
+    counter("container_cpu_system_seconds_total", "CPU time used in the kernel, in seconds", |r| {
+        seconds(r.counters.cpu_system_ns)
+    }),
+    counter(
+        "container_cpu_cfs_periods_total",
+        "Periods of CPU quota enforcement in which something ran",
+        |r| r.gauges.cpu_limit.map(|_| r.counters.periods as f64),
+    ),
+    counter("container_cpu_cfs_throttled_periods_total", "Periods in which the CPU quota was used up", |r| {
+        r.gauges.cpu_limit.map(|_| r.counters.throttled_periods as f64)
+    }),
+    counter(
+        "container_cpu_cfs_throttled_seconds_total",
+        "Time that the CPU quota kept tasks from running, in seconds",
+        |r| r.gauges.cpu_limit.and_then(|_| seconds(r.counters.throttled_ns)),
+    ),
+    gauge("container_memory_usage_bytes", "Memory in use, page cache included", |r| {
+        Some(r.gauges.memory_usage as f64)
+    }),
+    gauge(
+        "container_memory_working_set_bytes",
+        "Memory in use without inactive file pages: what eviction and OOM go by",
+        |r| Some(r.gauges.working_set as f64),
+    ),
+    gauge("container_memory_rss", "Anonymous memory, in bytes", |r| Some(r.gauges.rss as f64)),
+    gauge("container_memory_cache", "Page cache, in bytes", |r| Some(r.gauges.cache as f64)),
+    gauge("container_memory_mapped_file", "Mapped files in memory, in bytes", |r| {
+        Some(r.gauges.mapped as f64)
+    }),
+    gauge("container_memory_swap", "Memory that is swapped out, in bytes", |r| {
+        r.gauges.swap.map(|bytes| bytes as f64)
+    }),
+    with(
+        counter("container_memory_failures_total", "Page faults, by kind", |r| {
+            Some(r.counters.page_faults as f64)
+        }),
+        "failure_type",
+        "pgfault",
+    ),
+    with(
+        counter("container_memory_failures_total", "Page faults, by kind", |r| {
+            Some(r.counters.major_faults as f64)
+        }),
+        "failure_type",
+        "pgmajfault",
+    ),
+    counter("container_oom_events_total", "Processes killed for lack of memory", |r| {
+        Some(r.counters.oom_kills as f64)
+    }),
+    gauge("container_spec_memory_limit_bytes", "The memory limit; 0: none", |r| {
+        Some(r.gauges.memory_limit.unwrap_or(0) as f64)
+    }),
+    gauge("container_spec_cpu_quota", "The CPU quota for a period of 100 ms, in microseconds", |r| {
+        r.gauges.cpu_limit.map(|cores| (cores * 100_000.0).round())
+    }),
+    gauge("container_spec_cpu_period", "The period that the CPU quota is for, in microseconds", |r| {
+        r.gauges.cpu_limit.map(|_| 100_000.0)
+    }),
+    counter("container_fs_reads_bytes_total", "Bytes read from block devices", |r| {
+        r.counters.io_bytes.map(|bytes| bytes[0] as f64)
+    }),
+    counter("container_fs_writes_bytes_total", "Bytes written to block devices", |r| {
+        r.counters.io_bytes.map(|bytes| bytes[1] as f64)
+    }),
+    counter("container_fs_reads_total", "Reads from block devices", |r| {
+        r.counters.io_operations.map(|operations| operations[0] as f64)
+    }),
+    counter("container_fs_writes_total", "Writes to block devices", |r| {
+        r.counters.io_operations.map(|operations| operations[1] as f64)
+    }),
+    gauge("container_threads", "Processes and threads", |r| r.gauges.pids.map(|pids| pids as f64)),
+    gauge("container_threads_max", "How many processes and threads there may be; 0: any number", |r| {
+        r.gauges.pids.map(|_| r.gauges.pids_limit.unwrap_or(0) as f64)
+    }),
+    counter(
+        "container_pressure_cpu_waiting_seconds_total",
+        "Time that some task waited for a CPU (PSI some), in seconds",
+        |r| r.counters.cpu_stalls.map(|stalls| stalls.some_us as f64 / 1e6),
+    ),
+    counter(
+        "container_pressure_cpu_stalled_seconds_total",
+        "Time that all tasks waited for a CPU (PSI full), in seconds",
+        |r| r.counters.cpu_stalls.map(|stalls| stalls.full_us as f64 / 1e6),
+    ),
+    counter(
+        "container_pressure_memory_waiting_seconds_total",
+        "Time that some task waited for memory (PSI some), in seconds",
+        |r| r.counters.memory_stalls.map(|stalls| stalls.some_us as f64 / 1e6),
+    ),
+    counter(
+        "container_pressure_memory_stalled_seconds_total",
+        "Time that all tasks waited for memory (PSI full), in seconds",
+        |r| r.counters.memory_stalls.map(|stalls| stalls.full_us as f64 / 1e6),
+    ),
+    counter(
+        "container_pressure_io_waiting_seconds_total",
+        "Time that some task waited for a device (PSI some), in seconds",
+        |r| r.counters.io_stalls.map(|stalls| stalls.some_us as f64 / 1e6),
+    ),
+    counter(
+        "container_pressure_io_stalled_seconds_total",
+        "Time that all tasks waited for a device (PSI full), in seconds",
+        |r| r.counters.io_stalls.map(|stalls| stalls.full_us as f64 / 1e6),
+    ),
+];
+
+/// What only the kernel programs know, with labels `namespace`, `pod`, `container`.
+pub const KERNEL: &[ContainerMetric] = &[
+    counter(
+        "beelet_container_runqueue_wait_seconds_total",
+        "Time that runnable tasks waited for a CPU, in seconds",
+        |r| seconds(r.counters.kernel.as_ref()?.runq_wait_ns),
+    ),
+    counter("beelet_container_context_switches_total", "Times that a task left its CPU", |r| {
+        Some(r.counters.kernel.as_ref()?.switches as f64)
+    }),
+    with(
+        counter(
+            "beelet_container_preemptions_total",
+            "Times that a task had to leave its CPU, by who came next",
+            |r| Some(r.counters.kernel.as_ref()?.preempted[0] as f64),
+        ),
+        "by",
+        "same-pod",
+    ),
+    with(
+        counter(
+            "beelet_container_preemptions_total",
+            "Times that a task had to leave its CPU, by who came next",
+            |r| Some(r.counters.kernel.as_ref()?.preempted[1] as f64),
+        ),
+        "by",
+        "other-pod",
+    ),
+    with(
+        counter(
+            "beelet_container_preemptions_total",
+            "Times that a task had to leave its CPU, by who came next",
+            |r| Some(r.counters.kernel.as_ref()?.preempted[2] as f64),
+        ),
+        "by",
+        "system",
+    ),
+    counter(
+        "beelet_container_reclaim_seconds_total",
+        "Time that tasks spent reclaiming memory, in seconds",
+        |r| seconds(r.counters.kernel.as_ref()?.reclaim_ns),
+    ),
+    counter("beelet_container_reclaims_total", "Times that a task had to reclaim memory", |r| {
+        Some(r.counters.kernel.as_ref()?.reclaims as f64)
+    }),
+    counter("beelet_container_tcp_established_total", "TCP connections established, both ways", |r| {
+        Some(r.counters.kernel.as_ref()?.established as f64)
+    }),
+    counter("beelet_container_tcp_retransmits_total", "TCP segments sent again", |r| {
+        Some(r.counters.kernel.as_ref()?.net.retransmits as f64)
+    }),
+    counter(
+        "beelet_container_network_receive_bytes_total",
+        "Bytes received by the container's sockets",
+        |r| Some(r.counters.kernel.as_ref()?.net.rx_bytes as f64),
+    ),
+    counter("beelet_container_network_transmit_bytes_total", "Bytes sent by the container's sockets", |r| {
+        Some(r.counters.kernel.as_ref()?.net.tx_bytes as f64)
+    }),
+];
+
+/// The histogram of waits for a CPU.
+pub const RUNQUEUE: (&str, &str) = (
+    "beelet_container_runqueue_latency_seconds",
+    "How long runnable tasks waited for a CPU, in seconds: 1 µs to 8.6 s, four times as long from bucket to bucket",
+);
+
+/// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is configured.
+#[derive(Debug, Clone)]
+struct Labels<'a> {
+    pod: &'a PodPressure,
+    container: &'a ContainerPressure,
+    own: Option<(&'static str, &'static str)>,
+    pod_uid: bool,
+}
+
+impl EncodeLabelSet for Labels<'_> {
+    fn encode(&self, encoder: &mut prometheus_client::encoding::LabelSetEncoder<'_>) -> fmt::Result {
+        use prometheus_client::encoding::EncodeLabel;
+        let name = &self.pod.name;
+        ("namespace", name.namespace.as_str()).encode(encoder.encode_label())?;
+        ("pod", name.name.as_str()).encode(encoder.encode_label())?;
+        ("container", self.container.name.as_str()).encode(encoder.encode_label())?;
+        if self.pod_uid {
+            ("pod_uid", self.pod.uid.as_str()).encode(encoder.encode_label())?;
+        }
+        if let Some(own) = self.own {
+            own.encode(encoder.encode_label())?;
+        }
+        Ok(())
+    }
+}
+
+/// [`KERNEL`] and the histogram for the registry, from the newest reading: whoever serves the registry asks for one first.
+#[derive(Debug, Clone)]
+pub struct Containers {
+    /// Where the reading is.
+    pub pressure: Pressure,
+    /// Whether each sample has the pod's UID.
+    pub pod_uid: bool,
+}
+
+impl Collector for Containers {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let pressure = self.pressure.latest();
+        if !pressure.by_kernel {
+            return Ok(());
+        }
+        let mut last = "";
+        for metric in KERNEL.iter().filter(|metric| std::mem::replace(&mut last, metric.name) != metric.name)
+        {
+            // OpenMetrics names a counter without the `_total` of its sample.
+            let name = metric.name.trim_end_matches("_total");
+            let kind = match metric.kind {
+                Kind::Counter => MetricType::Counter,
+                Kind::Gauge => MetricType::Gauge,
+            };
+            let mut family = encoder.encode_descriptor(name, metric.help, None, kind)?;
+            for metric in KERNEL.iter().filter(|one| one.name == metric.name) {
+                for (pod, container, reading) in pressure.readings() {
+                    let Some(value) = (metric.value)(reading) else { continue };
+                    let labels = Labels { pod, container, own: metric.label, pod_uid: self.pod_uid };
+                    let sample = family.encode_family(&labels)?;
+                    match metric.kind {
+                        Kind::Counter => ConstCounter::new(value).encode(sample)?,
+                        Kind::Gauge => ConstGauge::new(value).encode(sample)?,
+                    }
+                }
+            }
+        }
+        self.histogram(&pressure, encoder)
+    }
+}
+
+impl Containers {
+    fn histogram(&self, pressure: &NodePressure, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let (name, help) = RUNQUEUE;
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
+        for (pod, container, reading) in pressure.readings() {
+            let Some(kernel) = &reading.counters.kernel else { continue };
+            let labels = Labels { pod, container, own: None, pod_uid: self.pod_uid };
+            let sum = kernel.runq_wait_ns as f64 / 1e9;
+            let count = kernel.runq.iter().sum();
+            family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
+                sum,
+                count,
+                &buckets(&kernel.runq),
+                None,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Upper bounds in seconds and counts, two of the kernel's buckets in one: 4^k times 1.024 µs. The last has no bound.
+fn buckets(counts: &[u64; RUNQ_BUCKETS]) -> Vec<(f64, u64)> {
+    let mut merged: Vec<(f64, u64)> = Vec::with_capacity(RUNQ_BUCKETS / 2 + 1);
+    for (bucket, &count) in counts.iter().enumerate() {
+        let last = bucket + 1 == RUNQ_BUCKETS;
+        match merged.last_mut().filter(|_| bucket % 2 == 0 && bucket > 0) {
+            // An even bucket is joined with the odd one before it.
+            Some(before) if !last => *before = (bucket_bounds(bucket).1 / 1e9, before.1 + count),
+            _ if last => merged.push((f64::MAX, count)),
+            _ => merged.push((bucket_bounds(bucket).1 / 1e9, count)),
+        }
+    }
+    merged
+}
+
+/// Samples in Prometheus's text format 0.0.4, with the time of the reading: what cAdvisor and the kubelet serve, and what
+/// metrics-server reads. prometheus-client writes OpenMetrics alone, and no times.
+#[derive(Debug, Default)]
+pub struct Page {
+    text: String,
+    last: &'static str,
+}
+
+impl Page {
+    /// One sample; the first of its name is preceded by what it is.
+    pub fn sample(
+        &mut self,
+        (name, kind, help): (&'static str, Kind, &str),
+        labels: &[(&str, &str)],
+        value: f64,
+        at_ms: Option<i64>,
+    ) {
+        // Writing to a String fails never.
+        if std::mem::replace(&mut self.last, name) != name {
+            let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {}", kind.name());
+        }
+        let _ = write!(self.text, "{name}");
+        for (index, (key, value)) in labels.iter().enumerate() {
+            let _ = write!(self.text, "{}{key}=\"{}\"", if index == 0 { "{" } else { "," }, Escaped(value));
+        }
+        let _ = write!(self.text, "{} {value}", if labels.is_empty() { "" } else { "}" });
+        let _ = match at_ms {
+            Some(at) => writeln!(self.text, " {at}"),
+            None => writeln!(self.text),
+        };
+    }
+
+    /// The page.
+    #[must_use]
+    pub fn finish(self) -> String {
+        self.text
+    }
+}
+
+/// A label's value with backslash, quote and newline escaped.
+struct Escaped<'a>(&'a str);
+
+impl fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rest = self.0;
+        while let Some(at) = rest.find(['\\', '"', '\n']) {
+            let (before, special) = rest.split_at(at);
+            f.write_str(before)?;
+            f.write_str(match &special[..1] {
+                "\\" => "\\\\",
+                "\"" => "\\\"",
+                _ => "\\n",
+            })?;
+            rest = &special[1..];
+        }
+        f.write_str(rest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_says_what_a_metric_is_once_and_escapes_what_must_be() {
+        let mut page = Page::default();
+        let metric = ("container_x", Kind::Gauge, "An x");
+        page.sample(metric, &[("pod", "a\\b\"c\nd"), ("namespace", "n")], 1.5, Some(1_000));
+        page.sample(metric, &[], 2.0, None);
+        let expected = "# HELP container_x An x\n# TYPE container_x gauge\ncontainer_x{pod=\"a\\\\b\\\"c\\nd\",namespace=\"n\"} 1.5 1000\ncontainer_x 2\n";
+        assert_eq!(page.finish(), expected);
+    }
+
+    #[test]
+    fn the_histogram_has_few_buckets_and_loses_no_wait() {
+        let counts: [u64; RUNQ_BUCKETS] = std::array::from_fn(|bucket| bucket as u64 + 1);
+        let buckets = buckets(&counts);
+        assert_eq!(buckets.len(), 13);
+        assert_eq!(buckets.iter().map(|(_, count)| count).sum::<u64>(), counts.iter().sum::<u64>());
+        assert!(buckets.is_sorted_by(|a, b| a.0 < b.0), "{buckets:?}");
+        assert!((buckets[0].0 - 1.024e-6).abs() < 1e-12 && buckets[12].0 == f64::MAX);
+    }
+
+    #[test]
+    fn names_follow_the_conventions() {
+        for metric in CADVISOR.iter().chain(KERNEL) {
+            assert_eq!(metric.kind == Kind::Counter, metric.name.ends_with("_total"), "{metric:?}");
+            assert!(metric.help.starts_with(char::is_uppercase) && !metric.help.ends_with('.'), "{metric:?}");
+        }
+    }
+}

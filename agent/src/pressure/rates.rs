@@ -1,0 +1,253 @@
+//! From counters to rates, over windows: pure arithmetic of two readings. The same whether the counters came from the
+//! kernel programs or from files.
+
+use std::time::Duration;
+
+use super::model::{Counters, KernelCounters, NetRates, RUNQ_BUCKETS, Stalls};
+
+/// A share of the time, 0 to 1.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Share {
+    /// Some task waited.
+    pub some: f64,
+    /// All waited.
+    pub full: f64,
+}
+
+/// How long runnable tasks waited for a CPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RunQueue {
+    /// Half of the waits were shorter, in nanoseconds.
+    pub p50_ns: f64,
+    /// All but one in a hundred were shorter.
+    pub p99_ns: f64,
+    /// Seconds waited a second, over all tasks.
+    pub waiting: f64,
+    /// Waits a second.
+    pub waits: f64,
+}
+
+/// What happened between two readings, a second. What no source gave is `None`.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Rates {
+    /// The time between the two readings, in nanoseconds: near the window's length, less at the beginning.
+    pub over_ns: u64,
+    /// CPUs in use.
+    pub cpu: f64,
+    /// Share of the enforcement periods in which the quota was used up; `None` without a quota.
+    pub throttled: Option<f64>,
+    /// Seconds a second that tasks were kept from running by the quota.
+    pub throttled_time: f64,
+    /// Waits for a CPU.
+    pub runq: Option<RunQueue>,
+    /// Involuntary switches by who came next: same pod, other pod, system.
+    pub preempted: Option<[f64; 3]>,
+    /// Waiting for a CPU (PSI).
+    pub cpu_stalled: Option<Share>,
+    /// Waiting for memory (PSI).
+    pub memory_stalled: Option<Share>,
+    /// Waiting for devices (PSI).
+    pub io_stalled: Option<Share>,
+    /// Seconds a second spent in reclaim.
+    pub reclaim: Option<f64>,
+    /// Faults that needed a read.
+    pub major_faults: f64,
+    /// Bytes read from devices.
+    pub read_bytes: Option<f64>,
+    /// Bytes written to devices.
+    pub written_bytes: Option<f64>,
+    /// The container's sockets.
+    pub net: Option<NetRates>,
+    /// Connections established.
+    pub established: Option<f64>,
+    /// The mean of the smoothed round trip times seen, in microseconds; `None` if none was.
+    pub rtt_us: Option<f64>,
+    /// Processes killed for lack of memory, in all between the two readings.
+    pub oom_kills: u64,
+}
+
+/// The rates from `then` to `now`, which are `over` apart. A counter that went backwards (another counter has taken its
+/// place) began at 0.
+#[must_use]
+pub fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
+    let seconds = over.as_secs_f64();
+    if seconds <= 0.0 {
+        return Rates::default();
+    }
+    let per_second = |then: u64, now: u64| grown(then, now) as f64 / seconds;
+    let time = |then: u64, now: u64| per_second(then, now) / 1e9;
+    let periods = grown(then.periods, now.periods);
+    let throttled = grown(then.throttled_periods, now.throttled_periods);
+    let pair = |then: Option<[u64; 2]>, now: Option<[u64; 2]>, index: usize| {
+        Some(per_second(then?[index], now?[index]))
+    };
+    let kernel = then.kernel.as_deref().zip(now.kernel.as_deref());
+    Rates {
+        over_ns: u64::try_from(over.as_nanos()).unwrap_or(u64::MAX),
+        cpu: time(then.cpu_ns, now.cpu_ns),
+        throttled: (now.periods > 0)
+            .then(|| if periods == 0 { 0.0 } else { throttled as f64 / periods as f64 }),
+        throttled_time: time(then.throttled_ns, now.throttled_ns),
+        runq: kernel.map(|(then, now)| run_queue(then, now, seconds)),
+        preempted: kernel.map(|(then, now)| {
+            std::array::from_fn(|who| per_second(then.preempted[who], now.preempted[who]))
+        }),
+        cpu_stalled: share(then.cpu_stalls, now.cpu_stalls, over),
+        memory_stalled: share(then.memory_stalls, now.memory_stalls, over),
+        io_stalled: share(then.io_stalls, now.io_stalls, over),
+        reclaim: kernel.map(|(then, now)| time(then.reclaim_ns, now.reclaim_ns)),
+        major_faults: per_second(then.major_faults, now.major_faults),
+        read_bytes: pair(then.io_bytes, now.io_bytes, 0),
+        written_bytes: pair(then.io_bytes, now.io_bytes, 1),
+        net: kernel.map(|(then, now)| NetRates {
+            rx_bytes: per_second(then.net.rx_bytes, now.net.rx_bytes),
+            tx_bytes: per_second(then.net.tx_bytes, now.net.tx_bytes),
+            retransmits: per_second(then.net.retransmits, now.net.retransmits),
+        }),
+        established: kernel.map(|(then, now)| per_second(then.established, now.established)),
+        rtt_us: kernel.and_then(|(then, now)| {
+            let samples = grown(then.rtt_samples, now.rtt_samples);
+            (samples > 0).then(|| grown(then.rtt_us, now.rtt_us) as f64 / samples as f64)
+        }),
+        oom_kills: grown(then.oom_kills, now.oom_kills),
+    }
+}
+
+/// How much a counter grew.
+#[must_use]
+pub fn grown(then: u64, now: u64) -> u64 {
+    now.checked_sub(then).unwrap_or(now)
+}
+
+/// The share of the time that was spent waiting. The kernel adds a wait when it is over or read, so the share may come out a
+/// hair above all of the time.
+#[must_use]
+pub fn share(then: Option<Stalls>, now: Option<Stalls>, over: Duration) -> Option<Share> {
+    let (then, now) = (then?, now?);
+    let micros = over.as_secs_f64() * 1e6;
+    let share = |then, now| if micros > 0.0 { (grown(then, now) as f64 / micros).min(1.0) } else { 0.0 };
+    Some(Share { some: share(then.some_us, now.some_us), full: share(then.full_us, now.full_us) })
+}
+
+fn run_queue(then: &KernelCounters, now: &KernelCounters, seconds: f64) -> RunQueue {
+    let waits: [u64; RUNQ_BUCKETS] = std::array::from_fn(|bucket| grown(then.runq[bucket], now.runq[bucket]));
+    RunQueue {
+        p50_ns: percentile(&waits, 0.50).unwrap_or(0.0),
+        p99_ns: percentile(&waits, 0.99).unwrap_or(0.0),
+        waiting: grown(then.runq_wait_ns, now.runq_wait_ns) as f64 / 1e9 / seconds,
+        waits: waits.iter().sum::<u64>() as f64 / seconds,
+    }
+}
+
+/// The shortest wait that a bucket counts, and the shortest that is too long for it, in nanoseconds: 0 to 2^10, then from
+/// 2^(9+k) to 2^(10+k), as the kernel programs count (`run_queue_waits` in ebpf/abi). The last one has no end.
+#[must_use]
+pub fn bucket_bounds(bucket: usize) -> (f64, f64) {
+    let bound = |power: usize| 2f64.powi(i32::try_from(power).unwrap_or(i32::MAX));
+    (if bucket == 0 { 0.0 } else { bound(bucket + 9) }, bound(bucket + 10))
+}
+
+/// The value that a share `quantile` of all counted values is not above, from a histogram of [`bucket_bounds`]. Within a
+/// bucket the values are taken to be spread evenly, as Prometheus's `histogram_quantile` does: the true value is at most
+/// twice as large or half as large. None of nothing.
+#[must_use]
+pub fn percentile(counts: &[u64], quantile: f64) -> Option<f64> {
+    let total: u64 = counts.iter().sum();
+    if total == 0 {
+        return None;
+    }
+    let rank = (quantile.clamp(0.0, 1.0) * total as f64).max(f64::MIN_POSITIVE);
+    let mut below = 0.0;
+    for (bucket, &count) in counts.iter().enumerate() {
+        let upto = below + count as f64;
+        if count > 0 && upto >= rank {
+            let (low, high) = bucket_bounds(bucket);
+            return Some(low + (high - low) * (rank - below) / count as f64);
+        }
+        below = upto;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn rates_are_what_grew_a_second() {
+        let then = Counters { cpu_ns: 1_000, periods: 10, throttled_periods: 5, ..Counters::default() };
+        let now = Counters {
+            cpu_ns: 3_000_001_000,
+            periods: 30,
+            throttled_periods: 10,
+            throttled_ns: 500_000_000,
+            io_bytes: Some([10, 20]),
+            cpu_stalls: Some(Stalls { some_us: 1_000_000, full_us: 0 }),
+            oom_kills: 2,
+            ..Counters::default()
+        };
+        let rates = rates(&then, &now, 2 * SECOND);
+        assert!((rates.cpu - 1.5).abs() < 1e-9 && rates.over_ns == 2_000_000_000);
+        assert_eq!((rates.throttled, rates.throttled_time, rates.oom_kills), (Some(0.25), 0.25, 2));
+        // Only one of the two readings had them.
+        assert_eq!((rates.read_bytes, rates.cpu_stalled, rates.runq), (None, None, None));
+    }
+
+    #[test]
+    fn a_counter_that_went_backwards_began_at_zero() {
+        assert_eq!((grown(10, 15), grown(10, 4), grown(7, 7)), (5, 4, 0));
+    }
+
+    #[test]
+    fn without_a_quota_there_is_nothing_to_be_throttled() {
+        let none = Counters::default();
+        assert_eq!(rates(&none, &none, SECOND).throttled, None);
+        let idle = Counters { periods: 7, ..none };
+        assert_eq!(rates(&idle, &idle, SECOND).throttled, Some(0.0));
+        assert_eq!(rates(&idle, &idle, Duration::ZERO), Rates::default());
+    }
+
+    #[test]
+    fn stalls_are_a_share_of_the_time_and_never_more_than_all_of_it() {
+        let at = |some_us, full_us| Some(Stalls { some_us, full_us });
+        assert_eq!(share(at(0, 0), at(250_000, 100_000), SECOND), Some(Share { some: 0.25, full: 0.1 }));
+        assert_eq!(share(at(0, 0), at(1_000_400, 0), SECOND), Some(Share { some: 1.0, full: 0.0 }));
+        assert_eq!(share(None, at(1, 1), SECOND), None);
+    }
+
+    #[test]
+    fn percentiles_lie_in_the_bucket_that_has_their_rank() {
+        #[track_caller]
+        fn check(counts: &[u64], quantile: f64, expected: f64) {
+            let got = percentile(counts, quantile).unwrap();
+            assert!((got - expected).abs() < 1e-6, "{got}, not {expected}");
+        }
+        check(&[0, 0, 0, 100], 0.5, 6144.0); // halfway through 4096 to 8192
+        check(&[0, 0, 0, 100], 1.0, 8192.0);
+        check(&[4], 0.5, 512.0);
+        check(&[0, 99, 0, 0, 0, 1], 0.99, 2048.0);
+        check(&[0, 98, 0, 0, 0, 2], 0.99, 24_576.0);
+        assert_eq!(percentile(&[0; RUNQ_BUCKETS], 0.99), None);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn a_percentile_is_never_further_off_than_a_factor_of_two(
+            mut values in proptest::collection::vec(1024u64..1 << 33, 1..200),
+            quantile in 0.01f64..1.0,
+        ) {
+            let mut counts = [0; RUNQ_BUCKETS];
+            for value in &values {
+                counts[value.ilog2() as usize - 9] += 1;
+            }
+            values.sort_unstable();
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+            let rank = (quantile * values.len() as f64).ceil() as usize;
+            let exact = values[rank.clamp(1, values.len()) - 1] as f64;
+            let got = percentile(&counts, quantile).unwrap();
+            proptest::prop_assert!(got <= exact * 2.0 && got >= exact / 2.0, "{} for {}", got, exact);
+        }
+    }
+}
