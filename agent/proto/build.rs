@@ -7,12 +7,27 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "beelet/devices.proto",
         "beelet/events.proto",
         "beelet/garbage.proto",
+        "beelet/signals.proto",
         "deviceplugin/api.proto",
         "pluginregistration/api.proto",
         "podresources/api.proto",
     ];
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;
-    tonic_prost_build::configure().compile_fds(descriptors)?;
+    let mut builder = tonic_prost_build::configure();
+    for message in SHOWN {
+        builder = builder.type_attribute(message, "#[derive(serde::Serialize)]");
+    }
+    builder.compile_fds(descriptors)?;
     Ok(())
 }
+
+/// What `beelet top -o json` prints as it came.
+const SHOWN: [&str; 6] = [
+    "beelet.v1.SignalSnapshot",
+    "beelet.v1.SignalMachine",
+    "beelet.v1.SignalPod",
+    "beelet.v1.SignalContainer",
+    "beelet.v1.SignalUsage",
+    "beelet.v1.SignalRates",
+];

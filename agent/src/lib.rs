@@ -15,6 +15,7 @@ pub mod images;
 pub mod kernel;
 pub mod lifecycle;
 pub mod node;
+pub mod observe;
 pub mod pods;
 pub mod pressure;
 pub mod probes;

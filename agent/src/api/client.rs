@@ -18,7 +18,7 @@ use tonic::{Status, Streaming};
 use crate::pods::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedManifest};
 
 /// Larger than any list of a node's pods.
-const MAX_MESSAGE: usize = 256 << 20;
+pub(super) const MAX_MESSAGE: usize = 256 << 20;
 
 /// A connection to a running agent.
 #[derive(Debug, Clone)]
@@ -82,21 +82,7 @@ impl Client {
     /// # Errors
     /// Nobody listens there, or this user may not connect.
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
-        // The transport's own error hides why; this asks the kernel first.
-        UnixStream::connect(path).await.map_err(|source| match source.kind() {
-            io::ErrorKind::PermissionDenied => ClientError::Denied(path.to_owned()),
-            _ => ClientError::NotRunning { path: path.to_owned(), source },
-        })?;
-        let socket = path.to_owned();
-        let connector = tower::service_fn(move |_| {
-            let socket = socket.clone();
-            async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-        });
-        // The address is a formality: the connector knows the way.
-        let channel = Endpoint::from_static("http://localhost")
-            .connect_with_connector(connector)
-            .await
-            .map_err(|error| Status::unavailable(error.to_string()))?;
+        let channel = connect(path).await?;
         Ok(Self {
             node: NodeClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             events: EventsClient::new(channel.clone()),
@@ -175,6 +161,26 @@ impl Client {
     ) -> Result<Streaming<proto::Event>, ClientError> {
         Ok(self.events.list_events(wanted).await?.into_inner())
     }
+}
+
+/// The connection to the agent's socket at `path`: one for any of its services.
+pub(super) async fn connect(path: &Path) -> Result<Channel, ClientError> {
+    // The transport's own error hides why; this asks the kernel first.
+    UnixStream::connect(path).await.map_err(|source| match source.kind() {
+        io::ErrorKind::PermissionDenied => ClientError::Denied(path.to_owned()),
+        _ => ClientError::NotRunning { path: path.to_owned(), source },
+    })?;
+    let socket = path.to_owned();
+    let connector = tower::service_fn(move |_| {
+        let socket = socket.clone();
+        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    // The address is a formality: the connector knows the way.
+    let channel = Endpoint::from_static("http://localhost")
+        .connect_with_connector(connector)
+        .await
+        .map_err(|error| Status::unavailable(error.to_string()))?;
+    Ok(channel)
 }
 
 /// Changes as they come.

@@ -1,8 +1,11 @@
-//! `/healthz`, `/metrics` and `/pods`, as the kubelet serves them, without authentication and therefore on loopback only
+//! `/healthz`, `/metrics` and its parts, `/pods` and `/stats/summary`, as the kubelet serves them, without authentication and therefore on loopback only
 //! (the configuration sees to that).
 //!
 //! Any local user can connect, so a connection is short and there are few: whoever opens many or says nothing waits for
 //! himself, not for others' next minute.
+
+pub(crate) mod numbers;
+mod summary;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -25,6 +28,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::pods::table::PodTable;
+use crate::pressure::Pressure;
 
 /// Connections at a time. One more waits in the kernel's queue until another has ended.
 const MAX_CONNECTIONS: usize = 64;
@@ -39,6 +43,10 @@ pub struct ApiState {
     pub pods: watch::Receiver<Arc<PodTable>>,
     /// Every metric of the agent.
     pub registry: Arc<Registry>,
+    /// Containers' numbers.
+    pub pressure: Pressure,
+    /// Leave out what tells more than numbers: `/pods` and `/stats/summary`.
+    pub numbers_only: bool,
     /// Whether the agent is well, and if not, why.
     pub health: Arc<dyn Fn() -> Result<(), String> + Send + Sync>,
 }
@@ -112,30 +120,27 @@ fn router(state: ApiState) -> Router {
     Router::new()
         .route("/", get(index))
         .route("/healthz", get(healthz))
-        .route("/metrics", get(metrics))
-        .route("/pods", get(pods))
+        .route("/metrics", get(numbers::metrics))
+        .route("/metrics/cadvisor", get(numbers::cadvisor))
+        .route("/metrics/probes", get(numbers::probes))
+        .route("/metrics/resource", get(numbers::resource))
+        .merge(if state.numbers_only { Router::new() } else { details() })
         .with_state(state)
 }
 
+/// What is for this machine alone.
+fn details() -> Router<ApiState> {
+    Router::new().route("/pods", get(pods)).route("/stats/summary", get(summary::summary))
+}
+
 async fn index() -> &'static str {
-    "beelet: /healthz /metrics /pods\n"
+    "beelet: /healthz /metrics /metrics/cadvisor /metrics/probes /metrics/resource /pods /stats/summary\n"
 }
 
 async fn healthz(State(state): State<ApiState>) -> Response {
     match (state.health)() {
         Ok(()) => "ok".into_response(),
         Err(reasons) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{reasons}\n")).into_response(),
-    }
-}
-
-async fn metrics(State(state): State<ApiState>) -> Response {
-    let mut text = String::new();
-    match prometheus_client::encoding::text::encode(&mut text, &state.registry) {
-        Ok(()) => {
-            ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)
-                .into_response()
-        }
-        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("metrics: {error}\n")).into_response(),
     }
 }
 
@@ -153,5 +158,7 @@ async fn pods(State(state): State<ApiState>) -> Response {
     }
 }
 
+#[cfg(test)]
+mod fixtures;
 #[cfg(test)]
 mod tests;

@@ -9,4 +9,5 @@ pub mod http;
 pub mod kubelet_counter;
 pub mod local;
 pub mod podresources;
+pub mod signals;
 mod socket;

@@ -12,6 +12,7 @@ pub mod doctor;
 pub mod events;
 pub mod gc;
 pub mod get;
+pub mod observe;
 pub mod plan;
 pub mod run;
 
@@ -27,6 +28,8 @@ struct Cli {
 enum Command {
     /// Run the pods of this machine.
     Run(run::RunArgs),
+    /// Measure the pods of a kubelet (or of anything that speaks CRI), changing nothing.
+    Observe(observe::ObserveArgs),
     /// Show what runs on this machine.
     Get(get::GetArgs),
     /// Show one thing with all that is known of it.
@@ -51,6 +54,7 @@ const USAGE: u8 = 2;
 pub fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Run(args) => run::run(&args),
+        Command::Observe(args) => observe::run(&args),
         Command::Get(args) => get::run(&args),
         Command::Describe(args) => describe::run(&args),
         Command::Events(args) => events::run(&args),

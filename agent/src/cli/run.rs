@@ -32,7 +32,7 @@ pub struct RunArgs {
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum LogFormat {
+pub(super) enum LogFormat {
     /// For people.
     Text,
     /// One JSON object a line.
@@ -74,7 +74,7 @@ fn start(config: Config) -> anyhow::Result<()> {
 }
 
 /// Log lines go to standard error: standard output belongs to what a command prints.
-fn start_logging(format: LogFormat, verbose: u8) {
+pub(super) fn start_logging(format: LogFormat, verbose: u8) {
     let level = match verbose {
         0 => "info",
         1 => "info,beelet=debug",

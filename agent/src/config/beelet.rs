@@ -30,6 +30,10 @@ pub(super) struct BeeletWire {
     pub(super) container_gc_max_per_pod_container: Option<i64>,
     #[serde(rename = "containerGCMaxContainers")]
     pub(super) container_gc_max_containers: Option<i64>,
+    pub(super) pressure_interval: Option<GoDuration>,
+    pub(super) max_measured_containers: Option<i64>,
+    #[serde(rename = "metricsPodUID")]
+    pub(super) metrics_pod_uid: Option<bool>,
 }
 
 /// YAML reads a bare `off` as false, so both spellings mean the same.

@@ -117,5 +117,8 @@ fn beelet(config: &Config) -> BeeletWire {
         container_gc_minimum_age: Some(GoDuration(ours.container_gc.min_age)),
         container_gc_max_per_pod_container: Some(ours.container_gc.max_per_pod_container),
         container_gc_max_containers: Some(ours.container_gc.max_containers),
+        pressure_interval: Some(GoDuration(ours.pressure_interval)),
+        max_measured_containers: i64::try_from(ours.max_measured_containers).ok(),
+        metrics_pod_uid: Some(ours.metrics_pod_uid),
     }
 }

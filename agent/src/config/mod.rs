@@ -132,6 +132,12 @@ pub struct Beelet {
     pub preemption: PreemptionPolicy,
     /// How many dead containers stay, and for how long at least.
     pub container_gc: ContainerGcPolicy,
+    /// The time between two readings of the containers' counters while somebody looks.
+    pub pressure_interval: Duration,
+    /// The counters of more containers than this are not read.
+    pub max_measured_containers: usize,
+    /// Whether metrics of containers carry their pod's UID.
+    pub metrics_pod_uid: bool,
 }
 
 /// How the pods are chosen that make room for a critical one.

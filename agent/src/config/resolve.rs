@@ -102,7 +102,24 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         stop_pods_on_exit: wire.stop_pods_on_exit.unwrap_or(false),
         preemption: wire.preemption.unwrap_or(PreemptionPolicy::Kubelet),
         container_gc: pressure::container_gc(wire)?,
+        pressure_interval: pressure_interval(duration(wire.pressure_interval, Duration::from_secs(1)))?,
+        max_measured_containers: number(
+            "maxMeasuredContainers",
+            wire.max_measured_containers,
+            2048,
+            0,
+            100_000,
+        )?,
+        metrics_pod_uid: wire.metrics_pod_uid.unwrap_or(false),
     })
+}
+
+/// Below a tenth of a second reading would cost more than it tells; above ten, windows of ten seconds would be empty.
+fn pressure_interval(interval: Duration) -> Result<Duration, Problem> {
+    if (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&interval) {
+        return Ok(interval);
+    }
+    Err(Problem::new("pressureInterval", format!("{interval:?} is out of range: 100ms to 10s")))
 }
 
 /// The node's name: configured, or the hostname in lower case as the kubelet takes it.

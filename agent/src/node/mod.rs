@@ -2,9 +2,13 @@
 
 mod alive;
 mod devices;
+#[cfg(test)]
+mod docs;
 mod facts;
+pub mod observe;
 pub mod ownership;
 pub mod process;
+mod signals;
 pub mod systemd;
 
 use std::{
@@ -26,12 +30,13 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tracing::{error, info, warn};
 
-use self::{alive::Alive, ownership::Ownership};
+use self::{alive::Alive, ownership::Ownership, signals::Signals};
 use crate::{
     api::{
         grpc,
         http::{self, ApiState},
         podresources,
+        signals::Mode,
     },
     cgroups::{Cgroups, Version},
     config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
@@ -56,6 +61,7 @@ use crate::{
         records::Records,
         table::PodTable,
     },
+    pressure,
     probes::{self, Probes},
     runtime::{self, Runtime},
     state::State,
@@ -104,7 +110,9 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     }
 
     let metrics = Metrics::default();
-    let registry = metrics.registry(&runtime, &cgroups);
+    let (signals, inbox) = Signals::new();
+    let mut registry = metrics.registry(&runtime, &cgroups);
+    signals.register(&mut registry, config.beelet.metrics_pod_uid);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let health = Health::new(&config.runtime_endpoint);
     // The others end before these two: what they do last can still be seen.
@@ -114,8 +122,10 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let services = Routes::new(grpc::node_service(table.clone(), serving.clone()))
         .add_service(grpc::events::service(&events, serving.clone()))
         .add_service(grpc::devices::service(Arc::clone(&devices), table.clone()))
-        .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)));
-    let mut servers = serve(&config, table.clone(), registry, services, &health, &serving).await?;
+        .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)))
+        .add_service(signals.service(Mode::Run, &serving));
+    let mut servers =
+        serve(&config, table.clone(), (Arc::new(registry), &signals), services, &health, &serving).await?;
     let log = tokio::spawn(events.writer(Arc::clone(&state), serving.clone()));
     servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
 
@@ -130,7 +140,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(runtime.socket())?;
             match Node::build(config, runtime, version, cgroups, state, events, metrics).await {
-                Ok(node) => node.run(table_out, table, &health, &devices, shutdown).await,
+                Ok(node) => node.run(table_out, table, (signals, inbox), &health, &devices, shutdown).await,
                 Err(error) => Err(error),
             }
         }
@@ -183,7 +193,7 @@ struct Metrics {
 }
 
 impl Metrics {
-    fn registry(&self, runtime: &Runtime, cgroups: &Cgroups) -> Arc<Registry> {
+    fn registry(&self, runtime: &Runtime, cgroups: &Cgroups) -> Registry {
         let mut registry = Registry::default();
         self.pods.register(&mut registry);
         self.probes.register(&mut registry);
@@ -193,7 +203,7 @@ impl Metrics {
         self.alive.register(&mut registry);
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
-        Arc::new(registry)
+        registry
     }
 }
 
@@ -221,7 +231,7 @@ impl Health {
 async fn serve(
     config: &Config,
     pods: watch::Receiver<Arc<PodTable>>,
-    registry: Arc<Registry>,
+    (registry, signals): (Arc<Registry>, &Signals),
     services: Routes,
     health: &Health,
     serving: &CancellationToken,
@@ -237,7 +247,13 @@ async fn serve(
     if config.healthz_port != 0 {
         let listener = http::bind(SocketAddr::new(config.healthz_address, config.healthz_port)).await?;
         let health = health.clone();
-        let state = ApiState { pods, registry, health: Arc::new(move || health.check()) };
+        let state = ApiState {
+            pods,
+            registry,
+            pressure: signals.pressure.clone(),
+            numbers_only: false,
+            health: Arc::new(move || health.check()),
+        };
         servers.spawn(http::serve(listener, state, serving.clone()));
     }
     Ok(servers)
@@ -284,6 +300,7 @@ impl Node {
         self,
         table_out: watch::Sender<Arc<PodTable>>,
         table: watch::Receiver<Arc<PodTable>>,
+        (signals, inbox): (Signals, pressure::Inbox),
         health: &Health,
         slot: &grpc::devices::Slot,
         shutdown: CancellationToken,
@@ -343,6 +360,8 @@ impl Node {
         let mut tasks = JoinSet::new();
         self.follow_exits(&mut tasks, exit_requests, processes, &pace, &working);
         alive.spawn(&mut tasks, &working);
+        let measuring = (Arc::clone(&self.cgroups), table.clone(), &self.kernel);
+        signals.start(inbox, self.measuring(), measuring, &mut tasks, &working);
         tasks.spawn(relist.run(working.clone()));
         tasks.spawn(probes.run(working.clone()));
         device_tasks.spawn(&mut tasks, &working);
@@ -400,6 +419,15 @@ impl Node {
             cancel: working.clone(),
         };
         ManifestSource::start(path.clone(), self.config.node_name.clone(), options).await
+    }
+
+    fn measuring(&self) -> signals::Options {
+        let beelet = &self.config.beelet;
+        signals::Options {
+            node: self.config.node_name.clone(),
+            interval: beelet.pressure_interval,
+            most: beelet.max_measured_containers,
+        }
     }
 
     fn probe_settings(&self) -> probes::Settings {

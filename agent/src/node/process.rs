@@ -11,6 +11,12 @@ pub fn prepare(oom_score_adj: i32, max_open_files: u64) -> Vec<String> {
     [set_oom_score_adj(oom_score_adj), raise_open_files(max_open_files)].into_iter().flatten().collect()
 }
 
+/// Lets the agent open `files` files, and nothing else.
+#[must_use]
+pub fn allow_open_files(files: u64) -> Vec<String> {
+    raise_open_files(files).into_iter().collect()
+}
+
 fn set_oom_score_adj(value: i32) -> Option<String> {
     let error = fs::write("/proc/self/oom_score_adj", value.to_string()).err()?;
     Some(format!(

@@ -25,8 +25,13 @@ async fn start(health: Result<(), String>) -> Server {
     let counter = Counter::<u64>::default();
     counter.inc();
     registry.register("beelet_test", "A counter", counter);
-    let state =
-        ApiState { pods: receiver, registry: Arc::new(registry), health: Arc::new(move || health.clone()) };
+    let state = ApiState {
+        pods: receiver,
+        registry: Arc::new(registry),
+        pressure: crate::pressure::channel().0,
+        numbers_only: false,
+        health: Arc::new(move || health.clone()),
+    };
     let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.unwrap();
     let address = listener.local_addr().unwrap();
     let shutdown = CancellationToken::new();
@@ -69,6 +74,17 @@ async fn metrics_are_openmetrics() {
 }
 
 #[tokio::test]
+async fn before_anything_was_read_the_pages_of_numbers_say_so() {
+    let server = start(Ok(())).await;
+    let (head, body) = server.get("/metrics/resource").await;
+    assert!(head.contains("content-type: text/plain; version=0.0.4"), "{head}");
+    assert!(body.ends_with("resource_scrape_error 1\n"), "{body}");
+    assert!(server.get("/metrics/cadvisor").await.1.contains("machine_cpu_cores"));
+    assert!(!server.get("/metrics/probes").await.1.contains("beelet_test"));
+    assert!(server.get("/stats/summary").await.0.starts_with("http/1.1 503"));
+}
+
+#[tokio::test]
 async fn pods_are_a_pod_list_with_status() {
     let (head, body) = start(Ok(())).await.get("/pods").await;
     assert!(head.contains("content-type: application/json"), "{head}");
@@ -81,7 +97,7 @@ async fn pods_are_a_pod_list_with_status() {
 #[tokio::test]
 async fn other_paths_and_methods_are_refused_and_the_index_helps() {
     let server = start(Ok(())).await;
-    assert!(server.get("/").await.1.contains("/healthz /metrics /pods"));
+    assert!(server.get("/").await.1.contains("/metrics/resource"));
     assert!(server.get("/secrets").await.0.starts_with("http/1.1 404"));
     let mut stream = TcpStream::connect(server.address).await.unwrap();
     stream.write_all(b"DELETE /pods HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();

@@ -1,0 +1,195 @@
+//! `beelet observe`: the measuring half beside somebody else's kubelet. The same parts as in `run`, without any of those
+//! that act: nothing is written to cgroups, nothing asked of the runtime but lists and statuses, no state kept. What it
+//! loads into the kernel only counts, and goes when it ends.
+
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use anyhow::{Context, Result};
+use prometheus_client::registry::Registry;
+use tokio::{
+    sync::watch,
+    task::{JoinSet, spawn_blocking},
+};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tracing::{error, info, warn};
+
+use super::{process, signals, signals::Signals, stop_on_signals, systemd};
+use crate::{
+    api::{
+        grpc,
+        http::{self, ApiState},
+        signals::Mode,
+    },
+    cgroups::Cgroups,
+    kernel::{self, Kernel, KernelOptions},
+    observe::{self, Observer, Pulse},
+    pods::table::PodTable,
+    runtime::Runtime,
+};
+
+/// What is observed, and how it is told.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The runtime's socket, as `unix:///path`.
+    pub runtime_endpoint: String,
+    /// The node's name, as metrics' consumers know it.
+    pub node_name: String,
+    /// The cgroup below which pods are looked for.
+    pub cgroup_root: String,
+    /// The gRPC socket.
+    pub socket: PathBuf,
+    /// Where HTTP is served; `None`: nowhere.
+    pub listen: Option<SocketAddr>,
+    /// Whether kernel programs are used.
+    pub bpf: kernel::Mode,
+    /// Where a BPF file system is.
+    pub bpffs: PathBuf,
+    /// Our folder in it.
+    pub pin_name: String,
+    /// Leave programs and maps running when it ends.
+    pub keep_pins: bool,
+    /// Between two readings while somebody looks.
+    pub interval: Duration,
+    /// The counters of more containers are not read.
+    pub most: usize,
+    /// Whether metrics of containers carry their pod's UID.
+    pub pod_uid: bool,
+}
+
+/// Deadline of a list or a status.
+const REQUEST: Duration = Duration::from_secs(30);
+/// Each measured container has up to six directories open.
+const OPEN_FILES: u64 = 65_536;
+
+/// Observes until SIGTERM or SIGINT.
+///
+/// # Errors
+/// Something that can't be done without isn't to be had; the sentence says what, and what to do.
+pub async fn run(options: Options) -> Result<()> {
+    let shutdown = CancellationToken::new();
+    stop_on_signals(&shutdown)?;
+    run_until(options, shutdown).await
+}
+
+/// Observes until `shutdown`.
+///
+/// # Errors
+/// As for [`run`].
+pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<()> {
+    let runtime = Runtime::new(&options.runtime_endpoint, REQUEST)?;
+    for trouble in process::allow_open_files(OPEN_FILES) {
+        warn!("{trouble}");
+    }
+    let cgroups = Arc::new(Cgroups::for_reading(&options.cgroup_root)?);
+    let (signals, inbox) = Signals::new();
+    let metrics = observe::Metrics::default();
+    let mut registry = Registry::default();
+    metrics.register(&mut registry);
+    runtime.register_metrics(&mut registry);
+    signals.register(&mut registry, options.pod_uid);
+    let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
+    let pulse = Pulse::default();
+    let serving = CancellationToken::new();
+    let mut servers =
+        serve(&options, table.clone(), (Arc::new(registry), &signals), &pulse, &serving).await?;
+    servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
+
+    if let Some(version) = runtime.wait_ready(&shutdown).await {
+        info!(name = version.runtime_name, version = version.runtime_version, "container runtime answers");
+        let kernel = start_kernel(&options, &cgroups).await?;
+        let mut tasks = JoinSet::new();
+        let measuring = signals::Options {
+            node: options.node_name.clone(),
+            interval: options.interval,
+            most: options.most,
+        };
+        signals.start(inbox, measuring, (Arc::clone(&cgroups), table, &kernel), &mut tasks, &shutdown);
+        let observer = Observer::new(
+            observe::Parts {
+                runtime,
+                runtime_name: version.runtime_name,
+                node: options.node_name,
+                cgroups,
+                table: table_out,
+                metrics,
+            },
+            pulse,
+        );
+        observer.run(shutdown).await;
+        while tasks.join_next().await.is_some() {}
+        let stopped = spawn_blocking(move || kernel.stop(options.keep_pins)).await;
+        if let Err(error) = stopped.context("the kernel half was dropped")? {
+            warn!(%error, "what was loaded into the kernel could not be taken back");
+        }
+    }
+    serving.cancel();
+    while servers.join_next().await.is_some() {}
+    info!("ended");
+    Ok(())
+}
+
+async fn serve(
+    options: &Options,
+    pods: watch::Receiver<Arc<PodTable>>,
+    (registry, signals): (Arc<Registry>, &Signals),
+    pulse: &Pulse,
+    serving: &CancellationToken,
+) -> Result<JoinSet<()>> {
+    let mut servers = JoinSet::new();
+    let socket = grpc::bind(&options.socket).await?;
+    let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()))
+        .add_service(signals.service(Mode::Observe, serving));
+    let until = serving.clone();
+    servers.spawn(async move {
+        if let Err(error) = grpc::serve(socket, services, until).await {
+            error!("{error:#}");
+        }
+    });
+    if let Some(address) = options.listen {
+        let listener = http::bind(address).await?;
+        let pulse = pulse.clone();
+        let state = ApiState {
+            pods,
+            registry,
+            pressure: signals.pressure.clone(),
+            health: Arc::new(move || pulse.check()),
+            // Numbers may be scraped from elsewhere where somebody asked for that; what pods are is for this machine.
+            numbers_only: !address.ip().is_loopback(),
+        };
+        servers.spawn(http::serve(listener, state, serving.clone()));
+    }
+    Ok(servers)
+}
+
+/// The counting programs, for everything below the pods' root.
+async fn start_kernel(options: &Options, cgroups: &Arc<Cgroups>) -> Result<Kernel> {
+    let reading = Arc::clone(cgroups);
+    let roots = spawn_blocking(move || reading.pods_roots()).await.context("cgroups can't be looked at")?;
+    let root = match roots.as_slice() {
+        [] => {
+            info!("there is no kubepods cgroup yet: everything below {} is measured", options.cgroup_root);
+            "/"
+        }
+        [root] => root,
+        [root, others @ ..] => {
+            warn!(
+                "{} and {} both look like the pods' root: programs measure the first",
+                root,
+                others.join(", ")
+            );
+            root
+        }
+    };
+    let options = KernelOptions {
+        bpffs: options.bpffs.clone(),
+        pin_name: options.pin_name.clone(),
+        cgroup: cgroups.cgroup2_path(root).unwrap_or_default(),
+        mode: options.bpf,
+        object: None,
+    };
+    let kernel = spawn_blocking(move || Kernel::start(&options)).await;
+    let kernel = kernel.context("the kernel half could not start")?;
+    info!(by_kernel = kernel.measures().is_some(), root, "measuring");
+    Ok(kernel)
+}

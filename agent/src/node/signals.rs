@@ -1,0 +1,101 @@
+//! What is measured and who is told: the sampling of containers' counters, the kernel's edges, the gRPC service and the
+//! metrics of both. The same for `run` and for `observe`.
+
+mod forward;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet_proto::beelet::signals_server::{Signals as Service, SignalsServer};
+use prometheus_client::registry::Registry;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::api::signals::feed::Feed;
+use crate::api::signals::{self, Mode};
+use crate::cgroups::Cgroups;
+use crate::kernel::{Interest, Kernel};
+use crate::pods::table::PodTable;
+use crate::pressure::metrics::{Containers, Metrics};
+use crate::pressure::{self, Inbox, Parts, Pressure, Sampling};
+
+/// What servers need of it, there before anything is measured.
+#[derive(Debug, Clone)]
+pub(super) struct Signals {
+    /// Containers' numbers.
+    pub(super) pressure: Pressure,
+    feed: Feed,
+    metrics: Metrics,
+}
+
+/// How measuring is configured.
+#[derive(Debug, Clone)]
+pub(super) struct Options {
+    /// The node's name.
+    pub(super) node: String,
+    /// Between two readings while somebody looks.
+    pub(super) interval: Duration,
+    /// More containers are left out.
+    pub(super) most: usize,
+}
+
+impl Signals {
+    /// Not measuring yet.
+    pub(super) fn new() -> (Self, Inbox) {
+        let (pressure, inbox) = pressure::channel();
+        (Self { pressure, feed: Feed::default(), metrics: Metrics::default() }, inbox)
+    }
+
+    /// Adds the metrics to `registry`.
+    pub(super) fn register(&self, registry: &mut Registry, pod_uid: bool) {
+        self.metrics.register(registry);
+        registry.register_collector(Box::new(Containers { pressure: self.pressure.clone(), pod_uid }));
+    }
+
+    /// The gRPC service.
+    pub(super) fn service(&self, mode: Mode, serving: &CancellationToken) -> SignalsServer<impl Service> {
+        signals::service(self.pressure.clone(), self.feed.clone(), mode, serving.clone())
+    }
+
+    /// Begins to measure, until `working` is cancelled.
+    pub(super) fn start(
+        self,
+        inbox: Inbox,
+        options: Options,
+        (cgroups, table, kernel): (Arc<Cgroups>, watch::Receiver<Arc<PodTable>>, &Kernel),
+        tasks: &mut JoinSet<()>,
+        working: &CancellationToken,
+    ) {
+        let parts = Parts {
+            cgroups,
+            table,
+            snapshot: snapshot(kernel),
+            node: options.node,
+            interval: options.interval,
+            most: options.most,
+            metrics: self.metrics,
+        };
+        tasks.spawn(Sampling::new(parts, inbox).run(working.clone()));
+        let edges = kernel.subscribe(Interest::ALL);
+        tasks.spawn(forward::run(edges, self.feed, self.pressure, working.clone()));
+    }
+}
+
+/// What the kernel programs counted, as the sampling takes it.
+fn snapshot(kernel: &Kernel) -> pressure::Snapshot {
+    let Some(measures) = kernel.measures() else { return Box::new(|| None) };
+    let mut said = false;
+    Box::new(move || match measures.snapshot() {
+        Ok(counters) => {
+            said = false;
+            Some(counters.iter().map(|(id, counters)| (*id, counters.into())).collect())
+        }
+        Err(error) => {
+            if !std::mem::replace(&mut said, true) {
+                tracing::warn!("{error}; the files have to do meanwhile");
+            }
+            None
+        }
+    })
+}
