@@ -15,6 +15,7 @@ pub mod get;
 pub mod observe;
 pub mod plan;
 pub mod run;
+pub mod top;
 
 /// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
 #[derive(Debug, Parser)]
@@ -40,6 +41,8 @@ enum Command {
     Devices(devices::DevicesArgs),
     /// Remove unused images or dead containers now.
     Gc(gc::GcArgs),
+    /// Show what pods and containers use and wait for, live.
+    Top(top::TopArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
     /// Decide for a scenario what the agent would do.
@@ -60,6 +63,7 @@ pub fn main() -> ExitCode {
         Command::Events(args) => events::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::Gc(args) => gc::run(&args),
+        Command::Top(args) => top::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
     }

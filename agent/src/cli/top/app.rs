@@ -1,0 +1,413 @@
+//! What a person at the terminal has chosen, and what each key does. No terminal in here.
+
+use std::collections::HashSet;
+use std::time::Instant;
+
+use beelet_proto::beelet::SignalSnapshot;
+use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+use super::columns::{COLUMNS, Column};
+use super::rows::{Row, Trends, View, rows};
+
+/// The state of the screen.
+#[derive(Debug)]
+pub(super) struct App {
+    pub(super) view: View,
+    /// What the agent sent last; `None` before the first.
+    pub(super) snapshot: Option<SignalSnapshot>,
+    trends: Trends,
+    /// The rows on the screen, in order.
+    pub(super) rows: Vec<Row>,
+    /// The row under the cursor, by key: it stays with its pod when the order changes.
+    selected: Option<String>,
+    /// The first row on the screen.
+    pub(super) offset: usize,
+    /// Rows that there was room for when it was last drawn.
+    pub(super) page: usize,
+    /// New snapshots are left out until it is thawed.
+    pub(super) frozen: bool,
+    /// Keys go into the filter.
+    pub(super) typing: bool,
+    pub(super) help: bool,
+    /// Lines that the help is scrolled down.
+    pub(super) help_offset: u16,
+    /// Why there is nothing new, and since when.
+    pub(super) trouble: Option<(String, Instant)>,
+    pub(super) done: bool,
+}
+
+impl App {
+    pub(super) fn new(view: View) -> Self {
+        Self {
+            view,
+            snapshot: None,
+            trends: Trends::default(),
+            rows: Vec::new(),
+            selected: None,
+            offset: 0,
+            page: 1,
+            frozen: false,
+            typing: false,
+            help: false,
+            help_offset: 0,
+            trouble: None,
+            done: false,
+        }
+    }
+
+    /// Takes what the agent sent. False if the screen stays as it is.
+    pub(super) fn take(&mut self, snapshot: SignalSnapshot) -> bool {
+        self.trouble = None;
+        self.trends.add(&snapshot);
+        if self.frozen {
+            return false;
+        }
+        self.snapshot = Some(snapshot);
+        self.arrange();
+        true
+    }
+
+    /// Nothing comes any more.
+    pub(super) fn lost(&mut self, why: String) {
+        let since = self.trouble.as_ref().map_or_else(Instant::now, |(_, since)| *since);
+        self.trouble = Some((why, since));
+    }
+
+    /// Makes the rows anew and finds the selected one among them.
+    fn arrange(&mut self) {
+        let at = self.cursor();
+        self.rows = self.snapshot.as_ref().map(|s| rows(s, &self.view, &self.trends)).unwrap_or_default();
+        let there = |key: &String| self.rows.iter().any(|row| row.key == *key);
+        if !self.selected.as_ref().is_some_and(there) {
+            // It has gone: the cursor stays where it is.
+            self.selected =
+                self.rows.get(at.min(self.rows.len().saturating_sub(1))).map(|row| row.key.clone());
+        }
+        self.scroll();
+    }
+
+    /// The index of the selected row.
+    pub(super) fn cursor(&self) -> usize {
+        let selected = self.selected.as_ref();
+        self.rows.iter().position(|row| Some(&row.key) == selected).unwrap_or(0)
+    }
+
+    fn go(&mut self, to: usize) {
+        let last = self.rows.len().saturating_sub(1);
+        self.selected = self.rows.get(to.min(last)).map(|row| row.key.clone());
+        self.scroll();
+    }
+
+    /// Keeps the cursor on the screen.
+    pub(super) fn scroll(&mut self) {
+        let cursor = self.cursor();
+        let page = self.page.max(1);
+        self.offset = self.offset.clamp((cursor + 1).saturating_sub(page), cursor);
+        self.offset = self.offset.min(self.rows.len().saturating_sub(page));
+    }
+
+    /// What a key or a new size does. False if the screen stays as it is.
+    pub(super) fn event(&mut self, event: &Event) -> bool {
+        match event {
+            Event::Key(key) if key.kind != KeyEventKind::Release => {
+                self.key(*key);
+                true
+            }
+            Event::Resize(..) => true,
+            _ => false,
+        }
+    }
+
+    fn key(&mut self, key: KeyEvent) {
+        if key.modifiers.contains(KeyModifiers::CONTROL) {
+            match key.code {
+                KeyCode::Char('c') => self.done = true,
+                KeyCode::Char('d') => self.go(self.cursor() + self.page / 2),
+                KeyCode::Char('u') if self.typing => self.filter(String::clear),
+                KeyCode::Char('u') => self.go(self.cursor().saturating_sub(self.page / 2)),
+                _ => {}
+            }
+        } else if self.typing {
+            self.typed(key.code);
+        } else if self.help {
+            self.helped(key.code);
+        } else {
+            self.command(key.code);
+        }
+    }
+
+    fn typed(&mut self, code: KeyCode) {
+        match code {
+            KeyCode::Enter => self.typing = false,
+            KeyCode::Esc => {
+                self.typing = false;
+                self.filter(String::clear);
+            }
+            KeyCode::Backspace => self.filter(|filter| {
+                filter.pop();
+            }),
+            KeyCode::Char(letter) => self.filter(|filter| filter.push(letter)),
+            KeyCode::Up => self.go(self.cursor().saturating_sub(1)),
+            KeyCode::Down => self.go(self.cursor() + 1),
+            _ => {}
+        }
+    }
+
+    fn helped(&mut self, code: KeyCode) {
+        match code {
+            KeyCode::Down | KeyCode::Char('j') => self.help_offset += 1,
+            KeyCode::Up | KeyCode::Char('k') => self.help_offset = self.help_offset.saturating_sub(1),
+            KeyCode::PageDown | KeyCode::Char(' ') => self.help_offset += 10,
+            KeyCode::PageUp => self.help_offset = self.help_offset.saturating_sub(10),
+            _ => (self.help, self.help_offset) = (false, 0),
+        }
+    }
+
+    fn command(&mut self, code: KeyCode) {
+        match code {
+            KeyCode::Char('q') => self.done = true,
+            KeyCode::Esc => self.filter(String::clear),
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help = true,
+            KeyCode::Char('/') | KeyCode::F(4) => self.typing = true,
+            KeyCode::Char('f' | 'p') => self.freeze(),
+            KeyCode::Char('w') => {
+                self.view.window = self.view.window.next();
+                self.arrange();
+            }
+            KeyCode::Char('e') => {
+                self.view.all_expanded = !self.view.all_expanded;
+                self.view.expanded.clear();
+                self.arrange();
+            }
+            KeyCode::Char('i') => {
+                self.view.reversed = !self.view.reversed;
+                self.arrange();
+            }
+            KeyCode::Enter | KeyCode::Char(' ') => self.toggle(),
+            KeyCode::Right | KeyCode::Char('l' | '+') => self.expand(true),
+            KeyCode::Left | KeyCode::Char('-') => self.expand(false),
+            KeyCode::Up | KeyCode::Char('k') => self.go(self.cursor().saturating_sub(1)),
+            KeyCode::Down | KeyCode::Char('j') => self.go(self.cursor() + 1),
+            KeyCode::PageUp => self.go(self.cursor().saturating_sub(self.page)),
+            KeyCode::PageDown => self.go(self.cursor() + self.page),
+            KeyCode::Home | KeyCode::Char('g') => self.go(0),
+            KeyCode::End | KeyCode::Char('G') => self.go(usize::MAX),
+            KeyCode::Char('<' | ',') => self.sort_by_neighbour(false),
+            KeyCode::Char('>' | '.') => self.sort_by_neighbour(true),
+            KeyCode::Char(letter) => {
+                if let Some((_, column)) = SORT_KEYS.iter().find(|(key, _)| *key == letter) {
+                    self.sort(*column);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn filter(&mut self, change: impl FnOnce(&mut String)) {
+        change(&mut self.view.filter);
+        self.arrange();
+    }
+
+    fn freeze(&mut self) {
+        self.frozen = !self.frozen;
+    }
+
+    /// The same column again: the other way round.
+    fn sort(&mut self, column: Column) {
+        self.view.reversed = self.view.sort == column && !self.view.reversed;
+        self.view.sort = column;
+        self.arrange();
+    }
+
+    fn sort_by_neighbour(&mut self, right: bool) {
+        let all: Vec<Column> = [Column::Name]
+            .into_iter()
+            .chain(COLUMNS.iter().map(|info| info.column))
+            .chain([Column::State])
+            .collect();
+        let at = all.iter().position(|column| *column == self.view.sort).unwrap_or(0);
+        let step = if right { 1 } else { all.len() - 1 };
+        self.view.reversed = false;
+        self.view.sort = all[(at + step) % all.len()];
+        self.arrange();
+    }
+
+    fn toggle(&mut self) {
+        let expanded = self.rows.get(self.cursor()).is_some_and(|row| row.expanded);
+        self.expand(!expanded);
+    }
+
+    /// Shows or hides the containers of the pod under the cursor, or of the container's under it.
+    fn expand(&mut self, show: bool) {
+        let Some(row) = self.rows.get(self.cursor()) else { return };
+        let uid = if row.is_pod { row.key.clone() } else { pod_of(&row.key).to_owned() };
+        if self.view.all_expanded && !show {
+            // All but this one.
+            let others = self.rows.iter().filter(|row| row.is_pod).map(|row| row.key.clone());
+            self.view.expanded = others.collect::<HashSet<_>>();
+            self.view.all_expanded = false;
+        }
+        if show {
+            self.view.expanded.insert(uid);
+        } else {
+            self.view.expanded.remove(&uid);
+            self.selected = Some(uid);
+        }
+        self.arrange();
+    }
+}
+
+/// A container's key begins with its pod's.
+fn pod_of(key: &str) -> &str {
+    key.split_once('/').map_or(key, |(uid, _)| uid)
+}
+
+/// Letters that sort, upper case as in top(1) where it has them.
+pub(super) const SORT_KEYS: &[(char, Column)] = &[
+    ('N', Column::Name),
+    ('P', Column::Cpu),
+    ('c', Column::Cpu),
+    ('T', Column::Throttled),
+    ('t', Column::Throttled),
+    ('r', Column::P99),
+    ('M', Column::Memory),
+    ('m', Column::Memory),
+    ('L', Column::MemoryShare),
+    ('C', Column::CpuPressure),
+    ('x', Column::Retransmits),
+    ('R', Column::Restarts),
+    ('y', Column::Ready),
+    ('A', Column::Age),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows::tests::{snapshot, view};
+    use super::*;
+
+    fn app() -> App {
+        let mut app = App::new(view());
+        app.page = 3;
+        app.take(snapshot(&[
+            ("a", "x", 0.1, 5.0),
+            ("a", "y", 0.9, 1.0),
+            ("b", "z", 0.5, 2.0),
+            ("b", "w", 0.4, 9.0),
+        ]));
+        app
+    }
+
+    fn press(app: &mut App, keys: &str) {
+        for key in keys.chars() {
+            let code = match key {
+                '\n' => KeyCode::Enter,
+                '\u{1b}' => KeyCode::Esc,
+                key => KeyCode::Char(key),
+            };
+            assert!(app.event(&Event::Key(KeyEvent::from(code))));
+        }
+    }
+
+    fn names(app: &App) -> Vec<&str> {
+        app.rows.iter().map(|row| row.name.as_str()).collect()
+    }
+
+    #[test]
+    fn keys_sort_and_the_same_key_again_turns_the_order() {
+        let mut app = app();
+        assert_eq!(names(&app), ["a/y", "b/z", "b/w", "a/x"]);
+        press(&mut app, "r");
+        assert_eq!(names(&app), ["b/w", "a/x", "b/z", "a/y"]);
+        press(&mut app, "r");
+        assert_eq!(names(&app), ["a/y", "b/z", "a/x", "b/w"]);
+        press(&mut app, "N");
+        assert_eq!(names(&app), ["a/x", "a/y", "b/w", "b/z"]);
+        press(&mut app, "<");
+        assert_eq!(app.view.sort, Column::State);
+        press(&mut app, ">>");
+        assert_eq!(app.view.sort, Column::Ready);
+    }
+
+    #[test]
+    fn the_cursor_stays_with_its_pod_and_on_the_screen() {
+        let mut app = app();
+        press(&mut app, "jj");
+        assert_eq!((app.cursor(), app.rows[app.cursor()].name.as_str()), (2, "b/w"));
+        press(&mut app, "r");
+        assert_eq!((app.cursor(), app.rows[app.cursor()].name.as_str()), (0, "b/w"));
+        press(&mut app, "G");
+        assert_eq!((app.cursor(), app.offset), (3, 1));
+        press(&mut app, "j");
+        assert_eq!(app.cursor(), 3);
+        // Its pod goes: the cursor is at what is now in its place.
+        app.take(snapshot(&[("a", "x", 0.1, 5.0), ("b", "z", 0.5, 2.0)]));
+        assert_eq!((app.cursor(), app.offset), (1, 0));
+        app.take(snapshot(&[]));
+        press(&mut app, "jkG\n-");
+        assert_eq!(app.cursor(), 0);
+    }
+
+    #[test]
+    fn containers_are_shown_for_one_pod_or_for_all() {
+        let mut app = app();
+        press(&mut app, "\n");
+        assert_eq!(names(&app)[..4], ["a/y", "app", "sidecar", "b/z"]);
+        press(&mut app, "j-");
+        assert_eq!((app.rows.len(), app.cursor()), (4, 0), "hidden, the cursor is at its pod");
+        press(&mut app, "e");
+        assert_eq!(app.rows.len(), 12);
+        press(&mut app, "-");
+        assert_eq!(names(&app)[..3], ["a/y", "b/z", "app"]);
+        press(&mut app, "ee");
+        assert_eq!(app.rows.len(), 4);
+    }
+
+    #[test]
+    fn a_filter_is_typed_kept_and_cleared() {
+        let mut app = app();
+        press(&mut app, "/b/q");
+        assert!(app.typing && !app.done && app.rows.is_empty());
+        app.event(&Event::Key(KeyEvent::from(KeyCode::Backspace)));
+        press(&mut app, "\n");
+        assert_eq!((names(&app), app.typing), (vec!["b/z", "b/w"], false));
+        press(&mut app, "\u{1b}");
+        assert_eq!(app.rows.len(), 4);
+    }
+
+    #[test]
+    fn frozen_nothing_new_is_shown_until_it_is_thawed() {
+        let mut app = app();
+        press(&mut app, "f");
+        assert!(!app.take(snapshot(&[])));
+        assert_eq!(app.rows.len(), 4);
+        press(&mut app, "f");
+        assert!(app.take(snapshot(&[])));
+        assert!(app.rows.is_empty());
+    }
+
+    #[test]
+    fn it_ends_by_q_and_by_ctrl_c_also_while_typing() {
+        let mut quit = app();
+        press(&mut quit, "q");
+        let mut interrupted = app();
+        press(&mut interrupted, "/");
+        interrupted.event(&Event::Key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)));
+        assert!(quit.done && interrupted.done);
+        let mut helped = app();
+        press(&mut helped, "?");
+        assert!(helped.help);
+        press(&mut helped, "q");
+        assert!(!helped.help && !helped.done);
+    }
+
+    #[test]
+    fn trouble_goes_with_the_next_snapshot() {
+        let mut app = app();
+        app.lost("the agent stopped".into());
+        let since = app.trouble.as_ref().unwrap().1;
+        app.lost("no agent answers".into());
+        assert_eq!(app.trouble.as_ref().unwrap().1, since);
+        app.take(snapshot(&[]));
+        assert!(app.trouble.is_none());
+    }
+}
