@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 pub mod describe;
 pub mod devices;
@@ -12,6 +12,7 @@ pub mod doctor;
 pub mod events;
 pub mod gc;
 pub mod get;
+pub mod manual;
 pub mod observe;
 pub mod plan;
 pub mod run;
@@ -47,6 +48,10 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Decide for a scenario what the agent would do.
     Plan(plan::PlanArgs),
+    /// Print completions for a shell.
+    Completions(manual::CompletionsArgs),
+    /// Make the manual pages.
+    Man(manual::ManArgs),
 }
 
 /// Exit code of a wrong command line or a wrong file, clap's own.
@@ -66,6 +71,8 @@ pub fn main() -> ExitCode {
         Command::Top(args) => top::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::Completions(args) => manual::completions(&args, Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
     }
 }
 

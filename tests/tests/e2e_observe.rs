@@ -1,0 +1,216 @@
+//! `beelet observe` beside the owner of a real containerd: it sees what the kernel's own files say, and changes nothing.
+//! The owner is `beelet run` on the same runtime; to an observer it is as foreign as a kubelet.
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use beelet_tests::agent::{self, Agent, Options, http_get};
+use beelet_tests::containerd::Containerd;
+use beelet_tests::guards::{CgroupRoot, Process};
+use beelet_tests::workdir::{self, PATIENCE, wait_for};
+use beelet_tests::{manifests, require};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// An observer as a child process.
+struct Observer {
+    process: Process,
+    socket: PathBuf,
+    address: String,
+    pins: PathBuf,
+    log: PathBuf,
+}
+
+impl Observer {
+    /// Beside `owner`, on its runtime and its cgroup root.
+    fn start(owner: &Agent, containerd: &Containerd) -> Observer {
+        let dir = containerd.dir();
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let (socket, log) = (dir.join("observe/beelet.sock"), dir.join("observe.log"));
+        let address = format!("127.0.0.1:{port}");
+        let bpffs = owner.dir().join("bpf");
+        let output = std::fs::File::create(&log).unwrap();
+        let child = Command::new(agent::binary().unwrap())
+            .args(["observe", "--node-name", "observed", "--listen", &address, "--pin-name", "seen"])
+            .args(["--runtime-endpoint", &containerd.endpoint(), "--cgroup-root", containerd.cgroup().path()])
+            .arg("--socket")
+            .arg(&socket)
+            .arg("--bpffs")
+            .arg(&bpffs)
+            .env_remove("NOTIFY_SOCKET")
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().unwrap())
+            .stderr(output)
+            .spawn()
+            .unwrap();
+        let observer = Observer { process: Process(child), socket, address, pins: bpffs.join("seen"), log };
+        observer.wait("its health to be ok", || match observer.get("/healthz") {
+            Ok((200, _)) => Ok(()),
+            other => Err(format!("{other:?}")),
+        });
+        observer
+    }
+
+    fn get(&self, path: &str) -> anyhow::Result<(u16, String)> {
+        http_get(&self.address, path)
+    }
+
+    /// `beelet top -o json`, asked of it.
+    fn snapshot(&self) -> Result<Value, String> {
+        let mut top = Command::new(agent::binary().unwrap());
+        let output = top.args(["top", "-o", "json", "--socket"]).arg(&self.socket).output().unwrap();
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+        }
+        serde_json::from_slice(&output.stdout).map_err(|error| error.to_string())
+    }
+
+    fn wait<T>(&self, what: &str, condition: impl FnMut() -> Result<T, String>) -> T {
+        wait_for(what, PATIENCE, condition)
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", workdir::read(&self.log).unwrap_or_default()))
+    }
+
+    /// The container of this pod, once it was read and has rates.
+    fn measured(&self, pod: &str) -> Value {
+        self.wait(&format!("{pod} to be measured"), || {
+            let snapshot = self.snapshot()?;
+            let container = container(&snapshot, pod).ok_or("it is not there")?;
+            if container["last_10s"].is_null() {
+                return Err("it has no rates yet".to_owned());
+            }
+            Ok(container)
+        })
+    }
+}
+
+fn container(snapshot: &Value, pod: &str) -> Option<Value> {
+    let pods = snapshot["pods"].as_array()?;
+    let pod = pods.iter().find(|one| one["name"].as_str().is_some_and(|name| name.starts_with(pod)))?;
+    Some(pod["containers"][0].clone())
+}
+
+/// A pod that keeps a CPU busy, up to its limit.
+fn busy(name: &str) -> Value {
+    let pod = manifests::pod(name, &["sh", "-c", "while true; do :; done"]);
+    manifests::with_resources(pod, ("50m", "32Mi"), ("200m", "64Mi"))
+}
+
+fn apply(owner: &Agent, manifest: &Value) {
+    let name = manifest["metadata"]["name"].as_str().unwrap();
+    owner.apply(&format!("{name}.yaml"), manifest.to_string()).unwrap();
+    let found = |watch: &beelet_tests::pods::Watch| watch.pod(name).filter(|pod| pod.ready()).cloned();
+    owner.until(&format!("{name} to be ready"), found).unwrap();
+}
+
+/// Everything below the root that somebody could have set, by file.
+fn settings(root: &CgroupRoot) -> BTreeMap<PathBuf, String> {
+    const SET: [&str; 10] = [
+        "cpu.shares",
+        "cpu.cfs_quota_us",
+        "cpu.weight",
+        "cpu.max",
+        "cpu.idle",
+        "memory.limit_in_bytes",
+        "memory.max",
+        "memory.high",
+        "pids.max",
+        "cgroup.subtree_control",
+    ];
+    fn collect(dir: &Path, into: &mut BTreeMap<PathBuf, String>) {
+        for file in SET {
+            if let Ok(text) = std::fs::read_to_string(dir.join(file)) {
+                into.insert(dir.join(file), text);
+            }
+        }
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                collect(&entry.path(), into);
+            }
+        }
+    }
+    let mut found = BTreeMap::new();
+    root.dirs().iter().for_each(|dir| collect(dir, &mut found));
+    found
+}
+
+/// Containers that the runtime has, by id.
+fn containers(containerd: &Containerd) -> String {
+    let output = containerd.ctr().args(["containers", "ls", "-q"]).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// CPU time of the container's cgroup in seconds, from the kernel's own file.
+fn cpu_seconds(root: &CgroupRoot, cgroup: &str) -> f64 {
+    let below = cgroup.trim_start_matches('/');
+    let v1 = root.dir("cpuacct").map(|dir| dir.join(below).join("cpuacct.usage"));
+    if let Some(text) = v1.and_then(|file| std::fs::read_to_string(file).ok()) {
+        return text.trim().parse::<f64>().unwrap() / 1e9;
+    }
+    let text = workdir::read(&root.dir("unified").unwrap().join(below).join("cpu.stat")).unwrap();
+    let usage = text.lines().find_map(|line| line.strip_prefix("usage_usec ")).unwrap();
+    usage.trim().parse::<f64>().unwrap() / 1e6
+}
+
+#[test]
+fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
+    require!(containerd, bpf);
+    let containerd = Containerd::start_for_test().unwrap();
+    let owner = Agent::start(Options::on(&containerd)).unwrap();
+    apply(&owner, &busy("busy"));
+    let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
+    let mut observer = Observer::start(&owner, &containerd);
+
+    // The same numbers as the kernel's files: read before and after, ours lies between.
+    let seen = observer.measured("busy");
+    let cgroup = seen["cgroup"].as_str().unwrap();
+    let before = cpu_seconds(containerd.cgroup(), cgroup);
+    let snapshot = observer.snapshot().unwrap();
+    let after = cpu_seconds(containerd.cgroup(), cgroup);
+    let ours = container(&snapshot, "busy").unwrap();
+    let cpu = ours["usage"]["cpu_seconds"].as_f64().unwrap();
+    // cgroup2's and cpuacct's clocks tick apart by less than a scheduler tick.
+    assert!(before - 0.05 <= cpu && cpu <= after + 0.05, "{before} <= {cpu} <= {after}");
+    assert_eq!(ours["usage"]["memory_limit_bytes"], 64 << 20);
+    assert_eq!(ours["usage"]["cpu_limit"], 0.2);
+    let rates = &ours["last_10s"];
+    assert!(rates["cpu"].as_f64().unwrap() > 0.02, "{rates:#}");
+    assert!(rates["throttled"].as_f64().is_some(), "{rates:#}");
+    assert_eq!((&snapshot["node"], &snapshot["mode"]), (&"observed".into(), &"observe".into()));
+
+    pages(&observer);
+
+    // Containers come and go.
+    apply(&owner, &manifests::pod("late", &["sh", "-c", "sleep 1000"]));
+    observer.measured("late");
+    owner.remove("late.yaml").unwrap();
+    observer.wait("the second pod to be gone", || match container(&observer.snapshot()?, "late") {
+        None => Ok(()),
+        Some(still) => Err(format!("{still:#}")),
+    });
+    owner.until("the pod to be gone", |watch| watch.pod("late").is_none().then_some(())).unwrap();
+
+    // It ends without a trace, and nothing is other than it was.
+    kill_process(Pid::from_child(&observer.process.0), Signal::TERM).unwrap();
+    let status = observer.process.0.wait().unwrap();
+    assert!(status.success(), "{status}: {}", workdir::read(&observer.log).unwrap());
+    assert!(!observer.socket.exists() && !observer.pins.exists());
+    assert_eq!(containers(&containerd), made);
+    assert_eq!(settings(containerd.cgroup()), set);
+}
+
+/// Every page has the pod.
+fn pages(observer: &Observer) {
+    for (page, expected) in [
+        ("/metrics", "beelet_observe_lists_total"),
+        ("/metrics/cadvisor", "container_memory_working_set_bytes{container=\"main\""),
+        ("/metrics/resource", "container_cpu_usage_seconds_total{container=\"main\""),
+        ("/stats/summary", "\"podRef\":{\"name\":\"busy-"),
+        ("/pods", "\"name\":\"busy-"),
+    ] {
+        let (status, body) = observer.get(page).unwrap();
+        assert!(status == 200 && body.contains(expected), "{page}: {status}\n{body}");
+    }
+}
