@@ -22,6 +22,8 @@ pub struct Stalls {
     pub some_us: u64,
     /// All tasks that could have done something waited.
     pub full_us: u64,
+    /// The kernel's own decaying averages over 10 s, 60 s and 300 s, in hundredths of a per cent: some, full.
+    pub averages: [[u16; 3]; 2],
 }
 
 /// What passed through the network.

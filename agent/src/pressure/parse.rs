@@ -36,12 +36,22 @@ pub(super) fn quota_cores(quota: i64, period: u64) -> Option<f64> {
 
 /// A PSI file: the totals of its two lines.
 pub(super) fn stalls(text: &str) -> Option<Stalls> {
-    let total = |kind: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(kind))?;
-        line.rsplit_once("total=")?.1.trim().parse().ok()
+    let line = |kind: &str| text.lines().find_map(|line| line.strip_prefix(kind));
+    let total = |line: &str| line.rsplit_once("total=")?.1.trim().parse().ok();
+    let averages = |line: &str| {
+        let mut fields = line.split(' ').filter_map(|field| hundredths(field.split_once('=')?.1));
+        std::array::from_fn(|_| fields.next().unwrap_or(0))
     };
     // The machine's CPU line has no `full` before Linux 5.13.
-    Some(Stalls { some_us: total("some ")?, full_us: total("full ").unwrap_or(0) })
+    let (some, full) = (line("some ")?, line("full ").unwrap_or_default());
+    let averages = [averages(some), averages(full)];
+    Some(Stalls { some_us: total(some)?, full_us: total(full).unwrap_or(0), averages })
+}
+
+/// `27.69`: the kernel always prints two decimals.
+fn hundredths(text: &str) -> Option<u16> {
+    let (whole, rest) = text.split_once('.')?;
+    whole.parse::<u16>().ok()?.checked_mul(100)?.checked_add(rest.parse().ok()?)
 }
 
 /// `io.stat` of version 2: bytes and operations, read and written, over all devices.
@@ -174,9 +184,10 @@ mod tests {
     #[test]
     fn stalls_are_the_totals_of_both_lines() {
         let text = "some avg10=27.69 avg60=18.10 avg300=11.66 total=7640785323\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5\n";
-        assert_eq!(stalls(text), Some(Stalls { some_us: 7_640_785_323, full_us: 5 }));
+        let averages = [[2769, 1810, 1166], [0; 3]];
+        assert_eq!(stalls(text), Some(Stalls { some_us: 7_640_785_323, full_us: 5, averages }));
         let some = "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\n";
-        assert_eq!(stalls(some), Some(Stalls { some_us: 9, full_us: 0 }));
+        assert_eq!(stalls(some), Some(Stalls { some_us: 9, ..Stalls::default() }));
         assert_eq!(stalls(""), None);
     }
 

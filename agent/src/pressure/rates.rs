@@ -184,7 +184,7 @@ mod tests {
             throttled_periods: 10,
             throttled_ns: 500_000_000,
             io_bytes: Some([10, 20]),
-            cpu_stalls: Some(Stalls { some_us: 1_000_000, full_us: 0 }),
+            cpu_stalls: Some(Stalls { some_us: 1_000_000, ..Stalls::default() }),
             oom_kills: 2,
             ..Counters::default()
         };
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn stalls_are_a_share_of_the_time_and_never_more_than_all_of_it() {
-        let at = |some_us, full_us| Some(Stalls { some_us, full_us });
+        let at = |some_us, full_us| Some(Stalls { some_us, full_us, ..Stalls::default() });
         assert_eq!(share(at(0, 0), at(250_000, 100_000), SECOND), Some(Share { some: 0.25, full: 0.1 }));
         assert_eq!(share(at(0, 0), at(1_000_400, 0), SECOND), Some(Share { some: 1.0, full: 0.0 }));
         assert_eq!(share(None, at(1, 1), SECOND), None);

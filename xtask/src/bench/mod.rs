@@ -4,6 +4,7 @@
 //! Each row is one promise. `--json` prints one object a line: `{"what","row","unit","n","p50","p99","bound","ok"}`.
 //! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
+mod observe;
 mod pressure;
 mod probes;
 
@@ -35,6 +36,8 @@ pub(crate) struct Args {
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum What {
+    /// What the agent takes of the machine: CPU and memory
+    Footprint,
     /// From a listener's coming or going to the pod's readiness
     Probes,
     /// From low memory to the decision who goes
@@ -91,6 +94,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let mut rows = Vec::new();
     for what in whats {
         rows.extend(match what {
+            What::Footprint => observe::run(&binary, args.quick)?,
             What::Probes => probes::run(&binary, args.quick)?,
             What::Pressure => pressure::run(&binary, args.quick)?,
         });

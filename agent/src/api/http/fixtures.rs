@@ -16,7 +16,11 @@ pub(super) fn pressure() -> NodePressure {
             cpu_ns: 2_500_000_000,
             page_faults: 7,
             major_faults: 3,
-            cpu_stalls: Some(Stalls { some_us: 250_000, full_us: 0 }),
+            cpu_stalls: Some(Stalls {
+                some_us: 250_000,
+                averages: [[1250, 0, 0], [0; 3]],
+                ..Stalls::default()
+            }),
             ..Counters::default()
         },
         gauges: Gauges {

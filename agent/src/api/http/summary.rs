@@ -11,7 +11,6 @@ use serde::Serialize;
 
 use super::ApiState;
 use crate::pressure::model::{ContainerPressure, Net, NodePressure, PodPressure, Reading, Stalls};
-use crate::pressure::rates::{Rates, Share};
 
 /// The window whose CPU use is shown: the kubelet's own is about ten seconds.
 const TEN: usize = 1;
@@ -250,22 +249,13 @@ fn pod(pod: &PodPressure, at: &str) -> Pod {
 fn container(container: &ContainerPressure, at: &str) -> Option<Container> {
     let reading = container.reading.as_ref()?;
     let ten = container.windows[TEN];
-    let minute = container.windows[2];
-    let psi = |stalls: Option<Stalls>, of: fn(&Rates) -> Option<Share>| {
-        Some(psi(stalls?, ten.as_ref().and_then(of), minute.as_ref().and_then(of)))
-    };
     let counters = &reading.counters;
-    let io = psi(counters.io_stalls, |rates| rates.io_stalled);
+    let io = counters.io_stalls.map(psi);
     Some(Container {
         name: container.name.clone(),
         start_time: container.started_at.map(time),
-        cpu: cpu(
-            reading,
-            ten.map(|rates| nano_cores(rates.cpu)),
-            psi(counters.cpu_stalls, |rates| rates.cpu_stalled),
-            at,
-        ),
-        memory: memory(reading, psi(counters.memory_stalls, |rates| rates.memory_stalled), at),
+        cpu: cpu(reading, ten.map(|rates| nano_cores(rates.cpu)), counters.cpu_stalls.map(psi), at),
+        memory: memory(reading, counters.memory_stalls.map(psi), at),
         swap: reading.gauges.swap.map(|swap_usage_bytes| Swap { time: at.to_owned(), swap_usage_bytes }),
         io: io.map(|psi| Io { time: at.to_owned(), psi }),
     })
@@ -290,19 +280,13 @@ fn memory(reading: &Reading, psi: Option<Psi>, at: &str) -> Memory {
     }
 }
 
-/// Our windows stand for the kernel's decaying averages over 10 s and a minute; there is none for five.
-fn psi(stalls: Stalls, ten: Option<Share>, minute: Option<Share>) -> Psi {
-    let line = |total_us: u64, of: fn(Share) -> f64| PsiLine {
-        total: total_us.saturating_mul(1000),
-        avg10: percent(ten.map(of)),
-        avg60: percent(minute.map(of)),
-        avg300: percent(minute.map(of)),
+fn psi(stalls: Stalls) -> Psi {
+    let line = |total_us: u64, averages: [u16; 3]| {
+        let [avg10, avg60, avg300] = averages.map(|hundredths| f64::from(hundredths) / 100.0);
+        PsiLine { total: total_us.saturating_mul(1000), avg10, avg60, avg300 }
     };
-    Psi { full: line(stalls.full_us, |share| share.full), some: line(stalls.some_us, |share| share.some) }
-}
-
-fn percent(share: Option<f64>) -> f64 {
-    (share.unwrap_or(0.0) * 10_000.0).round() / 100.0
+    let [some, full] = stalls.averages;
+    Psi { full: line(stalls.full_us, full), some: line(stalls.some_us, some) }
 }
 
 fn network(interfaces: &[(String, Net)], at: &str) -> Option<Network> {
@@ -378,7 +362,10 @@ mod tests {
             (&container["name"], &container["memory"]["availableBytes"]),
             (&json!("app"), &json!(3196))
         );
-        assert_eq!(container["cpu"]["psi"]["some"]["total"], 250_000_000);
+        assert_eq!(
+            container["cpu"]["psi"]["some"],
+            json!({"total": 250_000_000, "avg10": 12.5, "avg60": 0.0, "avg300": 0.0})
+        );
     }
 
     /// Every field is one that a recorded kubelet has at that place, of the same type: a consumer finds nothing strange.

@@ -20,6 +20,8 @@ pub(super) struct App {
     pub(super) rows: Vec<Row>,
     /// The row under the cursor, by key: it stays with its pod when the order changes.
     selected: Option<String>,
+    /// Somebody has moved the cursor; until then it is at the first row, whatever that is.
+    moved: bool,
     /// The first row on the screen.
     pub(super) offset: usize,
     /// Rows that there was room for when it was last drawn.
@@ -44,6 +46,7 @@ impl App {
             trends: Trends::default(),
             rows: Vec::new(),
             selected: None,
+            moved: false,
             offset: 0,
             page: 1,
             frozen: false,
@@ -75,10 +78,10 @@ impl App {
 
     /// Makes the rows anew and finds the selected one among them.
     fn arrange(&mut self) {
-        let at = self.cursor();
+        let at = if self.moved { self.cursor() } else { 0 };
         self.rows = self.snapshot.as_ref().map(|s| rows(s, &self.view, &self.trends)).unwrap_or_default();
         let there = |key: &String| self.rows.iter().any(|row| row.key == *key);
-        if !self.selected.as_ref().is_some_and(there) {
+        if !self.moved || !self.selected.as_ref().is_some_and(there) {
             // It has gone: the cursor stays where it is.
             self.selected =
                 self.rows.get(at.min(self.rows.len().saturating_sub(1))).map(|row| row.key.clone());
@@ -93,6 +96,7 @@ impl App {
     }
 
     fn go(&mut self, to: usize) {
+        self.moved = true;
         let last = self.rows.len().saturating_sub(1);
         self.selected = self.rows.get(to.min(last)).map(|row| row.key.clone());
         self.scroll();
@@ -240,6 +244,7 @@ impl App {
     /// Shows or hides the containers of the pod under the cursor, or of the container's under it.
     fn expand(&mut self, show: bool) {
         let Some(row) = self.rows.get(self.cursor()) else { return };
+        self.moved = true;
         let uid = if row.is_pod { row.key.clone() } else { pod_of(&row.key).to_owned() };
         if self.view.all_expanded && !show {
             // All but this one.

@@ -69,6 +69,12 @@ const fn info(
     Info { column, title, width, rank, help, cell }
 }
 
+/// The least width of the trend; it takes more where there is more.
+pub(super) const TREND_WIDTH: u16 = 8;
+
+/// What only kernel programs know.
+const BY_KERNEL: [Column; 3] = [Column::P50, Column::P99, Column::Preempted];
+
 /// All but the name (the first, as wide as there is room) and the state (the last, the same), in the order shown.
 pub(super) const COLUMNS: &[Info] = &[
     info(Column::Ready, "RDY", 3, 0, "whether it takes traffic; ? where only the kubelet knows", |row| {
@@ -92,11 +98,11 @@ pub(super) const COLUMNS: &[Info] = &[
     }),
     info(
         Column::Trend,
-        "RQ99 TREND",
-        10,
-        3,
+        "TREND",
+        TREND_WIDTH,
+        2,
         "the last seconds of RQ99, or of CPU~ where no program measures",
-        |row| (sparkline(&row.trend, 10), Heat::Normal),
+        |row| (sparkline(&row.trend, usize::from(TREND_WIDTH)), Heat::Normal),
     ),
     info(Column::Memory, "MEM", 6, 0, "memory without inactive file pages", |row| {
         known(row.numbers.memory, |memory| (bytes(memory as f64), Heat::Normal))
@@ -113,11 +119,11 @@ pub(super) const COLUMNS: &[Info] = &[
         |row| stalled(&row.numbers, 0),
     ),
     info(Column::MemoryPressure, "MEM~", 5, 1, "the same for memory", |row| stalled(&row.numbers, 1)),
-    info(Column::IoPressure, "IO~", 5, 4, "the same for devices", |row| stalled(&row.numbers, 2)),
+    info(Column::IoPressure, "IO~", 5, 3, "the same for devices", |row| stalled(&row.numbers, 2)),
     info(Column::Retransmits, "RETR", 5, 5, "TCP segments sent again, a second", |row| {
         known(row.numbers.retransmits, |rate| (rate_of(rate), heat(rate, 0.005, 1.0, 50.0)))
     }),
-    info(Column::Restarts, "RST", 3, 3, "restarts", |row| {
+    info(Column::Restarts, "RST", 3, 4, "restarts", |row| {
         let restarts = row.numbers.restarts;
         (restarts.to_string(), if restarts == 0 { Heat::Dim } else { Heat::Warm })
     }),
@@ -198,9 +204,11 @@ fn ready_order(numbers: &Numbers) -> u8 {
 }
 
 /// The columns that fit beside a name of `name` characters, with a space between each two. The state gets what is left.
-pub(super) fn fitting(width: u16, name: u16) -> Vec<&'static Info> {
+/// Where no program measures, its columns would be empty.
+pub(super) fn fitting(width: u16, name: u16, by_kernel: bool) -> Vec<&'static Info> {
     let taken = |columns: &[&Info]| columns.iter().map(|info| info.width + 1).sum::<u16>();
-    let mut columns: Vec<&Info> = COLUMNS.iter().collect();
+    let there = |info: &&Info| by_kernel || !BY_KERNEL.contains(&info.column);
+    let mut columns: Vec<&Info> = COLUMNS.iter().filter(there).collect();
     while name.saturating_add(taken(&columns)) > width {
         let Some(least) = columns.iter().map(|info| info.rank).max().filter(|rank| *rank > 0) else { break };
         // The last of that rank: one after the other, so that no room stays unused.
@@ -332,13 +340,14 @@ mod tests {
 
     #[test]
     fn what_matters_most_is_shown_on_narrow_terminals_too() {
-        let titles = |width| fitting(width, 20).iter().map(|info| info.title).collect::<Vec<_>>();
+        let titles = |width| fitting(width, 20, true).iter().map(|info| info.title).collect::<Vec<_>>();
         assert_eq!(titles(40), ["RDY", "CPU%", "MEM"]);
         let eighty = titles(80);
-        for title in ["RDY", "CPU%", "THR%", "RQ99", "MEM", "LIM%", "CPU~", "MEM~"] {
+        for title in ["RDY", "CPU%", "THR%", "RQ99", "TREND", "MEM", "LIM%", "CPU~", "MEM~"] {
             assert!(eighty.contains(&title), "{title} is not in {eighty:?}");
         }
         assert_eq!(titles(200).len(), COLUMNS.len());
         assert_eq!(titles(0), ["RDY", "CPU%", "MEM"]);
+        assert!(fitting(200, 20, false).iter().all(|info| !["RQ50", "RQ99", "PRE/s"].contains(&info.title)));
     }
 }

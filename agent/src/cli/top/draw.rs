@@ -7,8 +7,8 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Paragraph};
 
 use super::app::{App, SORT_KEYS};
-use super::columns::{COLUMNS, Column, Heat, Info, bytes, fitting};
-use super::rows::Row;
+use super::columns::{COLUMNS, Column, Heat, Info, TREND_WIDTH, bytes, fitting, sparkline};
+use super::rows::{Row, TREND};
 
 /// Lines above the table, and below it.
 const HEAD: u16 = 3;
@@ -17,6 +17,8 @@ const FOOT: u16 = 2;
 const NAME: (u16, u16) = (18, 52);
 /// Less room than this for the state is given to nobody.
 const LEAST_STATE: u16 = 8;
+/// The state keeps this much before the trend takes more than its least.
+const ENOUGH_STATE: u16 = 40;
 /// A meter's width.
 const METER: u16 = 22;
 
@@ -140,20 +142,24 @@ fn width(line: &Line<'_>) -> u16 {
 fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) {
     let longest = app.rows.iter().map(|row| label(row).chars().count()).max().unwrap_or(0);
     let longest = u16::try_from(longest).unwrap_or(u16::MAX).clamp(NAME.0, NAME.1);
-    // A third of the screen is enough for names, where the numbers would be cut.
-    let columns = fitting(area.width, longest.min(NAME.0.max(area.width / 3)));
+    // Three tenths of the screen are enough for names, where numbers would be left out for them.
+    let by_kernel = app.snapshot.as_ref().is_none_or(|snapshot| snapshot.by_kernel);
+    let columns = fitting(area.width, longest.min(NAME.0.max(area.width / 10 * 3)), by_kernel);
     let taken: u16 = columns.iter().map(|info| info.width + 1).sum();
     let free = area.width.saturating_sub(taken);
     let (name, state) = match free.checked_sub(longest + 1).filter(|rest| *rest >= LEAST_STATE) {
         Some(rest) => (longest, rest),
         None => (free, 0),
     };
+    let longest_trend = u16::try_from(TREND).unwrap_or(TREND_WIDTH) - TREND_WIDTH;
+    let more = state.saturating_sub(ENOUGH_STATE).min(longest_trend);
+    let shape = Shape { columns, name, state: state - more, trend: TREND_WIDTH + more };
     let line = |y: u16| Rect { y: area.y + y, height: 1, ..area };
-    frame.render_widget(head_line(app, &columns, name, state), line(0));
+    frame.render_widget(head_line(app, &shape), line(0));
     let shown = app.rows.iter().enumerate().skip(app.offset).take(app.page);
     for (y, (index, row)) in (1..).zip(shown) {
         let selected = index == app.cursor();
-        frame.render_widget(row_line(row, &columns, name, state, selected), line(y));
+        frame.render_widget(row_line(row, &shape, selected), line(y));
     }
     if app.rows.is_empty() && app.snapshot.is_some() {
         let why =
@@ -162,38 +168,56 @@ fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) {
     }
 }
 
-fn head_line(app: &App, columns: &[&'static Info], name: u16, state: u16) -> Line<'static> {
+/// What is shown, and how wide the parts are that have no width of their own.
+struct Shape {
+    columns: Vec<&'static Info>,
+    name: u16,
+    /// 0: not at all.
+    state: u16,
+    trend: u16,
+}
+
+impl Shape {
+    fn width(&self, info: &Info) -> usize {
+        usize::from(if info.column == Column::Trend { self.trend } else { info.width })
+    }
+}
+
+fn head_line(app: &App, shape: &Shape) -> Line<'static> {
     let base = Style::new().fg(Color::Black).bg(Color::Green);
     let of = |column: Column| {
         if column == app.view.sort { base.bg(Color::Cyan).add_modifier(Modifier::BOLD) } else { base }
     };
-    let mut spans = vec![Span::styled(fit(Column::Name.title(), name), of(Column::Name))];
-    for info in columns {
-        let text = format!(" {:>width$}", info.title, width = usize::from(info.width));
+    let mut spans = vec![Span::styled(fit(Column::Name.title(), shape.name), of(Column::Name))];
+    for info in &shape.columns {
+        let text = format!(" {:>width$}", info.title, width = shape.width(info));
         spans.push(Span::styled(text, of(info.column)));
     }
-    if state > 0 {
-        spans.push(Span::styled(format!(" {}", fit(Column::State.title(), state)), of(Column::State)));
+    if shape.state > 0 {
+        spans.push(Span::styled(format!(" {}", fit(Column::State.title(), shape.state)), of(Column::State)));
     }
     Line::from(spans)
 }
 
-fn row_line(row: &Row, columns: &[&Info], name: u16, state: u16, selected: bool) -> Line<'static> {
+fn row_line(row: &Row, shape: &Shape, selected: bool) -> Line<'static> {
     let plain = if row.is_pod { Style::new() } else { Style::new().fg(Color::Gray) };
-    let mut spans = vec![Span::styled(fit(&label(row), name), plain)];
-    for info in columns {
-        let (text, heat) = (info.cell)(row);
+    let mut spans = vec![Span::styled(fit(&label(row), shape.name), plain)];
+    for info in &shape.columns {
+        let (mut text, heat) = (info.cell)(row);
+        if info.column == Column::Trend {
+            text = sparkline(&row.trend, usize::from(shape.trend));
+        }
         let style = if info.column == Column::Trend { Style::new().fg(Color::Cyan) } else { style(heat) };
-        spans.push(Span::styled(format!(" {text:>width$}", width = usize::from(info.width)), style));
+        spans.push(Span::styled(format!(" {text:>width$}", width = shape.width(info)), style));
     }
-    if state > 0 {
+    if shape.state > 0 {
         let why = if row.why.is_empty() || row.why == row.state {
             row.state.clone()
         } else {
             format!("{}  {}", row.state, row.why)
         };
         let heat = if row.state == "Running" { Heat::Dim } else { Heat::Warm };
-        spans.push(Span::styled(format!(" {}", fit(&why, state)), style(heat)));
+        spans.push(Span::styled(format!(" {}", fit(&why, shape.state)), style(heat)));
     }
     let line = Line::from(spans);
     if selected { line.style(Style::new().add_modifier(Modifier::REVERSED)) } else { line }
@@ -320,7 +344,7 @@ fn draw_help(app: &mut App, frame: &mut Frame<'_>) {
 fn help_lines() -> Vec<Line<'static>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let entry = |key: &str, what: &str| {
-        Line::from(vec![Span::styled(format!(" {key:<11}"), bold), Span::raw(what.to_owned())])
+        Line::from(vec![Span::styled(format!(" {key:<12}"), bold), Span::raw(what.to_owned())])
     };
     let mut lines = vec![
         entry("↑ ↓ j k", "move; PgUp PgDn Ctrl-U Ctrl-D, Home g, End G"),
