@@ -19,3 +19,4 @@ pub mod probe;
 pub mod qos;
 pub mod quantity;
 pub mod resources;
+pub mod tuner;

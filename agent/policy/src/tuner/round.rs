@@ -1,0 +1,403 @@
+//! One tick of the control law.
+
+use std::collections::BTreeSet;
+
+use super::{
+    ContainerSample, Decision, Heat, Knob, KnobKind, Law, Observed, PodSample, State, Step, ladder::Move,
+    words,
+};
+use crate::qos::QosClass;
+
+/// No pod is capped below this, in millicores: the kernel's shortest quota in a period of 100 ms.
+const LEAST_CAP: u64 = 10;
+/// A cap that is loosened grows by this at least, in millicores, however small it is.
+const LEAST_GROWTH: u64 = 50;
+
+/// How the worst-off protected container stands to a bound.
+struct Complaint {
+    heat: Heat,
+    /// Whose it is.
+    pod: String,
+    /// The whole in words.
+    words: String,
+}
+
+pub(super) struct Round<'a> {
+    law: &'a Law,
+    seen: &'a Observed,
+    blocked: &'a BTreeSet<Knob>,
+    state: State,
+    steps: Vec<Step>,
+}
+
+impl<'a> Round<'a> {
+    pub(super) fn new(law: &'a Law, state: &State, seen: &'a Observed, blocked: &'a BTreeSet<Knob>) -> Self {
+        Self { law, seen, blocked, state: state.clone(), steps: Vec::new() }
+    }
+
+    pub(super) fn decide(mut self) -> Decision {
+        self.forget_the_gone();
+        let cpu = self.worst(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
+        match self.state.cpu.tick(self.law, cpu.heat) {
+            Move::Tighten => self.squeeze_cpu(&cpu),
+            Move::GiveBack => self.give_back_cpu(),
+            Move::Stay => {}
+        }
+        let memory =
+            self.worst(|container| self.memory_complaint(container), "no protected pod stalls for memory");
+        match self.state.memory.tick(self.law, memory.heat) {
+            Move::Tighten => self.squeeze_memory(&memory),
+            Move::GiveBack => self.give_back_memory(),
+            Move::Stay => {}
+        }
+        self.lend_bursts();
+        Decision { state: self.state, steps: self.steps, findings: vec![cpu.words, memory.words] }
+    }
+
+    /// What was held of a cgroup that is gone is gone with it.
+    fn forget_the_gone(&mut self) {
+        let seen = self.seen;
+        let is_there = |cgroup: &str| {
+            cgroup == seen.best_effort
+                || seen.pods.iter().any(|pod| {
+                    pod.cgroup == cgroup || pod.containers.iter().any(|container| container.cgroup == cgroup)
+                })
+        };
+        let blocked = self.blocked;
+        self.state.held.retain(|knob, _| is_there(&knob.cgroup) && !blocked.contains(knob));
+        self.state.throttled.retain(|cgroup, _| is_there(cgroup));
+    }
+
+    // ---- How things stand ----
+
+    /// The complaint furthest above its bound, of all protected containers.
+    fn worst(&self, judge: impl Fn(&ContainerSample) -> Option<(u32, String)>, none: &str) -> Complaint {
+        let protected = self.seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort);
+        let of_pod = |pod: &'a PodSample| pod.containers.iter().map(move |container| (pod, container));
+        let (mut worst, mut unmeasured) = (None::<(u32, &PodSample, String)>, false);
+        for (pod, container) in protected.flat_map(of_pod) {
+            match judge(container) {
+                Some((ratio, words)) if worst.as_ref().is_none_or(|(most, ..)| ratio > *most) => {
+                    worst = Some((ratio, pod, format!("{} ({}) {words}", pod.name, container.name)));
+                }
+                Some(_) => {}
+                None => unmeasured = true,
+            }
+        }
+        match worst {
+            Some((ratio, pod, words)) => {
+                let heat = match ratio {
+                    1001.. => Heat::Hot,
+                    calm if calm < self.law.release_percent * 10 && !unmeasured => Heat::Calm,
+                    _ => Heat::Warm,
+                };
+                Complaint { heat, pod: pod.name.clone(), words }
+            }
+            // Somebody to protect, but no measurement: nothing changes. Nobody to protect: all is given back.
+            None => {
+                let heat = if unmeasured { Heat::Warm } else { Heat::Calm };
+                Complaint { heat, pod: String::new(), words: none.to_owned() }
+            }
+        }
+    }
+
+    /// How far a container's wait for a CPU is on its way to the bound, in thousandths, and in words. The time that its
+    /// own quota held it back is no one else's doing.
+    fn cpu_complaint(&self, container: &ContainerSample) -> Option<(u32, String)> {
+        let throttled = container.throttled_permille.unwrap_or(0);
+        let share = container.cpu_wait_permille.map(|all| {
+            let wait = all.saturating_sub(throttled);
+            let bound = self.law.cpu_wait_permille;
+            let words = format!(
+                "waits for a CPU {} of the time ({} at most)",
+                words::percent(wait),
+                words::percent(bound)
+            );
+            (ratio(wait.into(), bound.into()), words)
+        });
+        let p99 = container.cpu_wait_p99_us.filter(|_| throttled == 0).map(|wait| {
+            let bound = self.law.cpu_wait_p99_us;
+            let words = format!(
+                "waits {} for a CPU once in 100 times ({} at most)",
+                words::millis(wait),
+                words::millis(bound)
+            );
+            (ratio(wait, bound), words)
+        });
+        share.into_iter().chain(p99).max_by_key(|(ratio, _)| *ratio)
+    }
+
+    /// The same for memory. A container at its own limit stalls for its own reasons.
+    fn memory_complaint(&self, container: &ContainerSample) -> Option<(u32, String)> {
+        let stall = container.memory_stall_permille?;
+        if container.at_memory_limit {
+            return Some((0, "stalls at its own memory limit".to_owned()));
+        }
+        let bound = self.law.memory_stall_permille;
+        let words = format!(
+            "stalls for memory {} of the time ({} at most)",
+            words::percent(stall),
+            words::percent(bound)
+        );
+        Some((ratio(stall.into(), bound.into()), words))
+    }
+
+    // ---- CPU ----
+
+    fn squeeze_cpu(&mut self, complaint: &Complaint) {
+        if self.seen.best_effort_used > self.quiet() && self.squeeze_best_effort(complaint) {
+            return;
+        }
+        let mut over: Vec<&PodSample> = self
+            .seen
+            .pods
+            .iter()
+            .filter(|pod| pod.class == QosClass::Burstable && pod.can_cap && pod.name != complaint.pod)
+            .filter(|pod| pod.cpu_used.unwrap_or(0) > pod.cpu_request)
+            .collect();
+        over.sort_by_key(|pod| std::cmp::Reverse(pod.cpu_used.unwrap_or(0) - pod.cpu_request));
+        for pod in over {
+            let floor = pod.cpu_request.max(LEAST_CAP);
+            let words =
+                format!("{} uses more than the {} it requests", pod.name, words::cpus(pod.cpu_request));
+            if self.lower_cap(&pod.cgroup, pod.cpu_used.unwrap_or(0), floor, complaint, &words) {
+                return;
+            }
+        }
+    }
+
+    /// Whether there was still something to take from the BestEffort pods.
+    fn squeeze_best_effort(&mut self, complaint: &Complaint) -> bool {
+        let cgroup = self.seen.best_effort.clone();
+        let first = if self.seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };
+        let words = match first {
+            KnobKind::Idle => "BestEffort pods run only when nobody else wants the CPU",
+            _ => "BestEffort pods get the least weight",
+        };
+        if self.hold(&cgroup, first, 1, &format!("{}: {words}", complaint.words)) {
+            return true;
+        }
+        let floor = (self.seen.cpus * u64::from(self.law.best_effort_floor_percent) / 100).max(LEAST_CAP);
+        let used = self.seen.best_effort_used.min(self.seen.cpus);
+        self.lower_cap(&cgroup, used, floor, complaint, "BestEffort pods")
+    }
+
+    /// Takes a step from a cap, or from what is used where there is no cap yet.
+    fn lower_cap(&mut self, cgroup: &str, used: u64, floor: u64, complaint: &Complaint, whose: &str) -> bool {
+        let now = self.held(cgroup, KnobKind::CpuCap).unwrap_or(used);
+        let next = shrink(now, self.law.cpu_step_percent).max(floor);
+        let words = format!("{}: {whose}, capped at {}", complaint.words, words::cpus(next));
+        next < now && self.hold(cgroup, KnobKind::CpuCap, next, &words)
+    }
+
+    /// Gives back what was taken last: caps of Burstable pods, the cap of BestEffort ones, cpu.idle.
+    fn give_back_cpu(&mut self) {
+        let best_effort = self.seen.best_effort.clone();
+        let caps: Vec<Knob> =
+            self.state.held.keys().filter(|knob| knob.kind == KnobKind::CpuCap).cloned().collect();
+        let of_pods = caps.iter().find(|knob| knob.cgroup != best_effort);
+        if let Some(knob) = of_pods.or(caps.first()) {
+            let cap = self.state.held.get(knob).copied().unwrap_or(0);
+            let next = grow(cap, self.law.cpu_step_percent).max(cap + LEAST_GROWTH);
+            let to = Some(next).filter(|next| *next < self.seen.cpus);
+            self.set(knob, to, "all protected pods get their CPUs in time again");
+            return;
+        }
+        let nobody = self.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
+        // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want many.
+        if self.seen.best_effort_used > self.quiet() && !nobody {
+            return;
+        }
+        for kind in [KnobKind::Idle, KnobKind::Weight] {
+            let knob = Knob { cgroup: best_effort.clone(), kind };
+            if self.state.held.contains_key(&knob) {
+                self.set(&knob, None, "BestEffort pods ask for little CPU, or nobody is there to protect");
+            }
+        }
+    }
+
+    /// Less than this is not worth a step, in millicores.
+    fn quiet(&self) -> u64 {
+        self.seen.cpus * u64::from(self.law.quiet_percent) / 100
+    }
+
+    // ---- Memory ----
+
+    fn squeeze_memory(&mut self, complaint: &Complaint) {
+        if !self.seen.supports.memory_high {
+            return;
+        }
+        let may = |pod: &&PodSample| match pod.class {
+            QosClass::BestEffort => true,
+            QosClass::Burstable => pod.working_set > pod.memory_request && pod.name != complaint.pod,
+            QosClass::Guaranteed => false,
+        };
+        let mut order: Vec<&PodSample> = self.seen.pods.iter().filter(may).collect();
+        order.sort_by_key(|pod| (pod.class, std::cmp::Reverse(pod.working_set)));
+        for pod in order {
+            let request = if pod.class == QosClass::Burstable { pod.memory_request } else { 0 };
+            let now = self.held(&pod.cgroup, KnobKind::MemoryHigh).unwrap_or(pod.memory_used);
+            // Never below what is really needed now: each step takes what the one before made it let go.
+            let least = pod.working_set.max(request).max(self.law.memory_floor);
+            let next = shrink(now, self.law.memory_step_percent).max(least);
+            let words = format!(
+                "{}: {} ({}) is held at {}",
+                complaint.words,
+                pod.name,
+                pod.class,
+                words::bytes(next)
+            );
+            if next < now && self.hold(&pod.cgroup, KnobKind::MemoryHigh, next, &words) {
+                return;
+            }
+        }
+    }
+
+    /// Raises every memory.high that is held; one that holds nobody back any more is taken away.
+    fn give_back_memory(&mut self) {
+        let held: Vec<(Knob, u64)> = self
+            .state
+            .held
+            .iter()
+            .filter(|(knob, _)| knob.kind == KnobKind::MemoryHigh)
+            .map(|(knob, value)| (knob.clone(), *value))
+            .collect();
+        for (knob, high) in held {
+            let used =
+                self.seen.pods.iter().find(|pod| pod.cgroup == knob.cgroup).map_or(0, |p| p.memory_used);
+            let next = grow(high, self.law.memory_step_percent).max(high + (1 << 20));
+            // Twice what it uses: it doesn't press against it.
+            let to = Some(next).filter(|next| *next < used.saturating_mul(2));
+            self.set(&knob, to, "no protected pod stalls for memory any more");
+        }
+    }
+
+    // ---- Bursts ----
+
+    /// A protected container that its own quota throttles may use what it saved in earlier periods, and so may its pod.
+    fn lend_bursts(&mut self) {
+        self.end_pointless_bursts();
+        if !self.seen.supports.burst || self.law.burst_percent == 0 {
+            return;
+        }
+        for pod in self.seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort) {
+            for container in &pod.containers {
+                self.lend_burst(pod, container);
+            }
+            self.let_the_pod_burst(pod);
+        }
+    }
+
+    /// A pod's own quota must not hold back what its containers were lent.
+    fn let_the_pod_burst(&mut self, pod: &PodSample) {
+        let lent: u64 = pod.containers.iter().filter_map(|c| self.held(&c.cgroup, KnobKind::Burst)).sum();
+        let to = pod.quota_us.map(|quota| lent.min(quota)).filter(|burst| *burst > 0);
+        if self.held(&pod.cgroup, KnobKind::Burst) == to {
+            return;
+        }
+        let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Burst };
+        match to {
+            Some(_) if self.blocked.contains(&knob) => {}
+            Some(_) => self.set(&knob, to, &format!("containers of {} may burst", pod.name)),
+            None => self.set(&knob, None, &format!("no container of {} bursts any more", pod.name)),
+        }
+    }
+
+    /// A burst without a quota, or of a pod that is not protected (any more), has no reason.
+    fn end_pointless_bursts(&mut self) {
+        let seen = self.seen;
+        let protected = seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort);
+        let quotas = protected.flat_map(|pod| {
+            let containers = pod.containers.iter().map(|container| (&container.cgroup, container.quota_us));
+            containers.chain([(&pod.cgroup, pod.quota_us)])
+        });
+        let limited: BTreeSet<&str> =
+            quotas.filter(|(_, quota)| quota.is_some()).map(|(cgroup, _)| cgroup.as_str()).collect();
+        let may = seen.supports.burst && self.law.burst_percent > 0;
+        let is_burst = |knob: &&Knob| knob.kind == KnobKind::Burst;
+        let all: Vec<Knob> = self.state.held.keys().filter(is_burst).cloned().collect();
+        for knob in all.iter().filter(|knob| !may || !limited.contains(knob.cgroup.as_str())) {
+            self.set(knob, None, "there is no quota to exceed any more");
+        }
+    }
+
+    fn lend_burst(&mut self, pod: &PodSample, container: &ContainerSample) {
+        let (Some(quota), Some(throttled)) = (container.quota_us, container.throttled_permille) else {
+            return;
+        };
+        let burst = quota * u64::from(self.law.burst_percent.min(100)) / 100;
+        let knob = Knob { cgroup: container.cgroup.clone(), kind: KnobKind::Burst };
+        let held = self.state.held.get(&knob).copied();
+        if held.is_some_and(|held| held > quota) {
+            // The kernel takes no burst above the quota, which has been lowered.
+            self.set(
+                &knob,
+                Some(burst),
+                &format!("the quota of {} ({}) is lower now", pod.name, container.name),
+            );
+        }
+        let heat = match ratio(throttled.into(), self.law.throttled_permille.into()) {
+            1001.. => Heat::Hot,
+            calm if calm < self.law.release_percent * 10 => Heat::Calm,
+            _ => Heat::Warm,
+        };
+        let ladder = self.state.throttled.entry(container.cgroup.clone()).or_default();
+        match ladder.tick(self.law, heat) {
+            Move::Tighten => {
+                let words = format!(
+                    "{} ({}) is held back by its own quota {} of the time: it may burst by {}",
+                    pod.name,
+                    container.name,
+                    words::percent(throttled),
+                    KnobKind::Burst.show(burst)
+                );
+                self.hold(&container.cgroup, KnobKind::Burst, burst, &words);
+            }
+            Move::GiveBack if held.is_some() => {
+                let words = format!("{} ({}) keeps within its quota", pod.name, container.name);
+                self.set(&knob, None, &words);
+            }
+            Move::GiveBack | Move::Stay => {}
+        }
+    }
+
+    // ---- Knobs ----
+
+    fn held(&self, cgroup: &str, kind: KnobKind) -> Option<u64> {
+        self.state.held.get(&Knob { cgroup: cgroup.to_owned(), kind }).copied()
+    }
+
+    /// Holds a knob at a value; false if it is there already, or must be left alone.
+    fn hold(&mut self, cgroup: &str, kind: KnobKind, value: u64, reason: &str) -> bool {
+        let knob = Knob { cgroup: cgroup.to_owned(), kind };
+        if self.blocked.contains(&knob) || self.state.held.get(&knob) == Some(&value) {
+            return false;
+        }
+        self.set(&knob, Some(value), reason);
+        true
+    }
+
+    fn set(&mut self, knob: &Knob, to: Option<u64>, reason: &str) {
+        let from = match to {
+            Some(value) => self.state.held.insert(knob.clone(), value),
+            None => self.state.held.remove(knob),
+        };
+        self.steps.push(Step { knob: knob.clone(), from, to, reason: reason.to_owned() });
+    }
+}
+
+/// `value` in thousandths of `bound`; a bound of 0 is any value's.
+fn ratio(value: u64, bound: u64) -> u32 {
+    u32::try_from(value.saturating_mul(1000) / bound.max(1)).unwrap_or(u32::MAX)
+}
+
+fn shrink(value: u64, percent: u32) -> u64 {
+    let left = 100 - u128::from(percent.min(100));
+    u64::try_from(u128::from(value) * left / 100).unwrap_or(u64::MAX)
+}
+
+/// The reverse of [`shrink`].
+fn grow(value: u64, percent: u32) -> u64 {
+    let left = 100 - u128::from(percent.clamp(1, 99));
+    u64::try_from(u128::from(value) * 100 / left).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,388 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const BEST_EFFORT: &str = "/kubepods/besteffort";
+const MIB: u64 = 1 << 20;
+
+fn quick() -> Law {
+    Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() }
+}
+
+fn pod(name: &str, class: QosClass) -> PodSample {
+    let cgroup = format!("/kubepods/{}/pod{name}", class.as_str().to_lowercase());
+    let container = ContainerSample {
+        name: "main".to_owned(),
+        cgroup: format!("{cgroup}/1"),
+        ..ContainerSample::default()
+    };
+    PodSample {
+        name: format!("default/{name}"),
+        class,
+        cgroup,
+        cpu_request: 0,
+        cpu_used: Some(0),
+        can_cap: true,
+        quota_us: None,
+        memory_request: 0,
+        memory_used: 0,
+        working_set: 0,
+        containers: vec![ContainerSample {
+            cpu_wait_permille: Some(0),
+            throttled_permille: Some(0),
+            memory_stall_permille: Some(0),
+            ..container
+        }],
+    }
+}
+
+/// A server that waits, and a hog.
+fn node(wait_permille: u32, best_effort_used: u64) -> Observed {
+    let mut server = pod("server", QosClass::Guaranteed);
+    server.containers[0].cpu_wait_permille = Some(wait_permille);
+    let supports = Supports { idle: true, memory_high: true, burst: true };
+    let pods = vec![server, pod("hog", QosClass::BestEffort)];
+    Observed { cpus: 2000, best_effort: BEST_EFFORT.to_owned(), best_effort_used, supports, pods }
+}
+
+fn stalled(permille: u32) -> Observed {
+    let mut seen = node(0, 0);
+    seen.pods[0].containers[0].memory_stall_permille = Some(permille);
+    seen.pods[1].memory_used = 1000 * MIB;
+    seen.pods[1].working_set = 600 * MIB;
+    seen
+}
+
+fn nothing() -> BTreeSet<Knob> {
+    BTreeSet::new()
+}
+
+fn knob(cgroup: &str, kind: KnobKind) -> Knob {
+    Knob { cgroup: cgroup.to_owned(), kind }
+}
+
+/// `cpu.idle=1`, `cpu.max-` (given back), one a step.
+fn show(decision: &Decision) -> Vec<String> {
+    let value = |step: &Step| step.to.map_or("-".to_owned(), |to| format!("={to}"));
+    decision.steps.iter().map(|step| format!("{}{}", step.knob.kind.as_str(), value(step))).collect()
+}
+
+/// The steps of the same view again and again.
+fn run(law: &Law, state: &mut State, seen: &Observed, ticks: usize) -> Vec<String> {
+    let mut all = Vec::new();
+    for _ in 0..ticks {
+        let decision = decide(law, state, seen, &nothing());
+        all.extend(show(&decision));
+        *state = decision.state;
+    }
+    all
+}
+
+#[test]
+fn best_effort_is_made_idle_first_then_capped_step_by_step_down_to_its_floor() {
+    let mut state = State::default();
+    let steps = run(&quick(), &mut state, &node(200, 1600), 20);
+    assert_eq!(steps[..4], ["cpu.idle=1", "cpu.max=1200", "cpu.max=900", "cpu.max=675"]);
+    assert_eq!(steps.last().map(String::as_str), Some("cpu.max=200"));
+    assert_eq!(state.held[&knob(BEST_EFFORT, KnobKind::CpuCap)], 200);
+}
+
+#[test]
+fn caps_come_back_before_idle_and_idle_only_when_little_is_asked_for() {
+    let (law, mut state) = (quick(), State::default());
+    run(&law, &mut state, &node(200, 1600), 3);
+    assert_eq!(run(&law, &mut state, &node(0, 900), 20), ["cpu.max=1200", "cpu.max=1600", "cpu.max-"]);
+    assert_eq!(state.held.len(), 1);
+    assert_eq!(run(&law, &mut state, &node(0, 10), 1), ["cpu.idle-"]);
+    assert!(state.held.is_empty());
+}
+
+#[test]
+fn without_cpu_idle_the_weight_is_taken() {
+    let mut seen = node(200, 1600);
+    seen.supports.idle = false;
+    assert_eq!(run(&quick(), &mut State::default(), &seen, 2), ["cpu.weight=1", "cpu.max=1200"]);
+}
+
+#[test]
+fn between_the_bounds_nothing_changes() {
+    let (law, mut state) = (quick(), State::default());
+    run(&law, &mut state, &node(200, 1600), 2);
+    let held = state.held.clone();
+    assert!(run(&law, &mut state, &node(40, 1600), 50).is_empty());
+    assert_eq!(state.held, held);
+}
+
+#[test]
+fn a_wait_that_its_own_quota_causes_squeezes_nobody() {
+    let mut seen = node(300, 1600);
+    seen.pods[0].containers[0].throttled_permille = Some(290);
+    let steps = run(&Law { burst_percent: 0, ..quick() }, &mut State::default(), &seen, 10);
+    assert!(steps.is_empty(), "{steps:?}");
+}
+
+#[test]
+fn single_long_waits_count_where_they_are_measured() {
+    let mut seen = node(1, 1600);
+    seen.pods[0].containers[0].cpu_wait_p99_us = Some(7_000);
+    let decision = decide(&quick(), &State::default(), &seen, &nothing());
+    assert_eq!(show(&decision), ["cpu.idle=1"]);
+    assert_eq!(
+        decision.steps[0].reason,
+        "default/server (main) waits 7 ms for a CPU once in 100 times (5 ms at most): BestEffort pods run only when \
+         nobody else wants the CPU"
+    );
+}
+
+#[test]
+fn burstable_pods_are_capped_only_above_their_request_and_never_for_their_own_complaint() {
+    let mut seen = node(200, 0);
+    let mut batch = pod("batch", QosClass::Burstable);
+    (batch.cpu_request, batch.cpu_used) = (300, Some(1000));
+    let mut modest = pod("modest", QosClass::Burstable);
+    (modest.cpu_request, modest.cpu_used) = (300, Some(200));
+    seen.pods.extend([batch, modest]);
+    let mut state = State::default();
+    let steps = run(&quick(), &mut state, &seen, 20);
+    assert_eq!(steps.first().map(String::as_str), Some("cpu.max=750"));
+    assert_eq!(steps.last().map(String::as_str), Some("cpu.max=300"));
+    assert_eq!(
+        state.held.keys().map(|knob| knob.cgroup.as_str()).collect::<Vec<_>>(),
+        ["/kubepods/burstable/podbatch"]
+    );
+
+    seen.pods[0].containers[0].cpu_wait_permille = Some(0);
+    seen.pods[2].containers[0].cpu_wait_permille = Some(400);
+    assert!(run(&quick(), &mut State::default(), &seen, 10).is_empty());
+}
+
+#[test]
+fn memory_is_taken_down_to_the_working_set_and_no_further_in_one_step() {
+    let (law, mut state) = (quick(), State::default());
+    let mut seen = stalled(100);
+    assert_eq!(run(&law, &mut state, &seen, 2).len(), 2);
+    let steps = run(&law, &mut state, &seen, 20);
+    assert_eq!(steps.last(), Some(&format!("memory.high={}", 600 * MIB)));
+    // It let go of more: there is more to take.
+    seen.pods[1].working_set = 100 * MIB;
+    let next = run(&law, &mut state, &seen, 1);
+    assert_eq!(next, [format!("memory.high={}", 600 * MIB * 90 / 100)]);
+    // Never below the floor, and back again when all is well.
+    seen.pods[1].working_set = MIB;
+    run(&law, &mut state, &seen, 100);
+    let hog = knob("/kubepods/besteffort/podhog", KnobKind::MemoryHigh);
+    assert_eq!(state.held[&hog], law.memory_floor);
+    seen.pods[0].containers[0].memory_stall_permille = Some(0);
+    run(&law, &mut state, &seen, 100);
+    assert!(state.held.is_empty(), "{:?}", state.held);
+}
+
+#[test]
+fn memory_stalls_at_an_own_limit_or_without_memory_high_squeeze_nobody() {
+    let mut own = stalled(500);
+    own.pods[0].containers[0].at_memory_limit = true;
+    assert!(run(&quick(), &mut State::default(), &own, 10).is_empty());
+    let mut v1 = stalled(500);
+    v1.supports.memory_high = false;
+    assert!(run(&quick(), &mut State::default(), &v1, 10).is_empty());
+}
+
+#[test]
+fn a_throttled_container_is_lent_a_burst_within_its_quota() {
+    let mut seen = node(0, 0);
+    seen.pods[0].containers[0].throttled_permille = Some(200);
+    seen.pods[0].containers[0].quota_us = Some(50_000);
+    assert_eq!(run(&quick(), &mut State::default(), &seen, 5), ["cpu.max.burst=50000"]);
+    // The pod has a quota as well, which would hold the container back all the same.
+    seen.pods[0].quota_us = Some(60_000);
+    let mut state = State::default();
+    assert_eq!(run(&quick(), &mut state, &seen, 5), ["cpu.max.burst=50000", "cpu.max.burst=50000"]);
+    assert_eq!(state.held.len(), 2);
+    seen.pods[0].quota_us = None;
+    let (law, mut state) = (quick(), State::default());
+    assert_eq!(run(&law, &mut state, &seen, 5), ["cpu.max.burst=50000"]);
+    // The quota is lowered by a resize.
+    seen.pods[0].containers[0].quota_us = Some(20_000);
+    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.max.burst=20000"]);
+    seen.pods[0].containers[0].throttled_permille = Some(0);
+    assert_eq!(run(&law, &mut state, &seen, 5), ["cpu.max.burst-"]);
+    assert!(state.held.is_empty());
+}
+
+#[test]
+fn a_blocked_knob_is_left_alone_and_not_thought_to_be_held() {
+    let (law, mut state) = (quick(), State::default());
+    run(&law, &mut state, &node(200, 1600), 1);
+    let blocked = BTreeSet::from([knob(BEST_EFFORT, KnobKind::Idle)]);
+    let decision = decide(&law, &state, &node(200, 1600), &blocked);
+    assert_eq!(show(&decision), ["cpu.max=1200"]);
+    assert!(!decision.state.held.contains_key(&knob(BEST_EFFORT, KnobKind::Idle)));
+}
+
+#[test]
+fn what_was_held_of_a_pod_that_is_gone_is_forgotten() {
+    let (law, mut state) = (quick(), State::default());
+    run(&law, &mut state, &stalled(100), 1);
+    assert_eq!(state.held.len(), 1);
+    let mut seen = stalled(100);
+    seen.pods.remove(1);
+    let decision = decide(&law, &state, &seen, &nothing());
+    assert!(decision.state.held.is_empty() && decision.steps.is_empty());
+}
+
+#[test]
+fn nothing_measured_yet_is_no_reason_to_give_back() {
+    let (law, mut state) = (quick(), State::default());
+    run(&law, &mut state, &node(200, 1600), 2);
+    let mut seen = node(0, 1600);
+    seen.pods[0].containers[0].cpu_wait_permille = None;
+    assert!(run(&law, &mut state, &seen, 20).is_empty());
+    // But with nobody to protect all goes back.
+    seen.pods.remove(0);
+    run(&law, &mut state, &seen, 20);
+    assert!(state.held.is_empty());
+}
+
+fn any_container() -> impl Strategy<Value = ContainerSample> {
+    (
+        any::<Option<u16>>(),
+        any::<Option<u16>>(),
+        any::<Option<u16>>(),
+        any::<bool>(),
+        prop::option::of(1000..200_000_u64),
+    )
+        .prop_map(|(wait, throttled, stall, at_memory_limit, quota_us)| ContainerSample {
+            name: "c".to_owned(),
+            cgroup: String::new(),
+            cpu_wait_permille: wait.map(|wait| u32::from(wait) % 1000),
+            cpu_wait_p99_us: wait.map(u64::from),
+            throttled_permille: throttled.map(|part| u32::from(part) % 1000),
+            memory_stall_permille: stall.map(|stall| u32::from(stall) % 1000),
+            at_memory_limit,
+            quota_us,
+        })
+}
+
+fn any_pod() -> impl Strategy<Value = PodSample> {
+    let class = prop::sample::select(vec![QosClass::BestEffort, QosClass::Burstable, QosClass::Guaranteed]);
+    let amounts = (0..3000_u64, prop::option::of(0..3000_u64), 0..2000_u64, 0..4000_u64, 0..=100_u64);
+    (class, amounts, any::<bool>(), prop::collection::vec(any_container(), 0..3)).prop_map(
+        |(class, (request, used, memory_request, memory_used, needed), can_cap, containers)| PodSample {
+            name: String::new(),
+            class,
+            cgroup: String::new(),
+            cpu_request: request,
+            cpu_used: used,
+            can_cap,
+            quota_us: used.map(|used| used * 100 + 1000),
+            memory_request: memory_request * MIB,
+            memory_used: memory_used * MIB,
+            working_set: memory_used * needed / 100 * MIB,
+            containers,
+        },
+    )
+}
+
+fn any_node() -> impl Strategy<Value = Observed> {
+    (1..8_u64, 0..8000_u64, any::<[bool; 3]>(), prop::collection::vec(any_pod(), 0..5)).prop_map(
+        |(cpus, best_effort_used, [idle, memory_high, burst], mut pods)| {
+            for (index, pod) in pods.iter_mut().enumerate() {
+                pod.name = format!("default/p{index}");
+                pod.cgroup = format!("/kubepods/pod{index}");
+                for (number, container) in pod.containers.iter_mut().enumerate() {
+                    container.cgroup = format!("{}/{number}", pod.cgroup);
+                }
+            }
+            let best_effort = BEST_EFFORT.to_owned();
+            let supports = Supports { idle, memory_high, burst };
+            Observed { cpus: cpus * 1000, best_effort, best_effort_used, supports, pods }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Whatever happens: no step goes below its bound, none touches what it may not, each says why, and it changes
+    /// something.
+    #[test]
+    fn steps_keep_their_bounds(nodes in prop::collection::vec(any_node(), 1..20)) {
+        let (law, mut state) = (quick(), State::default());
+        for seen in &nodes {
+            let decision = decide(&law, &state, seen, &nothing());
+            for step in &decision.steps {
+                prop_assert!(!step.reason.is_empty());
+                prop_assert!(step.from != step.to, "{step:?}");
+                let pod = seen.pods.iter().find(|pod| step.knob.cgroup.starts_with(&pod.cgroup));
+                let tightened = step.to.filter(|to| step.from.is_none_or(|from| *to < from));
+                match (step.knob.kind, tightened) {
+                    (KnobKind::CpuCap, Some(cap)) => {
+                        let floor = pod.map_or(seen.cpus / 10, |pod| pod.cpu_request);
+                        prop_assert!(cap >= floor, "{step:?}");
+                        prop_assert!(pod.is_none_or(|pod| pod.class == QosClass::Burstable && pod.can_cap));
+                    }
+                    (KnobKind::MemoryHigh, Some(high)) => {
+                        let pod = pod.unwrap();
+                        prop_assert!(high >= pod.working_set && high >= law.memory_floor, "{step:?}");
+                        prop_assert!(pod.class != QosClass::Burstable || high >= pod.memory_request);
+                        prop_assert!(pod.class != QosClass::Guaranteed && seen.supports.memory_high);
+                    }
+                    (KnobKind::Burst, Some(burst)) => {
+                        let pod = pod.unwrap();
+                        let container = pod.containers.iter().find(|c| c.cgroup == step.knob.cgroup);
+                        let quota = container.map_or(pod.quota_us, |container| container.quota_us);
+                        prop_assert!(burst <= quota.unwrap() && seen.supports.burst);
+                    }
+                    (KnobKind::Idle, Some(_)) => prop_assert!(seen.supports.idle && pod.is_none()),
+                    (KnobKind::Weight, Some(_)) => prop_assert!(!seen.supports.idle && pod.is_none()),
+                    (_, None) => {}
+                }
+            }
+            state = decision.state;
+        }
+    }
+
+    /// What the steps say is what the state says: whoever follows them ends up with the state's values.
+    #[test]
+    fn the_steps_lead_from_one_state_to_the_next(before in any_node(), after in any_node()) {
+        let law = quick();
+        let mut state = decide(&law, &State::default(), &before, &nothing()).state;
+        for _ in 0..5 {
+            let decision = decide(&law, &state, &after, &nothing());
+            let mut held = state.held.clone();
+            held.retain(|knob, _| decision.state.held.contains_key(knob) || decision.steps.iter().any(|s| s.knob == *knob));
+            for step in &decision.steps {
+                match step.to {
+                    Some(to) => held.insert(step.knob.clone(), to),
+                    None => held.remove(&step.knob),
+                };
+            }
+            prop_assert_eq!(&held, &decision.state.held);
+            state = decision.state;
+        }
+    }
+
+    /// However far it went, all comes back once the protected pods are well and nobody asks for CPU.
+    #[test]
+    fn everything_is_given_back(nodes in prop::collection::vec(any_node(), 1..10)) {
+        let (law, mut state) = (quick(), State::default());
+        for seen in &nodes {
+            state = decide(&law, &state, seen, &nothing()).state;
+        }
+        let mut calm = nodes.last().unwrap().clone();
+        calm.best_effort_used = 0;
+        for container in calm.pods.iter_mut().flat_map(|pod| &mut pod.containers) {
+            container.cpu_wait_permille = Some(0);
+            container.cpu_wait_p99_us = None;
+            container.throttled_permille = Some(0);
+            container.memory_stall_permille = Some(0);
+        }
+        for _ in 0..20_000 {
+            if state.held.is_empty() {
+                break;
+            }
+            state = decide(&law, &state, &calm, &nothing()).state;
+        }
+        prop_assert!(state.held.is_empty(), "{:?}", state.held);
+    }
+}
