@@ -8,6 +8,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "beelet/events.proto",
         "beelet/garbage.proto",
         "beelet/signals.proto",
+        "beelet/tuner.proto",
         "deviceplugin/api.proto",
         "pluginregistration/api.proto",
         "podresources/api.proto",

@@ -21,3 +21,4 @@ pub mod pressure;
 pub mod probes;
 pub mod runtime;
 pub mod state;
+pub mod tuner;

@@ -10,6 +10,7 @@ use beelet_proto::beelet::events_client::EventsClient;
 use beelet_proto::beelet::garbage_client::GarbageClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
+use beelet_proto::beelet::tuner_client::TunerClient;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
@@ -27,6 +28,7 @@ pub struct Client {
     events: EventsClient<Channel>,
     devices: DevicesClient<Channel>,
     garbage: GarbageClient<Channel>,
+    tuner: TunerClient<Channel>,
 }
 
 /// Why the agent gave no answer.
@@ -87,6 +89,7 @@ impl Client {
             node: NodeClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             events: EventsClient::new(channel.clone()),
             devices: DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            tuner: TunerClient::new(channel.clone()),
             garbage: GarbageClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
         })
     }
@@ -149,6 +152,22 @@ impl Client {
     /// As for [`Client::devices`].
     pub async fn node(&mut self) -> Result<proto::GetNodeResponse, ClientError> {
         Ok(self.devices.get_node(proto::GetNodeRequest {}).await?.into_inner())
+    }
+
+    /// How the tuner stands.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn tuner_status(&mut self) -> Result<proto::TunerStatus, ClientError> {
+        Ok(self.tuner.get_tuner_status(proto::GetTunerStatusRequest {}).await?.into_inner())
+    }
+
+    /// What the tuner did or advised.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn tuner_history(&mut self) -> Result<proto::TunerHistory, ClientError> {
+        Ok(self.tuner.get_tuner_history(proto::GetTunerHistoryRequest {}).await?.into_inner())
     }
 
     /// The node's events, the last one at the end; with `watch`, then those that come.

@@ -27,6 +27,7 @@ use crate::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
 
 pub mod devices;
 pub mod events;
+pub mod tuner;
 
 /// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.
 const WATCH_QUEUE: usize = 16;

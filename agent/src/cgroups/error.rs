@@ -89,6 +89,22 @@ pub enum CgroupError {
 }
 
 impl CgroupError {
+    /// Whether it only says that the cgroup or its file is not there (any more).
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if super::is_gone(source))
+    }
+
+    /// Whether a removal failed because of processes that have not gone yet.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        match self {
+            Self::NotEmpty { .. } => true,
+            Self::Io { source, .. } => source.kind() == io::ErrorKind::ResourceBusy,
+            _ => false,
+        }
+    }
+
     pub(super) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_owned(), source }
     }

@@ -1,25 +1,119 @@
 //! The end of what a pod left behind.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{CgroupError, Cgroups, tree};
 
+/// How long killed processes may take to be gone. A process that sits in the kernel (a dead disk) may take longer: its
+/// cgroup is tried again later.
+const GRACE: Duration = Duration::from_secs(2);
+/// How often the processes are listed and killed, where the kernel can't kill a cgroup as a whole.
+const ROUNDS: usize = 10;
+/// The pause before a removal that the kernel refused is tried again: the last process is gone, but not yet its task.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Kills what is in `path`; the ids of those that were there.
 pub(super) fn pod(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
+    Ok(all(cgroups, path)?.into_keys().collect())
+}
+
+/// Kills what is in `path`, waits until it is gone, and removes the cgroup.
+pub(super) fn destroy(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
+    let deadline = Instant::now() + GRACE;
+    let killed = all(cgroups, path)?;
+    wait(killed.values(), deadline);
+    loop {
+        match cgroups.remove(path) {
+            Err(error) if error.is_busy() && Instant::now() < deadline => std::thread::sleep(PAUSE),
+            Ok(()) => return Ok(killed.into_keys().collect()),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Kills every process in `path` and below, those that are forked meanwhile too.
+fn all(cgroups: &Cgroups, path: &str) -> Result<BTreeMap<u32, OwnedFd>, CgroupError> {
     if !is_pod(path) {
         return Err(CgroupError::NotAPod(path.to_owned()));
     }
-    let pids = cgroups.pids(path)?;
     let relative = cgroups.relative(path)?;
-    // Since 5.14 the kernel kills a whole cgroup at once, so that nothing can fork its way out.
-    if let Some(dir) = cgroups.cgroup2_path(path) {
-        let _ = fs::write(dir.join("cgroup.kill"), "1");
+    let mut killed = BTreeMap::new();
+    for pid in cgroups.pids(path)? {
+        killed.extend(in_cgroup(cgroups, &relative, pid).map(|process| (pid, process)));
     }
-    // What is in a version 1 hierarchy alone, or on an older kernel, one by one.
-    Ok(pids.into_iter().filter(|pid| kill(cgroups, &relative, *pid)).collect())
+    if killed.is_empty() {
+        return Ok(killed);
+    }
+    // Since 5.14 the kernel kills a whole cgroup at once, so that nothing can fork its way out.
+    let whole = cgroups.cgroup2_path(path).is_some_and(|dir| fs::write(dir.join("cgroup.kill"), "1").is_ok());
+    // What is in a version 1 hierarchy alone, or on an older kernel, one by one; frozen it can't fork.
+    let frozen = if whole { None } else { Frozen::new(cgroups, &relative) };
+    for process in killed.values() {
+        let _ = pidfd_send_signal(process, Signal::KILL);
+    }
+    for _ in 0..ROUNDS {
+        let mut news = BTreeMap::new();
+        for pid in cgroups.pids(path)?.into_iter().filter(|pid| !killed.contains_key(pid)) {
+            news.extend(in_cgroup(cgroups, &relative, pid).map(|process| (pid, process)));
+        }
+        if news.is_empty() {
+            break;
+        }
+        for process in news.values() {
+            let _ = pidfd_send_signal(process, Signal::KILL);
+        }
+        killed.extend(news);
+    }
+    drop(frozen);
+    Ok(killed)
+}
+
+/// A pod that is frozen as long as the value lives. Signals wait until then.
+struct Frozen<'a> {
+    cgroups: &'a Cgroups,
+    relative: &'a Path,
+}
+
+impl<'a> Frozen<'a> {
+    /// None where the kernel has no freezer.
+    fn new(cgroups: &'a Cgroups, relative: &'a Path) -> Option<Self> {
+        let frozen = Self { cgroups, relative };
+        frozen.set(true).then_some(frozen)
+    }
+
+    fn set(&self, frozen: bool) -> bool {
+        let hierarchies = self.cgroups.hierarchies();
+        if let Some(v1) = hierarchies.iter().find(|hierarchy| hierarchy.controllers.contains("freezer")) {
+            let state = if frozen { "FROZEN" } else { "THAWED" };
+            return fs::write(v1.mount.join(self.relative).join("freezer.state"), state).is_ok();
+        }
+        let Some(v2) = hierarchies.iter().find(|hierarchy| hierarchy.is_v2) else { return false };
+        let state = if frozen { "1" } else { "0" };
+        fs::write(v2.mount.join(self.relative).join("cgroup.freeze"), state).is_ok()
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        self.set(false);
+    }
+}
+
+/// Waits until all of them have ended, or the deadline.
+fn wait<'a>(processes: impl Iterator<Item = &'a OwnedFd>, deadline: Instant) {
+    for process in processes {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let Ok(left) = Timespec::try_from(left) else { return };
+        // Readable: it has ended.
+        let _ = poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left));
+    }
 }
 
 /// Whether `path` is `/kubepods/[burstable/|besteffort/]pod<uid>`, or below one.
@@ -34,19 +128,16 @@ fn is_pod(path: &str) -> bool {
     }
 }
 
-/// Kills the process `pid` if it is still in the cgroup once it cannot be mistaken for another any more. Whether it was.
-fn kill(cgroups: &Cgroups, relative: &Path, pid: u32) -> bool {
-    let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
-    let Ok(process) = pidfd_open(raw, PidfdFlags::empty()) else { return false };
+/// A handle of the process `pid`, if it is still in the cgroup once it cannot be mistaken for another any more.
+fn in_cgroup(cgroups: &Cgroups, relative: &Path, pid: u32) -> Option<OwnedFd> {
+    let raw = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
+    let process = pidfd_open(raw, PidfdFlags::empty()).ok()?;
     // From here on the number may be given to another process, but the descriptor stays with this one.
     let mut now = BTreeSet::new();
     for hierarchy in cgroups.hierarchies() {
-        if tree::pids(&hierarchy.mount.join(relative), &mut now).is_err() {
-            return false;
-        }
+        tree::pids(&hierarchy.mount.join(relative), &mut now).ok()?;
     }
-    // One that cgroup.kill reached may have gone meanwhile; it was there, and it is dead.
-    !now.contains(&pid) || pidfd_send_signal(&process, Signal::KILL).is_ok()
+    now.contains(&pid).then_some(process)
 }
 
 #[cfg(test)]

@@ -6,22 +6,25 @@
 //! outside the cgroup root written, with one exception: on version 2 a controller must be passed down by every ancestor,
 //! so it is enabled (never disabled) in their `cgroup.subtree_control` too.
 //!
-//! All calls are short and block. None waits, and none retries: what cannot be done now is an error that says why, and the
-//! caller's next sync tries again.
+//! All calls are short and block. None retries: what cannot be done now is an error that says why, and the caller's next sync
+//! tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that it killed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 mod error;
+mod held;
 mod kill;
 pub mod layout;
 mod memory;
 pub mod metrics;
 pub mod order;
 pub mod read;
+pub mod stats;
 mod tree;
 mod write;
 
@@ -29,7 +32,9 @@ pub use error::CgroupError;
 pub use layout::{Hierarchy, Layout, Version};
 pub use memory::MemoryUse;
 pub use metrics::Metrics;
+pub use stats::{CpuUse, Pressure};
 
+use self::order::Change;
 use crate::config::CgroupDriver;
 
 /// What one cgroup's files must hold, by file name.
@@ -42,6 +47,25 @@ pub struct Cgroups {
     root: String,
     metrics: Metrics,
     store: Store,
+    held: Arc<held::Held>,
+}
+
+/// What came of adjusting cgroups.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// What was written, in that order.
+    pub changed: Vec<Change>,
+    /// What could not be. The next sync tries it again.
+    pub failed: Vec<CgroupError>,
+}
+
+/// Which of the differences are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adjust {
+    /// Only what leaves more room. Before something below gets wider that is somebody else's to write.
+    Wider,
+    /// All of them.
+    All,
 }
 
 /// What the hierarchies are made of.
@@ -87,7 +111,8 @@ impl Cgroups {
             "" => String::new(),
             root => checked(root)?.to_owned(),
         };
-        let cgroups = Self { layout, root, metrics: Metrics::default(), store: Store::Kernel };
+        let (metrics, held) = (Metrics::default(), Arc::default());
+        let cgroups = Self { layout, root, metrics, store: Store::Kernel, held };
         for controller in ["cpu", "memory"] {
             if cgroups.hierarchy_of(controller).is_none() {
                 return Err(CgroupError::NoController { controller });
@@ -153,8 +178,34 @@ impl Cgroups {
                     tree::make(hierarchy, &relative, self.store)?;
                 }
             }
-            write::all(self, cgroups)
+            let report = write::all(self, cgroups, Adjust::All);
+            report.failed.into_iter().next().map_or(Ok(()), Err)
         })
+    }
+
+    /// Makes the files of those of these cgroups that exist hold the given values, in the same order. One that can't be
+    /// written doesn't keep the others.
+    #[must_use]
+    pub fn adjust(&self, cgroups: &BTreeMap<String, Files>, how: Adjust) -> Report {
+        self.metrics.time("adjust", || write::all(self, cgroups, how))
+    }
+
+    /// What of one cgroup's files differs from `values`, and what can't be compared. Of a cgroup that is gone nothing.
+    #[must_use]
+    pub fn differences(&self, path: &str, values: &Files) -> (Vec<Change>, Vec<CgroupError>) {
+        write::changed(self, path, values)
+    }
+
+    /// Takes back what a quota may be exceeded by, where the kernel knows such a thing.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn clear_burst(&self, path: &str) -> Result<(), CgroupError> {
+        let file = if self.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" };
+        match self.read(path, file) {
+            Some(burst) if burst != "0" => write::one(self, path, file, "0"),
+            _ => Ok(()),
+        }
     }
 
     /// Removes the cgroup `path` and what is below it from every hierarchy. It is no error if there is none.
@@ -201,6 +252,28 @@ impl Cgroups {
         kill::pod(self, path)
     }
 
+    /// Ends a pod's cgroup `path`: sends SIGKILL to every process that is left in it, waits (two seconds at most) until they
+    /// are gone, and removes it. Gives their ids.
+    ///
+    /// # Errors
+    /// The path is not a pod's, or the processes don't end: they sit in the kernel.
+    pub fn destroy(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
+        kill::destroy(self, path)
+    }
+
+    /// The cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`: containerd names it by the
+    /// id alone, CRI-O `crio-<id>`. None if there is none (yet).
+    #[must_use]
+    pub fn container_path(&self, pod: &str, id: &str) -> Option<String> {
+        let dir = self.hierarchy_of("cpu")?.mount.join(self.relative(pod).ok()?);
+        if !id.is_empty() && checked_file(id).is_some() && dir.join(id).is_dir() {
+            return Some(format!("{pod}/{id}"));
+        }
+        let names = tree::children(&dir).ok()?;
+        let name = names.into_iter().find(|name| name.strip_prefix("crio-") == Some(id))?;
+        Some(format!("{pod}/{name}"))
+    }
+
     /// The content of `file` of the cgroup `path`, without the last line's end; None if there is none.
     #[must_use]
     pub fn read(&self, path: &str, file: &str) -> Option<String> {
@@ -235,6 +308,13 @@ impl Cgroups {
     pub fn exists(&self, path: &str) -> bool {
         self.relative(path)
             .is_ok_and(|relative| self.hierarchies().iter().all(|h| h.mount.join(&relative).is_dir()))
+    }
+
+    /// Whether the cgroup `path` exists in any hierarchy.
+    #[must_use]
+    pub fn exists_anywhere(&self, path: &str) -> bool {
+        self.relative(path)
+            .is_ok_and(|relative| self.hierarchies().iter().any(|h| h.mount.join(&relative).is_dir()))
     }
 
     /// The pods' cgroups that exist in any hierarchy, e.g. `/kubepods/besteffort/pod<uid>`.

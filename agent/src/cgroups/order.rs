@@ -24,11 +24,14 @@ pub fn sort(changes: &mut [Change]) {
     changes.sort_by_cached_key(|change| {
         let depth = change.cgroup.split('/').filter(|part| !part.is_empty()).count();
         let depth = i64::try_from(depth).unwrap_or(i64::MAX);
-        match compare(&change.file, &change.to, &change.from) {
-            Ordering::Less => (1, -depth),
-            Ordering::Equal | Ordering::Greater => (0, depth),
-        }
+        if tightens(change) { (1, -depth) } else { (0, depth) }
     });
+}
+
+/// Whether `change` leaves less room than there was.
+#[must_use]
+pub fn tightens(change: &Change) -> bool {
+    compare(&change.file, &change.to, &change.from) == Ordering::Less
 }
 
 /// Whether two contents of `file` mean the same to the kernel, `page` being the size that memory is rounded down to.

@@ -6,45 +6,105 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::order::{self, Change};
-use super::{CgroupError, Cgroups, Files, checked_file};
+use super::{Adjust, CgroupError, Cgroups, Files, Report, checked_file};
 
 /// Version 1's quota and period are one value to the kernel's rules, so they are compared and ordered as one.
 const CFS_QUOTA: &str = "cpu.cfs_quota_us";
 const CFS_PERIOD: &str = "cpu.cfs_period_us";
 
-pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>) -> Result<(), CgroupError> {
+/// Writes what differs. One failure doesn't keep the others: each value is better in its place than not.
+pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>, how: Adjust) -> Report {
     let page = page_size();
+    let mut report = Report::default();
     let mut changes = Vec::new();
     for (cgroup, files) in wanted {
-        changes.extend(changed(cgroups, cgroup, files, page)?);
+        let (found, failed) = changed(cgroups, cgroup, files);
+        changes.extend(found);
+        report.failed.extend(failed);
     }
     order::sort(&mut changes);
-    changes.iter().try_for_each(|change| write(cgroups, change, page))
+    for change in changes.into_iter().filter(|change| how == Adjust::All || !order::tightens(change)) {
+        match write(cgroups, &change, page) {
+            Ok(()) => report.changed.push(change),
+            Err(error) => report.failed.push(error),
+        }
+    }
+    report
 }
 
-/// What differs from `files` in one cgroup.
-fn changed(cgroups: &Cgroups, cgroup: &str, files: &Files, page: u64) -> Result<Vec<Change>, CgroupError> {
-    let mut changes = Vec::new();
+/// Sets one file, whatever it holds.
+pub(super) fn one(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> Result<(), CgroupError> {
+    let Some(dir) = dir_of(cgroups, cgroup, file, value)? else { return Ok(()) };
+    let path = dir.join(file);
+    if file == "memory.max" {
+        refuse_to_kill(&dir, &path, value)?;
+    }
+    put(&path, value)?;
+    kept(&path, file, value, page_size())
+}
+
+/// What differs from `files` in one cgroup, and what can't be compared. Of a cgroup that is gone nothing differs.
+pub(super) fn changed(cgroups: &Cgroups, cgroup: &str, files: &Files) -> (Vec<Change>, Vec<CgroupError>) {
+    let page = page_size();
+    let (mut changes, mut failed) = (Vec::new(), Vec::new());
     let cfs = cfs_pair(files);
     let others =
         files.iter().filter(|(file, _)| cfs.is_none() || !matches!(file.as_str(), CFS_QUOTA | CFS_PERIOD));
     for (file, value) in others {
-        let Some(dir) = dir_of(cgroups, cgroup, file, value)? else { continue };
-        let from = read(&dir.join(file))?;
-        if !order::same(file, &from, value, page) {
-            changes.push(Change { cgroup: cgroup.to_owned(), file: file.clone(), from, to: value.clone() });
+        match difference(cgroups, cgroup, file, value, page) {
+            Ok(change) => changes.extend(change),
+            Err(error) => failed.push(error),
         }
     }
-    if let Some((quota, period)) = cfs
-        && let Some(dir) = dir_of(cgroups, cgroup, CFS_QUOTA, quota)?
-    {
-        let from = as_cpu_max(&read(&dir.join(CFS_QUOTA))?, &read(&dir.join(CFS_PERIOD))?);
-        let to = as_cpu_max(quota, period);
-        if from != to {
-            changes.push(Change { cgroup: cgroup.to_owned(), file: "cpu.max".to_owned(), from, to });
+    if let Some((quota, period)) = cfs {
+        match cfs_difference(cgroups, cgroup, quota, period) {
+            Ok(change) => changes.extend(change),
+            Err(error) => failed.push(error),
         }
     }
-    Ok(changes)
+    (changes, failed)
+}
+
+fn difference(
+    cgroups: &Cgroups,
+    cgroup: &str,
+    file: &str,
+    value: &str,
+    page: u64,
+) -> Result<Option<Change>, CgroupError> {
+    if cgroups.held.defers(cgroup, file, value) {
+        return Ok(None);
+    }
+    let Some(dir) = dir_of(cgroups, cgroup, file, value)? else { return Ok(None) };
+    let from = match read(&dir.join(file)) {
+        Err(error) if error.is_gone() && !dir.is_dir() => return Ok(None),
+        read => read?,
+    };
+    if order::same(file, &from, value, page) {
+        return Ok(None);
+    }
+    Ok(Some(Change { cgroup: cgroup.to_owned(), file: file.to_owned(), from, to: value.to_owned() }))
+}
+
+fn cfs_difference(
+    cgroups: &Cgroups,
+    cgroup: &str,
+    quota: &str,
+    period: &str,
+) -> Result<Option<Change>, CgroupError> {
+    if cgroups.held.defers(cgroup, CFS_QUOTA, quota) {
+        return Ok(None);
+    }
+    let Some(dir) = dir_of(cgroups, cgroup, CFS_QUOTA, quota)? else { return Ok(None) };
+    let from = match read(&dir.join(CFS_QUOTA)) {
+        Err(error) if error.is_gone() && !dir.is_dir() => return Ok(None),
+        read => as_cpu_max(&read?, &self::read(&dir.join(CFS_PERIOD))?),
+    };
+    let to = as_cpu_max(quota, period);
+    if from == to {
+        return Ok(None);
+    }
+    Ok(Some(Change { cgroup: cgroup.to_owned(), file: "cpu.max".to_owned(), from, to }))
 }
 
 fn cfs_pair(files: &Files) -> Option<(&str, &str)> {
@@ -79,11 +139,16 @@ fn write(cgroups: &Cgroups, change: &Change, page: u64) -> Result<(), CgroupErro
         refuse_to_kill(&dir, &file, &change.to)?;
     }
     put(&file, &change.to)?;
-    let kept = read(&file)?;
-    if order::same(&change.file, &kept, &change.to, page) {
+    kept(&file, &change.file, &change.to, page)
+}
+
+/// The kernel took the value as it was meant.
+fn kept(path: &Path, file: &str, value: &str, page: u64) -> Result<(), CgroupError> {
+    let kept = read(path)?;
+    if order::same(file, &kept, value, page) {
         return Ok(());
     }
-    Err(CgroupError::Refused { file, wrote: change.to.clone(), kept })
+    Err(CgroupError::Refused { file: path.to_owned(), wrote: value.to_owned(), kept })
 }
 
 /// Version 1 has two files where each write must leave a share that the parent can give: no quota goes with any period.

@@ -17,6 +17,7 @@ pub mod observe;
 pub mod plan;
 pub mod run;
 pub mod top;
+pub mod tune;
 
 /// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
 #[derive(Debug, Parser)]
@@ -46,6 +47,8 @@ enum Command {
     Top(top::TopArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
+    /// Show what the tuner of cgroups sees, holds and did.
+    Tune(tune::TuneArgs),
     /// Decide for a scenario what the agent would do.
     Plan(plan::PlanArgs),
     /// Print completions for a shell.
@@ -70,6 +73,7 @@ pub fn main() -> ExitCode {
         Command::Gc(args) => gc::run(&args),
         Command::Top(args) => top::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Tune(args) => tune::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Completions(args) => manual::completions(&args, Cli::command()),
         Command::Man(args) => manual::man(&args, Cli::command()),

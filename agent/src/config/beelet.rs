@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::tuner::TunerWire;
 use super::values::GoDuration;
 use super::{BpfMode, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes};
 
@@ -34,6 +35,7 @@ pub(super) struct BeeletWire {
     pub(super) max_measured_containers: Option<i64>,
     #[serde(rename = "metricsPodUID")]
     pub(super) metrics_pod_uid: Option<bool>,
+    pub(super) tuner: Option<TunerWire>,
 }
 
 /// YAML reads a bare `off` as false, so both spellings mean the same.

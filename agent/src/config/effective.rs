@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use beelet_policy::cgroups::MemoryReservationPolicy;
 use beelet_policy::quantity::Quantity;
 
 use super::beelet::BeeletWire;
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
+use super::tuner::TunerWire;
 use super::values::{Amounts, GoDuration};
 use super::{CgroupDriver, Config};
 
@@ -51,7 +53,14 @@ fn kubelet(config: &Config) -> KubeletWire {
         pod_pids_limit: Some(config.pod_pids_limit),
         system_reserved: Some(amounts(&config.system_reserved)),
         kube_reserved: Some(amounts(&config.kube_reserved)),
-        enforce_node_allocatable: Some(vec!["pods".to_owned()]),
+        enforce_node_allocatable: Some(enforced(config)),
+        system_reserved_cgroup: config.system_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
+        kube_reserved_cgroup: config.kube_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
+        memory_throttling_factor: config.memory_qos.and_then(|qos| qos.throttling_factor),
+        memory_reservation_policy: config.memory_qos.map(|qos| match qos.reservation {
+            MemoryReservationPolicy::None => "None".to_owned(),
+            MemoryReservationPolicy::TieredReservation => "TieredReservation".to_owned(),
+        }),
         qos_reserved: Some(Amounts(percents.collect())),
         cluster_dns: Some(config.cluster_dns.iter().map(ToString::to_string).collect()),
         cluster_domain: Some(config.cluster_domain.clone()),
@@ -91,6 +100,19 @@ fn word(value: &impl serde::Serialize) -> Option<String> {
     serde_json::to_value(value).ok()?.as_str().map(str::to_owned)
 }
 
+/// What is held to its amounts, by the kubelet's names.
+fn enforced(config: &Config) -> Vec<String> {
+    let daemons = [
+        ("system-reserved", &config.system_reserved_cgroup),
+        ("kube-reserved", &config.kube_reserved_cgroup),
+    ];
+    let named = daemons.into_iter().filter_map(|(name, cgroup)| {
+        let suffix = if cgroup.as_ref()?.compressible_only { "-compressible" } else { "" };
+        Some(format!("{name}{suffix}"))
+    });
+    std::iter::once("pods".to_owned()).chain(named).collect()
+}
+
 fn amounts(quantities: &BTreeMap<String, Quantity>) -> Amounts {
     Amounts(quantities.iter().map(|(name, quantity)| (name.clone(), quantity.to_string())).collect())
 }
@@ -120,5 +142,6 @@ fn beelet(config: &Config) -> BeeletWire {
         pressure_interval: Some(GoDuration(ours.pressure_interval)),
         max_measured_containers: i64::try_from(ours.max_measured_containers).ok(),
         metrics_pod_uid: Some(ours.metrics_pod_uid),
+        tuner: Some(TunerWire::of(&ours.tuner)),
     }
 }

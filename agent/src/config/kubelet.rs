@@ -31,6 +31,14 @@ pub(super) struct KubeletWire {
     pub(super) system_reserved: Option<Amounts>,
     pub(super) kube_reserved: Option<Amounts>,
     pub(super) enforce_node_allocatable: Option<Vec<String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) system_reserved_cgroup: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) kube_reserved_cgroup: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) memory_throttling_factor: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) memory_reservation_policy: Option<String>,
     pub(super) qos_reserved: Option<Amounts>,
     #[serde(rename = "clusterDNS")]
     pub(super) cluster_dns: Option<Vec<String>>,

@@ -11,9 +11,11 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::cgroups::MemoryQos;
 use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::quantity::Quantity;
+use beelet_policy::tuner::Law;
 use serde::{Deserialize, Serialize};
 
 mod beelet;
@@ -24,6 +26,7 @@ mod kubelet;
 mod load;
 mod pressure;
 mod resolve;
+mod tuner;
 mod unsupported;
 mod values;
 
@@ -67,6 +70,12 @@ pub struct Config {
     pub system_reserved: BTreeMap<String, Quantity>,
     /// Kept for the node's own agents: not for pods.
     pub kube_reserved: BTreeMap<String, Quantity>,
+    /// The cgroup that is held to `system_reserved`; None: it is not enforced.
+    pub system_reserved_cgroup: Option<ReservedCgroup>,
+    /// The cgroup that is held to `kube_reserved`; None: it is not enforced.
+    pub kube_reserved_cgroup: Option<ReservedCgroup>,
+    /// Whether memory requests are protected and use is throttled before its limit (cgroup v2 only); None: not at all.
+    pub memory_qos: Option<MemoryQos>,
     /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
     pub qos_reserved: BTreeMap<String, u8>,
     /// Name servers for pods with `dnsPolicy: ClusterFirst`.
@@ -138,6 +147,8 @@ pub struct Beelet {
     pub max_measured_containers: usize,
     /// Whether metrics of containers carry their pod's UID.
     pub metrics_pod_uid: bool,
+    /// The closed loop that protects latency.
+    pub tuner: Tuner,
 }
 
 /// How the pods are chosen that make room for a critical one.
@@ -157,6 +168,40 @@ impl From<PreemptionPolicy> for beelet_policy::preemption::Policy {
             PreemptionPolicy::Minimal => Self::Minimal,
         }
     }
+}
+
+/// A cgroup of daemons that are held to what is reserved for them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReservedCgroup {
+    /// Its path, from the cgroup root.
+    pub path: String,
+    /// Only CPU, which can be taken back, is enforced; memory and process ids are not.
+    pub compressible_only: bool,
+}
+
+/// What of the tuner can be configured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Tuner {
+    /// How far it goes.
+    pub mode: TunerMode,
+    /// The time between two looks.
+    pub interval: Duration,
+    /// How long a setting that somebody else overwrote is left to them.
+    pub back_off: Duration,
+    /// Bounds, step sizes, patience.
+    pub law: Law,
+}
+
+/// How far the tuner goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TunerMode {
+    /// It doesn't look.
+    Off,
+    /// It says what it would do.
+    Advise,
+    /// It does it.
+    Enforce,
 }
 
 /// Who manages cgroups.

@@ -7,6 +7,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy};
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::quantity::Quantity;
 
@@ -15,8 +16,8 @@ use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::{
-    Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes,
-    pressure,
+    Beelet, BpfMode, CgroupDriver, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, ReservedCgroup,
+    TcpProbes, pressure,
 };
 
 /// The first of each is the default.
@@ -30,6 +31,14 @@ const TOPOLOGY_SCOPES: [(&str, TopologyScope); 2] =
     [("container", TopologyScope::Container), ("pod", TopologyScope::Pod)];
 
 pub(super) const DEFAULT_ENDPOINT: &str = "unix:///run/containerd/containerd.sock";
+/// What enforceNodeAllocatable may name.
+const ENFORCEABLE: [&str; 5] = [
+    "pods",
+    "system-reserved",
+    "kube-reserved",
+    "system-reserved-compressible",
+    "kube-reserved-compressible",
+];
 const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
 
 pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> Result<Config, Problem> {
@@ -54,6 +63,9 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         pod_pids_limit: number("podPidsLimit", wire.pod_pids_limit, -1, -1, i64::MAX)?,
         system_reserved: reserved("systemReserved", wire.system_reserved.as_ref())?,
         kube_reserved: reserved("kubeReserved", wire.kube_reserved.as_ref())?,
+        system_reserved_cgroup: reserved_cgroup(wire, "system", wire.system_reserved_cgroup.as_deref())?,
+        kube_reserved_cgroup: reserved_cgroup(wire, "kube", wire.kube_reserved_cgroup.as_deref())?,
+        memory_qos: memory_qos(wire)?,
         qos_reserved: qos_reserved(wire.qos_reserved.as_ref())?,
         cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default())?,
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
@@ -111,6 +123,7 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
             100_000,
         )?,
         metrics_pod_uid: wire.metrics_pod_uid.unwrap_or(false),
+        tuner: super::tuner::resolve(wire.tuner.as_ref())?,
     })
 }
 
@@ -260,21 +273,81 @@ fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<BTreeMap<String, 
     Ok(amounts)
 }
 
-/// What these two ask for is what is always done here.
+/// Pods always live in cgroups by QoS class, and are held together to what is not reserved.
 fn refuse_without_cgroups(wire: &KubeletWire) -> Result<(), Problem> {
     if wire.cgroups_per_qos == Some(false) {
         let message = "false is not in this version: pods always live in cgroups by QoS class";
         return Err(Problem::new("cgroupsPerQOS", message));
     }
-    for (index, item) in wire.enforce_node_allocatable.iter().flatten().enumerate() {
-        if item != "pods" {
-            let message = format!(
-                "{item:?} is not in this version: the pods together are held to what is not reserved"
-            );
-            return Err(Problem::new(format!("enforceNodeAllocatable[{index}]"), message));
-        }
+    let enforced = wire.enforce_node_allocatable.as_deref().unwrap_or_default();
+    for (index, item) in enforced.iter().enumerate() {
+        let message = match item.as_str() {
+            item if ENFORCEABLE.contains(&item) => continue,
+            "none" => "\"none\" is not in this version: the pods together are held to what is not reserved"
+                .to_owned(),
+            other => format!("{other:?} can't be enforced; {} can", ENFORCEABLE.join(", ")),
+        };
+        return Err(Problem::new(format!("enforceNodeAllocatable[{index}]"), message));
+    }
+    let both = |name: &str| {
+        enforced.iter().any(|item| item == name)
+            && enforced.iter().any(|item| *item == format!("{name}-compressible"))
+    };
+    if let Some(name) = ["system-reserved", "kube-reserved"].into_iter().find(|name| both(name)) {
+        let message = format!("{name} and {name}-compressible exclude each other; keep one");
+        return Err(Problem::new("enforceNodeAllocatable", message));
     }
     Ok(())
+}
+
+/// The cgroup whose daemons are held to what is reserved for them, if that is enforced.
+fn reserved_cgroup(
+    wire: &KubeletWire,
+    whose: &str,
+    path: Option<&str>,
+) -> Result<Option<ReservedCgroup>, Problem> {
+    let field = format!("{whose}ReservedCgroup");
+    let path = path.filter(|path| !path.is_empty());
+    if let Some(path) = path.filter(|path| !is_cgroup_path(path)) {
+        return Err(Problem::new(
+            field,
+            format!("{path:?} must be a path below the cgroup root, like /{whose}.slice"),
+        ));
+    }
+    let mut enforced = wire.enforce_node_allocatable.iter().flatten();
+    let Some(item) = enforced
+        .find(|item| item.strip_suffix("-compressible").unwrap_or(item) == format!("{whose}-reserved"))
+    else {
+        return Ok(None);
+    };
+    let Some(path) = path else {
+        let message = format!("must be set, because enforceNodeAllocatable has {item}");
+        return Err(Problem::new(field, message));
+    };
+    Ok(Some(ReservedCgroup { path: path.to_owned(), compressible_only: item.ends_with("-compressible") }))
+}
+
+fn is_cgroup_path(path: &str) -> bool {
+    path.strip_prefix('/').is_some_and(|rest| rest.split('/').all(|part| !matches!(part, "" | "." | "..")))
+}
+
+/// Memory QoS is on where one of its two fields is there: there are no feature gates here.
+fn memory_qos(wire: &KubeletWire) -> Result<Option<MemoryQos>, Problem> {
+    let factor = wire.memory_throttling_factor;
+    if let Some(factor) = factor.filter(|factor| !(*factor > 0.0 && *factor <= 1.0)) {
+        let message = format!("{factor} must be above 0 and at most 1");
+        return Err(Problem::new("memoryThrottlingFactor", message));
+    }
+    let reservation = match wire.memory_reservation_policy.as_deref() {
+        None | Some("" | "None") => MemoryReservationPolicy::None,
+        Some("TieredReservation") => MemoryReservationPolicy::TieredReservation,
+        Some(other) => {
+            let message = format!("{other:?} is neither None nor TieredReservation");
+            return Err(Problem::new("memoryReservationPolicy", message));
+        }
+    };
+    let on = factor.is_some() || wire.memory_reservation_policy.is_some();
+    Ok(on.then_some(MemoryQos { throttling_factor: factor, reservation }))
 }
 
 fn qos_reserved(wire: Option<&AmountsWire>) -> Result<BTreeMap<String, u8>, Problem> {

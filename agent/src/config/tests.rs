@@ -199,7 +199,18 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("qosReserved: {memory: 50}", "3:23: qosReserved.memory: ");
     check("qosReserved: {cpu: 50%}", "3:20: qosReserved.cpu: ");
     check("clusterDNS: [dns]", "3:14: clusterDNS[0]: ");
-    check("enforceNodeAllocatable: [pods, kube-reserved]", "3:32: enforceNodeAllocatable[1]: ");
+    check(
+        "enforceNodeAllocatable: [pods, everything]",
+        "3:32: enforceNodeAllocatable[1]: \"everything\" can't be",
+    );
+    check("enforceNodeAllocatable: [kube-reserved]", " kubeReservedCgroup: must be set, because");
+    check(
+        "enforceNodeAllocatable: [kube-reserved, kube-reserved-compressible]\nkubeReservedCgroup: /kube",
+        "3:25: enforceNodeAllocatable: kube-reserved and kube-reserved-compressible exclude each other",
+    );
+    check("systemReservedCgroup: /a/../b", "3:23: systemReservedCgroup: ");
+    check("memoryThrottlingFactor: 1.5", "3:25: memoryThrottlingFactor: 1.5 must be above 0");
+    check("memoryReservationPolicy: All", "3:26: memoryReservationPolicy: \"All\" is neither");
     check(
         "enforceNodeAllocatable: [none]",
         "3:26: enforceNodeAllocatable[0]: \"none\" is not in this version",
@@ -419,6 +430,13 @@ fn the_effective_configuration_reads_back_as_itself() {
         ),
         kubelet("evictionSoft: {nodefs.available: 1Gi}\nevictionSoftGracePeriod: {nodefs.available: 1m}"),
         beelet("preemption: minimal\ncontainerGCMaxContainers: 9"),
+        kubelet(
+            "enforceNodeAllocatable: [pods, system-reserved, kube-reserved-compressible]\n\
+             systemReservedCgroup: /system\nkubeReservedCgroup: /kube/lets\nmemoryReservationPolicy: TieredReservation",
+        ),
+        kubelet("memoryThrottlingFactor: 0.8"),
+        beelet("tuner: {mode: off, interval: 1s, cpuWaitPerMille: 30, cpuWaitP99: 2ms, memoryFloor: 32Mi}"),
+        beelet("tuner: {mode: enforce, hotTicks: 3, burstPercent: 0, backOff: 1m}"),
         beelet("nodeName: 'on'\nbpf: off\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere"),
     ] {
         let config = set(&text);

@@ -99,12 +99,12 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        reason: "memory QoS (memory.min, memory.low, memory.high) is not in this version",
-        fields: &["memoryThrottlingFactor", "memoryReservationPolicy", "singleProcessOOMKill"],
+        reason: "on cgroup version 2 the runtime decides whether an out-of-memory kill takes the whole container",
+        fields: &["singleProcessOOMKill"],
     },
     Group {
         reason: "cgroups outside the pods' own are left alone in this version",
-        fields: &["kubeletCgroups", "systemCgroups", "systemReservedCgroup", "kubeReservedCgroup"],
+        fields: &["kubeletCgroups", "systemCgroups"],
     },
     Group {
         reason: "container logs are not rotated in this version: watch the space under podLogsDir",

@@ -217,6 +217,7 @@ fn pod_of(
         grace: Duration::from_secs(grace),
         manifest: annotations.get(labels::MANIFEST).map(PathBuf::from),
         hash: annotations.get(ANNOTATION_HASH).cloned(),
+        shape: annotations.get(labels::SHAPE).cloned(),
     }
 }
 

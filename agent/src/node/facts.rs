@@ -6,16 +6,17 @@ use std::{
     path::Path,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use beelet_policy::{
-    cgroups::{CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts},
+    cgroups::{CgroupConfig, CgroupValues, CgroupVersion, CpuWeightFormula, NodeAmounts, reserved_cgroup},
     quantity::Quantity,
+    resources::ResourceList,
 };
 use beelet_proto::cri;
 
 use crate::{
     api::grpc::devices::NodeResources,
-    cgroups::Version,
+    cgroups::{Cgroups, Version},
     config::{self, Config},
     pods::cri_config::NodeFacts,
 };
@@ -44,6 +45,7 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
         cpu_cfs_quota_period_us: u64::try_from(config.cpu_cfs_quota_period.as_micros()).unwrap_or(100_000),
         qos_reserved_memory_percent: config.qos_reserved.get("memory").copied(),
         cpu_weight_formula: formula,
+        memory_qos: config.memory_qos,
         pod_pids_limit: (config.pod_pids_limit > 0).then_some(config.pod_pids_limit),
         ..CgroupConfig::new(version, node)
     })
@@ -69,6 +71,38 @@ pub(super) fn node_resources(config: &Config, amounts: &NodeAmounts) -> NodeReso
 pub(super) fn memory() -> Result<u64> {
     memory_total(&fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?)
         .context("/proc/meminfo has no MemTotal")
+}
+
+/// The cgroups of daemons that are held to what is reserved for them.
+///
+/// # Errors
+/// One of them is not there: the agent holds them, but doesn't make them, as the kubelet.
+pub(super) fn reserved_cgroups(
+    config: &Config,
+    cgroups: &Cgroups,
+    values: &CgroupConfig,
+) -> Result<Vec<CgroupValues>> {
+    let daemons = [
+        ("systemReservedCgroup", &config.system_reserved_cgroup, &config.system_reserved),
+        ("kubeReservedCgroup", &config.kube_reserved_cgroup, &config.kube_reserved),
+    ];
+    let mut reserved = Vec::new();
+    for (field, cgroup, amounts) in daemons {
+        let Some(cgroup) = cgroup else { continue };
+        if !cgroups.exists_anywhere(&cgroup.path) {
+            bail!(
+                "{field}: there is no cgroup {}: make it and start the daemons in it, or take its part out of \
+                 enforceNodeAllocatable",
+                cgroups.cri_parent(&cgroup.path)
+            );
+        }
+        let mut list = ResourceList::default();
+        for (name, amount) in amounts.iter().filter(|(name, _)| !cgroup.compressible_only || *name == "cpu") {
+            list.set(name, *amount);
+        }
+        reserved.push(reserved_cgroup(&cgroup.path, &list, values));
+    }
+    Ok(reserved)
 }
 
 /// MemTotal in bytes.

@@ -18,7 +18,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use beelet_policy::cgroups::CgroupConfig;
+use beelet_policy::cgroups::{CgroupConfig, CgroupValues};
 use beelet_proto::cri;
 use prometheus_client::registry::Registry;
 use tokio::{
@@ -65,6 +65,7 @@ use crate::{
     probes::{self, Probes},
     runtime::{self, Runtime},
     state::State,
+    tuner,
 };
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
@@ -117,12 +118,13 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let health = Health::new(&config.runtime_endpoint);
     // The others end before these two: what they do last can still be seen.
     let serving = CancellationToken::new();
-    let events = Recorder::load(&state);
+    let (events, tuner) = (Recorder::load(&state), metrics.tuner_view.subscribe());
     let devices = grpc::devices::Slot::default();
     let services = Routes::new(grpc::node_service(table.clone(), serving.clone()))
         .add_service(grpc::events::service(&events, serving.clone()))
         .add_service(grpc::devices::service(Arc::clone(&devices), table.clone()))
         .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)))
+        .add_service(grpc::tuner::service(tuner))
         .add_service(signals.service(Mode::Run, &serving));
     let mut servers =
         serve(&config, table.clone(), (Arc::new(registry), &signals), services, &health, &serving).await?;
@@ -185,6 +187,10 @@ fn stop_on_signals(shutdown: &CancellationToken) -> Result<()> {
 #[derive(Default)]
 struct Metrics {
     pods: pods::metrics::Metrics,
+    qos_tree: qos_tree::Metrics,
+    tuner: tuner::Metrics,
+    /// What the tuner shows: the API is there before the tuner is.
+    tuner_view: watch::Sender<Arc<tuner::View>>,
     probes: probes::Metrics,
     relist: relist::Metrics,
     devices: crate::devices::Metrics,
@@ -196,6 +202,8 @@ impl Metrics {
     fn registry(&self, runtime: &Runtime, cgroups: &Cgroups) -> Registry {
         let mut registry = Registry::default();
         self.pods.register(&mut registry);
+        self.qos_tree.register(&mut registry);
+        self.tuner.register(&mut registry);
         self.probes.register(&mut registry);
         self.relist.register(&mut registry);
         self.devices.register(&mut registry);
@@ -266,6 +274,7 @@ struct Node {
     version: cri::VersionResponse,
     cgroups: Arc<Cgroups>,
     cgroup_config: CgroupConfig,
+    reserved: Vec<CgroupValues>,
     kernel: Kernel,
     state: Arc<State>,
     events: Recorder,
@@ -289,10 +298,24 @@ impl Node {
             );
         }
         let cgroup_config = facts::cgroup_config(&config, cgroups.version())?;
+        let (held, journal) = (Arc::clone(&cgroups), Arc::clone(&state));
+        spawn_blocking(move || tuner::recover(&held, &journal)).await.context("the tuner's journal")?;
         let values = qos_tree::values(&[], &cgroup_config).map_err(anyhow::Error::msg)?;
         qos_tree::write(&cgroups, values).await.map_err(anyhow::Error::msg)?;
+        let reserved = facts::reserved_cgroups(&config, &cgroups, &cgroup_config)?;
         let kernel = start_kernel(&config, &cgroups).await?;
-        Ok(Self { config, runtime, version, cgroups, cgroup_config, kernel, state, events, metrics })
+        Ok(Self {
+            config,
+            runtime,
+            version,
+            cgroups,
+            cgroup_config,
+            reserved,
+            kernel,
+            state,
+            events,
+            metrics,
+        })
     }
 
     /// Connects the parts and runs them until `shutdown`.
@@ -356,7 +379,16 @@ impl Node {
             settings: self.probe_settings(),
             metrics: self.metrics.probes.clone(),
         });
-        let (cgroups, values) = (Arc::clone(&self.cgroups), self.cgroup_config.clone());
+        let tuning = self.tuning(table.clone());
+        let keeper = qos_tree::Parts {
+            table: table.clone(),
+            cgroups: Arc::clone(&self.cgroups),
+            config: self.cgroup_config.clone(),
+            runtime: self.runtime.clone(),
+            reserved: self.reserved.clone(),
+            metrics: self.metrics.qos_tree.clone(),
+            check: qos_tree::CHECK,
+        };
         let mut tasks = JoinSet::new();
         self.follow_exits(&mut tasks, exit_requests, processes, &pace, &working);
         alive.spawn(&mut tasks, &working);
@@ -365,8 +397,9 @@ impl Node {
         tasks.spawn(relist.run(working.clone()));
         tasks.spawn(probes.run(working.clone()));
         device_tasks.spawn(&mut tasks, &working);
-        tasks.spawn(podresources::serve(devices, table.clone(), working.clone()));
-        tasks.spawn(qos_tree::follow(table, cgroups, values, working.clone()));
+        tasks.spawn(podresources::serve(devices, table, working.clone()));
+        tasks.spawn(tuner::run(tuning, working.clone()));
+        tasks.spawn(qos_tree::follow(keeper, working.clone()));
         manager.run(shutdown).await;
         working.cancel();
         farewell(tasks, writer).await;
@@ -427,6 +460,25 @@ impl Node {
             node: self.config.node_name.clone(),
             interval: beelet.pressure_interval,
             most: beelet.max_measured_containers,
+        }
+    }
+
+    fn tuning(&self, table: watch::Receiver<Arc<PodTable>>) -> tuner::Parts {
+        let configured = &self.config.beelet.tuner;
+        tuner::Parts {
+            table,
+            cgroups: Arc::clone(&self.cgroups),
+            config: self.cgroup_config.clone(),
+            state: Arc::clone(&self.state),
+            waits: None,
+            settings: tuner::Settings {
+                mode: configured.mode,
+                interval: configured.interval,
+                back_off: configured.back_off,
+                law: configured.law,
+            },
+            metrics: self.metrics.tuner.clone(),
+            view: self.metrics.tuner_view.clone(),
         }
     }
 

@@ -7,7 +7,7 @@ use beelet_policy::{cgroups::ContainerResources, expand::expand};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{labels, table::PodName};
+use super::{labels, resize, table::PodName};
 
 /// Paths that Docker's default profile hides from a container, as the kubelet asks for them.
 const MASKED_PATHS: &[&str] = &[
@@ -87,6 +87,7 @@ pub fn sandbox(
     let mut annotations: HashMap<String, String> =
         pod.metadata.annotations.clone().unwrap_or_default().into_iter().collect();
     annotations.insert(labels::GRACE_PERIOD.to_owned(), grace_period(pod).as_secs().to_string());
+    annotations.insert(labels::SHAPE.to_owned(), resize::shape(pod));
     cri::PodSandboxConfig {
         hostname: hostname(spec, &name, node),
         log_directory: log_folder(&node.pod_logs_dir, &name, &uid).to_string_lossy().into_owned(),
@@ -304,6 +305,18 @@ fn resources(decided: ContainerResources) -> cri::LinuxContainerResources {
         unified: decided.unified.into_iter().collect(),
         ..Default::default()
     }
+}
+
+/// The same for a container that is there: what has no limit now says so, because 0 would leave it as it is.
+pub(super) fn update(decided: ContainerResources) -> cri::LinuxContainerResources {
+    let mut wanted = resources(decided);
+    if wanted.memory_limit_in_bytes == 0 {
+        wanted.memory_limit_in_bytes = -1;
+    }
+    if wanted.cpu_quota == 0 && wanted.cpu_period != 0 {
+        wanted.cpu_quota = -1;
+    }
+    wanted
 }
 
 fn container_security(

@@ -20,6 +20,8 @@ pub const MANAGED_BY: &str = "beelet.dev/managed-by";
 pub const MANAGED_BY_BEELET: &str = "beelet";
 /// Sandbox annotation: the manifest's path.
 pub const MANIFEST: &str = "beelet.dev/manifest";
+/// Sandbox annotation: a digest of the pod without the amounts that may change while it runs.
+pub const SHAPE: &str = "beelet.dev/shape";
 /// Container annotation: the restart delay in whole seconds that went before this start.
 pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";
 /// Container annotation: the devices it was given, from which a lost checkpoint is rebuilt.

@@ -220,8 +220,7 @@ impl Launcher {
         run_blocking(move || {
             for path in paths.iter().flatten() {
                 // Not asked first whether it exists: a part of it may be gone already.
-                cgroups.kill_remaining(path).map_err(|e| e.to_string())?;
-                cgroups.remove(path).map_err(|e| e.to_string())?;
+                cgroups.destroy(path).map_err(|e| e.to_string())?;
             }
             volumes.tear_down()
         })

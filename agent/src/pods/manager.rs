@@ -38,6 +38,7 @@ use super::{
     observe::Observation,
     processes,
     records::{PodRecord, Records},
+    resize,
     status::{Inputs, OomFacts, ProbeFacts, Waiting, whole_second},
     table::{PodEntry, PodName, PodTable, ReadinessEdge},
     worker::{Control, Report, Stage, Terminate, Worker},
@@ -115,6 +116,9 @@ pub struct RuntimePod {
     pub manifest: Option<PathBuf>,
     /// What the manifest said then, as a hash.
     pub hash: Option<String>,
+    /// The same without the amounts that may change while the pod runs.
+    #[serde(default)]
+    pub shape: Option<String>,
 }
 
 /// A probe's new state for one container instance.
@@ -198,6 +202,11 @@ impl Managed {
     fn terminating(&self) -> bool {
         self.control.borrow().terminate.is_some()
     }
+
+    /// Whether other amounts of cpu and memory don't make it another pod. One that was ended for good is.
+    fn may_resize(&self) -> bool {
+        !self.terminating() && self.failure.is_none()
+    }
 }
 
 /// See the module's head.
@@ -270,18 +279,19 @@ impl Manager {
         self.publish_rejected(&desired);
         // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
         let Some(in_runtime) = self.runtime.clone() else { return };
-        let uid_of = |pod: &Arc<core::Pod>| pod.metadata.uid.clone();
-        let wanted: BTreeMap<String, &Arc<core::Pod>> =
-            desired.pods.values().filter_map(|pod| Some((uid_of(pod)?, pod))).collect();
+        let wanted = self.identified(&desired, &in_runtime);
         for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
-            self.keep_or_terminate(&uid, wanted.get(&uid).copied(), &desired);
+            self.keep_or_terminate(&uid, wanted.get(&uid), &desired);
         }
         // Those that run have their room before any new one asks for some.
         wanted.iter().for_each(|(uid, pod)| self.adopt(uid, pod));
         for (uid, orphan) in &in_runtime {
             // A UID may be written in the manifest, and stay when the rest changes.
-            let is_wanted =
-                wanted.get(uid).is_some_and(|pod| orphan.hash.is_none() || orphan.hash == hash_of(pod));
+            let is_wanted = wanted.get(uid).is_some_and(|pod| {
+                orphan.hash.is_none()
+                    || orphan.hash == hash_of(pod)
+                    || orphan.shape == Some(resize::shape(pod))
+            });
             if self.pods.contains_key(uid) || is_wanted || !desired.may_remove(orphan.manifest.as_deref()) {
                 continue;
             }
@@ -292,7 +302,7 @@ impl Manager {
             if self.pods.contains_key(&uid) {
                 continue;
             }
-            let name = PodName::of(pod);
+            let name = PodName::of(&pod);
             // Of two pods of one name the old one must be gone first: they may share ports and files.
             if self.pods.values().any(|m| m.name == name) {
                 continue;
@@ -305,16 +315,52 @@ impl Manager {
                 continue;
             }
             info!(pod = %name, uid, "pod is managed from now on");
-            self.spawn(Arc::clone(pod), false);
+            self.spawn(pod, false);
         }
+    }
+
+    /// The desired pods by UID. One that differs from a pod that is here in nothing but amounts that may change while it
+    /// runs is that pod.
+    fn identified(
+        &self,
+        desired: &Desired,
+        in_runtime: &BTreeMap<String, RuntimePod>,
+    ) -> BTreeMap<String, Arc<core::Pod>> {
+        let identify = |pod: &Arc<core::Pod>| {
+            let uid = pod.metadata.uid.clone()?;
+            if self.pods.contains_key(&uid) || in_runtime.contains_key(&uid) {
+                return Some((uid, Arc::clone(pod)));
+            }
+            let (name, shape) = (PodName::of(pod), resize::shape(pod));
+            let mut managed = self.pods.iter().filter(|(_, m)| m.name == name && m.may_resize());
+            let running = managed.find(|(_, m)| resize::shape(&m.pod) == shape).map(|(uid, _)| uid);
+            let mut seen = in_runtime.iter().filter(|(uid, _)| !self.pods.contains_key(*uid));
+            let known = running.or_else(|| {
+                seen.find(|(_, seen)| seen.name == name && seen.shape.as_ref() == Some(&shape))
+                    .map(|(uid, _)| uid)
+            });
+            let Some(known) = known else { return Some((uid, Arc::clone(pod))) };
+            let mut resized = (**pod).clone();
+            resized.metadata.uid = Some(known.clone());
+            Some((known.clone(), Arc::new(resized)))
+        };
+        desired.pods.values().filter_map(identify).collect()
     }
 
     /// Terminates a pod that isn't wanted any more, or not as it is.
     fn keep_or_terminate(&mut self, uid: &str, wanted: Option<&Arc<core::Pod>>, desired: &Desired) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        match wanted.filter(|pod| hash_of(pod) == hash_of(&managed.pod)) {
+        let same = |pod: &&Arc<core::Pod>| {
+            hash_of(pod) == hash_of(&managed.pod)
+                || managed.may_resize() && resize::shape(pod) == resize::shape(&managed.pod)
+        };
+        match wanted.filter(same) {
             // The same manifest; what comes from elsewhere, its priority, may be new.
             Some(pod) if !managed.terminating() && managed.pod != *pod => {
+                if hash_of(pod) != hash_of(&managed.pod) {
+                    info!(pod = %managed.name, uid, "pod is resized: its cpu and memory change while it runs");
+                    managed.control.send_modify(|c| c.resized = Some(Arc::clone(pod)));
+                }
                 managed.pod = Arc::clone(pod);
                 self.publish(uid);
             }
@@ -562,6 +608,7 @@ impl Manager {
             grace: cri_config::grace_period(&managed.pod),
             manifest: manifest_of(&managed.pod),
             hash: hash_of(&managed.pod),
+            shape: Some(resize::shape(&managed.pod)),
         };
         let failure = managed.failure.clone();
         let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());

@@ -50,6 +50,8 @@ pub(super) struct Control {
     pub terminate: Option<Terminate>,
     /// Set once the pod must give everything back, and not start again while this stands.
     pub failed: Option<Terminate>,
+    /// The pod with other amounts of cpu and memory, once they were changed while it runs.
+    pub resized: Option<Arc<core::Pod>>,
     /// What probes say.
     pub verdicts: Verdicts,
     /// Counts the changes that the runtime reported.
@@ -198,6 +200,10 @@ impl Worker {
         let mut pause = RETRY_INITIAL;
         loop {
             let control = self.control.borrow_and_update().clone();
+            if let Some(pod) = &control.resized {
+                // For containers that start from now on; those that run are the QoS tree's.
+                self.pod = Arc::clone(pod);
+            }
             let mut signal = self.control.clone();
             let step = if let Some(end) = control.end() {
                 let grace = self.grace_of(end);

@@ -371,6 +371,28 @@ impl Runtime {
         Ok(response.stats)
     }
 
+    /// Changes what a container may use. What is 0 or empty in `resources` stays as it is.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn update_container_resources(
+        &self,
+        id: &str,
+        resources: cri::LinuxContainerResources,
+    ) -> Result<(), Error> {
+        let request = cri::UpdateContainerResourcesRequest {
+            container_id: id.to_owned(),
+            linux: Some(resources),
+            ..Default::default()
+        };
+        self.call(Operation::UpdateContainer, container(id))
+            .runtime(request, |mut client, request| async move {
+                client.update_container_resources(request).await
+            })
+            .await?;
+        Ok(())
+    }
+
     /// All images on this node.
     ///
     /// # Errors

@@ -55,6 +55,7 @@ operations! {
     ExecSync, "exec_sync", "run a command in", false;
     ContainerEvents, "container_events", "follow the container events", true;
     ListContainerStats, "list_container_stats", "ask what the containers use", true;
+    UpdateContainer, "update_container", "change the resources of", false;
     ListImages, "list_images", "list the images", true;
     ImageStatus, "image_status", "look up", true;
     PullImage, "pull_image", "pull", false;

@@ -198,6 +198,18 @@ impl State {
         Ok(())
     }
 
+    /// Forgets what is stored under `name`, without waiting for the disk: after a power cut it may be back.
+    ///
+    /// # Errors
+    /// As for [`State::remove`].
+    pub fn remove_for_this_boot(&self, name: &str) -> Result<(), StateError> {
+        let path = self.path(name)?;
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_error("remove", &path, error)),
+            _ => Ok(()),
+        }
+    }
+
     /// Forgets what is stored under `name`; nothing if there is nothing.
     ///
     /// # Errors

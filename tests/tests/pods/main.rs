@@ -16,4 +16,5 @@ mod manifests;
 mod node;
 mod probes;
 mod records;
+mod resize;
 mod restarts;

@@ -24,6 +24,7 @@ use beelet::pods::manifest::source::{ManifestSource, Options};
 use beelet::pods::metrics::Metrics;
 use beelet::pods::observe::managed;
 use beelet::pods::processes::Shared as Processes;
+use beelet::pods::qos_tree;
 use beelet::pods::records::Records;
 use beelet::pods::table::{PodEntry, PodName, PodTable};
 use beelet::probes::{self, Probes};
@@ -109,6 +110,7 @@ struct Agent {
     runtime: Option<tokio::runtime::Runtime>,
     table: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
+    keeping: qos_tree::Metrics,
     requests: mpsc::Sender<Request>,
     events: Recorder,
     signals: mpsc::Sender<Signal>,
@@ -234,6 +236,11 @@ impl Node {
         assert!(ended.is_ok(), "the agent does not end; the calls so far:\n{}", self.cri.transcript());
         let runtime = agent.runtime.take();
         tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
+    }
+
+    /// How many values of cgroups were set right after somebody else had changed them.
+    pub(crate) fn drifted(&self, level: qos_tree::Level) -> u64 {
+        self.agent.as_ref().unwrap().keeping.drifted(level)
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
@@ -460,15 +467,26 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     let writer = tokio::spawn(records.writer(Arc::clone(&state), metrics.clone()));
     let working = CancellationToken::new();
     let options = Options { check_frequency: NEVER, critical_static_pods: false, cancel: working.clone() };
+    let launcher = Arc::new(launcher(
+        &dir,
+        runtime.clone(),
+        settings,
+        events.clone(),
+        devices.clone(),
+        admission(&requests_out),
+    ));
+    let keeping = qos_tree::Metrics::default();
+    let keeper = qos_tree::Parts {
+        table: table.clone(),
+        cgroups: Arc::clone(&launcher.cgroups),
+        config: launcher.cgroup_config.clone(),
+        runtime,
+        reserved: Vec::new(),
+        metrics: keeping.clone(),
+        check: Duration::from_millis(50),
+    };
     let manager = Manager::new(Parts {
-        launcher: Arc::new(launcher(
-            &dir,
-            runtime,
-            settings,
-            events.clone(),
-            devices.clone(),
-            admission(&requests_out),
-        )),
+        launcher,
         runtime_name: "fake".to_owned(),
         desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
         requests,
@@ -487,6 +505,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         settings: probes::Settings { tcp_by_kernel: false, edge_policy: EdgePolicy::Immediate },
         metrics: probes::Metrics::default(),
     });
+    tokio::spawn(qos_tree::follow(keeper, working.clone()));
     tokio::spawn(relist.run(working.clone()));
     tokio::spawn(exits.run(working.clone()));
     tokio::spawn(stream);
@@ -508,6 +527,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         runtime: None,
         table,
         metrics,
+        keeping,
         requests,
         events,
         signals,

@@ -153,10 +153,10 @@ impl<'a> Facts<'a> {
             QosClass::Burstable if tiered => settings.memory_low = Some(request),
             _ => (settings.memory_min, settings.memory_low) = (Some(0), Some(0)),
         }
-        if request != limit {
+        if let Some(factor) = qos.throttling_factor.filter(|_| request != limit) {
             let bound = if limit != 0 { limit } else { config.node.allocatable_memory };
-            settings.memory_high = Some(memory_high(request, bound, qos.throttling_factor))
-                .filter(|high| *high != 0 && *high > request);
+            settings.memory_high =
+                Some(memory_high(request, bound, factor)).filter(|high| *high != 0 && *high > request);
         }
     }
 

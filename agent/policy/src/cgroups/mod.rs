@@ -65,8 +65,8 @@ pub enum MemoryReservationPolicy {
 /// Memory QoS (v2 only).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MemoryQos {
-    /// How far between request and limit `memory.high` lies, above 0 and at most 1; the kubelet's default is 0.9.
-    pub throttling_factor: f64,
+    /// How far between request and limit `memory.high` lies, above 0 and at most 1; None: it is not set.
+    pub throttling_factor: Option<f64>,
     /// What becomes of requests.
     pub reservation: MemoryReservationPolicy,
 }

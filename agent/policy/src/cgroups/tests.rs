@@ -132,7 +132,7 @@ proptest! {
     ) {
         let config = CgroupConfig {
             qos_reserved_memory_percent: reserved,
-            memory_qos: tiered.then_some(MemoryQos { throttling_factor: 0.9, reservation: MemoryReservationPolicy::TieredReservation }),
+            memory_qos: tiered.then_some(MemoryQos { throttling_factor: Some(0.9), reservation: MemoryReservationPolicy::TieredReservation }),
             cpu_cfs_quota_period_us: period,
             ..config(if v1 { CgroupVersion::V1 } else { CgroupVersion::V2 })
         };

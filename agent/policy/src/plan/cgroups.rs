@@ -211,7 +211,8 @@ impl Config {
             Some(Reservation::TieredReservation) => MemoryReservationPolicy::TieredReservation,
             Some(Reservation::None) | None => MemoryReservationPolicy::None,
         };
-        Ok((self.memory_qos == Some(true)).then_some(MemoryQos { throttling_factor, reservation }))
+        Ok((self.memory_qos == Some(true))
+            .then_some(MemoryQos { throttling_factor: Some(throttling_factor), reservation }))
     }
 }
 

@@ -1,0 +1,96 @@
+//! What cgroups use and how they suffer, as numbers with one unit on both versions.
+
+use std::fs;
+use std::path::PathBuf;
+
+use super::{Cgroups, Version};
+
+/// CPU time of a cgroup since it was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CpuUse {
+    /// Nanoseconds that it ran.
+    pub used_ns: u64,
+    /// Nanoseconds that its quota held it back; 0 without one.
+    pub throttled_ns: u64,
+}
+
+/// What pressure stall information counts (kernel: Documentation/accounting/psi.rst).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pressure {
+    /// Tasks that are ready and wait for a CPU.
+    Cpu,
+    /// Tasks that wait for memory to be reclaimed or read back.
+    Memory,
+}
+
+impl Cgroups {
+    /// CPU time of `path`; None if the cgroup is gone.
+    #[must_use]
+    pub fn cpu_use(&self, path: &str) -> Option<CpuUse> {
+        let stat = self.text("cpu", path, "cpu.stat")?;
+        if self.version() == Version::V2 {
+            return Some(CpuUse {
+                used_ns: field(&stat, "usage_usec")? * 1000,
+                throttled_ns: field(&stat, "throttled_usec").unwrap_or(0) * 1000,
+            });
+        }
+        Some(CpuUse {
+            used_ns: self.text("cpuacct", path, "cpuacct.usage")?.trim().parse().ok()?,
+            throttled_ns: field(&stat, "throttled_time").unwrap_or(0),
+        })
+    }
+
+    /// Microseconds that some task of `path` stalled, since it was made; None where the kernel doesn't count them. On a
+    /// hybrid machine the cgroup2 side has them.
+    #[must_use]
+    pub fn stalled_us(&self, path: &str, pressure: Pressure) -> Option<u64> {
+        let file = match pressure {
+            Pressure::Cpu => "cpu.pressure",
+            Pressure::Memory => "memory.pressure",
+        };
+        some_total(&fs::read_to_string(self.cgroup2_path(path)?.join(file)).ok()?)
+    }
+
+    fn text(&self, controller: &str, path: &str, file: &str) -> Option<String> {
+        let hierarchy = match self.version() {
+            // All controllers are in the one hierarchy: nothing to look up.
+            Version::V2 => self.hierarchies().last()?,
+            Version::V1 | Version::Hybrid => {
+                self.hierarchies().iter().find(|h| h.controllers.contains(controller))?
+            }
+        };
+        let dir: PathBuf = hierarchy.mount.join(self.relative(path).ok()?);
+        fs::read_to_string(dir.join(file)).ok()
+    }
+}
+
+/// The number behind `name ` at the start of a line.
+fn field(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+/// The total of the line `some avg10=… avg60=… avg300=… total=…`.
+fn some_total(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
+    line.split(' ').find_map(|word| word.strip_prefix("total=")?.parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_found_by_their_whole_name() {
+        let stat = "usage_usec 12\nnr_throttled 3\nthrottled_usec 45\n";
+        assert_eq!(field(stat, "throttled_usec"), Some(45));
+        assert_eq!(field(stat, "throttled"), None);
+        assert_eq!(field("", "usage_usec"), None);
+    }
+
+    #[test]
+    fn the_total_of_some_is_read_and_not_that_of_full() {
+        let text = "some avg10=0.12 avg60=0.00 avg300=0.00 total=1234\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9\n";
+        assert_eq!(some_total(text), Some(1234));
+        assert_eq!(some_total("full avg10=0.00 avg60=0.00 avg300=0.00 total=9\n"), None);
+    }
+}

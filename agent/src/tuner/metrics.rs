@@ -1,0 +1,73 @@
+//! What the tuner does, in numbers.
+
+use beelet_policy::tuner::KnobKind;
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Step {
+    knob: &'static str,
+    direction: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfKnob {
+    knob: &'static str,
+}
+
+/// Counters and gauges.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    steps: Family<Step, Counter>,
+    held: Family<OfKnob, Gauge>,
+    overwritten: Family<OfKnob, Counter>,
+    pub(super) ticks: Counter,
+    pub(super) restored: Counter,
+}
+
+const KINDS: [KnobKind; 5] =
+    [KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap, KnobKind::MemoryHigh, KnobKind::Burst];
+
+impl Metrics {
+    /// Adds them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register("beelet_tuner_ticks", "Looks at the node", self.ticks.clone());
+        registry.register(
+            "beelet_tuner_steps",
+            "Changes of a cgroup setting that were made, advised, or failed",
+            self.steps.clone(),
+        );
+        registry.register("beelet_tuner_held", "Cgroup settings that are held now", self.held.clone());
+        registry.register(
+            "beelet_tuner_overwritten",
+            "Held settings that somebody else overwrote, and that were left to them",
+            self.overwritten.clone(),
+        );
+        registry.register(
+            "beelet_tuner_restored",
+            "Settings that were put back at a stop, or at the start after an end without one",
+            self.restored.clone(),
+        );
+    }
+
+    pub(super) fn step(&self, kind: KnobKind, gives_back: bool, outcome: &'static str) {
+        let direction = if gives_back { "back" } else { "set" };
+        self.steps.get_or_create(&Step { knob: kind.as_str(), direction, outcome }).inc();
+    }
+
+    pub(super) fn overwritten(&self, kind: KnobKind) {
+        self.overwritten.get_or_create(&OfKnob { knob: kind.as_str() }).inc();
+    }
+
+    pub(super) fn hold<'a>(&self, held: impl Iterator<Item = &'a KnobKind> + Clone) {
+        for kind in KINDS {
+            let count = held.clone().filter(|one| **one == kind).count();
+            let gauge = self.held.get_or_create(&OfKnob { knob: kind.as_str() });
+            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+    }
+}

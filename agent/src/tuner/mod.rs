@@ -1,0 +1,129 @@
+//! Closed-loop tuning of cgroups: looks at how containers suffer, lets `policy::tuner` decide, and holds settings of cgroups
+//! accordingly until they are given back.
+//!
+//! Every setting is in a durable journal before it is written, with its owner's value, so that stopping, `off`, and a start
+//! after whatever death of the agent put back what was there. What somebody else overwrites is theirs from then on. In the
+//! mode `advise` nothing is written. Must never set anything but through [`crate::cgroups`], nor decide by itself.
+
+mod engine;
+mod journal;
+mod knobs;
+mod metrics;
+mod sample;
+mod targets;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use std::{sync::Arc, time::Duration};
+
+use beelet_policy::{cgroups::CgroupConfig, tuner::Law};
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info};
+
+pub use self::{
+    engine::{Engine, recover},
+    metrics::Metrics,
+    sample::{Source, Waits},
+    targets::{Target, TargetContainer, targets},
+    view::{Blocked, Held, Outcome, Record, View},
+};
+use crate::{cgroups::Cgroups, config::TunerMode, pods::table::PodTable, state::State};
+
+/// How it is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// How far it goes.
+    pub mode: TunerMode,
+    /// The time between two looks.
+    pub interval: Duration,
+    /// How long a setting that somebody else overwrote is left to them.
+    pub back_off: Duration,
+    /// Bounds, step sizes, patience.
+    pub law: Law,
+}
+
+/// What it needs from the rest of the node.
+pub struct Parts {
+    /// The pods.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// The cgroups.
+    pub cgroups: Arc<Cgroups>,
+    /// Where they are.
+    pub config: CgroupConfig,
+    /// Where the journal is kept.
+    pub state: Arc<State>,
+    /// Single waits, where the kernel half measures them.
+    pub waits: Option<Source>,
+    /// How it is set up.
+    pub settings: Settings,
+    /// Counters and gauges.
+    pub metrics: Metrics,
+    /// What it shows.
+    pub view: watch::Sender<Arc<View>>,
+}
+
+impl std::fmt::Debug for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parts").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+/// Runs until `shutdown`, then gives back all that is held.
+pub async fn run(parts: Parts, shutdown: CancellationToken) {
+    if parts.settings.mode == TunerMode::Off {
+        parts.view.send_replace(Arc::new(View::off()));
+        return;
+    }
+    let mut engine = parts.engine();
+    let mut ticks = interval(parts.settings.interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => break,
+            _ = ticks.tick() => {}
+        }
+        let pods = targets(&parts.table.borrow(), &parts.config);
+        let ticked = spawn_blocking(move || {
+            let view = engine.tick(&pods, Instant::now().into_std());
+            (engine, view)
+        });
+        engine = match ticked.await {
+            Ok((engine, view)) => {
+                parts.view.send_replace(Arc::new(view));
+                engine
+            }
+            Err(failed) => {
+                error!(%failed, "the tuner failed; it starts anew, with everything given back");
+                parts.recovered_engine().await
+            }
+        };
+    }
+    let restored = spawn_blocking(move || engine.restore()).await.unwrap_or_default();
+    if restored > 0 {
+        info!(settings = restored, "all that the tuner held is given back");
+    }
+}
+
+impl Parts {
+    fn engine(&self) -> Engine {
+        Engine::new(
+            Arc::clone(&self.cgroups),
+            Arc::clone(&self.state),
+            self.waits.clone(),
+            self.settings,
+            self.metrics.clone(),
+        )
+    }
+
+    async fn recovered_engine(&self) -> Engine {
+        let (cgroups, state) = (Arc::clone(&self.cgroups), Arc::clone(&self.state));
+        let _ = spawn_blocking(move || recover(&cgroups, &state)).await;
+        self.engine()
+    }
+}
