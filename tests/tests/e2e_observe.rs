@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use beelet_tests::agent::{self, Agent, Options, http_get};
 use beelet_tests::containerd::Containerd;
 use beelet_tests::guards::{CgroupRoot, Process};
+use beelet_tests::requires::{self, Missing};
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
 use beelet_tests::{manifests, require};
 use rustix::process::{Pid, Signal, kill_process};
@@ -25,13 +26,12 @@ struct Observer {
 }
 
 impl Observer {
-    /// Beside `owner`, on its runtime and its cgroup root.
-    fn start(owner: &Agent, containerd: &Containerd) -> Observer {
+    /// On the runtime and its cgroup root, with its pins in this BPF file system.
+    fn start_at(bpffs: &Path, containerd: &Containerd) -> Observer {
         let dir = containerd.dir();
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (socket, log) = (dir.join("observe/beelet.sock"), dir.join("observe.log"));
         let address = format!("127.0.0.1:{port}");
-        let bpffs = owner.dir().join("bpf");
         let output = std::fs::File::create(&log).unwrap();
         let child = Command::new(agent::binary().unwrap())
             .args(["observe", "--node-name", "observed", "--listen", &address, "--pin-name", "seen"])
@@ -39,7 +39,7 @@ impl Observer {
             .arg("--socket")
             .arg(&socket)
             .arg("--bpffs")
-            .arg(&bpffs)
+            .arg(bpffs)
             .env_remove("NOTIFY_SOCKET")
             .stdin(Stdio::null())
             .stdout(output.try_clone().unwrap())
@@ -161,7 +161,7 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     let owner = Agent::start(Options::on(&containerd)).unwrap();
     apply(&owner, &busy("busy"));
     let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
-    let mut observer = Observer::start(&owner, &containerd);
+    let mut observer = Observer::start_at(&owner.dir().join("bpf"), &containerd);
 
     // The same numbers as the kernel's files: read before and after, ours lies between.
     let seen = observer.measured("busy");
@@ -213,4 +213,127 @@ fn pages(observer: &Observer) {
         let (status, body) = observer.get(page).unwrap();
         assert!(status == 200 && body.contains(expected), "{page}: {status}\n{body}");
     }
+}
+
+/// A kubelet as a child process, in a mount namespace of its own (its device plugin folder is fixed).
+struct Kubelet {
+    _process: Process,
+    manifests: PathBuf,
+    log: PathBuf,
+}
+
+impl Kubelet {
+    fn start(binary: &Path, containerd: &Containerd) -> Kubelet {
+        let dir = containerd.dir().join("kubelet");
+        let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
+        std::fs::create_dir_all(&manifests).unwrap();
+        let config = serde_json::json!({
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": "cgroupfs",
+            "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
+            "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
+            "authorization": {"mode": "AlwaysAllow"},
+        });
+        workdir::write(&dir.join("config.yaml"), config.to_string()).unwrap();
+        let version = Command::new(binary).arg("--version").output().unwrap();
+        let version = String::from_utf8_lossy(&version.stdout).into_owned();
+        let minor: u32 = version.split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap();
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c"]);
+        command.arg("mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"");
+        command.arg("sh").arg(binary).arg("--config").arg(dir.join("config.yaml"));
+        command.arg(format!("--container-runtime-endpoint={}", containerd.endpoint()));
+        command.arg(format!("--root-dir={}", dir.join("root").display())).arg("--hostname-override=observed");
+        if minor < 24 {
+            command.arg("--container-runtime=remote");
+        }
+        let output = std::fs::File::create(&log).unwrap();
+        command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
+        Kubelet { _process: Process(command.spawn().unwrap()), manifests, log }
+    }
+
+    fn apply(&self, manifest: &Value) {
+        let name = manifest["metadata"]["name"].as_str().unwrap();
+        workdir::write(&self.manifests.join(format!("{name}.yaml")), manifest.to_string()).unwrap();
+    }
+}
+
+/// Ours and the kernel's, in per cent of the kernel's.
+fn apart(ours: f64, kernels: f64) -> f64 {
+    (ours - kernels).abs() / kernels * 100.0
+}
+
+/// The container's working set, from the kernel's own files.
+fn working_set(root: &CgroupRoot, cgroup: &str) -> f64 {
+    let dir = root.dir("memory").unwrap().join(cgroup.trim_start_matches('/'));
+    let number = |file: &str| std::fs::read_to_string(dir.join(file)).ok()?.trim().parse::<f64>().ok();
+    let usage = number("memory.usage_in_bytes").or_else(|| number("memory.current")).unwrap();
+    let stat = workdir::read(&dir.join("memory.stat")).unwrap();
+    let of = |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<f64>().ok());
+    usage - of("total_inactive_file ").or_else(|| of("inactive_file ")).unwrap_or(0.0)
+}
+
+#[test]
+fn beside_a_kubelet_for_ten_minutes_nothing_is_changed_and_the_numbers_are_right() {
+    require!(containerd, bpf, long);
+    let Some(binary) = std::env::var_os("KUBELET").map(PathBuf::from) else {
+        let (what, remedy) = ("no kubelet is given", "give the path of a kubelet in KUBELET");
+        requires::skip(&Missing { what: what.into(), remedy: remedy.into() });
+        return;
+    };
+    let containerd = Containerd::start_for_test().unwrap();
+    // For its bpffs alone; it has no pods and no part in this.
+    let bystander_dir = containerd.dir().join("bystander/bpf");
+    let _bpffs = beelet_tests::guards::Mount::bpffs(&bystander_dir).unwrap();
+    let kubelet = Kubelet::start(&binary, &containerd);
+    kubelet.apply(&busy("busy"));
+    // Memory that stays: 20 MB in a variable.
+    let hold = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); while true; do sleep 1; done";
+    kubelet.apply(&manifests::pod("holder", &["sh", "-c", hold]));
+    let mut observer = Observer::start_at(&bystander_dir, &containerd);
+    let why = |kubelet: &Kubelet| workdir::read(&kubelet.log).unwrap_or_default();
+    observer.measured("busy");
+    observer.measured("holder");
+    let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(600);
+    let (mut round, mut worst) = (0, [0.0_f64; 2]);
+    while std::time::Instant::now() < until {
+        let name = format!("churn-{round}");
+        kubelet.apply(&manifests::pod(&name, &["sh", "-c", "sleep 1000"]));
+        observer.measured(&name);
+        let snapshot = observer.snapshot().unwrap();
+        for pod in ["busy", "holder"] {
+            let seen = container(&snapshot, pod).unwrap();
+            let cgroup = seen["cgroup"].as_str().unwrap();
+            if pod == "busy" && seen["usage"]["cpu_seconds"].as_f64().unwrap() > 5.0 {
+                let ours = seen["usage"]["cpu_seconds"].as_f64().unwrap();
+                worst[0] = worst[0].max(apart(ours, cpu_seconds(containerd.cgroup(), cgroup)));
+            }
+            if pod == "holder" {
+                let ours = seen["usage"]["working_set_bytes"].as_f64().unwrap();
+                worst[1] = worst[1].max(apart(ours, working_set(containerd.cgroup(), cgroup)));
+            }
+        }
+        std::fs::remove_file(kubelet.manifests.join(format!("{name}.yaml"))).unwrap();
+        observer.wait(&format!("{name} to be gone"), || match container(&observer.snapshot()?, &name) {
+            None => Ok(()),
+            Some(still) => Err(format!("{still:#}\n{}", why(&kubelet))),
+        });
+        round += 1;
+    }
+    eprintln!(
+        "{round} pods came and went; apart by at most {:.2} % (CPU), {:.2} % (memory)",
+        worst[0], worst[1]
+    );
+    assert!(worst.iter().all(|apart| *apart <= 2.0), "{worst:?} %");
+    kill_process(Pid::from_child(&observer.process.0), Signal::TERM).unwrap();
+    assert!(observer.process.0.wait().unwrap().success());
+    // The kubelet collects the sandboxes of removed pods a while later.
+    wait_for("only the two pods to be left", PATIENCE * 3, || match containers(&containerd) {
+        now if now == made => Ok(()),
+        now => Err(format!("{now}\n{}", why(&kubelet))),
+    })
+    .unwrap();
+    assert_eq!(settings(containerd.cgroup()), set);
+    drop(kubelet);
 }

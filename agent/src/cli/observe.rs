@@ -60,6 +60,9 @@ pub struct ObserveArgs {
     /// What it may change on the node. Without this it changes nothing.
     #[arg(long, value_name = "WHAT", value_enum, value_delimiter = ',')]
     allow: Vec<Allow>,
+    /// What image-gc must remember (since when images are unused) is kept here; nothing is written otherwise.
+    #[arg(long, value_name = "PATH", default_value = "/var/lib/beelet-observe")]
+    state_dir: PathBuf,
     /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
@@ -81,7 +84,7 @@ enum Bpf {
 enum Allow {
     /// Tuning of pods' cgroups.
     Tune,
-    /// Removal of unused images.
+    /// Removal of images that no container uses, with the kubelet's thresholds and ages.
     ImageGc,
 }
 
@@ -130,6 +133,7 @@ impl ObserveArgs {
             interval: self.interval,
             most: self.max_containers,
             pod_uid: self.pod_uid,
+            image_gc: self.allow.contains(&Allow::ImageGc).then(|| self.state_dir.clone()),
         }
     }
 }
@@ -137,9 +141,8 @@ impl ObserveArgs {
 /// Observes until it is told to stop.
 #[must_use]
 pub fn run(args: &ObserveArgs) -> ExitCode {
-    if let Some(what) = args.allow.first() {
-        let what = what.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
-        eprintln!("error: --allow {what}: this version only observes; nothing was started");
+    if args.allow.contains(&Allow::Tune) {
+        eprintln!("error: --allow tune: this version has no tuner; nothing was started");
         return ExitCode::from(USAGE);
     }
     start_logging(args.log_format, args.verbose);

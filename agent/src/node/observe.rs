@@ -2,7 +2,12 @@
 //! that act: nothing is written to cgroups, nothing asked of the runtime but lists and statuses, no state kept. What it
 //! loads into the kernel only counts, and goes when it ends.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context, Result};
 use prometheus_client::registry::Registry;
@@ -22,10 +27,14 @@ use crate::{
         signals::Mode,
     },
     cgroups::Cgroups,
+    config::Config,
+    events::{NodeEvents, Recorder},
+    images::{self, ImageGc, Leases},
     kernel::{self, Kernel, KernelOptions},
     observe::{self, Observer, Pulse},
     pods::table::PodTable,
     runtime::Runtime,
+    state::State,
 };
 
 /// What is observed, and how it is told.
@@ -55,6 +64,8 @@ pub struct Options {
     pub most: usize,
     /// Whether metrics of containers carry their pod's UID.
     pub pod_uid: bool,
+    /// Remove unused images as the kubelet's image garbage collection would; what that must remember is in this folder.
+    pub image_gc: Option<PathBuf>,
 }
 
 /// Deadline of a list or a status.
@@ -89,6 +100,11 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     runtime.register_metrics(&mut registry);
     signals.register(&mut registry, options.pod_uid);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
+    let mut tasks = JoinSet::new();
+    let images = images::Metrics::default();
+    if options.image_gc.is_some() {
+        images.register(&mut registry);
+    }
     let pulse = Pulse::default();
     let serving = CancellationToken::new();
     let mut servers =
@@ -98,7 +114,10 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     if let Some(version) = runtime.wait_ready(&shutdown).await {
         info!(name = version.runtime_name, version = version.runtime_version, "container runtime answers");
         let kernel = start_kernel(&options, &cgroups).await?;
-        let mut tasks = JoinSet::new();
+        if let Some(dir) = &options.image_gc {
+            let parts = (&runtime, table.clone(), images);
+            collect_images(dir, &options.node_name, parts, &mut tasks, &shutdown)?;
+        }
         let measuring = signals::Options {
             node: options.node_name.clone(),
             interval: options.interval,
@@ -126,6 +145,35 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     serving.cancel();
     while servers.join_next().await.is_some() {}
     info!("ended");
+    Ok(())
+}
+
+/// The one thing that changes something, where it is allowed by name: with the kubelet's defaults, on all that no container
+/// of the runtime uses, whoever made it.
+fn collect_images(
+    dir: &Path,
+    node: &str,
+    (runtime, table, metrics): (&Runtime, watch::Receiver<Arc<PodTable>>, images::Metrics),
+    tasks: &mut JoinSet<()>,
+    shutdown: &CancellationToken,
+) -> Result<()> {
+    let state = Arc::new(State::open(dir)?);
+    let (defaults, _) = Config::with_defaults()?;
+    let recorder = Recorder::load(&state);
+    let (image_gc, _) = ImageGc::new(images::Parts {
+        runtime: runtime.clone(),
+        leases: Leases::default(),
+        state: Arc::clone(&state),
+        table,
+        policy: defaults.image_gc.policy,
+        period: Some(images::gc::PERIOD),
+        space: images::Space::by_statvfs(),
+        events: NodeEvents::new(recorder.clone(), node),
+        metrics,
+    });
+    info!(state = %dir.display(), "unused images are removed, as allowed");
+    tasks.spawn(image_gc.run(shutdown.clone()));
+    tasks.spawn(recorder.writer(state, shutdown.clone()));
     Ok(())
 }
 
