@@ -129,6 +129,7 @@ fn add(cri: &FakeCri, pod: &str, running: bool) {
             image_ref: String::new(),
             log_path: String::new(),
             resources: None,
+            pid: 0,
         };
         world.containers.insert(container.id.clone(), container);
     });

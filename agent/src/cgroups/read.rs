@@ -148,7 +148,8 @@ impl Search<'_> {
                 Some(id) => {
                     self.found.insert(id.to_owned(), below);
                 }
-                None if depth > 0 => self.descend(&entry.path(), &below, depth - 1),
+                // Another container's own folder has nothing to find, and some ninety files to look through.
+                None if depth > 0 && !is_container(name) => self.descend(&entry.path(), &below, depth - 1),
                 None => {}
             }
         }
@@ -161,12 +162,17 @@ fn collect_folders(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
         return;
     }
     found.push(dir.to_owned());
-    for child in folders(dir) {
-        let is_container = child.ends_with(".scope") || child.len() >= 64;
-        if depth > 0 && !is_container {
+    // A pod's folder is not looked through: what is in it are containers.
+    if depth > 0 {
+        for child in folders(dir).iter().filter(|child| !is_container(child)) {
             collect_folders(&dir.join(child), depth - 1, found);
         }
     }
+}
+
+/// Whether a folder of this name is a container's, whichever: an id of 64 digits, or a scope.
+fn is_container(name: &str) -> bool {
+    name.ends_with(".scope") || name.len() >= 64 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 fn find_pods_roots(dir: &Path, path: &str, depth: usize, found: &mut Vec<String>) {

@@ -7,7 +7,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use futures::StreamExt as _;
+use futures::{FutureExt as _, StreamExt as _};
 use inotify::{EventStream, Inotify, WatchMask, Watches};
 use tokio::task::spawn_blocking;
 
@@ -39,9 +39,10 @@ impl Hints {
         Self { cgroups, watched: HashSet::new(), inotify }
     }
 
-    /// Watches every folder that is there now.
+    /// Watches every folder that is there now. Words that came until now are forgotten: who calls this is about to look.
     pub(super) async fn watch(&mut self) {
-        let Some((watches, _)) = &self.inotify else { return };
+        let Some((watches, events)) = &mut self.inotify else { return };
+        while let Some(Some(Ok(_))) = events.next().now_or_never() {}
         let cgroups = Arc::clone(&self.cgroups);
         let Ok(folders) = spawn_blocking(move || cgroups.pod_folders()).await else { return };
         let now: HashSet<PathBuf> = folders.into_iter().collect();

@@ -309,6 +309,7 @@ fn add_pod(runtime: &FakeCri, index: usize) -> String {
             image_ref: String::new(),
             log_path: String::new(),
             resources: None,
+            pid: 0,
         };
         world.containers.insert(container, made);
     });
