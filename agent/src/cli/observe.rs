@@ -142,7 +142,9 @@ impl ObserveArgs {
 #[must_use]
 pub fn run(args: &ObserveArgs) -> ExitCode {
     if args.allow.contains(&Allow::Tune) {
-        eprintln!("error: --allow tune: this version has no tuner; nothing was started");
+        eprintln!(
+            "error: --allow tune: the tuner needs what pods request, which the runtime doesn't tell: only `beelet run` tunes"
+        );
         return ExitCode::from(USAGE);
     }
     start_logging(args.log_format, args.verbose);
