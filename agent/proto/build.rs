@@ -4,9 +4,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
         "cri/api.proto",
         "beelet/beelet.proto",
+        "beelet/containers.proto",
         "beelet/devices.proto",
         "beelet/events.proto",
         "beelet/garbage.proto",
+        "beelet/manifests.proto",
         "beelet/signals.proto",
         "beelet/tuner.proto",
         "deviceplugin/api.proto",

@@ -395,6 +395,6 @@ async fn start_one(node: &Node, sandbox: &str, name: &str, image: &str) {
 async fn look_or_pull(node: &Node, image: &str) -> String {
     match node.runtime.image_status(image).await.unwrap() {
         Some(found) => found.id,
-        None => node.runtime.pull_image(image, &cri::PodSandboxConfig::default()).await.unwrap(),
+        None => node.runtime.pull_image(image, None, &cri::PodSandboxConfig::default()).await.unwrap(),
     }
 }

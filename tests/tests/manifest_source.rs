@@ -47,7 +47,12 @@ impl Watched {
 
     async fn start(root: tempfile::TempDir, dir: PathBuf, check_frequency: Duration) -> Self {
         let cancel = CancellationToken::new();
-        let options = Options { check_frequency, critical_static_pods: false, cancel: cancel.clone() };
+        let options = Options {
+            check_frequency,
+            critical_static_pods: false,
+            allowed_unsafe_sysctls: Vec::new(),
+            cancel: cancel.clone(),
+        };
         let desired = ManifestSource::start(dir.clone(), "n1".to_owned(), options).await;
         Watched { dir, desired, cancel, _root: root }
     }

@@ -53,7 +53,7 @@ async fn a_pod_lives_and_dies_through_the_door() {
     let config = sandbox_config("web");
 
     assert_eq!(runtime.image_status("busybox:1.36").await.unwrap(), None);
-    let image = runtime.pull_image("busybox:1.36", &config).await.unwrap();
+    let image = runtime.pull_image("busybox:1.36", None, &config).await.unwrap();
     assert_eq!(
         runtime.image_status("busybox:1.36").await.unwrap().map(|found| found.id),
         Some(image.clone())
@@ -138,7 +138,7 @@ async fn an_error_names_the_pod_and_the_container() {
     let error = runtime.create_container(&sandbox, container_config("main"), &config).await.unwrap_err();
     assert!(error.is_not_found(), "{error}");
     assert!(error.to_string().starts_with("cannot create container main of pod default/web: "), "{error}");
-    let error = runtime.pull_image("nowhere/none:1", &config).await.unwrap_err();
+    let error = runtime.pull_image("nowhere/none:1", None, &config).await.unwrap_err();
     assert!(
         error.to_string().starts_with("cannot pull image nowhere/none:1 for pod default/web: "),
         "{error}"
@@ -250,7 +250,7 @@ async fn each_call_carries_its_deadline() {
     let config = sandbox_config("web");
     let id = runtime.run_sandbox(config.clone(), "").await.unwrap();
     runtime.stop_container("x", Duration::from_secs(30)).await.unwrap();
-    runtime.pull_image("busybox:1.36", &config).await.unwrap();
+    runtime.pull_image("busybox:1.36", None, &config).await.unwrap();
     runtime.stop_sandbox(&id).await.unwrap();
     let deadline = |op: Op| {
         let call = cri.calls().into_iter().find(|call| call.op() == op).unwrap();

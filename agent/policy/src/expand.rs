@@ -30,6 +30,25 @@ pub fn expand(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
     out
 }
 
+/// As [`expand`], but a reference to what isn't defined is an error: the name. For `subPathExpr`.
+///
+/// # Errors
+/// The first name that `value_of` doesn't know.
+pub fn expand_strict(text: &str, value_of: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+    let missing = std::cell::RefCell::new(None);
+    let expanded = expand(text, |name| {
+        let value = value_of(name);
+        if value.is_none() {
+            missing.borrow_mut().get_or_insert_with(|| name.to_owned());
+        }
+        value
+    });
+    match missing.into_inner() {
+        Some(name) => Err(name),
+        None => Ok(expanded),
+    }
+}
+
 /// Expands the command of an exec probe, which knows the static environment only: a variable from elsewhere (`valueFrom`)
 /// is empty, as to the kubelet (`ExpandContainerCommandOnlyStatic`).
 pub fn expand_probe_command(command: &[String], env: &[EnvVar]) -> Vec<String> {
@@ -74,6 +93,12 @@ mod tests {
         check("$()", "$()");
         check("$(NO$(A))", "$(NO$(A))");
         check("grün$(A)", "grün1");
+    }
+
+    #[test]
+    fn strictly_an_undefined_reference_is_an_error() {
+        assert_eq!(expand_strict("a/$(A)/$$(X)", value_of), Ok("a/1/$(X)".to_owned()));
+        assert_eq!(expand_strict("$(NONE)/$(OTHER)", value_of), Err("NONE".to_owned()));
     }
 
     #[test]

@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_proto::beelet as proto;
+use beelet_proto::beelet::containers_client::ContainersClient;
 use beelet_proto::beelet::devices_client::DevicesClient;
 use beelet_proto::beelet::events_client::EventsClient;
 use beelet_proto::beelet::garbage_client::GarbageClient;
+use beelet_proto::beelet::manifests_client::ManifestsClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
 use beelet_proto::beelet::tuner_client::TunerClient;
@@ -29,6 +31,8 @@ pub struct Client {
     devices: DevicesClient<Channel>,
     garbage: GarbageClient<Channel>,
     tuner: TunerClient<Channel>,
+    containers: ContainersClient<Channel>,
+    manifests: ManifestsClient<Channel>,
 }
 
 /// Why the agent gave no answer.
@@ -90,7 +94,9 @@ impl Client {
             events: EventsClient::new(channel.clone()),
             devices: DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             tuner: TunerClient::new(channel.clone()),
-            garbage: GarbageClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
+            garbage: GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            containers: ContainersClient::new(channel.clone()),
+            manifests: ManifestsClient::new(channel),
         })
     }
 
@@ -200,6 +206,49 @@ pub(super) async fn connect(path: &Path) -> Result<Channel, ClientError> {
         .await
         .map_err(|error| Status::unavailable(error.to_string()))?;
     Ok(channel)
+}
+
+impl Client {
+    /// What a container has printed.
+    ///
+    /// # Errors
+    /// There is no such container or log, or the agent stopped or refused.
+    pub async fn logs(
+        &mut self,
+        request: proto::LogsRequest,
+    ) -> Result<Streaming<proto::LogsPiece>, ClientError> {
+        Ok(self.containers.logs(request).await?.into_inner())
+    }
+
+    /// Runs a command in a container. The first input says which and where.
+    ///
+    /// # Errors
+    /// There is no such container, it doesn't run, or the agent stopped or refused.
+    pub async fn exec(
+        &mut self,
+        inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
+    ) -> Result<Streaming<proto::ExecOutput>, ClientError> {
+        Ok(self.containers.exec(inputs).await?.into_inner())
+    }
+
+    /// Puts a manifest into the agent's folder.
+    ///
+    /// # Errors
+    /// The manifest is wrong, can't be written, or the agent stopped or refused.
+    pub async fn apply(&mut self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, ClientError> {
+        Ok(self.manifests.apply(request).await?.into_inner())
+    }
+
+    /// Takes a manifest out of the agent's folder.
+    ///
+    /// # Errors
+    /// There is none, it can't be taken out, or the agent stopped or refused.
+    pub async fn delete(
+        &mut self,
+        request: proto::DeleteRequest,
+    ) -> Result<proto::DeleteResponse, ClientError> {
+        Ok(self.manifests.delete(request).await?.into_inner())
+    }
 }
 
 /// Changes as they come.

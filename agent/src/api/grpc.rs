@@ -25,8 +25,10 @@ use tonic::{Request, Response, Status};
 use super::socket::Socket;
 use crate::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
 
+pub mod containers;
 pub mod devices;
 pub mod events;
+pub mod manifests;
 pub mod tuner;
 
 /// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.

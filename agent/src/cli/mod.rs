@@ -6,12 +6,16 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
+pub mod apply;
+pub mod delete;
 pub mod describe;
 pub mod devices;
 pub mod doctor;
 pub mod events;
+pub mod exec;
 pub mod gc;
 pub mod get;
+pub mod logs;
 pub mod manual;
 pub mod observe;
 pub mod plan;
@@ -45,6 +49,14 @@ enum Command {
     Gc(gc::GcArgs),
     /// Show what pods and containers use and wait for, live.
     Top(top::TopArgs),
+    /// Print what a container has printed.
+    Logs(logs::LogsArgs),
+    /// Run a command in a container.
+    Exec(exec::ExecArgs),
+    /// Check manifests and put them into the agent's folder.
+    Apply(apply::ApplyArgs),
+    /// Take manifests out of the agent's folder; what they describe is stopped and removed.
+    Delete(delete::DeleteArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
     /// Show what the tuner of cgroups sees, holds and did.
@@ -72,6 +84,10 @@ pub fn main() -> ExitCode {
         Command::Devices(args) => devices::run(&args),
         Command::Gc(args) => gc::run(&args),
         Command::Top(args) => top::run(&args),
+        Command::Logs(args) => logs::run(&args),
+        Command::Exec(args) => exec::run(args),
+        Command::Apply(args) => apply::run(&args),
+        Command::Delete(args) => delete::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Tune(args) => tune::run(&args),
         Command::Plan(args) => plan::run(&args),

@@ -88,6 +88,22 @@ pub struct Config {
     pub max_container_restart_period: Duration,
     /// How strictly a container's devices must be near each other, and what is aligned together.
     pub topology: (TopologyPolicy, TopologyScope),
+    /// Images pulled at a time; None: as many as pods ask for.
+    pub parallel_image_pulls: Option<usize>,
+    /// Pulls a second, on average; 0: no limit.
+    pub registry_pull_qps: u32,
+    /// Pulls that may begin at once after a quiet time.
+    pub registry_burst: u32,
+    /// Bytes from which on a container's log is rotated.
+    pub container_log_max_size: u64,
+    /// Log files kept of a container's instance, at least 2.
+    pub container_log_max_files: usize,
+    /// How often the sizes of logs are looked at.
+    pub container_log_monitor_interval: Duration,
+    /// Containers without a seccompProfile get the runtime's.
+    pub seccomp_default: bool,
+    /// Kernel settings that pods may have besides the safe ones; a `*` at the end stands for any end.
+    pub allowed_unsafe_sysctls: Vec<String>,
     /// The agent's own oom_score_adj, -1000 to 1000.
     pub oom_score_adj: i32,
     /// The agent's own limit of open files.
@@ -117,6 +133,8 @@ pub struct Beelet {
     pub run_dir: PathBuf,
     /// Volumes and hosts files of pods, one folder a pod.
     pub pods_dir: PathBuf,
+    /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
+    pub seccomp_profile_root: PathBuf,
     /// Whether the kernel half is used.
     pub bpf: BpfMode,
     /// Where a BPF file system is or is to be mounted.

@@ -75,6 +75,14 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
             word("topologyManagerPolicy", wire.topology_manager_policy.as_deref(), TOPOLOGY_POLICIES)?,
             word("topologyManagerScope", wire.topology_manager_scope.as_deref(), TOPOLOGY_SCOPES)?,
         ),
+        parallel_image_pulls: parallel_pulls(wire)?,
+        registry_pull_qps: number("registryPullQPS", wire.registry_pull_qps, 5, 0, i64::from(u32::MAX))?,
+        registry_burst: number("registryBurst", wire.registry_burst, 10, 1, i64::from(u32::MAX))?,
+        container_log_max_size: log_size(wire.container_log_max_size.as_deref())?,
+        container_log_max_files: number("containerLogMaxFiles", wire.container_log_max_files, 5, 2, 1000)?,
+        container_log_monitor_interval: log_interval(wire.container_log_monitor_interval)?,
+        seccomp_default: wire.seccomp_default.unwrap_or(false),
+        allowed_unsafe_sysctls: unsafe_sysctls(wire.allowed_unsafe_sysctls.as_deref().unwrap_or_default())?,
         oom_score_adj: number("oomScoreAdj", wire.oom_score_adj, -999, -1000, 1000)?,
         max_open_files: number(
             "maxOpenFiles",
@@ -100,6 +108,11 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
     let state_dir = folder("stateDir", &wire.state_dir, "/var/lib/beelet")?;
     Ok(Beelet {
         pods_dir: path("podsDir", &wire.pods_dir)?.unwrap_or_else(|| state_dir.join("pods")),
+        seccomp_profile_root: folder(
+            "seccompProfileRoot",
+            &wire.seccomp_profile_root,
+            "/var/lib/kubelet/seccomp",
+        )?,
         state_dir,
         run_dir: folder("runDir", &wire.run_dir, "/run/beelet")?,
         bpf: wire.bpf.unwrap_or(BpfMode::Auto),
@@ -348,6 +361,56 @@ fn memory_qos(wire: &KubeletWire) -> Result<Option<MemoryQos>, Problem> {
     };
     let on = factor.is_some() || wire.memory_reservation_policy.is_some();
     Ok(on.then_some(MemoryQos { throttling_factor: factor, reservation }))
+}
+
+/// How many images are pulled at a time. The kubelet's default is one; ours is five.
+fn parallel_pulls(wire: &KubeletWire) -> Result<Option<usize>, Problem> {
+    let field = "maxParallelImagePulls";
+    let most: Option<usize> = match wire.max_parallel_image_pulls {
+        None => None,
+        Some(_) => Some(number(field, wire.max_parallel_image_pulls, 0, 0, i64::from(u32::MAX))?),
+    };
+    match (wire.serialize_image_pulls, most) {
+        (Some(true), Some(2..)) => {
+            Err(Problem::new(field, "is more than 1, but serializeImagePulls is true: take one of them out"))
+        }
+        (Some(true), _) => Ok(Some(1)),
+        // As to the kubelet, nothing says no limit where pulls aren't to be one by one.
+        (Some(false), None) | (_, Some(0)) => Ok(None),
+        (_, Some(most)) => Ok(Some(most)),
+        (None, None) => Ok(Some(5)),
+    }
+}
+
+fn log_size(value: Option<&str>) -> Result<u64, Problem> {
+    let field = "containerLogMaxSize";
+    let text = value.filter(|text| !text.is_empty()).unwrap_or("10Mi");
+    let size = Quantity::parse(text).map_err(|error| Problem::new(field, error.to_string()))?;
+    match u64::try_from(size.value()) {
+        Ok(bytes) if bytes > 0 => Ok(bytes),
+        _ => Err(Problem::new(field, format!("{text} must be more than 0"))),
+    }
+}
+
+fn log_interval(value: Option<GoDuration>) -> Result<Duration, Problem> {
+    let interval = duration(value, Duration::from_secs(10));
+    if interval < Duration::from_secs(1) {
+        let message = format!("{interval:?} is out of range: 1s at least");
+        return Err(Problem::new("containerLogMonitorInterval", message));
+    }
+    Ok(interval)
+}
+
+fn unsafe_sysctls(list: &[String]) -> Result<Vec<String>, Problem> {
+    for (index, pattern) in list.iter().enumerate() {
+        let name = pattern.strip_suffix('*').unwrap_or(pattern);
+        let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_./".contains(c);
+        if name.is_empty() || !name.chars().all(allowed) {
+            let message = format!("{pattern:?} is not a sysctl's name, nor its beginning and a '*'");
+            return Err(Problem::new(format!("allowedUnsafeSysctls[{index}]"), message));
+        }
+    }
+    Ok(list.to_vec())
 }
 
 fn qos_reserved(wire: Option<&AmountsWire>) -> Result<BTreeMap<String, u8>, Problem> {

@@ -70,16 +70,8 @@ const GROUPS: &[Group] = &[
         fields: &["httpCheckFrequency", "staticPodURL", "staticPodURLHeader"],
     },
     Group {
-        reason: "image pulls are neither limited nor verified in this version: the runtime's own limits and the image's \
-                 pull policy hold",
-        fields: &[
-            "registryPullQPS",
-            "registryBurst",
-            "serializeImagePulls",
-            "maxParallelImagePulls",
-            "imagePullCredentialsVerificationPolicy",
-            "preloadedImagesVerificationAllowlist",
-        ],
+        reason: "the credentials that an image was pulled with are not verified in this version: its pull policy holds",
+        fields: &["imagePullCredentialsVerificationPolicy", "preloadedImagesVerificationAllowlist"],
     },
     Group {
         reason: "the kernel's word on memory pressure is always listened to, where it can be had",
@@ -106,15 +98,7 @@ const GROUPS: &[Group] = &[
         reason: "cgroups outside the pods' own are left alone in this version",
         fields: &["kubeletCgroups", "systemCgroups"],
     },
-    Group {
-        reason: "container logs are not rotated in this version: watch the space under podLogsDir",
-        fields: &[
-            "containerLogMaxSize",
-            "containerLogMaxFiles",
-            "containerLogMaxWorkers",
-            "containerLogMonitorInterval",
-        ],
-    },
+    Group { reason: "one container's log is rotated at a time", fields: &["containerLogMaxWorkers"] },
     Group {
         reason: "graceful node shutdown is not in this version: pods get what the init system gives them",
         fields: &[
@@ -131,10 +115,7 @@ const GROUPS: &[Group] = &[
         reason: "the network is the CNI plugin's business",
         fields: &["hairpinMode", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit"],
     },
-    Group {
-        reason: "pods are held to the manifest's own security settings in this version",
-        fields: &["seccompDefault", "allowedUnsafeSysctls", "userNamespaces"],
-    },
+    Group { reason: "pods share the machine's user namespace in this version", fields: &["userNamespaces"] },
     Group { reason: "there are no volume plugins", fields: &["volumePluginDir"] },
     Group {
         reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",

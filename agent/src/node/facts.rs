@@ -18,7 +18,7 @@ use crate::{
     api::grpc::devices::NodeResources,
     cgroups::{Cgroups, Version},
     config::{self, Config},
-    pods::cri_config::NodeFacts,
+    pods::cri_config::{Allocatable, NodeFacts},
 };
 
 /// How cgroup values are computed on this machine.
@@ -113,7 +113,7 @@ fn memory_total(meminfo: &str) -> Option<u64> {
 }
 
 /// What the node adds to every pod.
-pub(super) fn node_facts(config: &Config) -> Result<NodeFacts> {
+pub(super) fn node_facts(config: &Config, amounts: &NodeAmounts) -> Result<NodeFacts> {
     let host_dns = match &config.resolv_conf {
         Some(path) => resolver(path)?,
         None => cri::DnsConfig::default(),
@@ -125,7 +125,23 @@ pub(super) fn node_facts(config: &Config) -> Result<NodeFacts> {
         host_dns,
         cluster_dns: config.cluster_dns.clone(),
         cluster_domain: config.cluster_domain.clone(),
+        seccomp_root: config.beelet.seccomp_profile_root.clone(),
+        seccomp_default: config.seccomp_default,
+        allocatable: Allocatable {
+            cpu_millis: amounts.allocatable_millis,
+            memory_bytes: amounts.allocatable_memory,
+            storage_bytes: storage(&config.beelet.pods_dir, config.reserved("ephemeral-storage")),
+        },
     })
+}
+
+/// What the file system of the pods' folder holds, less what is reserved; the folder itself may not be there yet.
+fn storage(pods_dir: &Path, reserved: Quantity) -> i64 {
+    let there = pods_dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let Ok(found) = rustix::fs::statvfs(there) else { return 0 };
+    let bytes = found.f_blocks.saturating_mul(found.f_frsize);
+    let all = Quantity::from_units(i64::try_from(bytes).unwrap_or(i64::MAX));
+    all.saturating_sub(reserved).value().max(0)
 }
 
 /// The address that the node's default route leaves from; the loopback address where there is no route.

@@ -33,7 +33,7 @@ use tracing::{error, info, warn};
 use self::{alive::Alive, ownership::Ownership, signals::Signals};
 use crate::{
     api::{
-        grpc,
+        grpc::{self, manifests::Running},
         http::{self, ApiState},
         podresources,
         signals::Mode,
@@ -42,6 +42,7 @@ use crate::{
     config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
     devices::{Devices, cdi_by_annotation},
     events::Recorder,
+    images::pull::{self, Puller},
     kernel::{self, Kernel, KernelOptions},
     lifecycle::{
         self, Pace,
@@ -52,6 +53,7 @@ use crate::{
     pods::{
         self,
         launch::Launcher,
+        logs::rotate::{self, Rotator},
         manager::{self, Manager},
         manifest::{
             Desired,
@@ -60,6 +62,7 @@ use crate::{
         qos_tree,
         records::Records,
         table::PodTable,
+        volumes,
     },
     pressure,
     probes::{self, Probes},
@@ -119,10 +122,8 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     // The others end before these two: what they do last can still be seen.
     let serving = CancellationToken::new();
     let (events, tuner) = (Recorder::load(&state), metrics.tuner_view.subscribe());
-    let devices = grpc::devices::Slot::default();
-    let services = Routes::new(grpc::node_service(table.clone(), serving.clone()))
-        .add_service(grpc::events::service(&events, serving.clone()))
-        .add_service(grpc::devices::service(Arc::clone(&devices), table.clone()))
+    let late = Late::default();
+    let services = services(&config, &table, &runtime, &events, &late, &serving)
         .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)))
         .add_service(grpc::tuner::service(tuner))
         .add_service(signals.service(Mode::Run, &serving));
@@ -142,7 +143,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(runtime.socket())?;
             match Node::build(config, runtime, version, cgroups, state, events, metrics).await {
-                Ok(node) => node.run(table_out, table, (signals, inbox), &health, &devices, shutdown).await,
+                Ok(node) => node.run(table_out, table, (signals, inbox), &health, &late, shutdown).await,
                 Err(error) => Err(error),
             }
         }
@@ -235,6 +236,31 @@ impl Health {
     }
 }
 
+/// What services need that is there only when the node runs.
+#[derive(Default)]
+struct Late {
+    devices: grpc::devices::Slot,
+    running: Arc<OnceLock<Running>>,
+}
+
+/// All services of the gRPC socket.
+fn services(
+    config: &Config,
+    table: &watch::Receiver<Arc<PodTable>>,
+    runtime: &Runtime,
+    events: &Recorder,
+    late: &Late,
+    serving: &CancellationToken,
+) -> Routes {
+    let logs = config.pod_logs_dir.clone();
+    let (folder, node_name) = (config.static_pod_path.clone(), config.node_name.clone());
+    Routes::new(grpc::node_service(table.clone(), serving.clone()))
+        .add_service(grpc::events::service(events, serving.clone()))
+        .add_service(grpc::containers::service(table.clone(), runtime.clone(), logs, serving.clone()))
+        .add_service(grpc::devices::service(Arc::clone(&late.devices), table.clone()))
+        .add_service(grpc::manifests::service(folder, node_name, Arc::clone(&late.running)))
+}
+
 /// Starts both servers. They are there before the runtime is, so that somebody can be told what is missing.
 async fn serve(
     config: &Config,
@@ -325,7 +351,7 @@ impl Node {
         table: watch::Receiver<Arc<PodTable>>,
         (signals, inbox): (Signals, pressure::Inbox),
         health: &Health,
-        slot: &grpc::devices::Slot,
+        late: &Late,
         shutdown: CancellationToken,
     ) -> Result<()> {
         // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
@@ -342,7 +368,9 @@ impl Node {
         let _ = health.pulse.set(pulse);
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests_out.clone()).await?;
-        let _ = slot.set((devices.clone(), facts::node_resources(&self.config, &self.cgroup_config.node)));
+        let _ = late
+            .devices
+            .set((devices.clone(), facts::node_resources(&self.config, &self.cgroup_config.node)));
         let records = Records::load(&self.state);
         let writer = tokio::spawn(records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
         let alive = Alive::build(alive::Parts {
@@ -358,10 +386,13 @@ impl Node {
             early: &self.metrics.alive,
         })
         .await?;
+        let desired = self.manifests(&working).await;
+        let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
+        let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
         let manager = Manager::new(manager::Parts {
-            launcher: Arc::new(self.launcher(&devices, &alive)?),
+            launcher: Arc::clone(&launcher),
             runtime_name: self.version.runtime_name.clone(),
-            desired: self.manifests(&working).await,
+            desired,
             requests,
             table: table_out,
             processes: processes_out,
@@ -397,7 +428,9 @@ impl Node {
         tasks.spawn(relist.run(working.clone()));
         tasks.spawn(probes.run(working.clone()));
         device_tasks.spawn(&mut tasks, &working);
-        tasks.spawn(podresources::serve(devices, table, working.clone()));
+        tasks.spawn(podresources::serve(devices, table.clone(), working.clone()));
+        tasks.spawn(volumes::follow(table.clone(), launcher, working.clone()));
+        tasks.spawn(self.rotator(table).run(working.clone()));
         tasks.spawn(tuner::run(tuning, working.clone()));
         tasks.spawn(qos_tree::follow(keeper, working.clone()));
         manager.run(shutdown).await;
@@ -449,6 +482,7 @@ impl Node {
         let options = Options {
             check_frequency: self.config.file_check_frequency,
             critical_static_pods: self.config.beelet.critical_static_pods,
+            allowed_unsafe_sysctls: self.config.allowed_unsafe_sysctls.clone(),
             cancel: working.clone(),
         };
         ManifestSource::start(path.clone(), self.config.node_name.clone(), options).await
@@ -492,12 +526,33 @@ impl Node {
         }
     }
 
-    fn launcher(&self, devices: &Devices, alive: &Alive) -> Result<Launcher> {
+    fn rotator(&self, table: watch::Receiver<Arc<PodTable>>) -> Rotator {
+        let limits = rotate::Limits {
+            max_size: self.config.container_log_max_size,
+            max_files: self.config.container_log_max_files,
+            interval: self.config.container_log_monitor_interval,
+        };
+        Rotator::new(self.runtime.clone(), self.config.pod_logs_dir.clone(), limits, table)
+    }
+
+    fn launcher(
+        &self,
+        desired: watch::Receiver<Arc<Desired>>,
+        devices: &Devices,
+        alive: &Alive,
+    ) -> Result<Launcher> {
+        let limits = pull::Limits {
+            parallel: self.config.parallel_image_pulls,
+            per_second: self.config.registry_pull_qps.into(),
+            burst: self.config.registry_burst,
+        };
         Ok(Launcher {
             runtime: self.runtime.clone(),
+            puller: Puller::new(self.runtime.clone(), limits),
+            desired,
             cgroups: Arc::clone(&self.cgroups),
             cgroup_config: self.cgroup_config.clone(),
-            node: facts::node_facts(&self.config)?,
+            node: facts::node_facts(&self.config, &self.cgroup_config.node)?,
             pods_dir: self.config.beelet.pods_dir.clone(),
             max_restart_delay: self.config.max_container_restart_period,
             events: self.events.clone(),

@@ -13,6 +13,10 @@ pub const CONTAINER_NAME: &str = "io.kubernetes.container.name";
 pub const RESTART_COUNT: &str = "io.kubernetes.container.restartCount";
 /// Container and sandbox annotation: seconds a pod gets to end by itself.
 pub const GRACE_PERIOD: &str = "io.kubernetes.pod.terminationGracePeriod";
+/// Container annotation: where in the container its last words are.
+pub const TERMINATION_PATH: &str = "io.kubernetes.container.terminationMessagePath";
+/// Container annotation: whether the log's end will do for them.
+pub const TERMINATION_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
 
 /// Label on everything the agent creates. Nothing without it is ever touched.
 pub const MANAGED_BY: &str = "beelet.dev/managed-by";

@@ -2,6 +2,7 @@
 //! away what a pod leaves on disk and in cgroups when it is gone.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -10,20 +11,27 @@ use std::{
 use beelet_policy::{cgroups as values, pod::Start, qos::QosClass};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
-use tokio::task::spawn_blocking;
+use tokio::{sync::watch, task::spawn_blocking};
 
 use super::{
-    cri_config::{self, ContainerFacts, NodeFacts},
+    cri_config::{self, ContainerFacts, Features, NodeFacts},
+    env, hosts, logs,
+    manifest::Desired,
+    objects::Objects,
     observe::SandboxDetail,
     table::PodName,
-    volumes,
+    termination,
+    volumes::{self, Volumes, remove_folder},
 };
 use crate::{
     admission::Admission,
     cgroups::Cgroups,
     devices::Devices,
     events::{Object, Recorder},
-    images::{Lease, Leases},
+    images::{
+        self, Lease, Leases,
+        pull::{Image, PullError, Puller},
+    },
     runtime::{self, Runtime},
 };
 
@@ -48,11 +56,21 @@ impl StartError {
     }
 }
 
+impl From<PullError> for StartError {
+    fn from(error: PullError) -> Self {
+        Self { reason: error.reason, message: error.message, unanswered: error.unanswered }
+    }
+}
+
 /// What every worker needs to bring pods to life.
 #[derive(Debug)]
 pub struct Launcher {
     /// The runtime.
     pub runtime: Runtime,
+    /// Gets images.
+    pub puller: Puller,
+    /// The manifests: ConfigMaps, Secrets and RuntimeClasses are among them.
+    pub desired: watch::Receiver<Arc<Desired>>,
     /// The cgroup tree.
     pub cgroups: Arc<Cgroups>,
     /// How cgroup values are computed.
@@ -79,19 +97,19 @@ impl Launcher {
     /// Makes the pod's cgroup and folders and runs its sandbox; the sandbox's identifier.
     pub async fn create_sandbox(&self, pod: &core::Pod, attempt: u32) -> Result<String, String> {
         let decided = values::pod_cgroup(pod, &self.cgroup_config).map_err(|e| e.to_string())?;
+        let config = cri_config::sandbox(pod, attempt, self.cgroups.cri_parent(&decided.path), &self.node)?;
         let cgroups = Arc::clone(&self.cgroups);
-        let path = decided.path.clone();
         run_blocking(move || cgroups.ensure(&decided.path, &decided.files).map_err(|e| e.to_string()))
             .await?;
-        let config = cri_config::sandbox(pod, attempt, self.cgroups.cri_parent(&path), &self.node);
         let logs = PathBuf::from(&config.log_directory);
-        let volumes_of_pod = volumes::Volumes::of(pod, &self.pods_dir);
+        let volumes = Volumes::of(pod, &self.pods_dir);
+        let (objects, node, of_pod) = (self.objects(), self.node.clone(), pod.clone());
         run_blocking(move || {
             make_folder(&logs)?;
-            volumes_of_pod.set_up()
+            volumes.set_up(&volumes::Sources { pod: &of_pod, objects: &objects, node: &node })
         })
         .await?;
-        let handler = pod.spec.as_ref().and_then(|s| s.runtime_class_name.clone()).unwrap_or_default();
+        let handler = self.objects().runtime_handler(pod);
         self.runtime.run_sandbox(config, &handler).await.map_err(|e| e.to_string())
     }
 
@@ -110,26 +128,14 @@ impl Launcher {
             .ok_or_else(|| config_error(format!("the pod has no container {}", start.name)))?;
         // The attempt in the sandbox's configuration has no meaning for its containers.
         let path = values::pod_cgroup(pod, &self.cgroup_config).map_err(config_error)?.path;
-        let sandbox_config = cri_config::sandbox(pod, 0, self.cgroups.cri_parent(&path), &self.node);
-        // Until the container exists, nobody may remove its image.
-        let (image_ref, _lease) = self.leased_image(container, &sandbox_config).await?;
-        let facts = ContainerFacts {
-            attempt: start.attempt,
-            restart_delay: start.restart_delay,
-            image_ref,
-            pod_ips: self.pod_ips(pod, sandbox),
-            mounts: self.mounts(pod, container).await?,
-            resources: values::container_resources(pod, container, &self.cgroup_config)
-                .map_err(config_error)?,
-        };
-        let mut config = cri_config::container(pod, container, facts, &self.node).map_err(config_error)?;
+        let sandbox_config =
+            cri_config::sandbox(pod, 0, self.cgroups.cri_parent(&path), &self.node).map_err(config_error)?;
+        // Until the container exists, nobody may remove its images.
+        let (mut config, _leases) =
+            self.container_config(pod, container, sandbox, start, &sandbox_config).await?;
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let devices = self.devices.container_options(uid, &start.name).await.map_err(config_error)?;
         devices.apply(&mut config, self.cdi_by_annotation);
-        let log = Path::new(&sandbox_config.log_directory).join(&config.log_path);
-        run_blocking(move || log.parent().map_or(Ok(()), make_folder))
-            .await
-            .map_err(|e| StartError::new("CreateContainerError", &e))?;
         let id = self
             .runtime
             .create_container(&sandbox.id, config, &sandbox_config)
@@ -144,6 +150,48 @@ impl Launcher {
         Ok(id)
     }
 
+    /// Gets what the container needs (image, volumes, files), and says how it is to be made.
+    async fn container_config(
+        &self,
+        pod: &core::Pod,
+        container: &core::Container,
+        sandbox: &SandboxDetail,
+        start: &Start,
+        sandbox_config: &cri::PodSandboxConfig,
+    ) -> Result<(cri::ContainerConfig, Vec<Lease>), StartError> {
+        let objects = self.objects();
+        let pod_ips = self.pod_ips(pod, sandbox);
+        let (image, lease) = self.image_of(pod, container, &objects, sandbox_config).await?;
+        let (images, mut leases) = self.volume_images(pod, container, &objects, sandbox_config).await?;
+        leases.push(lease);
+        let sources = env::Sources { pod, pod_ips: &pod_ips, objects: &objects, node: &self.node };
+        let environment = sources.environment(container).map_err(config_error)?;
+        let features = self.features(pod, container, &objects).await?;
+        let mount_facts = volumes::MountFacts {
+            env: environment.clone(),
+            images,
+            recursive_read_only: features.recursive_read_only,
+        };
+        let mounts = self.prepare(pod, container, pod_ips, start.attempt, mount_facts).await?;
+        let facts = ContainerFacts {
+            attempt: start.attempt,
+            restart_delay: start.restart_delay,
+            image_ref: image.id,
+            image_user: image.user,
+            features,
+            mounts,
+            resources: values::container_resources(pod, container, &self.cgroup_config)
+                .map_err(config_error)?,
+        };
+        let config = cri_config::container(pod, container, environment, facts, &self.node);
+        Ok((config.map_err(config_error)?, leases))
+    }
+
+    /// The objects that manifests describe now.
+    fn objects(&self) -> Arc<Objects> {
+        Arc::clone(&self.desired.borrow().objects)
+    }
+
     async fn start_created(&self, pod: &core::Pod, name: &str, id: &str) -> Result<(), StartError> {
         let started = self.runtime.start_container(id).await;
         started.map_err(|e| StartError::of_runtime("RunContainerError", &e))?;
@@ -156,63 +204,130 @@ impl Launcher {
         if on_host { vec![self.node.host_ip.to_string()] } else { sandbox.ips.clone() }
     }
 
-    /// The image by its pull policy, as the runtime identifies it, held until the container is made.
-    async fn leased_image(
-        &self,
-        container: &core::Container,
-        sandbox: &cri::PodSandboxConfig,
-    ) -> Result<(String, Lease), StartError> {
-        let mut lease = self.leases.acquire(container.image.as_deref().unwrap_or_default()).await;
-        let mut image = self.image(container, sandbox).await?;
-        // An image that was removed just now, under another of its names, is looked for once more; this time it is held.
-        if !lease.extend(&image).await {
-            image = self.image(container, sandbox).await?;
-            let _ = lease.extend(&image).await;
-        }
-        Ok((image, lease))
-    }
-
-    /// The image by its pull policy, as the runtime identifies it.
+    /// An image by its pull policy, held until the container is made.
     async fn image(
         &self,
-        container: &core::Container,
+        image: &str,
+        policy: Option<&str>,
+        auths: Vec<cri::AuthConfig>,
         sandbox: &cri::PodSandboxConfig,
-    ) -> Result<String, StartError> {
-        let image = container.image.as_deref().unwrap_or_default();
-        let policy = container.image_pull_policy.as_deref().unwrap_or("IfNotPresent");
-        if policy != "Always" {
-            let present = self
-                .runtime
-                .image_status(image)
-                .await
-                .map_err(|e| StartError::of_runtime("ImageInspectError", &e))?;
-            if let Some(present) = present {
-                return Ok(present.id);
-            }
-            if policy == "Never" {
-                let message =
-                    format!("image {image} is not on this node, and its pull policy is Never: import it");
-                return Err(StartError::new("ErrImageNeverPull", &message));
-            }
+    ) -> Result<(Image, Lease), StartError> {
+        let policy = policy.unwrap_or("IfNotPresent");
+        let mut lease = self.leases.acquire(image).await;
+        let mut found = self.puller.image(image, policy, auths.clone(), sandbox).await?;
+        // An image that was removed just now, under another of its names, is looked for once more; this time it is held.
+        if !lease.extend(&found.id).await {
+            found = self.puller.image(image, policy, auths, sandbox).await?;
+            let _ = lease.extend(&found.id).await;
         }
-        let pulled = self.runtime.pull_image(image, sandbox).await;
-        pulled.map_err(|e| StartError::of_runtime("ErrImagePull", &e))
+        Ok((found, lease))
     }
 
-    async fn mounts(
+    async fn image_of(
         &self,
         pod: &core::Pod,
         container: &core::Container,
+        objects: &Objects,
+        sandbox: &cri::PodSandboxConfig,
+    ) -> Result<(Image, Lease), StartError> {
+        let image = container.image.as_deref().unwrap_or_default();
+        let auths = credentials(pod, image, objects)?;
+        self.image(image, container.image_pull_policy.as_deref(), auths, sandbox).await
+    }
+
+    /// The images of the image volumes that a container mounts, by volume.
+    async fn volume_images(
+        &self,
+        pod: &core::Pod,
+        container: &core::Container,
+        objects: &Objects,
+        sandbox: &cri::PodSandboxConfig,
+    ) -> Result<(BTreeMap<String, String>, Vec<Lease>), StartError> {
+        let volumes = Volumes::of(pod, &self.pods_dir);
+        let mounted = |name: &str| container.volume_mounts.iter().flatten().any(|mount| mount.name == name);
+        let (mut images, mut leases) = (BTreeMap::new(), Vec::new());
+        for (name, source) in volumes.images().filter(|(name, _)| mounted(name)) {
+            self.refuse_old_runtime(name).await?;
+            let image = source.reference.as_deref().unwrap_or_default();
+            let auths = credentials(pod, image, objects)?;
+            let (image, lease) = self.image(image, source.pull_policy.as_deref(), auths, sandbox).await?;
+            images.insert(name.to_owned(), image.id);
+            leases.push(lease);
+        }
+        Ok((images, leases))
+    }
+
+    /// A runtime that doesn't know image volumes would mount something else, or nothing, without a word.
+    async fn refuse_old_runtime(&self, volume: &str) -> Result<(), StartError> {
+        let version = self.runtime.version().await;
+        let version = version.map_err(|e| StartError::of_runtime("CreateContainerError", &e))?;
+        if mounts_images(&version.runtime_name, &version.runtime_version) {
+            return Ok(());
+        }
+        Err(config_error(format!(
+            "volume {volume}: {} {} can't mount images; containerd 2.1 and CRI-O 1.31 can",
+            version.runtime_name, version.runtime_version
+        )))
+    }
+
+    /// What the runtime can do, asked only for a container that needs what not every runtime can.
+    async fn features(
+        &self,
+        pod: &core::Pod,
+        container: &core::Container,
+        objects: &Objects,
+    ) -> Result<Features, StartError> {
+        let context = pod.spec.as_ref().and_then(|s| s.security_context.as_ref());
+        let strict = context.and_then(|c| c.supplemental_groups_policy.as_deref()) == Some("Strict");
+        let recursive = container.volume_mounts.iter().flatten().any(|mount| {
+            mount.recursive_read_only.as_deref().is_some_and(|mode| mode == "Enabled" || mode == "IfPossible")
+        });
+        if !strict && !recursive {
+            return Ok(Features::default());
+        }
+        let status = self.runtime.status(false).await;
+        let status = status.map_err(|e| StartError::of_runtime("CreateContainerError", &e))?;
+        let name = objects.runtime_handler(pod);
+        let handler = status.runtime_handlers.iter().find(|handler| handler.name == name);
+        let of_handler = handler.and_then(|handler| handler.features.as_ref());
+        Ok(Features {
+            supplemental_groups_policy: status.features.is_some_and(|f| f.supplemental_groups_policy),
+            recursive_read_only: of_handler.is_some_and(|f| f.recursive_read_only_mounts),
+        })
+    }
+
+    /// Makes the container's files and mounts on the machine; all its mounts.
+    async fn prepare(
+        &self,
+        pod: &core::Pod,
+        container: &core::Container,
+        pod_ips: Vec<String>,
+        attempt: u32,
+        facts: volumes::MountFacts,
     ) -> Result<Vec<cri::Mount>, StartError> {
-        let volumes = volumes::Volumes::of(pod, &self.pods_dir);
-        let container = container.clone();
-        run_blocking(move || volumes.mounts(&container)).await.map_err(config_error)
+        let volumes = Volumes::of(pod, &self.pods_dir);
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let folder = self.pods_dir.join(&uid);
+        let logs =
+            cri_config::log_folder(&self.node.pod_logs_dir, &PodName::of(pod), &uid).join(&container.name);
+        let (pod, container, node) = (pod.clone(), container.clone(), self.node.clone());
+        run_blocking(move || {
+            make_folder(&logs)?;
+            logs::rotate::forget_older(&logs, attempt);
+            let mut mounts = volumes.mounts(&container, &facts)?;
+            let hosts = hosts::write(&folder, &pod, &pod_ips, &node)?;
+            mounts.extend(hosts::mount(&hosts, &container));
+            mounts.extend(termination::prepare(&folder, &container, attempt)?);
+            Ok(mounts)
+        })
+        .await
+        .map_err(config_error)
     }
 
     /// Takes away the cgroup and the volumes of a pod whose containers and sandboxes are gone.
     pub async fn release(&self, pod: &core::Pod) -> Result<(), String> {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let volumes = volumes::Volumes::of(pod, &self.pods_dir);
+        let volumes = Volumes::of(pod, &self.pods_dir);
         let cgroups = Arc::clone(&self.cgroups);
         // An adopted pod whose manifest is gone has no spec: its cgroup is looked for by its UID.
         let classes = [QosClass::Guaranteed, QosClass::Burstable, QosClass::BestEffort];
@@ -259,11 +374,51 @@ pub(super) fn make_folder(path: &Path) -> Result<(), String> {
     std::fs::create_dir_all(path).map_err(|e| format!("cannot create the folder {}: {e}", path.display()))
 }
 
-pub(super) fn remove_folder(path: &Path) -> Result<(), String> {
-    match std::fs::remove_dir_all(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            Err(format!("cannot remove the folder {}: {e}", path.display()))
+/// Who to be at the registry of an image: what the pod's secrets say. A secret that isn't there is passed over, as by
+/// the kubelet: the registry may not ask.
+fn credentials(pod: &core::Pod, image: &str, objects: &Objects) -> Result<Vec<cri::AuthConfig>, StartError> {
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
+    let named = pod.spec.iter().flat_map(|spec| spec.image_pull_secrets.iter().flatten());
+    let mut secrets = Vec::new();
+    for reference in named {
+        match objects.secret(namespace, &reference.name) {
+            Some(secret) => secrets.push(secret),
+            None => {
+                tracing::warn!(pod = %PodName::of(pod), "{}", env::missing("Secret", namespace, &reference.name))
+            }
         }
-        _ => Ok(()),
+    }
+    images::credentials::of_secrets(image, &secrets).map_err(|e| StartError::new("ErrImagePull", &e))
+}
+
+/// Whether a runtime is known to mount images (KEP-4639).
+fn mounts_images(name: &str, version: &str) -> bool {
+    let mut numbers =
+        version.trim_start_matches('v').split(['.', '-', '+', '~']).map_while(|n| n.parse::<u32>().ok());
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    match name {
+        "containerd" => version >= (2, 1),
+        "cri-o" => version >= (1, 31),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runtimes_that_mount_images_are_known_by_their_version() {
+        let check = |name: &str, version: &str, expected: bool| {
+            assert_eq!(mounts_images(name, version), expected, "{name} {version}");
+        };
+        check("containerd", "1.6.20~ds1", false);
+        check("containerd", "v2.0.5", false);
+        check("containerd", "v2.1.9", true);
+        check("containerd", "2.2.0-rc.1", true);
+        check("cri-o", "1.31.2", true);
+        check("cri-o", "1.30.0", false);
+        check("other", "9.9", false);
+        check("containerd", "", false);
     }
 }

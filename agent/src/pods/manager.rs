@@ -35,6 +35,7 @@ use super::{
     launch::Launcher,
     manifest::{ANNOTATION_HASH, Desired},
     metrics::Metrics,
+    objects::Objects,
     observe::Observation,
     processes,
     records::{PodRecord, Records},
@@ -220,6 +221,8 @@ pub struct Manager {
     runtime: Option<BTreeMap<String, RuntimePod>>,
     /// UIDs of the pods that the runtime itself named, when it was last asked.
     present: BTreeSet<String>,
+    /// What pods refer to, as it was when they were last told of it.
+    objects: Arc<Objects>,
     /// Pods that are gone, and since when: what the runtime was asked before may still name them.
     gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<Report>,
@@ -235,7 +238,18 @@ impl Manager {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
         let devices = parts.launcher.devices.node();
-        Self { parts, pods, runtime: None, present, gone, reports_in, reports_out, devices, device_health: 0 }
+        Self {
+            parts,
+            pods,
+            runtime: None,
+            present,
+            objects: Arc::default(),
+            gone,
+            reports_in,
+            reports_out,
+            devices,
+            device_health: 0,
+        }
     }
 
     /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
@@ -277,6 +291,11 @@ impl Manager {
     fn reconcile(&mut self) {
         let desired = Arc::clone(&self.parts.desired.borrow_and_update());
         self.publish_rejected(&desired);
+        if self.objects != desired.objects {
+            self.objects = Arc::clone(&desired.objects);
+            // A pod may have waited for one of them.
+            self.pods.values().for_each(|managed| managed.control.send_modify(|c| c.changes += 1));
+        }
         // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
         let Some(in_runtime) = self.runtime.clone() else { return };
         let wanted = self.identified(&desired, &in_runtime);

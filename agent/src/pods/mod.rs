@@ -2,14 +2,18 @@
 //! [`table::PodTable`] and sends [`manager::Request`]s here; nobody else changes a pod.
 
 pub mod cri_config;
+mod downward;
 mod env;
 pub mod failure;
 pub mod garbage;
+mod hosts;
 pub mod labels;
 pub mod launch;
+pub mod logs;
 pub mod manager;
 pub mod manifest;
 pub mod metrics;
+pub mod objects;
 pub mod observe;
 pub mod processes;
 pub mod qos_tree;
@@ -17,5 +21,6 @@ pub mod records;
 mod resize;
 pub mod status;
 pub mod table;
-mod volumes;
+mod termination;
+pub mod volumes;
 mod worker;

@@ -12,7 +12,7 @@ use beelet_proto::cri;
 use futures::future::try_join_all;
 use jiff::Timestamp;
 
-use super::labels;
+use super::{labels, termination};
 use crate::runtime::{Error, Runtime, pid_of};
 
 /// One look at a pod.
@@ -135,11 +135,13 @@ impl Observer {
                 stale.push(self.container_status(&container.id, running));
             }
         }
-        let fresh = try_join_all(stale).await?;
-        for (status, pid) in fresh.into_iter().flatten() {
+        let mut fresh = Vec::new();
+        for (status, pid) in try_join_all(stale).await?.into_iter().flatten() {
             self.pids.extend(pid.map(|pid| (status.id.clone(), pid)));
-            self.containers.insert(status.id.clone(), status);
+            fresh.push(status);
         }
+        let fresh = with_last_words(fresh).await;
+        self.containers.extend(fresh.into_iter().map(|status| (status.id.clone(), status)));
         Ok(())
     }
 
@@ -178,6 +180,25 @@ impl Observer {
         };
         Ok(())
     }
+}
+
+/// The statuses, with what ended containers have said behind what the runtime says of their end.
+async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<cri::ContainerStatus> {
+    if !statuses.iter().any(|status| status.state() == cri::ContainerState::ContainerExited) {
+        return statuses;
+    }
+    let kept = statuses.clone();
+    let read = tokio::task::spawn_blocking(move || {
+        let mut statuses = statuses;
+        for status in &mut statuses {
+            let Some(words) = termination::message(status) else { continue };
+            status.message =
+                if status.message.is_empty() { words } else { format!("{}: {words}", status.message) };
+        }
+        statuses
+    });
+    // Without their last words, should the task have failed: the states count.
+    read.await.unwrap_or(kept)
 }
 
 fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {

@@ -41,6 +41,36 @@ pub struct PodTable {
     pub rejected: Arc<Vec<RejectedManifest>>,
 }
 
+impl PodTable {
+    /// The pod that somebody calls `name`: by its whole name, or by its manifest's, without the node's name at its
+    /// end. An empty namespace means any.
+    ///
+    /// # Errors
+    /// A sentence: there is none, or more than one.
+    pub fn find(&self, namespace: &str, name: &str) -> Result<(&PodName, &Arc<PodEntry>), String> {
+        let of_namespace = |known: &&PodName| namespace.is_empty() || known.namespace == namespace;
+        let called = |known: &PodName, entry: &PodEntry| {
+            let node = entry.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
+            let short =
+                known.name.strip_suffix(&node.to_lowercase()).and_then(|short| short.strip_suffix('-'));
+            known.name == name || short == Some(name)
+        };
+        let mut found: Vec<_> =
+            self.pods.iter().filter(|(known, entry)| of_namespace(known) && called(known, entry)).collect();
+        // A whole name goes before another pod's short one.
+        if found.iter().any(|(known, _)| known.name == name) {
+            found.retain(|(known, _)| known.name == name);
+        }
+        match found.as_slice() {
+            [one] => Ok(*one),
+            [] => Err(format!("there is no pod {name:?}; `beelet get pods` shows all")),
+            [(first, _), (second, _), ..] => {
+                Err(format!("{name:?} may be {first} or {second}: say which by --namespace"))
+            }
+        }
+    }
+}
+
 /// A pod with its status, and what a `v1.Pod` has no field for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodEntry {
@@ -72,4 +102,40 @@ pub struct RejectedManifest {
     pub file: PathBuf,
     /// Line and column where known, the field, the cause.
     pub message: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn pods_are_found_by_their_manifests_name_too() {
+        let mut table = PodTable::default();
+        for (namespace, name) in
+            [("a", "web-n1"), ("b", "web-n1"), ("a", "db-n1"), ("a", "db"), ("a", "x-n1-n1")]
+        {
+            let pod = json!({"metadata": {"namespace": namespace, "name": name}, "spec": {"nodeName": "N1", "containers": []}});
+            let pod: Pod = serde_json::from_value(pod).unwrap();
+            let entry = PodEntry { pod, readiness_edge: None, netns: None };
+            table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+        }
+        let check = |namespace: &str, name: &str, expected: Result<&str, &str>| match (
+            table.find(namespace, name),
+            expected,
+        ) {
+            (Ok((found, _)), Ok(expected)) => assert_eq!(found.to_string(), expected),
+            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (found, _) => panic!("{namespace} {name}: {found:?}"),
+        };
+        check("a", "web", Ok("a/web-n1"));
+        check("b", "web-n1", Ok("b/web-n1"));
+        check("", "web", Err("may be a/web-n1 or b/web-n1"));
+        check("", "db", Ok("a/db"));
+        check("", "db-n1", Ok("a/db-n1"));
+        check("", "x-n1", Ok("a/x-n1-n1"));
+        check("b", "db", Err("there is no pod \"db\""));
+        check("", "w", Err("there is no pod"));
+    }
 }

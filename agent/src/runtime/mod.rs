@@ -15,6 +15,8 @@ mod events;
 mod exec;
 mod metrics;
 mod operation;
+mod spdy;
+pub mod stream;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -420,7 +422,32 @@ impl Runtime {
         Ok(response.image)
     }
 
-    /// Pulls an image for a pod; returns the reference to run it by. No deadline: the runtime gives up by
+    /// Makes the runtime open a container's log by its name again: after it was renamed.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn reopen_container_log(&self, id: &str) -> Result<(), Error> {
+        let request = cri::ReopenContainerLogRequest { container_id: id.to_owned() };
+        self.call(Operation::ReopenContainerLog, container(id))
+            .runtime(request, |mut client, request| async move { client.reopen_container_log(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// Prepares a command in a container; returns the address where its streams are to be had, once.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn exec(&self, request: cri::ExecRequest) -> Result<String, Error> {
+        let subject = container(&request.container_id);
+        let response = self
+            .call(Operation::Exec, subject)
+            .runtime(request, |mut client, request| async move { client.exec(request).await })
+            .await?;
+        Ok(response.url)
+    }
+
+    /// Pulls an image for a pod, as somebody or nobody; returns the reference to run it by. No deadline: the runtime gives up by
     /// itself on a pull that makes no progress. Drop the future to give up earlier.
     ///
     /// # Errors
@@ -428,11 +455,12 @@ impl Runtime {
     pub async fn pull_image(
         &self,
         image: &str,
+        auth: Option<cri::AuthConfig>,
         sandbox_config: &cri::PodSandboxConfig,
     ) -> Result<String, Error> {
         let request = cri::PullImageRequest {
             image: Some(image_spec(image)),
-            auth: None,
+            auth,
             sandbox_config: Some(sandbox_config.clone()),
         };
         let call =

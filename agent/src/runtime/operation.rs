@@ -56,6 +56,8 @@ operations! {
     ContainerEvents, "container_events", "follow the container events", true;
     ListContainerStats, "list_container_stats", "ask what the containers use", true;
     UpdateContainer, "update_container", "change the resources of", false;
+    ReopenContainerLog, "reopen_container_log", "make the runtime reopen the log of", false;
+    Exec, "exec", "run a command in", false;
     ListImages, "list_images", "list the images", true;
     ImageStatus, "image_status", "look up", true;
     PullImage, "pull_image", "pull", false;

@@ -55,3 +55,79 @@ async fn an_image_is_pulled_as_its_policy_says() {
     check("IfNotPresent", 0).await;
     check("Never", 0).await;
 }
+
+#[tokio::test]
+async fn pods_that_want_the_same_image_share_one_pull() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    let held = node.cri.on(Op::PullImage).hold();
+    for name in ["a", "b", "c"] {
+        node.apply(&on_image(name, "registry.test/app:1", "IfNotPresent"));
+    }
+    node.start().await;
+    held.reached().await;
+    // All of them have looked, and wait.
+    let looked = |call: &beelet_tests::cri::Call| match &call.asked {
+        beelet_tests::cri::Asked::ImageStatus(asked) => {
+            asked.image.as_ref().is_some_and(|image| image.image.contains("registry.test"))
+        }
+        _ => false,
+    };
+    let pods = async || node.cri.calls().iter().filter(|call| looked(call)).count();
+    while pods().await < 3 {
+        node.cri.wait_for_after("a look", node.cri.calls().len().saturating_sub(1), |_| true).await;
+        tokio::task::yield_now().await;
+    }
+    held.release();
+    for name in ["a", "b", "c"] {
+        node.until_ready(name).await;
+    }
+    assert_eq!(node.cri.count(Op::PullImage), 1);
+}
+
+#[tokio::test]
+async fn a_pod_that_goes_takes_nobody_elses_pull_along() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    let held = node.cri.on(Op::PullImage).hold();
+    node.apply(&on_image("first", "registry.test/app:1", "Always"));
+    node.start().await;
+    held.reached().await;
+    node.apply(&on_image("second", "registry.test/app:1", "Always"));
+    node.until_pod("second", "to run its neighbour", |pod| pod.running("neighbour")).await;
+    node.remove("first");
+    node.until_gone("first").await;
+    held.release();
+    node.until_ready("second").await;
+}
+
+#[tokio::test]
+async fn secrets_open_registries() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    let auths = json!({"auths": {"registry.test": {"username": "me", "password": "hush"}}});
+    let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "login"}, "type": "kubernetes.io/dockerconfigjson",
+        "stringData": {".dockerconfigjson": auths.to_string()}});
+    node.apply_text("login", &secret.to_string());
+    let pod = on_image("web", "registry.test/app:1", "Always");
+    node.apply(&with(pod, "imagePullSecrets", json!([{"name": "login"}])));
+    node.start().await;
+    node.until_ready("web").await;
+    let calls = node.cri.calls();
+    let pulled = calls.iter().find_map(|call| match &call.asked {
+        beelet_tests::cri::Asked::PullImage(asked) => asked.auth.clone(),
+        _ => None,
+    });
+    let auth = pulled.unwrap();
+    assert_eq!((auth.username.as_str(), auth.password.as_str()), ("me", "hush"));
+}
+
+#[tokio::test]
+async fn a_name_that_is_none_is_told_as_such() {
+    let node = Node::with(&[on_image("web", "registry.test/App:1", "IfNotPresent")]).await;
+    let pod = node
+        .until_pod("web", "to have no valid image", |pod| pod.waits_for("main", "InvalidImageName"))
+        .await;
+    assert!(pod.waiting("main").unwrap().1.contains("no capital letters"));
+    assert_eq!(node.cri.count(Op::PullImage), 0);
+}

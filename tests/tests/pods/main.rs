@@ -18,3 +18,4 @@ mod probes;
 mod records;
 mod resize;
 mod restarts;
+mod volumes;

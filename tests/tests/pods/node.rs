@@ -12,14 +12,16 @@ use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet::devices::{self, Devices, Store, StoreError};
 use beelet::events::Recorder;
 use beelet::images::Leases;
+use beelet::images::pull::{Limits, Puller};
 use beelet::kernel::{Kernel, KernelOptions, Mode};
 use beelet::lifecycle::exits::{self, Exits};
 use beelet::lifecycle::relist::{self, Relist};
 use beelet::lifecycle::{Pace, Signal, stream};
-use beelet::pods::cri_config::NodeFacts;
+use beelet::pods::cri_config::{Allocatable, NodeFacts};
 use beelet::pods::labels;
 use beelet::pods::launch::Launcher;
 use beelet::pods::manager::{Manager, Parts, Request};
+use beelet::pods::manifest::Desired;
 use beelet::pods::manifest::source::{ManifestSource, Options};
 use beelet::pods::metrics::Metrics;
 use beelet::pods::observe::managed;
@@ -27,6 +29,7 @@ use beelet::pods::processes::Shared as Processes;
 use beelet::pods::qos_tree;
 use beelet::pods::records::Records;
 use beelet::pods::table::{PodEntry, PodName, PodTable};
+use beelet::pods::volumes;
 use beelet::probes::{self, Probes};
 use beelet::runtime::Runtime;
 use beelet::state::{ForeignFile, State};
@@ -466,7 +469,13 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     let records = Records::load(&state);
     let writer = tokio::spawn(records.writer(Arc::clone(&state), metrics.clone()));
     let working = CancellationToken::new();
-    let options = Options { check_frequency: NEVER, critical_static_pods: false, cancel: working.clone() };
+    let options = Options {
+        check_frequency: NEVER,
+        critical_static_pods: false,
+        allowed_unsafe_sysctls: Vec::new(),
+        cancel: working.clone(),
+    };
+    let desired = ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await;
     let launcher = Arc::new(launcher(
         &dir,
         runtime.clone(),
@@ -474,7 +483,9 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         events.clone(),
         devices.clone(),
         admission(&requests_out),
+        desired.clone(),
     ));
+    tokio::spawn(volumes::follow(table.clone(), Arc::clone(&launcher), working.clone()));
     let keeping = qos_tree::Metrics::default();
     let keeper = qos_tree::Parts {
         table: table.clone(),
@@ -488,7 +499,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     let manager = Manager::new(Parts {
         launcher,
         runtime_name: "fake".to_owned(),
-        desired: ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await,
+        desired,
         requests,
         table: table_out,
         processes: processes_out,
@@ -569,11 +580,14 @@ fn launcher(
     events: Recorder,
     devices: Devices,
     admission: Arc<Admission>,
+    desired: watch::Receiver<Arc<Desired>>,
 ) -> Launcher {
     let amount = |text: &str| Quantity::parse(text).unwrap();
     let node = NodeAmounts::new(amount("4"), amount("8Gi"), amount("0"), amount("0"));
     Launcher {
+        puller: Puller::new(runtime.clone(), Limits::default()),
         runtime,
+        desired,
         cgroups: cgroups(dir),
         cgroup_config: CgroupConfig::new(CgroupVersion::V1, node),
         node: NodeFacts {
@@ -583,6 +597,9 @@ fn launcher(
             host_dns: cri::DnsConfig::default(),
             cluster_dns: Vec::new(),
             cluster_domain: String::new(),
+            seccomp_root: dir.join("seccomp"),
+            seccomp_default: false,
+            allocatable: Allocatable { cpu_millis: 4000, memory_bytes: 8 << 30, storage_bytes: 100 << 30 },
         },
         pods_dir: dir.join("pods"),
         max_restart_delay: settings.max_restart_delay,

@@ -2,6 +2,7 @@
 //! once, and the fields that nobody knows.
 
 use k8s_openapi::api::core::v1::Pod;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_path_to_error::{Path, Segment};
@@ -27,6 +28,7 @@ const QUANTITIES: &[&str] = &[
     "spec.overhead.*",
     "spec.volumes[*].emptyDir.sizeLimit",
     "spec.volumes[*].downwardAPI.items[*].resourceFieldRef.divisor",
+    "spec.volumes[*].projected.sources[*].downwardAPI.items[*].resourceFieldRef.divisor",
 ];
 
 /// A decoded pod.
@@ -68,12 +70,20 @@ fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
 
 /// Decodes a pod, or tells every field that has the wrong type.
 pub(super) fn pod(value: &Value) -> Result<Decoded, Vec<Problem>> {
-    let pod: Pod = typed(value.clone())?;
-    let mut unknown = Vec::new();
-    if let Ok(known) = serde_json::to_value(&pod) {
-        unknown_fields(value, &known, &mut String::new(), &mut unknown);
-    }
+    let (pod, unknown) = object::<Pod>(value.clone())?;
     Ok(Decoded { pod, unknown })
+}
+
+/// Decodes any object; besides, the fields that it doesn't have.
+pub(super) fn object<T: DeserializeOwned + Serialize>(
+    value: Value,
+) -> Result<(T, Vec<Problem>), Vec<Problem>> {
+    let decoded: T = typed(value.clone())?;
+    let mut unknown = Vec::new();
+    if let Ok(known) = serde_json::to_value(&decoded) {
+        unknown_fields(&value, &known, &mut String::new(), &mut unknown);
+    }
+    Ok((decoded, unknown))
 }
 
 /// Decodes any object, or tells every field that has the wrong type.

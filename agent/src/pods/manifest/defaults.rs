@@ -2,10 +2,15 @@
 //! from a folder goes past no API server, so it is done here. Zero and empty values of fields that have no
 //! pointer in the Kubernetes API count as not written, as they do there.
 
-use k8s_openapi::api::core::v1::{Container, EmptyDirVolumeSource, Pod, PodSpec, Probe};
+use k8s_openapi::api::core::v1::{
+    Container, DownwardAPIVolumeFile, EmptyDirVolumeSource, Pod, PodSpec, Probe, Volume,
+};
 
 /// A DNS-less image reference with neither tag nor digest is of this tag.
 const LATEST: &str = "latest";
+
+/// The mode of files in volumes that are made of objects.
+const FILE_MODE: i32 = 0o644;
 
 /// Fills in all defaults.
 pub(super) fn apply(pod: &mut Pod) {
@@ -46,12 +51,42 @@ fn apply_to_spec(spec: &mut PodSpec) {
         let mut source = volume.clone();
         source.name.clear();
         // A volume without a source is an emptyDir.
-        if source == k8s_openapi::api::core::v1::Volume::default() {
+        if source == Volume::default() {
             volume.empty_dir = Some(EmptyDirVolumeSource::default());
         }
-        if let Some(host_path) = &mut volume.host_path {
-            host_path.type_.get_or_insert_default();
-        }
+        apply_to_volume(volume);
+    }
+}
+
+fn apply_to_volume(volume: &mut Volume) {
+    if let Some(host_path) = &mut volume.host_path {
+        host_path.type_.get_or_insert_default();
+    }
+    if let Some(source) = &mut volume.config_map {
+        source.default_mode.get_or_insert(FILE_MODE);
+    }
+    if let Some(source) = &mut volume.secret {
+        source.default_mode.get_or_insert(FILE_MODE);
+    }
+    if let Some(source) = &mut volume.downward_api {
+        source.default_mode.get_or_insert(FILE_MODE);
+        source.items.iter_mut().flatten().for_each(apply_to_file);
+    }
+    if let Some(source) = &mut volume.projected {
+        source.default_mode.get_or_insert(FILE_MODE);
+        let projections =
+            source.sources.iter_mut().flatten().filter_map(|source| source.downward_api.as_mut());
+        projections.flat_map(|source| source.items.iter_mut().flatten()).for_each(apply_to_file);
+    }
+    if let Some(source) = &mut volume.image {
+        let policy = pull_policy(source.reference.as_deref().unwrap_or_default());
+        or_text(&mut source.pull_policy, policy);
+    }
+}
+
+fn apply_to_file(file: &mut DownwardAPIVolumeFile) {
+    if let Some(field) = &mut file.field_ref {
+        or_text(&mut field.api_version, "v1");
     }
 }
 

@@ -7,12 +7,14 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use sha2::{Digest, Sha256};
 
 use super::error::ManifestError;
 use super::identity::{self, Origin};
 use super::priority::{Classes, Priority};
-use super::{Manifest, Object};
+use super::{Manifest, Object, sysctls};
+use crate::pods::objects::{self, Objects};
 use crate::pods::table::{PodName, RejectedManifest};
 
 /// The pods that should run, by the folder's manifests.
@@ -31,9 +33,28 @@ pub struct Desired {
     /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
     /// that should run.
     pub folder_unread: bool,
+    /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
+    pub objects: Arc<Objects>,
+    /// The files of priority classes, by name.
+    pub class_files: BTreeMap<String, PathBuf>,
 }
 
 impl Desired {
+    /// The file that describes an object, if any does: `kind` as it is written, a pod's name as on this node.
+    #[must_use]
+    pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<PathBuf> {
+        match kind {
+            "Pod" => {
+                let pod =
+                    self.pods.get(&PodName { namespace: namespace.to_owned(), name: name.to_owned() })?;
+                let annotations = pod.metadata.annotations.as_ref()?;
+                annotations.get(identity::ANNOTATION_MANIFEST).map(PathBuf::from)
+            }
+            "PriorityClass" => self.class_files.get(name).cloned(),
+            _ => self.objects.file(kind, namespace, name).map(Path::to_owned),
+        }
+    }
+
     /// Whether a running pod that isn't in `pods` may be stopped. `manifest` is the file it was made from, by its
     /// annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]
@@ -68,6 +89,7 @@ pub(super) struct Folder {
     path: PathBuf,
     node_name: String,
     critical: bool,
+    allowed_unsafe_sysctls: Vec<String>,
     files: BTreeMap<PathBuf, File>,
     standing: Standing,
     was_read: bool,
@@ -88,20 +110,30 @@ struct File {
 enum Good {
     Pod(Box<GoodPod>),
     Class(Box<PriorityClass>),
+    Other(objects::Object),
 }
 
 #[derive(Debug)]
 struct GoodPod {
     content: [u8; 32],
     pod: Pod,
-    /// With the priority that was last found for it.
-    resolved: Option<(Priority, Arc<Pod>)>,
+    /// With the priority and the overhead that were last found for it.
+    resolved: Option<((Priority, Overhead), Arc<Pod>)>,
 }
+
+/// What a pod's runtime class costs.
+type Overhead = Option<BTreeMap<String, Amount>>;
 
 impl Folder {
     pub(super) fn new(path: PathBuf, node_name: String, critical: bool) -> Self {
         let standing = Standing::Missing;
-        Folder { path, node_name, critical, files: BTreeMap::new(), standing, was_read: false }
+        let (allowed_unsafe_sysctls, files) = (Vec::new(), BTreeMap::new());
+        Folder { path, node_name, critical, allowed_unsafe_sysctls, files, standing, was_read: false }
+    }
+
+    /// Lets pods have these kernel settings besides the safe ones.
+    pub(super) fn allow_sysctls(&mut self, allowed: Vec<String>) {
+        self.allowed_unsafe_sysctls = allowed;
     }
 
     /// Notes what came of reading the folder itself. One that is taken away takes its pods along, as under the
@@ -167,6 +199,7 @@ impl Folder {
         let content = manifest.content;
         let good = match manifest.object {
             Object::PriorityClass(class) => Good::Class(class),
+            Object::Other(object) => Good::Other(object),
             Object::Pod(mut pod) => {
                 let origin =
                     Origin { node_name: &self.node_name, file: path, seen: now, critical: self.critical };
@@ -178,6 +211,11 @@ impl Folder {
                         on_node.len()
                     );
                     return Err(ManifestError::whole(name, message));
+                }
+                let spec = pod.spec.as_ref();
+                if let Some(why) = spec.and_then(|spec| sysctls::refused(spec, &self.allowed_unsafe_sysctls))
+                {
+                    return Err(ManifestError::whole(name, why));
                 }
                 Good::Pod(Box::new(GoodPod { content, pod: *pod, resolved: None }))
             }
@@ -191,6 +229,7 @@ impl Folder {
         desired.rejected.extend(self.complaint());
         // The files are moved out while classes borrow from them.
         let mut files = std::mem::take(&mut self.files);
+        let objects = gather(&files, &mut desired);
         let priorities = resolve_all(&files, &mut desired);
         let mut owners = Owners::default();
         for ((path, file), priority) in files.iter_mut().zip(priorities) {
@@ -203,7 +242,8 @@ impl Folder {
                 }
                 continue;
             };
-            if let Err(sentence) = apply_priority(good, priority) {
+            let resolved = priority.and_then(|priority| Ok((priority, overhead_of(&good.pod, &objects)?)));
+            if let Err(sentence) = apply(good, resolved) {
                 reject(&mut desired, path, with_file(path, &sentence));
             }
             let Some((_, pod)) = &good.resolved else {
@@ -218,6 +258,7 @@ impl Folder {
             }
         }
         self.files = files;
+        desired.objects = Arc::new(objects);
         desired
     }
 
@@ -267,12 +308,14 @@ fn with_file(path: &Path, sentence: &str) -> String {
 fn resolve_all(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Vec<Result<Priority, String>> {
     let mut classes = Classes::default();
     for (path, file) in files {
-        if let Some(Good::Class(class)) = &file.good
-            && let Err(first) = classes.add(path, class)
-        {
+        if let Some(Good::Class(class)) = &file.good {
             let name = class.metadata.name.as_deref().unwrap_or_default();
-            let sentence = format!("the PriorityClass {name:?} is in {} already", first.display());
-            reject(desired, path, with_file(path, &sentence));
+            if let Err(first) = classes.add(path, class) {
+                let sentence = format!("the PriorityClass {name:?} is in {} already", first.display());
+                reject(desired, path, with_file(path, &sentence));
+            } else {
+                desired.class_files.insert(name.to_owned(), path.clone());
+            }
         }
     }
     let none = Pod::default();
@@ -283,14 +326,36 @@ fn resolve_all(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Vec<Re
     pods.map(|pod| classes.resolve(pod)).collect()
 }
 
-/// Gives a pod its priority. Where there is none, it keeps the one it had: a class that goes away takes nothing
-/// from the pods that came before, as in the API server.
-fn apply_priority(good: &mut GoodPod, priority: Result<Priority, String>) -> Result<(), String> {
-    let priority = priority?;
-    if good.resolved.as_ref().is_none_or(|(known, _)| *known != priority) {
+/// What pods refer to by name, but priority classes.
+fn gather(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Objects {
+    let mut objects = Objects::default();
+    for (path, file) in files {
+        let Some(Good::Other(object)) = &file.good else { continue };
+        if let Err(first) = objects.add(path, object) {
+            let name = object.metadata().name.as_deref().unwrap_or_default();
+            let sentence = format!("the {} {name:?} is in {} already", object.kind(), first.display());
+            reject(desired, path, with_file(path, &sentence));
+        }
+    }
+    objects
+}
+
+fn overhead_of(pod: &Pod, objects: &Objects) -> Result<Overhead, String> {
+    let spec = pod.spec.as_ref();
+    let class = spec.and_then(|spec| spec.runtime_class_name.as_deref());
+    let class = class.and_then(|name| objects.runtime_class(name));
+    super::objects::overhead(spec.and_then(|spec| spec.overhead.as_ref()), class)
+}
+
+/// Gives a pod its priority and its overhead. Where there is none, it keeps what it had: a class that goes away takes
+/// nothing from the pods that came before, as in the API server.
+fn apply(good: &mut GoodPod, resolved: Result<(Priority, Overhead), String>) -> Result<(), String> {
+    let resolved = resolved?;
+    if good.resolved.as_ref().is_none_or(|(known, _)| *known != resolved) {
         let mut pod = good.pod.clone();
-        priority.give(&mut pod);
-        good.resolved = Some((priority, Arc::new(pod)));
+        resolved.0.give(&mut pod);
+        pod.spec.get_or_insert_default().overhead.clone_from(&resolved.1);
+        good.resolved = Some((resolved, Arc::new(pod)));
     }
     Ok(())
 }
@@ -558,6 +623,70 @@ mod tests {
         folder.forget(Path::new("/m/zz.yaml"));
         check(&mut folder, &["web-node1@/m/web.yaml"], &["there is no PriorityClass"]);
         assert_eq!(priority(&mut folder), Some(2000));
+    }
+
+    #[test]
+    fn objects_beside_the_pods_are_theirs_to_refer_to() {
+        let map = |name: &str, value: &str| {
+            format!("apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\ndata: {{k: '{value}'}}\n")
+        };
+        let value = |folder: &mut Folder| {
+            let objects = folder.desired().objects;
+            objects.config_map("default", "m").and_then(|map| map.data.clone()?.get("k").cloned())
+        };
+        let mut folder = folder();
+        put(&mut folder, "b.yaml", &map("m", "1"));
+        assert_eq!(value(&mut folder).as_deref(), Some("1"));
+        put(&mut folder, "b.yaml", &map("m", "2"));
+        assert_eq!(value(&mut folder).as_deref(), Some("2"));
+        // One that can't be read takes nothing away; of two of a name the first file's counts.
+        put(&mut folder, "b.yaml", "kind: [");
+        assert_eq!(value(&mut folder).as_deref(), Some("2"));
+        put(&mut folder, "b.yaml", &map("m", "3"));
+        put(&mut folder, "c.yaml", &map("m", "4"));
+        let desired = check(&mut folder, &[], &["c.yaml: the ConfigMap \"m\" is in /m/b.yaml already"]);
+        assert_eq!(desired.file("ConfigMap", "default", "m"), Some("/m/b.yaml".into()));
+        assert_eq!(value(&mut folder).as_deref(), Some("3"));
+        folder.forget(Path::new("/m/b.yaml"));
+        assert_eq!(value(&mut folder).as_deref(), Some("4"));
+    }
+
+    #[test]
+    fn a_pod_costs_what_its_runtime_class_says() {
+        let class = "apiVersion: node.k8s.io/v1\nkind: RuntimeClass\nmetadata: {name: vm}\nhandler: kata\noverhead: {podFixed: {memory: 64Mi}}\n";
+        let overhead = |folder: &mut Folder| {
+            let desired = folder.desired();
+            let spec = desired.pods.values().next().and_then(|pod| pod.spec.clone());
+            spec.and_then(|spec| spec.overhead).map(|costs| costs["memory"].0.clone())
+        };
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", "runtimeClassName: vm"));
+        let before = uid(&mut folder);
+        assert_eq!(overhead(&mut folder), None);
+        put(&mut folder, "z.yaml", class);
+        assert_eq!((overhead(&mut folder).as_deref(), uid(&mut folder)), (Some("64Mi"), before));
+        put(&mut folder, "b.yaml", &pod("other", "runtimeClassName: vm\n  overhead: {memory: 1Gi}"));
+        check(
+            &mut folder,
+            &["web-node1@/m/a.yaml"],
+            &["b.yaml: spec.overhead: is not what its runtime class costs"],
+        );
+    }
+
+    #[test]
+    fn kernel_settings_that_reach_beyond_the_pod_are_refused() {
+        let sysctl =
+            |name: &str| pod("web", &format!("securityContext: {{sysctls: [{{name: {name}, value: '1'}}]}}"));
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &sysctl("net.core.somaxconn"));
+        check(
+            &mut folder,
+            &[],
+            &["a.yaml: spec.securityContext.sysctls[0].name: net.core.somaxconn is not one of"],
+        );
+        folder.allow_sysctls(vec!["net.core.*".to_owned()]);
+        put(&mut folder, "a.yaml", &format!("{}\n", sysctl("net.core.somaxconn")));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &[]);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! A manifest's text to a pod: read, completed as the API server completes it, checked, or refused with every
 //! reason at once.
 //!
-//! One object a file, as for the kubelet: a v1 Pod, or (design: standalone priorities) a PriorityClass that
-//! pods beside it refer to. [`source`] watches the folder.
+//! One object a file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a cluster keeps in
+//! its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`] watches the folder.
 //!
 //! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`support`]),
 //! never left out in silence. This module must never touch the runtime, and never panic on any text.
@@ -13,14 +13,17 @@ mod error;
 mod folder;
 mod identity;
 mod names;
+mod objects;
 mod priority;
 pub mod source;
 mod support;
+mod sysctls;
 mod validate;
 mod watch;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::Value;
 
 use crate::document::{self, Document, Limits};
@@ -38,6 +41,28 @@ pub enum Object {
     Pod(Box<Pod>),
     /// A priority that pods may refer to by name.
     PriorityClass(Box<PriorityClass>),
+    /// Something else that pods may refer to by name.
+    Other(super::objects::Object),
+}
+
+impl Object {
+    /// Its kind, as it is written.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Pod(_) => "Pod",
+            Self::PriorityClass(_) => "PriorityClass",
+            Self::Other(object) => object.kind(),
+        }
+    }
+
+    /// Its metadata, as it is written.
+    pub fn metadata(&self) -> &ObjectMeta {
+        match self {
+            Self::Pod(pod) => &pod.metadata,
+            Self::PriorityClass(class) => &class.metadata,
+            Self::Other(object) => object.metadata(),
+        }
+    }
 }
 
 /// A manifest that was understood.
@@ -69,6 +94,11 @@ pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
         (Some("scheduling.k8s.io/v1"), Some("PriorityClass")) => {
             priority::read(document.value.clone()).map_err(locate)
         }
+        (Some("v1"), Some("ConfigMap")) => objects::config_map(document.value.clone()).map_err(locate),
+        (Some("v1"), Some("Secret")) => objects::secret(document.value.clone()).map_err(locate),
+        (Some("node.k8s.io/v1"), Some("RuntimeClass")) => {
+            objects::runtime_class(document.value.clone()).map_err(locate)
+        }
         _ => Err(locate(vec![unknown_kind(&document.value, api_version, kind)])),
     }
 }
@@ -78,7 +108,8 @@ fn text_of<'v>(value: &'v Value, field: &str) -> Option<&'v str> {
 }
 
 fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) -> Problem {
-    let wanted = "a manifest is a v1 Pod (or a scheduling.k8s.io/v1 PriorityClass)";
+    let wanted = "a manifest is a v1 Pod (or a v1 ConfigMap or Secret, a scheduling.k8s.io/v1 PriorityClass, a \
+                  node.k8s.io/v1 RuntimeClass)";
     if !value.is_object() {
         return Problem::new("", format!("{wanted}, a mapping; this is {}", decode::name_of(value)));
     }
@@ -88,7 +119,7 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
         (Some(_), Some("List" | "PodList")) => {
             Problem::new("kind", "one pod a file: split the list into a file for each pod")
         }
-        (Some(version), Some("Pod" | "PriorityClass")) => {
+        (Some(version), Some("Pod" | "PriorityClass" | "ConfigMap" | "Secret" | "RuntimeClass")) => {
             Problem::new("apiVersion", format!("{version:?} is not known for this kind: {wanted}"))
         }
         (Some(_), Some(kind)) => {

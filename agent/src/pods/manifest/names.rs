@@ -41,6 +41,13 @@ pub(super) fn subdomain(path: &str, name: &str) -> Option<Problem> {
     })
 }
 
+/// A path that leads into a folder: relative, without `..`.
+pub(super) fn inner_path(path: &str, inner: &str) -> Option<Problem> {
+    let inside =
+        !inner.starts_with('/') && !inner.contains('\0') && inner.split('/').all(|part| part != "..");
+    (!inside).then(|| Problem::new(path, format!("{} must be relative and without '..'", quoted(inner))))
+}
+
 /// The name part of labels and annotations, and the value of a label.
 fn is_qualified_part(name: &str) -> bool {
     let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());

@@ -30,6 +30,8 @@ pub struct Options {
     pub check_frequency: Duration,
     /// Whether pods are marked as the kubelet marks static pods, which makes them critical.
     pub critical_static_pods: bool,
+    /// Kernel settings that pods may have besides the safe ones (`allowedUnsafeSysctls`).
+    pub allowed_unsafe_sysctls: Vec<String>,
     /// Ends the watching.
     pub cancel: CancellationToken,
 }
@@ -47,7 +49,8 @@ impl ManifestSource {
     /// the receiver holds at first is what was read. Never fails: what is wrong with the folder is among the
     /// rejected, and mended without help when it is.
     pub async fn start(path: PathBuf, node_name: String, options: Options) -> watch::Receiver<Arc<Desired>> {
-        let folder = Folder::new(path.clone(), node_name, options.critical_static_pods);
+        let mut folder = Folder::new(path.clone(), node_name, options.critical_static_pods);
+        folder.allow_sysctls(options.allowed_unsafe_sysctls.clone());
         let mut source = ManifestSource { path, folder, watcher: None, watch_failed: None };
         source.read_everything().await;
         let desired = source.folder.desired();

@@ -47,25 +47,16 @@ type Row = (&'static str, When, Verdict, &'static str);
 const TABLE: &[Row] = &[
     // The pod as a whole.
     ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
-    ("spec.hostAliases", Set, NotYet, "additional lines in /etc/hosts"),
     ("spec.hostUsers", False, NotYet, "user namespaces"),
-    ("spec.hostnameOverride", Set, NotYet, "a hostname of another kind"),
-    ("spec.overhead", Set, NotYet, "the overhead of a runtime class"),
     ("spec.readinessGates", Set, NotYet, "readiness gates"),
     ("spec.resources", Set, NotYet, "resources of the pod as a whole"),
-    ("spec.runtimeClassName", Set, NotYet, "runtime classes"),
     ("spec.schedulingGates", Set, NotYet, "scheduling gates"),
     ("spec.schedulingGroup", Set, NotYet, "scheduling groups"),
-    ("spec.setHostnameAsFQDN", Set, NotYet, "a fully qualified hostname"),
-    ("spec.subdomain", Set, NotYet, "a fully qualified hostname"),
-    ("spec.imagePullSecrets", Set, ApiObject, "secrets"),
     ("spec.{serviceAccount,serviceAccountName}", Set, ApiObject, "service accounts"),
     ("spec.resourceClaims", Set, ApiObject, "resource claims"),
     ("spec.{affinity,nodeSelector,topologySpreadConstraints}", Set, NoEffect, "there is no scheduler; the pod runs on this node"),
     // Security.
     ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
-    ("spec.securityContext.{fsGroup,fsGroupChangePolicy}", Set, NotYet, "volumes owned by a group"),
-    ("spec.securityContext.supplementalGroupsPolicy", IsNot("Merge"), NotYet, "groups other than those of the image"),
     ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
     // Containers.
     ("spec.{containers,initContainers}[*].lifecycle.stopSignal", Set, NotYet, "stop signals"),
@@ -73,21 +64,14 @@ const TABLE: &[Row] = &[
     ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.exec", Set, NotYet, "probes by command"),
     ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.grpc", Set, NotYet, "probes by gRPC"),
     ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.httpGet.scheme", Is("HTTPS"), NotYet, "probes by HTTPS"),
-    ("spec.{containers,initContainers}[*].envFrom", Set, ApiObject, "config maps and secrets"),
-    ("spec.{containers,initContainers}[*].env[*].valueFrom.{configMapKeyRef,secretKeyRef}", Set, ApiObject, "config maps and secrets"),
-    ("spec.{containers,initContainers}[*].env[*].valueFrom.{resourceFieldRef,fileKeyRef}", Set, NotYet, "this source of a variable"),
+    ("spec.{containers,initContainers}[*].env[*].valueFrom.fileKeyRef", Set, NotYet, "this source of a variable"),
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
     ("spec.{containers,initContainers}[*].resources.limits.ephemeral-storage", Set, NoEffect, "local storage is not limited yet"),
-    ("spec.{containers,initContainers}[*].{terminationMessagePath,terminationMessagePolicy}", Set, NoEffect, "termination messages are not collected yet"),
     // Volumes.
     ("spec.{containers,initContainers}[*].volumeDevices", Set, NotYet, "block devices"),
-    ("spec.{containers,initContainers}[*].volumeMounts[*].{subPath,subPathExpr}", Set, NotYet, "mounting a part of a volume"),
-    ("spec.{containers,initContainers}[*].volumeMounts[*].recursiveReadOnly", IsNot("Disabled"), NotYet, "recursive read-only mounts"),
-    ("spec.volumes[*].{configMap,secret}", Set, ApiObject, "config maps and secrets"),
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", Set, ApiObject, "volume claims"),
-    ("spec.volumes[*].projected.sources[*].{configMap,secret,serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
-    ("spec.volumes[*].{downwardAPI,projected,image}", Set, NotYet, "this kind of volume"),
+    ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
     ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, NotYet, "network and storage plugins' volumes"),
     ("spec.volumes[*].emptyDir", Like(limits_a_disk), NoEffect, "sizeLimit of a volume on disk is not enforced yet"),
     ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
@@ -209,11 +193,11 @@ mod tests {
     fn the_table_finds_its_fields_wherever_they_are() {
         let container = json!({"lifecycle": {"stopSignal": "SIGINT"}, "livenessProbe": {"exec": {}}});
         check_refused(
-            &json!({"spec": {"containers": [{}, container], "initContainers": [{"envFrom": [{}]}]}}),
+            &json!({"spec": {"containers": [{}, container], "initContainers": [{"volumeDevices": [{}]}]}}),
             &[
                 "spec.containers[1].lifecycle.stopSignal",
                 "spec.containers[1].livenessProbe.exec",
-                "spec.initContainers[0].envFrom",
+                "spec.initContainers[0].volumeDevices",
             ],
         );
         check_refused(
@@ -224,7 +208,10 @@ mod tests {
 
     #[test]
     fn fields_that_say_nothing_are_passed_over() {
-        check_refused(&json!({"spec": {"subdomain": "", "hostAliases": [], "overhead": null}}), &[]);
+        check_refused(
+            &json!({"spec": {"serviceAccountName": "", "resourceClaims": [], "resources": null}}),
+            &[],
+        );
         check_refused(&json!({"spec": {"hostUsers": true}}), &[]);
         check_refused(&json!({"spec": {"hostUsers": false}}), &["spec.hostUsers"]);
         check_refused(&json!({"spec": {"volumes": [{"name": "x", "emptyDir": {"medium": ""}}]}}), &[]);

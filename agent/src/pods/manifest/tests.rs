@@ -67,7 +67,7 @@ fn a_file_holds_one_pod() {
     check_text("a: [1\n", "web.yaml:1:4: unclosed bracket '['");
     check_text(
         "just text",
-        "web.yaml:1:1: a manifest is a v1 Pod (or a scheduling.k8s.io/v1 PriorityClass), a mapping; this is a string",
+        "web.yaml:1:1: a manifest is a v1 Pod (or a v1 ConfigMap or Secret, a scheduling.k8s.io/v1 PriorityClass, a node.k8s.io/v1 RuntimeClass), a mapping; this is a string",
     );
     check_text("[]", "a mapping; this is a list");
     check_text("spec: {}", "web.yaml:1:1: kind: must be there and be a string");
@@ -369,10 +369,6 @@ fn what_cannot_be_done_yet_is_refused() {
         "8:17: spec.containers[0].lifecycle.stopSignal: beelet can't do this yet (stop signals); take it out",
     );
     check_spec(
-        "runtimeClassName: gvisor",
-        "5:21: spec.runtimeClassName: beelet can't do this yet (runtime classes); take it out",
-    );
-    check_spec(
         "volumes: [{name: a, nfs: {server: x, path: /}}]",
         "5:23: spec.volumes[0].nfs: beelet can't do this yet (network and storage plugins' volumes); take it out",
     );
@@ -385,16 +381,8 @@ fn a_static_pod_refers_to_nothing_in_an_api_server() {
         "5:23: spec.serviceAccountName: a static pod may not refer to objects of the API server (service accounts); take it out",
     );
     check_spec(
-        "volumes: [{name: a, configMap: {name: x}}]",
-        "5:23: spec.volumes[0].configMap: a static pod may not refer to objects of the API server (config maps and secrets); take it out",
-    );
-    check_container(
-        "envFrom: [{secretRef: {name: x}}]",
-        "8:5: spec.containers[0].envFrom: a static pod may not refer to objects of the API server (config maps and secrets); take it out",
-    );
-    check_container(
-        "env: [{name: A, valueFrom: {secretKeyRef: {name: x, key: k}}}]",
-        "8:33: spec.containers[0].env[0].valueFrom.secretKeyRef: a static pod may not refer to objects of the API server (config maps and secrets); take it out",
+        "volumes: [{name: a, persistentVolumeClaim: {claimName: x}}]",
+        "5:23: spec.volumes[0].persistentVolumeClaim: a static pod may not refer to objects of the API server (volume claims); take it out",
     );
 }
 
@@ -471,14 +459,7 @@ fn security_is_checked() {
         "securityContext: {runAsNonRoot: true, runAsUser: 0}",
         "8:54: spec.containers[0].securityContext.runAsUser: is root, but runAsNonRoot is true",
     );
-    check_text(
-        &with_container("securityContext: {runAsNonRoot: true}"),
-        "runAsNonRoot: needs runAsUser beside it",
-    );
-    check_container(
-        "securityContext: {runAsGroup: 5}",
-        "8:35: spec.containers[0].securityContext.runAsGroup: needs runAsUser beside it",
-    );
+    check_accepted(&with_container("securityContext: {runAsNonRoot: true, runAsGroup: 5}"));
     check_container(
         "securityContext: {privileged: true, allowPrivilegeEscalation: false}",
         "8:67: spec.containers[0].securityContext.allowPrivilegeEscalation: can't be false in a privileged container",
@@ -513,6 +494,98 @@ fn fields_of_the_spec_are_checked() {
     );
 }
 
+#[test]
+fn volumes_of_objects_are_checked() {
+    check_text(
+        &with_spec("volumes: [{name: a, configMap: {name: x, defaultMode: 0o1777}}]"),
+        "spec.volumes[0].configMap.defaultMode: must be from 0 to 0777 (in JSON 511)",
+    );
+    check_text(
+        &with_spec("volumes: [{name: a, secret: {secretName: x, items: [{key: k, path: ../y}]}}]"),
+        "spec.volumes[0].secret.items[0].path: \"../y\" must not begin with '..'",
+    );
+    check_text(
+        &with_spec(
+            "volumes: [{name: a, downwardAPI: {items: [{path: x, fieldRef: {fieldPath: status.podIP}}]}}]",
+        ),
+        "spec.volumes[0].downwardAPI.items[0].fieldRef.fieldPath: \"status.podIP\" is not a field that a file can show; use metadata.name, metadata.namespace, metadata.uid, metadata.labels, metadata.annotations or one of their keys",
+    );
+    check_text(
+        &with_spec(
+            "volumes: [{name: a, downwardAPI: {items: [{path: x, resourceFieldRef: {containerName: none, resource: limits.cpu}}]}}]",
+        ),
+        "spec.volumes[0].downwardAPI.items[0].resourceFieldRef.containerName: the pod has no container \"none\"",
+    );
+    check_text(
+        &with_spec("volumes: [{name: a, projected: {sources: [{configMap: {name: x}, secret: {name: z}}]}}]"),
+        "spec.volumes[0].projected.sources[0]: must have exactly one source",
+    );
+    check_text(
+        &with_spec("volumes: [{name: a, image: {}}]"),
+        "spec.volumes[0].image.reference: must be there: the image's name",
+    );
+    check_accepted(&with_spec(
+        "volumes: [{name: a, configMap: {name: x}}, {name: b, image: {reference: 'x:1'}}, {name: c, projected: {sources: [{secret: {name: z}}]}}]",
+    ));
+}
+
+#[test]
+fn sources_of_variables_are_checked() {
+    check_text(
+        &with_container("env: [{name: A, valueFrom: {resourceFieldRef: {resource: cpu}}}]"),
+        "spec.containers[0].env[0].valueFrom.resourceFieldRef.resource: \"cpu\" is not a resource that can be shown: limits or requests, of cpu, memory or ephemeral-storage, such as limits.cpu",
+    );
+    check_text(
+        &with_container("env: [{name: A, valueFrom: {secretKeyRef: {name: x}}}]"),
+        "spec.containers[0].env[0].valueFrom.secretKeyRef.key: must be there",
+    );
+    check_text(
+        &with_container("envFrom: [{prefix: A_}]"),
+        "spec.containers[0].envFrom[0]: must have exactly one of configMapRef and secretRef",
+    );
+    check_accepted(&with_container(
+        "envFrom: [{secretRef: {name: x}}, {prefix: A_, configMapRef: {name: z, optional: true}}]",
+    ));
+}
+
+#[test]
+fn parts_of_volumes_are_checked() {
+    let mounted = |mount: &str| {
+        with_container(&format!("volumeMounts: [{{name: a, mountPath: /a, {mount}}}]"))
+            .replace("spec:\n", "spec:\n  volumes: [{name: a}]\n")
+    };
+    check_text(&mounted("subPath: ../x"), "subPath: \"../x\" must be relative and without '..'");
+    check_text(&mounted("subPath: /x"), "subPath: \"/x\" must be relative and without '..'");
+    check_text(&mounted("subPath: x, subPathExpr: z"), "subPathExpr: can't be there together with subPath");
+    check_text(&mounted("recursiveReadOnly: Enabled"), "recursiveReadOnly: needs readOnly: true");
+    check_text(&mounted("recursiveReadOnly: Yes"), "recursiveReadOnly: must be a string");
+    check_text(&mounted("recursiveReadOnly: Never"), "must be Disabled, Enabled or IfPossible");
+    check_accepted(&mounted("subPathExpr: $(A)/x, readOnly: true, recursiveReadOnly: IfPossible"));
+}
+
+#[test]
+fn names_and_confinement_of_the_pod_are_checked() {
+    check_text(
+        &with_spec("hostAliases: [{ip: here, hostnames: [A]}]"),
+        "spec.hostAliases[0].ip: \"here\" is not an IP address\nweb.yaml:5:40: spec.hostAliases[0].hostnames[0]: \"A\" is not a name: up to 253 of a-z, 0-9, '-' and '.', each part beginning and ending with a letter or digit",
+    );
+    check_text(
+        &with_spec("hostnameOverride: a.b\nsetHostnameAsFQDN: true"),
+        "spec.hostnameOverride: can't be there together with setHostnameAsFQDN",
+    );
+    check_text(
+        &with_spec("securityContext: {fsGroupChangePolicy: Never}"),
+        "spec.securityContext.fsGroupChangePolicy: must be OnRootMismatch or Always, not \"Never\"",
+    );
+    check_text(
+        &with_spec("securityContext: {seccompProfile: {type: Localhost, localhostProfile: ../x}}"),
+        "spec.securityContext.seccompProfile.localhostProfile: \"../x\" must be relative and without '..'",
+    );
+    check_accepted(&with_spec(
+        "subdomain: front\nsetHostnameAsFQDN: true\nruntimeClassName: vm\nsecurityContext: {fsGroup: 5, supplementalGroups: [6], supplementalGroupsPolicy: Strict}",
+    ));
+}
+
 fn check_warning(text: &str, expected: &str) {
     let warnings = read(text, "web.yaml").unwrap().warnings;
     assert_eq!(warnings, [expected], "{text}");
@@ -539,10 +612,6 @@ fn unknown_fields_and_those_without_effect_are_warnings() {
         "line 5: spec.volumes[0].emptyDir: has no effect: sizeLimit of a volume on disk is not enforced yet",
     );
     check_accepted(&with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi, medium: Memory}}]"));
-    check_warning(
-        &with_container("terminationMessagePath: /dev/null"),
-        "line 8: spec.containers[0].terminationMessagePath: has no effect: termination messages are not collected yet",
-    );
     check_accepted(&with_container("env: null\nworkingDir: /"));
     check_accepted(&with_spec("tolerations: []\nhostNetwork: false"));
 }

@@ -7,14 +7,7 @@ use crate::pods::observe::SandboxDetail;
 const NOW: i64 = 1_700_000_100;
 
 fn node() -> NodeFacts {
-    NodeFacts {
-        node_name: "n1".to_owned(),
-        host_ip: [192, 0, 2, 1].into(),
-        pod_logs_dir: "/logs".into(),
-        host_dns: cri::DnsConfig::default(),
-        cluster_dns: Vec::new(),
-        cluster_domain: String::new(),
-    }
+    crate::pods::cri_config::tests::node()
 }
 
 #[allow(clippy::needless_pass_by_value)] // callers hand over what json! makes

@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use beelet_policy::quantity::Quantity;
-use k8s_openapi::api::core::v1::{Container, ContainerPort, EnvVar, PodSpec, SecurityContext};
+use k8s_openapi::api::core::v1::{
+    Container, ContainerPort, EnvFromSource, EnvVar, PodSpec, ResourceFieldSelector, SecurityContext,
+    VolumeMount,
+};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
 use super::super::names;
@@ -47,6 +50,9 @@ pub(super) fn container(
     port_names(path, container, problems);
     for (i, variable) in container.env.iter().flatten().enumerate() {
         check_variable(&format!("{path}.env[{i}]"), variable, problems);
+    }
+    for (i, source) in container.env_from.iter().flatten().enumerate() {
+        check_env_from(&format!("{path}.envFrom[{i}]"), source, problems);
     }
     resources(path, container, problems);
     mounts(path, container, volumes, problems);
@@ -140,6 +146,20 @@ fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
     if sources.into_iter().filter(|there| *there).count() != 1 {
         problems.add(format!("{path}.valueFrom"), "must have exactly one source, such as fieldRef");
     }
+    if let Some(selector) = &source.resource_field_ref {
+        resource_field(&format!("{path}.valueFrom.resourceFieldRef"), selector, problems);
+    }
+    let keyed = [
+        ("configMapKeyRef", source.config_map_key_ref.as_ref().map(|r| (&r.name, &r.key))),
+        ("secretKeyRef", source.secret_key_ref.as_ref().map(|r| (&r.name, &r.key))),
+    ];
+    for (field, reference) in keyed {
+        let Some((name, key)) = reference else { continue };
+        problems.extend(names::subdomain(&format!("{path}.valueFrom.{field}.name"), name));
+        if key.is_empty() {
+            problems.add(format!("{path}.valueFrom.{field}.key"), "must be there");
+        }
+    }
     let Some(field) = &source.field_ref else { return };
     problems.one_of(&format!("{path}.valueFrom.fieldRef.apiVersion"), field.api_version.as_deref(), &["v1"]);
     if !FIELDS.contains(&field.field_path.as_str()) && !is_subscript(&field.field_path) {
@@ -150,7 +170,47 @@ fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
     }
 }
 
-fn is_subscript(path: &str) -> bool {
+/// What `envFrom` takes whole.
+fn check_env_from(path: &str, source: &EnvFromSource, problems: &mut Problems) {
+    let named = [
+        ("configMapRef", source.config_map_ref.as_ref().map(|r| &r.name)),
+        ("secretRef", source.secret_ref.as_ref().map(|r| &r.name)),
+    ];
+    for (field, name) in named.iter().filter_map(|(field, name)| Some((field, (*name)?))) {
+        problems.extend(names::subdomain(&format!("{path}.{field}.name"), name));
+    }
+    if named.iter().filter(|(_, name)| name.is_some()).count() != 1 {
+        problems.add(path, "must have exactly one of configMapRef and secretRef");
+    }
+    if let Some(prefix) = source.prefix.as_deref().filter(|prefix| !prefix.is_empty()) {
+        problems.extend(names::variable(&format!("{path}.prefix"), prefix));
+    }
+}
+
+/// What `resourceFieldRef` may point to.
+pub(super) fn resource_field(path: &str, selector: &ResourceFieldSelector, problems: &mut Problems) {
+    let known = selector.resource.split_once('.').is_some_and(|(list, name)| {
+        (list == "limits" || list == "requests")
+            && (matches!(name, "cpu" | "memory" | "ephemeral-storage") || name.starts_with("hugepages-"))
+    });
+    if !known {
+        let rule =
+            "is not a resource that can be shown: limits or requests, of cpu, memory or ephemeral-storage";
+        problems.add(
+            format!("{path}.resource"),
+            format!("{} {rule}, such as limits.cpu", names::quoted(&selector.resource)),
+        );
+    }
+    if let Some(divisor) = &selector.divisor {
+        match Quantity::parse(&divisor.0) {
+            Ok(divisor) if divisor < Quantity::ZERO => problems.add(format!("{path}.divisor"), "is negative"),
+            Ok(_) => {}
+            Err(error) => problems.add(format!("{path}.divisor"), error.to_string()),
+        }
+    }
+}
+
+pub(super) fn is_subscript(path: &str) -> bool {
     let rest = path.strip_prefix("metadata.labels['").or_else(|| path.strip_prefix("metadata.annotations['"));
     rest.and_then(|rest| rest.strip_suffix("']")).is_some_and(|key| !key.is_empty() && !key.contains('\''))
 }
@@ -242,6 +302,7 @@ fn mounts(path: &str, container: &Container, volumes: &BTreeSet<&str>, problems:
         } else if !seen.insert(target.as_str()) {
             problems.add(format!("{path}.mountPath"), format!("{target:?} is the path of an earlier mount"));
         }
+        parts(&path, mount, problems);
         let kinds = ["None", "HostToContainer", "Bidirectional"];
         let propagation = mount.mount_propagation.as_deref();
         problems.one_of(&format!("{path}.mountPropagation"), propagation, &kinds);
@@ -253,26 +314,38 @@ fn mounts(path: &str, container: &Container, volumes: &BTreeSet<&str>, problems:
     }
 }
 
+/// The rules for a part of a volume, and for what is read-only below.
+fn parts(path: &str, mount: &VolumeMount, problems: &mut Problems) {
+    let part = mount.sub_path.as_deref().unwrap_or_default();
+    let expression = mount.sub_path_expr.as_deref().unwrap_or_default();
+    problems.extend(names::inner_path(&format!("{path}.subPath"), part));
+    problems.extend(names::inner_path(&format!("{path}.subPathExpr"), expression));
+    if !part.is_empty() && !expression.is_empty() {
+        problems.add(format!("{path}.subPathExpr"), "can't be there together with subPath");
+    }
+    let recursive = mount.recursive_read_only.as_deref();
+    let path = format!("{path}.recursiveReadOnly");
+    problems.one_of(&path, recursive, &["Disabled", "Enabled", "IfPossible"]);
+    if matches!(recursive, Some("Enabled" | "IfPossible")) {
+        if mount.read_only != Some(true) {
+            problems.add(&path, "needs readOnly: true");
+        }
+        if !matches!(mount.mount_propagation.as_deref(), None | Some("" | "None")) {
+            problems.add(&path, "can't be there together with mountPropagation");
+        }
+    }
+}
+
 fn security(path: &str, container: &Container, spec: &PodSpec, problems: &mut Problems) {
     let own = container.security_context.clone().unwrap_or_default();
     let of_pod = spec.security_context.clone().unwrap_or_default();
     for (field, id) in [("runAsUser", own.run_as_user), ("runAsGroup", own.run_as_group)] {
         problems.within(&format!("{path}.{field}"), id, 0..=i32::MAX.into());
     }
-    // A group alone says nothing to a runtime: it is the group of a user that is named too.
+    // What the image's own user is can be known only when it is here: the container says so then.
     let user = own.run_as_user.or(of_pod.run_as_user);
-    if own.run_as_group.or(of_pod.run_as_group).is_some() && user.is_none() {
-        problems.add(format!("{path}.runAsGroup"), "needs runAsUser beside it");
-    }
-    if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) {
-        match user {
-            Some(0) => problems.add(format!("{path}.runAsUser"), "is root, but runAsNonRoot is true"),
-            Some(_) => {}
-            None => problems.add(
-                format!("{path}.runAsNonRoot"),
-                "needs runAsUser beside it: beelet can't look up the user of an image yet",
-            ),
-        }
+    if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) && user == Some(0) {
+        problems.add(format!("{path}.runAsUser"), "is root, but runAsNonRoot is true");
     }
     privileges(path, &own, problems);
 }
@@ -291,8 +364,5 @@ fn privileges(path: &str, own: &SecurityContext, problems: &mut Problems) {
         }
     }
     problems.one_of(&format!("{path}.procMount"), own.proc_mount.as_deref(), &["Default", "Unmasked"]);
-    if let Some(seccomp) = &own.seccomp_profile {
-        let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
-        problems.one_of(&format!("{path}.seccompProfile.type"), Some(&seccomp.type_), &kinds);
-    }
+    super::seccomp(&format!("{path}.seccompProfile"), own.seccomp_profile.as_ref(), problems);
 }

@@ -8,14 +8,17 @@ mod lifecycle;
 mod probes;
 mod volumes;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, Toleration};
+use beelet_policy::quantity::Quantity;
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, SeccompProfile, Toleration};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use super::error::Problem;
 use super::names;
 use super::priority;
+use crate::pods::hosts;
 
 /// Most bytes of all annotations together: the API's own limit.
 const ANNOTATIONS_MAX: usize = 256 << 10;
@@ -110,6 +113,11 @@ fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
     if let Some(hostname) = spec.hostname.as_deref().filter(|name| !name.is_empty()) {
         problems.extend(names::label("spec.hostname", hostname));
     }
+    hostnames(spec, problems);
+    if let Some(class) = spec.runtime_class_name.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::subdomain("spec.runtimeClassName", class));
+    }
+    amounts("spec.overhead", spec.overhead.as_ref(), problems);
     if let Some(os) = &spec.os {
         problems.one_of("spec.os.name", Some(&os.name), &["linux"]);
     }
@@ -118,8 +126,46 @@ fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
     for (i, toleration) in spec.tolerations.iter().flatten().enumerate() {
         tolerations(&format!("spec.tolerations[{i}]"), toleration, problems);
     }
-    let volumes = volumes::all(spec.volumes.as_deref().unwrap_or_default(), problems);
+    let volumes = volumes::all(spec, problems);
     all_containers(spec, &volumes, problems);
+}
+
+fn hostnames(spec: &PodSpec, problems: &mut Problems) {
+    if let Some(subdomain) = spec.subdomain.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::label("spec.subdomain", subdomain));
+    }
+    if let Some(whole) = spec.hostname_override.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::subdomain("spec.hostnameOverride", whole));
+        if whole.len() > 64 {
+            problems.add("spec.hostnameOverride", "must have at most 64 characters");
+        }
+        if spec.host_network == Some(true) {
+            problems.add("spec.hostnameOverride", "can't be there together with hostNetwork");
+        }
+        if spec.set_hostname_as_fqdn == Some(true) {
+            problems.add("spec.hostnameOverride", "can't be there together with setHostnameAsFQDN");
+        }
+    }
+    for (i, alias) in spec.host_aliases.iter().flatten().enumerate() {
+        let path = format!("spec.hostAliases[{i}]");
+        if !hosts::is_address(&alias.ip) {
+            problems.add(format!("{path}.ip"), format!("{} is not an IP address", names::quoted(&alias.ip)));
+        }
+        for (j, name) in alias.hostnames.iter().flatten().enumerate() {
+            problems.extend(names::subdomain(&format!("{path}.hostnames[{j}]"), name));
+        }
+    }
+}
+
+/// Quantities that can be read and are not negative.
+fn amounts(path: &str, list: Option<&BTreeMap<String, Amount>>, problems: &mut Problems) {
+    for (name, amount) in list.into_iter().flatten() {
+        match Quantity::parse(&amount.0) {
+            Ok(amount) if amount < Quantity::ZERO => problems.add(names::field(path, name), "is negative"),
+            Ok(_) => {}
+            Err(error) => problems.add(names::field(path, name), error.to_string()),
+        }
+    }
 }
 
 fn dns(spec: &PodSpec, problems: &mut Problems) {
@@ -153,9 +199,37 @@ fn namespaces(spec: &PodSpec, problems: &mut Problems) {
     let ids = [
         ("runAsUser", context.and_then(|c| c.run_as_user)),
         ("runAsGroup", context.and_then(|c| c.run_as_group)),
+        ("fsGroup", context.and_then(|c| c.fs_group)),
     ];
     for (field, id) in ids {
         problems.within(&format!("spec.securityContext.{field}"), id, 0..=i32::MAX.into());
+    }
+    let Some(context) = context else { return };
+    for (i, group) in context.supplemental_groups.iter().flatten().enumerate() {
+        let path = format!("spec.securityContext.supplementalGroups[{i}]");
+        problems.within(&path, Some(*group), 0..=i32::MAX.into());
+    }
+    let path = |field: &str| format!("spec.securityContext.{field}");
+    let policies = ["OnRootMismatch", "Always"];
+    problems.one_of(&path("fsGroupChangePolicy"), context.fs_group_change_policy.as_deref(), &policies);
+    let policies = ["Merge", "Strict"];
+    let policy = context.supplemental_groups_policy.as_deref();
+    problems.one_of(&path("supplementalGroupsPolicy"), policy, &policies);
+    seccomp(&path("seccompProfile"), context.seccomp_profile.as_ref(), problems);
+}
+
+/// A filter of system calls: one of the node's own is a file below one folder.
+fn seccomp(path: &str, profile: Option<&SeccompProfile>, problems: &mut Problems) {
+    let Some(profile) = profile else { return };
+    let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
+    problems.one_of(&format!("{path}.type"), Some(&profile.type_), &kinds);
+    let file = profile.localhost_profile.as_deref().unwrap_or_default();
+    let path = format!("{path}.localhostProfile");
+    match (profile.type_.as_str(), file) {
+        ("Localhost", "") => problems.add(path, "must be there: the profile's file"),
+        ("Localhost", file) => problems.extend(names::inner_path(&path, file)),
+        (_, "") => {}
+        (_, _) => problems.add(path, "is for the type Localhost only"),
     }
 }
 

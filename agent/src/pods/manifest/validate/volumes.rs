@@ -3,15 +3,18 @@
 use std::collections::BTreeSet;
 
 use beelet_policy::quantity::Quantity;
-use k8s_openapi::api::core::v1::{EmptyDirVolumeSource, HostPathVolumeSource, Volume};
+use k8s_openapi::api::core::v1::{
+    DownwardAPIVolumeFile, EmptyDirVolumeSource, HostPathVolumeSource, ImageVolumeSource, KeyToPath, PodSpec,
+    Volume, VolumeProjection,
+};
 
 use super::super::names;
 use super::Problems;
 
 /// Checks the volumes of a pod; returns their names.
-pub(super) fn all<'p>(volumes: &'p [Volume], problems: &mut Problems) -> BTreeSet<&'p str> {
+pub(super) fn all<'p>(spec: &'p PodSpec, problems: &mut Problems) -> BTreeSet<&'p str> {
     let mut seen = BTreeSet::new();
-    for (i, volume) in volumes.iter().enumerate() {
+    for (i, volume) in spec.volumes.iter().flatten().enumerate() {
         let path = format!("spec.volumes[{i}]");
         problems.extend(names::label(&format!("{path}.name"), &volume.name));
         if !volume.name.is_empty() && !seen.insert(volume.name.as_str()) {
@@ -21,14 +24,135 @@ pub(super) fn all<'p>(volumes: &'p [Volume], problems: &mut Problems) -> BTreeSe
         if sources(volume) > 1 {
             problems.add(&path, "must have one source only");
         }
-        if let Some(source) = &volume.host_path {
-            host_path(&format!("{path}.hostPath"), source, problems);
-        }
-        if let Some(source) = &volume.empty_dir {
-            empty_dir(&format!("{path}.emptyDir"), source, problems);
-        }
+        source(&path, volume, spec, problems);
     }
     seen
+}
+
+fn source(path: &str, volume: &Volume, spec: &PodSpec, problems: &mut Problems) {
+    if let Some(source) = &volume.host_path {
+        host_path(&format!("{path}.hostPath"), source, problems);
+    }
+    if let Some(source) = &volume.empty_dir {
+        empty_dir(&format!("{path}.emptyDir"), source, problems);
+    }
+    if let Some(source) = &volume.config_map {
+        let path = format!("{path}.configMap");
+        problems.extend(names::subdomain(&format!("{path}.name"), &source.name));
+        mode(&format!("{path}.defaultMode"), source.default_mode, problems);
+        items(&path, source.items.as_deref(), problems);
+    }
+    if let Some(source) = &volume.secret {
+        let path = format!("{path}.secret");
+        let name = source.secret_name.as_deref().unwrap_or_default();
+        problems.extend(names::subdomain(&format!("{path}.secretName"), name));
+        mode(&format!("{path}.defaultMode"), source.default_mode, problems);
+        items(&path, source.items.as_deref(), problems);
+    }
+    if let Some(source) = &volume.downward_api {
+        let path = format!("{path}.downwardAPI");
+        mode(&format!("{path}.defaultMode"), source.default_mode, problems);
+        downward(&path, source.items.as_deref(), spec, problems);
+    }
+    if let Some(source) = &volume.projected {
+        let path = format!("{path}.projected");
+        mode(&format!("{path}.defaultMode"), source.default_mode, problems);
+        for (i, projection) in source.sources.iter().flatten().enumerate() {
+            project(&format!("{path}.sources[{i}]"), projection, spec, problems);
+        }
+    }
+    if let Some(source) = &volume.image {
+        image(&format!("{path}.image"), source, problems);
+    }
+}
+
+fn image(path: &str, source: &ImageVolumeSource, problems: &mut Problems) {
+    if source.reference.as_deref().unwrap_or_default().is_empty() {
+        problems.add(format!("{path}.reference"), "must be there: the image's name");
+    }
+    let policies = ["Always", "IfNotPresent", "Never"];
+    problems.one_of(&format!("{path}.pullPolicy"), source.pull_policy.as_deref(), &policies);
+}
+
+fn project(path: &str, projection: &VolumeProjection, spec: &PodSpec, problems: &mut Problems) {
+    let fields = serde_json::to_value(projection).unwrap_or_default();
+    if fields.as_object().map_or(0, serde_json::Map::len) != 1 {
+        problems.add(path, "must have exactly one source");
+    }
+    if let Some(source) = &projection.config_map {
+        problems.extend(names::subdomain(&format!("{path}.configMap.name"), &source.name));
+        items(&format!("{path}.configMap"), source.items.as_deref(), problems);
+    }
+    if let Some(source) = &projection.secret {
+        problems.extend(names::subdomain(&format!("{path}.secret.name"), &source.name));
+        items(&format!("{path}.secret"), source.items.as_deref(), problems);
+    }
+    if let Some(source) = &projection.downward_api {
+        downward(&format!("{path}.downwardAPI"), source.items.as_deref(), spec, problems);
+    }
+}
+
+fn mode(path: &str, mode: Option<i32>, problems: &mut Problems) {
+    if mode.is_some_and(|mode| !(0..=0o777).contains(&mode)) {
+        problems.add(path, "must be from 0 to 0777 (in JSON 511)");
+    }
+}
+
+fn items(path: &str, items: Option<&[KeyToPath]>, problems: &mut Problems) {
+    for (i, item) in items.into_iter().flatten().enumerate() {
+        let path = format!("{path}.items[{i}]");
+        if item.key.is_empty() {
+            problems.add(format!("{path}.key"), "must be there");
+        }
+        file_path(&format!("{path}.path"), &item.path, problems);
+        mode(&format!("{path}.mode"), item.mode, problems);
+    }
+}
+
+/// A file's place in a volume.
+fn file_path(path: &str, file: &str, problems: &mut Problems) {
+    if file.is_empty() {
+        problems.add(path, "must be there: the file's place in the volume");
+    } else if file.starts_with("..") {
+        problems.add(path, format!("{} must not begin with '..'", names::quoted(file)));
+    } else {
+        problems.extend(names::inner_path(path, file));
+    }
+}
+
+/// What `fieldRef` may point to in a file: what is known before the pod has addresses.
+const FIELDS: [&str; 5] =
+    ["metadata.name", "metadata.namespace", "metadata.uid", "metadata.labels", "metadata.annotations"];
+
+fn downward(path: &str, items: Option<&[DownwardAPIVolumeFile]>, spec: &PodSpec, problems: &mut Problems) {
+    for (i, item) in items.into_iter().flatten().enumerate() {
+        let path = format!("{path}.items[{i}]");
+        file_path(&format!("{path}.path"), &item.path, problems);
+        mode(&format!("{path}.mode"), item.mode, problems);
+        match (&item.field_ref, &item.resource_field_ref) {
+            (Some(field), None) => {
+                let known = FIELDS.contains(&field.field_path.as_str())
+                    || super::containers::is_subscript(&field.field_path);
+                if !known {
+                    let rule = "is not a field that a file can show; use metadata.name, metadata.namespace, \
+                                metadata.uid, metadata.labels, metadata.annotations or one of their keys";
+                    let message = format!("{} {rule}", names::quoted(&field.field_path));
+                    problems.add(format!("{path}.fieldRef.fieldPath"), message);
+                }
+            }
+            (None, Some(selector)) => {
+                let path = format!("{path}.resourceFieldRef");
+                super::containers::resource_field(&path, selector, problems);
+                let name = selector.container_name.as_deref().unwrap_or_default();
+                let mut all = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+                if !all.any(|container| container.name == name) {
+                    let message = format!("the pod has no container {}", names::quoted(name));
+                    problems.add(format!("{path}.containerName"), message);
+                }
+            }
+            _ => problems.add(&path, "must have exactly one of fieldRef and resourceFieldRef"),
+        }
+    }
 }
 
 /// How many sources a volume has: all its fields but the name.

@@ -1,0 +1,403 @@
+//! Reads a container's log from its rotated files on, and follows it: by inotify, over rotations, until the container
+//! has ended.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use flate2::read::GzDecoder;
+use futures::StreamExt;
+use inotify::{Inotify, WatchMask};
+use jiff::Timestamp;
+use tokio::sync::mpsc;
+
+use super::{Stream, parse, rotate};
+
+/// Most bytes of a piece that is handed on.
+const PIECE: usize = 32 << 10;
+/// Longest line that is kept whole; a longer one comes in pieces. Runtimes cut lines at 16 KiB.
+const LINE_MAX: u64 = 1 << 20;
+/// Bytes of inotify events read at once.
+const EVENTS: usize = 4096;
+
+/// What of a log is wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// Only so many of the last lines.
+    pub tail: Option<u64>,
+    /// Only what was written since.
+    pub since: Option<Timestamp>,
+    /// With the time before each line.
+    pub timestamps: bool,
+}
+
+/// A piece of a container's output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where the container wrote it to.
+    pub stream: Stream,
+    /// Whole lines, usually.
+    pub bytes: Vec<u8>,
+}
+
+/// Why reading ended early.
+#[derive(Debug)]
+pub enum ReadError {
+    /// Nobody listens any more.
+    Closed,
+    /// The log can't be read.
+    Io(io::Error),
+}
+
+impl From<io::Error> for ReadError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Sends what is wanted of the log at `path`, its rotated files included; then, until `ended` comes true, what is
+/// written to it. `ended` is asked for after each change; None: it isn't followed at all.
+///
+/// # Errors
+/// The log can't be read, or nobody listens any more.
+pub async fn read(
+    path: PathBuf,
+    wanted: Wanted,
+    pieces: mpsc::Sender<Piece>,
+    ended: Option<impl Future<Output = ()> + Send>,
+) -> Result<(), ReadError> {
+    let Some(ended) = ended else {
+        return blocking(move || Reader::new(path, wanted, pieces).all().map(drop)).await;
+    };
+    // Watched before it is read: what comes in between is told.
+    let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
+    let inotify = Inotify::init()?;
+    let mask = WatchMask::MODIFY | WatchMask::CREATE | WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE;
+    inotify.watches().add(&folder, mask)?;
+    let mut events = inotify.into_event_stream(vec![0; EVENTS])?;
+    let listener = pieces.clone();
+    let mut reader = blocking(move || Reader::new(path, wanted, pieces).all()).await?;
+    let mut ended = std::pin::pin!(ended);
+    loop {
+        let over = tokio::select! {
+            event = events.next() => match event {
+                Some(event) => {
+                    event?;
+                    // What else is there says the same.
+                    while futures::FutureExt::now_or_never(events.next()).flatten().is_some() {}
+                    false
+                }
+                None => return Err(io::Error::other("the kernel ended the stream of inotify events").into()),
+            },
+            () = &mut ended => true,
+            () = listener.closed() => return Err(ReadError::Closed),
+        };
+        reader = blocking(move || {
+            reader.more()?;
+            Ok(reader)
+        })
+        .await?;
+        if over {
+            return Ok(());
+        }
+    }
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ReadError> + Send + 'static,
+) -> Result<T, ReadError> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| Err(io::Error::other(e).into()))
+}
+
+/// Reads; all of it blocks.
+struct Reader {
+    path: PathBuf,
+    wanted: Wanted,
+    pieces: mpsc::Sender<Piece>,
+    /// The file that is being written, as far as it has been read.
+    open: Option<BufReader<File>>,
+    /// The one before, for what was written to it while the runtime opened the new one.
+    before: Option<BufReader<File>>,
+    /// A line whose end has not been written yet.
+    begun: Vec<u8>,
+    gathered: Option<Piece>,
+}
+
+impl Reader {
+    fn new(path: PathBuf, wanted: Wanted, pieces: mpsc::Sender<Piece>) -> Self {
+        Self { path, wanted, pieces, open: None, before: None, begun: Vec::new(), gathered: None }
+    }
+
+    /// What there is now.
+    fn all(mut self) -> Result<Self, ReadError> {
+        // Opened first: what is rotated from now on is still read here, and must not be read twice.
+        let current = match File::open(&self.path) {
+            Ok(file) => Some(file),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(e.into()),
+        };
+        let files = self.rotated(current.as_ref())?;
+        let (first, mut skip) = self.start(&files, current.as_ref())?;
+        for path in &files[first..] {
+            // One that is removed meanwhile is not missed: its lines are the oldest.
+            let Some(mut file) = open(path)? else { continue };
+            self.lines(&mut file, &mut skip)?;
+        }
+        if let Some(current) = current {
+            let mut file = BufReader::new(current);
+            self.lines(&mut file, &mut skip)?;
+            self.open = Some(file);
+        }
+        self.flush()?;
+        Ok(self)
+    }
+
+    /// The rotated files but the one that is open already.
+    fn rotated(&self, current: Option<&File>) -> Result<Vec<PathBuf>, ReadError> {
+        let ours = current.map(File::metadata).transpose()?.map(|found| (found.dev(), found.ino()));
+        let mut files = rotate::rotated(&self.path)?;
+        files.retain(|path| {
+            let found = fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+            found.is_none() || found != ours
+        });
+        Ok(files)
+    }
+
+    /// Which file to begin with, and how many lines of it to leave out.
+    fn start(&self, files: &[PathBuf], current: Option<&File>) -> Result<(usize, u64), ReadError> {
+        let Some(mut missing) = self.wanted.tail else { return Ok((0, 0)) };
+        if let Some(current) = current {
+            // Another descriptor of the same file, with a position of its own.
+            let again = File::open(format!("/proc/self/fd/{}", current.as_raw_fd()))?;
+            let count = count_lines(&mut BufReader::new(again))?;
+            if count >= missing {
+                return Ok((files.len(), count - missing));
+            }
+            missing -= count;
+        }
+        for (index, path) in files.iter().enumerate().rev() {
+            let Some(mut file) = open(path)? else { continue };
+            let count = count_lines(&mut file)?;
+            if count >= missing {
+                return Ok((index, count - missing));
+            }
+            missing -= count;
+        }
+        Ok((0, 0))
+    }
+
+    /// What has been written since.
+    fn more(&mut self) -> Result<(), ReadError> {
+        let mut none = 0;
+        if let Some(mut before) = self.before.take() {
+            self.lines(&mut before, &mut none)?;
+        }
+        if let Some(mut open) = self.open.take() {
+            self.lines(&mut open, &mut none)?;
+            if self.was_replaced(&open)? {
+                self.before = Some(open);
+            } else {
+                self.open = Some(open);
+            }
+        }
+        if self.open.is_none() {
+            match File::open(&self.path) {
+                Ok(file) => {
+                    let mut file = BufReader::new(file);
+                    self.lines(&mut file, &mut none)?;
+                    self.open = Some(file);
+                }
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        self.flush()
+    }
+
+    /// Whether another file has the log's name by now.
+    fn was_replaced(&self, open: &BufReader<File>) -> Result<bool, ReadError> {
+        let ours = open.get_ref().metadata()?;
+        match fs::metadata(&self.path) {
+            Ok(there) => Ok((ours.dev(), ours.ino()) != (there.dev(), there.ino())),
+            // Renamed, and the new one not made yet: lines still come here.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Hands on all whole lines that are left in a file, but the first `skip`.
+    fn lines(&mut self, file: &mut dyn BufRead, skip: &mut u64) -> Result<(), ReadError> {
+        loop {
+            let mut line = std::mem::take(&mut self.begun);
+            let read = file.take(LINE_MAX).read_until(b'\n', &mut line)?;
+            let whole = line.ends_with(b"\n");
+            if !whole && (read == 0 || (line.len() as u64) < LINE_MAX) {
+                self.begun = line;
+                return Ok(());
+            }
+            if *skip > 0 {
+                *skip -= 1;
+                continue;
+            }
+            self.hand_on(&line)?;
+        }
+    }
+
+    fn hand_on(&mut self, line: &[u8]) -> Result<(), ReadError> {
+        // A line of no known form is shown as it is.
+        let Some(parsed) = parse(line) else { return self.gather(Stream::Out, &[line]) };
+        if let Some(since) = self.wanted.since
+            && parsed.time.parse::<Timestamp>().is_ok_and(|at| at < since)
+        {
+            return Ok(());
+        }
+        let end: &[u8] = if parsed.partial { b"" } else { b"\n" };
+        if self.wanted.timestamps {
+            self.gather(parsed.stream, &[parsed.time.as_bytes(), b" ", parsed.text, end])
+        } else {
+            self.gather(parsed.stream, &[parsed.text, end])
+        }
+    }
+
+    fn gather(&mut self, stream: Stream, parts: &[&[u8]]) -> Result<(), ReadError> {
+        if self.gathered.as_ref().is_some_and(|piece| piece.stream != stream || piece.bytes.len() >= PIECE) {
+            self.flush()?;
+        }
+        let piece = self.gathered.get_or_insert_with(|| Piece { stream, bytes: Vec::new() });
+        parts.iter().for_each(|part| piece.bytes.extend_from_slice(part));
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), ReadError> {
+        match self.gathered.take() {
+            Some(piece) => self.pieces.blocking_send(piece).map_err(|_| ReadError::Closed),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
+fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, ReadError> {
+    let compressed = path.extension().is_some_and(|end| end == "gz");
+    match File::open(path) {
+        Ok(file) if compressed => Ok(Some(Box::new(BufReader::new(GzDecoder::new(BufReader::new(file)))))),
+        Ok(file) => Ok(Some(Box::new(BufReader::new(file)))),
+        Err(e) if e.kind() == io::ErrorKind::NotFound && !compressed => {
+            open(&rotate::with_end(path, rotate::COMPRESSED))
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn count_lines(file: &mut dyn BufRead) -> Result<u64, ReadError> {
+    let mut count = 0;
+    loop {
+        let buffer = file.fill_buf()?;
+        if buffer.is_empty() {
+            return Ok(count);
+        }
+        count += buffer.iter().filter(|b| **b == b'\n').count() as u64;
+        let length = buffer.len();
+        file.consume(length);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::time::Duration;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn line(second: u32, stream: &str, text: &str) -> String {
+        format!("2026-11-21T19:00:{second:02}.5Z {stream} F {text}\n")
+    }
+
+    async fn shown(path: &Path, wanted: Wanted) -> String {
+        let (sender, mut receiver) = mpsc::channel(4);
+        let reading = tokio::spawn(read(path.to_owned(), wanted, sender, None::<std::future::Ready<()>>));
+        let mut text = String::new();
+        while let Some(piece) = receiver.recv().await {
+            text.push_str(&String::from_utf8(piece.bytes).unwrap());
+        }
+        reading.await.unwrap().unwrap();
+        text
+    }
+
+    fn rotated(dir: &Path) -> PathBuf {
+        let log = dir.join("0.log");
+        let mut gz = flate2::write::GzEncoder::new(
+            File::create(dir.join("0.log.20261121-190001.gz")).unwrap(),
+            flate2::Compression::fast(),
+        );
+        gz.write_all((line(1, "stdout", "a") + &line(2, "stdout", "b")).as_bytes()).unwrap();
+        gz.finish().unwrap();
+        fs::write(dir.join("0.log.20261121-190003"), line(3, "stderr", "c")).unwrap();
+        fs::write(&log, line(4, "stdout", "d") + &line(5, "stdout", "e")).unwrap();
+        log
+    }
+
+    #[tokio::test]
+    async fn rotated_files_are_read_too_and_lines_counted_over_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = rotated(dir.path());
+        let check = async |wanted: Wanted, expected: &str| {
+            assert_eq!(shown(&log, wanted.clone()).await, expected, "{wanted:?}");
+        };
+        let tail = |lines| Wanted { tail: Some(lines), ..Wanted::default() };
+        check(Wanted::default(), "a\nb\nc\nd\ne\n").await;
+        check(tail(0), "").await;
+        check(tail(1), "e\n").await;
+        check(tail(3), "c\nd\ne\n").await;
+        check(tail(4), "b\nc\nd\ne\n").await;
+        check(tail(99), "a\nb\nc\nd\ne\n").await;
+        let since = Some("2026-11-21T19:00:04Z".parse().unwrap());
+        check(Wanted { since, ..Wanted::default() }, "d\ne\n").await;
+        let timed = Wanted { timestamps: true, ..tail(1) };
+        check(timed, "2026-11-21T19:00:05.5Z e\n").await;
+    }
+
+    #[tokio::test]
+    async fn lines_of_no_known_form_are_shown_and_parts_put_together() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        fs::write(&log, "what?\n2026-11-21T19:00:00Z stdout P hel\n2026-11-21T19:00:00Z stdout F lo\n")
+            .unwrap();
+        assert_eq!(shown(&log, Wanted::default()).await, "what?\nhello\n");
+        assert_eq!(shown(&dir.path().join("none.log"), Wanted::default()).await, "");
+    }
+
+    #[tokio::test]
+    async fn a_log_is_followed_over_a_rotation_to_the_containers_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        fs::write(&log, line(1, "stdout", "a")).unwrap();
+        let (sender, mut pieces) = mpsc::channel(4);
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        let ended = async move {
+            let _ = ended.await;
+        };
+        let reading = tokio::spawn(read(log.clone(), Wanted::default(), sender, Some(ended)));
+        let mut next = async || {
+            let piece = tokio::time::timeout(PATIENCE, pieces.recv()).await.unwrap();
+            piece.map(|piece| String::from_utf8(piece.bytes).unwrap())
+        };
+        assert_eq!(next().await.as_deref(), Some("a\n"));
+        let mut file = fs::OpenOptions::new().append(true).open(&log).unwrap();
+        file.write_all(line(2, "stdout", "b").as_bytes()).unwrap();
+        assert_eq!(next().await.as_deref(), Some("b\n"));
+        fs::rename(&log, dir.path().join("0.log.20261121-190003")).unwrap();
+        file.write_all(line(3, "stdout", "c").as_bytes()).unwrap();
+        assert_eq!(next().await.as_deref(), Some("c\n"));
+        fs::write(&log, line(4, "stdout", "d")).unwrap();
+        assert_eq!(next().await.as_deref(), Some("d\n"));
+        end.send(()).unwrap();
+        assert_eq!(next().await, None);
+        reading.await.unwrap().unwrap();
+    }
+}

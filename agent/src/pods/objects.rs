@@ -1,0 +1,182 @@
+//! The objects that pods refer to by name and that a cluster keeps in its API server: ConfigMaps, Secrets and
+//! RuntimeClasses. On a standalone node their manifests lie beside the pods'.
+//!
+//! Immutable once built; a new set is built whenever a manifest changes. Values of secrets must never get into a
+//! log: this type's `Debug` shows names only.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+/// One object with the file it came from.
+#[derive(Clone, Debug, PartialEq)]
+struct Kept<T> {
+    file: PathBuf,
+    object: Arc<T>,
+}
+
+/// Objects of one kind by namespace and name; the namespace of those that have none is empty.
+type ByName<T> = BTreeMap<(String, String), Kept<T>>;
+
+/// All of them.
+#[derive(Clone, Default, PartialEq)]
+pub struct Objects {
+    config_maps: ByName<ConfigMap>,
+    secrets: ByName<Secret>,
+    runtime_classes: ByName<RuntimeClass>,
+}
+
+/// An object as a manifest describes it.
+#[derive(Clone, PartialEq)]
+pub enum Object {
+    /// Configuration, as text or bytes.
+    ConfigMap(Arc<ConfigMap>),
+    /// The same, to be kept from others' eyes.
+    Secret(Arc<Secret>),
+    /// Another way to run a pod.
+    RuntimeClass(Arc<RuntimeClass>),
+}
+
+impl Object {
+    /// `ConfigMap`, `Secret`, `RuntimeClass`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::ConfigMap(_) => "ConfigMap",
+            Self::Secret(_) => "Secret",
+            Self::RuntimeClass(_) => "RuntimeClass",
+        }
+    }
+
+    /// Its metadata.
+    pub fn metadata(&self) -> &ObjectMeta {
+        match self {
+            Self::ConfigMap(map) => &map.metadata,
+            Self::Secret(secret) => &secret.metadata,
+            Self::RuntimeClass(class) => &class.metadata,
+        }
+    }
+}
+
+impl fmt::Debug for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let metadata = self.metadata();
+        write!(f, "{} {:?}/{:?}", self.kind(), metadata.namespace, metadata.name)
+    }
+}
+
+impl fmt::Debug for Objects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Objects")
+            .field("config_maps", &self.config_maps.keys())
+            .field("secrets", &self.secrets.keys())
+            .field("runtime_classes", &self.runtime_classes.keys())
+            .finish()
+    }
+}
+
+impl Objects {
+    /// Adds an object; where its name is taken, it is left out and the file that has the name comes back.
+    pub fn add(&mut self, file: &Path, object: &Object) -> Result<(), PathBuf> {
+        let metadata = object.metadata();
+        let name = metadata.name.clone().unwrap_or_default();
+        let key = (metadata.namespace.clone().unwrap_or_default(), name);
+        match object {
+            Object::ConfigMap(map) => insert(&mut self.config_maps, key, file, map),
+            Object::Secret(secret) => insert(&mut self.secrets, key, file, secret),
+            Object::RuntimeClass(class) => insert(&mut self.runtime_classes, key, file, class),
+        }
+    }
+
+    /// A ConfigMap.
+    pub fn config_map(&self, namespace: &str, name: &str) -> Option<&ConfigMap> {
+        get(&self.config_maps, namespace, name)
+    }
+
+    /// A Secret.
+    pub fn secret(&self, namespace: &str, name: &str) -> Option<&Secret> {
+        get(&self.secrets, namespace, name)
+    }
+
+    /// A RuntimeClass.
+    pub fn runtime_class(&self, name: &str) -> Option<&RuntimeClass> {
+        get(&self.runtime_classes, "", name)
+    }
+
+    /// The file that an object of this kind and name came from.
+    pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<&Path> {
+        let key = |namespace: &str| (namespace.to_owned(), name.to_owned());
+        match kind {
+            "ConfigMap" => self.config_maps.get(&key(namespace)).map(|kept| kept.file.as_path()),
+            "Secret" => self.secrets.get(&key(namespace)).map(|kept| kept.file.as_path()),
+            "RuntimeClass" => self.runtime_classes.get(&key("")).map(|kept| kept.file.as_path()),
+            _ => None,
+        }
+    }
+
+    /// The runtime's handler for a pod: its class's, or, where no manifest describes the class, the one of the
+    /// class's own name; empty for a pod without a class.
+    pub fn runtime_handler(&self, pod: &Pod) -> String {
+        let class = pod.spec.as_ref().and_then(|spec| spec.runtime_class_name.as_deref());
+        let Some(name) = class.filter(|name| !name.is_empty()) else { return String::new() };
+        self.runtime_class(name).map_or_else(|| name.to_owned(), |class| class.handler.clone())
+    }
+}
+
+fn insert<T>(
+    all: &mut ByName<T>,
+    key: (String, String),
+    file: &Path,
+    object: &Arc<T>,
+) -> Result<(), PathBuf> {
+    if let Some(first) = all.get(&key) {
+        return Err(first.file.clone());
+    }
+    all.insert(key, Kept { file: file.to_owned(), object: Arc::clone(object) });
+    Ok(())
+}
+
+fn get<'a, T>(all: &'a ByName<T>, namespace: &str, name: &str) -> Option<&'a T> {
+    all.get(&(namespace.to_owned(), name.to_owned())).map(|kept| &*kept.object)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn secrets_do_not_show_in_debug_output() {
+        let mut objects = Objects::default();
+        let secret: Secret =
+            serde_json::from_value(json!({"metadata": {"name": "s"}, "stringData": {"k": "hidden"}}))
+                .unwrap();
+        let object = Object::Secret(Arc::new(secret));
+        objects.add(Path::new("/m/s.yaml"), &object).unwrap();
+        let shown = format!("{objects:?} {object:?}");
+        assert!(shown.contains("\"s\"") && !shown.contains("hidden"), "{shown}");
+    }
+
+    #[test]
+    fn the_first_of_a_name_keeps_it_and_a_class_gives_its_handler() {
+        let class = |handler: &str| {
+            let class = json!({"metadata": {"name": "sandboxed"}, "handler": handler});
+            Object::RuntimeClass(Arc::new(serde_json::from_value(class).unwrap()))
+        };
+        let mut objects = Objects::default();
+        assert_eq!(objects.add(Path::new("/m/a"), &class("runsc")), Ok(()));
+        assert_eq!(objects.add(Path::new("/m/b"), &class("kata")), Err(PathBuf::from("/m/a")));
+        let check = |spec: serde_json::Value, handler: &str| {
+            let pod: Pod = serde_json::from_value(json!({ "spec": spec })).unwrap();
+            assert_eq!(objects.runtime_handler(&pod), handler);
+        };
+        check(json!({"runtimeClassName": "sandboxed", "containers": []}), "runsc");
+        check(json!({"runtimeClassName": "kata", "containers": []}), "kata");
+        check(json!({"containers": []}), "");
+    }
+}

@@ -1,0 +1,92 @@
+//! emptyDir: a folder of the pod's own, on disk or in memory.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use beelet_policy::quantity::Quantity;
+use beelet_policy::resources::{self, MEMORY};
+use k8s_openapi::api::core::v1 as core;
+
+use super::{Sources, mounts};
+use crate::pods::launch::make_folder;
+
+/// Makes the folder, and mounts the memory. Harmless to repeat.
+pub(super) fn set_up(
+    path: &Path,
+    source: &core::EmptyDirVolumeSource,
+    sources: &Sources<'_>,
+) -> Result<(), String> {
+    make_folder(path)?;
+    match source.medium.as_deref().unwrap_or_default() {
+        "" => {}
+        "Memory" => {
+            let size = size(sources.pod, source, sources.node.allocatable(MEMORY))?;
+            mounts::mount_tmpfs(path, Some(size.value()), 0o777)?;
+        }
+        medium => return Err(format!("emptyDir: the medium {medium:?} is not supported")),
+    }
+    // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was given to a
+    // group has more in it, which stays.
+    let metadata =
+        fs::symlink_metadata(path).map_err(|e| format!("cannot look at {}: {e}", path.display()))?;
+    let mode = metadata.permissions().mode() | 0o777;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o7777))
+        .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
+}
+
+/// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has for
+/// pods (KEP-1967; `calculateEmptyDirMemorySize`). Without any limit a kernel gives a tmpfs half of the machine.
+fn size(
+    pod: &core::Pod,
+    source: &core::EmptyDirVolumeSource,
+    allocatable: Quantity,
+) -> Result<Quantity, String> {
+    let own = match &source.size_limit {
+        Some(limit) => Some(Quantity::parse(&limit.0).map_err(|e| format!("sizeLimit: {e}"))?),
+        None => None,
+    };
+    let of_pod = if every_container_is_limited(pod) {
+        resources::pod_limits(pod).map_err(|e| e.to_string())?.get(MEMORY)
+    } else {
+        None
+    };
+    let limits = [own, of_pod].into_iter().flatten().filter(|limit| !limit.is_zero());
+    Ok(limits.fold(allocatable, Quantity::min))
+}
+
+/// Whether the pod's memory has a limit: one container without makes it the node's.
+fn every_container_is_limited(pod: &core::Pod) -> bool {
+    let spec = pod.spec.as_ref();
+    let mut all =
+        spec.into_iter().flat_map(|s| s.containers.iter().chain(s.init_containers.iter().flatten()));
+    all.all(|container| {
+        let limits = container.resources.as_ref().and_then(|r| r.limits.as_ref());
+        limits.is_some_and(|limits| limits.contains_key(MEMORY))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn memory_is_limited_by_the_volume_the_pod_and_the_node() {
+        let check = |limit: Option<&str>, memory: Option<&str>, expected: &str| {
+            let resources = memory.map(|memory| json!({"limits": {"memory": memory}}));
+            let pod = json!({"spec": {"containers": [{"name": "c", "resources": resources}]}});
+            let pod: core::Pod = serde_json::from_value(pod).unwrap();
+            let source = serde_json::from_value(json!({"medium": "Memory", "sizeLimit": limit})).unwrap();
+            let size = size(&pod, &source, Quantity::parse("8Gi").unwrap()).unwrap();
+            assert_eq!(size, Quantity::parse(expected).unwrap(), "{limit:?} {memory:?}");
+        };
+        check(None, None, "8Gi");
+        check(Some("64Mi"), None, "64Mi");
+        check(Some("64Mi"), Some("32Mi"), "32Mi");
+        check(None, Some("32Mi"), "32Mi");
+        check(Some("16Gi"), None, "8Gi");
+        check(Some("0"), None, "8Gi");
+    }
+}

@@ -1,0 +1,80 @@
+//! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that run show
+//! it at once, not at the next of a kubelet's periodic checks.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::Volumes;
+use crate::pods::launch::Launcher;
+use crate::pods::objects::Objects;
+use crate::pods::table::{PodEntry, PodName, PodTable};
+
+/// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is told, and
+/// leaves the volume as it was.
+pub async fn follow(
+    table: watch::Receiver<Arc<PodTable>>,
+    launcher: Arc<Launcher>,
+    cancel: CancellationToken,
+) {
+    let mut desired = launcher.desired.clone();
+    let mut shown: Option<Arc<Objects>> = None;
+    let mut told: BTreeSet<String> = BTreeSet::new();
+    loop {
+        let objects = Arc::clone(&desired.borrow_and_update().objects);
+        // The first time too: what changed while the agent was away.
+        if shown.as_ref() != Some(&objects) {
+            let pods = Arc::clone(&table.borrow());
+            let (worker, current) = (Arc::clone(&launcher), Arc::clone(&objects));
+            let refreshed = tokio::task::spawn_blocking(move || refresh_all(&pods, &worker, &current)).await;
+            told = tell(refreshed.unwrap_or_default(), &told);
+            shown = Some(objects);
+        }
+        tokio::select! {
+            changed = desired.changed() => if changed.is_err() { return },
+            () = cancel.cancelled() => return,
+        }
+    }
+}
+
+/// What went wrong, a sentence each.
+fn refresh_all(table: &PodTable, launcher: &Launcher, objects: &Objects) -> BTreeSet<String> {
+    let mut failures = BTreeSet::new();
+    for (name, entry) in &table.pods {
+        match refresh(entry, launcher, objects) {
+            Ok(0) => {}
+            Ok(changed) => {
+                info!(pod = %name, volumes = changed, "volumes show their objects as they are now")
+            }
+            Err(error) => {
+                failures.insert(sentence(name, &error));
+            }
+        }
+    }
+    failures
+}
+
+fn sentence(name: &PodName, error: &str) -> String {
+    format!("pod {name}: {error}; the volume stays as it was")
+}
+
+fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<usize, String> {
+    let pod: &Pod = &entry.pod;
+    let volumes = Volumes::of(pod, &launcher.pods_dir);
+    if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() {
+        return Ok(0);
+    }
+    volumes.refresh(&super::Sources { pod, objects, node: &launcher.node })
+}
+
+/// Tells what wasn't told the last time.
+fn tell(failures: BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
+    for failure in failures.difference(before) {
+        warn!("{failure}");
+    }
+    failures
+}
