@@ -4,9 +4,19 @@ use aya_ebpf::helpers::{bpf_get_smp_processor_id, bpf_ktime_get_ns};
 use beelet_ebpf_abi::{Drops, EventHeader};
 
 use crate::{
-    kernel::atomic_add,
-    maps::{DROPS, EVENTS},
+    kernel::{INSTANCE, atomic_add},
+    maps::{DROPS, EVENTS, META},
 };
+
+/// Whether these are the programs that count, not ones that take their place or lose it: see
+/// [`beelet_ebpf_abi::Meta::instance`].
+#[inline(always)]
+pub(crate) fn is_current() -> bool {
+    // SAFETY: the element lives as long as the array; the agent changes this field as one aligned word.
+    META.get_ptr(0).is_some_and(
+        |meta| unsafe { core::ptr::read_volatile(&raw const (*meta).instance) } == INSTANCE.load(),
+    )
+}
 
 /// The head of a record about something that happened just now.
 #[inline(always)]

@@ -7,11 +7,14 @@
 use aya_ebpf::Global;
 use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6};
 
+/// Which argument of a tracepoint something is, or where a field lies.
+pub(crate) type Position = Global<u32>;
+
 macro_rules! offsets {
     ($($(#[$doc:meta])* $name:ident;)+) => {$(
         $(#[$doc])*
         #[unsafe(no_mangle)]
-        static $name: Global<u32> = Global::new(ABSENT);
+        pub(crate) static $name: Global<u32> = Global::new(ABSENT);
     )+};
 }
 
@@ -40,6 +43,99 @@ offsets! {
     OFF_SKC_IPV6ONLY;
     /// The bit of that byte
     MASK_SKC_IPV6ONLY;
+
+    /// `cgroup.level`: how deep it is
+    OFF_CGROUP_LEVEL;
+    /// `cgroup.ancestors`: pointers, one a level (Linux 6.1)
+    OFF_CGROUP_ANCESTORS;
+    /// `cgroup.ancestor_ids`: the same before
+    OFF_CGROUP_ANCESTOR_IDS;
+    /// `task_struct.cgroups`
+    OFF_TASK_CGROUPS;
+    /// `css_set.dfl_cgrp`
+    OFF_CSS_SET_CGROUP;
+
+    /// `task_struct.pid`
+    OFF_TASK_PID;
+    /// `task_struct.tgid`
+    OFF_TASK_TGID;
+    /// `task_struct.flags`
+    OFF_TASK_FLAGS;
+    /// `task_struct.__state`
+    OFF_TASK_STATE;
+    /// `task_struct.exit_code`
+    OFF_TASK_EXIT_CODE;
+    /// `task_struct.group_leader`
+    OFF_TASK_LEADER;
+    /// `task_struct.signal`
+    OFF_TASK_SIGNAL;
+    /// `task_struct.start_time`
+    OFF_TASK_START;
+    /// `task_struct.thread_pid`
+    OFF_TASK_THREAD_PID;
+    /// `task_struct.mm`
+    OFF_TASK_MM;
+    /// `signal_struct.live`: threads that have not begun to end
+    OFF_SIGNAL_LIVE;
+    /// `signal_struct.nr_threads`: threads that are not gone
+    OFF_SIGNAL_THREADS;
+    /// `signal_struct.flags`
+    OFF_SIGNAL_FLAGS;
+    /// `signal_struct.group_exit_code`
+    OFF_SIGNAL_EXIT_CODE;
+    /// `pid.level`
+    OFF_PID_LEVEL;
+    /// `pid.numbers`
+    OFF_PID_NUMBERS;
+    /// `mm_struct.total_vm`
+    OFF_MM_TOTAL_VM;
+    /// The counter of file pages in `mm_struct.rss_stat`
+    OFF_MM_FILE;
+    /// The counter of anonymous pages
+    OFF_MM_ANON;
+    /// The counter of shared memory
+    OFF_MM_SHMEM;
+
+    /// `sched_switch`: whether it is a preemption
+    POS_SWITCH_PREEMPT;
+    /// `sched_switch`: who leaves
+    POS_SWITCH_PREV;
+    /// `sched_switch`: who comes
+    POS_SWITCH_NEXT;
+    /// `sched_switch`: the state of who leaves (Linux 5.18)
+    POS_SWITCH_STATE;
+    /// `sched_wakeup` and `sched_wakeup_new`: who
+    POS_WAKEUP_TASK;
+    /// `sched_process_fork`: the child
+    POS_FORK_CHILD;
+    /// `sched_process_exit`: who
+    POS_EXIT_TASK;
+    /// `sched_process_exit`: whether it is the process's last thread (newer than 6.12)
+    POS_EXIT_GROUP_DEAD;
+    /// `mark_victim`: the victim (Linux 6.9)
+    POS_OOM_TASK;
+    /// `mark_victim`: its number, before
+    POS_OOM_PID;
+}
+
+/// 1: threads have task storage; 0: the hash `TASKS`.
+#[unsafe(no_mangle)]
+pub(crate) static USE_TASK_STORAGE: Global<u32> = Global::new(0);
+
+/// Which instance of the programs this is: see [`beelet_ebpf_abi::Meta::instance`].
+#[unsafe(no_mangle)]
+pub(crate) static INSTANCE: Global<u32> = Global::new(0);
+
+/// Whether the agent resolved what it takes to say which cgroup and pod a thread belongs to.
+#[inline(always)]
+pub(crate) fn cgroup_offsets_known() -> bool {
+    OFF_TASK_PID.load() != ABSENT
+        && OFF_TASK_CGROUPS.load() != ABSENT
+        && OFF_CSS_SET_CGROUP.load() != ABSENT
+        && OFF_CGROUP_KN.load() != ABSENT
+        && OFF_KERNFS_ID.load() != ABSENT
+        && OFF_CGROUP_LEVEL.load() != ABSENT
+        && (OFF_CGROUP_ANCESTORS.load() != ABSENT || OFF_CGROUP_ANCESTOR_IDS.load() != ABSENT)
 }
 
 /// Whether the agent resolved what no listener program can do without. The verifier drops everything behind it
@@ -141,7 +237,7 @@ fn set_word(address: &mut [u8; 16], index: usize, word: u32) {
 /// # Safety
 /// `base` is a typed kernel pointer and `offset` a constant to the verifier, within that type.
 #[inline(always)]
-unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
+pub(crate) unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
     // Volatile: the compiler may neither merge reads (the verifier wants them field by field) nor repeat them.
     // SAFETY: the verifier checks the access against the kernel's type, or refuses the program.
     unsafe { core::ptr::read_volatile(base.add(offset as usize).cast::<T>()) }

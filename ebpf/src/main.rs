@@ -8,11 +8,22 @@
 // `bpf` has no stable atomics: `core::sync::atomic` needs compare-and-swap, the kernel's atomic add is an intrinsic.
 #![feature(core_intrinsics)]
 #![allow(internal_features)] // the only way to say "atomic add" for this target
+#![feature(asm_experimental_arch)] // loads that the compiler must not join (args.rs)
 
+mod args;
+mod containers;
 mod events;
+mod exits;
 mod kernel;
 mod listeners;
 mod maps;
+mod oom;
+mod pressure;
+mod reclaim;
+mod sched;
+mod sockets;
+mod tasks;
+mod traffic;
 
 #[panic_handler]
 fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {

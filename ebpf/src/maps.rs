@@ -1,13 +1,17 @@
 //! Every map of the object. They are BTF-defined, so bpftool shows each key and value with its field names, and they
 //! are pinned under these names.
 
+use core::ptr::null;
+
 use aya_ebpf::{
-    btf_maps::{Array, HashMap, PerCpuArray, RingBuf},
+    bindings::{BPF_F_NO_PREALLOC, bpf_map_type::BPF_MAP_TYPE_TASK_STORAGE},
+    btf_maps::{Array, HashMap, LruHashMap, PerCpuArray, PerCpuHashMap, RingBuf},
     macros::btf_map,
 };
 use beelet_ebpf_abi::{
-    Address, AddressCount, Drops, ListenerRecord, MAX_ADDRESSES, MAX_LISTENERS, Meta, RING_BYTES,
-    SocketCookie,
+    ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord,
+    MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta, Pressure, RING_BYTES, Running,
+    Settings, SocketCookie, TaskKey, TaskState,
 };
 
 /// The sockets that listen now.
@@ -33,3 +37,58 @@ pub(crate) static DROPS: PerCpuArray<Drops, 1> = PerCpuArray::new();
 /// Whose pins these are, and the agent's word to the programs.
 #[btf_map]
 pub(crate) static META: Array<Meta, 1> = Array::new();
+
+/// The agent's word to the programs that count.
+#[btf_map]
+pub(crate) static SETTINGS: Array<Settings, 1> = Array::new();
+
+/// What each cgroup below the pods' root used, waited for and moved.
+///
+/// Preallocated, as all hashes here: the scheduler's hooks make entries, and nothing may be allocated there. The agent
+/// removes those of cgroups that are gone (agent/src/kernel/dead.rs).
+#[btf_map]
+pub(crate) static CONTAINERS: PerCpuHashMap<CgroupKey, Counters, MAX_CONTAINERS> = PerCpuHashMap::new();
+
+/// What the edges about pressure are decided from.
+#[btf_map]
+pub(crate) static PRESSURE: HashMap<CgroupKey, Pressure, MAX_CONTAINERS> = HashMap::new();
+
+/// Who runs on each CPU.
+#[btf_map]
+pub(crate) static RUNNING: PerCpuArray<Running, 1> = PerCpuArray::new();
+
+/// Which cgroup belongs to which pod: a cache, by the lowest bits of the id.
+#[btf_map]
+pub(crate) static ANCESTRY: PerCpuArray<Ancestry, ANCESTRY_SLOTS> = PerCpuArray::new();
+
+/// What each thread is waiting for, below Linux 6.4. The agent gives it a single entry elsewhere.
+#[btf_map]
+pub(crate) static TASKS: HashMap<TaskKey, TaskState, MAX_TASKS> = HashMap::new();
+
+/// What each thread is waiting for, from Linux 6.4 on.
+#[btf_map]
+pub(crate) static TASK_STORAGE: TaskStorage<TaskState> = TaskStorage::new();
+
+/// Processes of several threads whose end was told, where the kernel doesn't say which thread is the last.
+#[btf_map]
+pub(crate) static EXITED: LruHashMap<ExitedKey, u64, MAX_EXITED> = LruHashMap::new();
+
+/// A BTF-defined map of type `BPF_MAP_TYPE_TASK_STORAGE`, which aya-ebpf lacks. Its fields are only types: the loader
+/// reads them from the BTF (libbpf's `__uint` and `__type`).
+#[repr(C)]
+pub(crate) struct TaskStorage<T> {
+    r#type: *const [i32; BPF_MAP_TYPE_TASK_STORAGE as usize],
+    key: *const i32,
+    value: *const T,
+    max_entries: *const [i32; 0],
+    map_flags: *const [i32; BPF_F_NO_PREALLOC as usize],
+}
+
+impl<T> TaskStorage<T> {
+    const fn new() -> Self {
+        Self { r#type: null(), key: null(), value: null(), max_entries: null(), map_flags: null() }
+    }
+}
+
+// SAFETY: the pointers are null and nobody follows them: the map lives in the kernel.
+unsafe impl<T> Sync for TaskStorage<T> {}

@@ -248,6 +248,8 @@ fn what_strangers_pinned_at_our_place_is_named_and_left_alone() {
         assert_eq!(tree(place.bpffs.path()), before, "{what}");
     };
     let base = |place: &Place| place.bpffs.path().join("beelet");
+    let version = format!("v{}", beelet_ebpf_abi::ABI_VERSION);
+    let current = |place: &Place| base(place).join(&version);
     let folder = |place: &Place, path: &str| std::fs::create_dir_all(base(place).join(path)).unwrap();
     check("a map for our folder", &|p| stranger(&base(p)), &|p| {
         format!("{} is no folder", base(p).display())
@@ -263,36 +265,36 @@ fn what_strangers_pinned_at_our_place_is_named_and_left_alone() {
     check(
         "a version folder without our mark",
         &|p| {
-            folder(p, "v1");
-            stranger(&base(p).join("v1/LISTENERS"));
+            folder(p, &version);
+            stranger(&current(p).join("LISTENERS"));
         },
-        &|p| format!("{} is a folder of pins without our META map", base(p).join("v1").display()),
+        &|p| format!("{} is a folder of pins without our META map", current(p).display()),
     );
     check(
         "another map called META",
         &|p| {
-            folder(p, "v1");
-            stranger(&base(p).join("v1/META"));
+            folder(p, &version);
+            stranger(&current(p).join("META"));
         },
-        &|p| format!("{} is a map of another shape", base(p).join("v1/META").display()),
+        &|p| format!("{} is a map of another shape", current(p).join("META").display()),
     );
     check(
         "a map among ours",
         &|p| {
             p.start().stop(true).unwrap();
-            stranger(&base(p).join("v1/theirs"));
+            stranger(&current(p).join("theirs"));
         },
-        &|p| format!("{} is an object", base(p).join("v1/theirs").display()),
+        &|p| format!("{} is an object", current(p).join("theirs").display()),
     );
     check(
         "a map for a link of ours",
         &|p| {
             p.start().stop(true).unwrap();
-            let path = base(p).join("v1/links/listener_state");
+            let path = current(p).join("links/listener_state");
             std::fs::remove_file(&path).unwrap();
             stranger(&path);
         },
-        &|p| format!("{} is a BPF map", base(p).join("v1/links/listener_state").display()),
+        &|p| format!("{} is a BPF map", current(p).join("links/listener_state").display()),
     );
 }
 
@@ -370,7 +372,7 @@ fn without_the_cgroup_the_tracepoint_still_sees_listeners() {
 
 /// Everything off: the kernel half stands still, answers nothing and says why.
 fn is_idle(kernel: &Kernel, expected: &str) {
-    assert_eq!(kernel.capabilities().len(), PROGRAMS.len() + 1);
+    assert_eq!(kernel.capabilities().len(), beelet::kernel::programs().count());
     for row in kernel.capabilities() {
         let why = row.have.as_ref().unwrap_err();
         assert!(why.contains(expected), "{why}");
@@ -392,6 +394,7 @@ fn switched_off_it_does_nothing() {
         cgroup: folder.path().to_path_buf(),
         mode: Mode::Off,
         object: None,
+        thresholds: beelet::kernel::Thresholds::default(),
     };
     let kernel = Kernel::start(&options);
     is_idle(&kernel, "BPF is switched off");
@@ -470,10 +473,29 @@ fn the_memory_of_each_map_is_said() {
     let place = Place::new("bk-memory");
     let kernel = place.start();
     let names: Vec<&str> = kernel.memory().iter().map(|map| map.map).collect();
-    assert_eq!(names, ["ADDRESSES", "DROPS", "EVENTS", "LISTENERS", "META"]);
+    let expected = [
+        "ADDRESSES",
+        "ANCESTRY",
+        "CONTAINERS",
+        "DROPS",
+        "EVENTS",
+        "EXITED",
+        "LISTENERS",
+        "META",
+        "PRESSURE",
+        "RUNNING",
+        "SETTINGS",
+        "TASKS",
+        "TASK_STORAGE",
+    ];
+    assert_eq!(names, expected);
     for map in kernel.memory() {
         assert_eq!(map.bytes, map.entries * map.entry_bytes * map.copies, "{map:?}");
     }
-    let total: u64 = kernel.memory().iter().map(|map| map.bytes).sum();
-    assert!(total < 4 << 20, "{total} bytes");
+    let sum = |per_cpu: bool| -> u64 {
+        let maps = kernel.memory().iter().filter(|map| (map.copies > 1) == per_cpu);
+        maps.map(|map| map.entries * map.entry_bytes).sum()
+    };
+    assert!(sum(true) < 1 << 20, "{} bytes for each CPU", sum(true));
+    assert!(sum(false) < 6 << 20, "{} bytes once", sum(false));
 }

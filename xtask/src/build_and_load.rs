@@ -5,7 +5,7 @@ use crate::build_ebpf;
 use crate::progress::Step;
 use crate::{setup_ebpf, shell};
 use anyhow::{Context as _, Result, bail};
-use beelet::kernel::{Kernel, KernelOptions, Mode};
+use beelet::kernel::{Kernel, KernelOptions, Mode, Thresholds};
 use std::path::{Path, PathBuf};
 
 /// Our cgroup, where none is given.
@@ -58,6 +58,7 @@ impl Place {
             cgroup,
             mode: Mode::Auto,
             object,
+            thresholds: Thresholds::default(),
         }
     }
 }
@@ -115,9 +116,17 @@ fn print_commands(kernel: &Kernel, pins: &Path) {
             "ADDRESSES" => "how many listen at each address",
             "DROPS" => "what was lost, for each CPU",
             "META" => "whose pins these are",
+            "SETTINGS" => "which cgroups are pods', and from what on waiting is told",
+            "CONTAINERS" => "what each container used, waited for and moved, for each CPU",
+            "PRESSURE" => "what the edges about waiting are decided from",
+            "RUNNING" => "which container runs on each CPU",
+            "ANCESTRY" => "which cgroup belongs to which pod: each CPU's cache",
+            "TASKS" => "what each thread waits for, below Linux 6.4",
+            "TASK_STORAGE" => "the same from Linux 6.4 on: storage of the threads, bpftool shows its size",
+            "EXITED" => "processes of several threads that ended lately",
             _ => "the ring buffer: its events go to its one reader, bpftool shows its size",
         };
-        let verb = if map.map == "EVENTS" { "show" } else { "dump" };
+        let verb = if matches!(map.map, "EVENTS" | "TASK_STORAGE") { "show" } else { "dump" };
         println!("  bpftool map {verb} pinned {}/{}    # {what}", pins.display(), map.map);
     }
     println!("  bpftool link show pinned {}/links/listener_socket", pins.display());

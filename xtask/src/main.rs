@@ -39,6 +39,12 @@ enum Command {
     Bench(bench::Args),
     Tidy(tidy::Args),
     Vm(vm::Args),
+    /// A process that loads the machine, for the benches
+    #[command(hide = true)]
+    Load {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -52,6 +58,7 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Vm(args) => vm::run(&args),
+        Command::Load { arguments } => beelet_tests::load::serve(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

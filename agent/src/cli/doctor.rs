@@ -14,7 +14,7 @@ use clap::{Args, ValueEnum};
 use comfy_table::{Attribute, Cell, Color, ContentArrangement, Table, presets};
 use serde::Serialize;
 
-use self::kernel::MapSize;
+use self::kernel::Costs;
 use self::runtime::Facts;
 use super::{USAGE, failed};
 use crate::config::Config;
@@ -28,7 +28,7 @@ pub struct DoctorArgs {
     /// How the findings are shown.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// Also say what the BPF programs' maps take of the kernel's memory.
+    /// Also say what the BPF programs cost: instructions, runs and their time within a second, memory.
     #[arg(long)]
     bpf: bool,
 }
@@ -37,7 +37,7 @@ pub struct DoctorArgs {
 enum Output {
     /// For people.
     Table,
-    /// One JSON object: `canRun`, `findings`, and with --bpf `maps`.
+    /// One JSON object: `canRun`, `findings`, and with --bpf `bpf`.
     Json,
 }
 
@@ -110,6 +110,7 @@ const CHECKS: &[fn(&Patient) -> Vec<Finding>] = &[
     machine::cgroups,
     machine::pressure,
     machine::bpffs,
+    machine::sock_diag,
     runtime::answers,
     runtime::conditions,
     runtime::cgroup_driver,
@@ -128,8 +129,8 @@ const CHECKS: &[fn(&Patient) -> Vec<Finding>] = &[
 struct Report {
     can_run: bool,
     findings: Vec<Finding>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    maps: Vec<MapSize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bpf: Option<Costs>,
 }
 
 /// Looks, and reports.
@@ -148,11 +149,10 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
     };
     let patient = Patient { config, runtime };
     let mut findings: Vec<Finding> = CHECKS.iter().flat_map(|check| check(&patient)).collect();
-    let (programs, sizes) = kernel::programs(&patient.config);
+    let (programs, costs) = kernel::programs(&patient.config, args.bpf);
     findings.extend(programs);
-    let maps = if args.bpf { sizes } else { Vec::new() };
-    let report =
-        Report { can_run: findings.iter().all(|finding| finding.state != State::Missing), findings, maps };
+    let can_run = findings.iter().all(|finding| finding.state != State::Missing);
+    let report = Report { can_run, findings, bpf: args.bpf.then_some(costs) };
     let text = match args.output {
         Output::Table => table(&report),
         Output::Json => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
@@ -197,8 +197,14 @@ fn table(report: &Report) -> String {
     }
     let lines: Vec<String> = table.to_string().lines().map(|line| line.trim_end().to_owned()).collect();
     let mut text = lines.join("\n") + "\n";
-    for map in &report.maps {
-        text += &format!("  map {map}\n");
+    if let Some(costs) = &report.bpf {
+        for program in &costs.programs {
+            text += &format!("  program {program}\n");
+        }
+        for map in &costs.maps {
+            text += &format!("  map {map}\n");
+        }
+        text += &format!("  {}\n", costs.memory());
     }
     let count = |state| report.findings.iter().filter(|finding| finding.state == state).count();
     let (degraded, missing) = (count(State::Degraded), count(State::Missing));
@@ -219,7 +225,7 @@ mod tests {
     use super::*;
 
     fn report(findings: Vec<Finding>) -> Report {
-        Report { can_run: findings.iter().all(|f| f.state != State::Missing), findings, maps: Vec::new() }
+        Report { can_run: findings.iter().all(|f| f.state != State::Missing), findings, bpf: None }
     }
 
     #[test]

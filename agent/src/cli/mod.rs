@@ -6,8 +6,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-pub mod apply;
-pub mod delete;
+pub mod bpf;
 pub mod describe;
 pub mod devices;
 pub mod doctor;
@@ -61,6 +60,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Show what the tuner of cgroups sees, holds and did.
     Tune(tune::TuneArgs),
+    /// Show what the agent has in the kernel: its BPF programs and maps.
+    Bpf(bpf::BpfArgs),
     /// Decide for a scenario what the agent would do.
     Plan(plan::PlanArgs),
     /// Print completions for a shell.
@@ -90,6 +91,7 @@ pub fn main() -> ExitCode {
         Command::Delete(args) => delete::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Tune(args) => tune::run(&args),
+        Command::Bpf(args) => bpf::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Completions(args) => manual::completions(&args, Cli::command()),
         Command::Man(args) => manual::man(&args, Cli::command()),

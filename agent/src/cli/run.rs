@@ -26,6 +26,9 @@ pub struct RunArgs {
     /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
+    /// Development: load this BPF object (of `cargo xtask build-ebpf --log`) and pass on what its programs say.
+    #[arg(long, value_name = "OBJECT", num_args = 0..=1, default_missing_value = "target/bpf/beelet-log.bpf.o")]
+    bpf_log: Option<PathBuf>,
     /// How log lines look.
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
@@ -50,6 +53,16 @@ pub fn run(args: &RunArgs) -> ExitCode {
         }
     };
     config.beelet.stop_pods_on_exit |= args.stop_pods_on_exit;
+    config.beelet.bpf_log.clone_from(&args.bpf_log);
+    if let Some(object) = &args.bpf_log
+        && !object.is_file()
+    {
+        eprintln!(
+            "error: there is no BPF object {}: build it with `cargo xtask build-ebpf --log`",
+            object.display()
+        );
+        return ExitCode::from(USAGE);
+    }
     if args.check {
         for warning in &warnings {
             eprintln!("warning: {warning}");

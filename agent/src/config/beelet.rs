@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::pressure_edges::PressureEdgesWire;
 use super::tuner::TunerWire;
 use super::values::GoDuration;
 use super::{BpfMode, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes};
@@ -18,6 +19,7 @@ pub(super) struct BeeletWire {
     pub(super) bpf: Option<BpfMode>,
     pub(super) bpffs: Option<String>,
     pub(super) pin_name: Option<String>,
+    pub(super) pressure_edges: Option<PressureEdgesWire>,
     pub(super) tcp_probes: Option<TcpProbes>,
     pub(super) edge_policy: Option<EdgePolicy>,
     pub(super) critical_static_pods: Option<bool>,

@@ -140,6 +140,7 @@ fn beelet(config: &Config) -> BeeletWire {
         bpf: Some(ours.bpf),
         bpffs: text(&ours.bpffs),
         pin_name: Some(ours.pin_name.clone()),
+        pressure_edges: Some(super::pressure_edges::print(ours.pressure_edges)),
         tcp_probes: Some(ours.tcp_probes),
         edge_policy: Some(ours.edge_policy),
         critical_static_pods: Some(ours.critical_static_pods),

@@ -25,6 +25,7 @@ mod fields;
 mod kubelet;
 mod load;
 mod pressure;
+mod pressure_edges;
 mod resolve;
 mod tuner;
 mod unsupported;
@@ -141,6 +142,10 @@ pub struct Beelet {
     pub bpffs: PathBuf,
     /// The folder of our pins below it.
     pub pin_name: String,
+    /// How long a container may wait within a second before the kernel half tells of it, by QoS class; 0: never.
+    pub pressure_edges: crate::kernel::Thresholds,
+    /// Development, from the command line alone: the BPF object to load instead of the built-in one, as one that logs.
+    pub bpf_log: Option<PathBuf>,
     /// How tcpSocket probes are answered.
     pub tcp_probes: TcpProbes,
     /// What a listener's coming and going does to readiness.

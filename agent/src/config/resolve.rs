@@ -118,6 +118,8 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         bpf: wire.bpf.unwrap_or(BpfMode::Auto),
         bpffs: folder("bpffs", &wire.bpffs, "/sys/fs/bpf")?,
         pin_name: pin_name(wire.pin_name.as_deref())?,
+        pressure_edges: super::pressure_edges::read(wire.pressure_edges.as_ref()),
+        bpf_log: None,
         tcp_probes: wire.tcp_probes.unwrap_or(TcpProbes::Kernel),
         edge_policy: wire.edge_policy.unwrap_or(EdgePolicy::Immediate),
         critical_static_pods: wire.critical_static_pods.unwrap_or(false),

@@ -32,7 +32,7 @@ mod kind {
 }
 
 /// Why the BTF gave no answer.
-#[derive(Debug, Error, PartialEq, Eq)]
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub(super) enum BtfError {
     /// The bytes are not BTF, or are cut off.
     #[error("not valid BTF: {0}")]
@@ -54,6 +54,17 @@ pub(super) struct Field {
     pub(super) bit: u32,
     /// Width in bits of a bit field; 0 for others.
     pub(super) bits: u32,
+}
+
+/// A field that is an array of structs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ArrayField {
+    /// The byte at which it begins.
+    pub(super) offset: u32,
+    /// The name of the struct that its elements are.
+    pub(super) element: String,
+    /// The size of one element, in bytes.
+    pub(super) element_bytes: u32,
 }
 
 /// What a tracepoint passes to a program, in order.
@@ -127,6 +138,26 @@ impl Btf {
     /// # Errors
     /// There is no such struct or field.
     pub(super) fn field(&self, name: &str, path: &str) -> Result<Field, BtfError> {
+        self.locate(name, path).map(|(field, _)| field)
+    }
+
+    /// Where the array of structs at `path` of `struct name` lies.
+    ///
+    /// # Errors
+    /// There is no such struct or field, or it is something else.
+    pub(super) fn array(&self, name: &str, path: &str) -> Result<ArrayField, BtfError> {
+        let (field, id) = self.locate(name, path)?;
+        let missing = || BtfError::NoField(format!("{name}.{path} that is an array of structs"));
+        let array = self.resolve(id).filter(|record| record.kind == kind::ARRAY).ok_or_else(missing)?;
+        // `struct btf_array` follows: the element's type comes first.
+        let element = read_u32(&self.bytes, array.at + 12).and_then(|id| self.resolve(id));
+        let element = element.filter(|record| record.kind == kind::STRUCT).ok_or_else(missing)?;
+        let named = self.string(element.name).ok_or_else(missing)?;
+        Ok(ArrayField { offset: field.offset, element: named.to_owned(), element_bytes: element.other })
+    }
+
+    /// Where a field lies, and the id of its type.
+    fn locate(&self, name: &str, path: &str) -> Result<(Field, u32), BtfError> {
         let mut id =
             self.find(kind::STRUCT, name).ok_or_else(|| BtfError::NoType(format!("struct {name}")))?;
         let missing = || BtfError::NoField(format!("{name}.{path}"));
@@ -141,7 +172,7 @@ impl Btf {
         if width == 0 && bits % 8 != 0 {
             return Err(missing());
         }
-        Ok(Field { offset: bits / 8, bit: if width == 0 { 0 } else { bits % 8 }, bits: width })
+        Ok((Field { offset: bits / 8, bit: if width == 0 { 0 } else { bits % 8 }, bits: width }, id))
     }
 
     /// What the tracepoint `name` passes, without the hidden first argument.
@@ -371,7 +402,9 @@ mod tests {
             &[("", addr, 0), ("skc_flags", int, 4 << 24 | 152), ("skc_num", int, 96)],
         );
         let alias = w.add("common_t", kind::TYPEDEF, 0, 0, common, &[]);
-        let sock = w.strukt("sock", 0, &[("__sk_common", alias, 64), ("sk_protocol", int, 1024)]);
+        let several = w.add("", kind::ARRAY, 0, 0, 0, &[alias, int, 4]);
+        let members = [("__sk_common", alias, 64), ("sk_protocol", int, 1024), ("several", several, 2048)];
+        let sock = w.strukt("sock", 0, &members);
         let constant = w.add("", kind::CONST, 0, 0, sock, &[]);
         let pointer = w.add("", kind::PTR, 0, 0, constant, &[]);
         let void = w.add("", kind::PTR, 0, 0, 0, &[]);
@@ -399,6 +432,15 @@ mod tests {
         check("sock", "nothing", Err("the kernel's BTF has no field sock.nothing"));
         check("sock", "sk_protocol.deeper", Err("the kernel's BTF has no field sock.sk_protocol.deeper"));
         check("dock", "sk_protocol", Err("the kernel's BTF has no struct dock"));
+    }
+
+    #[test]
+    fn an_array_of_structs_has_a_stride() {
+        let btf = Btf::parse(sample()).unwrap();
+        let expected = ArrayField { offset: 256, element: "sock_common".to_owned(), element_bytes: 64 };
+        assert_eq!(btf.array("sock", "several"), Ok(expected));
+        let error = btf.array("sock", "sk_protocol").unwrap_err().to_string();
+        assert_eq!(error, "the kernel's BTF has no field sock.sk_protocol that is an array of structs");
     }
 
     #[test]
@@ -437,6 +479,7 @@ mod tests {
         if let Ok(btf) = Btf::parse(bytes) {
             let _ = btf.field("sock", "__sk_common.skc_flags");
             let _ = btf.field("sock_common", "skc_none");
+            let _ = btf.array("sock", "several");
             let _ = btf.tracepoint("state");
         }
     }

@@ -23,8 +23,14 @@ pub struct Capability {
 pub(super) enum Hook {
     /// sock_ops, on the pods' root cgroup.
     SockOps,
+    /// Packets that sockets below the pods' root cgroup receive.
+    SkbIngress,
+    /// Packets that they send.
+    SkbEgress,
     /// A BTF tracepoint of that name.
     Tracepoint(&'static str),
+    /// Run once for each thread, when the programs are loaded. Nothing stays attached.
+    TaskWalk,
 }
 
 /// A program of the object. A new hook family adds its rows here and its fields to `offsets.rs`; nothing else in the
@@ -36,29 +42,121 @@ pub(super) struct Program {
     pub(super) needs: &'static str,
     pub(super) fallback: &'static str,
     /// The read-only globals it can't do without.
-    pub(super) fields: &'static [&'static str],
+    pub(super) fields: &'static [&'static [&'static str]],
 }
 
 /// The program whose presence `Meta::tracepoint` tells to the others.
 pub(super) const LISTENER_STATE: &str = "listener_state";
 
-/// Every program, in the order of attaching. The tracepoint sees every listener of the machine, so it comes first.
+const TRACING: &str = "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON";
+const ON_CGROUP: &str =
+    "Linux 5.15 with BTF, cgroup2 (also beside v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
+const NO_WAITS: &str = "CPU time from cpu.stat, waiting from cpu.pressure: averages of 10 s, no histogram";
+const NO_RECLAIM: &str = "memory.pressure: averages of 10 s, refaults and throttling included";
+
+const fn tracepoint(
+    name: &'static str,
+    hook: &'static str,
+    fallback: &'static str,
+    fields: &'static [&'static [&'static str]],
+) -> Program {
+    Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields }
+}
+
+/// Every program, in the order of attaching. The tracepoint sees every listener of the machine, so it comes first; a
+/// thread must be followed from its fork on before the scheduler's hooks ask for it.
 pub(super) const PROGRAMS: &[Program] = &[
-    Program {
-        name: LISTENER_STATE,
-        hook: Hook::Tracepoint("inet_sock_set_state"),
-        needs: "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON",
-        fallback: "listener_socket sees the listeners of pods; those opened before the start or passed in from outside \
-                   are found by sock_diag, once a probe period",
-        fields: offsets::LISTENER_FIELDS,
-    },
+    tracepoint(
+        LISTENER_STATE,
+        "inet_sock_set_state",
+        "listener_socket sees the listeners of pods; those opened before the start or passed in from outside are found \
+         by sock_diag, once a probe period",
+        &[offsets::LISTENER_FIELDS],
+    ),
     Program {
         name: "listener_socket",
         hook: Hook::SockOps,
-        needs: "Linux 5.15 with BTF, cgroup2 (also beside v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN",
+        needs: ON_CGROUP,
         fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once a \
                    probe period",
-        fields: offsets::LISTENER_FIELDS,
+        fields: &[offsets::LISTENER_FIELDS],
+    },
+    tracepoint(
+        "task_exited",
+        "sched_process_exit",
+        "containers that exit are seen when the runtime tells, or by the relist",
+        &[
+            offsets::CGROUP_FIELDS,
+            &[
+                "POS_EXIT_TASK",
+                "OFF_TASK_TGID",
+                "OFF_TASK_SIGNAL",
+                "OFF_TASK_LEADER",
+                "OFF_TASK_EXIT_CODE",
+                "OFF_SIGNAL_FLAGS",
+                "OFF_SIGNAL_EXIT_CODE",
+                "OFF_SIGNAL_LIVE",
+                "OFF_SIGNAL_THREADS",
+                "OFF_TASK_START",
+            ],
+        ],
+    ),
+    tracepoint(
+        "oom_victim",
+        "mark_victim",
+        "oom_kill in memory.events (v1: memory.oom_control), and the runtime's OOMKilled",
+        &[offsets::CGROUP_FIELDS],
+    ),
+    tracepoint(
+        "task_forked",
+        "sched_process_fork",
+        "run-queue and reclaim times are not counted for threads that begin later",
+        &[&["POS_FORK_CHILD", "OFF_TASK_PID"]],
+    ),
+    Program {
+        name: "task_walk",
+        hook: Hook::TaskWalk,
+        needs: TRACING,
+        fallback: "run-queue and reclaim times are not counted for threads that were there before",
+        fields: &[&["OFF_TASK_PID"]],
+    },
+    tracepoint("sched_wakeup", "sched_wakeup", NO_WAITS, &[&["POS_WAKEUP_TASK", "OFF_TASK_PID"]]),
+    tracepoint("sched_wakeup_new", "sched_wakeup_new", NO_WAITS, &[&["POS_WAKEUP_TASK", "OFF_TASK_PID"]]),
+    tracepoint(
+        "sched_switch",
+        "sched_switch",
+        NO_WAITS,
+        &[offsets::CGROUP_FIELDS, &["POS_SWITCH_PREV", "POS_SWITCH_NEXT"]],
+    ),
+    tracepoint("memcg_reclaim_begin", "mm_vmscan_memcg_reclaim_begin", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
+    tracepoint("memcg_reclaim_end", "mm_vmscan_memcg_reclaim_end", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
+    tracepoint(
+        "direct_reclaim_begin",
+        "mm_vmscan_direct_reclaim_begin",
+        NO_RECLAIM,
+        &[offsets::CGROUP_FIELDS],
+    ),
+    tracepoint("direct_reclaim_end", "mm_vmscan_direct_reclaim_end", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
+    Program {
+        name: "connection_socket",
+        hook: Hook::SockOps,
+        needs: ON_CGROUP,
+        fallback: "none: connections, retransmits and round-trip times are not counted",
+        fields: &[&["OFF_SOCK_CGROUP", "OFF_CGROUP_KN", "OFF_KERNFS_ID"]],
+    },
+    Program {
+        name: "traffic_in",
+        hook: Hook::SkbIngress,
+        needs: ON_CGROUP,
+        fallback: "the counters of the pod's interface, all its containers together",
+        fields: &[],
+    },
+    Program {
+        name: "traffic_out",
+        hook: Hook::SkbEgress,
+        needs: ON_CGROUP,
+        fallback: "the counters of the pod's interface, all its containers together",
+        fields: &[],
     },
 ];
 
@@ -67,7 +165,6 @@ pub(super) const PINS: &str = "pins";
 pub(super) const PINS_NEED: &str =
     "a bpf file system at the configured place, and nothing foreign at our folder in it";
 pub(super) const PINS_FALLBACK: &str = "the programs run while the agent does: what happens while it is restarted is found by sock_diag afterwards";
-const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
 
 /// A row of the table without a machine: for documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,13 +184,21 @@ pub fn programs() -> impl Iterator<Item = ProgramInfo> {
     PROGRAMS.iter().map(info).chain([pins])
 }
 
+/// What stands in when no program is there at all: those that stand in for each other don't.
+fn off_fallback(program: &Program) -> &'static str {
+    match program.name {
+        LISTENER_STATE | "listener_socket" => "connect() for TCP probes, sock_diag, relist",
+        _ => program.fallback,
+    }
+}
+
 /// Rows for a kernel half that is off as a whole, for one reason.
 pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
     let program = |program: &Program| Capability {
         program: program.name,
         needs: program.needs,
         have: Err(why.to_owned()),
-        fallback: OFF_FALLBACK,
+        fallback: off_fallback(program),
         remedy: remedy.to_owned(),
     };
     let pins = Capability {

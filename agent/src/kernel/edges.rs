@@ -254,14 +254,18 @@ impl Hub {
 
     /// While a subscriber has not heard of a loss yet, it gets nothing newer: the order stays.
     fn send_one(&self, one: &Shared, edge: &Edge) {
-        if *edge == Edge::Lost {
-            one.lost.store(true, Ordering::Release);
+        if one.lost.load(Ordering::Acquire) {
+            self.count(edge);
             return;
         }
-        let full = one.lost.load(Ordering::Acquire)
-            || matches!(one.sender.try_send(edge.clone()), Err(TrySendError::Full(_)));
-        if full {
+        if let Err(TrySendError::Full(edge)) = one.sender.try_send(edge.clone()) {
             one.lost.store(true, Ordering::Release);
+            self.count(&edge);
+        }
+    }
+
+    fn count(&self, dropped: &Edge) {
+        if *dropped != Edge::Lost {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -337,8 +341,11 @@ mod tests {
         let hub = Hub::default();
         let edges = hub.subscribe(Interest::EXITS);
         assert!(edges.recv_deadline(Instant::now() + Duration::from_millis(1)).is_err());
-        hub.send(&[Edge::Lost]);
-        assert_eq!(edges.recv_deadline(Instant::now() + Duration::from_secs(30)), Ok(Edge::Lost));
+        let sender = hub.clone();
+        let waiting =
+            std::thread::spawn(move || edges.recv_deadline(Instant::now() + Duration::from_secs(30)));
+        sender.send(&[Edge::Lost]);
+        assert_eq!(waiting.join().unwrap(), Ok(Edge::Lost));
     }
 
     #[tokio::test]

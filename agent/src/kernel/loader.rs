@@ -8,14 +8,17 @@ use super::KernelError;
 use super::bpf_log::BpfLog;
 use super::capability::{self, Capability, Hook, LISTENER_STATE, PROGRAMS, Program};
 use super::offsets::{self, Offsets};
-use super::pins::{Current, MAPS, META, Pins};
+use super::pins::{Current, MAPS, META, Pins, TASKS};
 use super::sys;
 use aya::maps::{Array, Map, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
-use aya::programs::{BtfTracePoint, CgroupAttachMode, SockOps};
+use aya::programs::{
+    BtfTracePoint, CgroupAttachMode, CgroupSkb, CgroupSkbAttachType, Iter, ProgramFd, SockOps,
+};
 use aya::{Ebpf, EbpfLoader};
 use beelet_ebpf_abi::{ABI_VERSION, MAGIC, Meta};
 use std::collections::BTreeMap;
+use std::io::Read as _;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -78,9 +81,15 @@ pub(super) struct Request<'a> {
     pub(super) pins: Option<&'a Pins>,
     pub(super) current: Current,
     pub(super) kernel_btf: &'a super::btf::Btf,
+    /// The kernel's release: major and minor.
+    pub(super) release: (u32, u32),
 }
 
 /// Brings the kernel half up.
+///
+/// While programs are replaced, the old and the new ones are attached at once; those that would tell an event twice heed
+/// `Meta::instance`, so writing that is the moment of change. Whoever dies before it leaves the old ones at work, after
+/// it the new ones; the next start tidies up.
 ///
 /// # Errors
 /// Nothing could be loaded at all. What only one program lacks is in [`Loaded::capabilities`].
@@ -89,33 +98,53 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         (Current::Complete(meta), Some(pins)) => Some((*meta, pins)),
         _ => None,
     };
+    let same = earlier.is_some_and(|(meta, _)| meta.digest == request.digest);
+    match earlier {
+        Some((_, pins)) if same => pins.promote_links()?,
+        Some((_, pins)) => pins.discard_new_links(),
+        None => {}
+    }
     // The log isn't pinned: an object that logs is loaded again each time.
     let logs = request.object.windows(8).any(|window| window == b"AYA_LOGS");
-    if let Some((meta, pins)) = earlier
-        && meta.digest == request.digest
+    if let Some((_, pins)) = earlier
+        && same
         && !logs
         && PROGRAMS.iter().all(|program| is_alive(pins, program, request.cgroup))
     {
         return adopt(pins);
     }
-    let offsets = Offsets::resolve(request.kernel_btf);
-    let mut ebpf = open_object(request, &offsets, earlier.map(|(_, pins)| pins))?;
+    let reuse_same = same && !logs;
+    let instance = match earlier {
+        Some((meta, _)) if reuse_same => meta.instance,
+        Some((meta, _)) => meta.instance.wrapping_add(1),
+        None => 1,
+    };
+    let offsets = Offsets::resolve(request.kernel_btf, request.release);
+    let mut ebpf = open_object(request, &offsets, instance, earlier.map(|(_, pins)| pins))?;
     let mut maps = take_maps(&mut ebpf)?;
     let log = BpfLog::open(&mut ebpf);
+    let fresh = Meta {
+        magic: MAGIC,
+        abi_version: ABI_VERSION,
+        complete: 0,
+        tracepoint: 0,
+        instance: 0,
+        digest: request.digest,
+    };
+    let mut meta = earlier.map_or(fresh, |(meta, _)| meta);
     if earlier.is_none()
         && let Some(pins) = request.pins
     {
-        pin_maps(pins, &mut maps, request.digest)?;
+        pin_maps(pins, &mut maps, &meta)?;
     }
     let kernel_types = aya::Btf::from_sys_fs()
         .map_err(|error| KernelError::new(format!("could not read the kernel's BTF: {error}")))?;
-    let reuse = !logs && earlier.is_some_and(|(meta, _)| meta.digest == request.digest);
     let mut attach = Attach {
         request,
         offsets: &offsets,
         kernel_types: &kernel_types,
         ebpf: &mut ebpf,
-        reuse_same: reuse,
+        reuse_same,
         links: Vec::new(),
     };
     let mut capabilities = Vec::new();
@@ -123,12 +152,15 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         capabilities.push(row(program, attach.program(program)));
         if program.name == LISTENER_STATE {
             let attached = capabilities.last().is_some_and(|row| row.have.is_ok());
-            write_meta(&maps, request.digest, false, attached)?;
+            meta.tracepoint = u32::from(attached);
+            write_meta(&maps, &meta)?;
         }
     }
     let links = std::mem::take(&mut attach.links);
-    let attached = capabilities.iter().any(|row| row.program == LISTENER_STATE && row.have.is_ok());
-    write_meta(&maps, request.digest, true, attached)?;
+    write_meta(&maps, &Meta { complete: 1, instance, digest: request.digest, ..meta })?;
+    if let Some(pins) = request.pins {
+        pins.promote_links()?;
+    }
     Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some(), log })
 }
 
@@ -157,21 +189,34 @@ fn adopt(pins: &Pins) -> Result<Loaded, KernelError> {
 
 /// Whether a program's pinned link is there and still attached to the right thing.
 fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
+    if program.hook == Hook::TaskWalk {
+        return true; // it has done its work
+    }
     let Ok(link) = sys::object_get(&pins.link(program.name)) else { return false };
     let Ok(state) = sys::link_state(link.as_fd()) else { return false };
     match program.hook {
-        Hook::Tracepoint(_) => true,
-        Hook::SockOps => {
+        Hook::Tracepoint(_) | Hook::TaskWalk => true,
+        Hook::SockOps | Hook::SkbIngress | Hook::SkbEgress => {
             std::fs::metadata(cgroup).is_ok_and(|metadata| state.cgroup_id == Some(metadata.ino()))
         }
     }
 }
 
 /// Parses the object, sets its globals and makes its maps, or takes the pinned ones.
-fn open_object(request: &Request<'_>, offsets: &Offsets, pins: Option<&Pins>) -> Result<Ebpf, KernelError> {
+fn open_object(
+    request: &Request<'_>,
+    offsets: &Offsets,
+    instance: u32,
+    pins: Option<&Pins>,
+) -> Result<Ebpf, KernelError> {
     let mut loader = EbpfLoader::new();
+    loader.allow_unsupported_maps(); // task storage, which only the programs use
     for (name, value) in &offsets.globals {
         loader.override_global(name, value, true);
+    }
+    loader.override_global("INSTANCE", &instance, true);
+    if offsets::has_task_storage(request.release) {
+        loader.map_max_entries(TASKS, 1);
     }
     if let Some(pins) = pins {
         for shape in MAPS {
@@ -191,7 +236,13 @@ fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelE
             .take_map(shape.name)
             .ok_or_else(|| KernelError::new(format!("the BPF object has no map {}", shape.name)))?;
         let data = match map {
-            Map::Array(data) | Map::HashMap(data) | Map::PerCpuArray(data) | Map::RingBuf(data) => data,
+            Map::Array(data)
+            | Map::HashMap(data)
+            | Map::LruHashMap(data)
+            | Map::PerCpuArray(data)
+            | Map::PerCpuHashMap(data)
+            | Map::RingBuf(data) => data,
+            Map::Unsupported(data) => data, // task storage: only the programs use it
             other => {
                 return Err(KernelError::new(format!(
                     "the BPF object's map {} is of a strange kind: {other:?}",
@@ -205,13 +256,9 @@ fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelE
 }
 
 /// Pins fresh maps. META goes first, with our mark and `complete` 0.
-fn pin_maps(
-    pins: &Pins,
-    maps: &mut BTreeMap<&'static str, MapData>,
-    digest: [u8; 32],
-) -> Result<(), KernelError> {
+fn pin_maps(pins: &Pins, maps: &mut BTreeMap<&'static str, MapData>, meta: &Meta) -> Result<(), KernelError> {
     pins.create()?;
-    write_meta(maps, digest, false, false)?;
+    write_meta(maps, meta)?;
     for shape in MAPS {
         let Some(map) = maps.get(shape.name) else { continue };
         map.pin(pins.map(shape.name)).map_err(|error| {
@@ -223,27 +270,14 @@ fn pin_maps(
     Ok(())
 }
 
-fn write_meta(
-    maps: &BTreeMap<&'static str, MapData>,
-    digest: [u8; 32],
-    complete: bool,
-    tracepoint: bool,
-) -> Result<(), KernelError> {
+fn write_meta(maps: &BTreeMap<&'static str, MapData>, meta: &Meta) -> Result<(), KernelError> {
     let failed =
         |error: &dyn std::fmt::Display| KernelError::new(format!("could not write the map {META}: {error}"));
     let data = maps.get(META).ok_or_else(|| failed(&"the object has none"))?;
     let copy = duplicate(data)?;
     let mut map: Array<MapData, Meta> =
         Map::from_map_data(copy).and_then(Array::try_from).map_err(|error| failed(&error))?;
-    let meta = Meta {
-        magic: MAGIC,
-        abi_version: ABI_VERSION,
-        complete: u32::from(complete),
-        tracepoint: u32::from(tracepoint),
-        instance: 0,
-        digest,
-    };
-    map.set(0, meta, 0).map_err(|error| failed(&error))
+    map.set(0, *meta, 0).map_err(|error| failed(&error))
 }
 
 /// A second handle of the same map.
@@ -275,71 +309,117 @@ impl Attach<'_> {
         {
             return Ok(());
         }
-        self.offsets.require(program.fields).map_err(Failure::new)?;
+        for fields in program.fields {
+            self.offsets.require(fields).map_err(Failure::new)?;
+        }
         match program.hook {
             Hook::Tracepoint(name) => self.tracepoint(program, name),
-            Hook::SockOps => self.sock_ops(program),
+            Hook::TaskWalk => self.walk(program),
+            Hook::SockOps | Hook::SkbIngress | Hook::SkbEgress => self.on_cgroup(program),
         }
     }
 
+    /// The object's program, as the kind that it must be.
+    fn find<'b, P>(&'b mut self, program: &Program) -> Result<&'b mut P, Failure>
+    where
+        &'b mut P: TryFrom<&'b mut aya::programs::Program, Error = aya::programs::ProgramError>,
+    {
+        let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
+        found
+            .try_into()
+            .map_err(|error| Failure::from_error("the object's program is of another kind", &error))
+    }
+
     /// A tracing link can't be updated: the new one is attached before the old one goes. Meanwhile both see each event;
-    /// the functions behind them are idempotent.
+    /// the functions behind them are idempotent, or heed `Meta::instance`.
     fn tracepoint(&mut self, program: &Program, name: &str) -> Result<(), Failure> {
         if program.name == LISTENER_STATE {
             offsets::check_set_state(self.request.kernel_btf).map_err(Failure::new)?;
         }
-        let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
-        let loaded: &mut BtfTracePoint = found
-            .try_into()
-            .map_err(|error| Failure::from_error("the object's program is of another kind", &error))?;
-        loaded
-            .load(name, self.kernel_types)
-            .map_err(|error| Failure::from_error("the kernel refused the program", &error))?;
+        let kernel_types = self.kernel_types;
+        let loaded: &mut BtfTracePoint = self.find(program)?;
+        loaded.load(name, kernel_types).map_err(|error| refused(&error))?;
         let attached = loaded.attach().and_then(|id| loaded.take_link(id));
-        let link = attached.map_err(|error| Failure::from_error("the kernel refused to attach", &error))?;
+        let link = attached.map_err(|error| not_attached(&error))?;
         self.keep(program, link.into())
     }
 
-    fn sock_ops(&mut self, program: &Program) -> Result<(), Failure> {
-        let cgroup = open_cgroup(self.request.cgroup)?;
-        let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
-        let loaded: &mut SockOps = found
-            .try_into()
-            .map_err(|error| Failure::from_error("the object's program is of another kind", &error))?;
-        loaded.load().map_err(|error| Failure::from_error("the kernel refused the program", &error))?;
-        if let Some(pins) = self.request.pins
-            && is_alive(pins, program, self.request.cgroup)
-            && let Ok(link) = sys::object_get(&pins.link(program.name))
-        {
-            let new =
-                loaded.fd().map_err(|error| Failure::from_error("the program has no descriptor", &error))?;
-            return sys::link_update(link.as_fd(), new.as_fd())
-                .map_err(|error| Failure::from_error("the kernel refused to replace the program", &error));
-        }
-        // With links the kernel always allows several programs on one cgroup, and refuses to be told so.
-        let attached = loaded.attach(&cgroup, CgroupAttachMode::Single).and_then(|id| loaded.take_link(id));
-        let link = attached.map_err(|error| Failure::from_error("the kernel refused to attach", &error))?;
-        let link =
-            FdLink::try_from(link).map_err(|error| Failure::from_error("the kernel gave no link", &error))?;
-        self.keep(program, link)
+    /// Runs the program for each thread that is there.
+    fn walk(&mut self, program: &Program) -> Result<(), Failure> {
+        let kernel_types = self.kernel_types;
+        let loaded: &mut Iter = self.find(program)?;
+        loaded.load("task", kernel_types).map_err(|error| refused(&error))?;
+        let attached = loaded.attach().and_then(|id| loaded.take_link(id));
+        let link = attached.map_err(|error| not_attached(&error))?;
+        let mut walk = link.into_file().map_err(|error| not_attached(&error))?;
+        // It prints nothing: reading to the end is what runs it.
+        walk.read_to_end(&mut Vec::new())
+            .map(drop)
+            .map_err(|error| Failure::from_error("the walk over the threads ended early", &error))
     }
 
-    /// Pins a link in its place (over an older one, in one step), or holds it.
+    /// Loads and attaches a program of the pods' root cgroup, or puts it in the place of the one that is there.
+    fn on_cgroup(&mut self, program: &Program) -> Result<(), Failure> {
+        let cgroup = open_cgroup(self.request.cgroup)?;
+        let living = self.request.pins.filter(|pins| is_alive(pins, program, self.request.cgroup));
+        let living = living.and_then(|pins| sys::object_get(&pins.link(program.name)).ok());
+        // With links the kernel always allows several programs on one cgroup, and refuses to be told so.
+        let mode = CgroupAttachMode::Single;
+        let link = if program.hook == Hook::SockOps {
+            let loaded: &mut SockOps = self.find(program)?;
+            loaded.load().map_err(|error| refused(&error))?;
+            if let Some(link) = &living {
+                return replace(link.as_fd(), loaded.fd());
+            }
+            let attached = loaded.attach(&cgroup, mode).and_then(|id| loaded.take_link(id));
+            FdLink::try_from(attached.map_err(|error| not_attached(&error))?)
+        } else {
+            let kind = match program.hook {
+                Hook::SkbEgress => CgroupSkbAttachType::Egress,
+                _ => CgroupSkbAttachType::Ingress,
+            };
+            let loaded: &mut CgroupSkb = self.find(program)?;
+            loaded.load().map_err(|error| refused(&error))?;
+            if let Some(link) = &living {
+                return replace(link.as_fd(), loaded.fd());
+            }
+            let attached = loaded.attach(&cgroup, kind, mode).and_then(|id| loaded.take_link(id));
+            FdLink::try_from(attached.map_err(|error| not_attached(&error))?)
+        };
+        self.keep(program, link.map_err(|error| Failure::from_error("the kernel gave no link", &error))?)
+    }
+
+    /// Pins a link beside its place, which it takes when all are there; or holds it.
     fn keep(&mut self, program: &Program, link: FdLink) -> Result<(), Failure> {
         let Some(pins) = self.request.pins else {
             self.links.push(link);
             return Ok(());
         };
-        let (new, place) = (pins.new_link(program.name), pins.link(program.name));
+        let new = pins.new_link(program.name);
         let _ = std::fs::remove_file(&new); // left by one that died right here
         let pinned: PinnedLink =
             link.pin(&new).map_err(|error| Failure::from_error("the link could not be pinned", &error))?;
-        std::fs::rename(&new, &place).map_err(|error| {
-            Failure::from_error(&format!("the link could not be pinned at {}", place.display()), &error)
-        })?;
         drop(pinned); // the pin holds it now
         Ok(())
     }
+}
+
+fn refused(error: &(dyn std::error::Error + 'static)) -> Failure {
+    Failure::from_error("the kernel refused the program", error)
+}
+
+fn not_attached(error: &(dyn std::error::Error + 'static)) -> Failure {
+    Failure::from_error("the kernel refused to attach", error)
+}
+
+/// Puts a program in the place of the one behind a link, without a moment between.
+fn replace(
+    link: std::os::fd::BorrowedFd<'_>,
+    program: Result<&ProgramFd, aya::programs::ProgramError>,
+) -> Result<(), Failure> {
+    let program = program.map_err(|error| Failure::from_error("the program has no descriptor", &error))?;
+    sys::link_update(link, program.as_fd())
+        .map_err(|error| Failure::from_error("the kernel refused to replace the program", &error))
 }
 
 fn no_program(program: &Program) -> Failure {

@@ -8,7 +8,9 @@
 mod bpf_log;
 mod btf;
 mod capability;
+mod dead;
 mod edges;
+mod inspect;
 mod listeners;
 mod loader;
 mod measures;
@@ -17,15 +19,18 @@ mod offsets;
 mod pins;
 pub mod quota;
 mod reader;
+mod settings;
 mod sweep;
 mod sys;
 
 pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
 pub use capability::{Capability, ProgramInfo, programs};
 pub use edges::{Edge, Edges, Interest, PressureKind};
+pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, wait_bucket_floor_ns};
 pub use netns::{ListeningSocket, NetnsHandle};
+pub use settings::{ByQos, Thresholds};
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
@@ -62,6 +67,8 @@ pub struct KernelOptions {
     pub mode: Mode,
     /// Another object than the built-in one, for development.
     pub object: Option<PathBuf>,
+    /// From what on waiting is told as an edge.
+    pub thresholds: Thresholds,
 }
 
 /// Why the kernel half could not do something: a sentence.
@@ -173,7 +180,8 @@ impl Kernel {
             }
         };
         let kernel_btf = read_kernel_btf().map_err(plain)?;
-        let (pins, found, pins_row) = find_pins(options)?;
+        let release = kernel_release();
+        let (pins, found, pins_row) = find_pins(options, release)?;
         let current = found.as_ref().map_or(Current::Absent, |found| match &found.current {
             Current::Absent => Current::Absent,
             Current::Complete(meta) => Current::Complete(*meta),
@@ -185,6 +193,7 @@ impl Kernel {
             pins: pins.as_ref(),
             current,
             kernel_btf: &kernel_btf,
+            release,
         };
         let mut loaded = loader::load(&request).map_err(plain)?;
         self.capabilities = std::mem::take(&mut loaded.capabilities);
@@ -200,17 +209,18 @@ impl Kernel {
         }
         self.pins = pins;
         if attached {
-            self.take(loaded).map_err(plain)?;
+            self.take(loaded, options).map_err(plain)?;
         }
         Ok(())
     }
 
     /// Opens the maps and starts the reader.
-    fn take(&mut self, mut loaded: loader::Loaded) -> Result<(), KernelError> {
+    fn take(&mut self, mut loaded: loader::Loaded, options: &KernelOptions) -> Result<(), KernelError> {
         let map = |name: &str| {
             loaded.maps.get(name).ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
         };
         self.memory = memory(&loaded.maps)?;
+        settings::tell(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.thresholds)?;
         let listeners =
             Listeners::new(loader::duplicate(map("LISTENERS")?)?, loader::duplicate(map("ADDRESSES")?)?)
                 .map_err(|error| KernelError::map("LISTENERS", &error))?;
@@ -218,6 +228,14 @@ impl Kernel {
             loader::duplicate(map("LISTENERS")?)?,
             loader::duplicate(map("ADDRESSES")?)?,
         )?;
+        let undertaker = dead::Undertaker::new(
+            loader::duplicate(map("CONTAINERS")?)?,
+            loader::duplicate(map("PRESSURE")?)?,
+            &options.cgroup,
+        )?;
+        let measures =
+            Measures::new(loader::duplicate(map("CONTAINERS")?)?, loader::duplicate(map("RUNNING")?)?)
+                .map_err(|error| KernelError::map("CONTAINERS", &error))?;
         let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
             aya::maps::Map::from_map_data(data)
                 .and_then(PerCpuArray::try_from)
@@ -228,13 +246,9 @@ impl Kernel {
             .map_err(|error| KernelError::map("EVENTS", &error))?;
         self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
         let reader_drops = drops(loader::duplicate(map("DROPS")?)?)?;
-        let reader = Reader::start(ring, reader_drops, sweeper, loaded.log.take(), self.hub.clone())?;
-        if let (Some(containers), Some(running)) = (loaded.maps.get("CONTAINERS"), loaded.maps.get("RUNNING"))
-        {
-            let measures = Measures::new(loader::duplicate(containers)?, loader::duplicate(running)?)
-                .map_err(|error| KernelError::map("CONTAINERS", &error))?;
-            self.measures = Some(measures);
-        }
+        let sweepers = (sweeper, undertaker);
+        let reader = Reader::start(ring, reader_drops, sweepers, loaded.log.take(), self.hub.clone())?;
+        self.measures = Some(measures);
         self.reader = Some(reader);
         self.listeners = Some(listeners);
         self.adopted = loaded.adopted;
@@ -252,7 +266,7 @@ impl Kernel {
             NoPins::NoFileSystem(why) | NoPins::Foreign(why) => KernelError::new(why),
         };
         let pins = Pins::open(bpffs, pin_name).map_err(said)?;
-        let found = pins.inspect().map_err(said)?;
+        let found = pins.inspect(offsets::has_task_storage(kernel_release())).map_err(said)?;
         let any = !found.stale.is_empty() || pins.dir().exists();
         for stale in found.stale {
             Pins::remove_stale(&stale)?;
@@ -343,7 +357,7 @@ impl Kernel {
 /// # Errors
 /// The kernel does not describe its types.
 pub fn globals() -> Result<Vec<(&'static str, u32)>, KernelError> {
-    Ok(offsets::Offsets::resolve(&read_kernel_btf()?).globals)
+    Ok(offsets::Offsets::resolve(&read_kernel_btf()?, kernel_release()).globals)
 }
 
 /// The object that is built in.
@@ -356,6 +370,16 @@ pub fn built_in_object() -> &'static [u8] {
 fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
+
+/// The kernel's release, major and minor; (0, 0) where it calls itself something strange.
+fn kernel_release() -> (u32, u32) {
+    release_of(&rustix::system::uname().release().to_string_lossy())
+}
+
+fn release_of(text: &str) -> (u32, u32) {
+    let mut numbers = text.split(['.', '-', '+']).map_while(|part| part.parse().ok());
+    numbers.next().zip(numbers.next()).unwrap_or((0, 0))
 }
 
 fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {
@@ -376,7 +400,10 @@ fn read_kernel_btf() -> Result<btf::Btf, KernelError> {
 type PinsFound = (Option<Pins>, Option<pins::Found>, Capability);
 
 /// The place for pins, what is there, and the row that says so. Only something foreign at our place is an error.
-fn find_pins(options: &KernelOptions) -> Result<PinsFound, (KernelError, Option<String>)> {
+fn find_pins(
+    options: &KernelOptions,
+    release: (u32, u32),
+) -> Result<PinsFound, (KernelError, Option<String>)> {
     let row = |have: Result<(), String>, remedy: String| Capability {
         program: capability::PINS,
         needs: capability::PINS_NEED,
@@ -385,7 +412,7 @@ fn find_pins(options: &KernelOptions) -> Result<PinsFound, (KernelError, Option<
         remedy,
     };
     let opened = Pins::open(&options.bpffs, &options.pin_name).and_then(|pins| {
-        let found = pins.inspect()?;
+        let found = pins.inspect(offsets::has_task_storage(release))?;
         Ok((pins, found))
     });
     match opened {
@@ -410,6 +437,8 @@ fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Ve
             let kind = info.map_type().map_err(|error| KernelError::map(name, &error))?;
             let (entry_bytes, copies) = match kind {
                 MapType::RingBuf => (1, 1),
+                // One for each thread, allocated with it; the kernel's bookkeeping is larger than the value.
+                MapType::TaskStorage => (u64::from(info.value_size()), 1),
                 MapType::PerCpuArray | MapType::PerCpuHash => {
                     (u64::from(info.key_size()) + u64::from(info.value_size()), cpus as u64)
                 }
@@ -419,4 +448,22 @@ fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Ve
             Ok(MapMemory { map: name, entries, entry_bytes, copies, bytes: entries * entry_bytes * copies })
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_release_is_two_numbers() {
+        for (text, expected) in [
+            ("6.1.0-49-amd64", (6, 1)),
+            ("7.3-rc2", (7, 3)),
+            ("5.15.0+", (5, 15)),
+            ("6.18.44-fc-v669", (6, 18)),
+            ("strange", (0, 0)),
+        ] {
+            assert_eq!(release_of(text), expected, "{text}");
+        }
+    }
 }

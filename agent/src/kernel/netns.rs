@@ -163,13 +163,25 @@ fn dump(socket: &Socket, family: u8, port: Option<u16>) -> Result<Vec<ListeningS
                 NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
                     found.push(listening_socket(&response));
                 }
-                NetlinkPayload::Error(error) => return Err(failed(&error.to_io())),
+                NetlinkPayload::Error(error) => return Err(failed(&refusal(&error.to_io()))),
                 _ => {}
             }
             // Messages are aligned to 4 bytes.
             let length = (message.header.length as usize).next_multiple_of(4).max(4);
             rest = rest.get(length..).unwrap_or_default();
         }
+    }
+}
+
+/// What the kernel's refusal means. A request about TCP is answered by a part of its own, which may be a module that the
+/// kernel can't find (net/core/sock_diag.c, `sock_diag_lock_handler`).
+fn refusal(error: &std::io::Error) -> String {
+    if error.kind() == std::io::ErrorKind::NotFound {
+        "this kernel has no tcp_diag: load that module (modprobe tcp_diag), or use a kernel built with \
+         CONFIG_INET_TCP_DIAG"
+            .to_owned()
+    } else {
+        error.to_string()
     }
 }
 
@@ -181,5 +193,18 @@ fn listening_socket(response: &InetResponse) -> ListeningSocket {
         address: id.source_address,
         port: id.source_port,
         dual_stack: response.header.family == AF_INET6 && !v6_only,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_module_is_named() {
+        let text = refusal(&std::io::Error::from(std::io::ErrorKind::NotFound));
+        assert!(text.contains("modprobe tcp_diag"), "{text}");
+        let text = refusal(&std::io::Error::from(std::io::ErrorKind::PermissionDenied));
+        assert!(!text.contains("tcp_diag"), "{text}");
     }
 }

@@ -4,11 +4,13 @@
 //! it, or with anything in it that we would not have put there, is a stranger's: named, and never touched.
 
 use super::KernelError;
+use super::capability::PROGRAMS;
 use super::sys::{self, ObjectKind};
 use aya::maps::{Array, Map, MapData, MapType};
 use beelet_ebpf_abi::{
-    ABI_VERSION, Address, AddressCount, Drops, ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_LISTENERS, Meta,
-    RING_BYTES, SocketCookie,
+    ABI_VERSION, ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey,
+    ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta,
+    Pressure, RING_BYTES, Running, Settings, SocketCookie, TaskKey, TaskState,
 };
 use rustix::mount::{MountFlags, UnmountFlags};
 use std::os::fd::AsFd;
@@ -32,25 +34,35 @@ pub(super) struct MapShape {
     entries: usize,
 }
 
+impl MapShape {
+    /// How many entries it has here: threads are in one of two maps, and the other is kept as small as can be.
+    pub(super) fn entries(&self, task_storage: bool) -> usize {
+        if self.name == TASKS && task_storage { 1 } else { self.entries }
+    }
+}
+
+const fn shape(name: &'static str, kind: MapType, key: usize, value: usize, entries: usize) -> MapShape {
+    MapShape { name, kind, key, value, entries }
+}
+
+/// What each thread is waiting for, where there is no task storage.
+pub(super) const TASKS: &str = "TASKS";
+
 /// Every map that is pinned. `META` comes first.
 pub(super) const MAPS: &[MapShape] = &[
-    MapShape { name: META, kind: MapType::Array, key: 4, value: size_of::<Meta>(), entries: 1 },
-    MapShape {
-        name: "LISTENERS",
-        kind: MapType::Hash,
-        key: size_of::<SocketCookie>(),
-        value: size_of::<ListenerRecord>(),
-        entries: MAX_LISTENERS,
-    },
-    MapShape {
-        name: "ADDRESSES",
-        kind: MapType::Hash,
-        key: size_of::<Address>(),
-        value: size_of::<AddressCount>(),
-        entries: MAX_ADDRESSES,
-    },
-    MapShape { name: "EVENTS", kind: MapType::RingBuf, key: 0, value: 0, entries: RING_BYTES },
-    MapShape { name: "DROPS", kind: MapType::PerCpuArray, key: 4, value: size_of::<Drops>(), entries: 1 },
+    shape(META, MapType::Array, 4, size_of::<Meta>(), 1),
+    shape("LISTENERS", MapType::Hash, size_of::<SocketCookie>(), size_of::<ListenerRecord>(), MAX_LISTENERS),
+    shape("ADDRESSES", MapType::Hash, size_of::<Address>(), size_of::<AddressCount>(), MAX_ADDRESSES),
+    shape("EVENTS", MapType::RingBuf, 0, 0, RING_BYTES),
+    shape("DROPS", MapType::PerCpuArray, 4, size_of::<Drops>(), 1),
+    shape("SETTINGS", MapType::Array, 4, size_of::<Settings>(), 1),
+    shape("CONTAINERS", MapType::PerCpuHash, size_of::<CgroupKey>(), size_of::<Counters>(), MAX_CONTAINERS),
+    shape("PRESSURE", MapType::Hash, size_of::<CgroupKey>(), size_of::<Pressure>(), MAX_CONTAINERS),
+    shape("RUNNING", MapType::PerCpuArray, 4, size_of::<Running>(), 1),
+    shape("ANCESTRY", MapType::PerCpuArray, 4, size_of::<Ancestry>(), ANCESTRY_SLOTS),
+    shape(TASKS, MapType::Hash, size_of::<TaskKey>(), size_of::<TaskState>(), MAX_TASKS),
+    shape("TASK_STORAGE", MapType::TaskStorage, 4, size_of::<TaskState>(), 0),
+    shape("EXITED", MapType::LruHash, size_of::<ExitedKey>(), 8, MAX_EXITED),
 ];
 
 /// Our folder on a bpf file system.
@@ -98,12 +110,12 @@ impl Pins {
         }
         let mounted = ensure_mounted(bpffs).map_err(NoPins::NoFileSystem)?;
         let base = bpffs.join(name);
-        let dir = base.join(format!("v{ABI_VERSION}"));
+        let dir = folder(bpffs, name);
         Ok(Pins { bpffs: bpffs.to_path_buf(), base, dir, mounted })
     }
 
     /// Looks at what is there, touching nothing.
-    pub(super) fn inspect(&self) -> Result<Found, NoPins> {
+    pub(super) fn inspect(&self, task_storage: bool) -> Result<Found, NoPins> {
         let foreign = |path: &Path, what: &str| {
             NoPins::Foreign(format!(
                 "{} is {what}, which beelet did not make. It is left alone; remove it, or give beelet another place \
@@ -131,7 +143,9 @@ impl Pins {
             if version == Some(ABI_VERSION) {
                 self.check_current().map_err(|(path, what)| foreign(&path, &what))?;
                 found.current = match meta {
-                    Some(meta) if meta.complete == 1 && self.maps_fit() => Current::Complete(meta),
+                    Some(meta) if meta.complete == 1 && self.maps_fit(task_storage) => {
+                        Current::Complete(meta)
+                    }
                     _ => Current::Absent,
                 };
             } else {
@@ -161,14 +175,14 @@ impl Pins {
     }
 
     /// Whether every map is there and has the shape of this version.
-    fn maps_fit(&self) -> bool {
+    fn maps_fit(&self, task_storage: bool) -> bool {
         MAPS.iter().all(|shape| {
             let info = MapData::from_pin(self.map(shape.name)).and_then(|map| map.info());
             info.is_ok_and(|info| {
                 info.map_type().is_ok_and(|kind| kind == shape.kind)
                     && info.key_size() as usize == shape.key
                     && info.value_size() as usize == shape.value
-                    && info.max_entries() as usize == shape.entries
+                    && info.max_entries() as usize == shape.entries(task_storage)
             })
         })
     }
@@ -221,13 +235,47 @@ impl Pins {
 
     /// Where a program's link is pinned.
     pub(super) fn link(&self, program: &str) -> PathBuf {
-        self.dir.join(LINKS).join(program)
+        link_in(&self.dir, program)
     }
 
     /// Where a link is pinned before it takes the place of the old one.
     pub(super) fn new_link(&self, program: &str) -> PathBuf {
         self.dir.join(LINKS).join(format!("{program}{NEW}"))
     }
+
+    /// Puts every new link in the place of its old one, which ends with that.
+    pub(super) fn promote_links(&self) -> Result<(), KernelError> {
+        for program in PROGRAMS {
+            let (new, place) = (self.new_link(program.name), self.link(program.name));
+            match std::fs::rename(&new, &place) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(KernelError::new(format!(
+                        "a link could not be pinned at {}: {error}",
+                        place.display()
+                    )));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes away every new link that has not taken its place.
+    pub(super) fn discard_new_links(&self) {
+        for program in PROGRAMS {
+            let _ = std::fs::remove_file(self.new_link(program.name));
+        }
+    }
+}
+
+/// The folder of this version's pins, whether it is there or not.
+pub(super) fn folder(bpffs: &Path, name: &str) -> PathBuf {
+    bpffs.join(name).join(format!("v{ABI_VERSION}"))
+}
+
+/// Where a program's link is pinned below such a folder.
+pub(super) fn link_in(dir: &Path, program: &str) -> PathBuf {
+    dir.join(LINKS).join(program)
 }
 
 /// Mounts a bpf file system at `path` unless there is one; true if it did.

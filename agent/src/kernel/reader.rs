@@ -5,21 +5,26 @@
 //! the maps again.
 
 use super::bpf_log::BpfLog;
+use super::dead::Undertaker;
 use super::edges::{Edge, Hub, PressureKind};
 use super::listeners::Listener;
 use super::sweep::Sweeper;
 use super::{KernelError, monotonic_ns};
 use aya::maps::{MapData, PerCpuArray, RingBuf};
 use beelet_ebpf_abi::{Address, Drops, EventHeader, ExitEvent, ListenerEvent, OomEvent, PressureEvent, kind};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Edges that are handed on together: whoever gets them is woken once.
 const BATCH: usize = 256;
 /// After so many new listeners the reader looks whether unused addresses fill their map.
 const OPENS_PER_SWEEP: u32 = 1024;
+/// After so many processes that ended it looks for dead cgroups, or after some time.
+const EXITS_PER_SWEEP: u32 = 256;
+const SWEEP_AFTER: Duration = Duration::from_secs(30);
 
 /// The running reader thread.
 #[derive(Debug)]
@@ -33,12 +38,16 @@ struct Work {
     ring: RingBuf<MapData>,
     drops: PerCpuArray<MapData, Drops>,
     sweeper: Sweeper,
+    undertaker: Undertaker,
     log: Option<BpfLog>,
     hub: Hub,
     stop_poll: Arc<OwnedFd>,
     seen_drops: Drops,
     /// Listeners opened since the last sweep.
     opened: u32,
+    /// Processes that ended since the last look for dead cgroups; and when to look at the latest.
+    exited: u32,
+    look_at: Option<Instant>,
 }
 
 impl Reader {
@@ -49,7 +58,7 @@ impl Reader {
     pub(super) fn start(
         mut ring: RingBuf<MapData>,
         drops: PerCpuArray<MapData, Drops>,
-        sweeper: Sweeper,
+        sweepers: (Sweeper, Undertaker),
         log: Option<BpfLog>,
         hub: Hub,
     ) -> Result<Reader, KernelError> {
@@ -60,8 +69,20 @@ impl Reader {
             Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("no eventfd", &error))?);
         let seen_drops = sum(&drops)?;
         while ring.next().is_some() {}
-        let work =
-            Work { ring, drops, sweeper, log, hub, stop_poll: Arc::clone(&stop_poll), seen_drops, opened: 0 };
+        let (sweeper, undertaker) = sweepers;
+        let work = Work {
+            ring,
+            drops,
+            sweeper,
+            undertaker,
+            log,
+            hub,
+            stop_poll: Arc::clone(&stop_poll),
+            seen_drops,
+            opened: 0,
+            exited: 0,
+            look_at: None,
+        };
         let thread = std::thread::Builder::new()
             .name("kernel-events".to_owned())
             .spawn(move || work.run())
@@ -101,7 +122,9 @@ impl Work {
                 PollFd::from_borrowed_fd(self.ring.as_fd(), PollFlags::IN),
             ];
             fds.extend(self.log.iter().map(|log| PollFd::from_borrowed_fd(log.as_fd(), PollFlags::IN)));
-            match poll(&mut fds, None) {
+            let wait = self.look_at.map(|at| at.saturating_duration_since(Instant::now()));
+            let wait = wait.and_then(|wait| Timespec::try_from(wait).ok());
+            match poll(&mut fds, wait.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
                     tracing::error!("no kernel events any more: poll on the ring buffer failed: {error}");
@@ -125,6 +148,7 @@ impl Work {
                 Edge::Lost
             });
             self.opened += u32::from(matches!(edge, Edge::ListenerOpened { .. }));
+            self.exited += u32::from(matches!(edge, Edge::ContainerExited { .. }));
             batch.push(edge);
             if batch.len() == BATCH {
                 self.hub.send(&batch);
@@ -140,12 +164,33 @@ impl Work {
         }
         // Before anyone is told to read the maps again: they are right when this is done.
         self.sweep(self.seen_drops.addresses_full != before.addresses_full);
+        self.bury(self.seen_drops.containers_full != before.containers_full);
         if self.seen_drops != before {
-            tracing::warn!(
-                "the kernel programs lost something ({:?}); the maps are read again",
-                self.seen_drops
-            );
+            tracing::warn!("the kernel programs lost something: {:?} in all", self.seen_drops);
+        }
+        let edges = |drops: Drops| (drops.ring_full, drops.listeners_full, drops.addresses_full);
+        if edges(self.seen_drops) != edges(before) {
             self.hub.send(&[Edge::Lost]);
+        }
+    }
+
+    /// Looks for dead cgroups once enough processes have ended, or a while after one has.
+    fn bury(&mut self, full: bool) {
+        if self.exited == 0 && !full && self.look_at.is_none() {
+            return;
+        }
+        let now = Instant::now();
+        let at = *self.look_at.get_or_insert(now + SWEEP_AFTER);
+        if self.exited < EXITS_PER_SWEEP && now < at && !full {
+            return;
+        }
+        // What is found gone for the first time is removed the next time: so there is one.
+        self.look_at = (self.exited > 0).then_some(now + SWEEP_AFTER);
+        self.exited = 0;
+        match self.undertaker.sweep(full) {
+            Ok(0) => {}
+            Ok(removed) => tracing::debug!("removed the counters of {removed} cgroups that are gone"),
+            Err(error) => tracing::warn!("{error}"),
         }
     }
 

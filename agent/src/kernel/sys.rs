@@ -1,6 +1,6 @@
 //! Thin wrappers of system calls that neither aya nor rustix has. Nothing here decides anything.
 
-use aya_obj::generated::{bpf_attr, bpf_cmd, bpf_link_info, bpf_link_type};
+use aya_obj::generated::{bpf_attr, bpf_cmd, bpf_link_info, bpf_link_type, bpf_prog_info};
 use std::ffi::CString;
 use std::io;
 use std::mem::{size_of, zeroed};
@@ -19,6 +19,8 @@ pub(super) enum ObjectKind {
 /// What the kernel says about a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LinkState {
+    /// The program behind it.
+    pub(super) program_id: u32,
     /// For a link to a cgroup: that cgroup's id, 0 once the cgroup is gone. `None` for other links.
     pub(super) cgroup_id: Option<u64>,
 }
@@ -73,7 +75,25 @@ pub(super) fn link_state(link: BorrowedFd<'_>) -> io::Result<LinkState> {
     // SAFETY: plain integers, so any member may be read; for this type the kernel filled in `cgroup`.
     let cgroup = unsafe { info.__bindgen_anon_1.cgroup };
     let cgroup_id = of_cgroup.then_some(cgroup.cgroup_id);
-    Ok(LinkState { cgroup_id })
+    Ok(LinkState { program_id: info.prog_id, cgroup_id })
+}
+
+/// What the kernel says of a program. Older kernels leave the last fields zero.
+pub(super) fn program_info(id: u32) -> io::Result<bpf_prog_info> {
+    let mut attr = empty_attr();
+    attr.__bindgen_anon_6.__bindgen_anon_1.prog_id = id;
+    let fd = bpf(bpf_cmd::BPF_PROG_GET_FD_BY_ID, &mut attr)?;
+    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made this descriptor for us.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: all zero is a value of this struct of plain integers, and asks for no arrays.
+    let mut info: bpf_prog_info = unsafe { zeroed() };
+    let mut attr = empty_attr();
+    attr.info.bpf_fd = fd.as_raw_fd() as u32;
+    attr.info.info_len = size_of::<bpf_prog_info>() as u32;
+    attr.info.info = &raw mut info as u64;
+    bpf(bpf_cmd::BPF_OBJ_GET_INFO_BY_FD, &mut attr)?;
+    Ok(info)
 }
 
 /// Puts `program` in the place of a link's program, without a moment between.

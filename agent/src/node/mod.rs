@@ -586,7 +586,8 @@ async fn start_kernel(config: &Config, cgroups: &Cgroups) -> Result<Kernel> {
             BpfMode::Auto => kernel::Mode::Auto,
             BpfMode::Off => kernel::Mode::Off,
         },
-        object: None,
+        object: config.beelet.bpf_log.clone(),
+        thresholds: config.beelet.pressure_edges,
     };
     let kernel =
         spawn_blocking(move || Kernel::start(&options)).await.context("the kernel half could not start")?;

@@ -27,10 +27,7 @@ use crate::{
         signals::Mode,
     },
     cgroups::Cgroups,
-    config::Config,
-    events::{NodeEvents, Recorder},
-    images::{self, ImageGc, Leases},
-    kernel::{self, Kernel, KernelOptions},
+    kernel::{self, Kernel, KernelOptions, Thresholds},
     observe::{self, Observer, Pulse},
     pods::table::PodTable,
     runtime::Runtime,
@@ -235,6 +232,7 @@ async fn start_kernel(options: &Options, cgroups: &Arc<Cgroups>) -> Result<Kerne
         cgroup: cgroups.cgroup2_path(root).unwrap_or_default(),
         mode: options.bpf,
         object: None,
+        thresholds: Thresholds::default(),
     };
     let kernel = spawn_blocking(move || Kernel::start(&options)).await;
     let kernel = kernel.context("the kernel half could not start")?;

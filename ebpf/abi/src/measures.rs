@@ -10,7 +10,7 @@ pub const MAX_CONTAINERS: usize = 2048;
 /// Entries of the `TASKS` map: threads of the machine. It is used below Linux 6.4 only, and has one entry elsewhere.
 pub const MAX_TASKS: usize = 65_536;
 /// Entries of the `ANCESTRY` cache, for each CPU.
-pub const ANCESTRY_SLOTS: usize = 64;
+pub const ANCESTRY_SLOTS: usize = 512;
 /// Entries of the `EXITED` map: processes of several threads that are ending.
 pub const MAX_EXITED: usize = 1024;
 /// Buckets of [`Counters::run_queue_waits`].
@@ -110,10 +110,10 @@ pub struct Settings {
     pub burstable: u64,
     /// The cgroup2 id of the cgroup of BestEffort pods; 0 if there is none.
     pub best_effort: u64,
-    /// How deep the pods' root is below the root of cgroup2.
-    pub pods_level: u32,
     /// Another number with each change: what the programs remembered of cgroups is void then.
     pub generation: u32,
+    /// Zero.
+    pub reserved: u32,
     /// Run-queue waits within [`PRESSURE_WINDOW_NS`] that are pressure, nanoseconds, by [`qos`]; 0: never.
     pub run_queue_wait_ns: [u64; qos::CLASSES],
     /// Reclaim within [`PRESSURE_WINDOW_NS`] that is pressure, nanoseconds, by [`qos`]; 0: never.
@@ -258,7 +258,7 @@ const _: () = {
     assert!(offset_of!(Counters, tx_packets) == size_of::<Counters>() - 8);
 
     assert!(size_of::<Settings>() == 80);
-    assert!(offset_of!(Settings, pods_level) == 24);
+    assert!(offset_of!(Settings, generation) == 24);
     assert!(offset_of!(Settings, run_queue_wait_ns) == 32);
     assert!(offset_of!(Settings, reclaim_ns) == 56);
 

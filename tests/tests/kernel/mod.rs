@@ -4,8 +4,10 @@
 #![allow(dead_code)] // each test binary uses its part
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
-use beelet::kernel::{Edge, Edges, Interest, Kernel, KernelOptions, Listener, Mode, NetnsHandle};
+use beelet::kernel::{Counters, Edge, Edges, Interest, Kernel, KernelOptions, Listener, Mode, NetnsHandle};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
+use beelet_tests::load::{Load, Seat};
+use beelet_tests::requires;
 use beelet_tests::workdir::{PATIENCE, unique};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{IpAddr, Ipv4Addr};
@@ -42,6 +44,7 @@ impl Place {
             cgroup: self.cgroup_dir(),
             mode: Mode::Auto,
             object: None,
+            thresholds: beelet::kernel::Thresholds::default(),
         }
     }
 
@@ -61,6 +64,21 @@ impl Place {
     /// Starts the kernel half; every program must be there.
     pub(crate) fn start(&self) -> Kernel {
         start(&self.options())
+    }
+
+    /// A container's cgroup, by its path below the pods' root; in the hierarchies of these v1 controllers too, where
+    /// they have one.
+    pub(crate) fn container(&self, path: &str, controllers: &[&str]) -> Container {
+        let mut dirs: Vec<PathBuf> = ["unified"]
+            .iter()
+            .chain(controllers)
+            .map(|name| self.cgroup.dir(name).unwrap().join(path))
+            .collect();
+        dirs.dedup();
+        for dir in &dirs {
+            std::fs::create_dir_all(dir).unwrap();
+        }
+        Container { dirs }
     }
 
     /// A process in the cgroup and the namespace.
@@ -204,4 +222,45 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Whether this kernel lists sockets; a loud skip where it doesn't.
+pub(crate) fn lists_sockets() -> bool {
+    let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
+    let Err(error) = listed else { return true };
+    requires::skip(&requires::Missing { what: error.to_string(), remedy: "modprobe tcp_diag".to_owned() });
+    false
+}
+
+/// A cgroup below the pods' root; the first folder is cgroup2's.
+pub(crate) struct Container {
+    pub(crate) dirs: Vec<PathBuf>,
+}
+
+impl Container {
+    pub(crate) fn id(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt as _;
+        std::fs::metadata(&self.dirs[0]).unwrap().ino()
+    }
+
+    /// A process in it that loads the machine when told to.
+    pub(crate) fn load(&self, cpu: Option<usize>) -> Load {
+        load(&Seat { cgroups: self.dirs.clone(), cpu, netns: None })
+    }
+
+    /// What the programs counted.
+    pub(crate) fn counters(&self, kernel: &Kernel) -> Counters {
+        kernel.measures().unwrap().of(self.id()).unwrap().unwrap_or_default()
+    }
+
+    /// A number of one of its files: the one after `name`.
+    pub(crate) fn number(&self, file: &str, name: &str) -> u64 {
+        let text = std::fs::read_to_string(self.dirs[0].join(file)).unwrap();
+        let after = text.split([' ', '\n', '=']).skip_while(|word| *word != name).nth(1);
+        after.unwrap_or_else(|| panic!("{file} has no {name}: {text}")).parse().unwrap()
+    }
+}
+
+pub(crate) fn load(seat: &Seat) -> Load {
+    Load::start(Path::new(env!("CARGO_BIN_EXE_load")), &[], seat).unwrap()
 }

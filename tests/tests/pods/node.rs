@@ -427,6 +427,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         cgroup: PathBuf::new(),
         mode: Mode::Off,
         object: None,
+        thresholds: beelet::kernel::Thresholds::default(),
     });
     let events = Recorder::load(&state);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));

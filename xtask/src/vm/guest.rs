@@ -21,7 +21,7 @@ const INIT: &str = include_str!("guest/init");
 pub(super) const TEST_LIMIT: &str = "300";
 
 /// Modules that every guest starts with. The kernel loads others by itself when something asks for them.
-const LOADED: &[&str] = &["veth", "dummy", "bridge", "br_netfilter", "overlay", "tun"];
+const LOADED: &[&str] = &["veth", "dummy", "bridge", "br_netfilter", "overlay", "tun", "tcp_diag"];
 
 /// A guest with this kernel, its files made below `work`.
 pub(super) fn machine(kernel: &Kernel, programs: &Programs, work: &Path) -> Result<Machine> {

@@ -3,7 +3,8 @@
 
 use std::fmt;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::mount::{UnmountFlags, unmount};
 use serde::Serialize;
@@ -11,7 +12,7 @@ use serde::Serialize;
 use super::Finding;
 use crate::cgroups::{Cgroups, Files};
 use crate::config::{BpfMode, CgroupDriver, Config};
-use crate::kernel::{Kernel, KernelOptions, MapMemory, Mode};
+use crate::kernel::{self, Kernel, KernelError, KernelOptions, MapMemory, Mode, PinnedProgram, Thresholds};
 
 /// What one map takes of the kernel's memory.
 #[derive(Serialize)]
@@ -38,10 +39,59 @@ impl fmt::Display for MapSize {
     }
 }
 
-/// Which programs attach, and what their maps take.
-pub(super) fn programs(config: &Config) -> (Vec<Finding>, Vec<MapSize>) {
+/// What one program costs.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ProgramCost {
+    program: &'static str,
+    verified_instructions: u32,
+    code_bytes: u32,
+    /// Runs of the whole machine while the doctor looked.
+    runs: u64,
+    /// How long one took on average, of which the counting itself is some 20 ns.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ns_per_run: Option<u64>,
+}
+
+impl fmt::Display for ProgramCost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { program, verified_instructions, code_bytes, runs, ns_per_run } = self;
+        write!(
+            f,
+            "{program}: {verified_instructions} instructions verified, {code_bytes} bytes of code, {runs} runs"
+        )?;
+        match ns_per_run {
+            Some(ns) => write!(f, " of {ns} ns"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What `--bpf` adds to the report.
+#[derive(Default, Serialize)]
+pub(super) struct Costs {
+    pub(super) programs: Vec<ProgramCost>,
+    pub(super) maps: Vec<MapSize>,
+}
+
+impl Costs {
+    /// What all maps take: for each CPU, and once.
+    pub(super) fn memory(&self) -> String {
+        let of = |several: bool| -> u64 {
+            let maps = self.maps.iter().filter(|map| (map.copies > 1) == several);
+            maps.map(|map| map.entries * map.entry_bytes).sum::<u64>() / 1024
+        };
+        format!("maps: {} KiB for each CPU and {} KiB once", of(true), of(false))
+    }
+}
+
+/// How long runs are counted for `--bpf`.
+const COUNTED_FOR: Duration = Duration::from_secs(1);
+
+/// Which programs attach, and, if asked for, what they cost: those of the agent that runs here, or the doctor's own.
+pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     if config.beelet.bpf == BpfMode::Off {
-        return (vec![Finding::ok("BPF", "turned off by the configuration")], Vec::new());
+        return (vec![Finding::ok("BPF", "turned off by the configuration")], Costs::default());
     }
     let sandbox = match Sandbox::new(config) {
         Ok(sandbox) => sandbox,
@@ -49,11 +99,12 @@ pub(super) fn programs(config: &Config) -> (Vec<Finding>, Vec<MapSize>) {
             let consequence = "whether BPF programs attach is not known";
             return (
                 vec![Finding::degraded("BPF", error, consequence, "run the doctor as root")],
-                Vec::new(),
+                Costs::default(),
             );
         }
     };
-    let kernel = Kernel::start(&sandbox.options());
+    let options = sandbox.options();
+    let kernel = Kernel::start(&options);
     let findings = kernel
         .capabilities()
         .iter()
@@ -62,11 +113,44 @@ pub(super) fn programs(config: &Config) -> (Vec<Finding>, Vec<MapSize>) {
             Err(why) => Finding::degraded(capability.program, why, capability.fallback, &capability.remedy),
         })
         .collect();
-    let sizes = kernel.memory().iter().map(MapSize::from).collect();
+    let mut found = Costs::default();
+    if costs {
+        let live = (config.beelet.bpffs.as_path(), config.beelet.pin_name.as_str());
+        let own = (options.bpffs.as_path(), options.pin_name.as_str());
+        let looked_at = if kernel::pinned(live.0, live.1).is_ok() { live } else { own };
+        match program_costs(looked_at) {
+            Ok(programs) => found.programs = programs,
+            Err(error) => eprintln!("warning: what the programs cost is not known: {error}"),
+        }
+        found.maps = kernel.memory().iter().map(MapSize::from).collect();
+    }
     if let Err(error) = kernel.stop(false) {
         eprintln!("warning: {error}");
     }
-    (findings, sizes)
+    (findings, found)
+}
+
+/// Counts runs for a while.
+fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, KernelError> {
+    let statistics = kernel::count_runs()?;
+    let before = kernel::pinned(bpffs, pin_name)?.programs;
+    std::thread::sleep(COUNTED_FOR);
+    let after = kernel::pinned(bpffs, pin_name)?.programs;
+    drop(statistics);
+    let cost = |program: &PinnedProgram| {
+        // An agent may have replaced it meanwhile: then all its runs are new.
+        let before = before.iter().find(|earlier| earlier.id == program.id);
+        let (runs, ns) = before.map_or((0, 0), |earlier| (earlier.runs, earlier.run_ns));
+        let (runs, ns) = (program.runs - runs, program.run_ns - ns);
+        ProgramCost {
+            program: program.name,
+            verified_instructions: program.verified_instructions,
+            code_bytes: program.jitted_bytes,
+            runs,
+            ns_per_run: ns.checked_div(runs),
+        }
+    };
+    Ok(after.iter().map(cost).collect())
 }
 
 /// A cgroup and a mount point that go when the value does.
@@ -99,6 +183,7 @@ impl Sandbox {
             cgroup: self.cgroup2.clone(),
             mode: Mode::Auto,
             object: None,
+            thresholds: Thresholds::default(),
         }
     }
 }

@@ -7,6 +7,7 @@ use caps::{CapSet, Capability};
 
 use super::{Finding, Patient};
 use crate::cgroups::{Cgroups, Version};
+use crate::kernel::NetnsHandle;
 
 /// The oldest kernel the BPF programs are made for.
 const OLDEST: (u32, u32) = (5, 15);
@@ -164,6 +165,20 @@ pub(super) fn pressure(_: &Patient) -> Vec<Finding> {
             format!("/proc/pressure: {error}"),
             "how long processes wait for memory, CPU and disk cannot be read from files",
             "run a kernel with CONFIG_PSI=y, and boot it with psi=1",
+        ),
+    }]
+}
+
+/// The list of listening sockets, which confirms what the programs say and answers where they can't.
+pub(super) fn sock_diag(_: &Patient) -> Vec<Finding> {
+    let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
+    vec![match listed {
+        Ok(_) => Finding::ok("sock_diag", "lists the sockets that listen"),
+        Err(error) => Finding::degraded(
+            "sock_diag",
+            error.to_string(),
+            "what the kernel programs say of a TCP port is not confirmed, and where they can't attach TCP probes connect",
+            "modprobe tcp_diag, and name it in /etc/modules-load.d/",
         ),
     }]
 }

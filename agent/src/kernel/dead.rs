@@ -1,0 +1,114 @@
+//! Removes what the programs counted for cgroups that are gone.
+//!
+//! The programs make an entry for a cgroup when it first does something, and can't know when it will do nothing more. An
+//! entry goes when its cgroup was found gone twice, so whoever reads the counters now and then still sees the last ones;
+//! at once if the programs have found the map full.
+
+use super::KernelError;
+use aya::maps::{HashMap, Map, MapData, PerCpuHashMap};
+use beelet_ebpf_abi::{CgroupKey, Counters, Pressure};
+use std::collections::BTreeSet;
+use std::os::unix::fs::DirEntryExt;
+use std::path::{Path, PathBuf};
+
+/// Removes entries of dead cgroups.
+pub(super) struct Undertaker {
+    containers: PerCpuHashMap<MapData, CgroupKey, Counters>,
+    pressure: HashMap<MapData, CgroupKey, Pressure>,
+    /// The pods' root.
+    pods: PathBuf,
+    /// Found gone once.
+    gone: BTreeSet<u64>,
+}
+
+impl Undertaker {
+    pub(super) fn new(
+        containers: MapData,
+        pressure: MapData,
+        pods: &Path,
+    ) -> Result<Undertaker, KernelError> {
+        Ok(Undertaker {
+            containers: Map::from_map_data(containers)
+                .and_then(PerCpuHashMap::try_from)
+                .map_err(|error| KernelError::map("CONTAINERS", &error))?,
+            pressure: Map::from_map_data(pressure)
+                .and_then(HashMap::try_from)
+                .map_err(|error| KernelError::map("PRESSURE", &error))?,
+            pods: pods.to_owned(),
+            gone: BTreeSet::new(),
+        })
+    }
+
+    /// Removes what was gone the last time already; `force`: everything that is gone. How many entries it removed.
+    pub(super) fn sweep(&mut self, force: bool) -> Result<usize, KernelError> {
+        let containers = self.containers.keys().map(|key| (key, "CONTAINERS"));
+        let pressure = self.pressure.keys().map(|key| (key, "PRESSURE"));
+        // Before the cgroups: one that is made meanwhile is in neither.
+        let counted = containers
+            .chain(pressure)
+            .map(|(key, map)| key.map(|key| key.cgroup_id).map_err(|error| KernelError::map(map, &error)))
+            .collect::<Result<BTreeSet<u64>, KernelError>>()?;
+        if counted.is_empty() {
+            self.gone.clear();
+            return Ok(0);
+        }
+        let alive = alive(&self.pods)
+            .map_err(|error| KernelError::new(format!("could not look for dead cgroups: {error}")))?;
+        let gone: BTreeSet<u64> = counted.difference(&alive).copied().collect();
+        let mut removed = 0;
+        for id in &gone {
+            if force || self.gone.contains(id) {
+                let key = CgroupKey { cgroup_id: *id };
+                removed += usize::from(self.containers.remove(&key).is_ok());
+                let _ = self.pressure.remove(&key); // most have none
+            }
+        }
+        self.gone = gone;
+        Ok(removed)
+    }
+}
+
+/// The ids of the cgroups below `root`, and its own.
+fn alive(root: &Path) -> std::io::Result<BTreeSet<u64>> {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut found = BTreeSet::from([std::fs::metadata(root)?.ino()]);
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let entries = match std::fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            // It went while we walked.
+            Err(error) if folder != root && error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(_) if folder != root => break,
+                Err(error) => return Err(error),
+            };
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                found.insert(entry.ino());
+                folders.push(entry.path());
+            }
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_folder_below_the_root_is_alive() {
+        use std::os::unix::fs::MetadataExt as _;
+        let root = tempfile::tempdir().unwrap();
+        let deep = root.path().join("burstable/pod1/container");
+        std::fs::create_dir_all(&deep).unwrap();
+        std::fs::write(deep.join("cgroup.procs"), "").unwrap();
+        let found = alive(root.path()).unwrap();
+        assert_eq!(found.len(), 4);
+        assert!(found.contains(&std::fs::metadata(&deep).unwrap().ino()));
+        assert!(alive(&root.path().join("missing")).is_err());
+    }
+}

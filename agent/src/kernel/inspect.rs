@@ -1,0 +1,278 @@
+//! What is pinned, looked at from outside: for `beelet bpf`, `beelet doctor --bpf` and the benches. It changes nothing.
+
+use super::capability::{Hook, PROGRAMS};
+use super::pins::{self, MAPS};
+use super::{KernelError, MapMemory, sys};
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
+use beelet_ebpf_abi::{
+    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,
+    Running, Settings, SocketCookie, TaskKey, TaskState,
+};
+use serde_json::{Map as Object, Value, json};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// A program that is attached by a pinned link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PinnedProgram {
+    /// Its name, and that of its link's pin.
+    pub name: &'static str,
+    /// What it hangs on.
+    pub hook: String,
+    /// The kernel's number for it.
+    pub id: u32,
+    /// How many instructions the verifier looked at, over all paths; 0 before Linux 5.16.
+    pub verified_instructions: u32,
+    /// Its machine code, bytes.
+    pub jitted_bytes: u32,
+    /// How often it ran while runs were counted.
+    pub runs: u64,
+    /// How long these runs took, nanoseconds.
+    pub run_ns: u64,
+}
+
+/// Everything that an agent has pinned.
+#[derive(Clone, Debug)]
+pub struct Pinned {
+    /// Where.
+    pub dir: PathBuf,
+    /// SHA-256 of the object that the programs came from, in hex.
+    pub digest: String,
+    /// In the order of attaching. What couldn't be attached is missing.
+    pub programs: Vec<PinnedProgram>,
+    /// By name.
+    pub maps: Vec<MapMemory>,
+}
+
+/// While it lives the kernel counts and times the runs of all programs, at some 20 ns a run.
+#[derive(Debug)]
+pub struct RunStatistics(#[expect(dead_code, reason = "held for its end")] OwnedFd);
+
+/// Begins to count runs.
+///
+/// # Errors
+/// The kernel refuses (it takes `CAP_SYS_ADMIN`).
+pub fn count_runs() -> Result<RunStatistics, KernelError> {
+    aya::sys::enable_stats(aya::sys::Stats::RunTime).map(RunStatistics).map_err(|error| {
+        KernelError::new(format!("the kernel would not count runs of BPF programs: {error}"))
+    })
+}
+
+/// Looks at what is pinned under `<bpffs>/<pin_name>`, in this version's folder.
+///
+/// # Errors
+/// Nothing of ours is pinned there, or the kernel refuses.
+pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
+    let dir = pins::folder(bpffs, pin_name);
+    let meta: Meta = array(&open(&dir, "META")?, "META")?;
+    let mut programs = Vec::new();
+    for program in PROGRAMS {
+        let Ok(link) = sys::object_get(&pins::link_in(&dir, program.name)) else { continue };
+        let info = sys::link_state(link.as_fd())
+            .and_then(|state| sys::program_info(state.program_id))
+            .map_err(|error| KernelError::new(format!("could not look at {}: {error}", program.name)))?;
+        programs.push(PinnedProgram {
+            name: program.name,
+            hook: match program.hook {
+                Hook::Tracepoint(name) => format!("tracepoint {name}"),
+                Hook::SockOps => "cgroup sock_ops".to_owned(),
+                Hook::SkbIngress => "cgroup skb ingress".to_owned(),
+                Hook::SkbEgress => "cgroup skb egress".to_owned(),
+                Hook::TaskWalk => "iterator task".to_owned(),
+            },
+            id: info.id,
+            verified_instructions: info.verified_insns,
+            jitted_bytes: info.jited_prog_len,
+            runs: info.run_cnt,
+            run_ns: info.run_time_ns,
+        });
+    }
+    let mut maps = std::collections::BTreeMap::new();
+    for shape in MAPS {
+        maps.insert(shape.name, open(&dir, shape.name)?);
+    }
+    let digest = meta.digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(Pinned { dir, digest, programs, maps: super::memory(&maps)? })
+}
+
+/// The entries of a pinned map, with the names of their fields: an object with `key` and `value` each, or `values` (one
+/// a CPU) for a per-CPU map. What was never written is left out of per-CPU arrays.
+///
+/// # Errors
+/// There is no such map, it is of a kind that can't be listed, or the kernel refuses.
+pub fn dump(bpffs: &Path, pin_name: &str, name: &str) -> Result<Vec<Value>, KernelError> {
+    let dir = pins::folder(bpffs, pin_name);
+    if !MAPS.iter().any(|shape| shape.name == name) {
+        let names: Vec<&str> = MAPS.iter().map(|shape| shape.name).collect();
+        return Err(KernelError::new(format!("there is no map {name}: the maps are {}", names.join(", "))));
+    }
+    let map = open(&dir, name)?;
+    match name {
+        "META" => Ok(vec![json!({"key": 0, "value": array::<Meta>(&map, name)?.show()})]),
+        "SETTINGS" => Ok(vec![json!({"key": 0, "value": array::<Settings>(&map, name)?.show()})]),
+        "LISTENERS" => hash::<SocketCookie, ListenerRecord>(map, name),
+        "ADDRESSES" => hash::<Address, AddressCount>(map, name),
+        "PRESSURE" => hash::<CgroupKey, Pressure>(map, name),
+        "TASKS" => hash::<TaskKey, TaskState>(map, name),
+        "EXITED" => hash::<ExitedKey, u64>(map, name),
+        "DROPS" => per_cpu_array::<Drops>(map, name),
+        "RUNNING" => per_cpu_array::<Running>(map, name),
+        "ANCESTRY" => per_cpu_array::<Ancestry>(map, name),
+        "CONTAINERS" => per_cpu_hash::<CgroupKey, Counters>(map, name),
+        "EVENTS" => Err(KernelError::new(
+            "EVENTS is the ring buffer: what goes through it is read once, by the agent",
+        )),
+        _ => Err(KernelError::new(format!(
+            "{name} is storage of threads: it is read only with a thread in hand"
+        ))),
+    }
+}
+
+fn open(dir: &Path, name: &str) -> Result<MapData, KernelError> {
+    let path = dir.join(name);
+    if !path.exists() {
+        return Err(KernelError::new(format!(
+            "there is no {}: no agent of this version has pinned its maps there",
+            path.display()
+        )));
+    }
+    MapData::from_pin(&path).map_err(|error| KernelError::map(name, &error))
+}
+
+fn array<T: aya::Pod>(map: &MapData, name: &str) -> Result<T, KernelError> {
+    let map = Map::from_map_data(super::loader::duplicate(map)?).and_then(Array::<MapData, T>::try_from);
+    map.and_then(|map| map.get(&0, 0)).map_err(|error| KernelError::map(name, &error))
+}
+
+fn entries<T>(
+    name: &str,
+    all: impl Iterator<Item = Result<T, MapError>>,
+    show: impl Fn(T) -> Value,
+) -> Result<Vec<Value>, KernelError> {
+    all.map(|entry| entry.map(&show).map_err(|error| KernelError::map(name, &error))).collect()
+}
+
+fn hash<K: aya::Pod + Show, V: aya::Pod + Show>(map: MapData, name: &str) -> Result<Vec<Value>, KernelError> {
+    let map = Map::from_map_data(map).and_then(HashMap::<MapData, K, V>::try_from);
+    let map = map.map_err(|error| KernelError::map(name, &error))?;
+    entries(name, map.iter(), |(key, value)| json!({"key": key.show(), "value": value.show()}))
+}
+
+fn per_cpu_hash<K: aya::Pod + Show, V: aya::Pod + Show>(
+    map: MapData,
+    name: &str,
+) -> Result<Vec<Value>, KernelError> {
+    let map = Map::from_map_data(map).and_then(PerCpuHashMap::<MapData, K, V>::try_from);
+    let map = map.map_err(|error| KernelError::map(name, &error))?;
+    entries(
+        name,
+        map.iter(),
+        |(key, cpus)| json!({"key": key.show(), "values": cpus.iter().map(Show::show).collect::<Vec<_>>()}),
+    )
+}
+
+fn per_cpu_array<T: aya::Pod + Show + Default + PartialEq>(
+    map: MapData,
+    name: &str,
+) -> Result<Vec<Value>, KernelError> {
+    let map = Map::from_map_data(map).and_then(PerCpuArray::<MapData, T>::try_from);
+    let map = map.map_err(|error| KernelError::map(name, &error))?;
+    let mut shown = Vec::new();
+    for index in 0..map.len() {
+        let cpus = map.get(&index, 0).map_err(|error| KernelError::map(name, &error))?;
+        if map.len() == 1 || cpus.iter().any(|cpu| *cpu != T::default()) {
+            shown.push(json!({"key": index, "values": cpus.iter().map(Show::show).collect::<Vec<_>>()}));
+        }
+    }
+    Ok(shown)
+}
+
+/// A record with the names of its fields.
+trait Show {
+    fn show(&self) -> Value;
+}
+
+macro_rules! show_integers {
+    ($($type:ty),+) => {$(
+        impl Show for $type {
+            fn show(&self) -> Value {
+                Value::from(*self)
+            }
+        }
+    )+};
+}
+
+show_integers!(u16, u32, u64);
+
+impl<const N: usize> Show for [u8; N] {
+    fn show(&self) -> Value {
+        Value::from(self.iter().map(|byte| format!("{byte:02x}")).collect::<String>())
+    }
+}
+
+impl<const N: usize> Show for [u64; N] {
+    fn show(&self) -> Value {
+        Value::from(self.to_vec())
+    }
+}
+
+macro_rules! show {
+    ($($type:ident { $($field:ident),+ })+) => {$(
+        impl Show for $type {
+            fn show(&self) -> Value {
+                // Taken apart, so that the compiler finds a field that is missing here.
+                let $type { $($field),+ } = self;
+                let mut object = Object::new();
+                $(object.insert(stringify!($field).to_owned(), $field.show());)+
+                Value::Object(object)
+            }
+        }
+    )+};
+}
+
+show! {
+    Meta { magic, abi_version, complete, tracepoint, instance, digest }
+    Settings { pods_cgroup, burstable, best_effort, generation, reserved, run_queue_wait_ns, reclaim_ns }
+    SocketCookie { cookie }
+    ListenerRecord { address, cgroup_id, since_ns, counted, seen_by }
+    Address { netns_cookie, address, port, family, dual_stack }
+    AddressCount { listeners, last_cookie, changed_ns }
+    CgroupKey { cgroup_id }
+    Pressure { window_ns, waited_ns, above, edge_ns }
+    TaskKey { pid }
+    TaskState { runnable_since_ns, reclaiming_since_ns, task }
+    ExitedKey { started_ns, pid, reserved }
+    Drops { ring_full, listeners_full, addresses_full, containers_full, tasks_full }
+    Running { since_ns, cgroup_id, pod_id, wait_ns, qos, waited }
+    Ancestry { cgroup_id, pod_id, qos, generation }
+    Counters {
+        on_cpu_ns, switches, preempted_by_same_pod, preempted_by_other_pod, preempted_by_system, run_queue_wait_ns,
+        run_queue_waits, memcg_reclaim_ns, memcg_reclaims, direct_reclaim_ns, direct_reclaims, oom_kills, established,
+        retransmits, rtt_us, rtt_samples, rx_bytes, rx_packets, tx_bytes, tx_packets
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_are_shown_with_the_names_of_their_fields() {
+        let address = Address { netns_cookie: 7, address: [0; 16], port: 80, family: 2, dual_stack: 0 };
+        let expected = json!({
+            "netns_cookie": 7, "address": "00000000000000000000000000000000", "port": 80, "family": 2, "dual_stack": 0,
+        });
+        assert_eq!(address.show(), expected);
+        let pressure = Pressure { waited_ns: [5, 6], ..Pressure::default() };
+        assert_eq!(pressure.show()["waited_ns"], json!([5, 6]));
+    }
+
+    #[test]
+    fn what_is_not_pinned_is_said_to_be_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = pinned(folder.path(), "beelet").unwrap_err().to_string();
+        assert!(error.contains("no agent of this version has pinned"), "{error}");
+        let error = dump(folder.path(), "beelet", "NONE").unwrap_err().to_string();
+        assert!(error.starts_with("there is no map NONE: the maps are META, LISTENERS"), "{error}");
+    }
+}

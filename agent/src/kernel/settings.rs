@@ -1,0 +1,102 @@
+//! The agent's word to the programs that count: which cgroups are pods', and from what on waiting is worth an edge.
+
+use super::KernelError;
+use aya::maps::{Array, Map, MapData};
+use beelet_ebpf_abi::{Settings, qos};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::Duration;
+
+/// From what on a container's waiting is told as [`super::Edge::Pressure`]: how long its threads, added up, may wait
+/// within a second. Zero: it is never told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thresholds {
+    /// For a CPU that is free.
+    pub run_queue_wait: ByQos,
+    /// For memory that is free.
+    pub reclaim: ByQos,
+}
+
+/// One duration a QoS class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByQos {
+    /// Guaranteed pods.
+    pub guaranteed: Duration,
+    /// Burstable pods.
+    pub burstable: Duration,
+    /// BestEffort pods.
+    pub best_effort: Duration,
+}
+
+impl Default for Thresholds {
+    /// A twentieth of a second hurts what was promised a CPU of its own, a tenth what was promised a share; what was
+    /// promised nothing is told only where it stands still for want of memory.
+    fn default() -> Thresholds {
+        let ms = Duration::from_millis;
+        Thresholds {
+            run_queue_wait: ByQos { guaranteed: ms(50), burstable: ms(100), best_effort: Duration::ZERO },
+            reclaim: ByQos { guaranteed: ms(50), burstable: ms(100), best_effort: ms(500) },
+        }
+    }
+}
+
+impl ByQos {
+    fn nanoseconds(self) -> [u64; qos::CLASSES] {
+        [self.guaranteed, self.burstable, self.best_effort]
+            .map(|duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
+    }
+}
+
+/// Tells the programs, unless they know it already.
+pub(super) fn tell(map: MapData, pods: &Path, thresholds: &Thresholds) -> Result<(), KernelError> {
+    let failed = |error: &dyn std::fmt::Display| KernelError::map("SETTINGS", error);
+    let mut map: Array<MapData, Settings> =
+        Map::from_map_data(map).and_then(Array::try_from).map_err(|error| failed(&error))?;
+    let before = map.get(&0, 0).map_err(|error| failed(&error))?;
+    let wanted = Settings { generation: before.generation, ..settings(pods, thresholds) };
+    if before == wanted {
+        return Ok(());
+    }
+    let wanted = Settings { generation: before.generation.wrapping_add(1).max(1), ..wanted };
+    map.set(0, wanted, 0).map_err(|error| failed(&error))
+}
+
+/// The QoS cgroups have the kubelet's names.
+fn settings(pods: &Path, thresholds: &Thresholds) -> Settings {
+    let id = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.ino());
+    Settings {
+        pods_cgroup: id(pods),
+        burstable: id(&pods.join("burstable")),
+        best_effort: id(&pods.join("besteffort")),
+        generation: 0,
+        reserved: 0,
+        run_queue_wait_ns: thresholds.run_queue_wait.nanoseconds(),
+        reclaim_ns: thresholds.reclaim.nanoseconds(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cgroups_are_named_by_their_inodes_and_a_missing_one_by_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("burstable")).unwrap();
+        let thresholds = Thresholds {
+            run_queue_wait: ByQos {
+                guaranteed: Duration::from_millis(1),
+                burstable: Duration::MAX,
+                best_effort: Duration::ZERO,
+            },
+            ..Thresholds::default()
+        };
+        let settings = settings(folder.path(), &thresholds);
+        let id = |path: &Path| std::fs::metadata(path).unwrap().ino();
+        assert_eq!(settings.pods_cgroup, id(folder.path()));
+        assert_eq!(settings.burstable, id(&folder.path().join("burstable")));
+        assert_eq!(settings.best_effort, 0);
+        assert_eq!(settings.run_queue_wait_ns, [1_000_000, u64::MAX, 0]);
+        assert_eq!(settings.reclaim_ns, [50_000_000, 100_000_000, 500_000_000]);
+    }
+}

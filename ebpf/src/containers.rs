@@ -1,0 +1,169 @@
+//! Cgroups below the pods' root: which pod and QoS class one belongs to, and its counters.
+//!
+//! Nothing is allocated here: all maps are preallocated, because these functions run under the run-queue lock.
+
+use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_probe_read_kernel};
+use beelet_ebpf_abi::{ABSENT, ANCESTRY_SLOTS, Ancestry, CgroupKey, Counters, Settings, WAIT_BUCKETS, qos};
+
+use crate::{
+    events::dropped,
+    kernel::{OFF_CGROUP_ANCESTOR_IDS, OFF_CGROUP_ANCESTORS, OFF_CGROUP_KN, OFF_CGROUP_LEVEL, OFF_KERNFS_ID},
+    maps::{ANCESTRY, CONTAINERS, SETTINGS},
+};
+
+/// No cgroup2 hierarchy is deeper in practice; what is below is taken for the machine's.
+const MAX_LEVEL: u32 = 16;
+
+/// What a new cgroup begins with. Not on the stack: it has 512 bytes.
+static NOTHING: Counters = Counters {
+    on_cpu_ns: 0,
+    switches: 0,
+    preempted_by_same_pod: 0,
+    preempted_by_other_pod: 0,
+    preempted_by_system: 0,
+    run_queue_wait_ns: 0,
+    run_queue_waits: [0; WAIT_BUCKETS],
+    memcg_reclaim_ns: 0,
+    memcg_reclaims: 0,
+    direct_reclaim_ns: 0,
+    direct_reclaims: 0,
+    oom_kills: 0,
+    established: 0,
+    retransmits: 0,
+    rtt_us: 0,
+    rtt_samples: 0,
+    rx_bytes: 0,
+    rx_packets: 0,
+    tx_bytes: 0,
+    tx_packets: 0,
+};
+
+/// The pod that a cgroup belongs to.
+#[derive(Clone, Copy)]
+pub(crate) struct Pod {
+    /// The id of the pod's own cgroup; 0: the cgroup is no pod's.
+    pub(crate) id: u64,
+    /// One of [`qos`].
+    pub(crate) qos: u32,
+}
+
+impl Pod {
+    const NONE: Pod = Pod { id: 0, qos: 0 };
+
+    #[inline(always)]
+    pub(crate) fn is_none(self) -> bool {
+        self.id == 0
+    }
+}
+
+/// This CPU's counters of a cgroup below the pods' root, made on first use; `None` if the map is full.
+#[inline(always)]
+pub(crate) fn counters(cgroup_id: u64) -> Option<*mut Counters> {
+    let key = CgroupKey { cgroup_id };
+    if let Some(known) = CONTAINERS.get_ptr_mut(key) {
+        return Some(known);
+    }
+    // Another CPU may be first: then its entry serves.
+    let _ = CONTAINERS.insert(key, &NOTHING, u64::from(BPF_NOEXIST));
+    let made = CONTAINERS.get_ptr_mut(key);
+    if made.is_none() {
+        dropped(|drops| &raw mut drops.containers_full);
+    }
+    made
+}
+
+/// The pod of a cgroup, through this CPU's cache. For the scheduler's hooks alone: nothing may come between on this CPU.
+#[inline(always)]
+pub(crate) fn pod_of_cached(cgroup: u64, cgroup_id: u64) -> Pod {
+    let Some(settings) = SETTINGS.get_ptr(0) else { return Pod::NONE };
+    // SAFETY: the element lives as long as the array. The agent may be changing it: then the generation follows.
+    let settings = unsafe { &*settings };
+    let Some(slot) = ANCESTRY.get_ptr_mut(cgroup_id as u32 % ANCESTRY_SLOTS as u32) else {
+        return Pod::NONE;
+    };
+    // SAFETY: this CPU's element, and nobody else writes it meanwhile.
+    let slot = unsafe { &mut *slot };
+    if slot.cgroup_id == cgroup_id && slot.generation == settings.generation {
+        return Pod { id: slot.pod_id, qos: slot.qos };
+    }
+    let generation = settings.generation;
+    let pod = pod_of(cgroup, settings);
+    *slot = Ancestry { cgroup_id, pod_id: pod.id, qos: pod.qos, generation };
+    pod
+}
+
+/// The pod of a cgroup.
+#[inline(always)]
+pub(crate) fn pod_of_uncached(cgroup: u64) -> Pod {
+    match SETTINGS.get_ptr(0) {
+        // SAFETY: as in `pod_of_cached`.
+        Some(settings) => pod_of(cgroup, unsafe { &*settings }),
+        None => Pod::NONE,
+    }
+}
+
+/// Looks for the pods' root among the ancestors of a cgroup (a `struct cgroup` at that address).
+///
+/// `<root>/pod<uid>/...` is a Guaranteed pod, `<root>/burstable/pod<uid>/...` and `<root>/besteffort/pod<uid>/...` are
+/// the others. What lies elsewhere is no pod's.
+#[inline(never)]
+fn pod_of(cgroup: u64, settings: &Settings) -> Pod {
+    if settings.pods_cgroup == 0 || cgroup == 0 {
+        return Pod::NONE;
+    }
+    let level: u32 = peek(cgroup + u64::from(OFF_CGROUP_LEVEL.load()));
+    let mut depth = 0;
+    while depth < MAX_LEVEL {
+        if depth >= level {
+            return Pod::NONE;
+        }
+        if ancestor_id(cgroup, depth) == settings.pods_cgroup {
+            break;
+        }
+        depth += 1;
+    }
+    if depth >= MAX_LEVEL {
+        return Pod::NONE;
+    }
+    // `depth` is below `level` here, so there is a cgroup one deeper.
+    let first = ancestor_id(cgroup, depth + 1);
+    let class = if first == settings.burstable {
+        qos::BURSTABLE
+    } else if first == settings.best_effort {
+        qos::BEST_EFFORT
+    } else {
+        return Pod { id: first, qos: qos::GUARANTEED };
+    };
+    if level < depth + 2 {
+        return Pod::NONE;
+    }
+    Pod { id: ancestor_id(cgroup, depth + 2), qos: class }
+}
+
+/// The id of a cgroup's ancestor `depth` levels below the root of cgroup2; at its own level, its own id.
+#[inline(always)]
+fn ancestor_id(cgroup: u64, depth: u32) -> u64 {
+    let index = 8 * u64::from(depth);
+    if OFF_CGROUP_ANCESTORS.load() != ABSENT {
+        return id_of(peek(cgroup + u64::from(OFF_CGROUP_ANCESTORS.load()) + index));
+    }
+    // Before Linux 6.1 the ids themselves are there.
+    peek(cgroup + u64::from(OFF_CGROUP_ANCESTOR_IDS.load()) + index)
+}
+
+/// The id of the cgroup at an address; 0 if there is none.
+#[inline(always)]
+pub(crate) fn id_of(cgroup: u64) -> u64 {
+    if cgroup == 0 {
+        return 0;
+    }
+    let node: u64 = peek(cgroup + u64::from(OFF_CGROUP_KN.load()));
+    if node == 0 { 0 } else { peek(node + u64::from(OFF_KERNFS_ID.load())) }
+}
+
+/// Reads kernel memory at an address; zero where there is none.
+#[inline(always)]
+pub(crate) fn peek<T: Copy + Default>(address: u64) -> T {
+    // SAFETY: the helper checks the address, and fails where nothing is mapped.
+    unsafe { bpf_probe_read_kernel(address as *const T) }.unwrap_or_default()
+}

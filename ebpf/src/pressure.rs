@@ -1,0 +1,116 @@
+//! When a cgroup waits too much, user space hears of it: once when it crosses its threshold, once when it is well again,
+//! and never more than once a second. Everything else is only counted.
+
+use core::intrinsics::{AtomicOrdering, atomic_cxchg};
+
+use aya_ebpf::bindings::BPF_NOEXIST;
+use beelet_ebpf_abi::{
+    CgroupKey, PRESSURE_WINDOW_NS, Pressure, PressureEvent, Settings, kind, pressure, qos,
+};
+
+use crate::{
+    events::{header, send},
+    kernel::atomic_add,
+    maps::{PRESSURE, SETTINGS},
+};
+
+static CALM: Pressure = Pressure {
+    window_ns: [0; pressure::KINDS],
+    waited_ns: [0; pressure::KINDS],
+    above: [0; pressure::KINDS],
+    edge_ns: 0,
+};
+
+/// A thread of a cgroup waited for `waited_ns`, until `now`. `KIND` is one of [`pressure`].
+#[inline(always)]
+pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u64, now: u64) {
+    let threshold = threshold::<KIND>(class);
+    if threshold == 0 {
+        return;
+    }
+    let Some(entry) = entry(cgroup_id) else { return };
+    let began = load(&raw const entry.window_ns[KIND]);
+    let age = now.saturating_sub(began);
+    let mut sum = waited_ns;
+    if age >= PRESSURE_WINDOW_NS {
+        if !exchange(&raw mut entry.window_ns[KIND], began, now) {
+            // Another CPU has just begun a new window: this wait is part of it.
+            // SAFETY: a live, aligned element.
+            unsafe { atomic_add(&raw mut entry.waited_ns[KIND], waited_ns) };
+            return;
+        }
+        let calm = age >= 2 * PRESSURE_WINDOW_NS || load(&raw const entry.waited_ns[KIND]) < threshold / 2;
+        entry.waited_ns[KIND] = waited_ns;
+        if calm && load(&raw const entry.above[KIND]) != 0 && waited_ns < threshold {
+            tell::<KIND>(entry, cgroup_id, false, waited_ns, now);
+            return;
+        }
+    } else {
+        // SAFETY: a live, aligned element.
+        unsafe { atomic_add(&raw mut entry.waited_ns[KIND], waited_ns) };
+        sum = load(&raw const entry.waited_ns[KIND]);
+    }
+    if sum >= threshold && load(&raw const entry.above[KIND]) == 0 {
+        tell::<KIND>(entry, cgroup_id, true, sum, now);
+    }
+}
+
+/// Sends an edge, if the cgroup's last one was a second ago; else the next wait tries again.
+#[inline(always)]
+fn tell<const KIND: usize>(entry: &mut Pressure, cgroup_id: u64, above: bool, waited_ns: u64, now: u64) {
+    let last = load(&raw const entry.edge_ns);
+    if now.saturating_sub(last) < PRESSURE_WINDOW_NS || !exchange(&raw mut entry.edge_ns, last, now) {
+        return;
+    }
+    entry.above[KIND] = u64::from(above);
+    send(PressureEvent {
+        header: header(kind::PRESSURE, cgroup_id),
+        pressure: KIND as u32,
+        above: u32::from(above),
+        waited_ns,
+    });
+}
+
+#[inline(always)]
+fn threshold<const KIND: usize>(class: u32) -> u64 {
+    let Some(settings) = SETTINGS.get_ptr(0) else { return 0 };
+    // SAFETY: the element lives as long as the array; whole words, where any of two values will do.
+    let settings: &Settings = unsafe { &*settings };
+    let all =
+        if KIND == pressure::RUN_QUEUE as usize { &settings.run_queue_wait_ns } else { &settings.reclaim_ns };
+    match class {
+        qos::GUARANTEED => all[qos::GUARANTEED as usize],
+        qos::BURSTABLE => all[qos::BURSTABLE as usize],
+        _ => all[qos::BEST_EFFORT as usize],
+    }
+}
+
+#[inline(always)]
+fn entry<'a>(cgroup_id: u64) -> Option<&'a mut Pressure> {
+    let key = CgroupKey { cgroup_id };
+    let found = match PRESSURE.get_ptr_mut(key) {
+        Some(found) => found,
+        None => {
+            let _ = PRESSURE.insert(key, &CALM, u64::from(BPF_NOEXIST));
+            PRESSURE.get_ptr_mut(key)?
+        }
+    };
+    // SAFETY: a live element. Other CPUs write it too: each field is one word, changed atomically where it matters.
+    Some(unsafe { &mut *found })
+}
+
+#[inline(always)]
+fn load(word: *const u64) -> u64 {
+    // SAFETY: a live, aligned element that other CPUs change.
+    unsafe { core::ptr::read_volatile(word) }
+}
+
+/// Puts `new` where `old` was; false if something else was there.
+#[inline(always)]
+fn exchange(word: *mut u64, old: u64, new: u64) -> bool {
+    // SAFETY: a live, aligned element.
+    let (_, done) = unsafe {
+        atomic_cxchg::<u64, { AtomicOrdering::Relaxed }, { AtomicOrdering::Relaxed }>(word, old, new)
+    };
+    done
+}

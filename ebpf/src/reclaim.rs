@@ -1,0 +1,90 @@
+//! How long threads of a cgroup look for free memory instead of running: because their own cgroup is at its limit, or
+//! because the whole machine is short.
+//!
+//! The hooks run in the thread that reclaims, so it is the current one that counts, whatever the tracepoints pass (their
+//! arguments have been reordered between kernels). Work that a kernel thread does for a cgroup stalls nobody.
+
+use aya_ebpf::{
+    helpers::{bpf_get_current_task_btf, bpf_ktime_get_ns},
+    macros::btf_tracepoint,
+    programs::BtfTracePointContext,
+};
+use beelet_ebpf_abi::{ABSENT, Counters, pressure};
+
+use crate::{
+    containers::{counters, pod_of_uncached},
+    events::is_current,
+    kernel::{OFF_TASK_PID, atomic_add, cgroup_offsets_known},
+    pressure::waited,
+    tasks::Task,
+};
+
+#[btf_tracepoint(function = "mm_vmscan_memcg_reclaim_begin")]
+pub(crate) fn memcg_reclaim_begin(_ctx: BtfTracePointContext) -> i32 {
+    begin()
+}
+
+#[btf_tracepoint(function = "mm_vmscan_direct_reclaim_begin")]
+pub(crate) fn direct_reclaim_begin(_ctx: BtfTracePointContext) -> i32 {
+    begin()
+}
+
+#[btf_tracepoint(function = "mm_vmscan_memcg_reclaim_end")]
+pub(crate) fn memcg_reclaim_end(_ctx: BtfTracePointContext) -> i32 {
+    end(|counters| (&raw mut counters.memcg_reclaim_ns, &raw mut counters.memcg_reclaims))
+}
+
+#[btf_tracepoint(function = "mm_vmscan_direct_reclaim_end")]
+pub(crate) fn direct_reclaim_end(_ctx: BtfTracePointContext) -> i32 {
+    end(|counters| (&raw mut counters.direct_reclaim_ns, &raw mut counters.direct_reclaims))
+}
+
+#[inline(always)]
+fn current() -> Task {
+    // SAFETY: takes nothing; there is always a current task, typed by the helper.
+    unsafe { Task::new(bpf_get_current_task_btf() as u64) }
+}
+
+#[inline(always)]
+fn begin() -> i32 {
+    if OFF_TASK_PID.load() != ABSENT
+        && let Some(state) = current().state()
+    {
+        // SAFETY: a live element that only its own thread writes here; the helper takes nothing.
+        unsafe { (*state).reclaiming_since_ns = bpf_ktime_get_ns() };
+    }
+    0
+}
+
+#[inline(always)]
+fn end(fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
+    if !cgroup_offsets_known() || !is_current() {
+        return 0;
+    }
+    let task = current();
+    let Some(state) = task.state() else { return 0 };
+    // SAFETY: as in `begin`.
+    let state = unsafe { &mut *state };
+    // SAFETY: takes nothing.
+    let now = unsafe { bpf_ktime_get_ns() };
+    let since = state.reclaiming_since_ns;
+    state.reclaiming_since_ns = 0;
+    if since == 0 || now <= since {
+        return 0;
+    }
+    let (cgroup, cgroup_id) = task.cgroup();
+    let pod = pod_of_uncached(cgroup);
+    if pod.is_none() {
+        return 0;
+    }
+    if let Some(found) = counters(cgroup_id) {
+        // SAFETY: a live element; atomic, because this thread may be put aside in the middle.
+        unsafe {
+            let (time, count) = fields(&mut *found);
+            atomic_add(time, now - since);
+            atomic_add(count, 1);
+        }
+    }
+    waited::<{ pressure::RECLAIM as usize }>(cgroup_id, pod.qos, now - since, now);
+    0
+}

@@ -1,0 +1,169 @@
+//! Time on the CPU, waiting for it, and who took it away: for each cgroup below the pods' root, every event.
+//!
+//! These hooks run some hundred thousand times a second under the run-queue lock, with interrupts off, so nothing comes
+//! between on the same CPU: plain adds to per-CPU values are enough. What a thread has run and waited is added when it
+//! leaves the CPU, with one look-up; user space adds what runs now (`RUNNING`).
+
+use aya_ebpf::{helpers::bpf_ktime_get_ns, macros::btf_tracepoint, programs::BtfTracePointContext};
+use beelet_ebpf_abi::{
+    ABSENT, Counters, FIRST_BUCKET_BITS, PRESSURE_FLOOR_NS, Running, WAIT_BUCKETS, pressure,
+};
+
+use crate::{
+    args::{argument, has},
+    containers::{Pod, counters, pod_of_cached},
+    events::is_current,
+    kernel::{
+        OFF_TASK_PID, OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
+        POS_WAKEUP_TASK, cgroup_offsets_known,
+    },
+    maps::RUNNING,
+    pressure::waited,
+    tasks::Task,
+};
+
+/// One thread leaves this CPU and another comes.
+#[btf_tracepoint(function = "sched_switch")]
+pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
+    if !cgroup_offsets_known() || !has(&POS_SWITCH_PREV) || !has(&POS_SWITCH_NEXT) || !is_current() {
+        return 0;
+    }
+    let Some(cpu) = RUNNING.get_ptr_mut(0) else { return 0 };
+    // SAFETY: this CPU's live element, and nothing comes between.
+    let cpu = unsafe { &mut *cpu };
+    // SAFETY: takes nothing.
+    let now = unsafe { bpf_ktime_get_ns() };
+    // SAFETY: both are tasks, never null.
+    let (previous, next) =
+        unsafe { (Task::new(argument(&ctx, &POS_SWITCH_PREV)), Task::new(argument(&ctx, &POS_SWITCH_NEXT))) };
+    let (cgroup, cgroup_id) = next.cgroup();
+    let pod = pod_of_cached(cgroup, cgroup_id);
+    let runnable = stays_runnable(&ctx, previous);
+    if cpu.cgroup_id != 0 {
+        account(cpu, now, runnable, pod);
+    }
+    if runnable
+        && previous.pid() != 0
+        && let Some(state) = previous.state()
+    {
+        // SAFETY: a live element; only this thread's own hooks write it, one at a time.
+        unsafe { (*state).runnable_since_ns = now };
+    }
+    let mut coming = Running { since_ns: now, cgroup_id: 0, pod_id: 0, wait_ns: 0, qos: pod.qos, waited: 0 };
+    if !pod.is_none() {
+        coming.cgroup_id = cgroup_id;
+        coming.pod_id = pod.id;
+        // Whoever comes was woken or pushed aside before, so this is always of the current wait.
+        // SAFETY: as above.
+        let since = next.state().map_or(0, |state| unsafe { (*state).runnable_since_ns });
+        if since != 0 && now > since {
+            coming.wait_ns = now - since;
+            coming.waited = 1;
+        }
+    }
+    *cpu = coming;
+    if coming.wait_ns >= PRESSURE_FLOOR_NS {
+        waited::<{ pressure::RUN_QUEUE as usize }>(cgroup_id, pod.qos, coming.wait_ns, now);
+    }
+    0
+}
+
+/// Adds what the thread that leaves has run and waited. `next` is the pod of the one that comes.
+#[inline(always)]
+fn account(cpu: &Running, now: u64, preempted: bool, next: Pod) {
+    let Some(found) = counters(cpu.cgroup_id) else { return };
+    // SAFETY: this CPU's live element, and nothing comes between that writes these fields.
+    let found: &mut Counters = unsafe { &mut *found };
+    found.on_cpu_ns += now.saturating_sub(cpu.since_ns);
+    found.switches += 1;
+    if preempted {
+        if next.is_none() {
+            found.preempted_by_system += 1;
+        } else if next.id == cpu.pod_id {
+            found.preempted_by_same_pod += 1;
+        } else {
+            found.preempted_by_other_pod += 1;
+        }
+    }
+    if cpu.waited != 0 {
+        found.run_queue_wait_ns += cpu.wait_ns;
+        // The compiler knows how large this can be, and would leave out the check that the verifier needs.
+        let bucket = core::hint::black_box(bucket(cpu.wait_ns));
+        if bucket < WAIT_BUCKETS as u64 {
+            found.run_queue_waits[bucket as usize] += 1;
+        } else {
+            found.run_queue_waits[WAIT_BUCKETS - 1] += 1;
+        }
+    }
+}
+
+/// Whether the thread that leaves would have gone on: it was preempted, or yielded. The kernel counts it as an
+/// involuntary switch then (`nivcsw` in kernel/sched/core.c).
+#[inline(always)]
+fn stays_runnable(ctx: &BtfTracePointContext, previous: Task) -> bool {
+    if has(&POS_SWITCH_PREEMPT) && argument(ctx, &POS_SWITCH_PREEMPT) & 0xff != 0 {
+        return true;
+    }
+    if has(&POS_SWITCH_STATE) {
+        return argument(ctx, &POS_SWITCH_STATE) as u32 == 0;
+    }
+    // Before Linux 5.18 the state is not passed.
+    OFF_TASK_STATE.load() != ABSENT && previous.field::<u32>(OFF_TASK_STATE.load()) == 0
+}
+
+/// The bucket of a wait: 0 below 2^10 ns, then one for each power of two.
+#[inline(always)]
+fn bucket(wait_ns: u64) -> u64 {
+    let mut rest = wait_ns >> FIRST_BUCKET_BITS;
+    let mut bits = 0;
+    if rest == 0 {
+        return 0;
+    }
+    if rest >> 32 != 0 {
+        rest >>= 32;
+        bits += 32;
+    }
+    if rest >> 16 != 0 {
+        rest >>= 16;
+        bits += 16;
+    }
+    if rest >> 8 != 0 {
+        rest >>= 8;
+        bits += 8;
+    }
+    if rest >> 4 != 0 {
+        rest >>= 4;
+        bits += 4;
+    }
+    if rest >> 2 != 0 {
+        rest >>= 2;
+        bits += 2;
+    }
+    bits + (rest >> 1) + 1
+}
+
+/// A thread becomes runnable.
+#[btf_tracepoint(function = "sched_wakeup")]
+pub(crate) fn sched_wakeup(ctx: BtfTracePointContext) -> i32 {
+    woken(&ctx)
+}
+
+/// A thread becomes runnable for the first time.
+#[btf_tracepoint(function = "sched_wakeup_new")]
+pub(crate) fn sched_wakeup_new(ctx: BtfTracePointContext) -> i32 {
+    woken(&ctx)
+}
+
+#[inline(always)]
+fn woken(ctx: &BtfTracePointContext) -> i32 {
+    if !has(&POS_WAKEUP_TASK) || OFF_TASK_PID.load() == ABSENT {
+        return 0;
+    }
+    // SAFETY: a task, never null.
+    let task = unsafe { Task::new(argument(ctx, &POS_WAKEUP_TASK)) };
+    if let Some(state) = task.state() {
+        // SAFETY: a live element, written under the thread's own lock; the helper takes nothing.
+        unsafe { (*state).runnable_since_ns = bpf_ktime_get_ns() };
+    }
+    0
+}

@@ -1,0 +1,93 @@
+//! TCP connections of the pods: how many were made, how often something was sent again, and how long the way is.
+
+use aya_ebpf::{helpers::bpf_skc_to_tcp_sock, macros::sock_ops, programs::SockOpsContext};
+use beelet_ebpf_abi::{ABSENT, Counters};
+
+use crate::{
+    containers::counters,
+    kernel::{OFF_CGROUP_KN, OFF_KERNFS_ID, OFF_SOCK_CGROUP, Sock, atomic_add},
+};
+
+/// `enum bpf_sock_ops_op`
+const BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB: u32 = 4;
+const BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB: u32 = 5;
+/// Arguments: the first sequence number, how many segments, and whether that failed.
+const BPF_SOCK_OPS_RETRANS_CB: u32 = 9;
+/// Once a round trip.
+const BPF_SOCK_OPS_RTT_CB: u32 = 12;
+/// Asks for the two.
+const CALLBACKS: u32 = 1 << 1 | 1 << 3;
+
+/// sock_ops on the pods' root cgroup, beside `listener_socket`.
+#[sock_ops]
+pub(crate) fn connection_socket(ctx: SockOpsContext) -> u32 {
+    match ctx.op() {
+        BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB | BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB => {
+            // OR-ed onto what is there: another program on this cgroup may have asked for its own callbacks.
+            let _ = ctx.set_cb_flags((ctx.cb_flags() | CALLBACKS) as i32);
+            let rtt_us = smoothed_rtt_us(&ctx);
+            count(&ctx, |counters| {
+                // SAFETY: `count` gives a live element.
+                unsafe { atomic_add(&raw mut counters.established, 1) };
+                sample(counters, rtt_us);
+            });
+        }
+        BPF_SOCK_OPS_RETRANS_CB if ctx.arg(2) == 0 => {
+            let segments = u64::from(ctx.arg(1));
+            count(&ctx, |counters| {
+                // SAFETY: `count` gives a live element.
+                unsafe { atomic_add(&raw mut counters.retransmits, segments) };
+            });
+        }
+        BPF_SOCK_OPS_RTT_CB => {
+            let rtt_us = smoothed_rtt_us(&ctx);
+            count(&ctx, |counters| sample(counters, rtt_us));
+        }
+        _ => {}
+    }
+    1
+}
+
+/// The kernel keeps eight times the smoothed round-trip time.
+#[inline(always)]
+fn smoothed_rtt_us(ctx: &SockOpsContext) -> u64 {
+    // SAFETY: `ops` is the program's context; the verifier checks the access.
+    u64::from(unsafe { (*ctx.ops).srtt_us } >> 3)
+}
+
+#[inline(always)]
+fn sample(counters: &mut Counters, rtt_us: u64) {
+    if rtt_us != 0 {
+        // SAFETY: a live element, as `count` gives it.
+        unsafe {
+            atomic_add(&raw mut counters.rtt_us, rtt_us);
+            atomic_add(&raw mut counters.rtt_samples, 1);
+        }
+    }
+}
+
+/// Gives this CPU's counters of the socket's cgroup to `add`. Softirqs come between: adds must be atomic.
+#[inline(always)]
+fn count(ctx: &SockOpsContext, add: impl FnOnce(&mut Counters)) {
+    if OFF_SOCK_CGROUP.load() == ABSENT || OFF_CGROUP_KN.load() == ABSENT || OFF_KERNFS_ID.load() == ABSENT {
+        return;
+    }
+    // SAFETY: `ops` is the program's context; the verifier checks the access.
+    let sk = unsafe { (*ctx.ops).__bindgen_anon_2.sk };
+    if sk.is_null() {
+        return;
+    }
+    // SAFETY: a socket, not null. The helper gives the same socket as a typed kernel pointer, or null.
+    let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>();
+    if tcp.is_null() {
+        return;
+    }
+    // SAFETY: not null, and typed by the helper.
+    let cgroup_id = unsafe { Sock::new(tcp) }.cgroup_id();
+    if cgroup_id != 0
+        && let Some(found) = counters(cgroup_id)
+    {
+        // SAFETY: a live element.
+        add(unsafe { &mut *found });
+    }
+}

@@ -1,0 +1,165 @@
+//! Threads: what cgroup one is in, and what it is waiting for.
+//!
+//! A thread's state is made when it is forked (and, for those that were there before us, by one walk), and is only looked
+//! up afterwards: the scheduler's hooks run under the run-queue lock, where nothing may be allocated. From Linux 6.4 on it
+//! is task storage. Below, task storage can deadlock there, and it is a preallocated hash.
+
+use core::ffi::c_void;
+
+use aya_ebpf::{
+    bindings::{BPF_ANY, BPF_NOEXIST},
+    helpers::generated::bpf_task_storage_get,
+    macros::btf_tracepoint,
+    programs::BtfTracePointContext,
+};
+use beelet_ebpf_abi::{ABSENT, TaskKey, TaskState};
+
+use crate::{
+    args::argument,
+    events::dropped,
+    kernel::{
+        OFF_CGROUP_KN, OFF_CSS_SET_CGROUP, OFF_KERNFS_ID, OFF_TASK_CGROUPS, OFF_TASK_FLAGS, OFF_TASK_PID,
+        POS_FORK_CHILD, USE_TASK_STORAGE, read,
+    },
+    maps::{TASK_STORAGE, TASKS},
+};
+
+/// include/uapi/linux/bpf.h
+const BPF_LOCAL_STORAGE_GET_F_CREATE: u64 = 1;
+/// include/linux/sched.h
+const PF_EXITING: u32 = 4;
+
+/// A `struct task_struct *` that the verifier knows as such.
+#[derive(Clone, Copy)]
+pub(crate) struct Task(*const u8);
+
+impl Task {
+    /// # Safety
+    /// `pointer` is not null, and the verifier tracks it as a pointer to a `task_struct`.
+    #[inline(always)]
+    pub(crate) const unsafe fn new(pointer: u64) -> Self {
+        Self(pointer as *const u8)
+    }
+
+    #[inline(always)]
+    pub(crate) fn address(self) -> u64 {
+        self.0 as u64
+    }
+
+    /// Reads a field.
+    #[inline(always)]
+    pub(crate) fn field<T: Copy>(self, offset: u32) -> T {
+        // SAFETY: `Task::new` says that this is a typed kernel pointer: see `read`.
+        unsafe { read(self.0, offset) }
+    }
+
+    #[inline(always)]
+    pub(crate) fn pid(self) -> u32 {
+        self.field(OFF_TASK_PID.load())
+    }
+
+    /// Its cgroup in cgroup2 (the address), and that cgroup's id.
+    #[inline(always)]
+    pub(crate) fn cgroup(self) -> (u64, u64) {
+        let set: *const u8 = self.field(OFF_TASK_CGROUPS.load());
+        // SAFETY: every task has a css_set, every css_set a default cgroup, every cgroup its node; typed kernel
+        // pointers, and a null one would read as zero.
+        unsafe {
+            let cgroup: *const u8 = read(set, OFF_CSS_SET_CGROUP.load());
+            let node: *const u8 = read(cgroup, OFF_CGROUP_KN.load());
+            (cgroup as u64, read(node, OFF_KERNFS_ID.load()))
+        }
+    }
+
+    /// Its state, if it has any.
+    #[inline(always)]
+    pub(crate) fn state(self) -> Option<*mut TaskState> {
+        if USE_TASK_STORAGE.load() == 0 {
+            return TASKS.get_ptr_mut(TaskKey { pid: self.pid() });
+        }
+        let state = self.storage(0);
+        if state.is_null() { None } else { Some(state) }
+    }
+
+    #[inline(always)]
+    fn storage(self, flags: u64) -> *mut TaskState {
+        // SAFETY: a map of that type, a typed task, and no initial value: the kernel begins with zeros.
+        unsafe {
+            bpf_task_storage_get(
+                (&raw const TASK_STORAGE).cast_mut().cast::<c_void>(),
+                self.0.cast_mut().cast(),
+                core::ptr::null_mut(),
+                flags,
+            )
+        }
+        .cast()
+    }
+
+    /// Makes its state. A hash entry that is there belongs to an earlier thread with the same number, or (`flags`) is
+    /// left alone.
+    #[inline(always)]
+    fn follow(self, flags: u32) {
+        let made = if USE_TASK_STORAGE.load() == 0 {
+            let state = TaskState { task: self.address(), ..ZERO };
+            TASKS.insert(TaskKey { pid: self.pid() }, state, u64::from(flags)).is_ok()
+        } else {
+            !self.storage(BPF_LOCAL_STORAGE_GET_F_CREATE).is_null()
+        };
+        if !made && flags == BPF_ANY {
+            dropped(|drops| &raw mut drops.tasks_full);
+        }
+    }
+
+    /// Forgets its state, where that doesn't go with the thread by itself.
+    #[inline(always)]
+    pub(crate) fn forget(self) {
+        if USE_TASK_STORAGE.load() == 0 {
+            let _ = TASKS.remove(TaskKey { pid: self.pid() });
+        }
+    }
+}
+
+const ZERO: TaskState = TaskState { runnable_since_ns: 0, reclaiming_since_ns: 0, task: 0 };
+
+/// Every new thread of the machine, before it runs for the first time.
+#[btf_tracepoint(function = "sched_process_fork")]
+pub(crate) fn task_forked(ctx: BtfTracePointContext) -> i32 {
+    if OFF_TASK_PID.load() == ABSENT {
+        return 0;
+    }
+    let child = argument(&ctx, &POS_FORK_CHILD);
+    if child != 0 {
+        // SAFETY: the tracepoint's child is a task, never null.
+        unsafe { Task::new(child) }.follow(BPF_ANY);
+    }
+    0
+}
+
+/// `struct bpf_iter__task`
+#[repr(C)]
+pub(crate) struct TaskWalk {
+    meta: u64,
+    task: u64,
+}
+
+/// Every thread that is there when the programs are loaded; run once by the agent.
+///
+/// # Safety
+/// Called by the kernel with its own context.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "iter/task")]
+pub(crate) unsafe fn task_walk(ctx: *const TaskWalk) -> u32 {
+    // SAFETY: the context's second word; the verifier checks the access.
+    let pointer = unsafe { core::ptr::read_volatile(&raw const (*ctx).task) };
+    if pointer == 0 || OFF_TASK_PID.load() == ABSENT {
+        return 0;
+    }
+    // SAFETY: not null, and typed by the kernel.
+    let task = unsafe { Task::new(pointer) };
+    task.follow(BPF_NOEXIST);
+    // Where it has passed `task_exited` before the insertion, it carries this flag already.
+    if OFF_TASK_FLAGS.load() != ABSENT && task.field::<u32>(OFF_TASK_FLAGS.load()) & PF_EXITING != 0 {
+        task.forget();
+    }
+    0
+}

@@ -1,0 +1,336 @@
+//! A process that loads the machine when told to, in cgroups and on a CPU that it is given: kernel tests and benches
+//! compare what the programs counted of it with what the kernel's own files say.
+//!
+//! [`serve`] is the process (`load [--cgroup DIR]… [--netns FILE] [--cpu N]`): commands come on standard input, one a
+//! line, each answered by one line when it is done. [`Load`] is the other end.
+
+use anyhow::{Context as _, Result, bail};
+use rustix::thread::{CpuSet, LinkNameSpaceType, move_into_link_name_space, sched_setaffinity};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Where a [`Load`] runs.
+#[derive(Debug, Clone, Default)]
+pub struct Seat {
+    /// Folders of cgroups to join: one, or one a hierarchy.
+    pub cgroups: Vec<PathBuf>,
+    /// A network namespace to enter.
+    pub netns: Option<PathBuf>,
+    /// The one CPU to run on.
+    pub cpu: Option<usize>,
+}
+
+/// The end that gives the orders. Dropped, the process is killed.
+#[derive(Debug)]
+pub struct Load {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Load {
+    /// Starts `program`, which must call [`serve`] (with `arguments` before its own), and waits until it is in place.
+    pub fn start(program: &Path, arguments: &[&str], seat: &Seat) -> Result<Load> {
+        let mut command = Command::new(program);
+        command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+        for cgroup in &seat.cgroups {
+            command.arg("--cgroup").arg(cgroup);
+        }
+        if let Some(netns) = &seat.netns {
+            command.arg("--netns").arg(netns);
+        }
+        if let Some(cpu) = seat.cpu {
+            command.arg("--cpu").arg(cpu.to_string());
+        }
+        let mut child = command.spawn().with_context(|| format!("could not start {}", program.display()))?;
+        let input = child.stdin.take().context("no standard input")?;
+        let output = BufReader::new(child.stdout.take().context("no standard output")?);
+        let mut load = Load { child, input, output };
+        load.answer()?;
+        Ok(load)
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Gives a command and waits until it is done; the answer without its `ok`.
+    pub fn tell(&mut self, command: &str) -> Result<String> {
+        self.begin(command)?;
+        self.answer()
+    }
+
+    /// Gives a command; [`Load::answer`] waits for its end.
+    pub fn begin(&mut self, command: &str) -> Result<()> {
+        writeln!(self.input, "{command}").context("the load process has ended")
+    }
+
+    /// Waits for the end of the command that was begun.
+    pub fn answer(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.output.read_line(&mut line).context("the load process has ended")?;
+        match line.trim_end().strip_prefix("ok") {
+            Some(answer) => Ok(answer.trim().to_owned()),
+            None => bail!("the load process said: {line:?}"),
+        }
+    }
+
+    /// Waits for its end, which must come by itself.
+    pub fn wait(mut self) -> Result<std::process::ExitStatus> {
+        Ok(self.child.wait()?)
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The process: takes its place, says `ok`, and obeys until its input ends.
+///
+/// - `burn MS`: computes
+/// - `mixed MS`: computes and sleeps in turns, on two threads
+/// - `idle MS`: two threads that do next to nothing, ten times a second
+/// - `pingpong ROUNDS`: two threads wake each other through pipes → `ok NANOSECONDS`
+/// - `spawn COUNT`: short processes one after the other → `ok PID:CODE:SIGNAL …`
+/// - `exit CODE`, `crowd CODE`, `abort`: ends, in a crowd of threads, by a signal
+/// - `stream FILE`: reads a file once, from the front to the end
+/// - `allocate BYTES`: takes memory and touches it
+/// - `udp COUNT BYTES`: sends itself datagrams over loopback
+/// - `tcp COUNT BYTES`: connects to itself and sends, time after time → `ok NANOSECONDS`
+///
+/// # Errors
+/// It can't take its place.
+pub fn serve(arguments: &[String]) -> Result<()> {
+    if let [command, rest @ ..] = arguments
+        && matches!(command.as_str(), "exit" | "crowd" | "abort")
+    {
+        short_life(command, rest);
+    }
+    take_place(arguments)?;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "ok")?;
+    out.flush()?;
+    for line in std::io::stdin().lock().lines() {
+        match obey(&line?) {
+            Ok(answer) => writeln!(out, "ok {answer}")?,
+            Err(error) => writeln!(out, "error {error:#}")?,
+        }
+        out.flush()?;
+    }
+    Ok(())
+}
+
+fn take_place(arguments: &[String]) -> Result<()> {
+    let mut arguments = arguments.iter();
+    while let Some(name) = arguments.next() {
+        let value = arguments.next().with_context(|| format!("{name} needs a value"))?;
+        match name.as_str() {
+            "--cgroup" => std::fs::write(format!("{value}/cgroup.procs"), std::process::id().to_string())
+                .with_context(|| format!("could not join the cgroup {value}"))?,
+            "--netns" => {
+                let file = std::fs::File::open(value).with_context(|| format!("could not open {value}"))?;
+                move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))?;
+            }
+            "--cpu" => {
+                let mut cpus = CpuSet::new();
+                cpus.set(value.parse()?);
+                sched_setaffinity(None, &cpus).context("could not stay on one CPU")?;
+            }
+            _ => bail!("unknown argument {name}"),
+        }
+    }
+    Ok(())
+}
+
+fn short_life(command: &str, rest: &[String]) -> ! {
+    if command == "abort" {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    }
+    if command == "crowd" {
+        // exit_group(2) ends them all at the same moment.
+        for _ in 0..4 {
+            std::thread::spawn(std::thread::park);
+        }
+    }
+    std::process::exit(rest.first().and_then(|code| code.parse().ok()).unwrap_or(0))
+}
+
+fn obey(line: &str) -> Result<String> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let done = |result: Result<()>| result.map(|()| String::new());
+    match words.as_slice() {
+        ["burn", ms] => {
+            burn(Duration::from_millis(ms.parse()?));
+            Ok(String::new())
+        }
+        ["mixed", ms] => {
+            mixed(Duration::from_millis(ms.parse()?));
+            Ok(String::new())
+        }
+        ["idle", ms] => {
+            idle(Duration::from_millis(ms.parse()?));
+            Ok(String::new())
+        }
+        ["pingpong", rounds] => Ok(pingpong(rounds.parse()?)?.as_nanos().to_string()),
+        ["spawn", count] => spawn(count.parse()?),
+        ["exit", code] => std::process::exit(code.parse()?),
+        ["abort"] => short_life("abort", &[]),
+        ["stream", file] => done(stream(Path::new(file))),
+        ["allocate", bytes] => {
+            allocate(bytes.parse()?);
+            Ok(String::new())
+        }
+        ["udp", count, bytes] => done(udp(count.parse()?, bytes.parse()?)),
+        ["tcp", count, bytes] => Ok(tcp(count.parse()?, bytes.parse()?)?.as_nanos().to_string()),
+        _ => bail!("no such command: {line}"),
+    }
+}
+
+fn burn(time: Duration) {
+    let end = Instant::now() + time;
+    let mut value = 1_u64;
+    while Instant::now() < end {
+        for _ in 0..1000 {
+            value = std::hint::black_box(value.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
+        }
+    }
+}
+
+fn mixed(time: Duration) {
+    let end = Instant::now() + time;
+    let turns = |work: u64, rest: u64| {
+        while Instant::now() < end {
+            burn(Duration::from_micros(work));
+            std::thread::sleep(Duration::from_micros(rest));
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| turns(3000, 2000));
+        scope.spawn(|| turns(150, 100));
+    });
+}
+
+/// The two are due at the same time, so on one CPU one of them waits for the other.
+fn idle(time: Duration) {
+    let start = Instant::now();
+    let ticks = || {
+        let mut next = start;
+        while start.elapsed() < time {
+            next += Duration::from_millis(100);
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            burn(Duration::from_millis(1));
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(ticks);
+        scope.spawn(ticks);
+    });
+}
+
+/// Each round is two switches and two wake-ups, if both threads are on one CPU.
+fn pingpong(rounds: u64) -> Result<Duration> {
+    let (mut ping_out, mut ping_in) = std::io::pipe()?;
+    let (mut pong_out, mut pong_in) = std::io::pipe()?;
+    let other = std::thread::spawn(move || -> std::io::Result<()> {
+        let mut byte = [0];
+        for _ in 0..rounds {
+            ping_out.read_exact(&mut byte)?;
+            pong_in.write_all(&byte)?;
+        }
+        Ok(())
+    });
+    let start = Instant::now();
+    let mut byte = [7];
+    for _ in 0..rounds {
+        ping_in.write_all(&byte)?;
+        pong_out.read_exact(&mut byte)?;
+    }
+    let took = start.elapsed();
+    other.join().map_err(|_| anyhow::anyhow!("the other thread panicked"))??;
+    Ok(took)
+}
+
+/// Every fifth is killed by a signal, the others end with a code of their own, some of them with several threads.
+fn spawn(count: u64) -> Result<String> {
+    use std::os::unix::process::ExitStatusExt as _;
+    let program = std::env::current_exe()?;
+    // Started through another command's first argument where this is not a program of its own.
+    let lead: Vec<String> = std::env::args().skip(1).take_while(|word| !word.starts_with("--")).collect();
+    let mut all = Vec::new();
+    for index in 0..count {
+        let mut command = Command::new(&program);
+        command.args(&lead).stdin(Stdio::null()).stdout(Stdio::null());
+        if index % 5 == 4 {
+            command.arg("abort");
+        } else {
+            let how = if index % 5 == 2 { "crowd" } else { "exit" };
+            command.args([how, &(index % 100).to_string()]);
+        }
+        let mut child = command.spawn()?;
+        let pid = child.id();
+        let status = child.wait()?;
+        all.push(format!("{pid}:{}:{}", status.code().unwrap_or(0), status.signal().unwrap_or(0)));
+    }
+    Ok(all.join(" "))
+}
+
+fn stream(file: &Path) -> Result<()> {
+    let mut file = std::fs::File::open(file).with_context(|| format!("could not open {}", file.display()))?;
+    let mut buffer = vec![0; 1 << 16];
+    while file.read(&mut buffer)? > 0 {}
+    Ok(())
+}
+
+fn allocate(bytes: usize) {
+    let mut memory = vec![0_u8; bytes];
+    for page in memory.chunks_mut(4096) {
+        page[0] = 1;
+    }
+    std::hint::black_box(&memory);
+}
+
+fn udp(count: usize, bytes: usize) -> Result<()> {
+    let receiver = UdpSocket::bind("127.0.0.1:0")?;
+    let sender = UdpSocket::bind("127.0.0.1:0")?;
+    sender.connect(receiver.local_addr()?)?;
+    let mut buffer = vec![1; bytes];
+    for _ in 0..count {
+        sender.send(&buffer)?;
+        receiver.recv(&mut buffer)?;
+    }
+    Ok(())
+}
+
+fn tcp(count: usize, bytes: usize) -> Result<Duration> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    let server = std::thread::spawn(move || -> std::io::Result<()> {
+        let mut buffer = vec![0; 1 << 16];
+        for _ in 0..count {
+            let (mut connection, _) = listener.accept()?;
+            while connection.read(&mut buffer)? > 0 {}
+        }
+        Ok(())
+    });
+    let start = Instant::now();
+    let buffer = vec![1; 1 << 16];
+    for _ in 0..count {
+        let mut connection = TcpStream::connect(address)?;
+        let mut left = bytes;
+        while left > 0 {
+            let part = left.min(buffer.len());
+            connection.write_all(&buffer[..part])?;
+            left -= part;
+        }
+    }
+    server.join().map_err(|_| anyhow::anyhow!("the server panicked"))??;
+    Ok(start.elapsed())
+}

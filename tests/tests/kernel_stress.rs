@@ -1,0 +1,229 @@
+//! Tier 2: the programs and their reader under more than any node asks of them. The short versions run always, the long
+//! ones with `cargo xtask test --long`.
+#![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
+
+mod kernel;
+
+use beelet::kernel::{self as programs, Edge, Interest, Kernel, KernelOptions};
+use beelet_ebpf_abi::MAX_CONTAINERS;
+use beelet_tests::load::Load;
+use beelet_tests::require;
+use beelet_tests::workdir::PATIENCE;
+use kernel::{LOOPBACK, Place, start};
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What a reader in a process of its own is told.
+const READER: &str = "BEELET_TEST_READER";
+
+fn switches_are_all_counted(rounds: u64) {
+    let place = Place::new("bk-switches");
+    let kernel = place.start();
+    let memory = kernel.memory().to_vec();
+    let container = place.container("pod1/one", &[]);
+    let mut loads: Vec<Load> = (0..2).map(|cpu| container.load(Some(cpu))).collect();
+    let (before, started) = (container.counters(&kernel), Instant::now());
+    for load in &mut loads {
+        load.begin(&format!("pingpong {rounds}")).unwrap();
+    }
+    for load in &mut loads {
+        load.answer().unwrap();
+    }
+    let took = started.elapsed();
+    let after = container.counters(&kernel);
+    let switches = after.switches - before.switches;
+    println!("{switches} switches, {:.0} a second", switches as f64 / took.as_secs_f64());
+    // Each round is two, unless a pipe happened to be full or empty already; other work adds some.
+    assert!(switches as f64 > 2.0 * 2.0 * rounds as f64 * 0.95, "{switches}");
+    let waits: u64 = after.run_queue_waits.iter().sum::<u64>() - before.run_queue_waits.iter().sum::<u64>();
+    assert!(waits as f64 > switches as f64 * 0.95, "{waits} waits of {switches} switches");
+    let drops = kernel.drops().unwrap().unwrap();
+    assert_eq!((drops.ring_full, drops.containers_full), (0, 0));
+    assert_eq!(kernel.memory(), memory);
+}
+
+#[test]
+fn every_switch_of_a_storm_is_counted() {
+    require!(bpf);
+    switches_are_all_counted(100_000);
+}
+
+#[test]
+fn every_switch_of_a_long_storm_is_counted() {
+    require!(bpf, long);
+    switches_are_all_counted(3_000_000);
+}
+
+fn cgroups_come_and_go(count: usize) {
+    let place = Place::new("bk-churn");
+    let kernel = place.start();
+    let edges = kernel.subscribe(Interest::EXITS);
+    let (mut exits, mut most) = (0, 0);
+    for round in 0..count {
+        let container = place.container(&format!("pod{round}/c"), &[]);
+        let mut short = container.load(None);
+        short.begin("exit 0").unwrap();
+        let pid = short.pid();
+        assert!(short.wait().unwrap().success());
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match edges.recv_deadline(deadline).unwrap() {
+                Edge::ContainerExited { pid: found, .. } if found == pid => break,
+                Edge::Lost => panic!("edges were lost"),
+                _ => {}
+            }
+        }
+        exits += 1;
+        std::fs::remove_dir(&container.dirs[0]).unwrap();
+        std::fs::remove_dir(container.dirs[0].parent().unwrap()).unwrap();
+        if round % 64 == 0 {
+            most = most.max(kernel.measures().unwrap().snapshot().unwrap().len());
+        }
+    }
+    println!("{exits} cgroups, at most {most} counted at a time");
+    assert!(most < MAX_CONTAINERS, "{most}");
+    assert_eq!(kernel.drops().unwrap().unwrap().containers_full, 0);
+    let after = place.container("pod-after/c", &[]);
+    after.load(None).tell("burn 20").unwrap();
+    assert!(after.counters(&kernel).on_cpu_ns > 5_000_000, "what comes after is counted as ever");
+}
+
+#[test]
+fn cgroups_that_come_and_go_leave_nothing() {
+    require!(bpf);
+    cgroups_come_and_go(100);
+}
+
+#[test]
+fn five_thousand_cgroups_that_come_and_go_leave_nothing() {
+    require!(bpf, long);
+    cgroups_come_and_go(5000);
+}
+
+/// A reader that the test can stop: a process of its own.
+#[test]
+#[ignore = "a part of other tests, which start it"]
+fn reader_process() {
+    let Some(paths) = std::env::var_os(READER) else { return };
+    let paths: Vec<PathBuf> = std::env::split_paths(&paths).collect();
+    let kernel = start(&KernelOptions {
+        bpffs: paths[0].clone(),
+        pin_name: "beelet".to_owned(),
+        cgroup: paths[1].clone(),
+        mode: programs::Mode::Auto,
+        object: None,
+        thresholds: programs::Thresholds::default(),
+    });
+    let edges = kernel.subscribe(Interest::LISTENERS);
+    say("ready");
+    loop {
+        match edges.recv_deadline(Instant::now() + PATIENCE) {
+            Ok(Edge::Lost) => {
+                say(&format!("lost {}", kernel.listeners().unwrap().snapshot().unwrap().len()));
+            }
+            Ok(Edge::ListenerOpened { listener, .. }) if listener.port == 51 => say("opened 51"),
+            Ok(_) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "reader: {line}").unwrap();
+    out.flush().unwrap();
+}
+
+fn a_stopped_reader_recovers(stopped_for: Duration) {
+    let place = Place::new("bk-stopped");
+    let paths = std::env::join_paths([place.bpffs.path().to_path_buf(), place.cgroup_dir()]).unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "reader_process", "--ignored", "--nocapture"]).env(READER, paths);
+    let mut reader = beelet_tests::guards::Process(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut lines = BufReader::new(reader.0.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut until = |wanted: &str| {
+        // The test harness prints its own words before ours, on the same line.
+        lines
+            .find(|line| line.contains(&format!("reader: {wanted}")))
+            .unwrap_or_else(|| panic!("no {wanted}"))
+    };
+    until("ready");
+    let pid = rustix::process::Pid::from_child(&reader.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    let started = Instant::now();
+    let mut process = place.process();
+    let dropped = || {
+        let drops = programs::dump(place.bpffs.path(), "beelet", "DROPS").unwrap();
+        let cpus = drops[0]["values"].as_array().unwrap();
+        cpus.iter().map(|cpu| cpu["ring_full"].as_u64().unwrap()).sum::<u64>()
+    };
+    let mut rounds = 0;
+    while dropped() == 0 || started.elapsed() < stopped_for {
+        for _ in 0..200 {
+            let socket = process.socket("listen 127.0.0.1:50");
+            process.close(socket);
+        }
+        rounds += 200;
+        assert!(rounds < 2_000_000, "the ring buffer never filled");
+    }
+    println!("{} events dropped in {:?}", dropped(), started.elapsed());
+    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    until("lost");
+    process.socket("listen 127.0.0.1:51");
+    until("opened 51");
+    // What it reads now is right: it adopted nothing wrong.
+    drop(reader);
+    let kernel = Kernel::start(&place.options());
+    assert!(kernel.adopted());
+    assert!(place.listens(&kernel, 51, LOOPBACK));
+    assert!(!place.listens(&kernel, 50, LOOPBACK));
+    kernel.stop(false).unwrap();
+}
+
+#[test]
+fn a_reader_that_was_stopped_is_told_of_what_it_lost() {
+    require!(bpf);
+    a_stopped_reader_recovers(Duration::ZERO);
+}
+
+#[test]
+fn a_reader_that_was_stopped_for_ten_seconds_is_told_of_what_it_lost() {
+    require!(bpf, long);
+    a_stopped_reader_recovers(Duration::from_secs(10));
+}
+
+/// The programs are replaced while processes end: what is told is told once, and all is told once the new ones count.
+#[test]
+fn exits_are_told_once_while_programs_are_replaced() {
+    require!(bpf);
+    let place = Place::new("bk-swap");
+    let folder = tempfile::tempdir().unwrap();
+    let object = folder.path().join("other.bpf.o");
+    let mut bytes = programs::built_in_object().to_vec();
+    bytes.push(0); // another digest, the same programs
+    std::fs::write(&object, bytes).unwrap();
+    let container = place.container("pod1/one", &[]);
+    place.start().stop(true).unwrap();
+    let mut spawner = container.load(None);
+    spawner.begin("spawn 300").unwrap();
+    let kernel = start(&KernelOptions { object: Some(object), ..place.options() });
+    assert!(kernel.adopted());
+    let edges = kernel.subscribe(Interest::EXITS);
+    spawner.answer().unwrap();
+    let answer = spawner.tell("spawn 50").unwrap();
+    let later: Vec<u32> =
+        answer.split(' ').map(|process| process.split(':').next().unwrap().parse().unwrap()).collect();
+    let deadline = Instant::now() + PATIENCE;
+    let mut told = BTreeMap::new();
+    while !told.contains_key(later.last().unwrap()) {
+        if let Edge::ContainerExited { pid, .. } = edges.recv_deadline(deadline).unwrap() {
+            *told.entry(pid).or_insert(0) += 1;
+        }
+    }
+    assert!(told.values().all(|times| *times == 1), "something was told twice: {told:?}");
+    let missing: Vec<_> = later.iter().filter(|pid| !told.contains_key(pid)).collect();
+    assert!(missing.is_empty(), "not told: {missing:?}");
+}
