@@ -81,9 +81,7 @@ fn tell(task: u64, cgroup_id: u64, pid: u32) -> i32 {
 /// A counter of a `mm_struct`. Some are sums of which each CPU holds back a little, and may be below zero for a moment.
 #[inline(always)]
 fn pages(mm: u64, offset: &Position) -> u64 {
-    if mm == 0 || offset.load() == ABSENT {
-        return 0;
-    }
-    let pages: i64 = peek(mm + u64::from(offset.load()));
-    if pages < 0 { 0 } else { pages as u64 }
+    let pages: i64 = if mm == 0 || offset.load() == ABSENT { 0 } else { peek(mm + u64::from(offset.load())) };
+    // Four zeros in a row would become a call of `memset`, which kernels before 6.8 refuse.
+    core::hint::black_box(if pages < 0 { 0 } else { pages as u64 })
 }

@@ -100,8 +100,13 @@ impl Task {
     #[inline(always)]
     fn follow(self, flags: u32) {
         let made = if USE_TASK_STORAGE.load() == 0 {
-            let state = TaskState { task: self.address(), ..ZERO };
-            TASKS.insert(TaskKey { pid: self.pid() }, state, u64::from(flags)).is_ok()
+            let key = TaskKey { pid: self.pid() };
+            let made = TASKS.insert(key, &FRESH, u64::from(flags)).is_ok();
+            if made && let Some(state) = TASKS.get_ptr_mut(key) {
+                // SAFETY: a live element; only this thread's own hooks write it, and each whole words.
+                unsafe { (*state).task = self.address() };
+            }
+            made
         } else {
             !self.storage(BPF_LOCAL_STORAGE_GET_F_CREATE).is_null()
         };
@@ -119,7 +124,9 @@ impl Task {
     }
 }
 
-const ZERO: TaskState = TaskState { runnable_since_ns: 0, reclaiming_since_ns: 0, task: 0 };
+/// What a thread begins with. Not made on the stack: the compiler would call `memset`, and before Linux 6.8 a program may
+/// call no function that returns nothing.
+static FRESH: TaskState = TaskState { runnable_since_ns: 0, reclaiming_since_ns: 0, task: 0 };
 
 /// Every new thread of the machine, before it runs for the first time.
 #[btf_tracepoint(function = "sched_process_fork")]

@@ -63,8 +63,11 @@ impl Failure {
             cause = current.source();
         }
         let top = error.to_string();
-        // The verifier's log is long and its last lines say it.
-        let mut lines: Vec<&str> = top.lines().rev().filter(|line| !line.trim().is_empty()).take(3).collect();
+        // The verifier's log is long, and its last lines before its statistics say it.
+        let statistics = ["verification time", "stack depth", "processed "];
+        let says =
+            |line: &&str| !line.trim().is_empty() && !statistics.iter().any(|word| line.starts_with(word));
+        let mut lines: Vec<&str> = top.lines().rev().filter(says).take(3).collect();
         lines.reverse();
         let top = lines.join("; ");
         let message =

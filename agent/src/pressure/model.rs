@@ -9,7 +9,7 @@ use super::rates::Rates;
 use crate::pods::table::PodName;
 
 /// Buckets of a histogram of waits for a CPU: see [`super::rates::bucket_bounds`].
-pub const RUNQ_BUCKETS: usize = 24;
+pub const RUNQ_BUCKETS: usize = 32;
 
 /// The lengths of the windows that rates are given over.
 pub const WINDOWS: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];

@@ -13,8 +13,8 @@ pub const MAX_TASKS: usize = 65_536;
 pub const ANCESTRY_SLOTS: usize = 512;
 /// Entries of the `EXITED` map: processes of several threads that are ending.
 pub const MAX_EXITED: usize = 1024;
-/// Buckets of [`Counters::run_queue_waits`].
-pub const WAIT_BUCKETS: usize = 24;
+/// Buckets of [`Counters::run_queue_waits`]: a power of two, so that a mask keeps an index in bounds.
+pub const WAIT_BUCKETS: usize = 32;
 /// The power of two, in nanoseconds, below which everything is in the first bucket.
 pub const FIRST_BUCKET_BITS: u32 = 10;
 /// The span that pressure is summed over before an edge is decided: nanoseconds.
