@@ -92,6 +92,9 @@ impl Service {
         let (dir, endpoint) = (self.shared.settings.plugins_dir(), request.endpoint);
         let found = spawn_blocking(move || folder::socket_in(&dir, &endpoint)).await;
         let socket = found.map_err(|error| error.to_string())??;
+        if socket.file_name() == self.shared.settings.registration_socket().file_name() {
+            return Err(format!("bad endpoint: {} is the agent's own socket", socket.display()));
+        }
         let tasks = (&self.tracker, &self.shutdown);
         connect(&self.shared, &request.resource_name, &socket, request.options, tasks).await
     }

@@ -1,1 +1,129 @@
+use std::time::Duration;
 
+use beelet_policy::devices::{Device, Devices as Ledger, Health, PluginOptions, Request as Wanted};
+use beelet_proto::deviceplugin::RegisterRequest;
+use loona_hpack::{Decoder, Encoder};
+use prost::Message as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::UnixStream;
+
+use super::*;
+
+fn parts(dir: &std::path::Path) -> Parts {
+    let settings = Settings::new(dir.join("kubelet"));
+    Parts {
+        store: Arc::new(settings.checkpoint()),
+        settings,
+        active: watch::channel(None).1,
+        requests: mpsc::channel(16).0,
+        metrics: Metrics::default(),
+        events: Recorder::default(),
+        node_name: "n1".to_owned(),
+    }
+}
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = u32::try_from(payload.len()).unwrap().to_be_bytes()[1..].to_vec();
+    bytes.extend([kind, flags]);
+    bytes.extend(stream.to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+/// Registers as a client does that sends this as its `:authority`; grpc-status and grpc-message of the answer.
+async fn register(socket: &std::path::Path, authority: &str) -> (String, String) {
+    let request = RegisterRequest { version: "v0".to_owned(), ..RegisterRequest::default() }.encode_to_vec();
+    let mut message = vec![0];
+    message.extend(u32::try_from(request.len()).unwrap().to_be_bytes());
+    message.extend(request);
+    let fields = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/v1beta1.Registration/Register"),
+        (":authority", authority),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ];
+    let block = Encoder::new().encode(fields.iter().map(|(name, value)| (name.as_bytes(), value.as_bytes())));
+    let mut stream = UnixStream::connect(socket).await.unwrap();
+    let sent = [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
+        frame(4, 0, 0, &[]),
+        frame(1, 0x4, 1, &block),
+        frame(0, 0x1, 1, &message),
+    ];
+    stream.write_all(&sent.concat()).await.unwrap();
+    let (mut decoder, mut status, mut text) = (Decoder::new(), String::new(), String::new());
+    loop {
+        let mut header = [0; 9];
+        stream.read_exact(&mut header).await.unwrap();
+        let length = u32::from_be_bytes([0, header[0], header[1], header[2]]);
+        let mut payload = vec![0; length as usize];
+        stream.read_exact(&mut payload).await.unwrap();
+        assert_ne!(header[3], 3, "the stream was reset: {payload:?}");
+        if header[3] != 1 {
+            continue;
+        }
+        for (name, value) in decoder.decode(&payload).unwrap() {
+            match name.as_slice() {
+                b"grpc-status" => status = String::from_utf8(value).unwrap(),
+                b"grpc-message" => text = String::from_utf8(value).unwrap(),
+                _ => {}
+            }
+        }
+        if header[4] & 0x1 != 0 {
+            return (status, text);
+        }
+    }
+}
+
+#[tokio::test]
+async fn clients_whose_authority_is_a_path_are_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let (devices, tasks) = Devices::open(parts(dir.path()), Vec::new);
+    let (mut running, shutdown) = (JoinSet::new(), CancellationToken::new());
+    tasks.spawn(&mut running, &shutdown);
+    let socket = devices.settings().registration_socket();
+    while !socket.exists() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let go = socket.display().to_string();
+    for authority in ["localhost", &go, &go.replace('/', "%2F"), "", "a:b:c", "\u{1f41d}"] {
+        let (status, message) = register(&socket, authority).await;
+        // It got as far as the registration's own checks.
+        assert_eq!(status, "2", "{authority}");
+        assert!(
+            message.contains("is%20not%20supported") || message.contains("is not supported"),
+            "{message}"
+        );
+    }
+    shutdown.cancel();
+    while running.join_next().await.is_some() {}
+    assert!(!socket.exists(), "the socket is left behind");
+}
+
+#[tokio::test]
+async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut ledger = Ledger::default();
+    ledger.register("example.com/gpu", PluginOptions::default());
+    let device = |id: &str| Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: vec![1] };
+    ledger.list("example.com/gpu", ["a", "b"].map(device));
+    let wanted = Wanted {
+        pod_uid: "p",
+        container: "main",
+        resource: "example.com/gpu",
+        count: 1,
+        already_running: false,
+    };
+    ledger.begin("p");
+    ledger.commit(&wanted, &["a".to_owned()].into(), vec![1, 2]);
+    let file = Settings::new(dir.path().join("kubelet")).checkpoint();
+    file.replace(&ledger.checkpoint().write().unwrap()).unwrap();
+    let (devices, _tasks) = Devices::open(parts(dir.path()), || panic!("the checkpoint is good"));
+    let held = devices.held_by("p");
+    assert_eq!(held["main"]["example.com/gpu"], BTreeMap::from([("a".to_owned(), vec![1])]));
+    assert_eq!(devices.node().borrow().capacity["example.com/gpu"], 2);
+    let view = &devices.resources()["example.com/gpu"];
+    assert!(!view.connected && view.devices["a"].unlisted && view.devices["a"].holders.len() == 1);
+}

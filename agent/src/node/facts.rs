@@ -15,6 +15,7 @@ use beelet_policy::{
 use beelet_proto::cri;
 
 use crate::{
+    admission,
     api::grpc::devices::NodeResources,
     cgroups::{Cgroups, Version},
     config::{self, Config},
@@ -51,19 +52,18 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
     })
 }
 
-/// What the machine has beside devices, and what pods may have of it.
-pub(super) fn node_resources(config: &Config, amounts: &NodeAmounts) -> NodeResources {
-    let cpu =
-        |millis: i64| if millis % 1000 == 0 { format!("{}", millis / 1000) } else { format!("{millis}m") };
-    let memory = |bytes: i64| format!("{}Ki", bytes / 1024);
-    let both = |millis, bytes| {
-        [("cpu".to_owned(), cpu(millis)), ("memory".to_owned(), memory(bytes))].into_iter().collect()
+/// What the machine has beside devices, and what pods may have of it, as Kubernetes writes it.
+pub(super) fn node_resources(config: &Config, resources: &admission::NodeResources) -> NodeResources {
+    let text = |(name, amount): (&String, &Quantity)| {
+        let bytes = name == "memory" || name == "ephemeral-storage" || name.starts_with("hugepages-");
+        let kibibytes = bytes && amount.value() % 1024 == 0;
+        let text = if kibibytes { format!("{}Ki", amount.value() / 1024) } else { amount.to_string() };
+        (name.clone(), text)
     };
-    let reserved = config.reserved("cpu").milli_value();
     NodeResources {
         name: config.node_name.clone(),
-        capacity: both(amounts.allocatable_millis.saturating_add(reserved), amounts.memory_capacity),
-        allocatable: both(amounts.allocatable_millis, amounts.allocatable_memory),
+        capacity: resources.capacity.iter().map(text).collect(),
+        allocatable: resources.allocatable.iter().map(text).collect(),
     }
 }
 

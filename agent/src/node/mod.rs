@@ -368,9 +368,6 @@ impl Node {
         let _ = health.pulse.set(pulse);
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests_out.clone()).await?;
-        let _ = late
-            .devices
-            .set((devices.clone(), facts::node_resources(&self.config, &self.cgroup_config.node)));
         let records = Records::load(&self.state);
         let writer = tokio::spawn(records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
         let alive = Alive::build(alive::Parts {
@@ -386,9 +383,7 @@ impl Node {
             early: &self.metrics.alive,
         })
         .await?;
-        let desired = self.manifests(&working).await;
-        let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
-        let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
+        let _ = slot.set((devices.clone(), facts::node_resources(&self.config, alive.admission.resources())));
         let manager = Manager::new(manager::Parts {
             launcher: Arc::clone(&launcher),
             runtime_name: self.version.runtime_name.clone(),

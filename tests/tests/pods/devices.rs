@@ -299,7 +299,7 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
     until_socket(&node);
     for name in ["web", "new"] {
         let waiting = node.until_pod(name, "to wait", |pod| pod.waits_for("main", "WaitingForDevices")).await;
-        assert_eq!(waiting.phase(), "Pending", "{:?}", waiting.0.pod.status);
+        assert!(matches!(waiting.phase().as_str(), "Pending" | "Running"), "{:?}", waiting.0.pod.status);
     }
     until_capacity(&node, 2, 2).await;
     assert_eq!(node.devices().waiting().len(), 2);
@@ -417,7 +417,7 @@ async fn registrations_are_refused_in_the_kubelets_words() {
     check("v1beta1", "../../etc/passwd", RESOURCE, "without '..'").await;
     check("v1beta1", "nothing.sock", RESOURCE, "No such file").await;
     // Its own socket is no plugin's.
-    check("v1beta1", "kubelet.sock", RESOURCE, "failed to get device plugin options").await;
+    check("v1beta1", "kubelet.sock", RESOURCE, "is the agent's own").await;
 }
 
 /// Where the agent is killed while a pod gets its devices.
@@ -450,7 +450,7 @@ async fn converges_after(kill: Kill) {
         Kill::BeforeCheckpoint | Kill::AfterCheckpoint => node.store.until_reached().await,
         Kill::At(_) => call.as_ref().unwrap().reached().await,
     }
-    node.kill_in_write();
+    node.kill_in_write().await;
     drop(call);
     node.cri.heal();
     plugin.tell("allocate ok").unwrap();

@@ -215,11 +215,18 @@ impl Node {
     }
 
     /// The same in the midst of a write of the device checkpoint.
-    pub(crate) fn kill_in_write(&mut self) {
-        if let Some(runtime) = self.agent.take().and_then(|mut agent| agent.runtime.take()) {
-            runtime.shutdown_background();
-        }
+    pub(crate) async fn kill_in_write(&mut self) {
+        let Some(runtime) = self.agent.take().and_then(|mut agent| agent.runtime.take()) else { return };
+        let (alive, dead) = tokio::sync::oneshot::channel::<()>();
+        runtime.spawn(async move {
+            let _alive = alive;
+            std::future::pending::<()>().await;
+        });
+        let dropped = tokio::task::spawn_blocking(move || drop(runtime));
+        // Once one task is dropped none goes on; only then may the write return.
+        let _ = dead.await;
         self.store.let_go();
+        dropped.await.unwrap();
     }
 
     pub(crate) fn devices(&self) -> &Devices {
