@@ -5,6 +5,7 @@
 //! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
 mod bpf;
+mod devices;
 mod observe;
 mod pressure;
 mod probes;
@@ -39,6 +40,8 @@ pub(crate) struct Args {
 enum What {
     /// What the kernel programs cost the scheduler and the sockets
     Bpf,
+    /// Deciding on devices, and admitting pods with them
+    Devices,
     /// What the agent takes of the machine: CPU and memory
     Footprint,
     /// From a listener's coming or going to the pod's readiness
@@ -116,6 +119,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for what in whats {
         rows.extend(match what {
             What::Bpf => bpf::run(args.quick)?,
+            What::Devices => devices::run(args.quick)?,
             What::Footprint => observe::run(&binary, args.quick)?,
             What::Probes => probes::run(&binary, args.quick)?,
             What::Pressure => pressure::run(&binary, args.quick)?,

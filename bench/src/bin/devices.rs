@@ -1,0 +1,238 @@
+//! What devices cost: the decision alone, and a whole admission beyond the plugin's own time. Run by
+//! `cargo xtask bench devices`; prints one JSON object with the samples, in milliseconds.
+//!
+//! The plugin is served from here, on a thread of its own, over the real sockets; it measures itself.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // a bench: whatever is wrong ends it
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use beelet::devices::{Circumstances, Devices, Metrics, Parts, Settings};
+use beelet::events::Recorder;
+use beelet_policy::devices::{
+    self as policy, ContainerKind, ContainerRequest, Device, Health, PluginOptions,
+    admission::{Admission, Next},
+    topology::{TopologyPolicy, TopologyScope},
+};
+use beelet_proto::deviceplugin as api;
+use beelet_proto::deviceplugin::device_plugin_server::{DevicePlugin, DevicePluginServer};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
+use tokio::net::UnixListener;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tonic::{Request, Response, Status};
+
+const RESOURCE: &str = "example.com/gpu";
+const DEVICES: usize = 1000;
+const NODES: usize = 8;
+const PODS: usize = 100;
+
+fn milliseconds(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e3
+}
+
+fn main() {
+    let rounds: usize = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(20);
+    let decisions = decisions(rounds);
+    let admissions = admissions(rounds);
+    println!("{}", json!({ "decision": decisions, "admission": admissions }));
+}
+
+/// A ledger of 1,000 devices on 8 nodes, of which pods hold half.
+fn ledger() -> policy::Devices {
+    let mut devices = policy::Devices::default();
+    devices.register(RESOURCE, PluginOptions::default());
+    let device = |i: usize| Device {
+        id: format!("GPU-9b341c59-f96b-ba85-c137-{i:012}"),
+        health: Health::Healthy,
+        numa_nodes: vec![i64::try_from(i % NODES).unwrap()],
+    };
+    devices.list(RESOURCE, (0..DEVICES).map(device));
+    for pod in 0..PODS {
+        decide(&mut devices, &format!("pod-{pod}"), 5, TopologyPolicy::None);
+    }
+    devices
+}
+
+/// One pod's admission up to the plugin's answer.
+fn decide(devices: &mut policy::Devices, uid: &str, count: usize, policy: TopologyPolicy) {
+    let kind = ContainerKind::Lasting;
+    let wish = ContainerRequest { container: "main", kind, limits: vec![(RESOURCE, count)] };
+    let circumstances =
+        policy::admission::Circumstances { policy, scope: TopologyScope::Container, ..Default::default() };
+    let mut admission = Admission::new(devices, uid, vec![wish], circumstances);
+    loop {
+        match admission.next(devices).unwrap() {
+            Next::Free => devices.free_inactive(|_| true),
+            Next::Allocate { .. } => admission.allocated(devices, Vec::new()),
+            Next::Done => return,
+            Next::Ask { .. } => panic!("nobody to ask"),
+        }
+    }
+}
+
+fn decisions(rounds: usize) -> Vec<f64> {
+    let ledger = ledger();
+    let mut samples = Vec::new();
+    for _ in 0..rounds {
+        for policy in [TopologyPolicy::None, TopologyPolicy::BestEffort, TopologyPolicy::SingleNumaNode] {
+            for count in [1, 2, 4, 8, 16] {
+                let mut devices = ledger.clone();
+                let begun = Instant::now();
+                decide(&mut devices, "new", count, policy);
+                samples.push(milliseconds(begun.elapsed()));
+            }
+        }
+    }
+    samples
+}
+
+/// A plugin that says how long each of its answers took itself.
+struct Plugin {
+    own: Arc<Mutex<Duration>>,
+}
+
+#[tonic::async_trait]
+impl DevicePlugin for Plugin {
+    async fn get_device_plugin_options(
+        &self,
+        _request: Request<api::Empty>,
+    ) -> Result<Response<api::DevicePluginOptions>, Status> {
+        Ok(Response::new(api::DevicePluginOptions::default()))
+    }
+
+    type ListAndWatchStream = ReceiverStream<Result<api::ListAndWatchResponse, Status>>;
+
+    async fn list_and_watch(
+        &self,
+        _request: Request<api::Empty>,
+    ) -> Result<Response<Self::ListAndWatchStream>, Status> {
+        let device = |i: usize| api::Device {
+            id: format!("GPU-9b341c59-f96b-ba85-c137-{i:012}"),
+            health: "Healthy".to_owned(),
+            topology: Some(api::TopologyInfo {
+                nodes: vec![api::NumaNode { id: i64::try_from(i % NODES).unwrap() }],
+            }),
+        };
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move {
+            let devices = (0..DEVICES).map(device).collect();
+            let _ = sender.send(Ok(api::ListAndWatchResponse { devices })).await;
+            sender.closed().await;
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        _request: Request<api::PreferredAllocationRequest>,
+    ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
+        Err(Status::unimplemented("it has no preferences"))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<api::AllocateRequest>,
+    ) -> Result<Response<api::AllocateResponse>, Status> {
+        let begun = Instant::now();
+        let ids = request.into_inner().container_requests.remove(0).devices_ids;
+        let answer = api::ContainerAllocateResponse {
+            envs: [("NVIDIA_VISIBLE_DEVICES".to_owned(), ids.join(","))].into(),
+            ..Default::default()
+        };
+        *self.own.lock().unwrap() = begun.elapsed();
+        Ok(Response::new(api::AllocateResponse { container_responses: vec![answer] }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        _request: Request<api::PreStartContainerRequest>,
+    ) -> Result<Response<api::PreStartContainerResponse>, Status> {
+        Ok(Response::new(api::PreStartContainerResponse {}))
+    }
+}
+
+/// Serves the plugin and registers it, on a thread of its own.
+fn serve(dir: PathBuf, own: Arc<Mutex<Duration>>) {
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = UnixListener::bind(dir.join("bench.sock")).unwrap();
+            let server =
+                tonic::transport::Server::builder().add_service(DevicePluginServer::new(Plugin { own }));
+            let served = tokio::spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
+            register(&dir.join("kubelet.sock")).await;
+            served.await.unwrap().unwrap();
+        });
+    });
+}
+
+async fn register(socket: &Path) {
+    let channel = beelet_tests::containerd::connect(socket).await.unwrap();
+    let request = api::RegisterRequest {
+        version: "v1beta1".to_owned(),
+        endpoint: "bench.sock".to_owned(),
+        resource_name: RESOURCE.to_owned(),
+        options: None,
+    };
+    api::registration_client::RegistrationClient::new(channel).register(request).await.unwrap();
+}
+
+fn pod(number: usize) -> Arc<Pod> {
+    let pod = json!({
+        "metadata": { "name": format!("pod-{number}"), "namespace": "default", "uid": format!("uid-{number}") },
+        "spec": { "containers": [{ "name": "main", "resources": { "limits": { RESOURCE: "5" } } }] },
+    });
+    Arc::new(serde_json::from_value(pod).unwrap())
+}
+
+/// 100 pods admitted one after the other, in each round; the plugin's own time is taken off.
+fn admissions(rounds: usize) -> Vec<f64> {
+    let dir = tempfile::tempdir().unwrap();
+    // As the agent has it.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let settings = Settings::new(dir.path().to_owned());
+        let plugins = dir.path().join("device-plugins");
+        let registration = settings.registration_socket();
+        let (requests, _ignored) = mpsc::channel(64);
+        let parts = Parts {
+            store: Arc::new(settings.checkpoint()),
+            settings,
+            active: watch::channel(None).1,
+            requests,
+            metrics: Metrics::default(),
+            events: Recorder::default(),
+            node_name: "bench".to_owned(),
+        };
+        let (devices, tasks) = Devices::open(parts, Vec::new);
+        let (mut running, shutdown) =
+            (tokio::task::JoinSet::new(), tokio_util::sync::CancellationToken::new());
+        tasks.spawn(&mut running, &shutdown);
+        while !registration.exists() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let own = Arc::new(Mutex::new(Duration::ZERO));
+        serve(plugins, Arc::clone(&own));
+        let mut node = devices.node();
+        node.wait_for(|node| node.capacity.get(RESOURCE) == Some(&DEVICES)).await.unwrap();
+        let pods: Vec<Arc<Pod>> = (0..PODS).map(pod).collect();
+        let mut samples = Vec::new();
+        for _ in 0..rounds {
+            for pod in &pods {
+                let begun = Instant::now();
+                devices.admit(pod, Circumstances::default()).await.unwrap();
+                let took = begun.elapsed();
+                samples.push(milliseconds(took.saturating_sub(*own.lock().unwrap())));
+            }
+            for pod in &pods {
+                devices.forget(pod.metadata.uid.as_deref().unwrap());
+            }
+        }
+        shutdown.cancel();
+        samples
+    })
+}

@@ -1,0 +1,33 @@
+//! What devices cost: deciding which of 1,000 devices on 8 NUMA nodes a container gets, and admitting pods with devices, beyond
+//! the plugin's own time: the agent's conversation with the plugin over the real sockets, and the checkpoint. Measured by
+//! `bench/src/bin/devices.rs`, which has the agent's own parts in it.
+
+use super::Row;
+use crate::progress::Step;
+use crate::shell;
+use anyhow::{Context as _, Result};
+use beelet_tests::workdir;
+use std::process::Command;
+
+/// p99, in milliseconds.
+const BOUND: f64 = 1.0;
+
+/// Measures `decision_of_1000` and `admission_overhead`.
+pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
+    let step = Step::start("devices: decisions and admissions");
+    step.run(shell::cargo().args(["build", "--release", "--package", "bench", "--bin", "bench-devices"]))?;
+    let rounds = if quick { "10" } else { "100" };
+    let driver = workdir::target_dir().join("release/bench-devices");
+    let output = Command::new(&driver).arg(rounds).output().context("could not start the bench's driver")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let measured: serde_json::Value = serde_json::from_str(&text)
+        .with_context(|| format!("the bench's driver failed: {}", String::from_utf8_lossy(&output.stderr)))?;
+    let samples = |name: &str| -> Vec<f64> {
+        measured[name].as_array().into_iter().flatten().filter_map(serde_json::Value::as_f64).collect()
+    };
+    step.done(&format!("{rounds} rounds"));
+    Ok(vec![
+        Row::new("devices", "decision_of_1000", "ms", samples("decision"), BOUND),
+        Row::new("devices", "admission_overhead", "ms", samples("admission"), BOUND),
+    ])
+}
