@@ -4,6 +4,7 @@
 //! without a registry, and everything taken back at the end. What it shows it also checks; its exit code says whether
 //! all of it was so.
 
+mod devices;
 mod show;
 mod table;
 
@@ -26,6 +27,10 @@ pub(crate) struct Args {
     /// Leave it running, and say how to look at it
     #[arg(long)]
     keep: bool,
+
+    /// Show devices too: a device plugin, and a pod with one of its devices
+    #[arg(long)]
+    devices: bool,
 
     /// End and remove what `--keep` left running
     #[arg(long, conflicts_with = "keep")]
@@ -74,8 +79,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         bail!("the demo can't run here: {missing}");
     }
     build()?;
+    if args.devices {
+        devices::build()?;
+    }
     let mut demo = start(&dir)?;
-    let shown = show_all(&mut demo);
+    let shown = show_all(&mut demo, args);
     if args.keep && shown.is_ok() {
         return keep(demo);
     }
@@ -132,13 +140,14 @@ fn start(dir: &Path) -> Result<Demo> {
 }
 
 /// Everything that the demo shows, in order.
-fn show_all(demo: &mut Demo) -> Result<()> {
+fn show_all(demo: &mut Demo, args: &Args) -> Result<()> {
     heading("Three manifests are in the folder; beelet runs them (examples/*.yaml)");
     until_ready(demo)?;
     show::listener(demo)?;
     show::restart(demo)?;
     show::cgroups(demo)?;
-    show::get_pods(demo)
+    show::get_pods(demo)?;
+    if args.devices { devices::show(demo) } else { Ok(()) }
 }
 
 /// The live table until every pod is ready.
