@@ -102,6 +102,47 @@ pub fn containerd_2() -> Result<(), Missing> {
     }
 }
 
+/// The test runs a device plugin that nobody here wrote: `DEVICE_PLUGIN` must name one, and how to start it.
+pub fn device_plugin() -> Result<(), Missing> {
+    match given_device_plugin() {
+        Some(path) if path.is_file() => Ok(()),
+        Some(path) => {
+            Err(missing(format!("DEVICE_PLUGIN names {}, which is not a file", path.display()), "name one"))
+        }
+        None => Err(missing(
+            "it needs a device plugin written in Go",
+            "give the path of Kubernetes' sample-device-plugin in DEVICE_PLUGIN",
+        )),
+    }
+}
+
+/// The program that `DEVICE_PLUGIN` names.
+pub fn given_device_plugin() -> Option<PathBuf> {
+    std::env::var_os("DEVICE_PLUGIN").filter(|path| !path.is_empty()).map(PathBuf::from)
+}
+
+/// The test runs a device plugin on Python's gRPC.
+pub fn python_grpc() -> Result<(), Missing> {
+    if python_with_grpc().is_some() {
+        return Ok(());
+    }
+    Err(missing(
+        "no Python has grpcio",
+        "cargo xtask setup --for test, or name a Python that has it in PYTHON_GRPC",
+    ))
+}
+
+/// A Python that has grpcio: the one that `PYTHON_GRPC` names (of a virtual environment, say), or the machine's.
+pub fn python_with_grpc() -> Option<PathBuf> {
+    let named = std::env::var_os("PYTHON_GRPC").map(PathBuf::from);
+    let machines = [find_program("python3"), Some(PathBuf::from("/usr/bin/python3"))].into_iter().flatten();
+    let has_it = |python: &PathBuf| {
+        let asked = std::process::Command::new(python).args(["-c", "import grpc"]).output();
+        asked.is_ok_and(|output| output.status.success())
+    };
+    named.into_iter().chain(machines).find(has_it)
+}
+
 /// The test takes minutes: only with `cargo xtask test --long`.
 pub fn long() -> Result<(), Missing> {
     if std::env::var_os("BEELET_LONG").is_some() {

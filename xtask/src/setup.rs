@@ -53,6 +53,8 @@ const DEMO: &[Need] = &[
 
 const TEST: &[Need] = &[
     need("bpftool", "bpftool"),
+    // A device plugin in another language than ours.
+    need("/usr/lib/python3/dist-packages/grpc/__init__.py", "python3-grpcio"),
     need("pkg-config", "pkg-config"),
     need("/usr/include/libelf.h", "libelf-dev"),
     need("/usr/include/zlib.h", "zlib1g-dev"),
