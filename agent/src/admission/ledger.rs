@@ -5,7 +5,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use beelet_policy::{
     admission::{self, Refusal},
     critical::is_critical,
+    devices::registration::is_extended_resource_name,
     preemption,
+    quantity::Quantity,
 };
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
@@ -196,7 +198,12 @@ impl Ledger {
             }
         }
         asked.extend(self.before(pod).map(|claim| unmovable(&claim.pod)));
-        let list = self.resources.list();
+        let mut list = self.resources.list();
+        // Devices are given out one by one, by `devices/`, which knows what an ended init container has left and what
+        // a plugin has: as an amount there is always enough of them here.
+        for name in extended_resources(pod) {
+            list.set(name, Quantity::from_units(i64::MAX / 1_000_000));
+        }
         admission::admit(pod, &asked, &list, self.policy).map(|decided| (decided, asked)).map_err(|error| {
             Rejection {
                 reason: "UnexpectedAdmissionError".to_owned(),
@@ -263,6 +270,15 @@ fn rejection(decided: &admission::Admission) -> Rejection {
         },
     };
     Rejection { reason, message: format!("Pod was rejected: {message}") }
+}
+
+/// The resources of device plugins that a pod asks for.
+fn extended_resources(pod: &core::Pod) -> impl Iterator<Item = &str> {
+    let spec = pod.spec.iter();
+    let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
+    let resources = containers.filter_map(|container| container.resources.as_ref());
+    let names = resources.flat_map(|resources| resources.limits.iter().chain(&resources.requests));
+    names.flat_map(|list| list.keys()).map(String::as_str).filter(|name| is_extended_resource_name(name))
 }
 
 fn uid_of(pod: &core::Pod) -> String {

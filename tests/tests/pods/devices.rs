@@ -79,8 +79,19 @@ async fn until_capacity(node: &Node, capacity: usize, allocatable: usize) {
     assert!(reached.is_ok(), "{:?}", node.devices().node().borrow());
 }
 
+/// The status of a pod's container, once it has one.
+fn main_of(pod: &View) -> Option<k8s_openapi::api::core::v1::ContainerStatus> {
+    let status = pod.0.pod.status.as_ref()?;
+    status.container_statuses.iter().flatten().find(|c| c.name == "main").cloned()
+}
+
+fn waits_for(pod: &View, reason: &str) -> bool {
+    let waiting = main_of(pod).and_then(|main| main.state?.waiting?.reason);
+    waiting.as_deref() == Some(reason)
+}
+
 fn health(pod: &View) -> Vec<String> {
-    let statuses = pod.container("main").allocated_resources_status.unwrap_or_default();
+    let statuses = main_of(pod).and_then(|main| main.allocated_resources_status).unwrap_or_default();
     let resources = statuses.into_iter().flat_map(|status| status.resources.unwrap_or_default());
     resources.map(|r| format!("{}: {}", r.resource_id, r.health.unwrap_or_default())).collect()
 }
@@ -193,8 +204,7 @@ async fn a_plugin_that_does_not_let_a_container_start_is_asked_again() {
     until_capacity(&node, 2, 2).await;
     plugin.tell("prestart fail it is warming up").unwrap();
     node.apply(&pod_wanting("web", 1));
-    let web =
-        node.until_pod("web", "to wait", |pod| pod.waits_for("main", "CreateContainerConfigError")).await;
+    let web = node.until_pod("web", "to wait", |pod| waits_for(pod, "CreateContainerConfigError")).await;
     assert!(web.waiting("main").unwrap().1.contains("it is warming up"));
     plugin.tell("prestart ok").unwrap();
     node.until_ready("web").await;
@@ -228,11 +238,11 @@ async fn a_plugin_that_is_killed_and_upgraded_takes_nothing_from_anybody() {
     let before = held(&node, &web);
     old.kill9();
     until_capacity(&node, 2, 0).await;
-    node.until_pod("web", "to be told", |pod| health(pod)[0].ends_with("Unknown")).await;
+    node.until_pod("web", "to be told", |pod| health(pod).iter().any(|h| h.ends_with("Unknown"))).await;
     // The new version has another socket, and one device more.
     let newer = plugin(&node, &["--devices", "a b c", "--socket", "v2.sock"]);
     until_capacity(&node, 3, 3).await;
-    node.until_pod("web", "to be told", |pod| health(pod)[0].ends_with("Healthy")).await;
+    node.until_pod("web", "to be told", |pod| health(pod).iter().any(|h| h.ends_with(": Healthy"))).await;
     assert_eq!(held(&node, &web), before);
     assert_eq!(node.cri.count(Op::StopContainer), 0);
     // Killed and started again at the same place it is followed even before it registers.
@@ -298,7 +308,7 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
     node.start().await;
     until_socket(&node);
     for name in ["web", "new"] {
-        let waiting = node.until_pod(name, "to wait", |pod| pod.waits_for("main", "WaitingForDevices")).await;
+        let waiting = node.until_pod(name, "to wait", |pod| waits_for(pod, "WaitingForDevices")).await;
         assert!(matches!(waiting.phase().as_str(), "Pending" | "Running"), "{:?}", waiting.0.pod.status);
     }
     until_capacity(&node, 2, 2).await;
@@ -332,7 +342,7 @@ async fn a_pod_does_not_wait_for_ever_and_runs_when_the_plugin_comes_after_all()
 #[tokio::test]
 async fn a_pod_that_is_there_before_its_plugin_ever_was_waits_too() {
     let node = node(300, &[pod_wanting("web", 1)]).await;
-    let waiting = node.until_pod("web", "to wait", |pod| pod.waits_for("main", "WaitingForDevices")).await;
+    let waiting = node.until_pod("web", "to wait", |pod| waits_for(pod, "WaitingForDevices")).await;
     assert!(waiting.waiting("main").unwrap().1.contains("has not registered yet"));
     let _plugin = plugin(&node, &[]);
     node.until_ready("web").await;
