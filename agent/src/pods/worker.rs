@@ -418,6 +418,7 @@ impl Worker {
             let Some(sandbox) = &seen.sandbox else {
                 return Err("the sandbox is gone that its containers were to run in".to_owned());
             };
+            info!(pod = %self.name, container = start.name, attempt = start.attempt, "container is asked for");
             match self.launcher.start(&self.pod, sandbox, start).await {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);

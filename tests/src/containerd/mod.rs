@@ -186,6 +186,11 @@ impl Containerd {
         format!("unix://{}", self.socket().display())
     }
 
+    /// The bridge that its pods' networks hang on.
+    pub fn bridge(&self) -> String {
+        self.names.bridge()
+    }
+
     /// The cgroup, in every hierarchy, that the agent is to put its pods under.
     pub fn cgroup(&self) -> &CgroupRoot {
         &self.cgroup

@@ -7,7 +7,9 @@ use futures::future::join_all;
 use serde_json::json;
 use tonic::Code;
 
-use crate::node::{CALLS, CHANGES, IMAGE, Node, Settings, View, container, of_everything, pod, view, with};
+use crate::node::{
+    CALLS, CHANGES, IMAGE, Node, Settings, View, container, hooked, of_everything, pod, view, with,
+};
 
 /// What happens to a call.
 #[derive(Clone, Copy, Debug)]
@@ -99,6 +101,45 @@ async fn a_pod_comes_up_whatever_goes_wrong_once() {
     // A pull has no deadline of the agent's: the runtime itself gives up on one without progress.
     let pulls = [Fault::Fails, Fault::LosesReply, Fault::Breaks].map(|fault| comes_up(Op::PullImage, fault));
     join_all(cases.chain(pulls)).await;
+}
+
+/// A pod comes up though its hook's call goes wrong: the container is tried again, once, and nothing else is.
+async fn comes_up_after_its_hook(fault: Fault) {
+    let node = Node::with_settings(DEADLINE, &[]).await;
+    under(&node, Op::ExecSync, fault, async {
+        node.apply(&hooked("web"));
+        let again = |pod: &View| pod.ready() && pod.restarts()["a"] == 1;
+        node.until_pod("web", "to run with its hook done", again).await;
+    })
+    .await;
+    assert_eq!(
+        node.containers("web"),
+        "a/0- a/1+ b/0+ init/0- side/0+",
+        "{fault:?}:\n{}",
+        node.cri.transcript()
+    );
+}
+
+#[tokio::test]
+async fn a_pod_comes_up_whatever_goes_wrong_with_its_hook() {
+    // A postStart hook may take as long as it likes, as under the kubelet: one that hangs holds its pod.
+    join_all([Fault::Fails, Fault::LosesReply, Fault::Breaks].map(comes_up_after_its_hook)).await;
+}
+
+/// A pod goes, its preStop hooks included, though one of their calls goes wrong.
+async fn goes_with_its_hooks(fault: Fault) {
+    let node = Node::with_settings(DEADLINE, &[hooked("web")]).await;
+    let web = node.until_ready("web").await;
+    under(&node, Op::ExecSync, fault, async {
+        node.remove("web");
+        node.until_nothing_is_left(&web).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_pod_goes_whatever_goes_wrong_with_its_hooks() {
+    join_all(FAULTS.map(goes_with_its_hooks)).await;
 }
 
 #[tokio::test]

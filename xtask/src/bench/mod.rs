@@ -6,6 +6,8 @@
 
 mod bpf;
 mod devices;
+mod footprint;
+mod lifecycle;
 mod observe;
 mod pressure;
 mod probes;
@@ -48,6 +50,8 @@ enum What {
     Probes,
     /// From low memory to the decision who goes
     Pressure,
+    /// From a container's end to its next start, and from a manifest to a running pod
+    Lifecycle,
 }
 
 /// One promise and what was measured.
@@ -120,9 +124,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         rows.extend(match what {
             What::Bpf => bpf::run(args.quick)?,
             What::Devices => devices::run(args.quick)?,
-            What::Footprint => observe::run(&binary, args.quick)?,
+            What::Footprint => {
+                let mut of_node = footprint::run(&binary, args.quick)?;
+                of_node.extend(observe::run(&binary, args.quick)?);
+                of_node
+            }
             What::Probes => probes::run(&binary, args.quick)?,
             What::Pressure => pressure::run(&binary, args.quick)?,
+            What::Lifecycle => lifecycle::run(&binary, args.quick)?,
         });
     }
     print(&rows, args.json)?;

@@ -1,0 +1,123 @@
+//! Hooks, deadlines, ends and events of pods on a real containerd.
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use beelet_tests::agent::{Agent, Options};
+use beelet_tests::containerd::Containerd;
+use beelet_tests::manifests::{self, PORT};
+use beelet_tests::pods::PodView;
+use beelet_tests::require;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+fn start() -> (Containerd, Agent) {
+    let containerd = Containerd::start_for_test().unwrap();
+    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    (containerd, agent)
+}
+
+fn apply(agent: &Agent, manifest: &Value) {
+    let name = manifest["metadata"]["name"].as_str().unwrap();
+    agent.apply(&format!("{name}.yaml"), manifest.to_string()).unwrap();
+}
+
+fn wait(
+    agent: &Agent,
+    name: &str,
+    what: &str,
+    condition: impl Fn(&PodView) -> bool + Send + Sync,
+) -> PodView {
+    let what = format!("{name} {what}");
+    agent.until(&what, |watch| watch.pod(name).filter(|pod| condition(pod)).cloned()).unwrap()
+}
+
+fn wait_gone(agent: &Agent, name: &str) {
+    agent.until(&format!("{name} to be gone"), |watch| watch.pod(name).is_none().then_some(())).unwrap();
+}
+
+/// What the command line shows.
+fn shown(agent: &Agent, arguments: &[&str]) -> String {
+    let output = agent.cli(arguments).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn waits_for(pod: &PodView, reason: &str) -> bool {
+    let state = pod.container("main").and_then(|main| main.state.clone());
+    state.and_then(|state| state.waiting?.reason).is_some_and(|found| found == reason)
+}
+
+#[test]
+fn hooks_run_in_and_around_real_containers() {
+    require!(containerd);
+    let (_containerd, agent) = start();
+    // The pauses are waited out, and the app is asked before its end.
+    let pauses =
+        json!({ "postStart": { "sleep": { "seconds": 1 } }, "preStop": { "sleep": { "seconds": 1 } } });
+    apply(&agent, &manifests::with(manifests::answering("hooked"), "lifecycle", pauses));
+    let asked = json!({ "preStop": { "httpGet": { "path": "/stop", "port": PORT } } });
+    apply(&agent, &manifests::with(manifests::answering("asked"), "lifecycle", asked));
+    let failing = json!({ "postStart": { "exec": { "command": ["/bin/testapp", "nonsense"] } } });
+    apply(
+        &agent,
+        &manifests::with(manifests::pod("failing", &["/bin/testapp", "pause"]), "lifecycle", failing),
+    );
+    wait(&agent, "hooked", "to be ready", PodView::ready);
+    wait(&agent, "failing", "to back off", |pod| waits_for(pod, "CrashLoopBackOff"));
+    let began = Instant::now();
+    agent.remove("hooked.yaml").unwrap();
+    wait_gone(&agent, "hooked");
+    assert!(began.elapsed() >= Duration::from_secs(1), "{:?}", began.elapsed());
+    wait(&agent, "asked", "to be ready", PodView::ready);
+    agent.remove("asked.yaml").unwrap();
+    wait_gone(&agent, "asked");
+    let events = shown(&agent, &["events", "--for", "asked-testnode"]);
+    assert!(events.contains("Stopping container main") && !events.contains("FailedPreStopHook"), "{events}");
+    let events = shown(&agent, &["events", "--for", "failing-testnode"]);
+    for expected in ["FailedPostStartHook", "usage: testapp", "Started container main", "BackOff"] {
+        assert!(events.contains(expected), "{expected} is missing in\n{events}");
+    }
+    let described = shown(&agent, &["describe", "pod", "failing"]);
+    for expected in ["CrashLoopBackOff", "FailedPostStartHook", "Restart Count:", "QoS Class:"] {
+        assert!(described.contains(expected), "{expected} is missing in\n{described}");
+    }
+}
+
+#[test]
+fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
+    require!(containerd);
+    let (containerd, mut agent) = start();
+    let mut pod = manifests::pod("late", &["/bin/testapp", "pause"]);
+    pod["spec"]["activeDeadlineSeconds"] = json!(3);
+    apply(&agent, &pod);
+    let failed = |pod: &PodView| {
+        pod.phase() == "Failed"
+            && pod.pod.status.as_ref().unwrap().reason.as_deref() == Some("DeadlineExceeded")
+    };
+    let pod = wait(&agent, "late", "to fail", failed);
+    let path = beelet_tests::cgroup_values::pod_path("BestEffort", pod.uid());
+    assert!(!containerd.cgroup().dir("pids").unwrap().join(&path[1..]).exists());
+    agent.kill9();
+    agent.resume().unwrap();
+    wait(&agent, "late", "to stay failed", failed);
+    let described = shown(&agent, &["describe", "pod", "late"]);
+    assert!(described.contains("Reason:               DeadlineExceeded"), "{described}");
+}
+
+#[test]
+fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
+    require!(containerd);
+    let (containerd, agent) = start();
+    apply(&agent, &manifests::serving("web"));
+    let pod = wait(&agent, "web", "to be ready", PodView::ready);
+    let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
+    let id = pod.container("main").unwrap().container_id.clone().unwrap();
+    let id = id.split("//").nth(1).unwrap();
+    let dir = containerd.cgroup().dir("pids").unwrap().join(&path[1..]).join(id);
+    for process in beelet_tests::guards::processes_below(&dir) {
+        rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+    }
+    let again = wait(&agent, "web", "to run again", |pod| pod.restarts() == 1 && pod.ready());
+    let last = again.container("main").unwrap().last_state.clone().unwrap().terminated.unwrap();
+    assert_eq!((last.exit_code, last.reason.as_deref()), (137, Some("Error")));
+}
