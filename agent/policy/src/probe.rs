@@ -7,6 +7,9 @@
 //!
 //! Times are [`Duration`]s since an origin of the caller's choice (the daemon: its monotonic clock).
 
+pub mod listener;
+pub mod settings;
+
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Probe;
@@ -25,6 +28,26 @@ pub enum ProbeKind {
 }
 
 impl ProbeKind {
+    /// Its name, as on the command line and in annotations.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Liveness => "liveness",
+            Self::Readiness => "readiness",
+            Self::Startup => "startup",
+        }
+    }
+
+    /// Its name as events and metrics of the kubelet have it.
+    #[must_use]
+    pub const fn title(self) -> &'static str {
+        match self {
+            Self::Liveness => "Liveness",
+            Self::Readiness => "Readiness",
+            Self::Startup => "Startup",
+        }
+    }
+
     /// The value published for a new container before any outcome counts.
     #[must_use]
     pub const fn initial(self) -> ProbeResult {
@@ -115,6 +138,33 @@ pub struct Transition {
     pub result: ProbeResult,
     /// The container must be restarted: a liveness or startup probe failed past its threshold.
     pub restart: bool,
+}
+
+/// Why no outcome counts at present.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Held {
+    /// The container doesn't run.
+    NotRunning,
+    /// The pod is being deleted.
+    Deleted,
+    /// The probe failed, or the startup probe is through: until a new container runs.
+    Settled,
+    /// The container hasn't run for its initial delay.
+    InitialDelay,
+    /// The startup probe hasn't succeeded.
+    Startup,
+}
+
+impl std::fmt::Display for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::NotRunning => "the container doesn't run",
+            Self::Deleted => "the pod is being deleted",
+            Self::Settled => "settled until a new container runs",
+            Self::InitialDelay => "the initial delay isn't over",
+            Self::Startup => "the startup probe hasn't succeeded yet",
+        })
+    }
 }
 
 /// The container under the probe.
@@ -266,10 +316,27 @@ impl ProbeState {
     /// Would an outcome at `now` count? A caller saves itself a probe where it wouldn't.
     #[must_use]
     pub fn due(&self, now: Duration) -> bool {
-        let Subject::Running(started_at) = self.subject else { return false };
-        !self.on_hold
-            && now.saturating_sub(started_at) >= self.params.initial_delay
-            && (self.startup_succeeded || !self.params.waits_for_startup || self.kind == ProbeKind::Startup)
+        self.held(now).is_none()
+    }
+
+    /// Why an outcome at `now` would not count; `None` if it would.
+    #[must_use]
+    pub fn held(&self, now: Duration) -> Option<Held> {
+        let started_at = match self.subject {
+            Subject::Running(started_at) => started_at,
+            Subject::Deleted => return Some(Held::Deleted),
+            Subject::Absent | Subject::Stopped => return Some(Held::NotRunning),
+        };
+        if self.on_hold {
+            Some(Held::Settled)
+        } else if now.saturating_sub(started_at) < self.params.initial_delay {
+            Some(Held::InitialDelay)
+        } else if self.params.waits_for_startup && !self.startup_succeeded && self.kind != ProbeKind::Startup
+        {
+            Some(Held::Startup)
+        } else {
+            None
+        }
     }
 
     /// From when on an outcome counts, if nothing but time must pass; `None`: something else must happen first.

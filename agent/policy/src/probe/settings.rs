@@ -1,0 +1,195 @@
+//! What a pod's annotations say about its probes beyond `v1.Probe`: how tcpSocket probes are answered, milliseconds,
+//! what an edge does, how often a canary goes.
+//!
+//! `beelet.dev/probes` speaks for the whole pod, `probes.beelet.dev/<container>` for one container and wins. The value
+//! is a list of `key=value`, separated by spaces or commas. A key stands for all three kinds, or for one with that
+//! kind before it: `mode=connect readiness.period=100ms readiness.timeout=50ms`. What can't be read is named and has no
+//! effect; it never takes the rest away.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use super::{EdgePolicy, ProbeKind};
+use crate::duration;
+
+/// The annotation for all containers of a pod.
+pub const POD_ANNOTATION: &str = "beelet.dev/probes";
+/// What the annotation for one container begins with; the container's name follows.
+pub const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
+/// The shortest period and timeout: a look costs microseconds, but whoever reads the results has to keep up.
+pub const SHORTEST: Duration = Duration::from_millis(10);
+
+/// Who answers a tcpSocket probe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TcpMode {
+    /// The kernel's own knowledge of who listens.
+    Kernel,
+    /// A connection, as under the kubelet.
+    Connect,
+}
+
+/// What annotations say about one probe; absent where they say nothing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ProbeSettings {
+    /// Who answers a tcpSocket probe.
+    pub mode: Option<TcpMode>,
+    /// Instead of periodSeconds.
+    pub period: Option<Duration>,
+    /// Instead of timeoutSeconds.
+    pub timeout: Option<Duration>,
+    /// What an edge does to readiness.
+    pub edge_policy: Option<EdgePolicy>,
+    /// How often a liveness probe in kernel mode sends a connection; zero: never.
+    pub canary: Option<Duration>,
+}
+
+/// Reads what `annotations` say about a container's probe of `kind`. The second value names what can't be read, one
+/// sentence each.
+#[must_use]
+pub fn read(
+    annotations: &BTreeMap<String, String>,
+    container: &str,
+    kind: ProbeKind,
+) -> (ProbeSettings, Vec<String>) {
+    let (mut settings, mut problems) = (ProbeSettings::default(), Vec::new());
+    let of_container = format!("{CONTAINER_ANNOTATION}{container}");
+    for annotation in [POD_ANNOTATION, of_container.as_str()] {
+        let Some(text) = annotations.get(annotation) else { continue };
+        // What is said of one kind wins over what is said of all, in whatever order.
+        for of_kind in [false, true] {
+            for item in text.split([' ', ',', '\n', '\t']).filter(|item| !item.is_empty()) {
+                match apply(&mut settings, item, kind, of_kind) {
+                    Ok(()) => {}
+                    Err(why) => {
+                        problems.push(format!("annotation {annotation}: {item:?} {why}; it is ignored"))
+                    }
+                }
+            }
+        }
+    }
+    problems.sort();
+    problems.dedup();
+    (settings, problems)
+}
+
+fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: bool) -> Result<(), String> {
+    let (key, value) = item.split_once('=').ok_or("is not of the form key=value")?;
+    let (of, key) = match key.split_once('.') {
+        None => (None, key),
+        Some((of, key)) => {
+            (Some(parse_kind(of).ok_or("names no kind of probe (liveness, readiness, startup)")?), key)
+        }
+    };
+    if of.is_some() != of_kind || of.is_some_and(|of| of != kind) {
+        return Ok(());
+    }
+    match key {
+        "mode" => settings.mode = Some(mode(value)?),
+        "period" => settings.period = Some(time(value)?),
+        "timeout" => settings.timeout = Some(time(value)?),
+        "edgePolicy" => settings.edge_policy = Some(edge_policy(value)?),
+        "canary" => {
+            settings.canary =
+                Some(duration::parse(value).map_err(|error| format!("has no duration: {error}"))?)
+        }
+        _ => return Err("has a key that is none of mode, period, timeout, edgePolicy and canary".to_owned()),
+    }
+    Ok(())
+}
+
+fn parse_kind(text: &str) -> Option<ProbeKind> {
+    [ProbeKind::Liveness, ProbeKind::Readiness, ProbeKind::Startup]
+        .into_iter()
+        .find(|kind| kind.name() == text)
+}
+
+fn mode(text: &str) -> Result<TcpMode, String> {
+    match text {
+        "kernel" => Ok(TcpMode::Kernel),
+        "connect" => Ok(TcpMode::Connect),
+        _ => Err("is neither kernel nor connect".to_owned()),
+    }
+}
+
+fn edge_policy(text: &str) -> Result<EdgePolicy, String> {
+    match text {
+        "immediate" => Ok(EdgePolicy::Immediate),
+        "threshold" => Ok(EdgePolicy::Threshold),
+        _ => Err("is neither immediate nor threshold".to_owned()),
+    }
+}
+
+fn time(text: &str) -> Result<Duration, String> {
+    let time = duration::parse(text).map_err(|error| format!("has no duration: {error}"))?;
+    if time < SHORTEST {
+        return Err(format!("is shorter than {} ms", SHORTEST.as_millis()));
+    }
+    Ok(time)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn check(pairs: &[(&str, &str)], kind: ProbeKind, expect: ProbeSettings, problems: &[&str]) {
+        let annotations = pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        let (settings, found) = read(&annotations, "web", kind);
+        assert_eq!(settings, expect, "{pairs:?}");
+        assert_eq!(found, problems, "{pairs:?}");
+    }
+
+    #[test]
+    fn a_container_wins_over_its_pod_and_a_kind_over_all() {
+        let millis = |n| Some(Duration::from_millis(n));
+        let none = ProbeSettings::default();
+        check(&[], ProbeKind::Readiness, none, &[]);
+        let pod = (POD_ANNOTATION, "mode=connect, period=1s");
+        let expect = ProbeSettings { mode: Some(TcpMode::Connect), period: millis(1000), ..none };
+        check(&[pod], ProbeKind::Liveness, expect, &[]);
+        let web = ("probes.beelet.dev/web", "readiness.period=100ms mode=kernel\nperiod=200ms");
+        let kernel = ProbeSettings { mode: Some(TcpMode::Kernel), ..none };
+        check(&[pod, web], ProbeKind::Readiness, ProbeSettings { period: millis(100), ..kernel }, &[]);
+        check(&[pod, web], ProbeKind::Startup, ProbeSettings { period: millis(200), ..kernel }, &[]);
+        check(&[("probes.beelet.dev/other", "mode=kernel")], ProbeKind::Startup, none, &[]);
+    }
+
+    #[test]
+    fn every_key_is_read() {
+        let expect = ProbeSettings {
+            mode: Some(TcpMode::Kernel),
+            period: Some(Duration::from_millis(100)),
+            timeout: Some(Duration::from_millis(50)),
+            edge_policy: Some(EdgePolicy::Threshold),
+            canary: Some(Duration::ZERO),
+        };
+        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0";
+        check(&[(POD_ANNOTATION, text)], ProbeKind::Liveness, expect, &[]);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_named_and_the_rest_counts() {
+        let expect = ProbeSettings { timeout: Some(Duration::from_secs(1)), ..ProbeSettings::default() };
+        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s";
+        check(
+            &[(POD_ANNOTATION, text)],
+            ProbeKind::Liveness,
+            expect,
+            &[
+                "annotation beelet.dev/probes: \"connect\" is not of the form key=value; it is ignored",
+                "annotation beelet.dev/probes: \"lively.mode=kernel\" names no kind of probe (liveness, readiness, startup); it is ignored",
+                "annotation beelet.dev/probes: \"mode=fast\" is neither kernel nor connect; it is ignored",
+                "annotation beelet.dev/probes: \"period=5ms\" is shorter than 10 ms; it is ignored",
+                "annotation beelet.dev/probes: \"wait=1s\" has a key that is none of mode, period, timeout, edgePolicy and canary; it is ignored",
+            ],
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_can_be_read(text in ".*") {
+            let annotations = BTreeMap::from([(POD_ANNOTATION.to_owned(), text)]);
+            let _ = read(&annotations, "web", ProbeKind::Liveness);
+        }
+    }
+}
