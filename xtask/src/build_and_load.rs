@@ -148,7 +148,7 @@ fn object() -> Result<Option<PathBuf>> {
         return Ok(None);
     };
     let path = shell::repository().join("target/bpf/beelet.bpf.o");
-    std::fs::write(&path, build_ebpf::build(&toolchain, false)?)
+    std::fs::write(&path, build_ebpf::object(&build_ebpf::build(&toolchain, false)?, build_ebpf::ATTACHED)?)
         .with_context(|| format!("could not write {}", path.display()))?;
     Ok(Some(path))
 }

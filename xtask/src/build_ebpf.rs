@@ -1,8 +1,8 @@
 //! `cargo xtask build-ebpf`: builds the kernel programs and puts the object where `cargo build` takes it from.
 //!
-//! The object is committed (`ebpf/prebuilt/`), so that nobody needs a BPF toolchain to build beelet. Its bytes are
-//! reproducible: no path of the machine and no debug information but BTF is in it, and so `--check` can build it again
-//! and compare. Beside it lies a record of what it was made from.
+//! The objects are committed (`ebpf/prebuilt/`), so that nobody needs a BPF toolchain to build beelet. Their bytes are
+//! reproducible: no path of the machine and no debug information but BTF is in them, and so `--check` can build them
+//! again and compare. Beside them lies a record of what they were made from.
 
 use crate::progress::Step;
 use crate::setup_ebpf::{self, Toolchain};
@@ -11,6 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use object::build::elf::{Builder, SectionData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Builds the kernel programs and writes ebpf/prebuilt/ (committed: `cargo build` takes the object from there)
@@ -27,17 +28,27 @@ pub(crate) struct Args {
 /// What the committed object was made from.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
-    /// SHA-256 over the names and contents of everything in ebpf/ that goes into the object.
+    /// SHA-256 over the names and contents of everything in ebpf/ that goes into the objects.
     sources_sha256: String,
-    /// SHA-256 of the object.
-    object_sha256: String,
+    /// SHA-256 of each object, by its file's name.
+    objects_sha256: BTreeMap<String, String>,
     /// The tools whose bytes these are.
     toolchain: String,
 }
 
-/// The committed object.
-pub(crate) fn prebuilt() -> PathBuf {
-    shell::repository().join("ebpf/prebuilt/beelet.bpf.o")
+/// The programs that are attached and pinned, with their maps.
+pub(crate) const ATTACHED: &str = "beelet";
+/// Every object: the binary that cargo makes, of which `<name>.bpf.o` is made.
+const OBJECTS: [&str; 2] = [ATTACHED, "beelet-check"];
+
+/// The file's name of an object.
+fn file_name(object: &str) -> String {
+    format!("{object}.bpf.o")
+}
+
+/// A committed object.
+fn prebuilt(object: &str) -> PathBuf {
+    shell::repository().join("ebpf/prebuilt").join(file_name(object))
 }
 
 fn record_path() -> PathBuf {
@@ -55,25 +66,27 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if args.log {
         let toolchain = setup_ebpf::ensure()?;
-        let object = build(&toolchain, true)?;
+        let object = object(&build(&toolchain, true)?, ATTACHED)?.to_vec();
         let path = shell::repository().join("target/bpf/beelet-log.bpf.o");
         write(&path, &object)?;
         println!("{}", path.display());
         return Ok(());
     }
     let toolchain = setup_ebpf::ensure()?;
-    let object = build(&toolchain, false)?;
+    let objects = build(&toolchain, false)?;
+    let digests = objects.iter().map(|(name, bytes)| (file_name(name), hex(&Sha256::digest(bytes))));
     let record = Record {
         sources_sha256: sources_digest()?,
-        object_sha256: hex(&Sha256::digest(&object)),
+        objects_sha256: digests.collect(),
         toolchain: toolchain.versions,
     };
     let mut text = serde_json::to_string_pretty(&record).context("could not write the build record")?;
     text.push('\n');
-    write(&prebuilt(), &object)?;
-    write(&record_path(), text.as_bytes())?;
-    println!("{} ({} bytes, sha256 {})", prebuilt().display(), object.len(), record.object_sha256);
-    Ok(())
+    for (name, bytes) in &objects {
+        write(&prebuilt(name), bytes)?;
+        println!("{} ({} bytes)", prebuilt(name).display(), bytes.len());
+    }
+    write(&record_path(), text.as_bytes())
 }
 
 /// Whether the committed object was made from the sources as they are now, by its record alone.
@@ -88,19 +101,24 @@ pub(crate) fn is_current() -> Result<bool> {
 fn check() -> Result<()> {
     let step = Step::start("the committed BPF object and its sources");
     let record = read_record()?;
-    let committed =
-        std::fs::read(prebuilt()).with_context(|| format!("could not read {}", prebuilt().display()))?;
-    let digest = hex(&Sha256::digest(&committed));
-    if digest != record.object_sha256 {
-        bail!(
-            "ebpf/prebuilt/beelet.bpf.o (sha256 {digest}) is not the object that its record beelet.bpf.json names ({}). \
-             Run `cargo xtask build-ebpf` and commit both files",
-            record.object_sha256
-        );
+    let mut committed = BTreeMap::new();
+    for name in OBJECTS {
+        let path = prebuilt(name);
+        let bytes = std::fs::read(&path).with_context(|| format!("could not read {}", path.display()))?;
+        let digest = hex(&Sha256::digest(&bytes));
+        let recorded = record.objects_sha256.get(&file_name(name)).map_or("none", String::as_str);
+        if digest != recorded {
+            bail!(
+                "{} (sha256 {digest}) is not the object that its record beelet.bpf.json names ({recorded}). Run \
+                 `cargo xtask build-ebpf` and commit ebpf/prebuilt/",
+                path.display()
+            );
+        }
+        committed.insert(name, bytes);
     }
     if record.sources_sha256 != sources_digest()? {
         bail!(
-            "the sources of the kernel programs have changed since ebpf/prebuilt/beelet.bpf.o was built. \
+            "the sources of the kernel programs have changed since the objects in ebpf/prebuilt/ were built. \
              Run `cargo xtask build-ebpf` and commit ebpf/prebuilt/"
         );
     }
@@ -108,7 +126,7 @@ fn check() -> Result<()> {
     let toolchain = setup_ebpf::ensure()?;
     if toolchain.versions != record.toolchain {
         bail!(
-            "the committed object was built by {}, but here is {}: their bytes cannot be compared. Use the former, or \
+            "the committed objects were built by {}, but here is {}: their bytes cannot be compared. Use the former, or \
              run `cargo xtask build-ebpf` and commit ebpf/prebuilt/",
             record.toolchain,
             toolchain.versions
@@ -116,12 +134,12 @@ fn check() -> Result<()> {
     }
     if build(&toolchain, false)? != committed {
         bail!(
-            "ebpf/prebuilt/beelet.bpf.o is not what its sources give with {}. Run `cargo xtask build-ebpf` and commit \
-             ebpf/prebuilt/",
+            "the objects in ebpf/prebuilt/ are not what their sources give with {}. Run `cargo xtask build-ebpf` and \
+             commit ebpf/prebuilt/",
             record.toolchain
         );
     }
-    println!("ebpf/prebuilt/beelet.bpf.o is, byte for byte, what the sources give");
+    println!("the objects in ebpf/prebuilt/ are, byte for byte, what the sources give");
     Ok(())
 }
 
@@ -133,8 +151,16 @@ fn read_record() -> Result<Record> {
     serde_json::from_str(&text).with_context(|| format!("{} is not a build record", path.display()))
 }
 
+/// One of several objects.
+pub(crate) fn object<'a>(objects: &'a Objects, name: &str) -> Result<&'a [u8]> {
+    objects.get(name).map(Vec::as_slice).with_context(|| format!("no kernel object {name} was built"))
+}
+
+/// The bytes of objects, by name.
+pub(crate) type Objects = BTreeMap<&'static str, Vec<u8>>;
+
 /// Compiles, links and strips.
-pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Vec<u8>> {
+pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
     let step = Step::start("kernel programs");
     let target = shell::repository().join("target/bpf").join(if log { "log" } else { "plain" });
     let mut path = std::ffi::OsString::from(&toolchain.linker_dir);
@@ -162,12 +188,16 @@ pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Vec<u8>> {
         cargo.env("__CARGO_TESTS_ONLY_SRC_ROOT", &toolchain.library);
     }
     step.run(&mut cargo)?;
-    let linked = target.join("bpfel-unknown-none/bpf/beelet");
-    let bytes = std::fs::read(&linked).with_context(|| format!("could not read {}", linked.display()))?;
-    let object = strip(&bytes).with_context(|| format!("could not strip {}", linked.display()))?;
-    refuse_paths(&object, toolchain)?;
-    step.done(&format!("{} bytes", object.len()));
-    Ok(object)
+    let mut objects = Objects::new();
+    for name in OBJECTS {
+        let linked = target.join("bpfel-unknown-none/bpf").join(name);
+        let bytes = std::fs::read(&linked).with_context(|| format!("could not read {}", linked.display()))?;
+        let object = strip(&bytes).with_context(|| format!("could not strip {}", linked.display()))?;
+        refuse_paths(&object, toolchain)?;
+        objects.insert(name, object);
+    }
+    step.done(&format!("{} bytes", objects.values().map(Vec::len).sum::<usize>()));
+    Ok(objects)
 }
 
 /// The flags for the programs and `core`. Names of folders are mapped to fixed ones: the bytes must not depend on

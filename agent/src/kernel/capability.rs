@@ -1,7 +1,7 @@
 //! What this kernel, these privileges and this machine allow, as data: one table of programs, and for each what it
 //! needs, whether it is there, what stands in for it and what a person can do about it. Read by `beelet doctor`.
 
-use super::offsets;
+use super::{check, offsets};
 
 /// Something the kernel half wants to do, and whether it can.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,8 +180,9 @@ pub struct ProgramInfo {
 /// Every row that [`Capability`] can have.
 pub fn programs() -> impl Iterator<Item = ProgramInfo> {
     let pins = ProgramInfo { name: PINS, needs: PINS_NEED, fallback: PINS_FALLBACK };
+    let check = ProgramInfo { name: check::NAME, needs: check::NEEDS, fallback: check::FALLBACK };
     let info = |one: &Program| ProgramInfo { name: one.name, needs: one.needs, fallback: one.fallback };
-    PROGRAMS.iter().map(info).chain([pins])
+    PROGRAMS.iter().map(info).chain([pins, check])
 }
 
 /// What stands in when no program is there at all: those that stand in for each other don't.
@@ -201,14 +202,15 @@ pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
         fallback: off_fallback(program),
         remedy: remedy.to_owned(),
     };
-    let pins = Capability {
-        program: PINS,
-        needs: PINS_NEED,
+    let other = |program, needs, fallback| Capability {
+        program,
+        needs,
         have: Err(why.to_owned()),
-        fallback: PINS_FALLBACK,
+        fallback,
         remedy: remedy.to_owned(),
     };
-    PROGRAMS.iter().map(program).chain([pins]).collect()
+    let check = other(check::NAME, check::NEEDS, OFF_FALLBACK);
+    PROGRAMS.iter().map(program).chain([other(PINS, PINS_NEED, PINS_FALLBACK), check]).collect()
 }
 
 /// What to do about a refusal, by what the kernel answered.

@@ -9,12 +9,14 @@ mod bpf_log;
 mod btf;
 mod capability;
 mod dead;
+mod check;
 mod edges;
 mod inspect;
 mod listeners;
 mod loader;
 mod measures;
 mod netns;
+mod nsid;
 mod offsets;
 mod pins;
 pub mod quota;
@@ -25,6 +27,7 @@ mod sys;
 
 pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
 pub use capability::{Capability, ProgramInfo, programs};
+pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
 pub use edges::{Edge, Edges, Interest, PressureKind};
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
@@ -110,6 +113,7 @@ pub struct Kernel {
     adopted: bool,
     listeners: Option<Listeners>,
     measures: Option<Measures>,
+    checker: Option<Checker>,
     hub: Hub,
     drops: Option<PerCpuArray<MapData, Drops>>,
     memory: Vec<MapMemory>,
@@ -159,6 +163,7 @@ impl Kernel {
             adopted: false,
             listeners: None,
             measures: None,
+            checker: None,
             hub: Hub::default(),
             drops: None,
             memory: Vec::new(),
@@ -208,6 +213,9 @@ impl Kernel {
             }
         }
         self.pins = pins;
+        let (checker, row) = Checker::start(&kernel_btf);
+        self.checker = checker;
+        self.capabilities.push(row);
         if attached {
             self.take(loaded, options).map_err(plain)?;
         }
@@ -292,6 +300,12 @@ impl Kernel {
     #[must_use]
     pub fn listeners(&self) -> Option<Listeners> {
         self.listeners.clone()
+    }
+
+    /// Looks listeners up and sees their accept queues; `None` where that program could not be loaded.
+    #[must_use]
+    pub fn checker(&self) -> Option<Checker> {
+        self.checker.clone()
     }
 
     /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed. Without programs

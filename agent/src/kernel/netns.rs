@@ -3,7 +3,7 @@
 //! This is the second opinion: it seeds what listened before the programs were attached, confirms a verdict once a
 //! period, and answers alone where there is no BPF. It opens no connection and sends no packet.
 
-use super::{KernelError, sys};
+use super::{AcceptQueues, KernelError, sys};
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
 use netlink_packet_sock_diag::SockDiagMessage;
 use netlink_packet_sock_diag::constants::{AF_INET, AF_INET6, IPPROTO_TCP};
@@ -30,6 +30,10 @@ pub struct ListeningSocket {
     pub port: u16,
     /// An IPv6 socket that takes IPv4 connections as well.
     pub dual_stack: bool,
+    /// Connections that wait to be accepted.
+    pub backlog: u32,
+    /// The backlog that it asked for: one connection more finds the queue full.
+    pub max_backlog: u32,
 }
 
 impl ListeningSocket {
@@ -104,6 +108,28 @@ impl NetnsHandle {
         let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         let mut found = dump(&socket, AF_INET, port)?;
         found.extend(dump(&socket, AF_INET6, port)?);
+        Ok(found)
+    }
+
+    /// The accept queues of what takes connections to `ip:port` in it; `None` if nothing does. The heads of the queues
+    /// are not to be had here.
+    ///
+    /// # Errors
+    /// As [`NetnsHandle::listening`].
+    pub fn accept_queues(&self, port: u16, ip: IpAddr) -> Result<Option<AcceptQueues>, KernelError> {
+        let sockets = self.listening(Some(port))?;
+        let mut found: Option<AcceptQueues> = None;
+        for socket in sockets.iter().filter(|socket| socket.port == port && socket.answers_at(ip)) {
+            let queues = found.get_or_insert_with(|| AcceptQueues {
+                cookie: socket.cookie,
+                max_backlog: socket.max_backlog,
+                ..AcceptQueues::default()
+            });
+            queues.listeners += 1;
+            queues.waiting += u32::from(socket.backlog > 0);
+            queues.full += u32::from(socket.backlog > socket.max_backlog);
+            queues.backlog = queues.backlog.saturating_add(socket.backlog);
+        }
         Ok(found)
     }
 
@@ -193,6 +219,9 @@ fn listening_socket(response: &InetResponse) -> ListeningSocket {
         address: id.source_address,
         port: id.source_port,
         dual_stack: response.header.family == AF_INET6 && !v6_only,
+        // inet_diag of a listener (tcp_diag_get_info, net/ipv4/tcp_diag.c): sk_ack_backlog and sk_max_ack_backlog.
+        backlog: response.header.recv_queue,
+        max_backlog: response.header.send_queue,
     }
 }
 

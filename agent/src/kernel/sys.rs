@@ -129,3 +129,24 @@ pub(super) fn netns_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
     };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(cookie) }
 }
+
+/// Runs a program `runs` times on `packet`, which it may change. A signal only makes it start over.
+pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs: u32) -> io::Result<()> {
+    let question = packet.to_vec();
+    let size = u32::try_from(packet.len()).map_err(io::Error::other)?;
+    let mut attr = empty_attr();
+    attr.test.prog_fd = program.as_raw_fd() as u32;
+    attr.test.data_in = question.as_ptr() as u64;
+    attr.test.data_size_in = size;
+    attr.test.data_out = packet.as_mut_ptr() as u64;
+    attr.test.data_size_out = size;
+    attr.test.repeat = runs;
+    loop {
+        // Both buffers are of the size given, and outlive the call.
+        match bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr) {
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

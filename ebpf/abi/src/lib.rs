@@ -8,6 +8,7 @@
 
 use core::mem::{align_of, offset_of, size_of};
 
+pub mod check;
 mod measures;
 #[cfg(feature = "user")]
 mod user;

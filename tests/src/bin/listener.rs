@@ -1,22 +1,29 @@
 //! A process that listens when told to: kernel tests put it into a cgroup and a network namespace of their own, and kill
 //! it. Commands come on standard input, one a line, each answered by one line; it ends with its input.
 //!
-//! `listener [--cgroup DIR] [--netns FILE]`
-//! - `listen ADDRESS:PORT [reuseport] [v6only]` → `ok ID PORT COOKIE`
+//! `listener [--cgroup DIR] [--netns FILE] [--inherited FD]`
+//! - `listen ADDRESS:PORT [reuseport] [v6only] [backlog=N]` → `ok ID PORT COOKIE`
 //! - `listen-unbound` → `ok ID PORT COOKIE` (listens without bind: the kernel chooses the port)
 //! - `bind ADDRESS:PORT [reuseaddr]` → `ok ID PORT COOKIE` (does not listen yet)
 //! - `listen-bound ID` → `ok ID PORT COOKIE`
 //! - `close ID`, `shutdown ID` → `ok`
 //! - `connect ADDRESS:PORT` → `ok` once a connection was made and closed
+//! - `hold ADDRESS:PORT` → `ok ID PORT COOKIE` of a connection that stays
+//! - `try ADDRESS:PORT` → the same, of one that may never be made
+//! - `accept ID` → `ok` once a connection was accepted and closed; `serve ID` → `ok`, and from now on every one is
+//! - `fd ID` → `ok FD`; `take PID FD` → `ok ID PORT COOKIE` of another process' socket, which both have then
+//! - `exec ID` → `ok ID PORT COOKIE`, once the program has started itself anew with that socket alone
 
 use anyhow::{Context as _, Result, bail};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, Write as _};
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _, OwnedFd};
+use std::os::unix::process::CommandExt as _;
 
 fn main() -> Result<()> {
+    let mut sockets = Sockets::default();
     let mut arguments = std::env::args().skip(1);
     while let (Some(name), value) = (arguments.next(), arguments.next()) {
         let value = value.with_context(|| format!("{name} needs a value"))?;
@@ -28,10 +35,14 @@ fn main() -> Result<()> {
                 let kind = rustix::thread::LinkNameSpaceType::Network;
                 rustix::thread::move_into_link_name_space(file.as_fd(), Some(kind))?;
             }
+            "--inherited" => {
+                // SAFETY: whoever started us left the descriptor open for us, and nobody else has it here.
+                let socket = unsafe { OwnedFd::from_raw_fd(value.parse()?) };
+                println!("ok{}", sockets.keep(socket)?);
+            }
             _ => bail!("unknown argument {name}"),
         }
     }
-    let mut sockets = Sockets::default();
     let mut out = std::io::stdout().lock();
     for line in std::io::stdin().lock().lines() {
         match sockets.command(&line?) {
@@ -54,8 +65,12 @@ impl Sockets {
         let words: Vec<&str> = line.split_whitespace().collect();
         match words.as_slice() {
             ["listen", address, options @ ..] => {
-                let socket = bound(address.parse()?, options)?;
-                rustix::net::listen(&socket, 16)?;
+                let backlog = options.iter().find_map(|option| option.strip_prefix("backlog="));
+                let backlog = backlog.map_or(Ok(16), str::parse)?;
+                let options: Vec<&str> =
+                    options.iter().copied().filter(|option| !option.starts_with("backlog=")).collect();
+                let socket = bound(address.parse()?, &options)?;
+                rustix::net::listen(&socket, backlog)?;
                 self.keep(socket)
             }
             ["listen-unbound"] => {
@@ -85,6 +100,47 @@ impl Sockets {
             ["connect", address] => {
                 drop(TcpStream::connect(address.parse::<SocketAddr>()?)?);
                 Ok(String::new())
+            }
+            ["hold", address] => {
+                let stream = TcpStream::connect(address.parse::<SocketAddr>()?)?;
+                self.keep(stream.into())
+            }
+            ["try", address] => {
+                let stream = tcp(AddressFamily::INET)?;
+                rustix::io::ioctl_fionbio(&stream, true)?;
+                // Made in the background, or not at all.
+                let _ = rustix::net::connect(&stream, &address.parse::<SocketAddr>()?);
+                self.keep(stream)
+            }
+            ["accept", id] => {
+                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                drop(rustix::net::accept(socket)?);
+                Ok(String::new())
+            }
+            ["serve", id] => {
+                let socket = self.open.get(&id.parse()?).context("no such socket")?.try_clone()?;
+                // Ends with the process: a blocked accept keeps the socket open.
+                std::thread::spawn(move || while rustix::net::accept(&socket).is_ok() {});
+                Ok(String::new())
+            }
+            ["fd", id] => {
+                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                Ok(format!(" {}", socket.as_raw_fd()))
+            }
+            ["take", pid, fd] => {
+                let pid = rustix::process::Pid::from_raw(pid.parse()?).context("no pid")?;
+                let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?;
+                let flags = rustix::process::PidfdGetfdFlags::empty();
+                self.keep(rustix::process::pidfd_getfd(process, fd.parse()?, flags)?)
+            }
+            ["exec", id] => {
+                let socket = self.open.remove(&id.parse()?).context("no such socket")?;
+                rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::empty())?;
+                let fd = socket.into_raw_fd().to_string();
+                Err(std::process::Command::new(std::env::current_exe()?)
+                    .args(["--inherited", &fd])
+                    .exec()
+                    .into())
             }
             _ => bail!("unknown command {line:?}"),
         }

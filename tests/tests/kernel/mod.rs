@@ -175,8 +175,13 @@ pub(crate) struct Socket {
 
 impl Process {
     pub(crate) fn start(cgroup: Option<&Path>, netns: &NetNs) -> Process {
+        Process::start_at(cgroup, &netns.path())
+    }
+
+    /// In the network namespace that a file stands for.
+    pub(crate) fn start_at(cgroup: Option<&Path>, netns: &Path) -> Process {
         let mut command = Command::new(env!("CARGO_BIN_EXE_listener"));
-        command.arg("--netns").arg(netns.path()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.arg("--netns").arg(netns).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some(cgroup) = cgroup {
             command.arg("--cgroup").arg(cgroup);
         }
@@ -204,6 +209,10 @@ impl Process {
         let mut number = || words.next().unwrap().parse::<u64>().unwrap();
         let (id, port, cookie) = (number(), number(), number());
         Socket { id: id as u32, port: port as u16, cookie }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn close(&mut self, socket: Socket) {

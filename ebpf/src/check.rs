@@ -1,0 +1,268 @@
+//! `socket_check`: which socket would take a connection, and does its application accept what it is given?
+//!
+//! An object of its own, without maps: the agent runs the program by hand (`BPF_PROG_TEST_RUN`), once for each check in
+//! the packet, and reads the answers from the packet. Nothing is attached, pinned or kept; a look costs a lookup in the
+//! kernel's own socket table, the one that a SYN would make, and no packet is sent.
+//!
+//! The lookup by itself answers existence: specific and wildcard addresses, IPv4 on IPv6 sockets, `SO_REUSEPORT`
+//! groups, and whatever a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace redirects. It starts from the loopback
+//! device, so it passes over a listener bound to another device (`SO_BINDTODEVICE`); user space asks sock_diag then.
+//!
+//! Kernel structures are read with `bpf_probe_read_kernel`: a group's members and the head of an accept queue are
+//! reached through pointers that may be stale by the time they are followed. Reading the wrong memory then gives a wrong
+//! number for one look, never a fault.
+#![no_std]
+#![no_main]
+
+use aya_ebpf::{
+    Global,
+    bindings::{__sk_buff, bpf_sock},
+    helpers::{bpf_probe_read_kernel, bpf_sk_release, bpf_skc_lookup_tcp, bpf_skc_to_tcp_sock},
+    macros::classifier,
+    programs::TcContext,
+};
+use beelet_ebpf_abi::{
+    ABSENT, FAMILY_IPV4, FAMILY_IPV6,
+    check::{Answer, Asked, Check, HEAD, MAX_CHECKS, MAX_MEMBERS, found},
+};
+
+macro_rules! offsets {
+    ($($(#[$doc:meta])* $name:ident;)+) => {$(
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        static $name: Global<u32> = Global::new(ABSENT);
+    )+};
+}
+
+// Set by the agent from the running kernel's BTF (agent/src/kernel/check.rs has the same names).
+offsets! {
+    /// `sock_common.skc_state`, 8 bits
+    CHECK_SKC_STATE;
+    /// `sock_common.skc_net.net`
+    CHECK_SKC_NET;
+    /// `sock_common.skc_cookie.counter`
+    CHECK_SKC_COOKIE;
+    /// `net.net_cookie`
+    CHECK_NET_COOKIE;
+    /// `sock.sk_cgrp_data.cgroup`
+    CHECK_SOCK_CGROUP;
+    /// `cgroup.kn`
+    CHECK_CGROUP_KN;
+    /// `kernfs_node.id`
+    CHECK_KERNFS_ID;
+    /// `sock.sk_socket`
+    CHECK_SK_SOCKET;
+    /// `sock.sk_ack_backlog`
+    CHECK_ACK_BACKLOG;
+    /// `sock.sk_max_ack_backlog`
+    CHECK_MAX_ACK_BACKLOG;
+    /// `sock.sk_reuseport_cb`
+    CHECK_REUSEPORT;
+    /// `sock_reuseport.num_socks`, 16 bits
+    CHECK_NUM_SOCKS;
+    /// `sock_reuseport.socks`
+    CHECK_SOCKS;
+    /// `inet_connection_sock.icsk_accept_queue.rskq_accept_head`
+    CHECK_ACCEPT_HEAD;
+    /// `tcp_request_sock.snt_isn`
+    CHECK_SENT_ISN;
+}
+
+/// include/net/tcp_states.h
+const TCP_ESTABLISHED: u8 = 1;
+/// include/net/tcp_states.h
+const TCP_LISTEN: u8 = 10;
+/// include/net/tcp_states.h
+const TCP_NEW_SYN_RECV: u32 = 12;
+
+/// Run once a check: `cb[0]` counts them, from 0, over the runs of one call.
+#[classifier]
+pub(crate) fn socket_check(ctx: TcContext) -> i32 {
+    let skb = ctx.skb.skb;
+    // SAFETY: the program's own context; the kernel lets it use `cb` as it likes.
+    let index = unsafe {
+        let index = (*skb).cb[0];
+        (*skb).cb[0] = index + 1;
+        index as usize
+    };
+    if index >= MAX_CHECKS {
+        return 0;
+    }
+    let at = HEAD + index * size_of::<Check>();
+    let Ok(asked) = ctx.load::<Asked>(at) else { return 0 };
+    let answer = look(skb, &asked);
+    // Fails only where the agent gave a packet that is too short: then there is no answer to read either.
+    let _ = ctx.store(at + size_of::<Asked>(), &answer, 0);
+    0
+}
+
+/// `struct bpf_sock_tuple` for IPv4, as seen by the one who is connected to: the other side is the source.
+#[repr(C)]
+struct Tuple4 {
+    remote: [u8; 4],
+    local: [u8; 4],
+    remote_port: u16,
+    local_port: u16,
+}
+
+/// The same for IPv6.
+#[repr(C)]
+struct Tuple6 {
+    remote: [u8; 16],
+    local: [u8; 16],
+    remote_port: u16,
+    local_port: u16,
+}
+
+#[inline(always)]
+fn look(skb: *mut __sk_buff, asked: &Asked) -> Answer {
+    let netns = i64::from(asked.netns_id) as u64;
+    let (remote_port, local_port) = (asked.remote_port.to_be(), asked.local_port.to_be());
+    let (a, b) = (&asked.local, &asked.remote);
+    let sk = if asked.family == FAMILY_IPV4 {
+        let mut tuple = Tuple4 {
+            remote: [b[0], b[1], b[2], b[3]],
+            local: [a[0], a[1], a[2], a[3]],
+            remote_port,
+            local_port,
+        };
+        let size = size_of::<Tuple4>() as u32;
+        // SAFETY: the context is the program's own, and the tuple of the size that says IPv4.
+        unsafe { bpf_skc_lookup_tcp(skb.cast(), (&raw mut tuple).cast(), size, netns, 0) }
+    } else if asked.family == FAMILY_IPV6 {
+        let mut tuple = Tuple6 { remote: asked.remote, local: asked.local, remote_port, local_port };
+        let size = size_of::<Tuple6>() as u32;
+        // SAFETY: as above, of the size that says IPv6.
+        unsafe { bpf_skc_lookup_tcp(skb.cast(), (&raw mut tuple).cast(), size, netns, 0) }
+    } else {
+        return Answer::default();
+    };
+    if sk.is_null() {
+        return Answer::default();
+    }
+    let answer = describe(sk);
+    // SAFETY: the lookup gave this reference, and nothing uses it after this.
+    unsafe { bpf_sk_release(sk.cast()) };
+    answer
+}
+
+#[inline(always)]
+fn describe(sk: *mut bpf_sock) -> Answer {
+    let mut answer = Answer::default();
+    // SAFETY: a socket that the lookup holds for us.
+    let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>().cast_const();
+    if tcp.is_null() {
+        // A request or a socket in TIME_WAIT, which have little more than an address.
+        // SAFETY: as above; the verifier knows this field of every kind of socket.
+        let state = unsafe { core::ptr::read_volatile(&raw const (*sk).state) };
+        answer.found = if state == TCP_NEW_SYN_RECV { found::HALF_OPEN } else { found::CLOSING };
+        return answer;
+    }
+    answer.netns_cookie = follow(tcp, &CHECK_SKC_NET, &CHECK_NET_COOKIE);
+    answer.cookie = read(tcp, &CHECK_SKC_COOKIE);
+    answer.cgroup_id = cgroup_id(tcp);
+    let state: u8 = read(tcp, &CHECK_SKC_STATE);
+    if state == TCP_LISTEN {
+        answer.found = found::LISTENER;
+        queues(tcp, &mut answer);
+    } else if state == TCP_ESTABLISHED {
+        // accept() gives the connection its `struct socket` (sock_graft, include/net/sock.h).
+        let socket: u64 = read(tcp, &CHECK_SK_SOCKET);
+        answer.found = if socket == 0 { found::WAITING } else { found::ACCEPTED };
+    } else {
+        answer.found = found::CLOSING;
+    }
+    answer
+}
+
+/// The accept queues of a listener, or of all members of its group.
+#[inline(always)]
+fn queues(listener: *const u8, answer: &mut Answer) {
+    answer.max_backlog = read(listener, &CHECK_MAX_ACK_BACKLOG);
+    let group: u64 = read(listener, &CHECK_REUSEPORT);
+    if group == 0 || CHECK_NUM_SOCKS.load() == ABSENT || CHECK_SOCKS.load() == ABSENT {
+        answer.listeners = 1;
+        queue(listener, answer);
+        return;
+    }
+    let group = group as *const u8;
+    let members: u16 = read(group, &CHECK_NUM_SOCKS);
+    answer.listeners = u32::from(members);
+    let socks = group.wrapping_add(CHECK_SOCKS.load() as usize);
+    for index in 0..MAX_MEMBERS {
+        if index >= u32::from(members) {
+            break;
+        }
+        let member: u64 = read_at(socks.wrapping_add(index as usize * size_of::<u64>()));
+        if member != 0 {
+            queue(member as *const u8, answer);
+        }
+    }
+}
+
+/// Adds one listener's accept queue to the answer.
+#[inline(always)]
+fn queue(listener: *const u8, answer: &mut Answer) {
+    let backlog: u32 = read(listener, &CHECK_ACK_BACKLOG);
+    let max_backlog: u32 = read(listener, &CHECK_MAX_ACK_BACKLOG);
+    answer.backlog = answer.backlog.wrapping_add(backlog);
+    if backlog == 0 {
+        return;
+    }
+    answer.waiting += 1;
+    // sk_acceptq_is_full, include/net/sock.h
+    answer.full += u32::from(backlog > max_backlog);
+    if CHECK_ACCEPT_HEAD.load() == ABSENT || CHECK_SENT_ISN.load() == ABSENT {
+        return;
+    }
+    let head: u64 = read(listener, &CHECK_ACCEPT_HEAD);
+    if head != 0 {
+        // The request's memory is used again for another one; the random number in it makes it that very one.
+        let isn: u32 = read(head as *const u8, &CHECK_SENT_ISN);
+        let name = (u64::from(isn) << 32) ^ head;
+        answer.heads = answer.heads.wrapping_add(name.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1;
+    }
+}
+
+#[inline(always)]
+fn cgroup_id(tcp: *const u8) -> u64 {
+    if CHECK_SOCK_CGROUP.load() == ABSENT
+        || CHECK_CGROUP_KN.load() == ABSENT
+        || CHECK_KERNFS_ID.load() == ABSENT
+    {
+        return 0;
+    }
+    let cgroup: u64 = read(tcp, &CHECK_SOCK_CGROUP);
+    if cgroup == 0 { 0 } else { follow(cgroup as *const u8, &CHECK_CGROUP_KN, &CHECK_KERNFS_ID) }
+}
+
+/// Reads a 64-bit field through a pointer field.
+#[inline(always)]
+fn follow(base: *const u8, pointer: &Global<u32>, field: &Global<u32>) -> u64 {
+    let inner: u64 = read(base, pointer);
+    if inner == 0 { 0 } else { read(inner as *const u8, field) }
+}
+
+/// Reads a field; 0 where this kernel has none, or where the memory is gone.
+#[inline(always)]
+fn read<T: Copy + Default>(base: *const u8, offset: &Global<u32>) -> T {
+    let offset = offset.load();
+    if offset == ABSENT { T::default() } else { read_at(base.wrapping_add(offset as usize)) }
+}
+
+#[inline(always)]
+fn read_at<T: Copy + Default>(at: *const u8) -> T {
+    // SAFETY: the helper checks the address and copies, or fails.
+    unsafe { bpf_probe_read_kernel(at.cast::<T>()) }.unwrap_or_default()
+}
+
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    // Never reached: the verifier refuses a program that could loop here.
+    loop {}
+}
+
+/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as well.
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
