@@ -14,6 +14,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "deviceplugin/api.proto",
         "pluginregistration/api.proto",
         "podresources/api.proto",
+        "beelet/probes.proto",
+        "grpc/health/v1/health.proto",
     ];
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;

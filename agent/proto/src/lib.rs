@@ -30,3 +30,9 @@ pub mod pluginregistration {
 pub mod podresources {
     tonic::include_proto!("v1");
 }
+
+/// gRPC's health checking protocol.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+pub mod health {
+    tonic::include_proto!("grpc.health.v1");
+}

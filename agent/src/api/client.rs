@@ -12,6 +12,7 @@ use beelet_proto::beelet::garbage_client::GarbageClient;
 use beelet_proto::beelet::manifests_client::ManifestsClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
+use beelet_proto::beelet::probes_client::ProbesClient;
 use beelet_proto::beelet::tuner_client::TunerClient;
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
@@ -33,6 +34,7 @@ pub struct Client {
     tuner: TunerClient<Channel>,
     containers: ContainersClient<Channel>,
     manifests: ManifestsClient<Channel>,
+    probes: ProbesClient<Channel>,
 }
 
 /// Why the agent gave no answer.
@@ -94,6 +96,7 @@ impl Client {
             events: EventsClient::new(channel.clone()),
             devices: DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             tuner: TunerClient::new(channel.clone()),
+            probes: ProbesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             garbage: GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             containers: ContainersClient::new(channel.clone()),
             manifests: ManifestsClient::new(channel),
@@ -174,6 +177,25 @@ impl Client {
     /// The agent stopped or refused.
     pub async fn tuner_history(&mut self) -> Result<proto::TunerHistory, ClientError> {
         Ok(self.tuner.get_tuner_history(proto::GetTunerHistoryRequest {}).await?.into_inner())
+    }
+
+    /// Every probe of every container.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn probes(&mut self) -> Result<Vec<proto::Probe>, ClientError> {
+        Ok(self.probes.list_probes(proto::ListProbesRequest {}).await?.into_inner().probes)
+    }
+
+    /// Runs a probe once, now.
+    ///
+    /// # Errors
+    /// There is no such probe; the agent stopped or refused.
+    pub async fn run_probe(
+        &mut self,
+        wanted: proto::RunProbeRequest,
+    ) -> Result<proto::RunProbeResponse, ClientError> {
+        Ok(self.probes.run_probe(wanted).await?.into_inner())
     }
 
     /// The node's events, the last one at the end; with `watch`, then those that come.

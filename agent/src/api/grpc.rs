@@ -29,6 +29,7 @@ pub mod containers;
 pub mod devices;
 pub mod events;
 pub mod manifests;
+pub mod probes;
 pub mod tuner;
 
 /// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.

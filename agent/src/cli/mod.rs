@@ -18,6 +18,7 @@ pub mod logs;
 pub mod manual;
 pub mod observe;
 pub mod plan;
+pub mod probe;
 pub mod run;
 pub mod top;
 pub mod tune;
@@ -56,6 +57,8 @@ enum Command {
     Apply(apply::ApplyArgs),
     /// Take manifests out of the agent's folder; what they describe is stopped and removed.
     Delete(delete::DeleteArgs),
+    /// Show what probes look at and what they say, or run one now.
+    Probe(probe::ProbeArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
     /// Show what the tuner of cgroups sees, holds and did.
@@ -89,6 +92,7 @@ pub fn main() -> ExitCode {
         Command::Exec(args) => exec::run(args),
         Command::Apply(args) => apply::run(&args),
         Command::Delete(args) => delete::run(&args),
+        Command::Probe(args) => probe::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Tune(args) => tune::run(&args),
         Command::Bpf(args) => bpf::run(&args),

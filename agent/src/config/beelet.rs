@@ -22,6 +22,7 @@ pub(super) struct BeeletWire {
     pub(super) pressure_edges: Option<PressureEdgesWire>,
     pub(super) tcp_probes: Option<TcpProbes>,
     pub(super) edge_policy: Option<EdgePolicy>,
+    pub(super) liveness_canary: Option<GoDuration>,
     pub(super) critical_static_pods: Option<bool>,
     pub(super) cpu_weight_formula: Option<CpuWeightFormula>,
     pub(super) kubelet_dir: Option<String>,

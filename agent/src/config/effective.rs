@@ -143,6 +143,7 @@ fn beelet(config: &Config) -> BeeletWire {
         pressure_edges: Some(super::pressure_edges::print(ours.pressure_edges)),
         tcp_probes: Some(ours.tcp_probes),
         edge_policy: Some(ours.edge_policy),
+        liveness_canary: Some(GoDuration(ours.liveness_canary)),
         critical_static_pods: Some(ours.critical_static_pods),
         cpu_weight_formula: Some(ours.cpu_weight_formula),
         kubelet_dir: text(&ours.kubelet_dir),

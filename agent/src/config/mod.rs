@@ -150,6 +150,8 @@ pub struct Beelet {
     pub tcp_probes: TcpProbes,
     /// What a listener's coming and going does to readiness.
     pub edge_policy: EdgePolicy,
+    /// How often a liveness probe that the kernel answers sends a connection and sees whether it is accepted; zero: never.
+    pub liveness_canary: Duration,
     /// The kubelet's rule that every static pod is critical.
     pub critical_static_pods: bool,
     /// How shares become cpu.weight on cgroup v2.

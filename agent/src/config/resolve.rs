@@ -122,6 +122,8 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         bpf_log: None,
         tcp_probes: wire.tcp_probes.unwrap_or(TcpProbes::Kernel),
         edge_policy: wire.edge_policy.unwrap_or(EdgePolicy::Immediate),
+        // Zero is a value here: never.
+        liveness_canary: wire.liveness_canary.map_or(crate::probes::CANARY, |every| every.0),
         critical_static_pods: wire.critical_static_pods.unwrap_or(false),
         cpu_weight_formula: wire.cpu_weight_formula.unwrap_or(CpuWeightFormula::Kubelet),
         kubelet_dir: folder("kubeletDir", &wire.kubelet_dir, "/var/lib/kubelet")?,

@@ -158,6 +158,9 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("bpf: null").bpf, BpfMode::Auto);
     assert_eq!(field("tcpProbes: connect").tcp_probes, TcpProbes::Connect);
     assert_eq!(field("edgePolicy: threshold").edge_policy, EdgePolicy::Threshold);
+    assert_eq!(field("").liveness_canary, Duration::from_secs(60));
+    assert_eq!(field("livenessCanary: 10s").liveness_canary, Duration::from_secs(10));
+    assert_eq!(field("livenessCanary: 0s").liveness_canary, Duration::ZERO);
     assert_eq!(field("cpuWeightFormula: proportional").cpu_weight_formula, CpuWeightFormula::Proportional);
     assert_eq!(field("stateDir: /x").pods_dir, Path::new("/x/pods"));
     assert_eq!(field("kubeletDir: /x").kubelet_dir, Path::new("/x"));
@@ -437,7 +440,9 @@ fn the_effective_configuration_reads_back_as_itself() {
         kubelet("memoryThrottlingFactor: 0.8"),
         beelet("tuner: {mode: off, interval: 1s, cpuWaitPerMille: 30, cpuWaitP99: 2ms, memoryFloor: 32Mi}"),
         beelet("tuner: {mode: enforce, hotTicks: 3, burstPercent: 0, backOff: 1m}"),
-        beelet("nodeName: 'on'\nbpf: off\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere"),
+        beelet(
+            "nodeName: 'on'\nbpf: off\nlivenessCanary: 0s\ntcpProbes: connect\nstopPodsOnExit: true\npodsDir: /elsewhere",
+        ),
     ] {
         let config = set(&text);
         assert_eq!(set(&config.effective()), config, "{}", config.effective());

@@ -123,9 +123,11 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let serving = CancellationToken::new();
     let (events, tuner) = (Recorder::load(&state), metrics.tuner_view.subscribe());
     let late = Late::default();
+    let (probing, probe_commands) = probes::handle();
     let services = services(&config, &table, &runtime, &events, &late, &serving)
         .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)))
         .add_service(grpc::tuner::service(tuner))
+        .add_service(grpc::probes::service(probing))
         .add_service(signals.service(Mode::Run, &serving));
     let mut servers =
         serve(&config, table.clone(), (Arc::new(registry), &signals), services, &health, &serving).await?;
@@ -143,7 +145,10 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(runtime.socket())?;
             match Node::build(config, runtime, version, cgroups, state, events, metrics).await {
-                Ok(node) => node.run(table_out, table, (signals, inbox), &health, &late, shutdown).await,
+                Ok(node) => {
+                    let inputs = (signals, inbox, probe_commands);
+                    node.run(table_out, table, inputs, &health, &late, shutdown).await
+                }
                 Err(error) => Err(error),
             }
         }
@@ -349,7 +354,7 @@ impl Node {
         self,
         table_out: watch::Sender<Arc<PodTable>>,
         table: watch::Receiver<Arc<PodTable>>,
-        (signals, inbox): (Signals, pressure::Inbox),
+        (signals, inbox, probe_commands): (Signals, pressure::Inbox, probes::Commands),
         health: &Health,
         late: &Late,
         shutdown: CancellationToken,
@@ -400,9 +405,13 @@ impl Node {
         let probes = Probes::new(probes::Parts {
             table: table.clone(),
             requests: requests_out,
+            runtime: Some(self.runtime.clone()),
             listeners: self.kernel.listeners(),
+            checker: self.kernel.checker(),
             edges: self.kernel.subscribe(kernel::Interest::LISTENERS),
+            commands: probe_commands,
             settings: self.probe_settings(),
+            events: self.events.clone(),
             metrics: self.metrics.probes.clone(),
         });
         let tuning = self.tuning(table.clone());
@@ -518,6 +527,7 @@ impl Node {
                 EdgePolicy::Immediate => beelet_policy::probe::EdgePolicy::Immediate,
                 EdgePolicy::Threshold => beelet_policy::probe::EdgePolicy::Threshold,
             },
+            canary: self.config.beelet.liveness_canary,
         }
     }
 

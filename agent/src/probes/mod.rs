@@ -2,15 +2,45 @@
 //! `policy::probe`'s; this module keeps the timetable and looks, and sends what changed to the pods'
 //! manager. It never restarts anything itself.
 //!
-//! One task owns all probes. A timer wheel holds their due times; a probe that waits for somebody's
-//! answer (HTTP, connect) runs beside it, a kernel verdict is read on the spot. A listener that comes or
-//! goes reaches the task as an edge, between two due times.
+//! One task owns all probes. A timetable holds when each looks next. A probe that waits for somebody's answer (HTTP,
+//! gRPC, a command, a connection) runs beside it, bounded; what the kernel knows is read on the spot, for all that are
+//! due together. A listener that comes or goes reaches the task as an edge, between two looks.
 
+mod answer;
+mod ask;
+mod canary;
+mod exec;
+mod grpc;
 mod http;
+mod listening;
 mod manager;
 mod metrics;
+mod stragglers;
 mod target;
 mod tcp;
+mod timetable;
+mod tls;
+mod view;
+mod worker;
 
-pub use manager::{Parts, Probes, Settings};
+use std::time::Duration;
+
+use beelet_policy::probe::EdgePolicy;
+
+pub use manager::{Parts, Probes};
 pub use metrics::Metrics;
+pub use view::{Commands, Explained, Handle, LookView, ProbeView, Refused, Wanted, handle};
+
+/// How often a liveness probe in kernel mode sends a connection, unless told otherwise.
+pub const CANARY: Duration = Duration::from_secs(60);
+
+/// How probes behave on this node, where a pod's annotations say nothing else.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Whether tcpSocket probes are answered by the kernel where it can.
+    pub tcp_by_kernel: bool,
+    /// What a listener's coming and going does to readiness.
+    pub edge_policy: EdgePolicy,
+    /// How often a liveness probe in kernel mode sends a connection; zero: never.
+    pub canary: Duration,
+}

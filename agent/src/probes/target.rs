@@ -1,9 +1,15 @@
 //! What a probe looks at, resolved from the spec: named ports become numbers, a missing host the pod's
 //! own address.
 
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use std::{collections::BTreeMap, fmt, net::IpAddr, time::Duration};
 
+use beelet_policy::{
+    expand::expand_probe_command,
+    probe::{ProbeKind, settings::ProbeSettings},
+};
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
+
+use super::http::Get;
 
 /// What is looked at.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,10 +27,20 @@ pub(super) enum Target {
         host: Option<String>,
         /// The port.
         port: u16,
-        /// Path and query.
-        path: String,
-        /// Headers, in order.
-        headers: Vec<(String, String)>,
+        /// The request.
+        get: Get,
+    },
+    /// The health service of a gRPC server in the pod.
+    Grpc {
+        /// The port.
+        port: u16,
+        /// Whose health; empty for the whole server.
+        service: String,
+    },
+    /// A command in the container.
+    Exec {
+        /// With its arguments, references to the environment expanded.
+        command: Vec<String>,
     },
 }
 
@@ -38,14 +54,17 @@ pub(super) struct Timing {
 }
 
 impl Timing {
-    /// The timing of a probe, with the API's defaults.
-    pub(super) fn of(probe: &core::Probe) -> Self {
+    /// The timing of a probe: its annotation's, else the spec's, else the API's defaults.
+    pub(super) fn of(probe: &core::Probe, settings: &ProbeSettings) -> Self {
         let seconds = |value: Option<i32>, default: u64| {
             Duration::from_secs(
                 value.and_then(|v| u64::try_from(v).ok()).filter(|v| *v > 0).unwrap_or(default),
             )
         };
-        Self { period: seconds(probe.period_seconds, 10), timeout: seconds(probe.timeout_seconds, 1) }
+        Self {
+            period: settings.period.unwrap_or_else(|| seconds(probe.period_seconds, 10)),
+            timeout: settings.timeout.unwrap_or_else(|| seconds(probe.timeout_seconds, 1)),
+        }
     }
 }
 
@@ -53,23 +72,64 @@ impl Target {
     /// The target of a probe, or why there is none.
     pub(super) fn of(probe: &core::Probe, container: &core::Container) -> Result<Self, String> {
         let named = |host: &Option<String>| host.clone().filter(|h| !h.is_empty());
+        if let Some(exec) = &probe.exec {
+            let command = exec.command.as_deref().unwrap_or_default();
+            if command.is_empty() {
+                return Err("an exec probe needs a command".to_owned());
+            }
+            let env = container.env.as_deref().unwrap_or_default();
+            return Ok(Self::Exec { command: expand_probe_command(command, env) });
+        }
         if let Some(tcp) = &probe.tcp_socket {
             return Ok(Self::Tcp { host: named(&tcp.host), port: port(&tcp.port, container)? });
         }
         if let Some(http) = &probe.http_get {
-            if http.scheme.as_deref() == Some("HTTPS") {
-                return Err("httpGet probes with scheme HTTPS are not supported yet".to_owned());
-            }
+            let tls = match http.scheme.as_deref().unwrap_or_default() {
+                "" | "HTTP" => false,
+                "HTTPS" => true,
+                other => return Err(format!("httpGet knows the schemes HTTP and HTTPS, not {other:?}")),
+            };
             let headers = http.http_headers.iter().flatten().map(|h| (h.name.clone(), h.value.clone()));
             let path = http.path.clone().unwrap_or_default();
+            let path = if path.starts_with('/') { path } else { format!("/{path}") };
             return Ok(Self::Http {
                 host: named(&http.host),
                 port: port(&http.port, container)?,
-                path: if path.starts_with('/') { path } else { format!("/{path}") },
-                headers: headers.collect(),
+                get: Get { tls, path, headers: headers.collect() },
             });
         }
-        Err("only tcpSocket and httpGet probes are supported yet".to_owned())
+        if let Some(grpc) = &probe.grpc {
+            let port = port(&IntOrString::Int(grpc.port), container)?;
+            return Ok(Self::Grpc { port, service: grpc.service.clone().unwrap_or_default() });
+        }
+        Err("a probe needs one of exec, httpGet, tcpSocket and grpc".to_owned())
+    }
+
+    /// The name of the way it is looked at, where the kernel doesn't answer.
+    pub(super) fn mode(&self) -> &'static str {
+        match self {
+            Self::Tcp { .. } => "connect",
+            Self::Http { get, .. } if get.tls => "https",
+            Self::Http { .. } => "http",
+            Self::Grpc { .. } => "grpc",
+            Self::Exec { .. } => "exec",
+        }
+    }
+}
+
+/// In words, with `pod` for the pod's own address.
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let host = |host: &Option<String>| host.clone().unwrap_or_else(|| "pod".to_owned());
+        match self {
+            Self::Tcp { host: named, port } => write!(f, "tcp {}:{port}", host(named)),
+            Self::Http { host: named, port, get } => {
+                write!(f, "GET {}://{}:{port}{}", self.mode(), host(named), get.path)
+            }
+            Self::Grpc { port, service } if service.is_empty() => write!(f, "grpc pod:{port}"),
+            Self::Grpc { port, service } => write!(f, "grpc pod:{port} {service}"),
+            Self::Exec { command } => write!(f, "exec {}", command.join(" ")),
+        }
     }
 }
 
@@ -94,10 +154,7 @@ fn port(port: &IntOrString, container: &core::Container) -> Result<u16, String> 
 }
 
 /// A container's probes by kind, in the words of `policy`.
-pub(super) fn probes_of(
-    container: &core::Container,
-) -> BTreeMap<beelet_policy::probe::ProbeKind, &core::Probe> {
-    use beelet_policy::probe::ProbeKind;
+pub(super) fn probes_of(container: &core::Container) -> BTreeMap<ProbeKind, &core::Probe> {
     [
         (ProbeKind::Liveness, &container.liveness_probe),
         (ProbeKind::Readiness, &container.readiness_probe),
@@ -108,10 +165,11 @@ pub(super) fn probes_of(
     .collect()
 }
 
-/// The addresses in a pod's status.
-pub(super) fn pod_ips(pod: &core::Pod) -> Vec<IpAddr> {
-    let ips = pod.status.iter().flat_map(|s| s.pod_ips.iter().flatten());
-    ips.filter_map(|ip| ip.ip.parse().ok()).collect()
+/// The address that probes look at: the pod's first, as the kubelet's do.
+pub(super) fn pod_ip(pod: &core::Pod) -> Option<IpAddr> {
+    let status = pod.status.as_ref()?;
+    let first = status.pod_ips.iter().flatten().next().map(|ip| ip.ip.as_str());
+    first.or(status.pod_ip.as_deref())?.parse().ok()
 }
 
 #[cfg(test)]
@@ -121,7 +179,8 @@ mod tests {
     fn check(probe: serde_json::Value, expect: Result<Target, &str>) {
         let probe: core::Probe = serde_json::from_value(probe).unwrap();
         let container: core::Container = serde_json::from_value(serde_json::json!({
-            "name": "c", "ports": [{"name": "web", "containerPort": 8080}]
+            "name": "c", "ports": [{"name": "web", "containerPort": 8080}],
+            "env": [{"name": "FILE", "value": "/ready"}]
         }))
         .unwrap();
         assert_eq!(Target::of(&probe, &container), expect.map_err(str::to_owned));
@@ -139,24 +198,61 @@ mod tests {
 
     #[test]
     fn http_paths_start_at_the_root() {
-        let http =
-            |path: &str| Target::Http { host: None, port: 8080, path: path.to_owned(), headers: vec![] };
-        check(serde_json::json!({"httpGet": {"port": "web"}}), Ok(http("/")));
+        let http = |path: &str, tls| Target::Http {
+            host: None,
+            port: 8080,
+            get: Get { tls, path: path.to_owned(), headers: vec![] },
+        };
+        check(serde_json::json!({"httpGet": {"port": "web"}}), Ok(http("/", false)));
         check(
-            serde_json::json!({"httpGet": {"port": "web", "path": "healthz?full"}}),
-            Ok(http("/healthz?full")),
+            serde_json::json!({"httpGet": {"port": "web", "path": "healthz?full", "scheme": "HTTPS"}}),
+            Ok(http("/healthz?full", true)),
+        );
+        check(
+            serde_json::json!({"httpGet": {"port": "web", "scheme": "SPDY"}}),
+            Err("httpGet knows the schemes HTTP and HTTPS, not \"SPDY\""),
         );
     }
 
     #[test]
-    fn timings_have_the_apis_defaults() {
-        let timing = |json| Timing::of(&serde_json::from_value(json).unwrap());
+    fn commands_and_grpc_services() {
+        let command = serde_json::json!({"exec": {"command": ["cat", "$(FILE)", "$(NONE)"]}});
+        let words = ["cat", "/ready", "$(NONE)"].map(str::to_owned).to_vec();
+        check(command, Ok(Target::Exec { command: words }));
+        check(serde_json::json!({"exec": {}}), Err("an exec probe needs a command"));
+        let grpc = |service: &str| Target::Grpc { port: 9, service: service.to_owned() };
+        check(serde_json::json!({"grpc": {"port": 9}}), Ok(grpc("")));
+        check(serde_json::json!({"grpc": {"port": 9, "service": "db"}}), Ok(grpc("db")));
+        check(serde_json::json!({}), Err("a probe needs one of exec, httpGet, tcpSocket and grpc"));
+    }
+
+    #[test]
+    fn timings_have_the_apis_defaults_and_annotations_win() {
+        let timing =
+            |json, settings: &ProbeSettings| Timing::of(&serde_json::from_value(json).unwrap(), settings);
         let expect = |period, timeout| Timing {
-            period: Duration::from_secs(period),
-            timeout: Duration::from_secs(timeout),
+            period: Duration::from_millis(period),
+            timeout: Duration::from_millis(timeout),
         };
-        assert_eq!(timing(serde_json::json!({})), expect(10, 1));
-        assert_eq!(timing(serde_json::json!({"periodSeconds": 3, "timeoutSeconds": 2})), expect(3, 2));
-        assert_eq!(timing(serde_json::json!({"periodSeconds": 0})), expect(10, 1));
+        let none = ProbeSettings::default();
+        assert_eq!(timing(serde_json::json!({}), &none), expect(10_000, 1000));
+        let seconds = serde_json::json!({"periodSeconds": 3, "timeoutSeconds": 2});
+        assert_eq!(timing(seconds.clone(), &none), expect(3000, 2000));
+        assert_eq!(timing(serde_json::json!({"periodSeconds": 0}), &none), expect(10_000, 1000));
+        let fast = ProbeSettings { period: Some(Duration::from_millis(100)), ..none };
+        assert_eq!(timing(seconds, &fast), expect(100, 2000));
+    }
+
+    #[test]
+    fn a_target_is_told_in_words() {
+        let tell = |json: serde_json::Value| {
+            let container = core::Container::default();
+            Target::of(&serde_json::from_value(json).unwrap(), &container).unwrap().to_string()
+        };
+        assert_eq!(tell(serde_json::json!({"tcpSocket": {"port": 80}})), "tcp pod:80");
+        let get = serde_json::json!({"httpGet": {"port": 80, "host": "db", "path": "/x", "scheme": "HTTPS"}});
+        assert_eq!(tell(get), "GET https://db:80/x");
+        assert_eq!(tell(serde_json::json!({"grpc": {"port": 9, "service": "db"}})), "grpc pod:9 db");
+        assert_eq!(tell(serde_json::json!({"exec": {"command": ["a", "b"]}})), "exec a b");
     }
 }

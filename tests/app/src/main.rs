@@ -4,6 +4,8 @@
 //! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then closes), on
 //!   the HTTP port (answers every path with the health it is told to have), and takes commands on the control port:
 //!   one line each, one line of answer.
+//! - `testapp probe ok | fail | hang WORD` is a probe by command; the last one starts a process of its own and waits for
+//!   it, for ever.
 //!
 //! Commands: `close PORT` and `open PORT` end and begin to listen, `health CODE` sets the HTTP status, `hold MIB` takes
 //! so much more memory and keeps it, `exit CODE` ends the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
@@ -35,7 +37,8 @@ fn main() -> ExitCode {
             std::thread::park();
         },
         Some("serve") => serve(&arguments[1..]),
-        _ => Err("usage: testapp pause | serve [--tcp PORT] [--http PORT] [--control PORT]".to_owned()),
+        Some("probe") => probe(&arguments[1..]),
+        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | serve [--tcp PORT] [--http PORT] [--control PORT]".to_owned()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -43,6 +46,30 @@ fn main() -> ExitCode {
             eprintln!("testapp: {message}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// What a probe by command may do: succeed, fail, or start another process and hang with it.
+fn probe(arguments: &[String]) -> Result<(), String> {
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match words.as_slice() {
+        ["ok"] => Ok(()),
+        ["fail"] => {
+            println!("it went wrong");
+            std::process::exit(3);
+        }
+        ["hang", word] => {
+            let own = std::env::current_exe().map_err(|error| error.to_string())?;
+            let mut child = std::process::Command::new(own)
+                .args(["probe", "child", word])
+                .spawn()
+                .map_err(|error| error.to_string())?;
+            child.wait().map(drop).map_err(|error| error.to_string())
+        }
+        ["child", _] => loop {
+            std::thread::park();
+        },
+        _ => Err("usage: testapp probe ok | fail | hang WORD".to_owned()),
     }
 }
 

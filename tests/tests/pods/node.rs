@@ -499,7 +499,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         table: table.clone(),
         cgroups: Arc::clone(&launcher.cgroups),
         config: launcher.cgroup_config.clone(),
-        runtime,
+        runtime: runtime.clone(),
         reserved: Vec::new(),
         metrics: keeping.clone(),
         check: Duration::from_millis(50),
@@ -521,7 +521,15 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         requests: requests_out.clone(),
         listeners: kernel.listeners(),
         edges: kernel.subscribe(beelet::kernel::Interest::LISTENERS),
-        settings: probes::Settings { tcp_by_kernel: false, edge_policy: EdgePolicy::Immediate },
+        runtime: Some(runtime.clone()),
+        checker: kernel.checker(),
+        commands: probes::handle().1,
+        settings: probes::Settings {
+            tcp_by_kernel: false,
+            edge_policy: EdgePolicy::Immediate,
+            canary: Duration::ZERO,
+        },
+        events: events.clone(),
         metrics: probes::Metrics::default(),
     });
     tokio::spawn(qos_tree::follow(keeper, working.clone()));

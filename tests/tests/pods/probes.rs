@@ -161,3 +161,91 @@ async fn a_sidecars_startup_probe_holds_the_pods_containers_back() {
     node.until_ready("web").await;
     assert_eq!(node.containers("web"), "main/0+ side/0+");
 }
+
+/// A probe by command, once a second, that believes the first answer.
+fn command(word: &str) -> Value {
+    json!({ "exec": { "command": [word, "$(WHAT)"] }, "periodSeconds": 1, "failureThreshold": 1 })
+}
+
+#[tokio::test]
+async fn a_commands_exit_code_decides() {
+    let mut pod = probed(&[("readiness", command("check"))]);
+    pod["spec"]["containers"][0]["env"] = json!([{ "name": "WHAT", "value": "all" }]);
+    let mut node = Node::new(crate::node::Settings::default());
+    let exits = |node: &Node, code| {
+        node.cri.change(|world| {
+            world.exec_codes.insert("check".to_owned(), code);
+        });
+    };
+    exits(&node, 1);
+    node.apply(&pod);
+    node.start().await;
+    node.until_pod("web", "to run unready", |pod| pod.running("main") && !pod.ready()).await;
+    let asked = node.cri.wait_for("a probe", |call| matches!(&call.asked, Asked::ExecSync(_))).await;
+    let Asked::ExecSync(request) = asked.asked else { panic!("{asked:?}") };
+    assert_eq!(request.cmd, ["check", "all"]);
+    // A second, and the net below it.
+    assert_eq!(request.timeout, 3);
+    exits(&node, 0);
+    node.until_ready("web").await;
+    exits(&node, 2);
+    let pod = node.until_pod("web", "to be unready", |pod| !pod.ready()).await;
+    assert_eq!(pod.restarts()["main"], 0);
+}
+
+#[tokio::test]
+async fn a_command_that_cannot_be_run_is_tried_three_times_and_counts_for_nothing() {
+    let node = Node::with(&[probed(&[("liveness", command("check"))])]).await;
+    node.until_ready("web").await;
+    node.cri.on(beelet_tests::cri::Op::ExecSync).times(6).fail(tonic::Code::Unknown, "no such file");
+    let failed = |cri: &FakeCri| {
+        cri.calls()
+            .iter()
+            .filter(|call| matches!(call.asked, Asked::ExecSync(_)) && !call.succeeded())
+            .count()
+    };
+    let from = node.cri.calls().len();
+    // Two looks of three tries each, and one that succeeds.
+    let fine = |call: &beelet_tests::cri::Call| matches!(call.asked, Asked::ExecSync(_)) && call.succeeded();
+    while failed(&node.cri) < 6 {
+        node.cri.wait_for_after("a look", from, |call| matches!(call.asked, Asked::ExecSync(_))).await;
+        tokio::task::yield_now().await;
+    }
+    node.cri.wait_for_after("a look that succeeds", from, fine).await;
+    assert_eq!(graces(&node.cri), Vec::<i64>::new(), "an error restarts nothing");
+    assert_eq!(view(&node.table(), "web").unwrap().restarts()["main"], 0);
+}
+
+#[tokio::test]
+async fn over_a_hundred_restarts_of_the_agent_readiness_never_flips() {
+    let port = Port::free();
+    let _listener = port.open();
+    let mut node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
+    node.until_ready("web").await;
+    let record = || std::fs::read_to_string(node.path("state/pods.json")).unwrap_or_default();
+    // The last record is on its way to the disk.
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, || {
+        if record().contains("\"ready\":true") { Ok(()) } else { Err("not yet".to_owned()) }
+    })
+    .unwrap();
+    for round in 0..100 {
+        node.kill_and_start().await;
+        let mut table = node.watch();
+        let first = node.cri.calls().len();
+        let looked = node.cri.wait_for_after("a look at the pod", first, |call| {
+            matches!(call.asked, Asked::ContainerStatus(_))
+        });
+        tokio::pin!(looked);
+        loop {
+            if let Some(pod) = view(&table.borrow_and_update(), "web") {
+                assert!(pod.ready(), "it flipped in round {round}");
+            }
+            tokio::select! {
+                changed = table.changed() => changed.unwrap(),
+                _ = &mut looked => break,
+            }
+        }
+    }
+    node.until_relisted().await;
+    assert!(view(&node.table(), "web").unwrap().ready());
+}

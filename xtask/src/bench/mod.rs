@@ -20,6 +20,7 @@ use beelet_tests::{images, requires, workdir};
 use clap::ValueEnum;
 use console::style;
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// Measures what beelet promises, on real pods, and compares it with the bounds.
 #[derive(clap::Args)]
@@ -65,6 +66,9 @@ struct Row {
     p99: f64,
     bound: f64,
     ok: bool,
+    /// The same, done otherwise.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    compare: BTreeMap<&'static str, f64>,
 }
 
 impl Row {
@@ -78,7 +82,14 @@ impl Row {
     ) -> Row {
         samples.sort_by(f64::total_cmp);
         let (p50, p99) = (percentile(&samples, 50), percentile(&samples, 99));
-        Row { what, row, unit, n: samples.len(), p50, p99, bound, ok: p99 <= bound }
+        Row { what, row, unit, n: samples.len(), p50, p99, bound, ok: p99 <= bound, compare: BTreeMap::new() }
+    }
+
+    /// The row, with the same thing done otherwise beside it (its median).
+    fn beside(mut self, name: &'static str, mut samples: Vec<f64>) -> Row {
+        samples.sort_by(f64::total_cmp);
+        self.compare.insert(name, percentile(&samples, 50));
+        self
     }
 
     /// The row of these samples; half of them must not be above `bound`. For differences of two measurements, whose
@@ -164,8 +175,9 @@ fn print(rows: &[Row], json: bool) -> Result<()> {
     println!("{:<10} {:<22} {:>6} {:>10} {:>10} {:>10} unit", "WHAT", "ROW", "N", "P50", "P99", "BOUND");
     for row in rows {
         let mark = if row.ok { style("ok").green() } else { style("ABOVE").red().bold() };
-        let Row { what, row, unit, n, p50, p99, bound, .. } = row;
-        println!("{what:<10} {row:<22} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>10.3} {unit} {mark}");
+        let Row { what, row, unit, n, p50, p99, bound, compare, .. } = row;
+        let beside: String = compare.iter().map(|(name, value)| format!("; {name}: {value:.3}")).collect();
+        println!("{what:<10} {row:<22} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>10.3} {unit} {mark}{beside}");
     }
     Ok(())
 }

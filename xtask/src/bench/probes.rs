@@ -1,16 +1,24 @@
-//! From a listener's coming or going inside a pod to the change of readiness at a client of the agent: from right
+//! What probes cost and how soon they see.
+//!
+//! On real pods: from a listener's coming or going inside a pod to the change of readiness at a client of the agent: from right
 //! before listen(2) or close(2), by the pod's own clock reading, to the receipt of the event on the WatchPods stream.
 //! The probe has the default settings (every 10 s, 3 failures), so a poll can't be the reason.
+//!
+//! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`), where every
+//! connection that is counted is theirs.
 
 use super::Row;
 use crate::progress::Step;
+use crate::shell;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options, monotonic_ns};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
-use std::path::Path;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -47,10 +55,109 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
         }
     }
     step.done(&format!("{rounds} rounds"));
-    Ok(vec![
+    drop((control, agent, containerd));
+    let mut rows = vec![
         Row::new("probes", "listen_to_ready", "ms", to_ready, BOUND),
         Row::new("probes", "close_to_not_ready", "ms", to_not_ready, BOUND),
+    ];
+    rows.extend(latencies(quick)?);
+    rows.extend(costs(quick)?);
+    Ok(rows)
+}
+
+/// Rows of the probes alone that are times.
+fn latencies(quick: bool) -> Result<Vec<Row>> {
+    let driver = Driver::build()?;
+    let rounds = |many: usize, few: usize| if quick { few.to_string() } else { many.to_string() };
+    let kill = driver.run(&["kill", "kernel", &rounds(200, 20)])?;
+    // By polls of a second, which is a tenth of the default.
+    let kill_connect = driver.run(&["kill", "connect", &rounds(20, 3)])?;
+    let hang = driver.run(&["hang", "kernel", &rounds(20, 3)])?;
+    let jitter = driver.run(&["jitter", &rounds(600, 50)])?;
+    let look = driver.run(&["look", "1000"])?;
+    Ok(vec![
+        Row::new("probes", "kill9_to_not_ready", "ms", field(&kill, "ms"), BOUND)
+            .beside("connect, 1 s", field(&kill_connect, "ms")),
+        // At most a period until the look that finds the connection, and the timeout until it is judged; connect() sees
+        // nothing before the queue is full.
+        Row::new("probes", "hang_to_not_ready", "ms", field(&hang, "ms"), 2250.0),
+        Row::new("probes", "jitter_100ms_period", "ms", field(&jitter, "ms"), 10.0),
+        Row::new("probes", "look_at_1000_ports", "ns", field(&look, "program_ns"), 2000.0)
+            .beside("sock_diag", field(&look, "sock_diag_ns")),
     ])
+}
+
+/// Probes at once; the row of the kernel mode; the most of a core that they may use, in percent.
+const COSTS: [(usize, &str, f64); 4] = [
+    (10, "cpu_10_tcp", 0.2),
+    (100, "cpu_100_tcp", 0.2),
+    (1000, "cpu_1000_tcp", 0.2),
+    (5000, "cpu_5000_tcp", 1.0),
+];
+
+/// Rows of the probes alone that are shares of a core.
+fn costs(quick: bool) -> Result<Vec<Row>> {
+    let driver = Driver::build()?;
+    let seconds = if quick { "3" } else { "20" };
+    let mut rows = Vec::new();
+    for (number, name, bound) in COSTS {
+        let number = number.to_string();
+        let kernel = driver.run(&["cost", "kernel", &number, "1000", seconds])?;
+        let connect = driver.run(&["cost", "connect", &number, "1000", seconds])?;
+        rows.push(
+            Row::new("probes", name, "% core", field(&kernel, "percent"), bound)
+                .beside("connect", field(&connect, "percent")),
+        );
+        if name == "cpu_1000_tcp" {
+            rows.push(
+                Row::new("probes", "sockets_1000_tcp", "", field(&kernel, "opened"), 0.0)
+                    .beside("connect", field(&connect, "opened")),
+            );
+            rows.push(
+                Row::new("probes", "time_wait_1000_tcp", "", field(&kernel, "time_wait"), 0.0)
+                    .beside("connect", field(&connect, "time_wait")),
+            );
+        }
+    }
+    let long = if quick { "5" } else { "30" };
+    let http = driver.run(&["cost", "http", "1000", "10000", long])?;
+    rows.push(Row::new("probes", "cpu_1000_http_10s", "% core", field(&http, "percent"), 10.0));
+    let exec = driver.run(&["cost", "exec", "100", "10000", long])?;
+    rows.push(Row::new("probes", "cpu_100_exec_10s", "% core", field(&exec, "percent"), 10.0));
+    Ok(rows)
+}
+
+/// The probes alone.
+struct Driver {
+    binary: PathBuf,
+}
+
+impl Driver {
+    fn build() -> Result<Driver> {
+        let step = Step::start("build the driver of the probes, optimised");
+        step.run(shell::cargo().args(["build", "--release", "--package", "bench", "--bin", "probe_load"]))?;
+        step.done("");
+        Ok(Driver { binary: workdir::target_dir().join("release/probe_load") })
+    }
+
+    /// What it prints: one object a line.
+    fn run(&self, arguments: &[&str]) -> Result<Vec<Value>> {
+        let step = Step::start(format!("probes: {}", arguments.join(" ")));
+        let output =
+            Command::new(&self.binary).args(arguments).output().context("could not start the driver")?;
+        if !output.status.success() {
+            bail!("probe_load {} failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr));
+        }
+        let text = String::from_utf8_lossy(&output.stdout);
+        let values = text.lines().map(serde_json::from_str).collect::<Result<_, _>>();
+        step.done("");
+        values.with_context(|| format!("the driver printed what is no JSON: {text}"))
+    }
+}
+
+/// One field of every object.
+fn field(values: &[Value], name: &str) -> Vec<f64> {
+    values.iter().filter_map(|value| value.get(name)?.as_f64()).collect()
 }
 
 /// A change of the pod's readiness, with the time at which it was received.

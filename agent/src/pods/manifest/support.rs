@@ -61,9 +61,6 @@ const TABLE: &[Row] = &[
     // Containers.
     ("spec.{containers,initContainers}[*].lifecycle.stopSignal", Set, NotYet, "stop signals"),
     ("spec.{containers,initContainers}[*].lifecycle.{postStart,preStop}.httpGet.scheme", Is("HTTPS"), NotYet, "hooks by HTTPS"),
-    ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.exec", Set, NotYet, "probes by command"),
-    ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.grpc", Set, NotYet, "probes by gRPC"),
-    ("spec.{containers,initContainers}[*].{livenessProbe,readinessProbe,startupProbe}.httpGet.scheme", Is("HTTPS"), NotYet, "probes by HTTPS"),
     ("spec.{containers,initContainers}[*].env[*].valueFrom.fileKeyRef", Set, NotYet, "this source of a variable"),
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
@@ -191,14 +188,10 @@ mod tests {
 
     #[test]
     fn the_table_finds_its_fields_wherever_they_are() {
-        let container = json!({"lifecycle": {"stopSignal": "SIGINT"}, "livenessProbe": {"exec": {}}});
+        let container = json!({"lifecycle": {"stopSignal": "SIGINT"}});
         check_refused(
             &json!({"spec": {"containers": [{}, container], "initContainers": [{"volumeDevices": [{}]}]}}),
-            &[
-                "spec.containers[1].lifecycle.stopSignal",
-                "spec.containers[1].livenessProbe.exec",
-                "spec.initContainers[0].volumeDevices",
-            ],
+            &["spec.containers[1].lifecycle.stopSignal", "spec.initContainers[0].volumeDevices"],
         );
         check_refused(
             &json!({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "1"}}}]}}),

@@ -182,7 +182,7 @@ fn types_are_explained() {
 
 #[test]
 fn all_errors_come_at_once_in_the_order_of_the_file() {
-    let text = "apiVersion: v1\nkind: Pod\nmetadata: {name: Web}\nspec:\n  restartPolicy: Sometimes\n  containers:\n  - name: a\n  - name: a\n    image: x\n    livenessProbe: {exec: {command: [x]}}\n";
+    let text = "apiVersion: v1\nkind: Pod\nmetadata: {name: Web}\nspec:\n  restartPolicy: Sometimes\n  containers:\n  - name: a\n  - name: a\n    image: x\n    volumeDevices: [{name: a, devicePath: /dev/a}]\n";
     let error = error_of(text).to_string();
     let lines: Vec<_> =
         error.lines().map(|line| line.split(": ").take(2).collect::<Vec<_>>().join(" ")).collect();
@@ -193,7 +193,7 @@ fn all_errors_come_at_once_in_the_order_of_the_file() {
             "web.yaml:5:18 spec.restartPolicy",
             "web.yaml:7:5 spec.containers[0].image",
             "web.yaml:8:11 spec.containers[1].name",
-            "web.yaml:10:21 spec.containers[1].livenessProbe.exec",
+            "web.yaml:10:5 spec.containers[1].volumeDevices",
         ],
         "{error}"
     );
@@ -352,18 +352,6 @@ fn probes_are_checked() {
 
 #[test]
 fn what_cannot_be_done_yet_is_refused() {
-    check_container(
-        "livenessProbe: {exec: {command: [x]}}",
-        "8:21: spec.containers[0].livenessProbe.exec: beelet can't do this yet (probes by command); take it out",
-    );
-    check_container(
-        "startupProbe: {grpc: {port: 80}}",
-        "8:20: spec.containers[0].startupProbe.grpc: beelet can't do this yet (probes by gRPC); take it out",
-    );
-    check_container(
-        "livenessProbe: {httpGet: {port: 80, scheme: HTTPS}}",
-        "8:49: spec.containers[0].livenessProbe.httpGet.scheme: beelet can't do this yet (probes by HTTPS); take it out",
-    );
     check_container(
         "lifecycle: {stopSignal: SIGINT}",
         "8:17: spec.containers[0].lifecycle.stopSignal: beelet can't do this yet (stop signals); take it out",

@@ -1,0 +1,142 @@
+//! When to look at what next: one ordered set of deadlines for all probes of the node.
+//!
+//! Probes that the kernel answers cost a fraction of a microsecond each, so what they cost together is how often the
+//! agent wakes up for them: their looks are put on a grid of a tenth of their period (at most 100 ms), and all that
+//! are due together are asked together. The grid moves a probe's first look, not the time between its looks.
+
+use std::{
+    collections::BTreeSet,
+    hash::{DefaultHasher, Hash, Hasher},
+    time::Duration,
+};
+
+/// A probe, for as long as the agent runs.
+pub(super) type Id = u64;
+
+/// The coarsest grid.
+const COARSEST: Duration = Duration::from_millis(100);
+/// Looks on the grid in one period.
+const PER_PERIOD: u32 = 10;
+
+/// The deadlines, on the clock of `policy::probe`.
+#[derive(Debug, Default)]
+pub(super) struct Timetable {
+    due: BTreeSet<(Duration, Id)>,
+}
+
+impl Timetable {
+    /// Puts a probe at `at`, instead of where it is (`place`, which is brought up to date).
+    pub(super) fn set(&mut self, id: Id, place: &mut Option<Duration>, at: Duration) {
+        if let Some(before) = place.replace(at) {
+            self.due.remove(&(before, id));
+        }
+        self.due.insert((at, id));
+    }
+
+    /// Takes a probe out.
+    pub(super) fn remove(&mut self, id: Id, place: &mut Option<Duration>) {
+        if let Some(before) = place.take() {
+            self.due.remove(&(before, id));
+        }
+    }
+
+    /// The next deadline.
+    pub(super) fn next(&self) -> Option<Duration> {
+        self.due.first().map(|(at, _)| *at)
+    }
+
+    /// Takes out what is due, in order.
+    pub(super) fn take(&mut self, now: Duration) -> Vec<Id> {
+        let later = self.due.split_off(&(now + Duration::from_nanos(1), 0));
+        std::mem::replace(&mut self.due, later).into_iter().map(|(_, id)| id).collect()
+    }
+}
+
+/// The first point of the grid for `period` that isn't before `at`.
+pub(super) fn on_grid(at: Duration, period: Duration) -> Duration {
+    let step = (period / PER_PERIOD).clamp(Duration::from_millis(1), COARSEST).as_nanos();
+    let points = at.as_nanos().div_ceil(step);
+    Duration::from_nanos(u64::try_from(points * step).unwrap_or(u64::MAX))
+}
+
+/// Spreads probes evenly through their period: always the same moment for the same probe.
+pub(super) fn phase(of: &impl Hash, period: Duration) -> Duration {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    let millis = u64::try_from(period.as_millis()).unwrap_or(u64::MAX).max(1);
+    Duration::from_millis(hasher.finish() % millis)
+}
+
+/// The next of the moments `from + n * period` that is after `now`.
+pub(super) fn following(from: Duration, period: Duration, now: Duration) -> Duration {
+    if now < from {
+        return from;
+    }
+    let missed = (now - from).as_nanos() / period.as_nanos().max(1);
+    let ahead = period.saturating_mul(u32::try_from(missed + 1).unwrap_or(u32::MAX));
+    from.saturating_add(ahead).max(now)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn millis(n: u64) -> Duration {
+        Duration::from_millis(n)
+    }
+
+    #[test]
+    fn what_is_due_comes_once_and_in_order() {
+        let mut table = Timetable::default();
+        let mut places = [None; 4];
+        for (id, at) in [(0, 30), (1, 10), (2, 20), (3, 40)] {
+            table.set(id, &mut places[id as usize], millis(at));
+        }
+        table.set(0, &mut places[0], millis(5));
+        table.remove(2, &mut places[2]);
+        assert_eq!(table.next(), Some(millis(5)));
+        assert_eq!(table.take(millis(10)), [0, 1]);
+        assert_eq!(table.take(millis(10)), [] as [Id; 0]);
+        assert_eq!(table.due.iter().copied().collect::<Vec<_>>(), [(millis(40), 3)]);
+    }
+
+    #[test]
+    fn the_grid_is_a_tenth_of_the_period_and_keeps_the_time_between_looks() {
+        let check = |at, period, expect| {
+            assert_eq!(on_grid(millis(at), millis(period)), millis(expect), "{at} {period}")
+        };
+        check(1, 100, 10);
+        check(110, 100, 110);
+        check(1, 1000, 100);
+        check(1, 60_000, 100);
+        check(1, 10, 1);
+        let mut at = on_grid(millis(1234), millis(100));
+        for _ in 0..10 {
+            let next = on_grid(at + millis(100), millis(100));
+            assert_eq!(next - at, millis(100));
+            at = next;
+        }
+    }
+
+    #[test]
+    fn a_late_look_does_not_move_the_ones_after_it() {
+        assert_eq!(following(millis(100), millis(50), millis(100)), millis(150));
+        assert_eq!(following(millis(100), millis(50), millis(149)), millis(150));
+        assert_eq!(following(millis(100), millis(50), millis(320)), millis(350));
+        assert_eq!(following(millis(100), millis(50), millis(20)), millis(100));
+    }
+
+    #[test]
+    fn phases_spread_probes_through_their_period() {
+        let period = millis(1000);
+        let mut slots = [0_u32; 10];
+        for probe in 0..1000_u32 {
+            let at = phase(&("pod", probe), period);
+            assert!(at < period);
+            slots[usize::try_from(at.as_millis() / 100).unwrap()] += 1;
+        }
+        let most = slots.into_iter().max().unwrap();
+        // k/k 52154 and 102064: bursts of probes. The busiest tenth has less than half more than the mean.
+        assert!(most <= 150, "{slots:?}");
+    }
+}
