@@ -248,6 +248,52 @@ fn critical_pods_are_ranked_but_never_go() {
     check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500)], "CRITICAL -> none");
 }
 
+/// Who goes at once, of pods `(MiB in use or -1 for unknown, critical)`, for so much that is missing.
+fn check_victims(pods: &[(i64, bool)], missing: i64, expectation: &[usize]) {
+    let pod: Pod =
+        serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": {"containers": []}})).unwrap();
+    let candidates: Vec<Candidate<'_>> = pods
+        .iter()
+        .map(|(used, critical)| Candidate {
+            demand: PodDemand::read(&pod).unwrap(),
+            priority: 0,
+            critical: *critical,
+            usage: u64::try_from(*used)
+                .ok()
+                .map(|bytes| PodUsage { memory_working_set_bytes: bytes, ..PodUsage::default() }),
+        })
+        .collect();
+    let ranked: Vec<usize> = (0..pods.len()).collect();
+    let layout = DiskLayout::Single;
+    let chosen = victims(Signal::MemoryAvailable, layout, &ranked, &candidates, units(missing));
+    assert_eq!(chosen, expectation, "{pods:?} for {missing}");
+}
+
+#[test]
+fn as_many_go_at_once_as_it_takes() {
+    check_victims(&[(50, false), (40, false), (30, false)], 50, &[0]);
+    check_victims(&[(50, false), (40, false), (30, false)], 51, &[0, 1]);
+    check_victims(&[(50, false), (40, false), (30, false)], 1000, &[0, 1, 2]);
+    check_victims(&[(500, true), (40, false), (30, false)], 50, &[1, 2]);
+    check_victims(&[(50, false)], 0, &[0]);
+    check_victims(&[(0, false), (0, false), (7, false)], 5, &[0, 2]);
+    check_victims(&[(500, true)], 5, &[]);
+    // What a pod without statistics frees must be seen first.
+    check_victims(&[(-1, false), (40, false)], 50, &[0]);
+    check_victims(&[(10, false), (-1, false), (40, false)], 50, &[0]);
+}
+
+#[test]
+fn what_is_missing_includes_the_minimum_reclaim() {
+    let more = ThresholdValue::min_reclaim("50").unwrap();
+    let seen = Observation { available: units(80), capacity: units(1000) };
+    let plain = threshold(Signal::MemoryAvailable, "100");
+    assert_eq!(deficit(&plain, &seen), units(20));
+    assert_eq!(deficit(&Threshold { min_reclaim: Some(more), ..plain.clone() }, &seen), units(70));
+    let enough = Observation { available: units(180), capacity: units(1000) };
+    assert_eq!(deficit(&plain, &enough), units(0));
+}
+
 #[test]
 fn which_bytes_count_depends_on_the_disks() {
     let usage = PodUsage { rootfs_bytes: 1, logs_bytes: 10, volumes_bytes: 100, ..PodUsage::default() };

@@ -126,7 +126,7 @@ impl Eviction {
             return;
         }
         // What a pod's end has freed must be seen first.
-        if self.gone_at.is_some_and(|gone| self.board.read_at(signal).is_none_or(|read| read < gone)) {
+        if self.gone_at.is_some_and(|gone| self.board.read_at(signal).is_none_or(|read| read <= gone)) {
             return;
         }
         let pods = self.pods().await;
@@ -167,7 +167,7 @@ impl Eviction {
             ReclaimState::Running { since } => return since.elapsed() < RECLAIM_PATIENCE,
             ReclaimState::Done { at } if at.elapsed() < RECLAIMED => {
                 // What it freed must be seen first.
-                return self.board.read_at(signal).is_none_or(|read| read < at);
+                return self.board.read_at(signal).is_none_or(|read| read <= at);
             }
             ReclaimState::Done { .. } | ReclaimState::Never => {}
         }

@@ -229,7 +229,7 @@ impl Drop for Node {
 }
 
 fn hard() -> Vec<Threshold> {
-    vec![threshold(Signal::MemoryAvailable, "100Mi", 0), threshold(Signal::NodeFsAvailable, "10%", 0)]
+    vec![threshold(Signal::MemoryAvailable, "100Mi", 0), threshold(Signal::NodeFsAvailable, "100Mi", 0)]
 }
 
 fn three() -> [(&'static str, Value, i64); 3] {
