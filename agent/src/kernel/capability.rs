@@ -185,10 +185,13 @@ pub fn programs() -> impl Iterator<Item = ProgramInfo> {
     PROGRAMS.iter().map(info).chain([pins, check])
 }
 
+/// What stands in for all that knows of listeners.
+const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
+
 /// What stands in when no program is there at all: those that stand in for each other don't.
 fn off_fallback(program: &Program) -> &'static str {
     match program.name {
-        LISTENER_STATE | "listener_socket" => "connect() for TCP probes, sock_diag, relist",
+        LISTENER_STATE | "listener_socket" => OFF_FALLBACK,
         _ => program.fallback,
     }
 }

@@ -168,6 +168,7 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
         p99: ratio,
         bound: OVER_BARE,
         ok: ratio <= OVER_BARE,
+        compare: std::collections::BTreeMap::new(),
     })
 }
 
