@@ -6,7 +6,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
+pub mod apply;
 pub mod bpf;
+pub mod delete;
 pub mod describe;
 pub mod devices;
 pub mod doctor;

@@ -8,8 +8,8 @@
 mod bpf_log;
 mod btf;
 mod capability;
-mod dead;
 mod check;
+mod dead;
 mod edges;
 mod inspect;
 mod listeners;

@@ -388,7 +388,11 @@ impl Node {
             early: &self.metrics.alive,
         })
         .await?;
-        let _ = slot.set((devices.clone(), facts::node_resources(&self.config, alive.admission.resources())));
+        let resources = facts::node_resources(&self.config, alive.admission.resources());
+        let _ = late.devices.set((devices.clone(), resources));
+        let desired = self.manifests(&working).await;
+        let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
+        let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
         let manager = Manager::new(manager::Parts {
             launcher: Arc::clone(&launcher),
             runtime_name: self.version.runtime_name.clone(),

@@ -79,6 +79,7 @@ impl Place {
             pin_name: "beelet".to_owned(),
             cgroup: self.cgroup.dir("unified").context("no cgroup2 hierarchy")?,
             mode,
+            thresholds: beelet::kernel::Thresholds::default(),
             object: None,
         }))
     }
