@@ -35,7 +35,7 @@ impl Hints {
             let watches = inotify.watches();
             Ok((watches, inotify.into_event_stream(vec![0; BUFFER])?))
         });
-        let inotify = opened.inspect_err(|error| trouble(error)).ok();
+        let inotify = opened.inspect_err(trouble).ok();
         Self { cgroups, watched: HashSet::new(), inotify }
     }
 

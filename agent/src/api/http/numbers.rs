@@ -74,8 +74,10 @@ fn families(text: &str, wanted: impl Fn(&str) -> bool) -> String {
 
 /// A metric: name, kind, meaning.
 type Metric = (&'static str, Kind, &'static str);
+/// A metric, and where its value comes from.
+type Of<T, V> = (Metric, fn(&T) -> V);
 
-const NETWORK: [(Metric, fn(&Net) -> u64); 8] = {
+const NETWORK: [Of<Net, u64>; 8] = {
     use Kind::Counter;
     [
         (("container_network_receive_bytes_total", Counter, "Bytes received"), |net| net.rx_bytes),
@@ -169,7 +171,7 @@ fn cadvisor_labels<'a>(
     ]
 }
 
-const RESOURCE_CONTAINER: [(Metric, fn(&Reading) -> Option<f64>); 3] = {
+const RESOURCE_CONTAINER: [Of<Reading, Option<f64>>; 3] = {
     use Kind::{Counter, Gauge};
     [
         (
@@ -185,7 +187,7 @@ const RESOURCE_CONTAINER: [(Metric, fn(&Reading) -> Option<f64>); 3] = {
         }),
     ]
 };
-const RESOURCE_POD: [(Metric, fn(&Reading) -> Option<f64>); 3] = {
+const RESOURCE_POD: [Of<Reading, Option<f64>>; 3] = {
     use Kind::{Counter, Gauge};
     [
         (("pod_cpu_usage_seconds_total", Counter, "CPU time used by the pod, in seconds"), |reading| {
@@ -199,7 +201,7 @@ const RESOURCE_POD: [(Metric, fn(&Reading) -> Option<f64>); 3] = {
         }),
     ]
 };
-const RESOURCE_NODE: [(Metric, fn(&NodePressure) -> f64); 2] = {
+const RESOURCE_NODE: [Of<NodePressure, f64>; 2] = {
     use Kind::{Counter, Gauge};
     [
         (
