@@ -35,7 +35,7 @@ const SCRAPE: Duration = Duration::from_secs(15);
 pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for (pods, cpu, memory, names) in SIZES {
-        let step = Step::start(&format!("footprint: observe with {pods} pods"));
+        let step = Step::start(format!("footprint: observe with {pods} pods"));
         let node = Node::start(binary, pods)?;
         let long = if quick { SCRAPE / 2 } else { 4 * SCRAPE };
         step.detail("nobody looks");
