@@ -35,7 +35,7 @@ fn large_logs_are_rotated_compressed_and_bounded_and_none_of_the_last_lines_is_l
     });
     let chatter = "i=0; while true; do i=$((i+1)); echo line $i of many that fill the log; test $((i % 100)) -eq 0 && sleep 0.5; done";
     node.apply(&script("chatter", chatter));
-    let pod = node.wait("chatter", "to run", |pod| pod.ready());
+    let pod = node.wait("chatter", "to run", beelet_tests::pods::PodView::ready);
     let folder = node.pod_logs(&pod).join("main");
     let names = || {
         let mut names: Vec<String> =
@@ -75,7 +75,7 @@ fn logs_are_followed_to_the_containers_end_and_those_of_the_one_before_are_kept(
     pod["spec"]["restartPolicy"] = json!("Always");
     pod["spec"]["containers"].as_array_mut().unwrap().push(container("other", "echo other; sleep 1000"));
     node.apply(&pod);
-    node.wait("web", "to run", |pod| pod.ready());
+    node.wait("web", "to run", beelet_tests::pods::PodView::ready);
     let mut follow = node.agent.cli(&["logs", "-f", "web"]).stdout(Stdio::piped()).spawn().unwrap();
     let (code, _, error) = node.cli(&["exec", "web", "--", "touch", "/tmp/go"]);
     assert_eq!(code, Some(0), "{error}");
@@ -105,7 +105,7 @@ fn commands_run_in_containers_with_their_streams_and_their_exit_codes() {
     on_every_containerd(|containerd| {
         let node = Node::on(containerd, |options| options);
         node.apply(&script("box", "sleep 1000"));
-        node.wait("box", "to run", |pod| pod.ready());
+        node.wait("box", "to run", beelet_tests::pods::PodView::ready);
         let (code, out, error) =
             node.cli(&["exec", "box", "--", "/bin/sh", "-c", "echo out; echo err >&2; exit 7"]);
         assert_eq!((code, out.as_str(), error.as_str()), (Some(7), "out\n", "err\n"));
@@ -143,7 +143,7 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
         let mut pod = script("web", "cat /conf/color; sleep 1000");
         pod["spec"]["volumes"] = json!([{"name": "conf", "configMap": {"name": "conf"}}]);
         pod["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "conf", "mountPath": "/conf"}]);
-        let map = e2e::object("ConfigMap", "conf", json!({ "color": value }));
+        let map = e2e::object("ConfigMap", "conf", &json!({ "color": value }));
         format!("# both\n{map}\n---\n{pod}\n")
     };
     let apply = |text: &str| {
@@ -152,7 +152,7 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
     };
     let (code, out, error) = apply(&text("red"));
     assert_eq!((code, out.as_str()), (Some(0), "configmap/conf created\npod/web created\n"), "{error}");
-    node.wait("web", "to run", |pod| pod.ready());
+    node.wait("web", "to run", beelet_tests::pods::PodView::ready);
     let (_, out, _) = apply(&text("blue"));
     assert_eq!(out, "configmap/conf configured\npod/web unchanged\n");
     let broken = text("red").replace("\"kind\":\"Pod\"", "\"kind\":\"Pud\"");
@@ -164,7 +164,7 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
     assert!(node.agent.look(|watch| watch.pod("web").is_none()).unwrap(), "it waits until the pod is gone");
     let kept = node.agent.manifests().join("web.yaml.bak");
     fs::rename(&kept, node.agent.manifests().join("web.yaml")).unwrap();
-    node.wait("web", "to run again", |pod| pod.ready());
+    node.wait("web", "to run again", beelet_tests::pods::PodView::ready);
     let (code, _, error) = node.cli(&["delete", "pod", "web-testnode"]);
     assert_eq!(code, Some(0), "{error}");
     let (code, _, error) = node.cli(&["delete", "configmap", "conf"]);

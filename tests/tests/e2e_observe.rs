@@ -70,7 +70,8 @@ impl Observer {
 
     fn wait<T>(&self, what: &str, condition: impl FnMut() -> Result<T, String>) -> T {
         wait_for(what, PATIENCE, condition)
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", workdir::read(&self.log).unwrap_or_default()))
+            .inspect_err(|_| eprintln!("{}", workdir::read(&self.log).unwrap_or_default()))
+            .unwrap()
     }
 
     /// The container of this pod, once it was read and has rates.

@@ -26,8 +26,8 @@ fn every_kind_of_volume_shows_what_it_should_and_goes_with_its_pod() {
     let host = node.agent.dir().join("host");
     fs::create_dir(&host).unwrap();
     fs::write(host.join("given"), "from the machine\n").unwrap();
-    node.apply(&object("ConfigMap", "conf", json!({"color": "red", "shape": "round"})));
-    node.apply(&object("Secret", "word", json!({"pass": "sesame"})));
+    node.apply(&object("ConfigMap", "conf", &json!({"color": "red", "shape": "round"})));
+    node.apply(&object("Secret", "word", &json!({"pass": "sesame"})));
     let main = "
         id -u; id -G
         echo disk > /disk/a && stat -c 'disk %a %g' /disk/a /disk
@@ -134,7 +134,7 @@ fn every_kind_of_volume_shows_what_it_should_and_goes_with_its_pod() {
 fn a_changed_config_map_is_seen_by_the_pods_that_run() {
     require!(containerd);
     let mut node = Node::start(|options| options);
-    node.apply(&object("ConfigMap", "conf", json!({"color": "red"})));
+    node.apply(&object("ConfigMap", "conf", &json!({"color": "red"})));
     let watch = "while true; do cat /conf/color; echo; sleep 0.1; done";
     let pod = with_volumes(
         script("watcher", watch),
@@ -142,18 +142,18 @@ fn a_changed_config_map_is_seen_by_the_pods_that_run() {
         json!([{"name": "conf", "mountPath": "/conf"}]),
     );
     node.apply(&pod);
-    let pod = node.wait("watcher", "to run", |pod| pod.ready());
+    let pod = node.wait("watcher", "to run", beelet_tests::pods::PodView::ready);
     let log = node.log_path(&pod, "main", 0);
     node.wait_file(&log, |text| text.contains(" red\n"));
-    node.apply(&object("ConfigMap", "conf", json!({"color": "blue"})));
+    node.apply(&object("ConfigMap", "conf", &json!({"color": "blue"})));
     node.wait_file(&log, |text| text.contains(" blue\n"));
     // What changes while the agent is away is shown when it is back.
     node.agent.kill9();
-    node.apply(&object("ConfigMap", "conf", json!({"color": "green"})));
+    node.apply(&object("ConfigMap", "conf", &json!({"color": "green"})));
     node.agent.resume().unwrap();
     let text = node.wait_file(&log, |text| text.contains(" green\n"));
     assert!(text.lines().all(|line| !line.ends_with(" F ")), "never half a change:\n{text}");
-    let after = node.wait("watcher", "to run", |pod| pod.ready());
+    let after = node.wait("watcher", "to run", beelet_tests::pods::PodView::ready);
     assert_eq!((after.restarts(), after.uid()), (0, pod.uid()));
 }
 
@@ -170,10 +170,10 @@ fn a_pod_waits_for_the_objects_that_it_needs() {
         json!([{"name": "PASS", "valueFrom": {"secretKeyRef": {"name": "word", "key": "pass"}}}]);
     node.apply(&pod);
     node.wait("waiter", "to be pending", |pod| pod.phase() == "Pending");
-    node.apply(&object("ConfigMap", "conf", json!({"color": "red"})));
+    node.apply(&object("ConfigMap", "conf", &json!({"color": "red"})));
     let message = node.waiting("waiter", "main", "CreateContainerConfigError");
     assert!(message.contains("there is no Secret default/word"), "{message}");
-    node.apply(&object("Secret", "word", json!({"pass": "sesame"})));
+    node.apply(&object("Secret", "word", &json!({"pass": "sesame"})));
     check_lines(&node.output("waiter"), &["red", "sesame"]);
 }
 
@@ -239,7 +239,7 @@ fn mounts_spread_between_the_machine_and_privileged_containers_as_they_say() {
     );
     maker["spec"]["containers"][0]["securityContext"] = json!({"privileged": true});
     node.apply(&maker);
-    let pod = node.wait("maker", "to run", |pod| pod.ready());
+    let pod = node.wait("maker", "to run", beelet_tests::pods::PodView::ready);
     node.wait_file(&node.log_path(&pod, "main", 0), |text| text.contains(" mounted"));
     assert!(shared.join("inner/seen").exists(), "the machine sees it");
     let reader = with_volumes(

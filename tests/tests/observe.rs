@@ -81,9 +81,8 @@ impl Node {
                 }
             }
         };
-        tokio::time::timeout(PATIENCE, seen)
-            .await
-            .unwrap_or_else(|_| panic!("waited for {expected:?}\n{}", self.cri.transcript()));
+        let waited = tokio::time::timeout(PATIENCE, seen).await;
+        assert!(waited.is_ok(), "waited for {expected:?}\n{}", self.cri.transcript());
     }
 }
 

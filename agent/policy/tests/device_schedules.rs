@@ -171,7 +171,7 @@ impl Node {
                 Err(_) => break false,
                 Ok(Next::Done) => break true,
                 Ok(Next::Free) => {
-                    self.devices.free_inactive(|other| other == uid || self.alive.contains_key(other))
+                    self.devices.free_inactive(|other| other == uid || self.alive.contains_key(other));
                 }
                 Ok(Next::Ask { question, .. }) => {
                     let preferred: Vec<String> = (0..8)

@@ -236,7 +236,7 @@ impl Admission {
         if only_memory && (!best_effort || tolerates_memory_pressure(pod)) {
             return None;
         }
-        let names: Vec<String> = conditions.iter().map(|condition| condition.to_string()).collect();
+        let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
         let message = format!("Pod was rejected: The node had condition: [{}]", names.join(" "));
         Some(Rejection { reason: EVICTED.to_owned(), message })
     }

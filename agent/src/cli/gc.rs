@@ -92,7 +92,7 @@ fn images(collected: &proto::CollectImagesResponse, dry_run: bool) -> String {
     } else {
         &["IMAGE", "ID", "SIZE", "FREED", "REASON"]
     };
-    let mut text = table(titles, collected.images.iter().map(row).collect());
+    let mut text = table(titles, &collected.images.iter().map(row).collect::<Vec<_>>());
     collected.why.iter().for_each(|sentence| text += &format!("{sentence}\n"));
     let (count, freed) = (collected.images.len(), size(collected.freed_bytes));
     let noun = if count == 1 { "image" } else { "images" };
@@ -114,7 +114,7 @@ fn containers(collected: &proto::CollectContainersResponse, dry_run: bool) -> St
     };
     let text = table(
         &["NAMESPACE", "POD", "CONTAINER", "ATTEMPT", "ID"],
-        collected.containers.iter().map(row).collect(),
+        &collected.containers.iter().map(row).collect::<Vec<_>>(),
     );
     let verb = if dry_run { "would be removed" } else { "removed" };
     let (containers, sandboxes) = (collected.containers.len(), collected.sandboxes.len());
@@ -122,7 +122,7 @@ fn containers(collected: &proto::CollectContainersResponse, dry_run: bool) -> St
 }
 
 /// Nothing at all for no rows.
-fn table(titles: &'static [&'static str], rows: Vec<Vec<String>>) -> String {
+fn table(titles: &'static [&'static str], rows: &[Vec<String>]) -> String {
     if rows.is_empty() {
         return String::new();
     }

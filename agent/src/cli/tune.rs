@@ -119,7 +119,7 @@ fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
             .map(|cell| or_none(cell))
             .to_vec()
     });
-    text + &table(HELD, rows.collect())
+    text + &table(HELD, &rows.collect::<Vec<_>>())
 }
 
 fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
@@ -143,10 +143,10 @@ fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
             reason,
         ]
     });
-    table(STEPS, rows.collect())
+    table(STEPS, &rows.collect::<Vec<_>>())
 }
 
-fn table(titles: &'static [&'static str], rows: Vec<Vec<String>>) -> String {
+fn table(titles: &'static [&'static str], rows: &[Vec<String>]) -> String {
     let mut columns = Columns::new(titles);
     rows.iter().for_each(|row| columns.fit(row));
     let mut text = columns.header();

@@ -97,7 +97,7 @@ async fn changed(events: &mut std::io::Result<EventStream<Vec<u8>>>) {
     {
         return; // whatever it says, the folder is read again
     }
-    std::future::pending().await
+    std::future::pending::<()>().await;
 }
 
 struct Registry {

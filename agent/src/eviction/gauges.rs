@@ -77,7 +77,7 @@ impl Gauge {
             if problem != trouble {
                 match &problem {
                     Some(error) => {
-                        warn!(gauge = self.name, error, "a number is not to be had; it is taken for none")
+                        warn!(gauge = self.name, error, "a number is not to be had; it is taken for none");
                     }
                     None => info!(gauge = self.name, "the numbers are there again"),
                 }

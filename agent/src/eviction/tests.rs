@@ -63,6 +63,9 @@ fn gauge(name: &'static str, signal: Signal, dial: &Dial) -> Gauge {
     })
 }
 
+/// What giving back does.
+type OnReclaim = Arc<Mutex<Option<Box<dyn Fn() + Send + Sync>>>>;
+
 /// A node of plain folders: its dials, its pods, and what eviction asked for.
 struct Node {
     memory: Dial,
@@ -72,7 +75,7 @@ struct Node {
     conditions: watch::Receiver<Conditions>,
     reclaims: Arc<AtomicUsize>,
     /// What giving back does.
-    on_reclaim: Arc<Mutex<Option<Box<dyn Fn() + Send + Sync>>>>,
+    on_reclaim: OnReclaim,
     hints: Hints,
     metrics: Metrics,
     dir: tempfile::TempDir,
@@ -104,7 +107,7 @@ impl Node {
         let (requests_out, requests) = mpsc::channel(64);
         let (conditions_out, conditions) = watch::channel(Conditions::new());
         let reclaims = Arc::new(AtomicUsize::new(0));
-        let on_reclaim: Arc<Mutex<Option<Box<dyn Fn() + Send + Sync>>>> = Arc::default();
+        let on_reclaim: OnReclaim = Arc::default();
         let (counted, effect) = (Arc::clone(&reclaims), Arc::clone(&on_reclaim));
         let reclaimer: Reclaimer = Arc::new(move |_| {
             counted.fetch_add(1, Ordering::Relaxed);

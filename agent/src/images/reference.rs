@@ -52,8 +52,7 @@ pub(super) fn parse(image: &str) -> Result<Reference<'_>, String> {
 fn is_component(part: &str) -> bool {
     let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
     let bytes = part.as_bytes();
-    let ends =
-        bytes.first().is_some_and(|b| alphanumeric(b)) && bytes.last().is_some_and(|b| alphanumeric(b));
+    let ends = bytes.first().is_some_and(&alphanumeric) && bytes.last().is_some_and(alphanumeric);
     let separators = part.split(|c: char| c.is_ascii_lowercase() || c.is_ascii_digit());
     ends && separators
         .filter(|separator| !separator.is_empty())

@@ -42,7 +42,7 @@ impl Measures {
     /// The kernel refused to read a map.
     pub fn snapshot(&self) -> Result<BTreeMap<u64, Counters>, KernelError> {
         let mut found = BTreeMap::new();
-        for entry in self.maps.containers.iter() {
+        for entry in &self.maps.containers {
             // Where a key is removed under the walk, the kernel begins again: some come twice.
             let (key, cpus) = entry.map_err(|error| KernelError::map("CONTAINERS", &error))?;
             found.insert(key.cgroup_id, sum(&cpus));

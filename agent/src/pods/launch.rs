@@ -384,7 +384,7 @@ fn credentials(pod: &core::Pod, image: &str, objects: &Objects) -> Result<Vec<cr
         match objects.secret(namespace, &reference.name) {
             Some(secret) => secrets.push(secret),
             None => {
-                tracing::warn!(pod = %PodName::of(pod), "{}", env::missing("Secret", namespace, &reference.name))
+                tracing::warn!(pod = %PodName::of(pod), "{}", env::missing("Secret", namespace, &reference.name));
             }
         }
     }

@@ -540,7 +540,7 @@ impl Manager {
             }
             Request::Probe(update) => self.on_probe(&update),
             Request::Fail { uid, reason, message, grace } => {
-                self.fail(&uid, Failure::new(reason, message, grace));
+                self.fail(&uid, &Failure::new(reason, message, grace));
             }
             Request::Retry { uid } => self.retry(&uid),
             Request::Exited { uid, status } => self.on_exited(&uid, *status),

@@ -21,7 +21,7 @@ const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 /// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers, where
 /// `resizePolicy` doesn't ask for a restart. Its QoS class may not change, nor may an amount come or go.
 pub(super) fn shape(pod: &Pod) -> String {
-    let class = qos_class(pod).map(|class| class.as_str()).unwrap_or_default();
+    let class = qos_class(pod).map(beelet_policy::qos::QosClass::as_str).unwrap_or_default();
     let mut rest = pod.clone();
     rest.status = None;
     // Which manifest it is, and when it was read, goes with its content.

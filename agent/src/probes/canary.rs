@@ -43,7 +43,7 @@ pub(super) async fn send(
         let last = Instant::now() >= deadline;
         // A connection that the application has closed, or written to, it had accepted.
         let mut byte = [0; 1];
-        let heard = matches!(stream.try_read(&mut byte), Ok(_));
+        let heard = stream.try_read(&mut byte).is_ok();
         match checker.look(&[target]) {
             _ if heard => return Answer::success(format!("the application accepted a canary at {address}")),
             Ok(found) => match found.first().copied().unwrap_or(Found::Nothing) {

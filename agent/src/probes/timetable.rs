@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn the_grid_is_a_tenth_of_the_period_and_keeps_the_time_between_looks() {
         let check = |at, period, expect| {
-            assert_eq!(on_grid(millis(at), millis(period)), millis(expect), "{at} {period}")
+            assert_eq!(on_grid(millis(at), millis(period)), millis(expect), "{at} {period}");
         };
         check(1, 100, 10);
         check(110, 100, 110);

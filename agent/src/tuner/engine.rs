@@ -133,7 +133,7 @@ impl Engine {
         } else {
             self.advise(decision.state, decision.steps);
         }
-        self.metrics.hold(self.state.held.keys().map(|knob| &knob.kind));
+        self.metrics.hold(&self.state.held.keys().map(|knob| &knob.kind));
         self.view(decision.findings, seen.supports, now)
     }
 
@@ -146,7 +146,7 @@ impl Engine {
             warn!(%error, "the tuner's journal can't be kept; what it set is put back once more at the next start");
         }
         self.metrics.restored.inc_by(restored as u64);
-        self.metrics.hold(self.state.held.keys().map(|knob| &knob.kind));
+        self.metrics.hold(&self.state.held.keys().map(|knob| &knob.kind));
         restored
     }
 

@@ -116,7 +116,7 @@ impl Journal {
                     }
                     Err(error) => {
                         warn!(%error, "a setting of the tuner can't be put back now; it is tried again at the next \
-                        start")
+                        start");
                     }
                 }
             }

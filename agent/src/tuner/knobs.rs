@@ -14,7 +14,7 @@ pub(super) struct Setting {
 }
 
 impl Setting {
-    fn new(file: &'static str, value: impl ToString) -> Self {
+    fn new(file: &'static str, value: &impl ToString) -> Self {
         Self { file, value: Some(value.to_string()) }
     }
 }
@@ -29,21 +29,21 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
     match knob.kind {
         // While a cgroup is idle the kernel refuses a weight, and it forgets the one there was (kernel/sched/fair.c,
         // `sched_group_set_idle`): it is written again once the cgroup is not idle any more, and so comes after it.
-        KnobKind::Idle => vec![Setting::new("cpu.idle", value), Setting { file: weight, value: None }],
-        KnobKind::Weight => vec![Setting::new(weight, if v2 { 1 } else { 2 })],
+        KnobKind::Idle => vec![Setting::new("cpu.idle", &value), Setting { file: weight, value: None }],
+        KnobKind::Weight => vec![Setting::new(weight, if v2 { &1 } else { &2 })],
         KnobKind::CpuCap => {
             let quota = |period: u64| (value * period / 1000).max(SHORTEST_QUOTA);
             let number = |file| cgroups.read(&knob.cgroup, file).and_then(|text| text.parse::<u64>().ok());
             if v2 {
                 let period = cgroups.owners_value(&knob.cgroup, "cpu.max");
                 let period = period.and_then(|max| max.split(' ').nth(1)?.parse().ok()).unwrap_or(100_000);
-                vec![Setting::new("cpu.max", format!("{} {period}", quota(period)))]
+                vec![Setting::new("cpu.max", &format!("{} {period}", quota(period)))]
             } else {
-                vec![Setting::new("cpu.cfs_quota_us", quota(number("cpu.cfs_period_us").unwrap_or(100_000)))]
+                vec![Setting::new("cpu.cfs_quota_us", &quota(number("cpu.cfs_period_us").unwrap_or(100_000)))]
             }
         }
-        KnobKind::MemoryHigh => vec![Setting::new("memory.high", value)],
-        KnobKind::Burst => vec![Setting::new(burst_file(cgroups), value)],
+        KnobKind::MemoryHigh => vec![Setting::new("memory.high", &value)],
+        KnobKind::Burst => vec![Setting::new(burst_file(cgroups), &value)],
     }
 }
 

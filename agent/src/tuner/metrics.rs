@@ -63,7 +63,7 @@ impl Metrics {
         self.overwritten.get_or_create(&OfKnob { knob: kind.as_str() }).inc();
     }
 
-    pub(super) fn hold<'a>(&self, held: impl Iterator<Item = &'a KnobKind> + Clone) {
+    pub(super) fn hold<'a>(&self, held: &(impl Iterator<Item = &'a KnobKind> + Clone)) {
         for kind in KINDS {
             let count = held.clone().filter(|one| **one == kind).count();
             let gauge = self.held.get_or_create(&OfKnob { knob: kind.as_str() });

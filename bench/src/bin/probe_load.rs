@@ -207,7 +207,7 @@ impl Drop for Probing {
 }
 
 /// A host network pod with one readiness probe.
-fn pod(number: usize, probe: Value, annotation: &str) -> Value {
+fn pod(number: usize, probe: &Value, annotation: &str) -> Value {
     json!({
         "metadata": {
             "name": format!("p{number}"), "namespace": "default", "uid": format!("u{number}"),
@@ -239,7 +239,7 @@ fn cost(place: &Place, kind: &str, number: usize, period: u64, seconds: u64) -> 
             "exec" => json!({ "exec": { "command": ["true"] } }),
             _ => json!({ "tcpSocket": { "port": port } }),
         };
-        pod(index, probe, &annotation)
+        pod(index, &probe, &annotation)
     });
     let kernel = place.kernel(if kind == "kernel" { Mode::Auto } else { Mode::Off })?;
     let _probing = Probing::start(kernel, kind == "kernel", cri.as_ref(), pods.collect())?;
@@ -292,7 +292,7 @@ fn latencies(place: &Place, mode: &str, rounds: usize, kill: bool) -> Result<()>
         let probe = json!({ "tcpSocket": { "port": port }, "failureThreshold": 1 });
         let annotation = if kill && mode == "kernel" { "" } else { "period=1s timeout=1s" };
         let kernel = place.kernel(if mode == "kernel" { Mode::Auto } else { Mode::Off })?;
-        let mut probing = Probing::start(kernel, mode == "kernel", None, vec![pod(0, probe, annotation)])?;
+        let mut probing = Probing::start(kernel, mode == "kernel", None, vec![pod(0, &probe, annotation)])?;
         probing.until(ProbeResult::Success)?;
         let mut waits = None;
         let began = if kill {
@@ -315,7 +315,7 @@ fn jitter(place: &Place, rounds: usize) -> Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let probe = json!({ "tcpSocket": { "port": listener.local_addr()?.port() } });
     let _probing =
-        Probing::start(place.kernel(Mode::Off)?, false, None, vec![pod(0, probe, "period=100ms")])?;
+        Probing::start(place.kernel(Mode::Off)?, false, None, vec![pod(0, &probe, "period=100ms")])?;
     let mut first = None;
     for round in 0..rounds + 5 {
         let _ = listener.accept()?;

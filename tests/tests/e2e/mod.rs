@@ -65,7 +65,9 @@ impl Node {
     /// What a container's instance has printed.
     pub(crate) fn log(&self, pod: &PodView, container: &str, attempt: u32) -> String {
         let path = self.log_path(pod, container, attempt);
-        let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let text = std::fs::read_to_string(&path)
+            .inspect_err(|error| eprintln!("{}: {error}", path.display()))
+            .unwrap();
         text.lines().filter_map(|line| line.splitn(4, ' ').nth(3)).map(|line| format!("{line}\n")).collect()
     }
 
@@ -136,7 +138,7 @@ pub(crate) fn container(name: &str, script: &str) -> Value {
 }
 
 /// An object with data.
-pub(crate) fn object(kind: &str, name: &str, data: Value) -> Value {
+pub(crate) fn object(kind: &str, name: &str, data: &Value) -> Value {
     let field = if kind == "Secret" { "stringData" } else { "data" };
     json!({ "apiVersion": "v1", "kind": kind, "metadata": { "name": name }, field: data })
 }

@@ -65,7 +65,7 @@ fn held(node: &Node, pod: &View) -> BTreeSet<String> {
     let held = node.devices().held_by(&pod.uid());
     held.into_values()
         .flat_map(std::collections::BTreeMap::into_values)
-        .flat_map(|ids| ids.into_keys())
+        .flat_map(std::collections::BTreeMap::into_keys)
         .collect()
 }
 

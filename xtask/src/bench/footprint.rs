@@ -38,7 +38,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     let mut there = 0;
     for (pods, cpu, resident) in nodes {
-        let step = Step::start(&format!("footprint: a node of {pods} pods"));
+        let step = Step::start(format!("footprint: a node of {pods} pods"));
         for n in there..*pods {
             let name = format!("idle{n}");
             let pod = manifests::serving(&name);

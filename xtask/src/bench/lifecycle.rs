@@ -89,7 +89,8 @@ async fn end(socket: &Path, id: &str) -> Result<(i64, i64)> {
     let mut cri = Cri::connect(socket).await?;
     let status = async |cri: &mut Cri, verbose| {
         let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
-        cri.runtime.container_status(request).await.map(|answer| answer.into_inner())
+        let answer = cri.runtime.container_status(request).await?;
+        anyhow::Ok(answer.into_inner())
     };
     let verbose = status(&mut cri, true).await?;
     let info = verbose.info.get("info").context("the runtime names no process")?;

@@ -60,7 +60,7 @@ pub fn read(
                 match apply(&mut settings, item, kind, of_kind) {
                     Ok(()) => {}
                     Err(why) => {
-                        problems.push(format!("annotation {annotation}: {item:?} {why}; it is ignored"))
+                        problems.push(format!("annotation {annotation}: {item:?} {why}; it is ignored"));
                     }
                 }
             }
@@ -89,7 +89,7 @@ fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: boo
         "edgePolicy" => settings.edge_policy = Some(edge_policy(value)?),
         "canary" => {
             settings.canary =
-                Some(duration::parse(value).map_err(|error| format!("has no duration: {error}"))?)
+                Some(duration::parse(value).map_err(|error| format!("has no duration: {error}"))?);
         }
         _ => return Err("has a key that is none of mode, period, timeout, edgePolicy and canary".to_owned()),
     }

@@ -12,7 +12,7 @@ use crate::pods::failure::{DEADLINE_EXCEEDED, Failure};
 
 impl Manager {
     /// See [`super::Request::Fail`].
-    pub(super) fn fail(&mut self, uid: &str, failure: Failure) {
+    pub(super) fn fail(&mut self, uid: &str, failure: &Failure) {
         let Some(managed) = self.pods.get_mut(uid) else {
             debug!(uid, reason = failure.reason, "a pod that was to be ended is gone already");
             return;
@@ -28,7 +28,7 @@ impl Manager {
             // It goes anyway, and what it leaves is nothing: only the haste is new.
             failure.grace.filter(|grace| *grace < own)
         } else {
-            let Failure { reason, message, .. } = &failure;
+            let Failure { reason, message, .. } = failure;
             warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
             managed.failure = Some(failure.clone());
             failure.grace
@@ -100,7 +100,7 @@ impl Manager {
         for uid in uids {
             // The kubelet's words.
             let message = "Pod was active on the node longer than the specified deadline";
-            self.fail(&uid, Failure::new(DEADLINE_EXCEEDED, message, None));
+            self.fail(&uid, &Failure::new(DEADLINE_EXCEEDED, message, None));
         }
     }
 }

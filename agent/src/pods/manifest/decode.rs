@@ -70,18 +70,18 @@ fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
 
 /// Decodes a pod, or tells every field that has the wrong type.
 pub(super) fn pod(value: &Value) -> Result<Decoded, Vec<Problem>> {
-    let (pod, unknown) = object::<Pod>(value.clone())?;
+    let (pod, unknown) = object::<Pod>(value)?;
     Ok(Decoded { pod, unknown })
 }
 
 /// Decodes any object; besides, the fields that it doesn't have.
 pub(super) fn object<T: DeserializeOwned + Serialize>(
-    value: Value,
+    value: &Value,
 ) -> Result<(T, Vec<Problem>), Vec<Problem>> {
     let decoded: T = typed(value.clone())?;
     let mut unknown = Vec::new();
     if let Ok(known) = serde_json::to_value(&decoded) {
-        unknown_fields(&value, &known, &mut String::new(), &mut unknown);
+        unknown_fields(value, &known, &mut String::new(), &mut unknown);
     }
     Ok((decoded, unknown))
 }

@@ -94,8 +94,8 @@ pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
         (Some("scheduling.k8s.io/v1"), Some("PriorityClass")) => {
             priority::read(document.value.clone()).map_err(locate)
         }
-        (Some("v1"), Some("ConfigMap")) => objects::config_map(document.value.clone()).map_err(locate),
-        (Some("v1"), Some("Secret")) => objects::secret(document.value.clone()).map_err(locate),
+        (Some("v1"), Some("ConfigMap")) => objects::config_map(&document.value).map_err(locate),
+        (Some("v1"), Some("Secret")) => objects::secret(&document.value).map_err(locate),
         (Some("node.k8s.io/v1"), Some("RuntimeClass")) => {
             objects::runtime_class(document.value.clone()).map_err(locate)
         }

@@ -21,7 +21,7 @@ const DATA_MAX: usize = 1 << 20;
 const KEY_MAX: usize = 253;
 
 /// Reads a ConfigMap.
-pub(super) fn config_map(value: Value) -> Result<Manifest, Vec<Problem>> {
+pub(super) fn config_map(value: &Value) -> Result<Manifest, Vec<Problem>> {
     let (mut map, unknown) = decode::object::<ConfigMap>(value)?;
     let mut problems = namespaced(&mut map.metadata);
     let text = map.data.iter().flatten().map(|(key, text)| (key, text.len()));
@@ -37,7 +37,7 @@ pub(super) fn config_map(value: Value) -> Result<Manifest, Vec<Problem>> {
 }
 
 /// Reads a Secret. Its `stringData` becomes `data`, as in the API server.
-pub(super) fn secret(value: Value) -> Result<Manifest, Vec<Problem>> {
+pub(super) fn secret(value: &Value) -> Result<Manifest, Vec<Problem>> {
     let (mut secret, unknown) = decode::object::<Secret>(value).map_err(|problems| {
         // A message of the decoder's may quote what it found.
         let hide = |problem: Problem| match problem.path.starts_with("data.") {
@@ -68,7 +68,7 @@ pub(super) fn runtime_class(mut value: Value) -> Result<Manifest, Vec<Problem>> 
             *amount = Value::String(number.to_string());
         }
     }
-    let (mut class, unknown) = decode::object::<RuntimeClass>(value)?;
+    let (mut class, unknown) = decode::object::<RuntimeClass>(&value)?;
     // It belongs to the whole node, whatever is written.
     class.metadata.namespace = None;
     let mut problems: Vec<Problem> =
@@ -175,7 +175,7 @@ mod tests {
         let of = |more: Value| {
             let mut map = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "m"}});
             map.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            config_map(map)
+            config_map(&map)
         };
         check(of(json!({"data": {"a.b-c_D": "1"}, "binaryData": {"x": "/w=="}})), None);
         check(of(json!({"data": {"a/b": "1"}})), Some("data[\"a/b\"]: \"a/b\" is not a key"));
@@ -195,7 +195,7 @@ mod tests {
             secret_of(secret)
         };
         fn secret_of(value: Value) -> Result<Manifest, Vec<Problem>> {
-            secret(value)
+            secret(&value)
         }
         let made = of(json!({"data": {"a": "aHVzaA==", "b": "eA=="}})).unwrap();
         let Object::Other(objects::Object::Secret(secret)) = made.object else { panic!("no secret") };

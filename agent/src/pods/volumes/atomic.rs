@@ -107,7 +107,7 @@ fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
 fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io::Error> {
     let folder = open_folder(root, set)?;
     let mut found = BTreeSet::new();
-    list(&folder, String::new(), &mut found)?;
+    list(&folder, "", &mut found)?;
     if !found.iter().eq(payload.keys()) {
         return Ok(false);
     }
@@ -122,11 +122,11 @@ fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io
     Ok(true)
 }
 
-fn list(folder: &OwnedFd, prefix: String, found: &mut BTreeSet<String>) -> Result<(), Errno> {
+fn list(folder: &OwnedFd, prefix: &str, found: &mut BTreeSet<String>) -> Result<(), Errno> {
     for name in entries(folder)? {
         let path = format!("{prefix}{}", name.to_string_lossy());
         if kind(folder, &name)? == FileType::Directory {
-            list(&open_folder(folder, &name)?, format!("{path}/"), found)?;
+            list(&open_folder(folder, &name)?, &format!("{path}/"), found)?;
         } else {
             found.insert(path);
         }

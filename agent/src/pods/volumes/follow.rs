@@ -48,7 +48,7 @@ fn refresh_all(table: &PodTable, launcher: &Launcher, objects: &Objects) -> BTre
         match refresh(entry, launcher, objects) {
             Ok(0) => {}
             Ok(changed) => {
-                info!(pod = %name, volumes = changed, "volumes show their objects as they are now")
+                info!(pod = %name, volumes = changed, "volumes show their objects as they are now");
             }
             Err(error) => {
                 failures.insert(sentence(name, &error));
