@@ -41,11 +41,15 @@ fn families(registry: &Registry) -> BTreeMap<String, String> {
         let rest = rest.split_once(&format!("{field}: "))?.1;
         serde_json::Deserializer::from_str(rest).into_iter::<String>().next()?.ok()
     };
+    // A family that is registered with a unit has it at the end of its name.
+    let name = |rest: &str| -> Option<String> {
+        let name = string(rest, "name")?;
+        let unit = rest.split_once("unit: ")?.1.strip_prefix("Some(").and_then(|rest| rest.split_once(')'));
+        Some(unit.map_or(name.clone(), |(unit, _)| format!("{name}_{}", unit.to_lowercase())))
+    };
     let descriptors = printed.split("Descriptor {").skip(1);
     descriptors
-        .filter_map(|rest| {
-            Some((string(rest, "name")?, string(rest, "help")?.trim_end_matches('.').to_owned()))
-        })
+        .filter_map(|rest| Some((name(rest)?, string(rest, "help")?.trim_end_matches('.').to_owned())))
         .collect()
 }
 
