@@ -6,7 +6,7 @@ use beelet_policy::probe::Outcome;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
-    registry::{Registry, Unit},
+    registry::Registry,
 };
 
 use super::worker::Key;
@@ -78,12 +78,7 @@ impl Metrics {
     /// Adds all of them to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("prober_probe", "Probes run, by kind and result", self.probes.clone());
-        registry.register_with_unit(
-            "prober_probe_duration",
-            "How long probes took",
-            Unit::Seconds,
-            self.durations.clone(),
-        );
+        registry.register("prober_probe_duration_seconds", "How long probes took", self.durations.clone());
         registry.register(
             "beelet_probe_kernel_edges",
             "Changes of a probe's state that a kernel event caused",
