@@ -40,9 +40,11 @@ pub struct Comeback {
 impl Comeback {
     /// Works until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
+        // What was short before the agent began isn't known: only from here on nothing has been.
+        let began = Timestamp::now();
         loop {
             let pods = self.candidates();
-            let wait = self.bring_back(&pods, Timestamp::now()).await;
+            let wait = self.bring_back(&pods, began).await;
             let timer = async {
                 match wait {
                     Some(wait) => tokio::time::sleep(wait).await,
@@ -73,11 +75,16 @@ impl Comeback {
     }
 
     /// Asks for those that may; when to look again, if there are others.
-    async fn bring_back(&mut self, pods: &[(Arc<core::Pod>, Timestamp)], now: Timestamp) -> Option<Duration> {
+    async fn bring_back(
+        &mut self,
+        pods: &[(Arc<core::Pod>, Timestamp)],
+        began: Timestamp,
+    ) -> Option<Duration> {
+        let now = Timestamp::now();
         let short = !self.conditions.borrow_and_update().is_empty();
         let mut wait: Option<Duration> = None;
         for (pod, ended) in pods {
-            let since = Duration::try_from(now.duration_since(*ended)).unwrap_or(Duration::ZERO);
+            let since = Duration::try_from(now.duration_since((*ended).max(began))).unwrap_or(Duration::ZERO);
             let left = self.transition.saturating_sub(since);
             if !left.is_zero() {
                 wait = Some(wait.map_or(left, |known| known.min(left)));

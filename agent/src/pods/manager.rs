@@ -422,7 +422,8 @@ impl Manager {
         }
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
-        let (control, signal) = watch::channel(Control { terminate, failed, ..Control::default() });
+        let ended = failure.is_none() && status.as_ref().is_some_and(has_ended);
+        let (control, signal) = watch::channel(Control { terminate, failed, ended, ..Control::default() });
         let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
         control.send_modify(|c| {
             c.verdicts.started.extend(started);
@@ -595,6 +596,9 @@ impl Manager {
                 }
                 known
             }
+            (Some(seen), Some(known)) if managed.failure.is_none() && is_forgotten(known, seen) => {
+                known.clone()
+            }
             (seen, _) => Inputs {
                 pod: &managed.pod,
                 seen: seen.as_deref().unwrap_or(&unseen),
@@ -614,8 +618,11 @@ impl Manager {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
         managed.status = Some(status.clone());
-        if matches!(status.phase.as_deref(), Some("Succeeded" | "Failed")) {
-            // What has ended needs no room.
+        if has_ended(&status) {
+            // What has ended needs no room, and does not start again when the runtime forgets how it ended.
+            if managed.failure.is_none() {
+                managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
+            }
             self.parts.launcher.admission.released(uid);
         }
         let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
@@ -666,6 +673,19 @@ impl Manager {
         });
         self.parts.metrics.observe(&self.parts.table.borrow());
     }
+}
+
+/// Whether all containers have ended for good.
+fn has_ended(status: &core::PodStatus) -> bool {
+    matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
+}
+
+/// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says more than can
+/// be seen.
+fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
+    let statuses = known.init_container_statuses.iter().chain(&known.container_statuses).flatten();
+    let mut ran = statuses.filter(|status| status.container_id.is_some());
+    has_ended(known) && ran.any(|status| seen.newest(&status.name).is_none())
 }
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {

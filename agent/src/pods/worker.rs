@@ -50,6 +50,9 @@ pub(super) struct Control {
     pub terminate: Option<Terminate>,
     /// Set once the pod must give everything back, and not start again while this stands.
     pub failed: Option<Terminate>,
+    /// All containers of the pod have ended for good: none is started again, even when the runtime's records of them are
+    /// collected as garbage.
+    pub ended: bool,
     /// The pod with other amounts of cpu and memory, once they were changed while it runs.
     pub resized: Option<Arc<core::Pod>>,
     /// What probes say.
@@ -270,7 +273,13 @@ impl Worker {
         let seen = self.look(control).await?;
         let now = Timestamp::now();
         let verdicts = self.verdicts(&control.verdicts, &seen);
-        let actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
+        let mut actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
+        if control.ended {
+            // Without records of its containers it would look as if it had never run.
+            actions.create_sandbox = None;
+            actions.start.clear();
+            actions.backoff.clear();
+        }
         self.release_ended(&seen);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
         self.tell_of_backoff(&actions);

@@ -9,6 +9,7 @@ mod devices;
 mod exits;
 mod failing;
 mod faults;
+mod garbage;
 mod hooks;
 mod images;
 mod kills;

@@ -65,6 +65,7 @@ impl Manager {
         managed.oom.clear();
         managed.control.send_modify(|c| {
             c.failed = None;
+            c.ended = false;
             c.verdicts = pod::Verdicts::default();
         });
         self.publish(uid);
