@@ -86,6 +86,18 @@ pub fn containerd() -> Result<(), Missing> {
     Ok(())
 }
 
+/// The test runs a container by runc alone: root, runc, a static busybox.
+pub fn runc() -> Result<(), Missing> {
+    root()?;
+    if find_program("runc").is_none() {
+        return Err(missing("runc is not installed", "cargo xtask setup --for test"));
+    }
+    if crate::images::busybox().is_err() {
+        return Err(missing("no static busybox is installed", "cargo xtask setup --for test"));
+    }
+    Ok(())
+}
+
 /// The test needs what only containerd 2 has: `CONTAINERD` must name one.
 pub fn containerd_2() -> Result<(), Missing> {
     containerd()?;

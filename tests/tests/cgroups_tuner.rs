@@ -82,10 +82,10 @@ fn owners_values(cgroups: &Cgroups) -> Vec<(String, Files)> {
         list.iter().map(|(file, value)| ((*file).to_owned(), (*value).to_owned())).collect()
     };
     let (least, quota) = match cgroups.version() {
-        Version::V2 => (files(&[("cpu.weight", "1")]), files(&[("cpu.max", "50000 100000")])),
+        Version::V2 => (files(&[("cpu.weight", "1")]), files(&[("cpu.max", "6400000 100000")])),
         _ => (
             files(&[("cpu.shares", "2")]),
-            files(&[("cpu.cfs_quota_us", "50000"), ("cpu.cfs_period_us", "100000")]),
+            files(&[("cpu.cfs_quota_us", "6400000"), ("cpu.cfs_period_us", "100000")]),
         ),
     };
     vec![(BEST_EFFORT.to_owned(), least), (SERVER.to_owned(), quota)]

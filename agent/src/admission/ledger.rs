@@ -169,6 +169,16 @@ impl Ledger {
         }
     }
 
+    /// Whether a pod that is here has room with other amounts; if so they are its amounts from now on.
+    pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
+        let uid = uid_of(pod);
+        let Some(tenant) = self.tenants.remove(&uid) else { return true };
+        let room = self.ask(pod, Count::All, now).is_ok_and(|(decided, _)| fits(&decided));
+        let pod = if room { Arc::clone(pod) } else { tenant.pod };
+        self.tenants.insert(uid, Tenant { pod, leaves_by: tenant.leaves_by });
+        room
+    }
+
     /// Whether there is room for a pod that isn't here; if so it is kept for it.
     pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
         self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));

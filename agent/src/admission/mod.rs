@@ -133,6 +133,17 @@ impl Admission {
         self.ledger().adopt(pod);
     }
 
+    /// Whether a pod that runs may have other amounts of cpu and memory. If so it is counted with them from now on, and
+    /// those that wait for room look again.
+    #[must_use]
+    pub fn resize(&self, pod: &Arc<core::Pod>) -> bool {
+        let room = self.ledger().resize(pod, Instant::now());
+        if room {
+            self.changed();
+        }
+        room
+    }
+
     /// The pod is on its way out; what it has is not free yet. Unknown pods are none of ours.
     pub fn leaving(&self, uid: &str, grace: Duration) {
         if self.ledger().leaving(uid, Instant::now(), grace) {

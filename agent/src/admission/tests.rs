@@ -277,3 +277,16 @@ async fn room_for_a_pod_that_may_come_back_is_kept_for_a_while() {
     tokio::time::sleep(61 * SECOND).await;
     node.admits(&other).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
+    let node = Node::new();
+    node.admits(&plain("a", "1")).await;
+    node.admits(&plain("b", "2")).await;
+    assert!(!node.admission.resize(&plain("a", "3")));
+    // What was refused is not counted.
+    assert!(node.admission.resize(&plain("b", "3")));
+    assert!(node.admission.resize(&plain("b", "1")));
+    assert!(node.admission.resize(&plain("a", "3")));
+    assert!(!node.admission.resize(&critical("b", "2")), "nobody goes for it");
+}

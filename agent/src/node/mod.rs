@@ -12,6 +12,7 @@ mod signals;
 pub mod systemd;
 
 use std::{
+    collections::BTreeMap,
     net::SocketAddr,
     sync::{Arc, OnceLock},
     time::Duration,
@@ -512,7 +513,7 @@ impl Node {
             cgroups: Arc::clone(&self.cgroups),
             config: self.cgroup_config.clone(),
             state: Arc::clone(&self.state),
-            waits: None,
+            waits: self.kernel.measures().map(waits),
             settings: tuner::Settings {
                 mode: configured.mode,
                 interval: configured.interval,
@@ -571,6 +572,22 @@ impl Node {
             leases: alive.leases.clone(),
         })
     }
+}
+
+/// What the kernel programs measure, as the tuner takes it.
+fn waits(measures: kernel::Measures) -> tuner::Source {
+    Arc::new(move || {
+        let counters = measures.snapshot().unwrap_or_else(|error| {
+            warn!(%error, "the kernel's measures can't be read; the tuner does without");
+            BTreeMap::new()
+        });
+        let of = |counters: beelet_ebpf_abi::Counters| tuner::Waits {
+            run_queue_ns: counters.run_queue_wait_ns,
+            histogram: counters.run_queue_waits.to_vec(),
+            reclaim_ns: counters.memcg_reclaim_ns.saturating_add(counters.direct_reclaim_ns),
+        };
+        counters.into_iter().map(|(id, counters)| (id, of(counters))).collect()
+    })
 }
 
 /// What the runtime says of its cgroup driver; one that has just come up may need a moment to say it.

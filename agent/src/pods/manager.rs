@@ -47,6 +47,7 @@ use super::{
 use crate::{
     clock::monotonic_ns,
     devices::{Active, NodeDevices},
+    events::Object,
 };
 
 mod active;
@@ -377,6 +378,18 @@ impl Manager {
             // The same manifest; what comes from elsewhere, its priority, may be new.
             Some(pod) if !managed.terminating() && managed.pod != *pod => {
                 if hash_of(pod) != hash_of(&managed.pod) {
+                    let Launcher { admission, events, .. } = &*self.parts.launcher;
+                    if !admission.resize(pod) {
+                        // It is looked at again whenever a pod is gone.
+                        let message = "The node has no room for the new amounts of cpu or memory; the pod keeps its own";
+                        events.warning(Object::pod(&managed.pod), "ResizeDeferred", message);
+                        return;
+                    }
+                    events.normal(
+                        Object::pod(pod),
+                        "Resized",
+                        "The pod's cpu or memory changes while it runs",
+                    );
                     info!(pod = %managed.name, uid, "pod is resized: its cpu and memory change while it runs");
                     managed.control.send_modify(|c| c.resized = Some(Arc::clone(pod)));
                 }

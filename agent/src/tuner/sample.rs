@@ -20,7 +20,7 @@ const AT_LIMIT_PERCENT: u64 = 95;
 pub struct Waits {
     /// Nanoseconds in run queues, all tasks together.
     pub run_queue_ns: u64,
-    /// How many waits took less than 2^(n+1) microseconds (and at least 2^n), by n.
+    /// How many waits there were by length: the first below 1024 ns, the n-th after it from 2^(9+n) to 2^(10+n) ns.
     pub histogram: Vec<u64>,
     /// Nanoseconds in reclaim, all tasks together.
     pub reclaim_ns: u64,
@@ -85,8 +85,11 @@ impl Look<'_> {
     fn pod(&mut self, pod: &Target) -> Option<PodSample> {
         let memory = self.cgroups.memory_use(&pod.cgroup)?;
         let rates = self.rates(&pod.cgroup)?;
-        let containers: Vec<ContainerSample> =
-            pod.containers.iter().filter_map(|container| self.container(pod, container)).collect();
+        let containers: Vec<ContainerSample> = pod
+            .containers
+            .iter()
+            .filter_map(|container| self.container(pod, container, rates.throttled))
+            .collect();
         // Version 1 refuses a quota below one of the containers'; on version 2 the tighter one holds.
         let can_cap = self.cgroups.version() == Version::V2
             || containers.iter().all(|container| container.quota_us.is_none());
@@ -105,7 +108,13 @@ impl Look<'_> {
         })
     }
 
-    fn container(&mut self, pod: &Target, container: &TargetContainer) -> Option<ContainerSample> {
+    /// A container's sample. What its pod's quota holds back, it does not wait for others either.
+    fn container(
+        &mut self,
+        pod: &Target,
+        container: &TargetContainer,
+        pod_throttled: Option<u32>,
+    ) -> Option<ContainerSample> {
         let cgroup = self.cgroups.container_path(&pod.cgroup, &container.id)?;
         let rates = self.rates(&cgroup)?;
         let memory = self.cgroups.memory_use(&cgroup)?;
@@ -114,7 +123,7 @@ impl Look<'_> {
             name: container.name.clone(),
             cpu_wait_permille: rates.cpu_wait,
             cpu_wait_p99_us: rates.cpu_wait_p99_us,
-            throttled_permille: rates.throttled,
+            throttled_permille: rates.throttled.max(pod_throttled),
             memory_stall_permille: rates.memory_stall,
             at_memory_limit: memory.limit.is_some_and(near),
             quota_us: quota(self.cgroups, &cgroup),
@@ -180,8 +189,8 @@ impl Rates {
     }
 }
 
-/// The 99th percentile of what came between two states of a histogram of powers of two, as its bucket's upper end.
-/// Fewer than 100 waits have none.
+/// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within its bucket, in
+/// microseconds. Fewer than 100 waits have none.
 fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
     let counts: Vec<u64> = now
         .iter()
@@ -195,10 +204,13 @@ fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
     let rank = all - all / 100;
     let mut seen = 0;
     for (n, count) in counts.iter().enumerate() {
-        seen += count;
-        if seen >= rank {
-            return Some(2_u64.saturating_pow(u32::try_from(n).unwrap_or(u32::MAX).saturating_add(1)));
+        if seen + count >= rank {
+            let end_ns = 1024_u64.checked_shl(u32::try_from(n).ok()?)?;
+            let begin_ns = if n == 0 { 0 } else { end_ns / 2 };
+            let within = u128::from(end_ns - begin_ns) * u128::from(rank - seen) / u128::from(*count);
+            return Some((begin_ns + u64::try_from(within).unwrap_or(0)) / 1000);
         }
+        seen += count;
     }
     None
 }
@@ -246,8 +258,9 @@ mod tests {
     #[test]
     fn the_99th_percentile_is_of_what_is_new() {
         assert_eq!(p99_us(&[], &[50, 49]), None);
-        assert_eq!(p99_us(&[], &[990, 0, 0, 10]), Some(2));
-        assert_eq!(p99_us(&[], &[980, 0, 0, 20]), Some(16));
-        assert_eq!(p99_us(&[1000, 0, 0, 0], &[1000, 0, 0, 200]), Some(16));
+        assert_eq!(p99_us(&[], &[990, 0, 0, 10]), Some(1));
+        // Half of the bucket from 4096 to 8192 ns.
+        assert_eq!(p99_us(&[], &[980, 0, 0, 20]), Some(6));
+        assert_eq!(p99_us(&[1000, 0, 0, 0], &[1000, 0, 0, 200]), Some(8));
     }
 }

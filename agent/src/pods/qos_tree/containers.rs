@@ -21,12 +21,17 @@ use crate::{
 /// The limits of memory, which are only lowered to where they kill nobody.
 const MEMORY_LIMITS: [&str; 2] = ["memory.max", "memory.limit_in_bytes"];
 
-/// Those of these containers whose cgroups are not as wanted, with their cgroups.
-pub(super) async fn differing(
-    cgroups: &Arc<Cgroups>,
-    wanted: &Wanted,
-    ids: &[&String],
-) -> Vec<(String, String)> {
+/// What became of comparing containers.
+#[derive(Debug, Default)]
+pub(super) struct Compared {
+    /// Those whose cgroups are not as wanted, with their cgroups.
+    pub(super) differing: Vec<(String, String)>,
+    /// Those without a cgroup (yet, or any more).
+    pub(super) absent: Vec<String>,
+}
+
+/// Compares these containers' cgroups with what is wanted.
+pub(super) async fn compare(cgroups: &Arc<Cgroups>, wanted: &Wanted, ids: &[&String]) -> Compared {
     let asked: Vec<(String, String, BTreeMap<String, String>)> = ids
         .iter()
         .filter_map(|id| {
@@ -36,16 +41,18 @@ pub(super) async fn differing(
         .collect();
     let cgroups = Arc::clone(cgroups);
     let look = move || {
-        let mut found = Vec::new();
+        let mut compared = Compared::default();
         for (id, parent, files) in asked {
-            // None yet or none any more: nothing to set right.
-            let Some(path) = cgroups.container_path(&parent, &id) else { continue };
+            let Some(path) = cgroups.container_path(&parent, &id) else {
+                compared.absent.push(id);
+                continue;
+            };
             let (changes, failed) = cgroups.differences(&path, &files);
             if !changes.is_empty() || !failed.is_empty() {
-                found.push((id, path));
+                compared.differing.push((id, path));
             }
         }
-        found
+        compared
     };
     spawn_blocking(look).await.unwrap_or_default()
 }

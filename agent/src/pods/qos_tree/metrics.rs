@@ -1,13 +1,13 @@
 //! How often cgroups had to be set, and why.
 
 use prometheus_client::{
-    encoding::{EncodeLabelSet, EncodeLabelValue},
+    encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 
 /// Which cgroups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     /// kubepods, the QoS classes, reserved daemons.
     Node,
@@ -18,6 +18,15 @@ pub enum Level {
 }
 
 impl Level {
+    fn labels(self) -> Labels {
+        let level = match self {
+            Self::Node => "node",
+            Self::Pod => "pod",
+            Self::Container => "container",
+        };
+        Labels { level }
+    }
+
     pub(super) fn of(path: &str) -> Self {
         let name = path.rsplit('/').next().unwrap_or_default();
         if path.starts_with("/kubepods/") && name.starts_with("pod") { Self::Pod } else { Self::Node }
@@ -26,7 +35,7 @@ impl Level {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
-    level: Level,
+    level: &'static str,
 }
 
 /// Counters and gauges.
@@ -66,12 +75,12 @@ impl Metrics {
 
     pub(super) fn changed(&self, level: Level, values: usize, drifted: bool) {
         let family = if drifted { &self.drift } else { &self.updates };
-        family.get_or_create(&Labels { level }).inc_by(values as u64);
+        family.get_or_create(&level.labels()).inc_by(values as u64);
     }
 
     /// How many values somebody else had changed.
     #[must_use]
     pub fn drifted(&self, level: Level) -> u64 {
-        self.drift.get_or_create(&Labels { level }).get()
+        self.drift.get_or_create(&level.labels()).get()
     }
 }

@@ -153,12 +153,13 @@ impl Keeper {
             containers.retain(|id| self.kept_containers.get(*id) != Some(&wanted.containers[*id].files));
         }
         let mut failed = Vec::new();
-        let differing = containers::differing(&self.parts.cgroups, wanted, &containers).await;
-        if !differing.is_empty() {
+        let compared = containers::compare(&self.parts.cgroups, wanted, &containers).await;
+        containers.retain(|id| !compared.absent.contains(id));
+        if !compared.differing.is_empty() {
             let report = self.adjust(&levels, Adjust::Wider).await;
             failed.extend(self.count_levels(&levels, report));
         }
-        for (id, path) in differing {
+        for (id, path) in compared.differing {
             let container = &wanted.containers[&id];
             let drifted = self.kept_containers.get(&id) == Some(&container.files);
             match containers::correct(&self.parts, &id, &path, container).await {
@@ -181,9 +182,19 @@ impl Keeper {
         let report = self.adjust(&levels, Adjust::All).await;
         failed.extend(self.count_levels(&levels, report));
         if failed.is_empty() {
-            self.kept.extend(levels);
+            self.kept.extend(self.that_exist(levels).await);
         }
         failed
+    }
+
+    /// Those that there are: what is made later begins with other values, which is nobody's doing.
+    async fn that_exist(&self, mut levels: Values) -> Values {
+        let cgroups = Arc::clone(&self.parts.cgroups);
+        let look = move || {
+            levels.retain(|path, _| cgroups.exists_anywhere(path));
+            levels
+        };
+        spawn_blocking(look).await.unwrap_or_default()
     }
 
     async fn adjust(&self, levels: &Values, how: Adjust) -> Report {
