@@ -209,7 +209,7 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("enforceNodeAllocatable: [kube-reserved]", " kubeReservedCgroup: must be set, because");
     check(
         "enforceNodeAllocatable: [kube-reserved, kube-reserved-compressible]\nkubeReservedCgroup: /kube",
-        "3:25: enforceNodeAllocatable: kube-reserved and kube-reserved-compressible exclude each other",
+        "3:1: enforceNodeAllocatable: kube-reserved and kube-reserved-compressible exclude each other",
     );
     check("systemReservedCgroup: /a/../b", "3:23: systemReservedCgroup: ");
     check("memoryThrottlingFactor: 1.5", "3:25: memoryThrottlingFactor: 1.5 must be above 0");

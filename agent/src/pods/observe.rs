@@ -91,7 +91,7 @@ impl Observer {
         Self { runtime, uid, sandbox: None, containers: HashMap::new(), pids: BTreeMap::new() }
     }
 
-    /// Takes in what the runtime said of a container to somebody else.
+    /// Takes in what the runtime said of a container to somebody else, with the container's last words.
     pub fn note(&mut self, status: cri::ContainerStatus) {
         if self.containers.contains_key(&status.id) {
             self.containers.insert(status.id.clone(), status);
@@ -183,7 +183,7 @@ impl Observer {
 }
 
 /// The statuses, with what ended containers have said behind what the runtime says of their end.
-async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<cri::ContainerStatus> {
+pub(super) async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<cri::ContainerStatus> {
     if !statuses.iter().any(|status| status.state() == cri::ContainerState::ContainerExited) {
         return statuses;
     }

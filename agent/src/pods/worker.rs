@@ -22,7 +22,7 @@ use tracing::{debug, info, warn};
 use super::{
     cri_config,
     launch::{Launcher, StartError},
-    observe::{Observation, Observer},
+    observe::{self, Observation, Observer},
     status::Waiting,
     table::PodName,
 };
@@ -323,11 +323,12 @@ impl Worker {
         if let Some((last, changes)) = self.last_look.take()
             && changes == control.changes
         {
-            let ended: Vec<_> =
-                control.exited.values().filter(|status| last.is_running(&status.id)).collect();
+            let ended = control.exited.values().filter(|status| last.is_running(&status.id));
+            let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
             if !ended.is_empty() {
-                ended.iter().for_each(|status| self.observer.note((**status).as_ref().clone()));
-                let seen = ended.iter().fold((*last).clone(), |seen, status| seen.with_newer(status));
+                let ended = observe::with_last_words(ended).await;
+                let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
+                ended.into_iter().for_each(|status| self.observer.note(status));
                 return Ok(Arc::new(seen));
             }
         }

@@ -138,7 +138,7 @@ fn a_bad_quantity_is_named_with_its_place() {
     );
     check_container(
         "resources:\n  requests:\n    example.com/gpu: 1",
-        "9:7: spec.containers[0].resources.limits[\"example.com/gpu\"]: must be there, the same as the request",
+        "8:5: spec.containers[0].resources.limits[\"example.com/gpu\"]: must be there, the same as the request: devices aren't overcommitted",
     );
 }
 
@@ -354,7 +354,7 @@ fn probes_are_checked() {
 fn what_cannot_be_done_yet_is_refused() {
     check_container(
         "lifecycle: {stopSignal: SIGINT}",
-        "8:17: spec.containers[0].lifecycle.stopSignal: beelet can't do this yet (stop signals); take it out",
+        "8:29: spec.containers[0].lifecycle.stopSignal: beelet can't do this yet (stop signals); take it out",
     );
     check_spec(
         "volumes: [{name: a, nfs: {server: x, path: /}}]",
