@@ -301,7 +301,6 @@ impl Worker {
         if !self.has_room(&actions).await {
             return Ok(Some(Step::Idle(None)));
         }
-        let mut actions = actions;
         if let Some(waiting) = self.have_devices(&seen, &actions).await {
             if !self.report(&seen, &actions, Stage::Here).await {
                 return Ok(None);
