@@ -50,7 +50,8 @@ impl HostName {
 /// What the kernel is told.
 pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Result<String, String> {
     if spec.host_network == Some(true) {
-        return Ok(node.node_name.clone());
+        // It has the machine's own name, and no namespace in which another could be set: runc refuses to try.
+        return Ok(String::new());
     }
     let host = HostName::of(spec, name, node);
     let Some(fqdn) = host.qualified().filter(|_| spec.set_hostname_as_fqdn == Some(true)) else {
@@ -204,7 +205,7 @@ mod tests {
             json!({"hostname": "w".repeat(40), "subdomain": "front", "setHostnameAsFQDN": true}),
             Err("Linux takes 64"),
         );
-        check(json!({"hostNetwork": true, "hostname": "www"}), Ok("n1"));
+        check(json!({"hostNetwork": true, "hostname": "www"}), Ok(""));
         check(json!({"hostnameOverride": "a.b.c", "subdomain": "x"}), Ok("a.b.c"));
         check(json!({"hostname": format!("{}-.", "a".repeat(62))}), Ok(&"a".repeat(62)));
     }
