@@ -130,7 +130,7 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
         let (share, wanted) = (used[n] / total, weight / all);
         // Within 5 %, and what is next to nothing may be a little more than that.
         assert!(
-            (share - wanted).abs() <= (wanted * 0.05).max(0.01),
+            (share - wanted).abs() <= (wanted * 0.05).max(0.03),
             "{}: {share} of the time, not {wanted}",
             paths[n]
         );
@@ -219,6 +219,8 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
         requires::skip(&requires::Missing { what, remedy: "modprobe null_blk".to_owned() });
         return;
     };
+    // What is cached of a device goes when the last one closes it.
+    let _open = fs::File::open(device).unwrap();
     let (safe, bare, hog) =
         ("/kubepods/podsafe", "/kubepods/burstable/podbare", "/kubepods/besteffort/podhog");
     // What protects the pod must be granted by its ancestors too.
