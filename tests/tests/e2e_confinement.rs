@@ -53,10 +53,7 @@ fn users_groups_capabilities_and_filters_are_as_the_manifest_says() {
         json!({"privileged": true}),
     );
     let unmasked = with_context(
-        script(
-            "unmasked",
-            "ls -d /proc/kcore; head -c0 /proc/interrupts && wc -l < /proc/interrupts | awk '{print ($1 > 0)}'",
-        ),
+        script("unmasked", "echo masks $(grep -c ' /proc/' /proc/mounts)"),
         json!({"procMount": "Unmasked"}),
     );
     for pod in [&plain, &confined, &added, &privileged, &unmasked] {
@@ -78,7 +75,7 @@ fn users_groups_capabilities_and_filters_are_as_the_manifest_says() {
     );
     check_lines(&node.output("added"), &["CapEff: 0000000000001000"]);
     check_lines(&node.output("privileged"), &["/dev/kmsg", "mounts"]);
-    check_lines(&node.output("unmasked"), &["/proc/kcore", "1"]);
+    check_lines(&node.output("unmasked"), &["masks 0"]);
 }
 
 #[test]
