@@ -150,8 +150,12 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
         fs::write(&file, text).unwrap();
         node.cli(&["apply", "-f", file.to_str().unwrap()])
     };
-    let (code, out, error) = apply(&text("red"));
-    assert_eq!((code, out.as_str()), (Some(0), "configmap/conf created\npod/web created\n"), "{error}");
+    // The agent takes manifests once the runtime has answered it.
+    let applied = wait_for("the agent to take manifests", PATIENCE, || {
+        let (code, out, error) = apply(&text("red"));
+        if code == Some(0) { Ok(out) } else { Err(error) }
+    });
+    assert_eq!(applied.unwrap(), "configmap/conf created\npod/web created\n");
     node.wait("web", "to run", beelet_tests::pods::PodView::ready);
     let (_, out, _) = apply(&text("blue"));
     assert_eq!(out, "configmap/conf configured\npod/web unchanged\n");

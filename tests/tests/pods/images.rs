@@ -94,7 +94,7 @@ async fn a_pod_that_goes_takes_nobody_elses_pull_along() {
     node.start().await;
     held.reached().await;
     node.apply(&on_image("second", "registry.test/app:1", "Always"));
-    node.until_pod("second", "to run its neighbour", |pod| pod.running("neighbour")).await;
+    node.until_pod("second", "to have its sandbox", |_| node.done(&[Op::RunPodSandbox]) == 2).await;
     node.remove("first");
     node.until_gone("first").await;
     held.release();
