@@ -108,7 +108,7 @@ fn apply(owner: &Agent, manifest: &Value) {
 
 /// Everything below the root that somebody could have set, by file.
 fn settings(root: &CgroupRoot) -> BTreeMap<PathBuf, String> {
-    const SET: [&str; 10] = [
+    const SET: [&str; 9] = [
         "cpu.shares",
         "cpu.cfs_quota_us",
         "cpu.weight",
@@ -118,7 +118,6 @@ fn settings(root: &CgroupRoot) -> BTreeMap<PathBuf, String> {
         "memory.max",
         "memory.high",
         "pids.max",
-        "cgroup.subtree_control",
     ];
     fn collect(dir: &Path, into: &mut BTreeMap<PathBuf, String>) {
         for file in SET {

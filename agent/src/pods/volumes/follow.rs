@@ -17,34 +17,51 @@ use crate::pods::table::{PodEntry, PodName, PodTable};
 /// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is told, and
 /// leaves the volume as it was.
 pub async fn follow(
-    table: watch::Receiver<Arc<PodTable>>,
+    mut table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
     cancel: CancellationToken,
 ) {
     let mut desired = launcher.desired.clone();
-    let mut shown: Option<Arc<Objects>> = None;
+    let mut shown = Arc::clone(&desired.borrow_and_update().objects);
+    // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed while the agent
+    // was away.
+    let mut current: BTreeSet<String> = BTreeSet::new();
     let mut told: BTreeSet<String> = BTreeSet::new();
     loop {
         let objects = Arc::clone(&desired.borrow_and_update().objects);
-        // The first time too: what changed while the agent was away.
-        if shown.as_ref() != Some(&objects) {
-            let pods = Arc::clone(&table.borrow());
-            let (worker, current) = (Arc::clone(&launcher), Arc::clone(&objects));
-            let refreshed = tokio::task::spawn_blocking(move || refresh_all(&pods, &worker, &current)).await;
-            told = tell(refreshed.unwrap_or_default(), &told);
-            shown = Some(objects);
+        if shown != objects {
+            current.clear();
+            told.clear();
         }
+        shown = Arc::clone(&objects);
+        let pods = Arc::clone(&table.borrow_and_update());
+        let here: BTreeSet<String> =
+            pods.pods.values().filter_map(|entry| entry.pod.metadata.uid.clone()).collect();
+        if !here.is_subset(&current) {
+            let (worker, known) = (Arc::clone(&launcher), std::mem::take(&mut current));
+            let refreshed =
+                tokio::task::spawn_blocking(move || refresh_all(&pods, &known, &worker, &objects)).await;
+            told = tell(&refreshed.unwrap_or_default(), &told);
+        }
+        current = here;
         tokio::select! {
             changed = desired.changed() => if changed.is_err() { return },
+            changed = table.changed() => if changed.is_err() { return },
             () = cancel.cancelled() => return,
         }
     }
 }
 
-/// What went wrong, a sentence each.
-fn refresh_all(table: &PodTable, launcher: &Launcher, objects: &Objects) -> BTreeSet<String> {
+/// Brings all pods but those with a UID of `known` up to date. What went wrong, a sentence each.
+fn refresh_all(
+    table: &PodTable,
+    known: &BTreeSet<String>,
+    launcher: &Launcher,
+    objects: &Objects,
+) -> BTreeSet<String> {
     let mut failures = BTreeSet::new();
-    for (name, entry) in &table.pods {
+    let is_known = |entry: &PodEntry| entry.pod.metadata.uid.as_ref().is_some_and(|uid| known.contains(uid));
+    for (name, entry) in table.pods.iter().filter(|(_, entry)| !is_known(entry)) {
         match refresh(entry, launcher, objects) {
             Ok(0) => {}
             Ok(changed) => {
@@ -71,10 +88,10 @@ fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<u
     volumes.refresh(&super::Sources { pod, objects, node: &launcher.node })
 }
 
-/// Tells what wasn't told the last time.
-fn tell(failures: BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
+/// Tells what wasn't told of the same objects before.
+fn tell(failures: &BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
     for failure in failures.difference(before) {
         warn!("{failure}");
     }
-    failures
+    failures.union(before).cloned().collect()
 }
