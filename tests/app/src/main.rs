@@ -6,12 +6,16 @@
 //!   one line each, one line of answer.
 //! - `testapp probe ok | fail | hang WORD` is a probe by command; the last one starts a process of its own and waits for
 //!   it, for ever.
+//! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour: see
+//!   `latency`.
 //!
 //! Commands: `close PORT` and `open PORT` end and begin to listen, `health CODE` sets the HTTP status, `hold MIB` takes
 //! so much more memory and keeps it, `exit CODE` ends the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
 //! call that the command is about, or `error TEXT`.
 //!
 //! It stops at once on SIGTERM, which a container's first process must ask for itself.
+
+mod latency;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::{ClockId, clock_gettime};
@@ -38,7 +42,11 @@ fn main() -> ExitCode {
         },
         Some("serve") => serve(&arguments[1..]),
         Some("probe") => probe(&arguments[1..]),
-        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | serve [--tcp PORT] [--http PORT] [--control PORT]".to_owned()),
+        Some("latency") => latency::run(&arguments[1..]),
+        Some("hog") => latency::hog(&arguments[1..]),
+        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | latency … | hog … | serve [--tcp PORT] [--http PORT] \
+                  [--control PORT]"
+            .to_owned()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

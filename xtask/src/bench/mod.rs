@@ -11,6 +11,7 @@ mod lifecycle;
 mod observe;
 mod pressure;
 mod probes;
+mod tuner;
 
 use crate::progress::Step;
 use crate::setup::{self, Part};
@@ -53,6 +54,8 @@ enum What {
     Pressure,
     /// From a container's end to its next start, and from a manifest to a running pod
     Lifecycle,
+    /// A server's latency beside a noisy neighbour, without and with the tuner
+    Tuner,
 }
 
 /// One promise and what was measured.
@@ -143,6 +146,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             What::Probes => probes::run(&binary, args.quick)?,
             What::Pressure => pressure::run(&binary, args.quick)?,
             What::Lifecycle => lifecycle::run(&binary, args.quick)?,
+            What::Tuner => tuner::run(&binary, args.quick)?,
         });
     }
     print(&rows, args.json)?;
