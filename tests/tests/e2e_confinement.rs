@@ -108,7 +108,7 @@ fn namespaces_are_the_pods_own_or_the_machines() {
     require!(containerd);
     let node = Node::start(|options| options);
     let of_host = |namespace: &str| {
-        let link = fs::read_link(format!("/proc/1/ns/{namespace}")).unwrap();
+        let link = fs::read_link(format!("/proc/self/ns/{namespace}")).unwrap();
         link.display().to_string()
     };
     let show = "for n in net pid ipc uts; do readlink /proc/self/ns/$n; done; hostname";
@@ -118,11 +118,12 @@ fn namespaces_are_the_pods_own_or_the_machines() {
         json!(true),
     );
     node.apply(&host);
-    node.apply(&script("own", &format!("{show}; echo $$")));
+    // In a manifest, two dollars are one.
+    node.apply(&script("own", &format!("{show}; echo $$$$")));
     let mut shared = with(
         script(
             "shared",
-            "sleep 1; ps | grep -q '[s]leep 77' && echo seen; test $$ -ne 1 && echo not the first",
+            "sleep 1; ps | grep -q '[s]leep 77' && echo seen; test $$$$ -ne 1 && echo not the first",
         ),
         "shareProcessNamespace",
         json!(true),
