@@ -332,13 +332,19 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
     // Within a quarter: PSI counts throttling as well, and leaves out what a CPU spends elsewhere meanwhile.
     assert!(ours > 1_000_000, "{ours} ns");
     assert!(apart(ours, files) < 0.25, "{ours} ns, {files} ns");
-    next(&edges, |edge| match edge {
-        Edge::Pressure { cgroup_id, kind: PressureKind::Reclaim, above: true, .. } => {
-            assert_eq!(cgroup_id, container.id());
-            Some(())
+    let told = |edge: &Edge| matches!(edge, Edge::Pressure { cgroup_id, kind: PressureKind::Reclaim, above: true, .. } if *cgroup_id == container.id());
+    // The kernel judges a second at a time: where others have the machine, one reading may not fill one.
+    let heard = (0..10).any(|_| {
+        let until = Instant::now() + Duration::from_secs(2);
+        while let Ok(edge) = edges.recv_deadline(until) {
+            if told(&edge) {
+                return true;
+            }
         }
-        _ => None,
+        reader.tell(&format!("stream {}", file.path().display())).unwrap();
+        false
     });
+    assert!(heard, "no edge told of the reclaim");
 }
 
 /// Received and sent bytes and packets of the interface `lo` of a process's network namespace.
