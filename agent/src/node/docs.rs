@@ -24,7 +24,7 @@ tell the pages by `metrics_path` count nothing twice. All are served on `healthz
 sample whose value nothing on the machine knows (no kernel programs, no PSI, no limit) is left out; it is never 0 instead.
 
 How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): 30 of cAdvisor's, 11 and
-a histogram of 13 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`). A scrape
+a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`). A scrape
 reads every container once, whatever the number of pages scraped in the same moment.
 
 A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, also where the table

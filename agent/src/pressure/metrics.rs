@@ -2,7 +2,7 @@
 //!
 //! One table a page: a metric is its name, its meaning and the function that takes it from the value, and everything that
 //! shows metrics goes through these tables (`/metrics`, `/metrics/cadvisor`, `/metrics/resource`, docs/metrics.md).
-//! Cardinality is bounded by the number of containers, which the sampler bounds; histograms have 13 buckets.
+//! Cardinality is bounded by the number of containers, which the sampler bounds; histograms have 17 buckets.
 
 use std::fmt::{self, Write as _};
 use std::time::Instant;
@@ -312,7 +312,7 @@ pub const KERNEL: &[ContainerMetric] = &[
 /// The histogram of waits for a CPU.
 pub const RUNQUEUE: (&str, &str) = (
     "beelet_container_runqueue_latency_seconds",
-    "How long runnable tasks waited for a CPU, in seconds: 1 µs to 8.6 s, four times as long from bucket to bucket",
+    "How long runnable tasks waited for a CPU, in seconds: 1 µs to 18 min, four times as long from bucket to bucket",
 );
 
 /// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is configured.
