@@ -89,9 +89,7 @@ fn table(resources: &[proto::DeviceResource]) -> String {
             rows.extend(device.holders.iter().map(|holder| row(pod_of(holder), holder.container.clone())));
         }
     }
-    let mut columns = Columns::new(TITLES);
-    rows.iter().for_each(|row| columns.fit(row));
-    columns.header() + &rows.iter().map(|row| columns.line(row)).collect::<String>()
+    Columns::new(TITLES).table(&rows)
 }
 
 /// A holder's pod; its uid where the pod isn't in the table.

@@ -126,9 +126,7 @@ fn table(titles: &'static [&'static str], rows: &[Vec<String>]) -> String {
     if rows.is_empty() {
         return String::new();
     }
-    let mut columns = Columns::new(titles);
-    rows.iter().for_each(|row| columns.fit(row));
-    rows.iter().fold(columns.header(), |text, row| text + &columns.line(row))
+    Columns::new(titles).table(rows)
 }
 
 fn short(id: &str) -> String {

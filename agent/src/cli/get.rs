@@ -140,10 +140,8 @@ fn show(args: &PodsArgs, table: &PodTable) -> anyhow::Result<()> {
             String::new()
         }
         Output::Table | Output::Wide => {
-            let mut columns = args.columns();
             let rows: Vec<_> = chosen.iter().map(|entry| args.row(entry)).collect();
-            rows.iter().for_each(|row| columns.fit(row));
-            columns.header() + &rows.iter().map(|row| columns.line(row)).collect::<String>()
+            args.columns().table(&rows)
         }
     };
     print(&text)?;

@@ -136,9 +136,7 @@ async fn ls(args: &LsArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let rows: Vec<Vec<String>> = wanted.iter().map(|probe| row(probe, Timestamp::now())).collect();
-    let mut columns = Columns::new(TITLES);
-    rows.iter().for_each(|row| columns.fit(row));
-    print(&(columns.header() + &rows.iter().map(|row| columns.line(row)).collect::<String>()))?;
+    print(&Columns::new(TITLES).table(&rows))?;
     notes(&wanted);
     Ok(ExitCode::SUCCESS)
 }

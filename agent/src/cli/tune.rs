@@ -119,7 +119,7 @@ fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
             .map(|cell| or_none(cell))
             .to_vec()
     });
-    text + &table(HELD, &rows.collect::<Vec<_>>())
+    text + &Columns::new(HELD).table(&rows.collect::<Vec<_>>())
 }
 
 fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
@@ -143,15 +143,7 @@ fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
             reason,
         ]
     });
-    table(STEPS, &rows.collect::<Vec<_>>())
-}
-
-fn table(titles: &'static [&'static str], rows: &[Vec<String>]) -> String {
-    let mut columns = Columns::new(titles);
-    rows.iter().for_each(|row| columns.fit(row));
-    let mut text = columns.header();
-    text.extend(rows.iter().map(|row| columns.line(row)));
-    text
+    Columns::new(STEPS).table(&rows.collect::<Vec<_>>())
 }
 
 fn or_none(cell: &str) -> String {

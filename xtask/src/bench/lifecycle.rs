@@ -157,25 +157,10 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
             bare.push(alone.as_secs_f64() * 1e3);
         }
     }
-    let (ours, theirs) = (median(by_agent), median(bare));
+    let (ours, theirs) = (super::median(&by_agent), super::median(&bare));
     step.done(&format!("{ours:.0} ms by the agent, {theirs:.0} ms by bare calls"));
     let ratio = ours / theirs;
-    Ok(Row {
-        what: "lifecycle",
-        row: "manifest_to_running",
-        unit: "of bare CRI calls",
-        n: rounds,
-        p50: ratio,
-        p99: ratio,
-        bound: OVER_BARE,
-        ok: ratio <= OVER_BARE,
-        compare: std::collections::BTreeMap::new(),
-    })
-}
-
-fn median(mut samples: Vec<f64>) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    super::percentile(&samples, 50)
+    Ok(Row::of("lifecycle", "manifest_to_running", "of bare CRI calls", (rounds, (ratio, ratio)), OVER_BARE))
 }
 
 /// When the runtime had started a container.

@@ -84,8 +84,19 @@ impl Row {
         bound: f64,
     ) -> Row {
         samples.sort_by(f64::total_cmp);
-        let (p50, p99) = (percentile(&samples, 50), percentile(&samples, 99));
-        Row { what, row, unit, n: samples.len(), p50, p99, bound, ok: p99 <= bound, compare: BTreeMap::new() }
+        let percentiles = (percentile(&samples, 50), percentile(&samples, 99));
+        Row::of(what, row, unit, (samples.len(), percentiles), bound)
+    }
+
+    /// The row of so many samples with this median and this 99th percentile, which must not be above `bound`.
+    fn of(
+        what: &'static str,
+        row: &'static str,
+        unit: &'static str,
+        (n, (p50, p99)): (usize, (f64, f64)),
+        bound: f64,
+    ) -> Row {
+        Row { what, row, unit, n, p50, p99, bound, ok: p99 <= bound, compare: BTreeMap::new() }
     }
 
     /// The row, with the same thing done otherwise beside it (its median).

@@ -100,18 +100,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
 }
 
 fn row(name: &'static str, run: &Run, bound: f64) -> Row {
-    let (p50, p99) = (run.at(50.0), run.at(99.0));
-    Row {
-        what: "tuner",
-        row: name,
-        unit: "ms",
-        n: run.requests,
-        p50,
-        p99,
-        bound,
-        ok: p99 <= bound,
-        compare: std::collections::BTreeMap::new(),
-    }
+    Row::of("tuner", name, "ms", (run.requests, (run.at(50.0), run.at(99.0))), bound)
 }
 
 /// One server with its neighbour, under an agent of its own.

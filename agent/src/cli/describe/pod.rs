@@ -245,17 +245,22 @@ fn probe(probe: &Probe) -> String {
 
 fn conditions(text: &mut Text, status: &PodStatus) {
     text.line(0, "Conditions", "");
-    let mut columns = Columns::new(&["Type", "Status", "Reason"]);
     let rows: Vec<Vec<String>> = status
         .conditions
         .iter()
         .flatten()
         .map(|c| vec![c.type_.clone(), c.status.clone(), c.reason.clone().unwrap_or_default()])
         .collect();
+    table(text, &["Type", "Status", "Reason"], &rows);
+}
+
+/// A table below its heading.
+fn table(text: &mut Text, titles: &'static [&'static str], rows: &[Vec<String>]) {
+    let mut columns = Columns::new(titles);
     rows.iter().for_each(|row| columns.fit(row));
     let _ = write!(text.0, "  {}", columns.header());
     for row in rows {
-        let _ = write!(text.0, "  {}", columns.line(&row));
+        let _ = write!(text.0, "  {}", columns.line(row));
     }
 }
 
@@ -281,18 +286,13 @@ fn list_events(text: &mut Text, events: &[proto::Event], now: Timestamp) {
     if events.is_empty() {
         return;
     }
-    let mut columns = Columns::new(&["Type", "Reason", "Age", "Container", "Message"]);
     let row = |event: &proto::Event| {
         let age = last_seen(event, now);
         let age = if event.count > 1 { format!("{age} (x{})", event.count) } else { age };
         vec![event.r#type.clone(), event.reason.clone(), age, event.container.clone(), event.message.clone()]
     };
     let rows: Vec<Vec<String>> = events.iter().map(row).collect();
-    rows.iter().for_each(|row| columns.fit(row));
-    let _ = write!(text.0, "  {}", columns.header());
-    for row in rows {
-        let _ = write!(text.0, "  {}", columns.line(&row));
-    }
+    table(text, &["Type", "Reason", "Age", "Container", "Message"], &rows);
 }
 
 fn time(time: &Time) -> String {

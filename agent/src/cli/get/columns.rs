@@ -21,6 +21,12 @@ impl Columns {
         }
     }
 
+    /// A table that is known as a whole: titles and rows, each column as wide as its widest cell.
+    pub(in crate::cli) fn table(mut self, rows: &[Vec<String>]) -> String {
+        rows.iter().for_each(|row| self.fit(row));
+        self.header() + &rows.iter().map(|row| self.line(row)).collect::<String>()
+    }
+
     pub(in crate::cli) fn header(&self) -> String {
         let titles: Vec<String> = self.titles.iter().map(|title| (*title).to_owned()).collect();
         self.line(&titles)

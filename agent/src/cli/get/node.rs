@@ -52,9 +52,7 @@ fn table(node: &proto::GetNodeResponse) -> String {
         vec![(*name).clone(), cell(node.capacity.get(*name)), cell(node.allocatable.get(*name))]
     };
     let rows: Vec<Vec<String>> = names.iter().map(row).collect();
-    let mut columns = Columns::new(TITLES);
-    rows.iter().for_each(|row| columns.fit(row));
-    columns.header() + &rows.iter().map(|row| columns.line(row)).collect::<String>()
+    Columns::new(TITLES).table(&rows)
 }
 
 #[cfg(test)]
