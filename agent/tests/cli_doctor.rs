@@ -96,9 +96,7 @@ fn bpf_programs_are_tried_and_taken_away_again() {
     let (pid, output) = run(&dir, "", "healthzPort: 0", &["--bpf", "-o", "json"]);
     let findings = findings(&output);
     // Allowed or not, every program has its line, and nothing is left.
-    assert!(
-        findings.iter().any(|finding| finding["check"] == "listener_socket" || finding["check"] == "BPF")
-    );
+    assert!(findings.iter().any(|finding| finding["check"] == "pod_socket" || finding["check"] == "BPF"));
     assert_eq!(leftovers(pid), Vec::<String>::new());
     let off = doctor(&dir, "bpf: off", "healthzPort: 0", &["--bpf", "-o", "json"]);
     let off: Value = serde_json::from_slice(&off.stdout).unwrap();

@@ -3,7 +3,7 @@
 //! Two hooks feed the same two idempotent functions, [`open`] and [`close`]; whoever comes first wins and the other
 //! changes nothing.
 //!
-//! - `listener_socket`, sock_ops on the pods' cgroup. `LISTEN_CB` runs when `listen` has succeeded, so the port is
+//! - `pod_socket`, sock_ops on the pods' cgroup (sockets.rs). `LISTEN_CB` runs when `listen` has succeeded, so the port is
 //!   known and connections are taken. `STATE_CB` sees the listener end, where the tracepoint is not allowed.
 //! - `listener_state`, on the tracepoint `inet_sock_set_state`. It sees every socket of the machine: those made before
 //!   the attach, those passed in from another cgroup, and those that die with their process.
@@ -20,8 +20,8 @@
 use aya_ebpf::{
     EbpfContext,
     bindings::BPF_NOEXIST,
-    helpers::{bpf_get_socket_cookie, bpf_ktime_get_ns, bpf_skc_to_tcp_sock},
-    macros::{btf_tracepoint, sock_ops},
+    helpers::{bpf_get_socket_cookie, bpf_ktime_get_ns},
+    macros::btf_tracepoint,
     programs::{BtfTracePointContext, SockOpsContext},
 };
 use beelet_ebpf_abi::{Address, AddressCount, ListenerEvent, ListenerRecord, SocketCookie, kind, seen_by};
@@ -30,13 +30,11 @@ use crate::{
     events::{dropped, header, send},
     kernel::{Sock, atomic_add, socket_offsets_known},
     maps::{ADDRESSES, LISTENERS, META},
+    sockets::sock_of,
 };
 
-/// `enum bpf_sock_ops_op`: a state changes; arguments old and new.
-const BPF_SOCK_OPS_STATE_CB: u32 = 10;
-/// `enum bpf_sock_ops_op`: `listen` has succeeded.
-const BPF_SOCK_OPS_TCP_LISTEN_CB: u32 = 11;
-/// Asks for `STATE_CB` on this socket (and on the connections it accepts, which inherit it).
+/// Asks for `STATE_CB` on this socket, and on the connections it accepts, which inherit it and pay for it: so only where
+/// nothing else sees the end.
 const BPF_SOCK_OPS_STATE_CB_FLAG: u32 = 4;
 
 /// include/net/tcp_states.h
@@ -45,43 +43,24 @@ const TCP_CLOSE: u32 = 7;
 const TCP_LISTEN: u32 = 10;
 const IPPROTO_TCP: u16 = 6;
 
-/// sock_ops on the pods' root cgroup.
-#[sock_ops]
-pub(crate) fn listener_socket(ctx: SockOpsContext) -> u32 {
-    let listens = match ctx.op() {
-        BPF_SOCK_OPS_TCP_LISTEN_CB => true,
-        BPF_SOCK_OPS_STATE_CB if ctx.arg(0) == TCP_LISTEN && ctx.arg(1) == TCP_CLOSE => false,
-        _ => return 1,
-    };
-    if !socket_offsets_known() {
-        return 1;
+/// What sock_ops has to say of a listener in the pods' cgroup: it began to listen, or its state changed.
+#[inline(always)]
+pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
+    if !listens && (ctx.arg(0) != TCP_LISTEN || ctx.arg(1) != TCP_CLOSE) || !socket_offsets_known() {
+        return;
     }
-    if listens {
-        // OR-ed onto what is there: another program on this cgroup may have asked for its own callbacks.
-        let _ = ctx.set_cb_flags((ctx.cb_flags() | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
-    } else if tracepoint_attached() {
-        return 1;
+    if !tracepoint_attached() {
+        if listens {
+            // OR-ed onto what is there: another program on this cgroup may have asked for its own callbacks.
+            let _ = ctx.set_cb_flags((ctx.cb_flags() | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
+        }
+    } else if !listens {
+        return;
     }
-    // SAFETY: `ops` is the program's context; the verifier checks the access.
-    let sk = unsafe { (*ctx.ops).__bindgen_anon_2.sk };
-    if sk.is_null() {
-        return 1;
-    }
-    // SAFETY: `sk` is a socket and not null. The helper gives the same socket as a typed kernel pointer, or null.
-    let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>();
-    if tcp.is_null() {
-        return 1;
-    }
-    // SAFETY: not null, and typed by the helper.
-    let sock = unsafe { Sock::new(tcp) };
+    let Some(sock) = sock_of(ctx) else { return };
     // SAFETY: the helper takes this program type's context.
     let cookie = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
-    if listens {
-        open(cookie, sock, seen_by::SOCK_OPS)
-    } else {
-        close(cookie, sock)
-    }
-    1
+    if listens { open(cookie, sock, seen_by::SOCK_OPS) } else { close(cookie, sock) }
 }
 
 /// Every TCP socket of the machine that begins or ends to listen.

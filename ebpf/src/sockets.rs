@@ -1,4 +1,5 @@
-//! TCP connections of the pods: how many were made, how often something was sent again, and how long the way is.
+//! TCP sockets of the pods: who listens (listeners.rs), how many connections were made, how often something was sent
+//! again, and how long the way is. One program for all: each costs every connection some ten calls.
 
 use aya_ebpf::{helpers::bpf_skc_to_tcp_sock, macros::sock_ops, programs::SockOpsContext};
 use beelet_ebpf_abi::{ABSENT, Counters};
@@ -6,6 +7,7 @@ use beelet_ebpf_abi::{ABSENT, Counters};
 use crate::{
     containers::counters,
     kernel::{OFF_CGROUP_KN, OFF_KERNFS_ID, OFF_SOCK_CGROUP, Sock, atomic_add},
+    listeners::by_sock_ops,
 };
 
 /// `enum bpf_sock_ops_op`
@@ -13,15 +15,21 @@ const BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB: u32 = 4;
 const BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB: u32 = 5;
 /// Arguments: the first sequence number, how many segments, and whether that failed.
 const BPF_SOCK_OPS_RETRANS_CB: u32 = 9;
+/// A state changes; arguments old and new.
+const BPF_SOCK_OPS_STATE_CB: u32 = 10;
+/// `listen` has succeeded.
+const BPF_SOCK_OPS_TCP_LISTEN_CB: u32 = 11;
 /// Once a round trip.
 const BPF_SOCK_OPS_RTT_CB: u32 = 12;
-/// Asks for the two.
+/// Asks for retransmits and round trips.
 const CALLBACKS: u32 = 1 << 1 | 1 << 3;
 
-/// sock_ops on the pods' root cgroup, beside `listener_socket`.
+/// sock_ops on the pods' root cgroup.
 #[sock_ops]
-pub(crate) fn connection_socket(ctx: SockOpsContext) -> u32 {
+pub(crate) fn pod_socket(ctx: SockOpsContext) -> u32 {
     match ctx.op() {
+        BPF_SOCK_OPS_TCP_LISTEN_CB => by_sock_ops(&ctx, true),
+        BPF_SOCK_OPS_STATE_CB => by_sock_ops(&ctx, false),
         BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB | BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB => {
             // OR-ed onto what is there: another program on this cgroup may have asked for its own callbacks.
             let _ = ctx.set_cb_flags((ctx.cb_flags() | CALLBACKS) as i32);
@@ -72,22 +80,28 @@ fn count(ctx: &SockOpsContext, add: impl FnOnce(&mut Counters)) {
     if OFF_SOCK_CGROUP.load() == ABSENT || OFF_CGROUP_KN.load() == ABSENT || OFF_KERNFS_ID.load() == ABSENT {
         return;
     }
-    // SAFETY: `ops` is the program's context; the verifier checks the access.
-    let sk = unsafe { (*ctx.ops).__bindgen_anon_2.sk };
-    if sk.is_null() {
-        return;
-    }
-    // SAFETY: a socket, not null. The helper gives the same socket as a typed kernel pointer, or null.
-    let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>();
-    if tcp.is_null() {
-        return;
-    }
-    // SAFETY: not null, and typed by the helper.
-    let cgroup_id = unsafe { Sock::new(tcp) }.cgroup_id();
+    let cgroup_id = sock_of(ctx).map_or(0, Sock::cgroup_id);
     if cgroup_id != 0
         && let Some(found) = counters(cgroup_id)
     {
         // SAFETY: a live element.
         add(unsafe { &mut *found });
     }
+}
+
+/// The socket that a callback is about.
+#[inline(always)]
+pub(crate) fn sock_of(ctx: &SockOpsContext) -> Option<Sock> {
+    // SAFETY: `ops` is the program's context; the verifier checks the access.
+    let sk = unsafe { (*ctx.ops).__bindgen_anon_2.sk };
+    if sk.is_null() {
+        return None;
+    }
+    // SAFETY: a socket, not null. The helper gives the same socket as a typed kernel pointer, or null.
+    let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>();
+    if tcp.is_null() {
+        return None;
+    }
+    // SAFETY: not null, and typed by the helper.
+    Some(unsafe { Sock::new(tcp) })
 }

@@ -7,7 +7,7 @@
 use anyhow::{Context as _, Result, bail};
 use rustix::thread::{CpuSet, LinkNameSpaceType, move_into_link_name_space, sched_setaffinity};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -105,6 +105,10 @@ impl Drop for Load {
 /// - `allocate BYTES`: takes memory and touches it
 /// - `udp COUNT BYTES`: sends itself datagrams over loopback
 /// - `tcp COUNT BYTES`: connects to itself and sends, time after time → `ok NANOSECONDS`
+/// - `listen`: → `ok PORT`; then `take COUNT` takes so many connections, one after the other, and reads what comes
+/// - `call PORT COUNT BYTES`: connects there and sends, time after time → `ok NANOSECONDS`
+/// - `lose`: sends over a connection whose other end drops all that comes, and keeps both open
+/// - `found`: takes the drop away again, and waits until what was sent is there
 ///
 /// # Errors
 /// It can't take its place.
@@ -118,8 +122,9 @@ pub fn serve(arguments: &[String]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "ok")?;
     out.flush()?;
+    let mut sockets = Sockets::default();
     for line in std::io::stdin().lock().lines() {
-        match obey(&line?) {
+        match obey(&line?, &mut sockets) {
             Ok(answer) => writeln!(out, "ok {answer}")?,
             Err(error) => writeln!(out, "error {error:#}")?,
         }
@@ -163,7 +168,7 @@ fn short_life(command: &str, rest: &[String]) -> ! {
     std::process::exit(rest.first().and_then(|code| code.parse().ok()).unwrap_or(0))
 }
 
-fn obey(line: &str) -> Result<String> {
+fn obey(line: &str, sockets: &mut Sockets) -> Result<String> {
     let words: Vec<&str> = line.split_whitespace().collect();
     let done = |result: Result<()>| result.map(|()| String::new());
     match words.as_slice() {
@@ -190,6 +195,22 @@ fn obey(line: &str) -> Result<String> {
         }
         ["udp", count, bytes] => done(udp(count.parse()?, bytes.parse()?)),
         ["tcp", count, bytes] => Ok(tcp(count.parse()?, bytes.parse()?)?.as_nanos().to_string()),
+        ["listen"] => {
+            let listener = sockets.listener.insert(TcpListener::bind("127.0.0.1:0")?);
+            Ok(listener.local_addr()?.port().to_string())
+        }
+        ["take", count] => done(
+            take(sockets.listener.as_ref().context("nothing listens")?, count.parse()?).map_err(Into::into),
+        ),
+        ["call", port, count, bytes] => {
+            let address = SocketAddr::from(([127, 0, 0, 1], port.parse()?));
+            Ok(call(address, count.parse()?, bytes.parse()?)?.as_nanos().to_string())
+        }
+        ["lose"] => {
+            sockets.lossy = Some(Lossy::begin()?);
+            Ok(String::new())
+        }
+        ["found"] => done(sockets.lossy.take().context("nothing was lost")?.end()),
         _ => bail!("no such command: {line}"),
     }
 }
@@ -312,14 +333,22 @@ fn udp(count: usize, bytes: usize) -> Result<()> {
 fn tcp(count: usize, bytes: usize) -> Result<Duration> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
-    let server = std::thread::spawn(move || -> std::io::Result<()> {
-        let mut buffer = vec![0; 1 << 16];
-        for _ in 0..count {
-            let (mut connection, _) = listener.accept()?;
-            while connection.read(&mut buffer)? > 0 {}
-        }
-        Ok(())
-    });
+    let server = std::thread::spawn(move || take(&listener, count));
+    let took = call(address, count, bytes)?;
+    server.join().map_err(|_| anyhow::anyhow!("the server panicked"))??;
+    Ok(took)
+}
+
+fn take(listener: &TcpListener, count: usize) -> std::io::Result<()> {
+    let mut buffer = vec![0; 1 << 16];
+    for _ in 0..count {
+        let (mut connection, _) = listener.accept()?;
+        while connection.read(&mut buffer)? > 0 {}
+    }
+    Ok(())
+}
+
+fn call(address: SocketAddr, count: usize, bytes: usize) -> Result<Duration> {
     let start = Instant::now();
     let buffer = vec![1; 1 << 16];
     for _ in 0..count {
@@ -330,7 +359,44 @@ fn tcp(count: usize, bytes: usize) -> Result<Duration> {
             connection.write_all(&buffer[..part])?;
             left -= part;
         }
+        // Waits until the server has taken it: else, on one CPU, the accept queue fills up and TCP waits for seconds.
+        connection.shutdown(Shutdown::Write)?;
+        connection.read_exact(&mut [0]).err().context("the server says nothing")?;
     }
-    server.join().map_err(|_| anyhow::anyhow!("the server panicked"))??;
     Ok(start.elapsed())
 }
+
+/// What stays open between commands.
+#[derive(Default)]
+struct Sockets {
+    listener: Option<TcpListener>,
+    lossy: Option<Lossy>,
+}
+
+/// A connection on which one byte is on its way and does not arrive.
+struct Lossy {
+    _sender: TcpStream,
+    receiver: TcpStream,
+}
+
+impl Lossy {
+    fn begin() -> Result<Lossy> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let mut sender = TcpStream::connect(listener.local_addr()?)?;
+        let (receiver, _) = listener.accept()?;
+        // The kernel runs a socket's filter before TCP sees the packet: what it cuts to no bytes was never there
+        // (net/ipv4/tcp_ipv4.c, tcp_filter).
+        let keep_nothing = socket2::SockFilter::new(BPF_RET_K, 0, 0, 0);
+        socket2::SockRef::from(&receiver).attach_filter(&[keep_nothing]).context("no socket filter")?;
+        sender.write_all(&[1])?;
+        Ok(Lossy { _sender: sender, receiver })
+    }
+
+    fn end(mut self) -> Result<()> {
+        socket2::SockRef::from(&self.receiver).detach_filter()?;
+        Ok(self.receiver.read_exact(&mut [0])?)
+    }
+}
+
+/// `BPF_RET | BPF_K` of linux/filter.h.
+const BPF_RET_K: u16 = 0x06;

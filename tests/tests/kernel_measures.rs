@@ -392,6 +392,35 @@ fn bytes_and_packets_are_as_the_interface_says_them() {
     assert_eq!(after.retransmits, before.retransmits);
 }
 
+/// Segments that TCP sent again in a process's network namespace.
+fn retransmitted(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/net/snmp")).unwrap();
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
+    let (names, values) = (lines.next().unwrap(), lines.next().unwrap());
+    let index = names.split_whitespace().position(|name| name == "RetransSegs").unwrap();
+    values.split_whitespace().nth(index).unwrap().parse().unwrap()
+}
+
+#[test]
+fn what_is_sent_again_is_counted_as_tcp_counts_it() {
+    require!(bpf);
+    let place = Place::new("bk-again");
+    let kernel = place.start();
+    let container = place.container("pod1/one", &[]);
+    let seat = Seat { cgroups: container.dirs.clone(), netns: Some(place.netns.path()), cpu: None };
+    let mut load = load(&seat);
+    assert_eq!(container.counters(&kernel).retransmits, 0);
+    load.tell("lose").unwrap();
+    // Again after 200 ms, 400 ms, ...
+    let deadline = Instant::now() + PATIENCE;
+    while retransmitted(load.pid()) < 3 {
+        assert!(Instant::now() < deadline, "TCP does not send again");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    load.tell("found").unwrap();
+    assert_eq!(container.counters(&kernel).retransmits, retransmitted(load.pid()));
+}
+
 #[test]
 fn counters_of_dead_cgroups_are_removed() {
     require!(bpf);

@@ -12,7 +12,7 @@ use kernel::{LOOPBACK, Place, Process, listener_edges, start};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const PROGRAMS: [&str; 2] = ["listener_socket", "listener_state"];
+const PROGRAMS: [&str; 2] = ["pod_socket", "listener_state"];
 
 /// A kernel link's id and the id of the program behind it.
 fn link(place: &Place, program: &str) -> (u32, u32) {
@@ -205,9 +205,9 @@ fn a_link_that_was_lost_is_attached_again() {
     let place = Place::new("bk-relink");
     place.start().stop(true).unwrap();
     std::fs::remove_file(place.pins().join("links/listener_state")).unwrap();
-    let before = link(&place, "listener_socket");
+    let before = link(&place, "pod_socket");
     let kernel = place.start();
-    assert_eq!(link(&place, "listener_socket"), before, "what runs stays as it is");
+    assert_eq!(link(&place, "pod_socket"), before, "what runs stays as it is");
     let edges = listener_edges(&kernel);
     let mut process = Process::start(None, &place.netns);
     let socket = process.socket("listen 127.0.0.1:80"); // outside the cgroup: only the tracepoint sees it
@@ -354,9 +354,9 @@ fn without_the_cgroup_the_tracepoint_still_sees_listeners() {
     let folder = tempfile::tempdir().unwrap();
     let check = |cgroup: PathBuf, expected: &str| {
         let kernel = Kernel::start(&KernelOptions { cgroup, ..place.options() });
-        let why = row(&kernel, "listener_socket").have.as_ref().unwrap_err();
+        let why = row(&kernel, "pod_socket").have.as_ref().unwrap_err();
         assert!(why.contains(expected), "{why}");
-        assert!(row(&kernel, "listener_socket").remedy.contains("cgroup2"));
+        assert!(row(&kernel, "pod_socket").remedy.contains("cgroup2"));
         assert_eq!(row(&kernel, "listener_state").have, Ok(()));
         let edges = listener_edges(&kernel);
         let mut process = place.process();

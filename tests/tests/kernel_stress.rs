@@ -87,8 +87,20 @@ fn cgroups_come_and_go(count: usize) {
     assert!(most < MAX_CONTAINERS, "{most}");
     assert_eq!(kernel.drops().unwrap().unwrap().containers_full, 0);
     let after = place.container("pod-after/c", &[]);
-    after.load(None).tell("burn 20").unwrap();
+    let mut load = after.load(None);
+    load.tell("burn 20").unwrap();
     assert!(after.counters(&kernel).on_cpu_ns > 5_000_000, "what comes after is counted as ever");
+    // Each 256 exits the reader looks; what it finds gone twice goes.
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let counted = kernel.measures().unwrap().snapshot().unwrap();
+        if counted.keys().all(|id| *id == after.id()) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{} dead cgroups are still counted", counted.len() - 1);
+        load.tell("spawn 100").unwrap();
+        while edges.try_recv().is_some() {}
+    }
 }
 
 #[test]

@@ -32,8 +32,8 @@ fn libbpf_loads_the_object_without_knowing_its_globals() {
     let object =
         ObjectBuilder::default().open_memory(beelet::kernel::built_in_object()).unwrap().load().unwrap();
     let programs: Vec<String> = object.progs().map(|p| p.name().to_string_lossy().into_owned()).collect();
-    assert_eq!(programs.len(), 16, "{programs:?}");
-    for name in ["listener_socket", "listener_state", "sched_switch", "task_exited", "traffic_in"] {
+    assert_eq!(programs.len(), 15, "{programs:?}");
+    for name in ["pod_socket", "listener_state", "sched_switch", "task_exited", "traffic_in"] {
         assert!(programs.iter().any(|program| program == name), "{name} is not in {programs:?}");
     }
 }
@@ -55,9 +55,7 @@ fn libbpf_attaches_the_programs_and_reads_what_they_write() {
     let mut links = Vec::new();
     for program in object.progs_mut() {
         let link = match program.name().to_str() {
-            Some("listener_socket" | "connection_socket" | "traffic_in" | "traffic_out") => {
-                program.attach_cgroup(cgroup.as_raw_fd())
-            }
+            Some("pod_socket" | "traffic_in" | "traffic_out") => program.attach_cgroup(cgroup.as_raw_fd()),
             _ => program.attach(),
         };
         links.push(link.unwrap());

@@ -129,7 +129,7 @@ fn print_commands(kernel: &Kernel, pins: &Path) {
         let verb = if matches!(map.map, "EVENTS" | "TASK_STORAGE") { "show" } else { "dump" };
         println!("  bpftool map {verb} pinned {}/{}    # {what}", pins.display(), map.map);
     }
-    println!("  bpftool link show pinned {}/links/listener_socket", pins.display());
+    println!("  bpftool link show pinned {}/links/pod_socket", pins.display());
     println!("  bpftool prog show name listener_state");
     println!("docs/bpftool.md says how to read this. `cargo xtask unload` takes it all back.");
 }

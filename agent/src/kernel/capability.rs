@@ -69,16 +69,16 @@ pub(super) const PROGRAMS: &[Program] = &[
     tracepoint(
         LISTENER_STATE,
         "inet_sock_set_state",
-        "listener_socket sees the listeners of pods; those opened before the start or passed in from outside are found \
+        "pod_socket sees the listeners of pods; those opened before the start or passed in from outside are found \
          by sock_diag, once a probe period",
         &[offsets::LISTENER_FIELDS],
     ),
     Program {
-        name: "listener_socket",
+        name: "pod_socket",
         hook: Hook::SockOps,
         needs: ON_CGROUP,
         fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once a \
-                   probe period",
+                   probe period. Connections, retransmits and round-trip times are not counted",
         fields: &[offsets::LISTENER_FIELDS],
     },
     tracepoint(
@@ -138,13 +138,6 @@ pub(super) const PROGRAMS: &[Program] = &[
     ),
     tracepoint("direct_reclaim_end", "mm_vmscan_direct_reclaim_end", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
     Program {
-        name: "connection_socket",
-        hook: Hook::SockOps,
-        needs: ON_CGROUP,
-        fallback: "none: connections, retransmits and round-trip times are not counted",
-        fields: &[&["OFF_SOCK_CGROUP", "OFF_CGROUP_KN", "OFF_KERNFS_ID"]],
-    },
-    Program {
         name: "traffic_in",
         hook: Hook::SkbIngress,
         needs: ON_CGROUP,
@@ -191,7 +184,7 @@ const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
 /// What stands in when no program is there at all: those that stand in for each other don't.
 fn off_fallback(program: &Program) -> &'static str {
     match program.name {
-        LISTENER_STATE | "listener_socket" => OFF_FALLBACK,
+        LISTENER_STATE | "pod_socket" => OFF_FALLBACK,
         _ => program.fallback,
     }
 }
