@@ -59,6 +59,19 @@ fn every_map_shows_its_fields_by_name() {
 }
 
 #[test]
+fn the_manual_shows_every_map() {
+    require!(bpf);
+    let manual = include_str!("../../docs/bpftool.md");
+    let place = Place::new("bk-manual");
+    for map in place.start().memory() {
+        let shown = ["dump", "show"].iter().any(|verb| {
+            manual.contains(&format!("# bpftool map {verb} pinned /sys/fs/bpf/beelet/v2/{}\n", map.map))
+        });
+        assert!(shown, "docs/bpftool.md shows nothing of {}", map.map);
+    }
+}
+
+#[test]
 fn our_own_dump_has_bpftools_names() {
     require!(bpf);
     let Some(bpftool) = bpftool() else { return };
