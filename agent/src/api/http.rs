@@ -5,7 +5,8 @@
 //! himself, not for others' next minute.
 
 pub(crate) mod numbers;
-mod summary;
+mod protobuf;
+pub(crate) mod summary;
 
 use std::fmt;
 use std::net::SocketAddr;

@@ -8,10 +8,10 @@ use std::path::Path;
 use prometheus_client::registry::Registry;
 
 use super::signals::Signals;
-use crate::api::http::numbers;
+use crate::api::http::{numbers, summary};
 use crate::cgroups::{Cgroups, Hierarchy, Layout, Version};
 use crate::observe;
-use crate::pressure::metrics::{CADVISOR, ContainerMetric, KERNEL, Kind, RUNQUEUE};
+use crate::pressure::metrics::{CADVISOR, ContainerMetric, KERNEL, Kind, RUNQUEUE, RUNQUEUE_NATIVE};
 use crate::runtime::Runtime;
 
 const HEAD: &str = "\
@@ -23,12 +23,28 @@ The pages are split as the kubelet splits them, so a scrape job for a kubelet wo
 tell the pages by `metrics_path` count nothing twice. All are served on `healthzPort` (`--listen` of `beelet observe`). A
 sample whose value nothing on the machine knows (no kernel programs, no PSI, no limit) is left out; it is never 0 instead.
 
-How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): 30 of cAdvisor's, 11 and
-a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`). A scrape
-reads every container once, whatever the number of pages scraped in the same moment.
+How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): 30 of cAdvisor's, 12 and
+a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`), but for
+`prober_probe_total`, which has it always, as the kubelet's has; its series go with the pod. A scrape reads every container
+once, whatever the number of pages scraped in the same moment.
+
+`/metrics` and `/metrics/probes` are OpenMetrics text, or Prometheus' protobuf where `Accept` prefers that (`scrape_protocols:
+[PrometheusProto]` and `scrape_native_histograms: true`). Only there are native histograms: the waits for a CPU in all of the
+kernel's buckets, exactly. A wait of exactly a power of two nanoseconds counts as a longer one, and one of more than 2^41 ns
+(36 min) in the last bucket.
 
 A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, also where the table
 leaves that out.
+";
+
+const SUMMARY: &str = "
+## `/stats/summary`
+
+The kubelet's summary (`k8s.io/kubelet/pkg/apis/stats/v1alpha1`), field by field as a recorded kubelet has it, but for these.
+Of the system containers there is `pods`.
+
+| field | why it is not there |
+| --- | --- |
 ";
 
 /// What can't be told from a family that has no samples yet: those that count by gauge or histogram.
@@ -113,6 +129,8 @@ fn page() -> String {
     containers(&mut text, "`/metrics`: containers, by kernel programs", labels, KERNEL);
     let (name, help) = RUNQUEUE;
     let _ = writeln!(text, "| `{name}` | histogram | {help} |");
+    let (name, help) = RUNQUEUE_NATIVE;
+    let _ = writeln!(text, "| `{name}` | native histogram, in protobuf only | {help} |");
     table(&mut text, "`/metrics/probes`", &run, |name| name.starts_with("prober_"));
     let labels = "`container`, `id` (the cgroup), `image`, `name` (the container's id), `namespace`, `pod`";
     containers(&mut text, "`/metrics/cadvisor`", labels, CADVISOR);
@@ -122,6 +140,10 @@ fn page() -> String {
         "\n## `/metrics/resource`\n\nWhat metrics-server reads.\n\n| name | kind | meaning |\n| --- | --- | --- |"
     );
     others(&mut text, "/metrics/resource");
+    text.push_str(SUMMARY);
+    for (field, why) in summary::LACKING {
+        let _ = writeln!(text, "| `{field}` | {why} |");
+    }
     text
 }
 
@@ -150,4 +172,55 @@ fn the_metrics_page_is_what_the_code_says() {
         page == written,
         "docs/metrics.md is old: `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page` makes it anew\nmissing: {new:#?}\nold: {old:#?}"
     );
+}
+
+/// Names of metrics in a query: words with an underscore that something is asked of.
+fn names(query: &str) -> Vec<&str> {
+    let words = query.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'));
+    let is_name = |word: &&str| {
+        ["container_", "beelet_", "kubelet_", "prober_", "machine_", "node_", "pod_"]
+            .iter()
+            .any(|prefix| word.starts_with(prefix))
+    };
+    words.filter(is_name).collect()
+}
+
+/// Every query of a dashboard.
+fn queries<'a>(value: &'a serde_json::Value, found: &mut Vec<&'a str>) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            for (key, value) in fields {
+                match value.as_str() {
+                    Some(text) if matches!(key.as_str(), "expr" | "query" | "definition") => found.push(text),
+                    _ => queries(value, found),
+                }
+            }
+        }
+        serde_json::Value::Array(values) => values.iter().for_each(|value| queries(value, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_metric_of_the_dashboard_is_one_that_there_is() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let text = std::fs::read_to_string(root.join("packaging/grafana/beelet.json")).unwrap();
+    let dashboard: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut found = Vec::new();
+    queries(&dashboard, &mut found);
+    let used: std::collections::BTreeSet<&str> = found.iter().flat_map(|query| names(query)).collect();
+    assert!(used.len() > 10, "{used:?}");
+    let page = page();
+    let documented: std::collections::BTreeSet<&str> = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split_once('`'))
+        .map(|(name, _)| name)
+        .collect();
+    let is_known = |name: &str| {
+        let of = ["_total", "_bucket", "_sum", "_count"];
+        documented.contains(name)
+            || of.iter().any(|suffix| name.strip_suffix(suffix).is_some_and(|name| documented.contains(name)))
+    };
+    let unknown: Vec<_> = used.iter().filter(|name| !is_known(name)).collect();
+    assert!(unknown.is_empty(), "the dashboard asks for what nothing serves: {unknown:?}");
 }

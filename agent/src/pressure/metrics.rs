@@ -251,6 +251,11 @@ pub const CADVISOR: &[ContainerMetric] = &[
 /// What only the kernel programs know, with labels `namespace`, `pod`, `container`.
 pub const KERNEL: &[ContainerMetric] = &[
     counter(
+        "beelet_container_on_cpu_seconds_total",
+        "Time that tasks were on a CPU since the programs were attached, interrupts included, in seconds",
+        |r| seconds(r.counters.kernel.as_ref()?.on_cpu_ns),
+    ),
+    counter(
         "beelet_container_runqueue_wait_seconds_total",
         "Time that runnable tasks waited for a CPU, in seconds",
         |r| seconds(r.counters.kernel.as_ref()?.runq_wait_ns),
@@ -313,6 +318,13 @@ pub const KERNEL: &[ContainerMetric] = &[
 pub const RUNQUEUE: (&str, &str) = (
     "beelet_container_runqueue_latency_seconds",
     "How long runnable tasks waited for a CPU, in seconds: 1 µs to 18 min, four times as long from bucket to bucket",
+);
+
+/// The same waits as a native histogram, in the protobuf form alone. The kernel counts by powers of two of nanoseconds, and so
+/// does schema 0: no count is moved to another bucket, which in seconds could not be.
+pub const RUNQUEUE_NATIVE: (&str, &str) = (
+    "beelet_container_runqueue_latency_nanoseconds",
+    "How long runnable tasks waited for a CPU, in nanoseconds, twice as long from bucket to bucket (native, schema 0)",
 );
 
 /// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is configured.

@@ -68,6 +68,14 @@ pub fn channel() -> (Pressure, Inbox) {
 }
 
 impl Pressure {
+    /// One that stays as it is.
+    #[cfg(test)]
+    pub(crate) fn fixed(value: NodePressure) -> Self {
+        let (pressure, _) = channel();
+        pressure.latest.send_replace(Arc::new(value));
+        pressure
+    }
+
     /// A value every tick, as long as the receiver (or a clone of it) lives. The first one comes at once; rates are in
     /// the second.
     #[must_use]

@@ -252,6 +252,14 @@ pub struct Machine {
     pub stalled: [Option<super::rates::Share>; 3],
     /// When it was started.
     pub booted_at: Option<Timestamp>,
+    /// Anonymous memory.
+    pub rss: Option<u64>,
+    /// Page faults, and such that needed a read.
+    pub faults: Option<[u64; 2]>,
+    /// The machine's interfaces but the loopback one and pods' ends; in full readings.
+    pub net: Vec<(String, Net)>,
+    /// The cgroup of all pods; in full readings.
+    pub all_pods: Option<Reading>,
 }
 
 /// The whole node at one moment. Published whole; never changed.

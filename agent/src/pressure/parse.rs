@@ -88,6 +88,13 @@ pub(super) fn blkio(text: &str) -> [u64; 2] {
     sums
 }
 
+/// `/proc/vmstat`: page faults since the machine's start, and such that needed a read.
+pub(super) fn faults(text: &str) -> Option<[u64; 2]> {
+    let of =
+        |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    Some([of("pgfault")?, of("pgmajfault")?])
+}
+
 /// `/proc/PID/net/dev`: every interface but the loopback one.
 pub(super) fn interfaces(text: &str) -> Vec<(String, Net)> {
     let interface = |line: &str| {
@@ -197,6 +204,12 @@ mod tests {
         assert_eq!(io_stat(v2), ([15, 20], [2, 2]));
         let v1 = "8:0 Read 10\n8:0 Write 20\n8:0 Sync 30\n8:0 Total 30\n8:16 Read 5\nTotal 35\n";
         assert_eq!(blkio(v1), [15, 20]);
+    }
+
+    #[test]
+    fn faults_are_counted_by_their_whole_names() {
+        assert_eq!(faults("pgfault_x 1\npgfault 20\npgmajfault 3\n"), Some([20, 3]));
+        assert_eq!(faults("pgfault 20\n"), None);
     }
 
     #[test]

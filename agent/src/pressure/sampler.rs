@@ -102,7 +102,7 @@ impl Sampler {
             }
             self.read_pod(pod, full, kernel.is_some());
         }
-        let machine = self.machine(at_ns);
+        let machine = self.machine(at_ns, full);
         NodePressure {
             at: Timestamp::now(),
             at_ns,
@@ -219,7 +219,7 @@ impl Sampler {
         pod.net = interfaces;
     }
 
-    fn machine(&mut self, at_ns: u64) -> Machine {
+    fn machine(&mut self, at_ns: u64, full: bool) -> Machine {
         let read = |file: &str| fs::read_to_string(format!("/proc/{file}")).unwrap_or_default();
         let (stat, meminfo) = (read("stat"), read("meminfo"));
         let (cpu_ns, booted) = parse::machine_cpu(&stat, rustix::param::clock_ticks_per_second());
@@ -247,13 +247,30 @@ impl Sampler {
             stalls,
             stalled: stalled[1].unwrap_or([None; 3]),
             booted_at: booted.and_then(|seconds| Timestamp::from_second(seconds).ok()),
+            rss: parse::meminfo(&meminfo, "AnonPages"),
+            faults: full.then(|| parse::faults(&read("vmstat"))).flatten(),
+            // Not this process's own namespace: an observer may be in a pod.
+            net: if full { files::network(1).map(of_the_machine).unwrap_or_default() } else { Vec::new() },
+            all_pods: if full { self.all_pods() } else { None },
         }
+    }
+
+    fn all_pods(&mut self) -> Option<Reading> {
+        let root = self.cgroups.pods_roots().into_iter().next()?;
+        let dirs = self.cgroups.open(&root).ok()?;
+        files::read(&dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer)
     }
 
     /// How many containers have a cgroup.
     pub(super) fn tracked(&self) -> usize {
         self.containers.len()
     }
+}
+
+/// Without what cAdvisor leaves out: pods' ends of their links, and the bridges of container engines.
+fn of_the_machine(interfaces: Vec<(String, Net)>) -> Vec<(String, Net)> {
+    let is_ours = |name: &str| ["veth", "docker", "nerdctl"].iter().any(|prefix| name.starts_with(prefix));
+    interfaces.into_iter().filter(|(name, _)| !is_ours(name)).collect()
 }
 
 /// The QoS class that a pod's cgroup is in; empty where it is in none.

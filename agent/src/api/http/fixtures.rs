@@ -45,6 +45,7 @@ pub(super) fn pressure() -> NodePressure {
         windows: [Some(Rates { cpu: 0.5, ..Rates::default() }); 3],
         ..ContainerPressure::default()
     };
+    let all_pods = reading.clone();
     let mut whole = reading;
     whole.counters.cpu_ns = 3_000_000_000;
     let pod = PodPressure {
@@ -74,6 +75,10 @@ pub(super) fn pressure() -> NodePressure {
             working_set: 2 << 30,
             memory_usage: 3 << 30,
             booted_at: Timestamp::from_second(1_500_000_000).ok(),
+            rss: Some(1 << 30),
+            faults: Some([9, 4]),
+            net: vec![("eth0".into(), Net { rx_bytes: 30, tx_bytes: 40, ..Net::default() })],
+            all_pods: Some(all_pods),
             ..Machine::default()
         },
         pods: vec![pod],

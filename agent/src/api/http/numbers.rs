@@ -4,11 +4,10 @@
 //! `metrics_path`) neither miss a metric nor count it twice.
 
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use prometheus_client::registry::Registry;
 
-use super::ApiState;
+use super::{ApiState, protobuf};
 use crate::pressure::metrics::{CADVISOR, Kind, Page};
 use crate::pressure::model::{ContainerPressure, Net, NodePressure, PodPressure, Reading};
 
@@ -18,15 +17,15 @@ const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 const PROBES: &str = "prober_";
 
 /// The agent's own metrics, and what only its kernel programs know of containers.
-pub(super) async fn metrics(State(state): State<ApiState>) -> Response {
+pub(super) async fn metrics(State(state): State<ApiState>, headers: HeaderMap) -> Response {
     // The collector of containers' metrics shows the newest reading.
     state.pressure.now().await;
-    registry(&state.registry, |family| !family.starts_with(PROBES))
+    registry(&state, &headers, |family| !family.starts_with(PROBES))
 }
 
 /// `prober_*`.
-pub(super) async fn probes(State(state): State<ApiState>) -> Response {
-    registry(&state.registry, |family| family.starts_with(PROBES))
+pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) -> Response {
+    registry(&state, &headers, |family| family.starts_with(PROBES))
 }
 
 /// `container_*` and `machine_*`, as cAdvisor inside the kubelet names them.
@@ -48,12 +47,17 @@ fn page(made: Result<String, tokio::task::JoinError>) -> Response {
     }
 }
 
-fn registry(registry: &Registry, wanted: impl Fn(&str) -> bool) -> Response {
+fn registry(state: &ApiState, headers: &HeaderMap, wanted: impl Fn(&str) -> bool) -> Response {
     let mut text = String::new();
-    match prometheus_client::encoding::text::encode(&mut text, registry) {
-        Ok(()) => ([(header::CONTENT_TYPE, OPENMETRICS)], families(&text, wanted)).into_response(),
-        Err(error) => failed(&error),
+    if let Err(error) = prometheus_client::encoding::text::encode(&mut text, &state.registry) {
+        return failed(&error);
     }
+    let text = families(&text, wanted);
+    if protobuf::is_wanted(headers) {
+        let body = protobuf::body(&text, &state.pressure.latest());
+        return ([(header::CONTENT_TYPE, protobuf::CONTENT_TYPE)], body).into_response();
+    }
+    ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response()
 }
 
 fn failed(error: &dyn std::fmt::Display) -> Response {

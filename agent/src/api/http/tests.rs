@@ -5,6 +5,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::*;
 use crate::pods::table::{PodEntry, PodName};
+use crate::pressure::metrics::{Containers, RUNQUEUE, RUNQUEUE_NATIVE};
+use crate::pressure::model::{KernelCounters, RUNQ_BUCKETS};
 
 struct Server {
     address: SocketAddr,
@@ -13,6 +15,14 @@ struct Server {
 }
 
 async fn start(health: Result<(), String>) -> Server {
+    let mut registry = Registry::default();
+    let counter = Counter::<u64>::default();
+    counter.inc();
+    registry.register("beelet_test", "A counter", counter);
+    start_with(health, registry, crate::pressure::channel().0).await
+}
+
+async fn start_with(health: Result<(), String>, registry: Registry, pressure: Pressure) -> Server {
     let pod: Pod = serde_json::from_value(serde_json::json!({
         "metadata": {"name": "web-node", "namespace": "default"},
         "status": {"phase": "Running"},
@@ -21,14 +31,10 @@ async fn start(health: Result<(), String>) -> Server {
     let entry = PodEntry { pod, readiness_edge: None, netns: None };
     let pods = BTreeMap::from([(PodName::of(&entry.pod), Arc::new(entry))]);
     let (_, receiver) = watch::channel(Arc::new(PodTable { pods, ..Default::default() }));
-    let mut registry = Registry::default();
-    let counter = Counter::<u64>::default();
-    counter.inc();
-    registry.register("beelet_test", "A counter", counter);
     let state = ApiState {
         pods: receiver,
         registry: Arc::new(registry),
-        pressure: crate::pressure::channel().0,
+        pressure,
         numbers_only: false,
         health: Arc::new(move || health.clone()),
     };
@@ -71,6 +77,81 @@ async fn metrics_are_openmetrics() {
         "{head}"
     );
     assert!(body.contains("beelet_test_total 1\n") && body.ends_with("# EOF\n"), "{body}");
+}
+
+/// The waits of a container, by the kernel's buckets.
+const WAITS: [u64; RUNQ_BUCKETS] = {
+    let mut waits = [0; RUNQ_BUCKETS];
+    let mut bucket = 0;
+    // The last two are empty.
+    while bucket < RUNQ_BUCKETS - 2 {
+        waits[bucket] = 7 + (bucket as u64 * 13) % 11;
+        bucket += 1;
+    }
+    waits
+};
+
+#[tokio::test]
+async fn who_prefers_protobuf_gets_the_waits_as_a_native_histogram_with_the_classic_ones_counts() {
+    let mut pressure = fixtures::pressure();
+    pressure.by_kernel = true;
+    let counters = &mut pressure.pods[0].containers[0].reading.as_mut().unwrap().counters;
+    counters.kernel = Some(Box::new(KernelCounters {
+        runq: WAITS,
+        runq_wait_ns: 5_000_000_000,
+        ..KernelCounters::default()
+    }));
+    let pressure = Pressure::fixed(pressure);
+    let mut registry = Registry::default();
+    let containers = Containers { pressure: pressure.clone(), pod_uid: false };
+    registry.register_collector(Box::new(containers));
+    let server = start_with(Ok(()), registry, pressure).await;
+
+    let accept = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
+    let request =
+        format!("GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: {accept};q=0.6,text/plain;q=0.5\r\n\r\n");
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
+    let head = String::from_utf8_lossy(&answer[..end]).to_lowercase();
+    assert!(head.contains("content-type: application/vnd.google.protobuf; proto=io.prometheus"), "{head}");
+    assert!(!head.contains("transfer-encoding"), "{head}");
+
+    let families = protobuf::tests::decode(&answer[end + 4..]);
+    let histogram = |name: &str| {
+        let family = families.iter().find(|family| family.name() == name).unwrap();
+        let labels: Vec<&str> = family.metric[0].label.iter().map(|pair| pair.value()).collect();
+        assert_eq!(labels, ["shop", "web", "app"]);
+        family.metric[0].histogram.clone().unwrap()
+    };
+    let (classic, native) = (histogram(RUNQUEUE.0), histogram(RUNQUEUE_NATIVE.0));
+    assert_eq!((native.schema(), native.zero_threshold()), (0, 1024.0));
+    assert_eq!((native.sample_count(), native.sample_sum()), (WAITS.iter().sum(), 5e9));
+    assert_eq!(classic.sample_count(), native.sample_count());
+
+    // How many waits are not above each bound, in nanoseconds.
+    let mut cumulative = vec![(native.zero_threshold(), native.zero_count())];
+    let (mut count, span) = (0_i64, &native.positive_span[0]);
+    assert_eq!((native.positive_span.len(), span.length() as usize), (1, native.positive_delta.len()));
+    for (index, delta) in (span.offset()..).zip(&native.positive_delta) {
+        count += delta;
+        let before = cumulative.last().unwrap().1;
+        cumulative.push((2_f64.powi(index), before + u64::try_from(count).unwrap()));
+    }
+    assert_eq!(cumulative.last().unwrap().1, native.sample_count());
+    let at = |bound: f64| cumulative.iter().find(|(upper, _)| (upper / 1e9 - bound).abs() < bound * 1e-9);
+    let bounded: Vec<_> = classic
+        .bucket
+        .iter()
+        .filter(|bucket| bucket.upper_bound() * 1e9 <= cumulative.last().unwrap().0)
+        .collect();
+    assert!(bounded.len() > 10, "{classic:#?}");
+    for bucket in bounded {
+        let (_, count) = at(bucket.upper_bound()).unwrap();
+        assert_eq!(*count, bucket.cumulative_count(), "{}", bucket.upper_bound());
+    }
 }
 
 #[tokio::test]
