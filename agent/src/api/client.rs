@@ -44,22 +44,22 @@ pub enum ClientError {
     #[error(
         "no agent answers at {}: {}; is `beelet run` up? Name its socket with --socket (or BEELET_SOCKET) if its runDir is \
          another one",
-        .path.display(), .source
+        .path.display(), .error
     )]
     NotRunning {
         /// The socket.
         path: PathBuf,
-        /// What connecting gave.
-        source: io::Error,
+        /// What connecting gave. It is in the sentence, and so no source: those are printed behind it.
+        error: io::Error,
     },
     /// Not for this user.
     #[error("the agent's socket {} is for root only: run the command as root", .0.display())]
     Denied(PathBuf),
     /// The agent answered with an error, or stopped answering.
     #[error("the agent: {}", .0.message())]
-    Status(#[from] Box<Status>),
+    Status(Box<Status>),
     /// The agent sent something else than a pod.
-    #[error("the agent sent a pod that cannot be read: {0}")]
+    #[error("the agent sent a pod that cannot be read")]
     Malformed(#[from] serde_json::Error),
 }
 
@@ -215,7 +215,7 @@ pub(super) async fn connect(path: &Path) -> Result<Channel, ClientError> {
     // The transport's own error hides why; this asks the kernel first.
     UnixStream::connect(path).await.map_err(|source| match source.kind() {
         io::ErrorKind::PermissionDenied => ClientError::Denied(path.to_owned()),
-        _ => ClientError::NotRunning { path: path.to_owned(), source },
+        _ => ClientError::NotRunning { path: path.to_owned(), error: source },
     })?;
     let socket = path.to_owned();
     let connector = tower::service_fn(move |_| {
@@ -337,4 +337,29 @@ fn decode_rejected(rejected: Vec<proto::RejectedManifest>) -> Arc<Vec<RejectedMa
         message: manifest.message,
     };
     Arc::new(rejected.into_iter().map(decode).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once_when_all_causes_are_printed() {
+        let path = PathBuf::from("/s");
+        for error in [
+            ClientError::from(Status::unavailable("it sleeps")),
+            ClientError::NotRunning { path, error: io::ErrorKind::NotFound.into() },
+            ClientError::Malformed(serde_json::from_str::<()>("x").unwrap_err()),
+        ] {
+            let cause = match &error {
+                ClientError::Status(status) => status.message().to_owned(),
+                ClientError::NotRunning { error, .. } => error.to_string(),
+                ClientError::Malformed(error) => error.to_string(),
+                ClientError::Denied(_) => continue,
+            };
+            let printed = format!("{:#}", anyhow::Error::from(error));
+            assert_eq!(printed.matches(&cause).count(), 1, "{printed}");
+            assert!(!printed.contains("status:"), "{printed}");
+        }
+    }
 }

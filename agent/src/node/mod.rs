@@ -24,7 +24,7 @@ use beelet_proto::cri;
 use prometheus_client::registry::Registry;
 use tokio::{
     signal::unix::{SignalKind, signal},
-    sync::{mpsc, watch},
+    sync::{SetOnce, mpsc, watch},
     task::{JoinHandle, JoinSet, spawn_blocking},
 };
 use tokio_util::sync::CancellationToken;
@@ -246,7 +246,7 @@ impl Health {
 #[derive(Default)]
 struct Late {
     devices: grpc::devices::Slot,
-    running: Arc<OnceLock<Running>>,
+    running: Arc<SetOnce<Running>>,
 }
 
 /// All services of the gRPC socket.

@@ -17,12 +17,14 @@ pub async fn follow(ending: CancellationToken, ended: CancellationToken) {
     let mut told = false;
     loop {
         tokio::select! {
-            _ = ticks.tick(), if period.is_some() => tell(NotifyState::Watchdog),
+            // In this order: where there is nothing to stop both come at once, and the first is to be told all the same.
+            biased;
             () = ending.cancelled(), if !told => {
                 told = true;
                 tell(NotifyState::Stopping);
             }
             () = ended.cancelled() => return,
+            _ = ticks.tick(), if period.is_some() => tell(NotifyState::Watchdog),
         }
     }
 }

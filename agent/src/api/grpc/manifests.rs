@@ -4,13 +4,13 @@
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::apply_response::Result as Applied;
 use beelet_proto::beelet::manifests_server::{Manifests, ManifestsServer};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{SetOnce, mpsc, watch};
 use tonic::{Request, Response, Status};
 
 use crate::document::Limits;
@@ -20,6 +20,8 @@ use crate::pods::table::PodName;
 
 /// How long an answer waits for the new manifest to be read.
 const SEEN: Duration = Duration::from_secs(10);
+/// How long it waits, right after the agent's start, until there is somebody to read it: a runtime needs a moment to answer.
+const STARTED: Duration = Duration::from_secs(10);
 /// What ends the name of a manifest that is kept beside; no such file is a manifest.
 const KEPT: &str = ".bak";
 
@@ -37,7 +39,7 @@ pub struct Running {
 pub fn service(
     folder: Option<PathBuf>,
     node_name: String,
-    running: Arc<OnceLock<Running>>,
+    running: Arc<SetOnce<Running>>,
 ) -> ManifestsServer<impl Manifests> {
     ManifestsServer::new(Service { folder, node_name, running })
         .max_decoding_message_size(2 * Limits::MANIFEST.bytes)
@@ -47,7 +49,7 @@ pub fn service(
 struct Service {
     folder: Option<PathBuf>,
     node_name: String,
-    running: Arc<OnceLock<Running>>,
+    running: Arc<SetOnce<Running>>,
 }
 
 /// What a manifest is about.
@@ -91,7 +93,7 @@ impl Manifests for Service {
         let read = manifest::read(&request.text, &request.name);
         let read = read.map_err(|error| Status::invalid_argument(error.to_string()))?;
         let about = About::of(&read.object);
-        let running = self.running()?;
+        let running = self.running().await?;
         let folder = self.folder()?;
         let known = running.desired.borrow().file(about.kind, &about.namespace, &self.on_node(&about));
         let path = known.clone().unwrap_or_else(|| folder.join(about.file_name()));
@@ -118,7 +120,7 @@ impl Manifests for Service {
         request: Request<proto::DeleteRequest>,
     ) -> Result<Response<proto::DeleteResponse>, Status> {
         let request = request.into_inner();
-        let running = self.running()?;
+        let running = self.running().await?;
         let (path, name, uid) = self.find(&running.desired.borrow(), &request)?;
         if let (Some(seconds), false) = (request.grace_seconds, uid.is_empty()) {
             let grace = Some(Duration::from_secs(seconds));
@@ -139,9 +141,13 @@ impl Manifests for Service {
 }
 
 impl Service {
-    #[allow(clippy::result_large_err)] // tonic's own error type
-    fn running(&self) -> Result<&Running, Status> {
-        self.running.get().ok_or_else(|| Status::unavailable("the container runtime has not answered yet"))
+    async fn running(&self) -> Result<&Running, Status> {
+        tokio::time::timeout(STARTED, self.running.wait()).await.map_err(|_| {
+            Status::unavailable(format!(
+                "the container runtime has not answered yet (waited {} s): see `beelet doctor`, then try again",
+                STARTED.as_secs()
+            ))
+        })
     }
 
     #[allow(clippy::result_large_err)] // tonic's own error type
@@ -306,10 +312,27 @@ mod tests {
         };
         let desired = ManifestSource::start(dir.path().to_owned(), "N1".to_owned(), options).await;
         let (requests, receiver) = mpsc::channel(4);
-        let running = Arc::new(OnceLock::new());
+        let running = Arc::new(SetOnce::new());
         running.set(Running { desired, requests }).unwrap();
         let service = Service { folder: Some(dir.path().to_owned()), node_name: "N1".to_owned(), running };
         Fixture { dir, service, _requests: receiver, cancel }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn right_after_the_agents_start_it_waits_for_the_runtime_but_not_for_ever() {
+        let dir = tempfile::tempdir().unwrap();
+        let running = Arc::new(SetOnce::new());
+        let (folder, node_name) = (Some(dir.path().to_owned()), "n1".to_owned());
+        let service = Service { folder, node_name, running: Arc::clone(&running) };
+        let error = service.running().await.unwrap_err();
+        assert!(error.message().contains("has not answered yet (waited 10 s)"), "{error}");
+        let set = async {
+            tokio::time::sleep(STARTED / 2).await;
+            let (desired, requests) = (watch::channel(Arc::default()).1, mpsc::channel(1).0);
+            running.set(Running { desired, requests }).unwrap();
+        };
+        let (found, ()) = tokio::join!(service.running(), set);
+        assert!(found.is_ok());
     }
 
     impl Fixture {
@@ -359,7 +382,7 @@ mod tests {
     async fn a_pod_stays_in_the_file_that_describes_it() {
         let fixture = fixture().await;
         fs::write(fixture.dir.path().join("mine.yml"), POD).unwrap();
-        let mut desired = fixture.service.running().unwrap().desired.clone();
+        let mut desired = fixture.service.running().await.unwrap().desired.clone();
         let wait = desired.wait_for(|desired| !desired.pods.is_empty());
         drop(tokio::time::timeout(Duration::from_secs(30), wait).await.unwrap().unwrap());
         let changed = POD.replace("x:1", "x:2");
