@@ -262,7 +262,7 @@ impl Cgroups {
     }
 
     /// The cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`: containerd names it by the
-    /// id alone, CRI-O `crio-<id>`. None if there is none (yet).
+    /// id alone, CRI-O `crio-<id>`, and with systemd it is a scope. None if there is none (yet).
     #[must_use]
     pub fn container_path(&self, pod: &str, id: &str) -> Option<String> {
         let dir = self.hierarchy_of("cpu")?.mount.join(self.relative(pod).ok()?);
@@ -270,7 +270,7 @@ impl Cgroups {
             return Some(format!("{pod}/{id}"));
         }
         let names = tree::children(&dir).ok()?;
-        let name = names.into_iter().find(|name| name.strip_prefix("crio-") == Some(id))?;
+        let name = names.into_iter().find(|name| read::is_of(name, id))?;
         Some(format!("{pod}/{name}"))
     }
 

@@ -206,6 +206,11 @@ fn container_of<'a>(name: &'a str, ids: &HashSet<&str>) -> Option<&'a str> {
     name.rsplit(['-', ':']).next().filter(|id| ids.contains(id))
 }
 
+/// Whether a cgroup of this name is the container `id`'s.
+pub(super) fn is_of(name: &str, id: &str) -> bool {
+    container_of(name, &HashSet::from([id])).is_some()
+}
+
 impl CgroupDirs {
     /// The id by which the kernel half knows this cgroup: the inode of its cgroup2 directory.
     #[must_use]

@@ -8,10 +8,12 @@ use std::time::Duration;
 use beelet_policy::duration;
 use clap::{Args, ValueEnum};
 
+use super::failed;
 use super::run::{LogFormat, start_logging};
-use super::{USAGE, failed};
+use crate::config::{Config, TunerMode};
 use crate::kernel::Mode;
-use crate::node::observe::{self, Options};
+use crate::node::observe::{self, Collecting, Options};
+use crate::tuner;
 
 /// Arguments of `beelet observe`.
 #[derive(Debug, Args)]
@@ -60,7 +62,11 @@ pub struct ObserveArgs {
     /// What it may change on the node. Without this it changes nothing.
     #[arg(long, value_name = "WHAT", value_enum, value_delimiter = ',')]
     allow: Vec<Allow>,
-    /// What image-gc must remember (since when images are unused) is kept here; nothing is written otherwise.
+    /// With --allow tune: how far the tuner goes.
+    #[arg(long, value_name = "MODE", value_enum, default_value_t = Tune::Enforce)]
+    tuner: Tune,
+    /// What --allow must remember (since when images are unused, how to undo what was tuned) is kept here; nothing is
+    /// written otherwise.
     #[arg(long, value_name = "PATH", default_value = "/var/lib/beelet-observe")]
     state_dir: PathBuf,
     /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
@@ -82,10 +88,19 @@ enum Bpf {
 /// Something that acts on the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Allow {
-    /// Tuning of pods' cgroups.
+    /// Tuning of pods' cgroups: CPU caps and memory.high of BestEffort pods, then of Burstable ones above their request. What
+    /// somebody else overwrites is left to them, and all is given back at the end.
     Tune,
     /// Removal of images that no container uses, with the kubelet's thresholds and ages.
     ImageGc,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Tune {
+    /// It says what it would set (`beelet tune history`).
+    Advise,
+    /// It does it.
+    Enforce,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -112,9 +127,9 @@ fn interval(text: &str) -> Result<Duration, String> {
 }
 
 impl ObserveArgs {
-    fn options(&self) -> Options {
+    fn options(&self) -> anyhow::Result<Options> {
         let hostname = || rustix::system::uname().nodename().to_string_lossy().to_lowercase();
-        Options {
+        Ok(Options {
             runtime_endpoint: self.runtime_endpoint.clone(),
             node_name: self.node_name.clone().filter(|name| !name.is_empty()).unwrap_or_else(hostname),
             cgroup_root: self.cgroup_root.clone(),
@@ -133,26 +148,34 @@ impl ObserveArgs {
             interval: self.interval,
             most: self.max_containers,
             pod_uid: self.pod_uid,
-            image_gc: self.allow.contains(&Allow::ImageGc).then(|| self.state_dir.clone()),
-        }
+            state_dir: self.state_dir.clone(),
+            image_gc: self.allow.contains(&Allow::ImageGc).then(Collecting::by_default).transpose()?,
+            tune: self.allow.contains(&Allow::Tune).then(|| self.tuning()).transpose()?,
+        })
+    }
+
+    /// The tuner's own defaults.
+    fn tuning(&self) -> anyhow::Result<tuner::Settings> {
+        let (defaults, _) = Config::with_defaults()?;
+        let defaults = defaults.beelet.tuner;
+        let mode = match self.tuner {
+            Tune::Advise => TunerMode::Advise,
+            Tune::Enforce => TunerMode::Enforce,
+        };
+        let (interval, back_off, law) = (defaults.interval, defaults.back_off, defaults.law);
+        Ok(tuner::Settings { mode, interval, back_off, law })
     }
 }
 
 /// Observes until it is told to stop.
 #[must_use]
 pub fn run(args: &ObserveArgs) -> ExitCode {
-    if args.allow.contains(&Allow::Tune) {
-        eprintln!(
-            "error: --allow tune: the tuner needs what pods request, which the runtime doesn't tell: only `beelet run` tunes"
-        );
-        return ExitCode::from(USAGE);
-    }
     start_logging(args.log_format, args.verbose);
     // One thread waits for everything; readings have their own.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let done = runtime
         .map_err(anyhow::Error::from)
-        .and_then(|runtime| runtime.block_on(observe::run(args.options())));
+        .and_then(|runtime| runtime.block_on(observe::run(args.options()?)));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),

@@ -511,7 +511,7 @@ impl Node {
         tuner::Parts {
             table,
             cgroups: Arc::clone(&self.cgroups),
-            config: self.cgroup_config.clone(),
+            owner: tuner::Owner::Us(self.cgroup_config.clone()),
             state: Arc::clone(&self.state),
             waits: self.kernel.measures().map(waits),
             settings: tuner::Settings {
@@ -575,7 +575,7 @@ impl Node {
 }
 
 /// What the kernel programs measure, as the tuner takes it.
-fn waits(measures: kernel::Measures) -> tuner::Source {
+pub(crate) fn waits(measures: kernel::Measures) -> tuner::Source {
     Arc::new(move || {
         let counters = measures.snapshot().unwrap_or_else(|error| {
             warn!(%error, "the kernel's measures can't be read; the tuner does without");

@@ -1,15 +1,12 @@
 //! `beelet observe`: the measuring half beside somebody else's kubelet. The same parts as in `run`, without any of those
 //! that act: nothing is written to cgroups, nothing asked of the runtime but lists and statuses, no state kept. What it
-//! loads into the kernel only counts, and goes when it ends.
+//! loads into the kernel only counts, and goes when it ends. Two things act where they are allowed by name: the tuner, and
+//! the collection of images.
 
-use std::{
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result};
+use beelet_policy::image_gc::ImageGcPolicy;
 use prometheus_client::registry::Registry;
 use tokio::{
     sync::watch,
@@ -27,7 +24,7 @@ use crate::{
         signals::Mode,
     },
     cgroups::Cgroups,
-    config::Config,
+    config::{Config, TunerMode},
     events::{NodeEvents, Recorder},
     images::{self, ImageGc, Leases},
     kernel::{self, Kernel, KernelOptions, Thresholds},
@@ -35,6 +32,7 @@ use crate::{
     pods::table::PodTable,
     runtime::Runtime,
     state::State,
+    tuner,
 };
 
 /// What is observed, and how it is told.
@@ -64,8 +62,32 @@ pub struct Options {
     pub most: usize,
     /// Whether metrics of containers carry their pod's UID.
     pub pod_uid: bool,
-    /// Remove unused images as the kubelet's image garbage collection would; what that must remember is in this folder.
-    pub image_gc: Option<PathBuf>,
+    /// What of this must survive is kept here; without `image_gc` and `tune` nothing is.
+    pub state_dir: PathBuf,
+    /// Remove unused images as the kubelet's image garbage collection would.
+    pub image_gc: Option<Collecting>,
+    /// Tune the pods' cgroups, or say how they would be.
+    pub tune: Option<tuner::Settings>,
+}
+
+/// When images are removed.
+#[derive(Debug, Clone)]
+pub struct Collecting {
+    /// Thresholds and ages.
+    pub policy: ImageGcPolicy,
+    /// Between two collections.
+    pub period: Duration,
+}
+
+impl Collecting {
+    /// With the kubelet's defaults.
+    ///
+    /// # Errors
+    /// Never, unless the defaults contradict each other.
+    pub fn by_default() -> Result<Self> {
+        let (defaults, _) = Config::with_defaults()?;
+        Ok(Self { policy: defaults.image_gc.policy, period: images::gc::PERIOD })
+    }
 }
 
 /// Deadline of a list or a status.
@@ -101,23 +123,18 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     signals.register(&mut registry, options.pod_uid);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let mut tasks = JoinSet::new();
-    let images = images::Metrics::default();
-    if options.image_gc.is_some() {
-        images.register(&mut registry);
-    }
+    let allowed = Allowed::new(&options, &mut registry);
     let pulse = Pulse::default();
     let serving = CancellationToken::new();
     let mut servers =
-        serve(&options, table.clone(), (Arc::new(registry), &signals), &pulse, &serving).await?;
+        serve(&options, table.clone(), (Arc::new(registry), &signals), &allowed, &pulse, &serving).await?;
     servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
 
     if let Some(version) = runtime.wait_ready(&shutdown).await {
         info!(name = version.runtime_name, version = version.runtime_version, "container runtime answers");
         let kernel = start_kernel(&options, &cgroups).await?;
-        if let Some(dir) = &options.image_gc {
-            let parts = (&runtime, table.clone(), images);
-            collect_images(dir, &options.node_name, parts, &mut tasks, &shutdown)?;
-        }
+        let seen = (&runtime, &cgroups, &kernel, table.clone());
+        allowed.start(&options, seen, &mut tasks, &shutdown).await?;
         let measuring = signals::Options {
             node: options.node_name.clone(),
             interval: options.interval,
@@ -148,46 +165,114 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     Ok(())
 }
 
-/// The one thing that changes something, where it is allowed by name: with the kubelet's defaults, on all that no container
-/// of the runtime uses, whoever made it.
+/// What acts, where it is allowed by name.
+struct Allowed {
+    images: images::Metrics,
+    tuner: tuner::Metrics,
+    view: watch::Sender<Arc<tuner::View>>,
+}
+
+impl Allowed {
+    /// Nothing is done yet.
+    fn new(options: &Options, registry: &mut Registry) -> Self {
+        let allowed = Self {
+            images: images::Metrics::default(),
+            tuner: tuner::Metrics::default(),
+            view: watch::channel(Arc::new(tuner::View::default())).0,
+        };
+        if options.image_gc.is_some() {
+            allowed.images.register(registry);
+        }
+        match options.tune {
+            Some(_) => allowed.tuner.register(registry),
+            None => {
+                let off = tuner::View { mode: Some(TunerMode::Off), ..tuner::View::default() };
+                allowed.view.send_replace(Arc::new(off));
+            }
+        }
+        allowed
+    }
+
+    async fn start(
+        self,
+        options: &Options,
+        (runtime, cgroups, kernel, table): (&Runtime, &Arc<Cgroups>, &Kernel, watch::Receiver<Arc<PodTable>>),
+        tasks: &mut JoinSet<()>,
+        shutdown: &CancellationToken,
+    ) -> Result<()> {
+        if options.tune.is_none() && options.state_dir.join("tuner.json").exists() {
+            warn!(
+                "an earlier observer ended without giving back what it had tuned: start once with --allow tune, which puts \
+                 it back first"
+            );
+        }
+        if options.image_gc.is_none() && options.tune.is_none() {
+            return Ok(());
+        }
+        let state = Arc::new(State::open(&options.state_dir)?);
+        if let Some(collecting) = &options.image_gc {
+            let parts = (runtime, table.clone(), self.images);
+            collect_images(collecting, &options.node_name, &state, parts, tasks, shutdown);
+        }
+        if let Some(settings) = options.tune {
+            let (held, journal) = (Arc::clone(cgroups), Arc::clone(&state));
+            spawn_blocking(move || tuner::recover(&held, &journal)).await.context("the tuner's journal")?;
+            let parts = tuner::Parts {
+                table,
+                cgroups: Arc::clone(cgroups),
+                owner: tuner::Owner::Kubelet,
+                state,
+                waits: kernel.measures().map(super::waits),
+                settings,
+                metrics: self.tuner,
+                view: self.view,
+            };
+            info!(mode = ?settings.mode, state = %options.state_dir.display(), "pods' cgroups are tuned, as allowed");
+            tasks.spawn(tuner::run(parts, shutdown.clone()));
+        }
+        Ok(())
+    }
+}
+
+/// On all images that no container of the runtime uses, whoever made it.
 fn collect_images(
-    dir: &Path,
+    collecting: &Collecting,
     node: &str,
+    state: &Arc<State>,
     (runtime, table, metrics): (&Runtime, watch::Receiver<Arc<PodTable>>, images::Metrics),
     tasks: &mut JoinSet<()>,
     shutdown: &CancellationToken,
-) -> Result<()> {
-    let state = Arc::new(State::open(dir)?);
-    let (defaults, _) = Config::with_defaults()?;
-    let recorder = Recorder::load(&state);
+) {
+    let recorder = Recorder::load(state);
     let (image_gc, _) = ImageGc::new(images::Parts {
         runtime: runtime.clone(),
         leases: Leases::default(),
-        state: Arc::clone(&state),
+        state: Arc::clone(state),
         table,
-        policy: defaults.image_gc.policy,
-        period: Some(images::gc::PERIOD),
+        policy: collecting.policy,
+        period: Some(collecting.period),
         space: images::Space::by_statvfs(),
         events: NodeEvents::new(recorder.clone(), node),
         metrics,
     });
-    info!(state = %dir.display(), "unused images are removed, as allowed");
+    info!(state = %state.dir().display(), "unused images are removed, as allowed");
     tasks.spawn(image_gc.run(shutdown.clone()));
-    tasks.spawn(recorder.writer(state, shutdown.clone()));
-    Ok(())
+    tasks.spawn(recorder.writer(Arc::clone(state), shutdown.clone()));
 }
 
 async fn serve(
     options: &Options,
     pods: watch::Receiver<Arc<PodTable>>,
     (registry, signals): (Arc<Registry>, &Signals),
+    allowed: &Allowed,
     pulse: &Pulse,
     serving: &CancellationToken,
 ) -> Result<JoinSet<()>> {
     let mut servers = JoinSet::new();
     let socket = grpc::bind(&options.socket).await?;
     let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()))
-        .add_service(signals.service(Mode::Observe, serving));
+        .add_service(signals.service(Mode::Observe, serving))
+        .add_service(grpc::tuner::service(allowed.view.subscribe()));
     let until = serving.clone();
     servers.spawn(async move {
         if let Err(error) = grpc::serve(socket, services, until).await {

@@ -25,7 +25,7 @@ use crate::{
     state::State,
 };
 
-/// The cgroup of all BestEffort pods, from the cgroup root.
+/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 /// Steps that are remembered; the oldest are forgotten.
 const HISTORY: usize = 500;
@@ -65,6 +65,9 @@ pub struct Engine {
     settings: Settings,
     metrics: Metrics,
     sampler: Sampler,
+    best_effort: String,
+    /// The cgroups are somebody else's.
+    is_guest: bool,
     state: policy::State,
     journal: Journal,
     why: BTreeMap<Knob, Why>,
@@ -103,6 +106,8 @@ impl Engine {
             settings,
             metrics,
             sampler: Sampler::default(),
+            best_effort: BEST_EFFORT.to_owned(),
+            is_guest: false,
             state: policy::State::default(),
             why: BTreeMap::new(),
             advised: BTreeMap::new(),
@@ -112,19 +117,44 @@ impl Engine {
         }
     }
 
+    /// In cgroups that somebody else writes, a kubelet: nothing is set then that could make a write of its owner fail.
+    /// While a cgroup is idle its weight is refused, while it has a burst a lower quota is, and on version 1 a container's
+    /// quota above its pod's is.
+    #[must_use]
+    pub fn as_guest(mut self) -> Self {
+        self.is_guest = true;
+        self
+    }
+
+    /// Where the BestEffort pods are, if it isn't `/kubepods/besteffort`.
+    pub fn look_for_best_effort_in(&mut self, cgroup: String) {
+        self.best_effort = cgroup;
+    }
+
     /// Looks at the node with these pods at `now`, and does what is to be done.
     pub fn tick(&mut self, pods: &[Target], now: Instant) -> View {
         self.metrics.ticks.inc();
         self.blocked.retain(|_, block| block.until > now);
         self.yield_overwritten(now);
-        let supports = knobs::supports(&self.cgroups, BEST_EFFORT);
-        let seen = self.sampler.look(&self.cgroups, self.waits.as_ref(), BEST_EFFORT, supports, pods, now);
+        let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
+        if self.is_guest {
+            (supports.idle, supports.burst) = (false, false);
+        }
+        let waits = self.waits.as_ref();
+        let mut seen = self.sampler.look(&self.cgroups, waits, &self.best_effort, supports, pods, now);
+        if self.is_guest && self.cgroups.version() != Version::V2 {
+            seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
+        }
         self.act(&seen, now)
     }
 
     /// Decides for what was seen, and does it: a tick without the look.
     pub fn act(&mut self, seen: &Observed, now: Instant) -> View {
-        let blocked: BTreeSet<Knob> = self.blocked.keys().cloned().collect();
+        let mut blocked: BTreeSet<Knob> = self.blocked.keys().cloned().collect();
+        if self.is_guest {
+            // A kubelet gives BestEffort pods the least weight anyway.
+            blocked.insert(Knob { cgroup: self.best_effort.clone(), kind: KnobKind::Weight });
+        }
         let decision = policy::decide(&self.settings.law, &self.state, seen, &blocked);
         if self.settings.mode == TunerMode::Enforce {
             self.forget_the_gone(&decision);
@@ -409,12 +439,31 @@ impl Engine {
             mode: Some(self.settings.mode),
             at: Some(Timestamp::now()),
             findings,
-            lacking: lacking(&self.cgroups, supports),
+            lacking: if self.is_guest {
+                lacking_as_guest(supports)
+            } else {
+                lacking(&self.cgroups, supports)
+            },
             held: held.collect(),
             blocked: blocked.collect(),
             history: Arc::clone(&self.shown),
         }
     }
+}
+
+/// What is not done in somebody else's cgroups, and why.
+fn lacking_as_guest(supports: Supports) -> Vec<String> {
+    let mut lacking = vec![
+        "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
+    ];
+    if !supports.memory_high {
+        lacking.push(
+            "memory.high: cgroup version 1 has none, or there are no BestEffort pods yet; on version 1 Burstable pods are \
+             not capped either, for a container's start could fail"
+                .to_owned(),
+        );
+    }
+    lacking
 }
 
 /// What can't be done here, and why.

@@ -6,6 +6,7 @@
 //! mode `advise` nothing is written. Must never set anything but through [`crate::cgroups`], nor decide by itself.
 
 mod engine;
+mod foreign;
 mod journal;
 mod knobs;
 mod metrics;
@@ -28,6 +29,7 @@ use tracing::{error, info};
 
 pub use self::{
     engine::{Engine, recover},
+    foreign::Foreign,
     metrics::Metrics,
     sample::{Source, Waits},
     targets::{Target, TargetContainer, targets},
@@ -48,14 +50,23 @@ pub struct Settings {
     pub law: Law,
 }
 
+/// Who owns the pods and their cgroups.
+#[derive(Clone, Debug)]
+pub enum Owner {
+    /// This agent, which keeps them so.
+    Us(CgroupConfig),
+    /// A kubelet, whose pods are only observed.
+    Kubelet,
+}
+
 /// What it needs from the rest of the node.
 pub struct Parts {
     /// The pods.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The cgroups.
     pub cgroups: Arc<Cgroups>,
-    /// Where they are.
-    pub config: CgroupConfig,
+    /// Who owns them.
+    pub owner: Owner,
     /// Where the journal is kept.
     pub state: Arc<State>,
     /// Single waits, where the kernel half measures them.
@@ -80,7 +91,7 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
         parts.view.send_replace(Arc::new(View::off()));
         return;
     }
-    let mut engine = parts.engine();
+    let (mut engine, mut finder) = (parts.engine(), parts.finder());
     let mut ticks = interval(parts.settings.interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -88,19 +99,21 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
             () = shutdown.cancelled() => break,
             _ = ticks.tick() => {}
         }
-        let pods = targets(&parts.table.borrow(), &parts.config);
+        let (table, mut looks) = (Arc::clone(&parts.table.borrow()), finder);
         let ticked = spawn_blocking(move || {
-            let view = engine.tick(&pods, Instant::now().into_std());
-            (engine, view)
+            let now = Instant::now().into_std();
+            let pods = looks.look(&table, &mut engine, now);
+            let view = engine.tick(&pods, now);
+            (engine, looks, view)
         });
-        engine = match ticked.await {
-            Ok((engine, view)) => {
+        (engine, finder) = match ticked.await {
+            Ok((engine, finder, view)) => {
                 parts.view.send_replace(Arc::new(view));
-                engine
+                (engine, finder)
             }
             Err(failed) => {
                 error!(%failed, "the tuner failed; it starts anew, with everything given back");
-                parts.recovered_engine().await
+                (parts.recovered_engine().await, parts.finder())
             }
         };
     }
@@ -110,15 +123,46 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
     }
 }
 
+/// Finds the pods that run.
+enum Finder {
+    Ours(CgroupConfig),
+    Foreign(Foreign),
+}
+
+impl Finder {
+    fn look(&mut self, table: &PodTable, engine: &mut Engine, now: std::time::Instant) -> Vec<Target> {
+        match self {
+            Self::Ours(config) => targets(table, config),
+            Self::Foreign(foreign) => {
+                if let Some(cgroup) = foreign.best_effort() {
+                    engine.look_for_best_effort_in(cgroup);
+                }
+                foreign.targets(table, now)
+            }
+        }
+    }
+}
+
 impl Parts {
     fn engine(&self) -> Engine {
-        Engine::new(
+        let engine = Engine::new(
             Arc::clone(&self.cgroups),
             Arc::clone(&self.state),
             self.waits.clone(),
             self.settings,
             self.metrics.clone(),
-        )
+        );
+        match self.owner {
+            Owner::Us(_) => engine,
+            Owner::Kubelet => engine.as_guest(),
+        }
+    }
+
+    fn finder(&self) -> Finder {
+        match &self.owner {
+            Owner::Us(config) => Finder::Ours(config.clone()),
+            Owner::Kubelet => Finder::Foreign(Foreign::new(Arc::clone(&self.cgroups))),
+        }
     }
 
     async fn recovered_engine(&self) -> Engine {

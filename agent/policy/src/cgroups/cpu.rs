@@ -13,6 +13,19 @@ pub fn millis_to_shares(millis: i64) -> u64 {
     shares.clamp(i128::from(MIN_SHARES), i128::from(MAX_SHARES)).unsigned_abs() as u64 // within 2..=262144
 }
 
+/// The most millicores that [`millis_to_shares`] makes these shares of: what a cgroup asked for, seen from its file alone.
+/// None at the end of the scale, where anything above it looks the same.
+pub fn shares_to_millis(shares: u64) -> Option<u64> {
+    (shares < MAX_SHARES.unsigned_abs()).then(|| ((shares + 1) * 1000).div_ceil(1024) - 1)
+}
+
+/// The most millicores that make this `cpu.weight` by the straight line of [`shares_to_weight_linear`]. A weight is coarse
+/// (some 26 shares look the same), so this is up to 28 more than what was asked for, and never less.
+pub fn weight_to_millis(weight: u64) -> Option<u64> {
+    // The least shares of the next weight, less one.
+    shares_to_millis((weight.max(1) * 262_142).div_ceil(9999) + 1)
+}
+
 /// A limit in millicores as microseconds a period, 1 ms at least; 0 for no limit (`MilliCPUToQuota`).
 pub fn millis_to_quota(millis: i64, period_us: u64) -> i64 {
     if millis == 0 {
@@ -65,6 +78,22 @@ mod tests {
         ] {
             assert_eq!(millis_to_shares(millis), shares, "{millis}");
         }
+    }
+
+    #[test]
+    fn what_was_asked_for_is_found_again_in_the_file_and_never_too_low() {
+        for millis in 0..=255_000 {
+            let shares = millis_to_shares(millis);
+            let back = shares_to_millis(shares).unwrap();
+            assert!(millis.unsigned_abs() <= back && back <= millis.unsigned_abs() + 2, "{millis}: {back}");
+            let weight = shares_to_weight_linear(shares);
+            let back = weight_to_millis(weight).unwrap();
+            assert!(millis.unsigned_abs() <= back && back <= millis.unsigned_abs() + 28, "{millis}: {back}");
+            let again = millis_to_shares(i64::try_from(back).unwrap());
+            assert_eq!(shares_to_weight_linear(again), weight, "{millis}");
+        }
+        assert_eq!((shares_to_millis(102), shares_to_millis(256)), (Some(100), Some(250)));
+        assert_eq!((shares_to_millis(262_144), weight_to_millis(10_000)), (None, None));
     }
 
     #[test]

@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 
 pub use container::{ContainerResources, container_cgroup, container_resources, oom_score_adj};
 pub use cpu::{
-    millis_to_quota, millis_to_shares, proportional_weight, shares_to_weight_linear,
-    shares_to_weight_quadratic,
+    millis_to_quota, millis_to_shares, proportional_weight, shares_to_millis, shares_to_weight_linear,
+    shares_to_weight_quadratic, weight_to_millis,
 };
 pub use names::{kubepods_path, pod_path, qos_path};
 pub use node::{QosTotals, kubepods_cgroup, node_cgroups, qos_cgroup, reserved_cgroup};
