@@ -24,6 +24,8 @@ pub struct Options {
     pub beelet: Map<String, Value>,
     /// More arguments of `beelet run`.
     pub arguments: Vec<String>,
+    /// More of its environment.
+    pub environment: Vec<(String, String)>,
     /// The binary; else `BEELET_BIN`, else the one that cargo builds.
     pub binary: Option<PathBuf>,
     /// Whether a bpffs is mounted for it before it starts.
@@ -74,6 +76,7 @@ impl Options {
             kubelet: fields(kubelet),
             beelet: fields(beelet),
             arguments: Vec::new(),
+            environment: Vec::new(),
             binary: None,
             mount_bpffs: true,
             dir,
@@ -161,6 +164,7 @@ impl Agent {
             .args(&self.options.arguments)
             .env_remove("NOTIFY_SOCKET")
             .env_remove("BEELET_CONFIG")
+            .envs(self.options.environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)

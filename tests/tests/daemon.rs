@@ -1,19 +1,22 @@
 //! `beelet run` as it is started on a node, on a fake runtime, where the kernel half can't be had as it should: no BPF
 //! allowed, no bpf file system, pins of another version. The pod of these tests is on the host's network, so the test
-//! itself listens at its port.
+//! itself listens at its port. And what the service manager is told.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use beelet_ebpf_abi::ABI_VERSION;
 use beelet_tests::agent::{Agent, Options, binary};
 use beelet_tests::cri::FakeCri;
-use beelet_tests::guards::{CgroupRoot, mounts, unmount_below};
+use beelet_tests::guards::{CgroupRoot, Process, mounts, unmount_below};
 use beelet_tests::pods::PodView;
 use beelet_tests::{images, manifests, require, workdir};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 /// An agent, and what goes with it at the end of the test, in this order.
@@ -169,4 +172,96 @@ fn pins_of_another_version_give_way_to_the_agents_own() {
     let (_, unready) = daemon.follows_a_port();
     assert!(unready.edge.is_some_and(|edge| !edge.ready), "the kernel did not say it");
     assert!(!old.exists());
+}
+
+/// The service manager's end.
+struct Manager(UnixDatagram);
+
+/// A watchdog's period, in microseconds.
+const WATCHDOG_USEC: &str = "200000";
+
+impl Manager {
+    fn at(path: &Path) -> Manager {
+        let socket = UnixDatagram::bind(path).unwrap();
+        socket.set_read_timeout(Some(workdir::PATIENCE)).unwrap();
+        Manager(socket)
+    }
+
+    /// Reads on until it is told this; what it was told before.
+    fn wait_for(&self, wanted: &str) -> Vec<String> {
+        let mut told = Vec::new();
+        loop {
+            let mut buffer = [0; 4096];
+            let read = self.0.recv(&mut buffer);
+            let length = read.unwrap_or_else(|error| panic!("waited for {wanted}: {error}, told {told:?}"));
+            let lines =
+                String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned).collect::<Vec<_>>();
+            if lines.iter().any(|line| line == wanted) {
+                return told;
+            }
+            told.extend(lines);
+        }
+    }
+
+    /// Follows a whole life, which ends by `stop`.
+    fn follow(&self, stop: impl FnOnce()) {
+        let before = self.wait_for("READY=1");
+        assert!(before.is_empty(), "{before:?}");
+        for _ in 0..3 {
+            let before = self.wait_for("WATCHDOG=1");
+            assert!(before.is_empty(), "{before:?}");
+        }
+        stop();
+        let before = self.wait_for("STOPPING=1");
+        assert!(before.iter().all(|line| line == "WATCHDOG=1"), "{before:?}");
+    }
+}
+
+#[test]
+fn the_service_manager_is_told_that_the_agent_is_up_gets_on_and_stops() {
+    require!(root);
+    let dir = tempfile::tempdir().unwrap();
+    let manager = Manager::at(&dir.path().join("notify"));
+    let socket = dir.path().join("notify").display().to_string();
+    let mut daemon = Daemon::start(|_, options| {
+        let mut options = without_mount(options).beelet("bpf", "off");
+        options.environment = vec![
+            ("NOTIFY_SOCKET".to_owned(), socket),
+            ("WATCHDOG_USEC".to_owned(), WATCHDOG_USEC.to_owned()),
+        ];
+        options
+    });
+    let pid = daemon.agent.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?)).unwrap();
+    manager.follow(|| kill_process(pid, Signal::TERM).unwrap());
+    assert!(daemon.agent.wait_for_exit().unwrap().success());
+}
+
+#[test]
+fn the_service_manager_is_told_the_same_by_an_observer() {
+    require!(root);
+    let dir = tempfile::tempdir().unwrap();
+    let manager = Manager::at(&dir.path().join("notify"));
+    // No runtime answers: that is no reason to be started again.
+    let cri = FakeCri::absent_at(&dir.path().join("cri.sock"));
+    let child = Command::new(binary().unwrap())
+        .args([
+            "observe",
+            "--bpf",
+            "off",
+            "--listen",
+            "off",
+            "--runtime-endpoint",
+            &cri.endpoint(),
+            "--socket",
+        ])
+        .arg(dir.path().join("beelet.sock"))
+        .env("NOTIFY_SOCKET", dir.path().join("notify"))
+        .env("WATCHDOG_USEC", WATCHDOG_USEC)
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut observer = Process(child);
+    let pid = Pid::from_child(&observer.0);
+    manager.follow(|| kill_process(pid, Signal::TERM).unwrap());
+    assert!(observer.0.wait().unwrap().success());
 }

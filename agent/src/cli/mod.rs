@@ -19,6 +19,8 @@ pub mod get;
 pub mod logs;
 pub mod manual;
 pub mod observe;
+#[cfg(test)]
+mod packaging;
 pub mod plan;
 pub mod probe;
 pub mod run;
