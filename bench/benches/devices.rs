@@ -4,7 +4,7 @@
 use std::{hint::black_box, time::Duration};
 
 use beelet_policy::{
-    devices::{Device, Devices, Health, PluginOptions, Request, Selection, checkpoint::Data},
+    devices::{Device, Devices, Health, PluginOptions, Request, Selection, Serving, checkpoint::Data},
     probe::{EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeState},
 };
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
@@ -24,8 +24,7 @@ fn ledger() -> Devices {
 
 fn allocate(devices: &mut Devices, pod_uid: &str, count: usize) {
     let request = Request { pod_uid, container: "main", resource: RESOURCE, count, already_running: false };
-    devices.begin(pod_uid);
-    if let Ok(Selection::Chosen(ids)) = devices.select(&request) {
+    if let Ok(Selection::Chosen(ids)) = devices.select(&request, &Serving::default()) {
         devices.commit(&request, &ids, vec![0; 300]);
     }
 }

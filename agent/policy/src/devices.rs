@@ -2,7 +2,8 @@
 //!
 //! [`Devices`] is the ledger. An allocation is a conversation, since only the caller can talk to a plugin: [`Devices::select`]
 //! says which devices it would take (or what to ask the plugin first), the caller has the plugin allocate them, and
-//! [`Devices::commit`] writes it down. The caller must not begin another allocation in between.
+//! [`Devices::commit`] writes it down. The caller must not begin another allocation of the same resource in between;
+//! everything else may happen meanwhile.
 //! Must never hand out a device that another container of a living pod holds; must never talk to anything.
 //!
 //! Times are [`Duration`]s since an origin of the caller's choice.
@@ -200,12 +201,41 @@ pub struct Devices {
     /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
     taken: BTreeMap<String, Ids>,
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
-    /// The pod that was served last, and what its ended init containers leave to the next.
-    reuse: (String, BTreeMap<String, Ids>),
     /// What was healthy before the last restart, of resources whose plugin hasn't listed its devices since.
     last_known: BTreeMap<String, Ids>,
+}
+
+/// What is known of a pod while its containers are served one after the other, init containers first. A value for each pod
+/// and each time that it is served.
+#[derive(Debug, Clone, Default)]
+pub struct Serving {
+    /// What init containers leave to those that follow, by resource.
+    reuse: BTreeMap<String, Ids>,
     /// The NUMA nodes that the container being served should get its devices from.
     affinity: Option<BTreeSet<i64>>,
+}
+
+impl Serving {
+    /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough (see
+    /// [`topology`]).
+    pub fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
+        self.affinity = nodes;
+    }
+
+    /// A container has all it asked for. What an init container has is left to those that come after it; what a lasting
+    /// one has is not.
+    pub fn finish(&mut self, devices: &Devices, pod_uid: &str, container: &str, kind: ContainerKind) {
+        let held = devices.pods.get(pod_uid).and_then(|pod| pod.get(container));
+        for (resource, held) in held.into_iter().flatten() {
+            let reusable = self.reuse.entry(resource.clone()).or_default();
+            match kind {
+                ContainerKind::Init => reusable.extend(held.ids()),
+                ContainerKind::Lasting => {
+                    reusable.retain(|id| !held.by_node.values().flatten().any(|own| own == id));
+                }
+            }
+        }
+    }
 }
 
 impl Devices {
@@ -323,24 +353,11 @@ impl Devices {
         }
     }
 
-    /// A container of a pod is to be served. Containers of a pod are served in order, init containers first.
-    pub fn begin(&mut self, pod_uid: &str) {
-        self.affinity = None;
-        if self.reuse.0 != pod_uid {
-            self.reuse = (pod_uid.to_owned(), BTreeMap::new());
-        }
-    }
-
-    /// The container that is served gets its devices from these NUMA nodes, as far as they have enough (see [`topology`]).
-    pub fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
-        self.affinity = nodes;
-    }
-
     /// Which devices a container would get.
     ///
     /// # Errors
     /// If it can't get them (now: see [`AllocateError::may_pass`]).
-    pub fn select(&mut self, request: &Request<'_>) -> Result<Selection, AllocateError> {
+    pub fn select(&mut self, request: &Request<'_>, serving: &Serving) -> Result<Selection, AllocateError> {
         let resource = request.resource.to_owned();
         let held =
             self.pods.get(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(request.resource));
@@ -370,17 +387,23 @@ impl Devices {
         if held.is_some() || request.count == 0 {
             return Ok(Selection::Nothing);
         }
-        self.select_new(request, resource)
+        self.select_new(request, resource, serving)
     }
 
-    fn select_new(&mut self, request: &Request<'_>, resource: String) -> Result<Selection, AllocateError> {
+    fn select_new(
+        &mut self,
+        request: &Request<'_>,
+        resource: String,
+        serving: &Serving,
+    ) -> Result<Selection, AllocateError> {
         let taken = match self.taken.entry(resource.clone()) {
             MapEntry::Vacant(entry) => entry.insert(Ids::new()),
             MapEntry::Occupied(entry) => entry.into_mut(),
         };
-        let reusable = self.reuse.1.get(request.resource).filter(|_| self.reuse.0 == request.pod_uid);
+        let reusable = serving.reuse.get(request.resource);
         let mut must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
-        let free = self.healthy.get(request.resource).into_iter().flatten().filter(|id| !taken.contains(*id));
+        let is_free = |id: &&String| !taken.contains(*id) && !must_include.contains(*id);
+        let free = self.healthy.get(request.resource).into_iter().flatten().filter(is_free);
         let mut available: Ids = free.cloned().collect();
         let wanted = request.count - must_include.len();
         if available.len() < wanted {
@@ -394,7 +417,7 @@ impl Devices {
             return Ok(Selection::Chosen(must_include));
         }
         let near = self.nodes.get(request.resource);
-        if let Some(affinity) = &self.affinity {
+        if let Some(affinity) = &serving.affinity {
             let is_near = |id: &String| {
                 near.and_then(|near| near.get(id))
                     .is_some_and(|nodes| nodes.iter().any(|node| affinity.contains(node)))
@@ -438,28 +461,25 @@ impl Devices {
         self.recount();
     }
 
-    /// A container has all it asked for. What an init container has is left to those that come after it; what a lasting one
-    /// has is not.
-    pub fn finish(&mut self, pod_uid: &str, container: &str, kind: ContainerKind) {
-        let held = self.pods.get(pod_uid).and_then(|pod| pod.get(container));
-        for (resource, held) in held.into_iter().flatten() {
-            let reusable = self.reuse.1.entry(resource.clone()).or_default();
-            match kind {
-                ContainerKind::Init => reusable.extend(held.ids()),
-                ContainerKind::Lasting => {
-                    reusable.retain(|id| !held.by_node.values().flatten().any(|own| own == id));
+    /// Takes back what was committed to a pod's containers: pairs of container and resource.
+    pub(crate) fn take_back(&mut self, pod_uid: &str, committed: &[(String, String)]) {
+        if let Some(pod) = self.pods.get_mut(pod_uid) {
+            for (container, resource) in committed {
+                if let Some(held) = pod.get_mut(container) {
+                    held.remove(resource);
                 }
             }
+            pod.retain(|_, held| !held.is_empty());
+            if pod.is_empty() {
+                self.pods.remove(pod_uid);
+            }
         }
+        self.recount();
     }
 
-    /// Puts back what a pod held before an allocation that failed half-way.
-    pub fn restore(&mut self, pod_uid: &str, before: Option<BTreeMap<String, HeldByResource>>) {
-        match before {
-            Some(held) => self.pods.insert(pod_uid.to_owned(), held),
-            None => self.pods.remove(pod_uid),
-        };
-        self.reuse = Default::default();
+    /// Frees all that a pod holds: it is gone.
+    pub fn forget(&mut self, pod_uid: &str) {
+        self.pods.remove(pod_uid);
         self.recount();
     }
 

@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use beelet_policy::devices::{
     ContainerKind, ContainerRequest, Device, Devices, Health, Held, PluginOptions, Remnant,
-    admission::{Admission, Circumstances, Next},
+    admission::{Admission, Circumstances, Next, contended},
     topology::{TopologyPolicy, TopologyScope},
 };
 use proptest::prelude::*;
 
 const RESOURCES: [&str; 2] = ["example.com/gpu", "example.com/nic"];
 const DEVICES: u8 = 6;
-const PODS: u8 = 5;
+const PODS: u8 = 6;
 
 type Ids = BTreeSet<String>;
 
@@ -27,8 +27,9 @@ enum Event {
     List { resource: usize, there: u8, healthy: u8, nodes: u8 },
     /// It goes away.
     Stop { resource: usize },
-    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices.
-    Admit { pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8 },
+    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices. While plugins think about their
+    /// answers other things happen.
+    Admit { pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8, meanwhile: Vec<Event> },
     /// An init container of it has ended.
     InitEnds { pod: u8 },
     /// It ends.
@@ -41,21 +42,31 @@ enum Event {
     Wait { seconds: u16 },
 }
 
+/// One thing, and while it goes on up to three others.
 fn event() -> impl Strategy<Value = Event> {
+    one_event(prop::collection::vec(one_event(Just(Vec::new())), 0..4))
+}
+
+fn one_event(meanwhile: impl Strategy<Value = Vec<Event>>) -> impl Strategy<Value = Event> {
     let resource = 0..RESOURCES.len();
     prop_oneof![
         2 => (resource.clone(), any::<bool>()).prop_map(|(resource, asks)| Event::Register { resource, asks }),
         3 => (resource.clone(), any::<u8>(), any::<u8>(), any::<u8>())
             .prop_map(|(resource, there, healthy, nodes)| Event::List { resource, there, healthy: healthy | 0x15, nodes }),
         1 => resource.prop_map(|resource| Event::Stop { resource }),
-        6 => (0..PODS, prop::option::weighted(0.2, 0..4_u8), any::<u8>(), 0..8_u8)
-            .prop_map(|(pod, fails_at, prefer, policy)| Event::Admit { pod, fails_at, prefer, policy }),
+        6 => (0..PODS, prop::option::weighted(0.2, 0..4_u8), any::<u8>(), 0..8_u8, meanwhile)
+            .prop_map(|(pod, fails_at, prefer, policy, meanwhile)| Event::Admit { pod, fails_at, prefer, policy, meanwhile }),
         1 => (0..PODS).prop_map(|pod| Event::InitEnds { pod }),
         2 => (0..PODS).prop_map(|pod| Event::Exit { pod }),
         1 => any::<bool>().prop_map(|running| Event::Restart { running }),
         1 => Just(Event::Rebuild),
         1 => (0..400_u16).prop_map(|seconds| Event::Wait { seconds }),
     ]
+}
+
+/// A pod asks for devices, and nothing is in its way.
+fn admit(pod: u8) -> Event {
+    Event::Admit { pod, fails_at: None, prefer: 0, policy: 0, meanwhile: Vec::new() }
 }
 
 /// What each pod asks for: by container, whether it is an init container, and how many of each resource.
@@ -75,6 +86,12 @@ fn wishes(pod: u8) -> Vec<ContainerRequest<'static>> {
             wish("main", lasting, &[(0, 2)]),
         ],
         3 => vec![wish("a", lasting, &[(1, 2)]), wish("b", lasting, &[(1, 1), (0, 1)])],
+        // With this and pod 0 there are two that have nothing in common.
+        4 => vec![
+            wish("init", init, &[(1, 2)]),
+            wish("side", lasting, &[(1, 1)]),
+            wish("main", lasting, &[(1, 1)]),
+        ],
         _ => vec![wish("main", lasting, &[(0, 4), (1, 4)])],
     }
 }
@@ -85,11 +102,15 @@ struct Node {
     devices: Devices,
     /// The pods that run, with the init containers that have ended.
     alive: BTreeMap<String, bool>,
+    /// The pods whose admission is under way, and the resources that it is about.
+    admitting: BTreeMap<String, Ids>,
+    /// Counts the ends of the agent.
+    lives: u32,
     now: Duration,
 }
 
 impl Node {
-    fn play(&mut self, event: &Event) {
+    fn play(&mut self, event: &Event) -> Result<(), TestCaseError> {
         match *event {
             Event::Register { resource, asks } => {
                 let options =
@@ -107,7 +128,10 @@ impl Node {
                 self.devices.list(RESOURCES[resource], all);
             }
             Event::Stop { resource } => self.devices.stopped(RESOURCES[resource], self.now),
-            Event::Admit { pod, fails_at, prefer, policy } => self.admit(pod, fails_at, prefer, policy),
+            Event::Admit { pod, .. } if self.must_wait(pod) => {}
+            Event::Admit { pod, fails_at, prefer, policy, ref meanwhile } => {
+                self.admit(pod, fails_at, prefer, policy, meanwhile)?;
+            }
             Event::InitEnds { pod } => {
                 let uid = format!("p{pod}");
                 if let Some(ended) = self.alive.get_mut(&uid) {
@@ -115,8 +139,13 @@ impl Node {
                     self.devices.release(&uid, "init");
                 }
             }
-            Event::Exit { pod } => drop(self.alive.remove(&format!("p{pod}"))),
+            Event::Exit { pod } => {
+                // Nobody asks for it any more.
+                self.admitting.remove(&format!("p{pod}"));
+                self.alive.remove(&format!("p{pod}"));
+            }
             Event::Restart { running } => {
+                self.end_life();
                 let file = self.devices.checkpoint().write().unwrap();
                 self.devices = Devices::read(&file, self.now).unwrap();
                 if !running {
@@ -125,6 +154,7 @@ impl Node {
                 }
             }
             Event::Rebuild => {
+                self.end_life();
                 let remnants = self.remnants();
                 let (devices, dropped) = Devices::rebuilt(remnants, self.now);
                 assert!(dropped.is_empty(), "{dropped:?}");
@@ -135,6 +165,20 @@ impl Node {
                 self.devices.capacity_meanwhile(self.now);
             }
         }
+        Ok(())
+    }
+
+    /// Whatever the agent was at is not done.
+    fn end_life(&mut self) {
+        self.lives += 1;
+        self.admitting.clear();
+    }
+
+    /// Whether another admission of the same pod, or about the same resources, is under way.
+    fn must_wait(&self, pod: u8) -> bool {
+        let uid = format!("p{pod}");
+        let wanted = contended(&self.devices, &uid, &wishes(pod));
+        self.admitting.iter().any(|(other, busy)| *other == uid || !busy.is_disjoint(&wanted))
     }
 
     /// The containers of the pods that are alive, as the runtime has them.
@@ -149,7 +193,14 @@ impl Node {
         all
     }
 
-    fn admit(&mut self, pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8) {
+    fn admit(
+        &mut self,
+        pod: u8,
+        fails_at: Option<u8>,
+        prefer: u8,
+        policy: u8,
+        meanwhile: &[Event],
+    ) -> Result<(), TestCaseError> {
         let uid = format!("p{pod}");
         let ended = self.alive.get(&uid).copied().unwrap_or(false);
         let circumstances = Circumstances {
@@ -164,15 +215,29 @@ impl Node {
             ..Circumstances::default()
         };
         let before = self.devices.held(&uid).cloned();
-        let mut admission = Admission::new(&self.devices, &uid, wishes(pod), circumstances);
-        let mut calls = 0;
+        let life = self.lives;
+        self.admitting.insert(uid.clone(), contended(&self.devices, &uid, &wishes(pod)));
+        let mut admission = Admission::new(&uid, wishes(pod), circumstances);
+        let (mut calls, mut meanwhile_left) = (0, meanwhile.iter());
         let admitted = loop {
-            match admission.next(&mut self.devices) {
+            let next = admission.next(&mut self.devices);
+            // The plugin is asked now, and takes its time.
+            if let (Ok(Next::Ask { .. } | Next::Allocate { .. }), Some(event)) =
+                (&next, meanwhile_left.next())
+            {
+                self.play(event)?;
+                self.check(event)?;
+                if self.lives != life {
+                    return Ok(()); // kill -9: nobody goes on, nobody gives back
+                }
+                if !self.admitting.contains_key(&uid) {
+                    break false;
+                }
+            }
+            match next {
                 Err(_) => break false,
                 Ok(Next::Done) => break true,
-                Ok(Next::Free) => {
-                    self.devices.free_inactive(|other| other == uid || self.alive.contains_key(other));
-                }
+                Ok(Next::Free) => self.free_inactive(),
                 Ok(Next::Ask { question, .. }) => {
                     let preferred: Vec<String> = (0..8)
                         .map(|n| format!("{}-{}", prefer & 1, (prefer >> 1).wrapping_add(n) % 8))
@@ -186,12 +251,34 @@ impl Node {
                 }
             }
         };
-        if admitted {
+        let wanted = self.admitting.remove(&uid).is_some();
+        if admitted && wanted {
+            for wish in wishes(pod) {
+                let held = self.devices.held(&uid).and_then(|pod| pod.get(wish.container));
+                for (resource, held) in held.into_iter().flatten() {
+                    let count =
+                        wish.limits.iter().find(|(name, _)| name == resource).map(|(_, count)| *count);
+                    prop_assert_eq!(Some(held.ids().len()), count, "{} of {}", resource, wish.container);
+                }
+            }
             self.alive.entry(uid).or_insert(false);
-        } else {
-            admission.abort(&mut self.devices);
-            assert_eq!(self.devices.held(&uid), before.as_ref(), "a failed admission left something behind");
+            return Ok(());
         }
+        admission.abort(&mut self.devices);
+        if meanwhile.is_empty() {
+            prop_assert_eq!(
+                self.devices.held(&uid),
+                before.as_ref(),
+                "a failed admission left something behind"
+            );
+        }
+        Ok(())
+    }
+
+    /// As the agent does it: those that are being let in are spared.
+    fn free_inactive(&mut self) {
+        let Self { devices, alive, admitting, .. } = self;
+        devices.free_inactive(|uid| admitting.contains_key(uid) || alive.contains_key(uid));
     }
 
     fn check(&self, event: &Event) -> Result<(), TestCaseError> {
@@ -232,14 +319,14 @@ impl Node {
     fn nothing_is_lost(&mut self) -> Result<(), TestCaseError> {
         self.alive.clear();
         for (index, resource) in RESOURCES.into_iter().enumerate() {
-            self.play(&Event::Register { resource: index, asks: false });
-            self.play(&Event::List { resource: index, there: 0x3f, healthy: 0x3f, nodes: 0x80 });
+            self.play(&Event::Register { resource: index, asks: false })?;
+            self.play(&Event::List { resource: index, there: 0x3f, healthy: 0x3f, nodes: 0x80 })?;
             let wish = ContainerRequest {
                 container: "all",
                 kind: ContainerKind::Lasting,
                 limits: vec![(resource, usize::from(DEVICES))],
             };
-            let mut admission = Admission::new(&self.devices, "last", vec![wish], Circumstances::default());
+            let mut admission = Admission::new("last", vec![wish], Circumstances::default());
             loop {
                 match admission.next(&mut self.devices) {
                     Ok(Next::Free) => self.devices.free_inactive(|uid| uid == "last"),
@@ -262,11 +349,11 @@ proptest! {
     fn no_device_is_ever_held_twice_and_none_is_lost(events in prop::collection::vec(event(), 0..24)) {
         let mut node = Node::default();
         for resource in 0..RESOURCES.len() {
-            node.play(&Event::Register { resource, asks: false });
-            node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a });
+            node.play(&Event::Register { resource, asks: false })?;
+            node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a })?;
         }
         for event in &events {
-            node.play(event);
+            node.play(event)?;
             node.check(event)?;
         }
         node.nothing_is_lost()?;
@@ -277,11 +364,11 @@ proptest! {
 fn checkpointed() -> (Devices, Vec<u8>, Vec<Remnant>) {
     let mut node = Node::default();
     for resource in 0..RESOURCES.len() {
-        node.play(&Event::Register { resource, asks: false });
-        node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a });
+        node.play(&Event::Register { resource, asks: false }).unwrap();
+        node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a }).unwrap();
     }
     for pod in [1, 3] {
-        node.play(&Event::Admit { pod, fails_at: None, prefer: 0, policy: 0 });
+        node.play(&admit(pod)).unwrap();
     }
     let file = node.devices.checkpoint().write().unwrap();
     let remnants = node.remnants();
@@ -307,11 +394,11 @@ fn check_damaged(file: &[u8], before: &Devices, remnants: &[Remnant]) -> bool {
         node.alive.insert(uid.to_owned(), false);
     }
     for resource in 0..RESOURCES.len() {
-        node.play(&Event::Register { resource, asks: false });
-        node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a });
+        node.play(&Event::Register { resource, asks: false }).unwrap();
+        node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a }).unwrap();
     }
-    let event = Event::Admit { pod: 0, fails_at: None, prefer: 0, policy: 0 };
-    node.play(&event);
+    let event = admit(0);
+    node.play(&event).unwrap();
     node.check(&event).unwrap();
     rebuilt
 }

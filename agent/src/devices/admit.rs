@@ -1,31 +1,40 @@
-//! Pods get their devices, one pod at a time: the ledger decides, the plugins prepare, the checkpoint is written, and only
-//! then may the pod start.
+//! Pods get their devices, of each resource one pod at a time: the ledger decides, the plugins prepare, the checkpoint is
+//! written, and only then may the pod start.
+//!
+//! Pods that want different resources don't wait for each other ([`super::turns`]). A pod that is gone before its plugin has
+//! answered gets nothing, and its plugin isn't waited for.
 //!
 //! A plugin that isn't there (yet) makes a pod wait, for a while; anything else that is in the way ends it as the kubelet
 //! does, with the kubelet's reason, and it runs again when that may have changed.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+    time::Duration,
+};
 
 use beelet_policy::devices::{
     AllocateError, ContainerRequest,
-    admission::{self, Admission, AdmissionError, Next},
+    admission::{self, Admission, AdmissionError, Next, contended},
     container_requests,
     registration::is_extended_resource_name,
 };
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
     sync::{mpsc, oneshot, watch},
+    task::{self, JoinSet},
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
-use tracing::{debug, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::{
     Active,
     checkpoint::Written,
-    ledger::{Shared, Waiting},
+    ledger::{Ledger, Shared, Waiting},
     plugin,
+    turns::{Resources, Turns},
 };
 use crate::{
     events::{Object, Recorder},
@@ -37,6 +46,8 @@ const UNEXPECTED: &str = "UnexpectedAdmissionError";
 const TOPOLOGY: &str = "TopologyAffinityError";
 /// Refused pods that are remembered, to be tried again. One more waits for its manifest to change.
 const MAX_REFUSED: usize = 1024;
+/// Pods whose turn hasn't come. One more, and all behind it, waits to ask at all.
+const MAX_QUEUED: usize = 1024;
 /// How soon a checkpoint that couldn't be written is tried again.
 const WRITE_RETRY: Duration = Duration::from_secs(5);
 
@@ -73,8 +84,10 @@ pub enum Refusal {
 pub(super) struct Asked {
     pod: Arc<core::Pod>,
     circumstances: Circumstances,
-    answer: oneshot::Sender<Result<(), Refusal>>,
+    answer: Answer,
 }
+
+type Answer = oneshot::Sender<Result<(), Refusal>>;
 
 /// Asks for a pod; needs nobody where the pod wants no devices.
 pub(super) async fn ask(
@@ -110,13 +123,20 @@ enum Trouble {
     Plugin(String),
     /// The plugin went away while it was asked.
     Lost(String),
+    /// Whoever asked is gone.
+    Unasked,
 }
 
-/// The one task that admits.
+/// The one task that says whose turn it is, and what each admission has at hand.
 #[derive(Debug)]
 pub(super) struct Admitter {
-    shared: Arc<Shared>,
+    desk: Arc<Desk>,
     asked: mpsc::Receiver<Asked>,
+}
+
+#[derive(Debug)]
+struct Desk {
+    shared: Arc<Shared>,
     written: watch::Receiver<Written>,
     active: watch::Receiver<Active>,
     requests: mpsc::Sender<Request>,
@@ -132,30 +152,65 @@ impl Admitter {
         requests: mpsc::Sender<Request>,
         events: Recorder,
     ) -> Self {
-        Self { shared, asked, written, active, requests, events }
+        Self { desk: Arc::new(Desk { shared, written, active, requests, events }), asked }
     }
 
+    /// Until `shutdown`; then what is under way is left as it is, as after kill -9.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
-        let mut changes = self.shared.node.subscribe();
+        let desk = Arc::clone(&self.desk);
+        let mut changes = desk.shared.node.subscribe();
+        let mut turns: Turns<Asked> = Turns::new();
+        let mut under_way = JoinSet::new();
+        let mut resources_of: HashMap<task::Id, Resources> = HashMap::new();
         loop {
+            turns.retain(|asked| !asked.answer.is_closed());
+            while let Some((resources, asked)) = turns.next() {
+                let task = under_way.spawn(Arc::clone(&desk).serve(asked));
+                resources_of.insert(task.id(), resources);
+            }
+            desk.shared.metrics.queued.set(i64::try_from(turns.waiting()).unwrap_or(i64::MAX));
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                asked = self.asked.recv() => {
-                    let Some(asked) = asked else { return };
-                    let Asked { pod, circumstances, answer } = asked;
-                    if answer.is_closed() {
-                        continue;
+                Some(ended) = under_way.join_next_with_id() => {
+                    let id = match ended {
+                        Ok((id, ())) => id,
+                        Err(failed) => {
+                            error!(error = %failed, "an admission ended before its answer; the pod asks again");
+                            failed.id()
+                        }
+                    };
+                    if let Some(resources) = resources_of.remove(&id) {
+                        turns.done(&resources);
                     }
-                    let admitted = self.admit(&pod, circumstances).await;
-                    // Whoever asked may be gone: the pod's end gives everything back.
-                    let _ = answer.send(admitted);
+                }
+                asked = self.asked.recv(), if turns.waiting() < MAX_QUEUED => {
+                    let Some(asked) = asked else { return };
+                    turns.add(desk.resources(&asked.pod), asked);
                 }
                 changed = changes.changed() => {
                     if changed.is_err() { return }
-                    self.let_refused_try_again().await;
+                    desk.let_refused_try_again().await;
                 }
             }
         }
+    }
+}
+
+impl Desk {
+    /// What a pod's admission is about.
+    fn resources(&self, pod: &core::Pod) -> Resources {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        // One that can't be read is refused for that.
+        let wishes = container_requests(pod).unwrap_or_default();
+        self.shared.look(|ledger| contended(&ledger.devices, uid, &wishes))
+    }
+
+    /// One admission from the question to the answer.
+    async fn serve(self: Arc<Self>, asked: Asked) {
+        let Asked { pod, circumstances, mut answer } = asked;
+        let admitted = self.admit(&pod, circumstances, &mut answer).await;
+        // Whoever asked may be gone by now: the pod's end gives everything back.
+        let _ = answer.send(admitted);
     }
 
     /// Pods that were refused for lack of devices run again once there may be enough.
@@ -177,7 +232,12 @@ impl Admitter {
         }
     }
 
-    async fn admit(&mut self, pod: &core::Pod, circumstances: Circumstances) -> Result<(), Refusal> {
+    async fn admit(
+        &self,
+        pod: &core::Pod,
+        circumstances: Circumstances,
+        answer: &mut Answer,
+    ) -> Result<(), Refusal> {
         let name = PodName::of(pod);
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let wishes = match container_requests(pod) {
@@ -188,7 +248,7 @@ impl Admitter {
             return Err(self.wait(pod, &uid, missing));
         }
         let restarting = circumstances.restarting;
-        match self.converse(&uid, wishes, circumstances).await {
+        match self.converse(&uid, wishes, circumstances, answer).await {
             Ok(()) => {
                 if let Err(cause) = self.written().await {
                     let until = Instant::now() + WRITE_RETRY;
@@ -226,12 +286,13 @@ impl Admitter {
         self.shared.now().saturating_sub(waiting.since) >= self.shared.settings.plugin_wait
     }
 
-    /// The conversation with ledger and plugins.
+    /// The conversation with ledger and plugins. It ends early where nobody waits for what comes of it.
     async fn converse(
-        &mut self,
+        &self,
         uid: &str,
         wishes: Vec<ContainerRequest<'_>>,
         circumstances: Circumstances,
+        answer: &mut Answer,
     ) -> Result<(), Trouble> {
         let settings = &self.shared.settings;
         let circumstances = admission::Circumstances {
@@ -240,15 +301,33 @@ impl Admitter {
             policy: settings.policy,
             scope: settings.scope,
         };
-        let mut admission =
-            self.shared.look(|ledger| Admission::new(&ledger.devices, uid, wishes, circumstances));
-        let outcome = self.step_by_step(&mut admission, uid).await;
-        match outcome {
-            Ok(true) => self.shared.change(|_| ()),
-            Ok(false) => {}
-            Err(_) => self.shared.change(|ledger| admission.abort(&mut ledger.devices)),
+        self.entering(uid);
+        let mut admission = Admission::new(uid, wishes, circumstances);
+        let mut outcome = tokio::select! {
+            outcome = self.step_by_step(&mut admission, uid) => outcome,
+            () = answer.closed() => Err(Trouble::Unasked),
+        };
+        self.shared.look(|ledger| {
+            // Not before all is in the ledger: who goes after that finds it there, and gives it back.
+            if answer.is_closed() {
+                outcome = Err(Trouble::Unasked);
+            }
+            if outcome.is_err() {
+                admission.abort(&mut ledger.devices);
+                ledger.entering.remove(uid);
+            }
+        });
+        if !matches!(outcome, Ok(false)) {
+            self.shared.change(|_| ());
         }
         outcome.map(drop)
+    }
+
+    /// From here on the pod may hold devices, and those who know which pods may may not know of it yet.
+    fn entering(&self, uid: &str) {
+        let mut seen = self.active.clone();
+        seen.mark_unchanged();
+        self.shared.look(|ledger| ledger.entering.insert(uid.to_owned(), seen));
     }
 
     /// True if something was allocated.
@@ -288,14 +367,19 @@ impl Admitter {
 
     fn free_inactive(&self, uid: &str) {
         let Some(active) = self.active.borrow().clone() else { return };
-        self.shared
-            .look(|ledger| ledger.devices.free_inactive(|other| other == uid || active.contains(other)));
+        self.shared.look(|ledger| {
+            let Ledger { devices, entering, .. } = ledger;
+            // Whatever was said after a pod had asked, was said with knowledge of it.
+            entering.retain(|_, seen| !seen.has_changed().unwrap_or(true));
+            devices.free_inactive(|pod| pod == uid || entering.contains_key(pod) || active.contains(pod));
+        });
     }
 
     /// Waits until the checkpoint has what was committed.
-    async fn written(&mut self) -> Result<(), String> {
+    async fn written(&self) -> Result<(), String> {
         let wanted = *self.shared.dirty.borrow();
-        let written = self.written.wait_for(|written| written.covers(wanted)).await;
+        let mut written = self.written.clone();
+        let written = written.wait_for(|written| written.covers(wanted)).await;
         match written {
             Ok(written) => written.trouble().map_or(Ok(()), Err),
             Err(_) => Err("the agent is ending".to_owned()),
@@ -316,6 +400,11 @@ impl Admitter {
             }
             Trouble::Lost(message) => (message, UNEXPECTED, true, None),
             Trouble::Plugin(message) => (message, UNEXPECTED, false, None),
+            Trouble::Unasked => {
+                debug!(pod = %PodName::of(pod), "the pod is gone before it got its devices");
+                let message = "nobody asks for it any more".to_owned();
+                return Refusal::Wait { message, until: Instant::now() };
+            }
         };
         let overdue = self.shared.look(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
         if may_pass && !overdue {

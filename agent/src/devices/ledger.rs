@@ -12,7 +12,7 @@ use beelet_policy::devices::{Device, Devices, ENDPOINT_GRACE, PluginOptions};
 use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
 
-use super::{Metrics, NodeDevices, Settings, plugin::Plugin};
+use super::{Active, Metrics, NodeDevices, Settings, plugin::Plugin};
 
 /// Plugins that may be registered at a time. One more is refused.
 const MAX_PLUGINS: usize = 256;
@@ -47,6 +47,9 @@ pub(super) struct Ledger {
     pub(super) waiting: BTreeMap<String, Waiting>,
     /// Pods that were refused for lack of devices, by uid: the resource, and how many they lacked.
     pub(super) refused: BTreeMap<String, (String, usize)>,
+    /// Pods that have asked for devices, by uid, each with a receiver that has seen what was said of active pods until then:
+    /// that may not name them yet.
+    pub(super) entering: BTreeMap<String, watch::Receiver<Active>>,
     removed: BTreeSet<String>,
     generations: u64,
     changes: u64,

@@ -29,6 +29,7 @@ pub struct Metrics {
     pub(super) refused_lists: Counter,
     pub(super) checkpoint_errors: Counter,
     pub(super) waiting: Gauge,
+    pub(super) queued: Gauge,
 }
 
 impl Default for Metrics {
@@ -42,6 +43,7 @@ impl Default for Metrics {
             refused_lists: Counter::default(),
             checkpoint_errors: Counter::default(),
             waiting: Gauge::default(),
+            queued: Gauge::default(),
         }
     }
 }
@@ -84,6 +86,11 @@ impl Metrics {
             "beelet_device_waiting_pods",
             "Pods that can't start before a device plugin is there",
             self.waiting.clone(),
+        );
+        registry.register(
+            "beelet_device_queued_pods",
+            "Pods that wait while another pod gets devices of a resource that they want",
+            self.queued.clone(),
         );
     }
 

@@ -2,9 +2,9 @@
 //!
 //! Plugins register on `<kubelet dir>/device-plugins/kubelet.sock` or are found in `<kubelet dir>/plugins_registry`; each has
 //! a task that follows its list of devices. The ledger is `policy`'s ([`beelet_policy::devices`]), behind a mutex that is
-//! held for computing only. Pods are admitted one at a time by one task, which asks the plugins, and writes the kubelet's own
-//! checkpoint before it says yes: no container is started with a device that isn't in the checkpoint. What a container was
-//! given is also an annotation of it, from which a lost checkpoint is rebuilt.
+//! held for computing only. Of each resource one pod at a time is admitted: its plugin is asked, and the kubelet's own
+//! checkpoint written before the answer is yes. No container is started with a device that isn't in the checkpoint. What a
+//! container was given is also an annotation of it, from which a lost checkpoint is rebuilt.
 //!
 //! A plugin that misbehaves hurts only those who ask for its devices: what it sends is bounded, what is asked of it has a
 //! deadline, and its tasks are its own. Must never touch a pod or the runtime: pods are ended by requests to `pods/`.
@@ -20,6 +20,7 @@ mod options;
 mod plugin;
 mod register;
 mod registry;
+mod turns;
 mod view;
 
 use std::{
@@ -56,7 +57,7 @@ use crate::{
     state::ForeignFile,
 };
 
-/// Admissions under way. A pod's worker waits while there are this many before it.
+/// Questions that haven't been looked at. A pod's worker waits while there are this many before it.
 const ADMISSIONS: usize = 64;
 /// How long a pod waits for a plugin, unless the configuration says otherwise: as long as the kubelet remembers one.
 pub const PLUGIN_WAIT: Duration = Duration::from_secs(300);
@@ -231,7 +232,8 @@ impl Devices {
     pub fn forget(&self, pod_uid: &str) {
         self.shared.change(|ledger| {
             ledger.waiting.remove(pod_uid);
-            ledger.devices.restore(pod_uid, None);
+            ledger.entering.remove(pod_uid);
+            ledger.devices.forget(pod_uid);
         });
     }
 

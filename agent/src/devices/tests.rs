@@ -1,12 +1,16 @@
 use std::time::Duration;
 
-use beelet_policy::devices::{Device, Devices as Ledger, Health, PluginOptions, Request as Wanted};
+use beelet_policy::devices::{
+    Device, Devices as Ledger, Health, PluginOptions, Request as Wanted, Selection, Serving,
+};
 use beelet_proto::deviceplugin::RegisterRequest;
 use loona_hpack::{Decoder, Encoder};
 use prost::Message as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::UnixStream;
+use tokio::net::{UnixListener, UnixStream};
+use tonic::{Code, Status};
 
+use super::plugin::Plugin;
 use super::*;
 
 fn parts(dir: &std::path::Path) -> Parts {
@@ -20,6 +24,10 @@ fn parts(dir: &std::path::Path) -> Parts {
         events: Recorder::default(),
         node_name: "n1".to_owned(),
     }
+}
+
+fn device(id: &str) -> Device {
+    Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: vec![1] }
 }
 
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
@@ -107,7 +115,6 @@ async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
     let dir = tempfile::tempdir().unwrap();
     let mut ledger = Ledger::default();
     ledger.register("example.com/gpu", PluginOptions::default());
-    let device = |id: &str| Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: vec![1] };
     ledger.list("example.com/gpu", ["a", "b"].map(device));
     let wanted = Wanted {
         pod_uid: "p",
@@ -116,7 +123,6 @@ async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
         count: 1,
         already_running: false,
     };
-    ledger.begin("p");
     ledger.commit(&wanted, &["a".to_owned()].into(), vec![1, 2]);
     let file = Settings::new(dir.path().join("kubelet")).checkpoint();
     file.replace(&ledger.checkpoint().write().unwrap()).unwrap();
@@ -126,4 +132,82 @@ async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
     assert_eq!(devices.node().borrow().capacity["example.com/gpu"], 2);
     let view = &devices.resources()["example.com/gpu"];
     assert!(!view.connected && view.devices["a"].unlisted && view.devices["a"].holders.len() == 1);
+}
+
+/// A plugin that takes every call and answers none, at a socket in `dir`, until the listener is dropped.
+async fn silent(dir: &std::path::Path) -> (Plugin, PathBuf, UnixListener) {
+    let socket = dir.join("silent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    (Plugin::new(plugin::dial(&socket).await.unwrap()), socket, listener)
+}
+
+/// Checks how long an answer that never comes is waited for.
+async fn takes<T>(seconds: u64, call: &str, answer: impl Future<Output = Result<T, Status>>) {
+    let begun = tokio::time::Instant::now();
+    let Err(status) = answer.await else { panic!("{call} was answered") };
+    assert_eq!((status.code(), begun.elapsed().as_secs()), (Code::DeadlineExceeded, seconds), "{call}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_plugin_that_hangs_is_not_waited_for_any_longer_than_it_may_take() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plugin, _, _listener) = silent(dir.path()).await;
+    let mut ledger = Ledger::default();
+    let options = PluginOptions { get_preferred_allocation_available: true, ..PluginOptions::default() };
+    ledger.register("example.com/gpu", options);
+    ledger.list("example.com/gpu", [device("a")]);
+    let wanted = Wanted {
+        pod_uid: "p",
+        container: "main",
+        resource: "example.com/gpu",
+        count: 1,
+        already_running: false,
+    };
+    let Ok(Selection::Ask(question)) = ledger.select(&wanted, &Serving::default()) else {
+        panic!("it has a preference");
+    };
+    let ids = BTreeSet::from(["a".to_owned()]);
+    takes(10, "GetDevicePluginOptions", plugin.options(None)).await;
+    takes(60, "GetPreferredAllocation", plugin.preferred(&question)).await;
+    takes(60, "Allocate", plugin.allocate(&ids)).await;
+    takes(30, "PreStartContainer", plugin.pre_start(ids.clone())).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_plugin_that_stays_away_is_forgotten_after_five_minutes() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = Settings::new(dir.path().to_owned());
+    let shared = Arc::new(Shared::new(Ledger::default(), settings, Metrics::default()));
+    let shutdown = CancellationToken::new();
+    let expiry = tokio::spawn(ledger::expire(Arc::clone(&shared), shutdown.clone()));
+    let (plugin, socket, listener) = silent(dir.path()).await;
+    let resource = "example.com/gpu".to_owned();
+    let current =
+        shared.register(&resource, plugin.clone(), PluginOptions::default(), socket.clone()).unwrap();
+    assert!(shared.listed(&resource, current.0, vec![device("a")]));
+    let followed = tokio::spawn(follow::follow(
+        Arc::clone(&shared),
+        resource.clone(),
+        plugin,
+        current,
+        shutdown.clone(),
+    ));
+    let mut node = shared.node.subscribe();
+    assert_eq!(node.borrow_and_update().allocatable[&resource], 1);
+    drop(listener);
+    std::fs::remove_file(&socket).unwrap();
+    node.wait_for(|node| node.allocatable.get(&resource) == Some(&0)).await.unwrap();
+    let gone_at = tokio::time::Instant::now();
+    tokio::time::sleep(Duration::from_secs(299)).await;
+    let now = node.borrow_and_update().clone();
+    assert_eq!((now.capacity[&resource], now.removed.len()), (1, 0), "it has a second left");
+    assert!(shared.plugin(&resource).is_some());
+    let now = node.wait_for(|node| node.removed.contains(&resource)).await.unwrap().clone();
+    assert!(!now.capacity.contains_key(&resource) && !now.allocatable.contains_key(&resource));
+    assert_eq!(gone_at.elapsed().as_secs(), 300);
+    // Its task tries once more at most before it is given up.
+    followed.await.unwrap();
+    assert!(shared.plugin(&resource).is_none() && gone_at.elapsed() <= Duration::from_secs(311));
+    shutdown.cancel();
+    expiry.await.unwrap();
 }

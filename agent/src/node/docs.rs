@@ -48,7 +48,11 @@ Of the system containers there is `pods`.
 ";
 
 /// What can't be told from a family that has no samples yet: those that count by gauge or histogram.
-const KINDS: &[(&str, &str)] = &[("kubelet_running_containers", "gauge")];
+const KINDS: &[(&str, &str)] = &[
+    ("beelet_device_allocatable", "gauge"),
+    ("beelet_device_capacity", "gauge"),
+    ("kubelet_running_containers", "gauge"),
+];
 
 /// Families by name with their meaning, as registered. The registry tells them to nobody, but it can be printed.
 fn families(registry: &Registry) -> BTreeMap<String, String> {

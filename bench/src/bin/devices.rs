@@ -1,7 +1,9 @@
-//! What devices cost: the decision alone, and a whole admission beyond the plugin's own time. Run by
-//! `cargo xtask bench devices`; prints one JSON object with the samples, in milliseconds.
+//! What devices cost: the decision alone, for one resource and for two that must come from the same NUMA node, and a whole
+//! admission beyond the plugin's own time. Run by `cargo xtask bench devices`; prints one JSON object with the samples, in
+//! milliseconds.
 //!
-//! The plugin is served from here, on a thread of its own, over the real sockets; it measures itself.
+//! The plugin is served from here, on a thread of its own, over the real sockets; it measures itself. The checkpoint is
+//! written as always, but to memory: how long a disk takes to have it is the disk's.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a bench: whatever is wrong ends it
 
@@ -26,6 +28,8 @@ use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::{Request, Response, Status};
 
 const RESOURCE: &str = "example.com/gpu";
+/// A second resource, of as many devices on as many nodes.
+const SECOND: &str = "example.com/nic";
 const DEVICES: usize = 1000;
 const NODES: usize = 8;
 const PODS: usize = 100;
@@ -36,34 +40,52 @@ fn milliseconds(took: Duration) -> f64 {
 
 fn main() {
     let rounds: usize = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(20);
-    let decisions = decisions(rounds);
-    let admissions = admissions(rounds);
-    println!("{}", json!({ "decision": decisions, "admission": admissions }));
+    let one = [TopologyPolicy::None, TopologyPolicy::BestEffort, TopologyPolicy::SingleNumaNode];
+    println!(
+        "{}",
+        json!({
+            "decision": decisions(rounds, &[RESOURCE], &one),
+            "decision_of_two_restricted": decisions(rounds, &[RESOURCE, SECOND], &[TopologyPolicy::Restricted]),
+            "decision_of_two_single_numa_node":
+                decisions(rounds, &[RESOURCE, SECOND], &[TopologyPolicy::SingleNumaNode]),
+            "admission": admissions(rounds, TopologyPolicy::None),
+            "admission_single_numa_node": admissions(rounds, TopologyPolicy::SingleNumaNode),
+        })
+    );
 }
 
-/// A ledger of 1,000 devices on 8 nodes, of which pods hold half.
-fn ledger() -> policy::Devices {
+/// A ledger of 1,000 devices of each resource on 8 nodes, of which pods hold half.
+fn ledger(resources: &[&str]) -> policy::Devices {
     let mut devices = policy::Devices::default();
-    devices.register(RESOURCE, PluginOptions::default());
-    let device = |i: usize| Device {
-        id: format!("GPU-9b341c59-f96b-ba85-c137-{i:012}"),
-        health: Health::Healthy,
-        numa_nodes: vec![i64::try_from(i % NODES).unwrap()],
-    };
-    devices.list(RESOURCE, (0..DEVICES).map(device));
+    for resource in resources {
+        devices.register(resource, PluginOptions::default());
+        let device = |i: usize| Device {
+            id: format!("GPU-9b341c59-f96b-ba85-c137-{i:012}"),
+            health: Health::Healthy,
+            numa_nodes: vec![i64::try_from(i % NODES).unwrap()],
+        };
+        devices.list(resource, (0..DEVICES).map(device));
+    }
     for pod in 0..PODS {
-        decide(&mut devices, &format!("pod-{pod}"), 5, TopologyPolicy::None);
+        decide(&mut devices, &format!("pod-{pod}"), resources, 5, TopologyPolicy::None);
     }
     devices
 }
 
 /// One pod's admission up to the plugin's answer.
-fn decide(devices: &mut policy::Devices, uid: &str, count: usize, policy: TopologyPolicy) {
+fn decide(
+    devices: &mut policy::Devices,
+    uid: &str,
+    resources: &[&str],
+    count: usize,
+    policy: TopologyPolicy,
+) {
     let kind = ContainerKind::Lasting;
-    let wish = ContainerRequest { container: "main", kind, limits: vec![(RESOURCE, count)] };
+    let limits = resources.iter().map(|resource| (*resource, count)).collect();
+    let wish = ContainerRequest { container: "main", kind, limits };
     let circumstances =
         policy::admission::Circumstances { policy, scope: TopologyScope::Container, ..Default::default() };
-    let mut admission = Admission::new(devices, uid, vec![wish], circumstances);
+    let mut admission = Admission::new(uid, vec![wish], circumstances);
     loop {
         match admission.next(devices).unwrap() {
             Next::Free => devices.free_inactive(|_| true),
@@ -74,15 +96,15 @@ fn decide(devices: &mut policy::Devices, uid: &str, count: usize, policy: Topolo
     }
 }
 
-fn decisions(rounds: usize) -> Vec<f64> {
-    let ledger = ledger();
+fn decisions(rounds: usize, resources: &[&str], policies: &[TopologyPolicy]) -> Vec<f64> {
+    let ledger = ledger(resources);
     let mut samples = Vec::new();
     for _ in 0..rounds {
-        for policy in [TopologyPolicy::None, TopologyPolicy::BestEffort, TopologyPolicy::SingleNumaNode] {
+        for policy in policies {
             for count in [1, 2, 4, 8, 16] {
                 let mut devices = ledger.clone();
                 let begun = Instant::now();
-                decide(&mut devices, "new", count, policy);
+                decide(&mut devices, "new", resources, count, *policy);
                 samples.push(milliseconds(begun.elapsed()));
             }
         }
@@ -189,13 +211,13 @@ fn pod(number: usize) -> Arc<Pod> {
     Arc::new(serde_json::from_value(pod).unwrap())
 }
 
-/// 100 pods admitted one after the other, in each round; the plugin's own time is taken off.
-fn admissions(rounds: usize) -> Vec<f64> {
-    let dir = tempfile::tempdir().unwrap();
+/// 100 pods admitted one after the other, in each round; the plugin's own time is taken off, and no disk is in it.
+fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     // As the agent has it.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let settings = Settings::new(dir.path().to_owned());
+        let settings = Settings { policy, ..Settings::new(dir.path().to_owned()) };
         let plugins = dir.path().join("device-plugins");
         let registration = settings.registration_socket();
         let (requests, _ignored) = mpsc::channel(64);

@@ -1,13 +1,14 @@
 //! A pod is admitted with its devices: one container after the other, one resource after the other, as the kubelet serves them.
 //!
-//! The conversation itself: [`Admission::next`] says what to ask a plugin, the caller asks, and hands back the answer. The
-//! caller must not begin another admission in between, and must end a failed one by [`Admission::abort`] if nothing of
-//! it may stay.
+//! The conversation itself: [`Admission::next`] says what to ask a plugin, the caller asks, and hands back the answer.
+//! Several may be under way, as long as no two have a resource of [`contended`] in common: what one has chosen isn't in the
+//! ledger before its plugin has answered. A failed one is ended by [`Admission::abort`] if nothing of it may stay.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    AllocateError, ContainerRequest, Devices, HeldByResource, Question, Request, Selection,
+    AllocateError, ContainerRequest, Devices, Question, Request, Selection, Serving,
+    registration::is_extended_resource_name,
     topology::{TopologyError, TopologyPolicy, TopologyScope},
 };
 
@@ -73,20 +74,30 @@ pub struct Admission<'a> {
     chosen: Option<BTreeSet<String>>,
     /// The nodes for the whole pod, once they are decided.
     of_pod: Option<Option<BTreeSet<i64>>>,
-    before: Option<BTreeMap<String, HeldByResource>>,
+    serving: Serving,
+    /// What it got so far: containers and resources.
+    committed: Vec<(String, String)>,
+}
+
+/// The resources that a pod's admission chooses from, and those that it holds something of: of two pods that have one of them
+/// in common only one may be admitted at a time.
+#[must_use]
+pub fn contended(devices: &Devices, pod_uid: &str, wishes: &[ContainerRequest<'_>]) -> BTreeSet<String> {
+    let wished = wishes.iter().flat_map(|wish| &wish.limits).map(|(resource, _)| *resource);
+    let wished = wished.filter(|resource| is_extended_resource_name(resource) || devices.knows(resource));
+    let held = devices.held(pod_uid).into_iter().flatten().flat_map(|(_, held)| held.keys());
+    wished.chain(held.map(String::as_str)).map(str::to_owned).collect()
 }
 
 impl<'a> Admission<'a> {
     /// The admission of a pod with these wishes ([`super::container_requests`]).
     #[must_use]
     pub fn new(
-        devices: &Devices,
         pod_uid: &'a str,
         mut wishes: Vec<ContainerRequest<'a>>,
         circumstances: Circumstances,
     ) -> Self {
         wishes.retain(|wish| !circumstances.ended.contains(wish.container));
-        let before = devices.held(pod_uid).cloned();
         Self {
             pod_uid,
             wishes,
@@ -96,7 +107,8 @@ impl<'a> Admission<'a> {
             freed: false,
             chosen: None,
             of_pod: None,
-            before,
+            serving: Serving::default(),
+            committed: Vec::new(),
         }
     }
 
@@ -113,7 +125,7 @@ impl<'a> Admission<'a> {
             let Some(wish) = self.wishes.get(self.at.0) else { return Ok(Next::Done) };
             let Some((resource, _)) = wish.limits.get(self.at.1).copied() else {
                 if self.begun {
-                    devices.finish(self.pod_uid, wish.container, wish.kind);
+                    self.serving.finish(devices, self.pod_uid, wish.container, wish.kind);
                 }
                 self.at = (self.at.0 + 1, 0);
                 self.begun = false;
@@ -127,12 +139,11 @@ impl<'a> Admission<'a> {
                 return Ok(Next::Free);
             }
             if !std::mem::replace(&mut self.begun, true) {
-                devices.begin(self.pod_uid);
                 let nodes = self.affinity(devices)?;
-                devices.align(nodes);
+                self.serving.align(nodes);
             }
             let (request, ..) = self.current();
-            match devices.select(&request)? {
+            match devices.select(&request, &self.serving)? {
                 Selection::Nothing => self.at.1 += 1,
                 Selection::Chosen(ids) => {
                     self.chosen = Some(ids.clone());
@@ -152,14 +163,16 @@ impl<'a> Admission<'a> {
     /// The plugin has allocated what it was to; `response` is its encoded answer.
     pub fn allocated(&mut self, devices: &mut Devices, response: Vec<u8>) {
         if let Some(ids) = self.chosen.take() {
-            devices.commit(&self.current().0, &ids, response);
+            let (request, container, resource) = self.current();
+            devices.commit(&request, &ids, response);
+            self.committed.push((container, resource));
             self.at.1 += 1;
         }
     }
 
-    /// Nothing comes of it: the pod holds again what it held before.
+    /// Nothing comes of it: the pod holds what it held before, but for what was freed meanwhile.
     pub fn abort(self, devices: &mut Devices) {
-        devices.restore(self.pod_uid, self.before);
+        devices.take_back(self.pod_uid, &self.committed);
     }
 
     /// The request that is served; its container and resource.
@@ -183,12 +196,18 @@ impl<'a> Admission<'a> {
             return Ok(None);
         }
         if *scope == TopologyScope::Container {
-            return devices.affinity(self.pod_uid, Some(wish.container), &wish.limits, *policy);
+            return devices.affinity(
+                &self.serving,
+                self.pod_uid,
+                Some(wish.container),
+                &wish.limits,
+                *policy,
+            );
         }
         if let Some(nodes) = &self.of_pod {
             return Ok(nodes.clone());
         }
-        let nodes = devices.affinity(self.pod_uid, None, &self.limits_of_pod(), *policy)?;
+        let nodes = devices.affinity(&self.serving, self.pod_uid, None, &self.limits_of_pod(), *policy)?;
         self.of_pod = Some(nodes.clone());
         Ok(nodes)
     }

@@ -12,9 +12,39 @@ fn ids(text: &str) -> Ids {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
+/// A ledger, and the pod that is served.
+#[derive(Default)]
+struct Ledger {
+    devices: Devices,
+    serving: (String, Serving),
+}
+
+impl std::ops::Deref for Ledger {
+    type Target = Devices;
+
+    fn deref(&self) -> &Devices {
+        &self.devices
+    }
+}
+
+impl std::ops::DerefMut for Ledger {
+    fn deref_mut(&mut self) -> &mut Devices {
+        &mut self.devices
+    }
+}
+
+impl Ledger {
+    fn select(&mut self, request: &Request<'_>) -> Result<Selection, AllocateError> {
+        if self.serving.0 != request.pod_uid {
+            self.serving = (request.pod_uid.to_owned(), Serving::default());
+        }
+        self.devices.select(request, &self.serving.1)
+    }
+}
+
 /// A ledger with one plugin that lists these devices: `name@node`, `!name` is unhealthy.
-fn ledger(text: &str) -> Devices {
-    let mut devices = Devices::default();
+fn ledger(text: &str) -> Ledger {
+    let mut devices = Ledger::default();
     devices.register(GPU, PluginOptions::default());
     list(&mut devices, text);
     devices
@@ -36,12 +66,11 @@ fn request<'a>(pod_uid: &'a str, container: &'a str, count: usize) -> Request<'a
 
 /// Serves one container with a plugin that answers `preferred`; the ids it got, or the error.
 fn serve(
-    devices: &mut Devices,
+    devices: &mut Ledger,
     request: &Request<'_>,
     kind: ContainerKind,
     preferred: &[&str],
 ) -> Result<String, String> {
-    devices.begin(request.pod_uid);
     let ids = match devices.select(request).map_err(|e| e.to_string())? {
         Selection::Nothing => None,
         Selection::Chosen(ids) => Some(ids),
@@ -50,7 +79,8 @@ fn serve(
     if let Some(ids) = ids {
         devices.commit(request, &ids, Vec::new());
     }
-    devices.finish(request.pod_uid, request.container, kind);
+    let Ledger { devices, serving } = devices;
+    serving.1.finish(devices, request.pod_uid, request.container, kind);
     let held = devices.held(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(GPU));
     Ok(held.map(Held::ids).unwrap_or_default().into_iter().collect::<Vec<_>>().join(" "))
 }
@@ -174,7 +204,8 @@ fn after_a_restart_holders_keep_their_devices_and_others_wait_for_the_plugin() {
     let mut devices = ledger("a@1 b");
     serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &[]).unwrap();
     let file = devices.checkpoint().write().unwrap();
-    let mut devices = Devices::read(&file, Duration::ZERO).unwrap();
+    let devices = Devices::read(&file, Duration::ZERO).unwrap();
+    let mut devices = Ledger { devices, ..Ledger::default() };
     assert!(devices.knows(GPU));
     assert_eq!(
         devices.held("p").unwrap()["c"][GPU].by_node,
@@ -189,7 +220,7 @@ fn after_a_restart_holders_keep_their_devices_and_others_wait_for_the_plugin() {
 
 #[test]
 fn capacity_is_what_it_was_until_a_plugin_is_back_or_overdue() {
-    let mut devices = ledger("a b !c");
+    let mut devices = ledger("a b !c").devices;
     for _ in 0..2 {
         // A second restart finds in the checkpoint what the first one found.
         devices = Devices::read(&devices.checkpoint().write().unwrap(), Duration::ZERO).unwrap();
@@ -255,7 +286,7 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-fn play(devices: &mut Devices, alive: &mut BTreeSet<String>, event: &Event) {
+fn play(devices: &mut Ledger, alive: &mut BTreeSet<String>, event: &Event) {
     let name = |prefix: &str, n: u8| format!("{prefix}{n}");
     match event {
         Event::List(rows) => {
@@ -287,7 +318,8 @@ fn play(devices: &mut Devices, alive: &mut BTreeSet<String>, event: &Event) {
             alive.remove(&name("p", *pod));
         }
         Event::Restart => {
-            *devices = Devices::read(&devices.checkpoint().write().unwrap(), Duration::ZERO).unwrap();
+            let file = devices.checkpoint().write().unwrap();
+            *devices = Ledger { devices: Devices::read(&file, Duration::ZERO).unwrap(), ..Ledger::default() };
         }
         Event::Stop => devices.stopped(GPU, Duration::ZERO),
     }
@@ -296,7 +328,7 @@ fn play(devices: &mut Devices, alive: &mut BTreeSet<String>, event: &Event) {
 proptest! {
     #[test]
     fn no_device_is_held_by_two_pods_and_restarts_lose_nothing(events in prop::collection::vec(event(), 0..40)) {
-        let (mut devices, mut alive) = (Devices::default(), BTreeSet::new());
+        let (mut devices, mut alive) = (Ledger::default(), BTreeSet::new());
         for event in &events {
             play(&mut devices, &mut alive, event);
             let mut holder: BTreeMap<String, &str> = BTreeMap::new();

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Devices, Ids};
+use super::{Devices, Ids, Serving};
 
 /// More NUMA nodes than the kubelet works with either; devices near others have no say.
 pub const MAX_NODES: usize = 8;
@@ -63,6 +63,7 @@ impl Devices {
     /// The policy refuses what would come out.
     pub fn affinity(
         &self,
+        serving: &Serving,
         pod_uid: &str,
         container: Option<&str>,
         limits: &[(&str, usize)],
@@ -81,7 +82,7 @@ impl Devices {
         let all: Mask = (1 << nodes.len()) - 1;
         let mut of_each = Vec::new();
         for (resource, count) in &wanted {
-            match self.hints(pod_uid, container, resource, *count, &nodes) {
+            match self.hints(serving, (pod_uid, container), resource, *count, &nodes) {
                 // Too few: that will be said in its own words.
                 Hints::TooFew => return Ok(None),
                 Hints::NoPreference => {}
@@ -102,8 +103,8 @@ impl Devices {
     /// `generateDeviceTopologyHints`.
     fn hints(
         &self,
-        pod_uid: &str,
-        container: Option<&str>,
+        serving: &Serving,
+        (pod_uid, container): (&str, Option<&str>),
         resource: &str,
         count: usize,
         nodes: &[i64],
@@ -117,8 +118,7 @@ impl Devices {
         let held = held.map(super::Held::ids).filter(|ids| ids.len() == count);
         let reusable: Ids = match &held {
             Some(_) => Ids::new(),
-            None if self.reuse.0 == pod_uid => self.reuse.1.get(resource).cloned().unwrap_or_default(),
-            None => Ids::new(),
+            None => serving.reuse.get(resource).cloned().unwrap_or_default(),
         };
         let taken = self.taken.get(resource);
         let is_free = |id: &&String| taken.is_none_or(|taken| !taken.contains(*id));
@@ -213,7 +213,7 @@ mod tests {
         let policies =
             [TopologyPolicy::BestEffort, TopologyPolicy::Restricted, TopologyPolicy::SingleNumaNode];
         for (policy, expected) in policies.into_iter().zip(expected) {
-            let got = match devices.affinity("p", Some("c"), limits, policy) {
+            let got = match devices.affinity(&Serving::default(), "p", Some("c"), limits, policy) {
                 Err(TopologyError) => "refused".to_owned(),
                 Ok(None) => "-".to_owned(),
                 Ok(Some(nodes)) => nodes.iter().map(i64::to_string).collect::<Vec<_>>().join(" "),
@@ -263,12 +263,14 @@ mod tests {
         let mut devices = ledger("a@0 b@0 c@1 d@1", "");
         let request =
             Request { pod_uid: "p", container: "c", resource: GPU, count: 1, already_running: false };
-        devices.begin("p");
-        devices.align(Some(BTreeSet::from([1])));
-        assert_eq!(devices.select(&request), Ok(Selection::Chosen(BTreeSet::from(["c".to_owned()]))));
-        devices.align(Some(BTreeSet::from([1])));
+        let mut serving = Serving::default();
+        serving.align(Some(BTreeSet::from([1])));
+        assert_eq!(
+            devices.select(&request, &serving),
+            Ok(Selection::Chosen(BTreeSet::from(["c".to_owned()])))
+        );
         let three = Request { count: 3, ..request };
-        let Ok(Selection::Chosen(ids)) = devices.select(&three) else { panic!("no devices") };
+        let Ok(Selection::Chosen(ids)) = devices.select(&three, &serving) else { panic!("no devices") };
         assert!(ids.contains("c") && ids.contains("d") && ids.len() == 3, "{ids:?}");
     }
 }

@@ -252,7 +252,7 @@ impl Node {
         let running =
             wishes.iter().filter(|_| already_running).map(|wish| wish.container.to_owned()).collect();
         let circumstances = Circumstances { running, ..Circumstances::default() };
-        let mut admission = Admission::new(&self.devices, uid, wishes, circumstances);
+        let mut admission = Admission::new(uid, wishes, circumstances);
         loop {
             match admission.next(&mut self.devices).map_err(|error| error.to_string())? {
                 Next::Free => self.free_inactive(),
