@@ -1,6 +1,7 @@
 //! Plugins are found here: sockets in `<kubelet dir>/plugins_registry` that serve `pluginregistration.Registration`. A
 //! socket that appears is asked what it is; one that disappears takes its plugin with it. Kinds of plugins other than device
-//! plugins are told that nobody here speaks with them.
+//! plugins are told that nobody here speaks with them. Several are asked at a time, so that one that says nothing keeps
+//! nobody else waiting.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +17,10 @@ use beelet_proto::pluginregistration::{
 };
 use futures::StreamExt as _;
 use inotify::{EventStream, Inotify, WatchMask};
-use tokio::{task::spawn_blocking, time::Instant};
+use tokio::{
+    task::{self, AbortHandle, JoinError, JoinSet, spawn_blocking},
+    time::Instant,
+};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{debug, warn};
 
@@ -26,6 +30,8 @@ use super::{folder, ledger::Shared, plugin, register};
 const BUFFER: usize = 16 << 10;
 /// How often the folder is read although no change was reported: an event may be lost.
 const RESCAN: Duration = Duration::from_secs(60);
+/// Sockets that are asked at a time. The others wait, those that have failed before last of all.
+const MAX_MEETINGS: usize = 16;
 /// The pauses before a socket that failed is tried again.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(120));
 
@@ -35,6 +41,8 @@ type Identity = (PathBuf, u64);
 /// What has become of a socket.
 #[derive(Debug)]
 enum Known {
+    /// It is being asked; how often that failed before.
+    Meeting { tries: u32, task: AbortHandle },
     /// A device plugin that follows this resource at this socket.
     Plugin { resource: String, socket: PathBuf },
     /// To be tried again.
@@ -47,8 +55,8 @@ enum Known {
 pub(super) async fn watch(shared: Arc<Shared>, shutdown: CancellationToken) {
     let dir = shared.settings.registry_dir();
     let tracker = TaskTracker::new();
-    let mut registry =
-        Registry { shared, known: BTreeMap::new(), tracker: tracker.clone(), shutdown: shutdown.clone() };
+    let host = Host { shared, tracker: tracker.clone(), shutdown: shutdown.clone() };
+    let mut registry = Registry { host, known: BTreeMap::new(), meetings: JoinSet::new() };
     let mut events = Inotify::init().and_then(|inotify| inotify.into_event_stream(vec![0; BUFFER]));
     if let Err(error) = &events {
         warn!(%error, "changes of {} are seen only every {} s", dir.display(), RESCAN.as_secs());
@@ -66,17 +74,16 @@ pub(super) async fn watch(shared: Arc<Shared>, shutdown: CancellationToken) {
         if let Ok(events) = &mut events {
             arm(events, &folders);
         }
-        tokio::select! {
-            () = shutdown.cancelled() => break,
-            () = registry.look_at(sockets) => {}
-        }
+        registry.look_at(sockets);
         let retry = registry.next_retry();
         tokio::select! {
             () = shutdown.cancelled() => break,
             () = changed(&mut events) => {}
+            Some(met) = registry.meetings.join_next_with_id() => registry.met(met),
             () = tokio::time::sleep_until(retry.min(Instant::now() + RESCAN)) => {}
         }
     }
+    drop(registry);
     tracker.close();
     tracker.wait().await;
 }
@@ -100,54 +107,94 @@ async fn changed(events: &mut std::io::Result<EventStream<Vec<u8>>>) {
     std::future::pending::<()>().await;
 }
 
-struct Registry {
+/// What a meeting has at hand.
+#[derive(Clone)]
+struct Host {
     shared: Arc<Shared>,
-    known: BTreeMap<Identity, Known>,
     tracker: TaskTracker,
     shutdown: CancellationToken,
 }
 
+struct Registry {
+    host: Host,
+    known: BTreeMap<Identity, Known>,
+    meetings: JoinSet<Result<Known, String>>,
+}
+
 impl Registry {
-    async fn look_at(&mut self, sockets: Vec<Identity>) {
+    /// Parts with those that are gone, and has those met that are new or due again.
+    fn look_at(&mut self, sockets: Vec<Identity>) {
         let gone: Vec<Identity> =
             self.known.keys().filter(|known| !sockets.contains(known)).cloned().collect();
         for identity in gone {
-            if let Some(Known::Plugin { resource, socket }) = self.known.remove(&identity) {
-                debug!(resource, "the device plugin's socket is gone from the registry");
-                self.shared.deregister(&resource, &socket);
+            if let Some(known) = self.known.remove(&identity) {
+                self.part(known);
             }
         }
-        for identity in sockets {
-            let tries = match self.known.get(&identity) {
-                None => 0,
-                Some(Known::Failed { tries, retry_at }) if *retry_at <= Instant::now() => *tries,
-                Some(_) => continue,
-            };
-            let known = self.meet(&identity.0, tries).await;
-            self.known.insert(identity, known);
+        let due = sockets.into_iter().filter_map(|identity| match self.known.get(&identity) {
+            None => Some((0, identity)),
+            Some(Known::Failed { tries, retry_at }) if *retry_at <= Instant::now() => {
+                Some((*tries, identity))
+            }
+            Some(_) => None,
+        });
+        let mut due: Vec<(u32, Identity)> = due.collect();
+        due.sort();
+        let room = MAX_MEETINGS.saturating_sub(self.meetings.len());
+        for (tries, identity) in due.into_iter().take(room) {
+            let (host, path) = (self.host.clone(), identity.0.clone());
+            let task = self.meetings.spawn(async move { host.introduce(&path).await });
+            self.known.insert(identity, Known::Meeting { tries, task });
         }
     }
 
+    fn part(&self, known: Known) {
+        match known {
+            Known::Plugin { resource, socket } => {
+                debug!(resource, "the device plugin's socket is gone from the registry");
+                self.host.shared.deregister(&resource, &socket);
+            }
+            Known::Meeting { task, .. } => task.abort(),
+            Known::Failed { .. } | Known::Foreign => {}
+        }
+    }
+
+    /// What came of a meeting.
+    fn met(&mut self, met: Result<(task::Id, Result<Known, String>), JoinError>) {
+        let (id, met) = match met {
+            Ok(met) => met,
+            Err(error) => (error.id(), Err(format!("asking it ended early: {error}"))),
+        };
+        let of_id = |known: &Known| matches!(known, Known::Meeting { task, .. } if task.id() == id);
+        let Some((identity, known)) = self.known.iter_mut().find(|(_, known)| of_id(known)) else {
+            // Its socket went away meanwhile.
+            met.into_iter().for_each(|known| self.part(known));
+            return;
+        };
+        let Known::Meeting { tries, .. } = *known else { return };
+        *known = met.unwrap_or_else(|cause| {
+            let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
+            warn!(socket = %identity.0.display(), retry_in_seconds = pause.as_secs_f32(), "a plugin could not be registered: {cause}");
+            Known::Failed { tries: tries.saturating_add(1), retry_at: Instant::now() + pause }
+        });
+    }
+
+    /// When there is something to do by itself. Those for whom there was no room have their turn when a meeting ends.
     fn next_retry(&self) -> Instant {
+        let later = Instant::now() + RESCAN;
+        if self.meetings.len() >= MAX_MEETINGS {
+            return later;
+        }
         let retries = self.known.values().filter_map(|known| match known {
             Known::Failed { retry_at, .. } => Some(*retry_at),
             _ => None,
         });
-        retries.min().unwrap_or_else(|| Instant::now() + RESCAN)
+        retries.min().unwrap_or(later)
     }
+}
 
+impl Host {
     /// Asks a socket what it is, and tells it what came of that.
-    async fn meet(&self, path: &Path, tries: u32) -> Known {
-        match self.introduce(path).await {
-            Ok(known) => known,
-            Err(cause) => {
-                let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
-                warn!(socket = %path.display(), retry_in_seconds = pause.as_secs_f32(), "a plugin could not be registered: {cause}");
-                Known::Failed { tries: tries.saturating_add(1), retry_at: Instant::now() + pause }
-            }
-        }
-    }
-
     async fn introduce(&self, path: &Path) -> Result<Known, String> {
         let mut client = RegistrationClient::new(plugin::dial(path).await?);
         let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
