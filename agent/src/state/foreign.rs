@@ -41,8 +41,8 @@ impl ForeignFile {
         }
     }
 
-    /// Puts `bytes` in place of what is there. It survives the end of the agent, however sudden; after [`Self::settle`] also
-    /// that of the machine.
+    /// Puts `bytes`, once the disk has them, in place of what is there. That survives the end of the agent, however sudden;
+    /// after that of the machine there is either the one or the other, and these for certain after [`Self::settle`].
     ///
     /// # Errors
     /// The disk is full or fails; what was there before still is.
@@ -52,6 +52,7 @@ impl ForeignFile {
             let mut file =
                 OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
             file.write_all(bytes)?;
+            file.sync_all()?;
             fs::rename(&temporary, &self.path)
         };
         let written = match write() {
@@ -67,15 +68,13 @@ impl ForeignFile {
         })
     }
 
-    /// Waits until the disk has what was last put in place.
+    /// Waits until the disk knows what was last put in place.
     ///
     /// # Errors
     /// The disk fails.
     pub fn settle(&self) -> Result<(), StateError> {
-        let sync = |path: &Path| File::open(path).and_then(|file| file.sync_all());
-        sync(&self.path)
-            .and_then(|()| sync(self.folder()))
-            .map_err(|error| io_error("sync", &self.path, error))
+        let synced = File::open(self.folder()).and_then(|folder| folder.sync_all());
+        synced.map_err(|error| io_error("sync", self.folder(), error))
     }
 
     /// Moves the file aside, keeping the last few such; where it was moved to.
