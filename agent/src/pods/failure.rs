@@ -1,6 +1,7 @@
 //! Pods that were ended for good by something other than their own containers: evicted, preempted, refused by
 //! admission, past their deadline. Such a pod gives everything back, but stays in the table as `Failed` until its
-//! manifest changes or somebody asks for another try.
+//! manifest changes or somebody asks for another try. One that admission refused is asked for again after a restart of
+//! the agent, as under the kubelet.
 
 use std::time::Duration;
 
@@ -16,6 +17,12 @@ pub const DEADLINE_EXCEEDED: &str = "DeadlineExceeded";
 const DISRUPTION: &str = "DisruptionTarget";
 /// Reasons with which the kubelet sets [`DISRUPTION`].
 const DISRUPTIONS: &[&str] = &["Evicted", "Preempting"];
+
+/// Reasons of pods that were not let in, as the kubelet has them; those that begin with [`OUT_OF`] too.
+const REFUSALS: &[&str] =
+    &["UnexpectedAdmissionError", "TopologyAffinityError", "NodePorts", "PodOSNotSupported"];
+/// Not enough of what follows.
+const OUT_OF: &str = "OutOf";
 
 /// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,6 +42,14 @@ impl Failure {
     #[must_use]
     pub fn new(reason: impl Into<String>, message: impl Into<String>, grace: Option<Duration>) -> Self {
         Self { reason: reason.into(), message: message.into(), grace, cleared: false }
+    }
+
+    /// Whether the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a pod no longer than it runs
+    /// itself: after its restart a static pod is asked for again. One that was evicted or preempted, or is past its
+    /// deadline, has been let in.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        REFUSALS.contains(&self.reason.as_str()) || self.reason.starts_with(OUT_OF)
     }
 
     /// The sooner of two wishes wins: a pod that must go at once doesn't wait for an earlier, gentler end.
@@ -91,6 +106,23 @@ mod tests {
         check(seconds(5), None, seconds(5));
         check(seconds(5), seconds(1), seconds(1));
         check(seconds(1), seconds(5), seconds(1));
+    }
+
+    #[test]
+    fn what_was_not_let_in_is_told_from_what_was_ended() {
+        for (reason, refused) in [
+            ("OutOfcpu", true),
+            ("OutOfexample.com/gpu", true),
+            ("UnexpectedAdmissionError", true),
+            ("TopologyAffinityError", true),
+            ("NodePorts", true),
+            ("PodOSNotSupported", true),
+            ("Evicted", false),
+            ("Preempting", false),
+            (DEADLINE_EXCEEDED, false),
+        ] {
+            assert_eq!(Failure::new(reason, "m", None).is_refusal(), refused, "{reason}");
+        }
     }
 
     #[test]

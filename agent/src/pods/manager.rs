@@ -65,8 +65,8 @@ pub enum Request {
     /// A probe's published state changed.
     Probe(ProbeUpdate),
     /// Ends a pod for good: evicted, preempted, refused. Its containers and its sandbox are stopped, its cgroup and
-    /// volumes removed; then its phase is `Failed`, over restarts of the agent too, until its manifest changes or
-    /// [`Request::Retry`] comes. Asked again, the first reason stays and the shorter grace counts. Nothing happens
+    /// volumes removed; then its phase is `Failed`, over restarts of the agent too (unless it was
+    /// [refused](Failure::is_refusal)), until its manifest changes or [`Request::Retry`] comes. Asked again, the first reason stays and the shorter grace counts. Nothing happens
     /// to a pod that isn't known or has ended by itself.
     Fail {
         /// The pod.
@@ -424,7 +424,8 @@ impl Manager {
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let (probes, hooked, oom, status, failure) = match self.parts.records.get(&uid) {
+        let (record, retry) = self.remembered(&uid);
+        let (probes, hooked, oom, status, failure) = match record {
             Some(record) => (record.probes, record.hooked, record.oom, record.status, record.failure),
             None => Default::default(),
         };
@@ -457,7 +458,7 @@ impl Manager {
             status,
             edge: None,
             failure,
-            retry: false,
+            retry,
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         self.pods.insert(uid.clone(), managed);

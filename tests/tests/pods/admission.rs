@@ -25,7 +25,7 @@ fn failed_with<'a>(reason: &'a str) -> impl Fn(&View) -> bool + 'a {
 }
 
 #[tokio::test]
-async fn a_pod_without_room_fails_with_the_reason_and_is_not_tried_again() {
+async fn a_pod_without_room_fails_with_the_reason_and_is_tried_again_after_a_restart_only() {
     let mut node = Node::with(&[wanting("a", "3")]).await;
     node.until_ready("a").await;
     node.apply(&wanting("b", "2"));
@@ -37,15 +37,30 @@ async fn a_pod_without_room_fails_with_the_reason_and_is_not_tried_again() {
         )
     );
     let sandboxes = node.cri.count(Op::RunPodSandbox);
-    // Not even when there is room, nor after a restart: only its manifest's change is a new wish.
+    // Not even when there is room: its manifest's change is a new wish.
     node.remove("a");
     node.until_gone("a").await;
-    node.kill_and_start().await;
     node.until_relisted().await;
     node.until_pod("b", "to stay refused", failed_with("OutOfcpu")).await;
     assert_eq!(node.cri.count(Op::RunPodSandbox), sandboxes);
     node.apply(&wanting("b", "1"));
     node.until_ready("b").await;
+    // Or an agent that knows nothing of the refusal, as with the kubelet.
+    node.apply(&wanting("c", "4"));
+    node.until_pod("c", "to be refused", failed_with("OutOfcpu")).await;
+    let record = node.path("state/pods.json");
+    let written = || {
+        let text = std::fs::read_to_string(&record).unwrap_or_default();
+        if text.contains("OutOfcpu") { Ok(()) } else { Err("the record lacks the refusal") }
+    };
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, written).unwrap();
+    node.kill_and_start().await;
+    node.until_pod("c", "to be refused once more", failed_with("OutOfcpu")).await;
+    node.until_ready("b").await;
+    node.kill().await;
+    node.remove("b");
+    node.start().await;
+    node.until_ready("c").await;
 }
 
 #[tokio::test]

@@ -8,7 +8,10 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::{Manager, Terminate, cri_config};
-use crate::pods::failure::{DEADLINE_EXCEEDED, Failure};
+use crate::pods::{
+    failure::{DEADLINE_EXCEEDED, Failure},
+    records::PodRecord,
+};
 
 impl Manager {
     /// See [`super::Request::Fail`].
@@ -69,6 +72,17 @@ impl Manager {
             c.verdicts = pod::Verdicts::default();
         });
         self.publish(uid);
+    }
+
+    /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end is over. One
+    /// that was refused is as if it were new, as soon as nothing of it is left.
+    pub(super) fn remembered(&self, uid: &str) -> (Option<PodRecord>, bool) {
+        let record = self.parts.records.get(uid);
+        let failure = record.as_ref().and_then(|record| record.failure.as_ref());
+        match failure.filter(|failure| failure.is_refusal()) {
+            Some(refusal) if refusal.cleared => (None, false),
+            refusal => (record.clone(), refusal.is_some()),
+        }
     }
 
     /// A pod that was ended for good has given everything back.
