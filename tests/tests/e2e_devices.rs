@@ -22,7 +22,7 @@ const RESOURCE: &str = "example.com/sample";
 /// An agent on a containerd of its own. The agent ends first.
 struct Node {
     agent: Agent,
-    _containerd: Containerd,
+    containerd: Containerd,
 }
 
 fn start() -> Node {
@@ -31,7 +31,7 @@ fn start() -> Node {
 
 fn start_on(containerd: Containerd) -> Node {
     let agent = Agent::start(Options::on(&containerd)).unwrap();
-    let node = Node { agent, _containerd: containerd };
+    let node = Node { agent, containerd };
     node.until_plugins_can_register();
     node
 }
@@ -179,6 +179,61 @@ fn a_pod_keeps_its_device_whatever_happens_to_plugin_and_agent() {
 }
 
 #[test]
+fn cdi_devices_of_a_plugin_are_in_the_container() {
+    require!(containerd_2);
+    let node = start_on(Containerd::start_version_2_for_test().unwrap());
+    let spec = json!({
+        "cdiVersion": "0.6.0",
+        "kind": "example.com/class",
+        "devices": [{ "name": "one", "containerEdits": {
+            "env": ["BY_CDI=from the specification"],
+            "deviceNodes": [{ "path": "/dev/by-cdi", "hostPath": "/dev/null" }],
+        }}],
+    });
+    workdir::write(&node.containerd.cdi_dir().join("example.json"), spec.to_string()).unwrap();
+    let _plugin = sample(&node, &["--cdi", "example.com/class=one"]);
+    let look = "echo \"cdi: $BY_CDI\"; test -c /dev/by-cdi && echo cdi node; echo x > /dev/by-cdi && echo cdi written; \
+                echo \"got $SAMPLE_DEVICES\"";
+    node.apply("web", RESOURCE, 1, look);
+    let said = node.said(&node.ready("web"));
+    for expected in ["cdi: from the specification\n", "cdi node\n", "cdi written\n", "got a\n"] {
+        assert!(said.contains(expected), "{expected:?} is missing in\n{said}");
+    }
+}
+
+#[test]
+fn killed_while_a_plugin_allocates_the_agent_gives_each_device_to_one_pod() {
+    require!(containerd);
+    let mut node = start();
+    let mut plugin = sample(&node, &[]);
+    plugin.tell("allocate hold").unwrap();
+    node.apply("web", RESOURCE, 1, LOOK);
+    assert_eq!(plugin.hear("allocate").unwrap(), "a");
+    node.agent.kill9();
+    // Only now it would have answered.
+    plugin.tell("allocate ok").unwrap();
+    plugin.tell("go").unwrap();
+    node.agent.resume().unwrap();
+    plugin.hear("registered").unwrap();
+    let web = node.ready("web");
+    node.apply("other", RESOURCE, 1, LOOK);
+    let other = node.ready("other");
+    let held = [node.held_by("web"), node.held_by("other")];
+    let mut all = held.concat();
+    all.sort();
+    assert_eq!(all, ["a", "b"]);
+    for (pod, held) in [&web, &other].into_iter().zip(&held) {
+        assert!(node.said(pod).contains(&format!("got {}\n", held.join(","))), "{held:?}");
+    }
+    node.apply("third", RESOURCE, 1, LOOK);
+    let refused =
+        |pod: &PodView| pod.pod.status.as_ref().is_some_and(|s| s.phase.as_deref() == Some("Failed"));
+    node.agent
+        .until("third to be refused", |watch| watch.pod("third").filter(|pod| refused(pod)).cloned())
+        .unwrap();
+}
+
+#[test]
 fn pod_resources_are_told_at_the_kubelets_socket() {
     require!(containerd);
     use beelet_proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
@@ -220,7 +275,7 @@ fn metrics_have_the_kubelets_names() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
     let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
-    let node = Node { agent, _containerd: containerd };
+    let node = Node { agent, containerd };
     node.until_plugins_can_register();
     let _plugin = sample(&node, &[]);
     node.apply("web", RESOURCE, 1, LOOK);

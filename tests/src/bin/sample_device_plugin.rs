@@ -2,6 +2,7 @@
 //!
 //!     sample_device_plugin --dir DEVICE_PLUGINS_DIR [--resource NAME] [--socket NAME] [--registry] [--devices LIST]
 //!                          [--pre-start] [--preferred] [--deaf] [--mount HOST:CONTAINER] [--device HOST:CONTAINER] [--cdi NAME]
+//!                          [--env NAME]
 //!
 //! It registers at `kubelet.sock` in the folder, and again whenever that socket is made anew (unless `--deaf`), as real
 //! plugins do; or (`--registry`) waits to be found there. Lines on standard input tell it
@@ -11,10 +12,11 @@
 //! | --- | --- |
 //! | `devices a b@1 !c` | lists these; `@` a NUMA node, `!` unhealthy |
 //! | `many N` | lists N devices |
-//! | `allocate ok`, `allocate fail WHY`, `allocate hang`, `allocate empty`, `allocate hold` | how it answers from now on |
+//! | `allocate ok`, `allocate fail WHY`, `allocate hang`, `allocate empty` | how it answers from now on |
+//! | `allocate hold`, `allocate hold ID` | answers at `go`; only where it is to allocate that device |
+//! | `preferred ok`, `preferred hold`, `prestart ok`, `prestart fail WHY`, `prestart hold` | the same for the other calls |
 //! | `go` | answers what is held |
 //! | `prefer a b` | the devices that it would rather give |
-//! | `prestart ok`, `prestart fail WHY` | |
 //! | `end` | ends its list |
 //! | `register` | registers again |
 //! | `quit` | removes its socket and ends |
@@ -43,6 +45,7 @@ use tonic::{Request, Response, Status};
 struct Script {
     devices: Vec<api::Device>,
     allocate: String,
+    preferred: String,
     prestart: String,
     prefer: Vec<String>,
     /// Counts the lists that were ended, and the answers that were let go.
@@ -64,6 +67,8 @@ struct Arguments {
     nodes: Vec<String>,
     cdi: Vec<String>,
     devices: String,
+    /// The variable that names a container's devices to it.
+    env: String,
 }
 
 fn arguments() -> Arguments {
@@ -71,6 +76,7 @@ fn arguments() -> Arguments {
         resource: "example.com/sample".to_owned(),
         socket: "sample.sock".to_owned(),
         devices: "dev-1 dev-2".to_owned(),
+        env: "SAMPLE_DEVICES".to_owned(),
         ..Arguments::default()
     };
     let mut words = std::env::args().skip(1);
@@ -81,6 +87,7 @@ fn arguments() -> Arguments {
             "--resource" => all.resource = value(),
             "--socket" => all.socket = value(),
             "--devices" => all.devices = value(),
+            "--env" => all.env = value(),
             "--mount" => all.mounts.push(value()),
             "--device" => all.nodes.push(value()),
             "--cdi" => all.cdi.push(value()),
@@ -128,6 +135,13 @@ impl Plugin {
         }
     }
 
+    /// What it was told last, and a wait for the next `go`.
+    fn told(&self) -> (Script, impl Future<Output = ()> + use<>) {
+        let (now, mut script) = (self.script.borrow().clone(), self.script.clone());
+        let gone = now.gone;
+        (now, async move { drop(script.wait_for(|now| now.gone != gone).await) })
+    }
+
     fn answer(&self, ids: &[String]) -> api::ContainerAllocateResponse {
         let pair = |text: &String| {
             let (host, container) = text.split_once(':').unwrap_or((text, text));
@@ -135,7 +149,7 @@ impl Plugin {
         };
         let (mounts, nodes) = (self.arguments.mounts.iter(), self.arguments.nodes.iter());
         api::ContainerAllocateResponse {
-            envs: HashMap::from([("SAMPLE_DEVICES".to_owned(), ids.join(","))]),
+            envs: HashMap::from([(self.arguments.env.clone(), ids.join(","))]),
             annotations: HashMap::from([("sample.beelet.dev/devices".to_owned(), ids.join(","))]),
             mounts: mounts
                 .map(pair)
@@ -206,9 +220,12 @@ impl DevicePlugin for Plugin {
         request: Request<api::PreferredAllocationRequest>,
     ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
         let request = request.into_inner().container_requests.into_iter().next().unwrap_or_default();
+        let (script, go) = self.told();
         say(&format!("preferred {} of {}", request.allocation_size, request.available_device_i_ds.join(" ")));
-        let device_i_ds = self.script.borrow().prefer.clone();
-        let answer = api::ContainerPreferredAllocationResponse { device_i_ds };
+        if script.preferred == "hold" {
+            go.await;
+        }
+        let answer = api::ContainerPreferredAllocationResponse { device_i_ds: script.prefer };
         Ok(Response::new(api::PreferredAllocationResponse { container_responses: vec![answer] }))
     }
 
@@ -218,18 +235,14 @@ impl DevicePlugin for Plugin {
     ) -> Result<Response<api::AllocateResponse>, Status> {
         let requests = request.into_inner().container_requests;
         let ids = requests.into_iter().next().unwrap_or_default().devices_ids;
-        let mut script = self.script.clone();
-        let (how, gone) = {
-            let script = script.borrow();
-            (script.allocate.clone(), script.gone)
-        };
+        let (script, go) = self.told();
         say(&format!("allocate {}", ids.join(" ")));
         let mut container_responses = vec![self.answer(&ids)];
-        match how.split_once(' ').unwrap_or((&how, "")) {
+        match script.allocate.split_once(' ').unwrap_or((&script.allocate, "")) {
             ("fail", why) => return Err(Status::unknown(why)),
             ("hang", _) => std::future::pending().await,
             ("empty", _) => container_responses.clear(),
-            ("hold", _) => drop(script.wait_for(|now| now.gone != gone).await),
+            ("hold", id) if id.is_empty() || ids.iter().any(|other| other == id) => go.await,
             _ => {}
         }
         say(&format!("allocated {}", ids.join(" ")));
@@ -240,11 +253,14 @@ impl DevicePlugin for Plugin {
         &self,
         request: Request<api::PreStartContainerRequest>,
     ) -> Result<Response<api::PreStartContainerResponse>, Status> {
+        let (script, go) = self.told();
         say(&format!("prestart {}", request.into_inner().devices_ids.join(" ")));
-        match self.script.borrow().prestart.split_once(' ') {
-            Some(("fail", why)) => Err(Status::unknown(why)),
-            _ => Ok(Response::new(api::PreStartContainerResponse {})),
+        match script.prestart.split_once(' ').unwrap_or((&script.prestart, "")) {
+            ("fail", why) => return Err(Status::unknown(why)),
+            ("hold", _) => go.await,
+            _ => {}
         }
+        Ok(Response::new(api::PreStartContainerResponse {}))
     }
 }
 
@@ -311,6 +327,7 @@ fn obey(script: &watch::Sender<Script>, register: &mpsc::UnboundedSender<()>) {
                 script.send_modify(|now| now.devices = parse(&list.join(" ")));
             }
             "allocate" => script.send_modify(|now| now.allocate = rest.to_owned()),
+            "preferred" => script.send_modify(|now| now.preferred = rest.to_owned()),
             "prestart" => script.send_modify(|now| now.prestart = rest.to_owned()),
             "prefer" => {
                 script.send_modify(|now| now.prefer = rest.split_whitespace().map(str::to_owned).collect());

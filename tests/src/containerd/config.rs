@@ -18,6 +18,8 @@ pub(super) fn write(names: &Names, version: (u32, u32)) -> Result<()> {
         (major, minor) => bail!("containerd {major}.{minor}: this needs 1.6 or newer (CRI v1)"),
     };
     workdir::write(&names.dir.join("config.toml"), text)?;
+    let cdi = names.cdi_dir();
+    std::fs::create_dir_all(&cdi).with_context(|| format!("could not make {}", cdi.display()))?;
     network(names)
 }
 
@@ -82,11 +84,13 @@ fn version_3(names: &Names) -> Result<String> {
          [plugins.'io.containerd.grpc.v1.cri']\ndisable_tcp_service = true\nstream_server_port = \"0\"\n\
          [plugins.'io.containerd.nri.v1.nri']\ndisable = true\n\
          [{runtime}]\nrestrict_oom_score_adj = true\nnetns_mounts_under_state_dir = true\n\
+         enable_cdi = true\ncdi_spec_dirs = [{cdi}]\n\
          [{runtime}.cni]\nbin_dirs = [{cni_bin}]\nconf_dir = {cni_conf}\n\
          [{runtime}.containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
          [{runtime}.containerd.runtimes.runc.options]\nSystemdCgroup = false\nRoot = {runc}\n",
         head = head(names, 3, &disabled),
         pause = json!(images::PAUSE),
+        cdi = quoted(names.cdi_dir()),
         cni_bin = quoted(cni_bin_dir()?),
         cni_conf = quoted(names.dir.join("net.d")),
         runc = quoted(names.dir.join("runc")),

@@ -91,6 +91,10 @@ impl Names {
         self.dir.join("containerd.sock")
     }
 
+    pub(crate) fn cdi_dir(&self) -> PathBuf {
+        self.dir.join("cdi")
+    }
+
     /// An interface's name holds 15 characters.
     pub(crate) fn bridge(&self) -> String {
         format!("bee{}", self.id)
@@ -174,6 +178,11 @@ impl Containerd {
     /// The folder that everything of it is in.
     pub fn dir(&self) -> &Path {
         &self.names.dir
+    }
+
+    /// Where a containerd 2 finds specifications of CDI devices; an older one here looks for none.
+    pub fn cdi_dir(&self) -> PathBuf {
+        self.names.cdi_dir()
     }
 
     /// The socket that CRI is served on.

@@ -5,63 +5,67 @@ use std::path::Path;
 use std::time::Duration;
 
 use beelet_proto::cri;
-use beelet_tests::cri::{Asked, Op};
+use beelet_tests::cri::Op;
 use beelet_tests::device_plugin::SamplePlugin;
 use beelet_tests::workdir::{self, PATIENCE};
 use serde_json::{Value, json};
 
-use crate::node::{CHANGES, InWrite, Node, Settings, View, container, pod, with};
+use crate::node::{CHANGES, Node, Settings, View, container, pod, with};
 
-const RESOURCE: &str = "example.com/sample";
-const PLUGIN: &str = env!("CARGO_BIN_EXE_sample_device_plugin");
+pub(crate) const RESOURCE: &str = "example.com/sample";
+pub(crate) const PLUGIN: &str = env!("CARGO_BIN_EXE_sample_device_plugin");
 
 /// A node whose pods may have devices, and wait so long for them.
-async fn node(wait: u64, pods: &[Value]) -> Node {
+pub(crate) async fn node(wait: u64, pods: &[Value]) -> Node {
     let settings = Settings { plugin_wait: Some(Duration::from_secs(wait)), ..Settings::default() };
     let node = Node::with_settings(settings, pods).await;
     until_socket(&node);
     node
 }
 
-fn until_socket(node: &Node) {
+pub(crate) fn until_socket(node: &Node) {
     let socket = node.path("kubelet/device-plugins/kubelet.sock");
     let there = || if socket.exists() { Ok(()) } else { Err("it isn't there") };
     workdir::wait_for("the registration socket", PATIENCE, there).unwrap();
 }
 
-fn plugin(node: &Node, arguments: &[&str]) -> SamplePlugin {
+pub(crate) fn plugin(node: &Node, arguments: &[&str]) -> SamplePlugin {
     SamplePlugin::registered(Path::new(PLUGIN), &node.path("kubelet/device-plugins"), arguments).unwrap()
 }
 
 /// A container that asks for so many devices.
-fn wanting(name: &str, count: u32) -> Value {
+pub(crate) fn wanting(name: &str, count: u32) -> Value {
+    wanting_of(RESOURCE, name, count)
+}
+
+pub(crate) fn wanting_of(resource: &str, name: &str, count: u32) -> Value {
     let mut container = container(name);
-    container["resources"] = json!({ "limits": { RESOURCE: count } });
+    container["resources"] = json!({ "limits": { resource: count } });
     container
 }
 
-fn pod_wanting(name: &str, count: u32) -> Value {
+pub(crate) fn pod_wanting(name: &str, count: u32) -> Value {
     with(pod(name), "containers", json!([wanting("main", count)]))
 }
 
 /// How the newest container of a pod was created.
-fn config(node: &Node, pod: &str, container: &str) -> cri::ContainerConfig {
+pub(crate) fn config(node: &Node, pod: &str, container: &str) -> cri::ContainerConfig {
     let name = format!("{pod}-n1");
     node.cri.container(&name, container).unwrap_or_else(|| panic!("{pod} has no {container}")).config
 }
 
-fn env(config: &cri::ContainerConfig, name: &str) -> Option<String> {
+pub(crate) fn env(config: &cri::ContainerConfig, name: &str) -> Option<String> {
     config.envs.iter().find(|env| env.key == name).map(|env| env.value.clone())
 }
 
 /// The devices that a container was started with, from what the plugin put into its environment.
-fn given(node: &Node, pod: &str) -> BTreeSet<String> {
+pub(crate) fn given(node: &Node, pod: &str) -> BTreeSet<String> {
     let devices = env(&config(node, pod, "main"), "SAMPLE_DEVICES").unwrap_or_default();
     devices.split(',').map(str::to_owned).collect()
 }
 
 /// The devices that the ledger says a pod holds.
-fn held(node: &Node, pod: &View) -> BTreeSet<String> {
+pub(crate) fn held(node: &Node, pod: &View) -> BTreeSet<String> {
     let held = node.devices().held_by(&pod.uid());
     held.into_values()
         .flat_map(std::collections::BTreeMap::into_values)
@@ -70,10 +74,14 @@ fn held(node: &Node, pod: &View) -> BTreeSet<String> {
 }
 
 /// (capacity, allocatable)
-async fn until_capacity(node: &Node, capacity: usize, allocatable: usize) {
+pub(crate) async fn until_capacity(node: &Node, capacity: usize, allocatable: usize) {
+    until_capacity_of(node, RESOURCE, capacity, allocatable).await;
+}
+
+pub(crate) async fn until_capacity_of(node: &Node, resource: &str, capacity: usize, allocatable: usize) {
     let mut changes = node.devices().node();
     let of =
-        |amounts: &std::collections::BTreeMap<String, usize>| amounts.get(RESOURCE).copied().unwrap_or(0);
+        |amounts: &std::collections::BTreeMap<String, usize>| amounts.get(resource).copied().unwrap_or(0);
     let reached = changes.wait_for(|n| (of(&n.capacity), of(&n.allocatable)) == (capacity, allocatable));
     let reached = tokio::time::timeout(PATIENCE, reached).await;
     assert!(reached.is_ok(), "{:?}", node.devices().node().borrow());
@@ -96,9 +104,26 @@ fn health(pod: &View) -> Vec<String> {
     resources.map(|r| format!("{}: {}", r.resource_id, r.health.unwrap_or_default())).collect()
 }
 
-fn failed(pod: &View) -> bool {
+pub(crate) fn failed(pod: &View) -> bool {
     pod.phase() == "Failed"
         && pod.0.pod.status.as_ref().and_then(|s| s.reason.as_deref()) == Some("UnexpectedAdmissionError")
+}
+
+/// Waits until the pods' durable record has this word.
+fn until_recorded(node: &Node, word: &str) {
+    let record = node.path("state/pods.json");
+    let written = || {
+        let text = std::fs::read_to_string(&record).unwrap_or_default();
+        if text.contains(word) { Ok(()) } else { Err("the record lacks it") }
+    };
+    workdir::wait_for("the record", PATIENCE, written).unwrap();
+}
+
+/// The names of the checkpoints that were set aside.
+fn set_aside(node: &Node) -> BTreeSet<String> {
+    let names = std::fs::read_dir(node.path("kubelet/device-plugins")).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.contains("checkpoint.corrupt-")).collect()
 }
 
 fn message(pod: &View) -> String {
@@ -172,6 +197,34 @@ async fn a_pod_without_enough_devices_is_refused_and_runs_when_there_are() {
     );
     assert!(node.cri.sandbox("second-n1").is_none(), "it was started for nothing");
     node.remove("first");
+    node.until_nothing_is_left(&first).await;
+    node.until_ready("second").await;
+    assert_eq!(given(&node, "second").len(), 1);
+}
+
+#[tokio::test]
+async fn a_refused_pod_is_asked_for_again_after_a_restart() {
+    let mut node = node(300, &[]).await;
+    let mut plugin = plugin(&node, &["--devices", "a b"]);
+    until_capacity(&node, 2, 2).await;
+    node.apply(&pod_wanting("first", 2));
+    let first = node.until_ready("first").await;
+    node.apply(&pod_wanting("second", 1));
+    let refused = node.until_pod("second", "to be refused", failed).await;
+    until_recorded(&node, "UnexpectedAdmissionError");
+    // With nothing changed it is refused again; it has only waited for the plugin to come back.
+    node.kill().await;
+    node.start().await;
+    until_socket(&node);
+    assert_eq!(plugin.hear("registered").unwrap(), "");
+    until_capacity(&node, 2, 2).await;
+    let again = node.until_pod("second", "to be refused again", failed).await;
+    assert_eq!(again.uid(), refused.uid());
+    until_recorded(&node, "UnexpectedAdmissionError");
+    // And what was refused before the restart runs when there is room after it.
+    node.kill().await;
+    node.remove("first");
+    node.start().await;
     node.until_nothing_is_left(&first).await;
     node.until_ready("second").await;
     assert_eq!(given(&node, "second").len(), 1);
@@ -270,6 +323,21 @@ async fn a_plugin_is_found_in_the_registry_and_gone_with_its_socket() {
 }
 
 #[tokio::test]
+async fn sockets_in_the_registry_that_say_nothing_keep_nobody_waiting() {
+    let node = node(300, &[]).await;
+    let registry = node.path("kubelet/plugins_registry");
+    let there = || if registry.exists() { Ok(()) } else { Err("it isn't there") };
+    workdir::wait_for("the registry", PATIENCE, there).unwrap();
+    // Nobody ever takes a connection there. Asked one after the other they would take longer than anybody waits here.
+    let silent = |n: u32| registry.join(format!("a-silent-{n:02}.sock"));
+    let listeners: Vec<_> =
+        (0..15).map(|n| std::os::unix::net::UnixListener::bind(silent(n)).unwrap()).collect();
+    let _plugin = SamplePlugin::registered(Path::new(PLUGIN), &registry, &["--registry"]).unwrap();
+    until_capacity(&node, 2, 2).await;
+    drop(listeners);
+}
+
+#[tokio::test]
 async fn running_pods_keep_their_devices_over_a_restart_whatever_the_plugin_does() {
     let mut node = node(300, &[]).await;
     let plugin = plugin(&node, &["--devices", "a b", "--deaf"]);
@@ -359,19 +427,26 @@ async fn a_damaged_checkpoint_is_set_aside_and_rebuilt_from_the_containers() {
     let before = held(&node, &web);
     for damage in [&b""[..], b"{\"Data\":", b"\xff\xfe"] {
         node.kill().await;
+        let earlier = set_aside(&node);
         std::fs::write(node.store.file().path(), damage).unwrap();
         node.start().await;
         until_socket(&node);
         plugin.hear("registered").unwrap();
         until_capacity(&node, 3, 3).await;
         assert_eq!(held(&node, &web), before, "{damage:?}");
+        let moved: Vec<String> = set_aside(&node).difference(&earlier).cloned().collect();
+        assert_eq!(moved.len(), 1, "{damage:?}: {moved:?}");
+        let events = node.events();
+        let told = |reason: &str, words: &str| {
+            events.iter().any(|event| event.starts_with(reason) && event.contains(words))
+        };
+        assert!(told("DeviceCheckpointCorrupt: ", &moved[0]), "{damage:?}: {events:?}");
+        assert!(told("DeviceCheckpointRebuilt: ", "devices of 1 pods"), "{damage:?}: {events:?}");
     }
     node.apply(&pod_wanting("other", 1));
     node.until_ready("other").await;
     assert!(given(&node, "other").is_disjoint(&before));
-    let names = std::fs::read_dir(node.path("kubelet/device-plugins")).unwrap();
-    let set_aside = |name: &std::ffi::OsString| name.to_string_lossy().contains("checkpoint.corrupt-");
-    assert_eq!(names.map(|entry| entry.unwrap().file_name()).filter(set_aside).count(), 3);
+    assert_eq!(set_aside(&node).len(), 3);
 }
 
 #[tokio::test]
@@ -401,6 +476,47 @@ async fn plugins_that_misbehave_hurt_only_themselves() {
     node.until_ready("web").await;
 }
 
+#[tokio::test]
+async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
+    const OTHER: &str = "example.com/other";
+    let mut node = node(300, &[]).await;
+    let mut hangs = plugin(&node, &["--devices", "a b c"]);
+    let mut other = plugin(&node, &["--resource", OTHER, "--socket", "other.sock", "--devices", "x y"]);
+    until_capacity(&node, 3, 3).await;
+    until_capacity_of(&node, OTHER, 2, 2).await;
+    hangs.tell("allocate hang").unwrap();
+    node.apply(&pod_wanting("stuck", 1));
+    assert_eq!(hangs.hear("allocate").unwrap(), "a");
+    // One more for the same plugin, one for both, one for the other.
+    node.apply(&pod_wanting("behind", 1));
+    let both = json!([wanting("main", 1), wanting_of(OTHER, "second", 1)]);
+    node.apply(&with(pod("both"), "containers", both));
+    for name in ["goes-on", "goes-on-too"] {
+        node.apply(&with(pod(name), "containers", json!([wanting_of(OTHER, "main", 1)])));
+        node.until_ready(name).await;
+        other.hear("allocated").unwrap();
+    }
+    let stuck = node.until_pod("stuck", "to be there", |_| true).await;
+    assert_eq!(stuck.phase(), "Pending");
+    assert!(node.cri.sandbox("stuck-n1").is_none() && node.cri.sandbox("behind-n1").is_none());
+    assert_eq!(
+        hangs.heard("allocate "),
+        Vec::<String>::new(),
+        "the next was asked for before the first had an answer"
+    );
+    // Nobody waits for a pod that is wanted no more, nor the agent for a plugin.
+    node.remove("stuck");
+    assert_eq!(hangs.hear("allocate").unwrap(), "a");
+    node.stop().await;
+    hangs.tell("allocate ok").unwrap();
+    node.start().await;
+    until_socket(&node);
+    node.until_ready("behind").await;
+    let both = node.until_pod("both", "to be refused", failed).await;
+    assert!(message(&both).contains(OTHER), "{}", message(&both));
+    assert_eq!(given(&node, "behind").len(), 1);
+}
+
 async fn register(socket: &Path, version: &str, endpoint: &str, resource: &str) -> Result<(), String> {
     use beelet_proto::deviceplugin::{RegisterRequest, registration_client::RegistrationClient};
     let channel = beelet_tests::containerd::connect(socket).await.unwrap();
@@ -428,71 +544,4 @@ async fn registrations_are_refused_in_the_kubelets_words() {
     check("v1beta1", "nothing.sock", RESOURCE, "No such file").await;
     // Its own socket is no plugin's.
     check("v1beta1", "kubelet.sock", RESOURCE, "is the agent's own").await;
-}
-
-/// Where the agent is killed while a pod gets its devices.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Kill {
-    /// The plugin was asked, and says nothing yet.
-    InAllocate,
-    /// The plugin has answered; the checkpoint isn't written.
-    BeforeCheckpoint,
-    /// The checkpoint is written; nobody knows.
-    AfterCheckpoint,
-    /// At a call to the runtime after that.
-    At(Op),
-}
-
-async fn converges_after(kill: Kill) {
-    let mut node = node(300, &[]).await;
-    let mut plugin = plugin(&node, &["--devices", "a b c"]);
-    until_capacity(&node, 3, 3).await;
-    let mut call = None;
-    match kill {
-        Kill::InAllocate => plugin.tell("allocate hold").unwrap(),
-        Kill::BeforeCheckpoint => node.store.stop_at(InWrite::Before),
-        Kill::AfterCheckpoint => node.store.stop_at(InWrite::After),
-        Kill::At(op) => call = Some(node.cri.on(op).hold()),
-    }
-    node.apply(&pod_wanting("web", 2));
-    match kill {
-        Kill::InAllocate => drop(plugin.hear("allocate").unwrap()),
-        Kill::BeforeCheckpoint | Kill::AfterCheckpoint => node.store.until_reached().await,
-        Kill::At(_) => call.as_ref().unwrap().reached().await,
-    }
-    node.kill_in_write().await;
-    drop(call);
-    node.cri.heal();
-    plugin.tell("allocate ok").unwrap();
-    plugin.tell("go").unwrap();
-    node.start().await;
-    let web = node.until_ready("web").await;
-    let given_to_web = given(&node, "web");
-    assert_eq!(held(&node, &web), given_to_web, "{kill:?}");
-    assert_eq!(given_to_web.len(), 2, "{kill:?}");
-    assert_eq!(node.containers("web"), "main/0+", "{kill:?}");
-    // What it doesn't have is there for others, and nothing more.
-    node.apply(&pod_wanting("other", 1));
-    node.until_ready("other").await;
-    assert!(given(&node, "other").is_disjoint(&given_to_web), "{kill:?}");
-    node.apply(&pod_wanting("third", 1));
-    node.until_pod("third", "to be refused", failed).await;
-    let asked = node.cri.calls();
-    let created =
-        asked.iter().filter(|call| matches!(call.asked, Asked::CreateContainer(_)) && call.succeeded());
-    assert_eq!(created.count(), 2, "{kill:?}");
-}
-
-#[tokio::test]
-async fn killed_anywhere_between_allocation_and_start_the_agent_gives_no_device_twice() {
-    for kill in [
-        Kill::InAllocate,
-        Kill::BeforeCheckpoint,
-        Kill::AfterCheckpoint,
-        Kill::At(Op::RunPodSandbox),
-        Kill::At(Op::CreateContainer),
-        Kill::At(Op::StartContainer),
-    ] {
-        converges_after(kill).await;
-    }
 }

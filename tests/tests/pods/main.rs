@@ -5,6 +5,7 @@
 
 mod admission;
 mod adoption;
+mod device_kills;
 mod devices;
 mod exits;
 mod failing;

@@ -641,6 +641,10 @@ pub(crate) struct TestStore {
 pub(crate) enum InWrite {
     /// Before anything is written.
     Before,
+    /// Half of the temporary file is written.
+    Half,
+    /// The temporary file is whole, but not in its place.
+    BeforeRename,
     /// When the file is in place.
     After,
 }
@@ -652,6 +656,11 @@ impl TestStore {
 
     pub(crate) fn file(&self) -> &ForeignFile {
         &self.file
+    }
+
+    /// What the file is called before it takes the place of the one before.
+    pub(crate) fn temporary(&self) -> PathBuf {
+        self.file.path().with_extension("tmp")
     }
 
     /// Has the next write of something else than what is there stop; wait for [`TestStore::until_reached`].
@@ -688,6 +697,12 @@ impl Store for TestStore {
         // The pod's allocation, not a plugin's list.
         let at = at.filter(|_| String::from_utf8_lossy(bytes).contains("PodUID"));
         if at == Some(InWrite::Before) {
+            self.stop();
+            return Ok(()); // to nobody
+        }
+        if let Some(InWrite::Half | InWrite::BeforeRename) = at {
+            let length = if at == Some(InWrite::Half) { bytes.len() / 2 } else { bytes.len() };
+            std::fs::write(self.temporary(), &bytes[..length]).unwrap();
             self.stop();
             return Ok(()); // to nobody
         }
