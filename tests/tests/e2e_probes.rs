@@ -9,6 +9,7 @@ use beelet_tests::pods::PodView;
 use beelet_tests::require;
 use beelet_tests::workdir::{PATIENCE, unique, wait_for};
 use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Output;
 
 fn start() -> (Containerd, Agent) {
@@ -47,25 +48,60 @@ fn processes(word: &str) -> Vec<String> {
 fn a_command_that_is_out_of_time_leaves_no_process_behind() {
     require!(containerd);
     let (_containerd, agent) = start();
-    let mark = unique("mark");
-    let pod = manifests::pod("hangs", &["/bin/testapp", "pause"]);
-    let exec = json!({ "command": ["/bin/testapp", "probe", "hang", mark] });
-    // Long periods: one look, and then there is time to count what it left.
-    let probe = json!({ "exec": exec, "timeoutSeconds": 1, "periodSeconds": 600, "failureThreshold": 1 });
-    agent.apply("hangs.yaml", manifests::with(pod, "readinessProbe", probe).to_string()).unwrap();
-    wait_for("the probe and its child to run", PATIENCE, || match processes(&mark).len() {
-        2.. => Ok(()),
-        found => Err(format!("{found} processes: {}", agent.log())),
-    })
-    .unwrap();
-    let failed = wait_for("the probe to fail", PATIENCE, || {
-        let list = list(&agent);
-        let last = &list[0]["last"];
-        if last["outcome"] == "failure" { Ok(last.clone()) } else { Err(format!("{list:?}")) }
-    })
-    .unwrap();
-    assert!(failed["detail"].as_str().unwrap().contains("timed out after 1 s"), "{failed}");
-    assert_eq!(processes(&mark), Vec::<String>::new());
+    let scripts = agent.dir().join("scripts");
+    std::fs::create_dir_all(&scripts).unwrap();
+    let script = scripts.join("probe");
+    std::fs::write(&script, "#!/bin/testapp script\n").unwrap();
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+    // A child; another program in its place; a script, which runs as its interpreter; a child that has no parent and a
+    // session of its own.
+    let commands: [(&str, &[&str]); 4] = [
+        ("hangs", &["/bin/testapp", "probe", "hang"]),
+        ("becomes", &["/bin/testapp", "probe", "become"]),
+        ("script", &["/scripts/probe", "hang"]),
+        ("leaves", &["/bin/testapp", "probe", "leave"]),
+    ];
+    let marks: Vec<String> = commands
+        .iter()
+        .map(|(name, command)| {
+            let mark = unique(name);
+            let words: Vec<&str> = command.iter().copied().chain([mark.as_str()]).collect();
+            let mut pod = manifests::pod(name, &["/bin/testapp", "pause"]);
+            pod["spec"]["volumes"] = json!([{ "name": "scripts", "hostPath": { "path": scripts } }]);
+            let mounts = json!([{ "name": "scripts", "mountPath": "/scripts", "readOnly": true }]);
+            let pod = manifests::with(pod, "volumeMounts", mounts);
+            // Long periods: one look, and then there is time to count what it left.
+            let probe = json!({
+                "exec": { "command": words }, "timeoutSeconds": 5, "periodSeconds": 600, "failureThreshold": 1,
+            });
+            agent
+                .apply(&format!("{name}.yaml"), manifests::with(pod, "readinessProbe", probe).to_string())
+                .unwrap();
+            mark
+        })
+        .collect();
+    for mark in &marks {
+        wait_for("the probe and what it starts to run", PATIENCE, || match processes(mark).len() {
+            2.. => Ok(()),
+            found => Err(format!("{found} processes of {mark}: {}", agent.log())),
+        })
+        .unwrap();
+    }
+    for (name, _) in commands {
+        let failed = wait_for("the probe to fail", PATIENCE, || {
+            let list = list(&agent);
+            let of_pod = list.iter().find(|probe| probe["pod"].as_str().unwrap().starts_with(name));
+            match of_pod.map(|probe| &probe["last"]) {
+                Some(last) if last["outcome"] == "failure" => Ok(last.clone()),
+                _ => Err(format!("{list:?}")),
+            }
+        })
+        .unwrap();
+        assert!(failed["detail"].as_str().unwrap().contains("timed out after 5 s"), "{name}: {failed}");
+    }
+    for mark in &marks {
+        assert_eq!(processes(mark), Vec::<String>::new());
+    }
 }
 
 #[test]

@@ -4,8 +4,11 @@
 //! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then closes), on
 //!   the HTTP port (answers every path with the health it is told to have), and takes commands on the control port:
 //!   one line each, one line of answer.
-//! - `testapp probe ok | fail | hang WORD` is a probe by command; the last one starts a process of its own and waits for
-//!   it, for ever.
+//! - `testapp probe ok | fail` is a probe by command; `testapp probe hang | become | leave WORD` are some that never end:
+//!   the first starts a process of its own and waits for it, the second becomes the first (exec), the third starts one
+//!   that has no parent and a session of its own.
+//! - `testapp script FILE …` is what a script with `#!/bin/testapp script` is run by: the words behind the file's name are
+//!   its own.
 //! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour: see
 //!   `latency`.
 //!
@@ -23,7 +26,8 @@ use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -37,14 +41,13 @@ fn main() -> ExitCode {
     }
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match arguments.first().map(String::as_str) {
-        Some("pause") => loop {
-            std::thread::park();
-        },
+        Some("pause") => forever(),
         Some("serve") => serve(&arguments[1..]),
         Some("probe") => probe(&arguments[1..]),
+        Some("script") => probe(arguments.get(2..).unwrap_or_default()),
         Some("latency") => latency::run(&arguments[1..]),
         Some("hog") => latency::hog(&arguments[1..]),
-        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | latency … | hog … | serve [--tcp PORT] [--http PORT] \
+        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | script FILE … | latency … | hog … | serve [--tcp PORT] [--http PORT] \
                   [--control PORT]"
             .to_owned()),
     };
@@ -57,7 +60,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What a probe by command may do: succeed, fail, or start another process and hang with it.
+/// What a probe by command may do: succeed, fail, or start another process and hang.
 fn probe(arguments: &[String]) -> Result<(), String> {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words.as_slice() {
@@ -66,18 +69,39 @@ fn probe(arguments: &[String]) -> Result<(), String> {
             println!("it went wrong");
             std::process::exit(3);
         }
-        ["hang", word] => {
-            let own = std::env::current_exe().map_err(|error| error.to_string())?;
-            let mut child = std::process::Command::new(own)
-                .args(["probe", "child", word])
-                .spawn()
-                .map_err(|error| error.to_string())?;
-            child.wait().map(drop).map_err(|error| error.to_string())
+        ["hang", word] => wait_for("child", word),
+        ["become", word] => Err(own()?.args(["probe", "hang", word]).exec().to_string()),
+        ["leave", word] => {
+            wait_for("starter", word)?;
+            forever()
         }
-        ["child", _] => loop {
-            std::thread::park();
-        },
-        _ => Err("usage: testapp probe ok | fail | hang WORD".to_owned()),
+        // Its child's parent is gone when this returns.
+        ["starter", word] => {
+            own()?.args(["probe", "leaver", word]).spawn().map(drop).map_err(|error| error.to_string())
+        }
+        ["leaver", _] => {
+            rustix::process::setsid().map_err(|error| error.to_string())?;
+            forever()
+        }
+        ["child", _] => forever(),
+        _ => Err("usage: testapp probe ok | fail | hang WORD | become WORD | leave WORD".to_owned()),
+    }
+}
+
+/// Runs this program as another kind of probe, until that ends.
+fn wait_for(kind: &str, word: &str) -> Result<(), String> {
+    let mut child = own()?.args(["probe", kind, word]).spawn().map_err(|error| error.to_string())?;
+    child.wait().map(drop).map_err(|error| error.to_string())
+}
+
+/// This program.
+fn own() -> Result<Command, String> {
+    std::env::current_exe().map(Command::new).map_err(|error| error.to_string())
+}
+
+fn forever() -> ! {
+    loop {
+        std::thread::park();
     }
 }
 
@@ -113,11 +137,7 @@ fn serve(arguments: &[String]) -> Result<(), String> {
         }
     }
     println!("serving {}", arguments.join(" "));
-    let Some(port) = control else {
-        loop {
-            std::thread::park();
-        }
-    };
+    let Some(port) = control else { forever() };
     let listener = bind(port)?;
     for stream in listener.incoming() {
         match stream {
