@@ -45,7 +45,7 @@ impl Api {
                 {"name": "c", "image": "", "imageID": "", "ready": ready, "restartCount": 0, "state": running}]},
         }))
         .unwrap();
-        let entry = Arc::new(PodEntry { pod, readiness_edge: None, netns: None });
+        let entry = Arc::new(PodEntry::of(pod));
         let name = PodName { namespace: namespace.into(), name: name.into() };
         self.table.send_modify(|table| {
             Arc::make_mut(table).pods.insert(name, entry);

@@ -83,7 +83,7 @@ impl Pod {
 
     fn entry(&self) -> Arc<PodEntry> {
         let pod = serde_json::from_value(self.json.clone()).unwrap();
-        Arc::new(PodEntry { pod, readiness_edge: None, netns: self.netns.clone() })
+        Arc::new(PodEntry { netns: self.netns.clone(), ..PodEntry::of(pod) })
     }
 }
 

@@ -145,7 +145,7 @@ pub struct Transition {
 pub enum Held {
     /// The container doesn't run.
     NotRunning,
-    /// The pod is being deleted.
+    /// The pod is being deleted, or was ended for good.
     Deleted,
     /// The probe failed, or the startup probe is through: until a new container runs.
     Settled,
@@ -159,7 +159,7 @@ impl std::fmt::Display for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::NotRunning => "the container doesn't run",
-            Self::Deleted => "the pod is being deleted",
+            Self::Deleted => "the pod is on its way out",
             Self::Settled => "settled until a new container runs",
             Self::InitialDelay => "the initial delay isn't over",
             Self::Startup => "the startup probe hasn't succeeded yet",
@@ -176,7 +176,7 @@ enum Subject {
     Running(Duration),
     /// Has ended; the next one isn't there yet.
     Stopped,
-    /// Its pod is being deleted, and nothing the probe could say matters any more.
+    /// Its pod is on its way out, and nothing the probe could say matters any more.
     Deleted,
 }
 
@@ -291,7 +291,7 @@ impl ProbeState {
         self.publish(now, ProbeResult::Failure, false)
     }
 
-    /// The pod is being deleted: liveness and startup probes end in success, so that nothing restarts the
+    /// The pod is being deleted, or was ended for good: liveness and startup probes end in success, so that nothing restarts the
     /// container during its graceful termination; readiness goes on.
     pub fn pod_deleted(&mut self, now: Duration) -> Option<Transition> {
         if self.kind == ProbeKind::Readiness {

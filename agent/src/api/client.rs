@@ -327,7 +327,7 @@ fn decode_pod(pod: proto::Pod) -> Result<(PodName, Arc<PodEntry>), ClientError> 
         published_ns: edge.published_ns,
     });
     // The namespace's path is the agent's own business and not sent.
-    let entry = PodEntry { pod: serde_json::from_slice(&pod.json)?, readiness_edge, netns: None };
+    let entry = PodEntry { readiness_edge, ..PodEntry::of(serde_json::from_slice(&pod.json)?) };
     Ok((name, Arc::new(entry)))
 }
 

@@ -178,7 +178,7 @@ impl Node {
     fn publish(&self, pod: core::Pod) {
         self.table.send_modify(|table| {
             let mut pods = table.pods.clone();
-            let entry = PodEntry { pod: pod.clone(), readiness_edge: None, netns: None };
+            let entry = PodEntry::of(pod.clone());
             pods.insert(PodName::of(&pod), Arc::new(entry));
             *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
         });

@@ -49,7 +49,7 @@ impl Look<'_> {
                 Some(entry) if entry.pod == pod => Arc::clone(entry),
                 _ => {
                     changed = true;
-                    Arc::new(PodEntry { pod, readiness_edge: None, netns: None })
+                    Arc::new(PodEntry::of(pod))
                 }
             };
             pods.insert(name, entry);

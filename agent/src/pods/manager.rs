@@ -641,7 +641,8 @@ impl Manager {
         }
         let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
         let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
-        let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns };
+        let ending = managed.terminating() || managed.failure.is_some();
+        let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns, ending };
         let name = managed.name.clone();
         let origin = RuntimePod {
             name: name.clone(),

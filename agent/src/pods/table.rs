@@ -80,6 +80,17 @@ pub struct PodEntry {
     pub readiness_edge: Option<ReadinessEdge>,
     /// The pod's network namespace; `None` for host network pods and before the sandbox runs.
     pub netns: Option<PathBuf>,
+    /// It is on its way out, or out: deleted, or ended for good (evicted, preempted, past its deadline, refused).
+    pub ending: bool,
+}
+
+impl PodEntry {
+    /// A pod of which nothing is known but what the object says.
+    #[must_use]
+    pub fn of(pod: Pod) -> Self {
+        let ending = pod.metadata.deletion_timestamp.is_some();
+        Self { pod, readiness_edge: None, netns: None, ending }
+    }
 }
 
 /// A readiness change that the kernel reported. Times are `CLOCK_MONOTONIC` nanoseconds.
@@ -118,7 +129,7 @@ mod tests {
         {
             let pod = json!({"metadata": {"namespace": namespace, "name": name}, "spec": {"nodeName": "N1", "containers": []}});
             let pod: Pod = serde_json::from_value(pod).unwrap();
-            let entry = PodEntry { pod, readiness_edge: None, netns: None };
+            let entry = PodEntry::of(pod);
             table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
         }
         let check = |namespace: &str, name: &str, expected: Result<&str, &str>| match (

@@ -98,7 +98,7 @@ mod tests {
 
     fn of(pod: serde_json::Value) -> PodPressure {
         let pod: Pod = serde_json::from_value(pod).unwrap();
-        let entry = PodEntry { pod, readiness_edge: None, netns: None };
+        let entry = PodEntry::of(pod);
         let table =
             PodTable { pods: [(PodName::of(&entry.pod), Arc::new(entry))].into(), ..Default::default() };
         pods(&table).remove(0)

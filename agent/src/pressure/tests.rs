@@ -64,7 +64,7 @@ impl Node {
                      "containerID": format!("containerd://{id}"), "state": {"running": {}}}]},
             }))
             .unwrap();
-            let entry = PodEntry { pod, readiness_edge: None, netns: None };
+            let entry = PodEntry::of(pod);
             (PodName::of(&entry.pod), Arc::new(entry))
         });
         self.table.send_replace(Arc::new(PodTable { pods: pods.collect(), ..Default::default() }));

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::probe::{Outcome, ProbeKind, Transition};
+use beelet_policy::probe::{Held, Outcome, ProbeKind, Transition};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
@@ -170,8 +170,9 @@ impl Probes {
             if before.is_some_and(|b| Arc::ptr_eq(b, entry)) {
                 continue;
             }
+            // Another pod of that name, or the same let run again, starts anew.
             if let Some(before) = before.cloned()
-                && before.pod.metadata.uid != entry.pod.metadata.uid
+                && (before.pod.metadata.uid != entry.pod.metadata.uid || before.ending && !entry.ending)
             {
                 self.forget(&before, None);
             }
@@ -199,6 +200,12 @@ impl Probes {
     }
 
     async fn sync_pod(&mut self, entry: &Arc<PodEntry>) {
+        let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref());
+        if matches!(phase, Some("Succeeded" | "Failed")) {
+            // Nothing of it runs any more, nor will by itself.
+            self.forget(entry, None);
+            return;
+        }
         let Some(spec) = &entry.pod.spec else { return };
         let uid: Arc<str> = entry.pod.metadata.uid.clone().unwrap_or_default().into();
         let mut wanted = BTreeSet::new();
@@ -295,7 +302,7 @@ impl Probes {
             }
             _ => {}
         }
-        if entry.pod.metadata.deletion_timestamp.is_some() {
+        if entry.ending {
             transitions.extend(worker.state.pod_deleted(now));
         }
         if worker.key.kind != ProbeKind::Startup && status.is_some_and(|s| s.started == Some(true)) {
@@ -434,8 +441,13 @@ impl Probes {
     pub(super) async fn record(&mut self, id: Id, answer: &Answer, latency: Duration) {
         let Some(worker) = self.workers.get_mut(&id) else { return };
         worker.keep(answer, latency, &self.parts.metrics);
-        let transition = worker.state.record(now(), answer.outcome);
-        self.tell(id, answer);
+        let now = now();
+        // One that was under way when the pod began to end.
+        let ending = worker.state.held(now) == Some(Held::Deleted);
+        let transition = worker.state.record(now, answer.outcome);
+        if !ending {
+            self.tell(id, answer);
+        }
         if let Some(transition) = transition {
             self.send(id, transition, None).await;
         }

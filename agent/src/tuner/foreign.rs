@@ -197,7 +197,7 @@ mod tests {
                 }]},
             }))
             .unwrap();
-            (PodName::of(&pod), Arc::new(PodEntry { pod, readiness_edge: None, netns: None }))
+            (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
         };
         PodTable { pods: pods.iter().map(entry).collect(), ..PodTable::default() }
     }

@@ -159,7 +159,7 @@ impl Probing {
         for pod in pods {
             let pod = serde_json::from_value(pod)?;
             let name = PodName::of(&pod);
-            table.pods.insert(name, Arc::new(PodEntry { pod, readiness_edge: None, netns: None }));
+            table.pods.insert(name, Arc::new(PodEntry::of(pod)));
         }
         let table = watch::Sender::new(Arc::new(table));
         let (requests, updates) = mpsc::channel(16_384);

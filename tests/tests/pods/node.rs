@@ -30,7 +30,7 @@ use beelet::pods::qos_tree;
 use beelet::pods::records::Records;
 use beelet::pods::table::{PodEntry, PodName, PodTable};
 use beelet::pods::volumes;
-use beelet::probes::{self, Probes};
+use beelet::probes::{self, ProbeView, Probes};
 use beelet::runtime::Runtime;
 use beelet::state::{ForeignFile, State};
 use beelet_policy::cgroups::{CgroupConfig, CgroupVersion, NodeAmounts};
@@ -116,6 +116,7 @@ struct Agent {
     keeping: qos_tree::Metrics,
     requests: mpsc::Sender<Request>,
     events: Recorder,
+    probes: probes::Handle,
     signals: mpsc::Sender<Signal>,
     shutdown: CancellationToken,
     ended: JoinHandle<()>,
@@ -272,6 +273,11 @@ impl Node {
         let log = self.agent.as_ref().unwrap().events.subscribe();
         let all = log.borrow().all();
         all.iter().map(|event| format!("{}: {}", event.reason, event.message)).collect()
+    }
+
+    /// The probes, as `beelet probe ls` has them.
+    pub(crate) async fn probes(&self) -> Vec<ProbeView> {
+        self.agent.as_ref().unwrap().probes.list().await.unwrap()
     }
 
     pub(crate) fn table(&self) -> Arc<PodTable> {
@@ -516,6 +522,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         metrics: metrics.clone(),
         stop_pods_on_exit: settings.stop_pods_on_exit,
     });
+    let (probes_handle, commands) = probes::handle();
     let probes = Probes::new(probes::Parts {
         table: table.clone(),
         requests: requests_out.clone(),
@@ -523,7 +530,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         edges: kernel.subscribe(beelet::kernel::Interest::LISTENERS),
         runtime: Some(runtime.clone()),
         checker: kernel.checker(),
-        commands: probes::handle().1,
+        commands,
         settings: probes::Settings {
             tcp_by_kernel: false,
             edge_policy: EdgePolicy::Immediate,
@@ -557,6 +564,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         keeping,
         requests,
         events,
+        probes: probes_handle,
         signals,
         shutdown,
         ended,

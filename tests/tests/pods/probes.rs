@@ -1,8 +1,13 @@
 //! What probes do to pods. They look at a port of this machine that the test opens and closes.
 
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
+use std::time::Duration;
 
-use beelet_tests::cri::{Asked, FakeCri};
+use beelet::pods::manager::Request;
+use beelet::pods::table::PodTable;
+use beelet_policy::probe::{ProbeKind, ProbeResult};
+use beelet_tests::cri::{Asked, FakeCri, Op};
 use serde_json::{Value, json};
 
 use crate::node::{Node, View, container, pod, view, with};
@@ -110,6 +115,119 @@ async fn a_liveness_failure_without_a_grace_of_its_own_gets_the_pods() {
     assert_eq!(graces(&node.cri)[0], 7);
 }
 
+/// A pod that is on its way out while its StopContainer hangs: its liveness probe would fail now, and does not any more;
+/// readiness goes on saying what it finds.
+async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
+    let (ready, live) = (Port::free(), Port::free());
+    let (readiness, liveness) = (ready.open(), live.open());
+    let pod = with(
+        probed(&[("readiness", ready.probe()), ("liveness", live.probe())]),
+        "terminationGracePeriodSeconds",
+        json!(600),
+    );
+    let node = Node::with(&[pod]).await;
+    let web = node.until_ready("web").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    end(&node, &web).await;
+    held.reached().await;
+    drop(liveness);
+    drop(readiness);
+    let is = |expected| move |pod: &View| pod.container("main").ready == expected;
+    // Three looks, a period between each: liveness, as often, would have failed.
+    node.until_pod("web", "to be found unready while it ends", is(false)).await;
+    let readiness = ready.open();
+    node.until_pod("web", "to be found ready while it ends", is(true)).await;
+    drop(readiness);
+    let pod = node.until_pod("web", "to be found unready again", is(false)).await;
+    assert!(pod.running("main"), "{:?}", pod.0.pod.status);
+    let events = node.events();
+    let about = |kind: &str| events.iter().filter(|e| e.contains(&format!("Unhealthy: {kind}"))).count();
+    assert_eq!((about("Liveness"), pod.restarts()["main"]), (0, 0), "{events:?}");
+    assert!(about("Readiness") > 0, "{events:?}");
+    let probes = node.probes().await;
+    let liveness = probes.iter().find(|probe| probe.kind == ProbeKind::Liveness).unwrap();
+    assert_eq!(liveness.result, ProbeResult::Success);
+    assert_eq!(liveness.held.as_deref(), Some("the pod is on its way out"));
+    held.release();
+    // No probe is left of a pod that is gone, or has ended for good.
+    let gone = |table: &PodTable| view(table, "web").is_none_or(|pod| pod.phase() == "Failed").then_some(());
+    node.until("the pod to have ended", gone).await;
+    assert!(node.probes().await.is_empty(), "{:?}", node.probes().await);
+    assert_eq!(graces(&node.cri).len(), 1, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn liveness_stops_when_a_pod_is_deleted_and_readiness_goes_on() {
+    check_ending(async |node, _| node.remove("web")).await;
+}
+
+#[tokio::test]
+async fn liveness_stops_when_a_pod_is_evicted_and_readiness_goes_on() {
+    let evict = async |node: &Node, web: &View| {
+        let request = Request::Fail {
+            uid: web.uid(),
+            reason: "Evicted".to_owned(),
+            message: "The node was low on resource: memory.".to_owned(),
+            grace: Some(Duration::from_secs(300)),
+        };
+        node.request(request).await;
+    };
+    check_ending(evict).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_runs_again_after_an_eviction_is_probed_as_a_new_one() {
+    let port = Port::free();
+    let listener = port.open();
+    let node = Node::with(&[probed(&[("liveness", port.probe())])]).await;
+    let web = node.until_ready("web").await;
+    let (uid, reason) = (web.uid(), "Evicted".to_owned());
+    node.request(Request::Fail { uid: uid.clone(), reason, message: String::new(), grace: None }).await;
+    node.until_pod("web", "to have failed", |pod| pod.phase() == "Failed").await;
+    node.request(Request::Retry { uid }).await;
+    node.until_ready("web").await;
+    drop(listener);
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_read_of_a_probes_annotations_is_an_event() {
+    let port = Port::free();
+    let _listener = port.open();
+    let mut pod = probed(&[("readiness", port.probe())]);
+    pod["metadata"]["annotations"] = json!({ "beelet.dev/probes": "mode=fast" });
+    let node = Node::with(&[pod]).await;
+    node.until_ready("web").await;
+    let expected = "ProbeWarning: Readiness probe warning: annotation beelet.dev/probes: \"mode=fast\" is neither kernel \
+                    nor connect; it is ignored";
+    assert!(node.events().iter().any(|event| event == expected), "{:?}", node.events());
+    assert_eq!(node.probes().await[0].problems.len(), 1);
+}
+
+#[tokio::test]
+async fn a_redirect_to_another_host_is_a_success_with_a_warning() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let mut request = [0; 4096];
+            // A probe that has given up is of no interest.
+            let _ = stream.read(&mut request);
+            let _ = stream.write_all(
+                b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere.invalid/\r\nContent-Length: 10\r\n\r\nover there",
+            );
+        }
+    });
+    let get = json!({ "host": "127.0.0.1", "port": port, "path": "/" });
+    let node = Node::with(&[probed(&[("readiness", json!({ "httpGet": get, "periodSeconds": 1 }))])]).await;
+    node.until_ready("web").await;
+    let events = node.events();
+    let expected =
+        "ProbeWarning: Readiness probe warning: Probe terminated redirects, Response body: over there";
+    assert!(events.iter().any(|event| event == expected), "{events:?}");
+}
+
 #[tokio::test]
 async fn until_its_startup_probe_succeeds_a_container_is_neither_ready_nor_judged() {
     let (slow, live) = (Port::free(), Port::free());
@@ -197,7 +315,7 @@ async fn a_commands_exit_code_decides() {
 async fn a_command_that_cannot_be_run_is_tried_three_times_and_counts_for_nothing() {
     let node = Node::with(&[probed(&[("liveness", command("check"))])]).await;
     node.until_ready("web").await;
-    node.cri.on(beelet_tests::cri::Op::ExecSync).times(6).fail(tonic::Code::Unknown, "no such file");
+    node.cri.on(Op::ExecSync).times(6).fail(tonic::Code::Unknown, "no such file");
     let failed = |cri: &FakeCri| {
         cri.calls()
             .iter()

@@ -291,7 +291,7 @@ mod tests {
                 {"name": "side", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": {"waiting": {"reason": "ErrImagePull"}}},
             ]},
         });
-        let entry = PodEntry { pod: serde_json::from_value(pod).unwrap(), readiness_edge: None, netns: None };
+        let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
         let mut table = PodTable::default();
         table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
         table

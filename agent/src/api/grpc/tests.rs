@@ -60,7 +60,7 @@ fn entry(pod: &str, phase: &str) -> Arc<PodEntry> {
     }))
     .unwrap();
     let edge = ReadinessEdge { container: "c".into(), ready: true, kernel_ns: 1_000, published_ns: 5_000 };
-    Arc::new(PodEntry { pod, readiness_edge: Some(edge), netns: None })
+    Arc::new(PodEntry { readiness_edge: Some(edge), ..PodEntry::of(pod) })
 }
 
 /// The next event in a few words: what, which pod, its phase.

@@ -28,7 +28,7 @@ async fn start_with(health: Result<(), String>, registry: Registry, pressure: Pr
         "status": {"phase": "Running"},
     }))
     .unwrap();
-    let entry = PodEntry { pod, readiness_edge: None, netns: None };
+    let entry = PodEntry::of(pod);
     let pods = BTreeMap::from([(PodName::of(&entry.pod), Arc::new(entry))]);
     let (_, receiver) = watch::channel(Arc::new(PodTable { pods, ..Default::default() }));
     let state = ApiState {

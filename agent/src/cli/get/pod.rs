@@ -218,7 +218,7 @@ mod tests {
     const NOW: &str = "2026-11-21T12:00:00Z";
 
     fn cells(pod: Value) -> Vec<String> {
-        let entry = PodEntry { pod: serde_json::from_value(pod).unwrap(), readiness_edge: None, netns: None };
+        let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
         row(&entry, NOW.parse().unwrap(), true)
     }
 
@@ -341,7 +341,7 @@ mod tests {
             published_ns: 1_312_999,
         };
         let entry =
-            PodEntry { pod: serde_json::from_value(pod).unwrap(), readiness_edge: Some(edge), netns: None };
+            PodEntry { readiness_edge: Some(edge), ..PodEntry::of(serde_json::from_value(pod).unwrap()) };
         assert_eq!(row(&entry, NOW.parse().unwrap(), true)[9], "not ready in 312µs");
         assert_eq!(row(&entry, NOW.parse().unwrap(), false).len(), NARROW.len());
     }

@@ -99,7 +99,7 @@ mod tests {
     fn table(pods: &[serde_json::Value]) -> PodTable {
         let entry = |value: &serde_json::Value| {
             let pod: core::Pod = serde_json::from_value(value.clone()).unwrap();
-            (PodName::of(&pod), Arc::new(PodEntry { pod, readiness_edge: None, netns: None }))
+            (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
         };
         PodTable { pods: pods.iter().map(entry).collect(), ..PodTable::default() }
     }
