@@ -147,6 +147,16 @@ fn where_bpf_is_not_allowed_everything_works_by_fallback_and_the_doctor_says_so(
     assert_eq!(program["state"], "degraded", "{program:#}");
     assert!(program["remedy"].as_str().unwrap().contains("CAP_BPF"), "{program:#}");
     assert!(!program["consequence"].as_str().unwrap().is_empty());
+    // What stands in for the kernel's answers, and that it does.
+    let lookup = finding(&findings, "socket_check");
+    assert_eq!(lookup["state"], "degraded", "{lookup:#}");
+    assert!(lookup["consequence"].as_str().unwrap().contains("probes connect"), "{lookup:#}");
+    assert!(lookup["remedy"].as_str().unwrap().contains("CAP_BPF"), "{lookup:#}");
+    let probes = daemon.agent.cli(&["probe", "ls", "-o", "json"]).output().unwrap();
+    let probes: Vec<Value> = serde_json::from_slice(&probes.stdout).unwrap();
+    assert_eq!((probes.len(), &probes[0]["mode"]), (1, &json!("connect")), "{probes:#?}");
+    let why = probes[0]["fallback"].as_str().unwrap();
+    assert!(why.contains("beelet doctor"), "{why}");
 }
 
 #[test]

@@ -199,6 +199,10 @@ impl Probes {
             // Another one is there; or it has gone again, which the next edge tells.
             _ => {
                 worker.edge = None;
+                if matches!(hint, Hint::Closed(_)) {
+                    // What waited at the one that closed is gone with it.
+                    worker.queues.reset();
+                }
                 return;
             }
         };

@@ -515,15 +515,6 @@ impl Probes {
         let exact: Vec<Id> = of(true).map(|(id, _)| *id).collect();
         if exact.is_empty() { of(false).map(|(id, _)| *id).collect() } else { exact }
     }
-
-    /// Whether the kernel answers a probe of that target here.
-    pub(super) fn kernel_mode(&self, worker: &Worker) -> &'static str {
-        match worker.in_kernel() {
-            Some((netns, _)) if netns.is_numbered() && self.parts.checker.is_some() => "kernel",
-            Some(_) => "sock_diag",
-            None => worker.target.mode(),
-        }
-    }
 }
 
 fn container_status<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::ContainerStatus> {

@@ -178,8 +178,7 @@ impl Probes {
     pub(super) fn on_command(&mut self, command: Command) {
         match command {
             Command::List(reply) => {
-                let mut list: Vec<ProbeView> =
-                    self.workers.values().map(|worker| self.view(worker)).collect();
+                let mut list: Vec<ProbeView> = self.workers.values().map(view).collect();
                 list.sort_by(|a, b| {
                     (&a.namespace, &a.pod, &a.container, a.kind).cmp(&(
                         &b.namespace,
@@ -214,35 +213,10 @@ impl Probes {
         }
     }
 
-    fn view(&self, worker: &Worker) -> ProbeView {
-        ProbeView {
-            namespace: worker.name.namespace.clone(),
-            pod: worker.name.name.clone(),
-            container: worker.key.container.to_string(),
-            kind: worker.key.kind,
-            target: worker.target.to_string(),
-            mode: self.kernel_mode(worker),
-            fallback: match &worker.way {
-                Way::Ask(why) => why.clone(),
-                Way::Undecided if worker.wants_kernel() && worker.container_id.is_some() => {
-                    Some("the runtime has not told the pod's network namespace".to_owned())
-                }
-                _ => None,
-            },
-            result: worker.state.published(),
-            since: worker.since,
-            last: worker.last.as_ref().map(LookView::from),
-            period: worker.timing.period,
-            timeout: worker.timing.timeout,
-            held: worker.state.held(now()).map(|held| held.to_string()),
-            problems: worker.problems.clone(),
-        }
-    }
-
     /// Looks once, beside the timetable, and tells all it knows.
     fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, Refused>>) {
         let Some(worker) = self.workers.get(&id) else { return };
-        let probe = self.view(worker);
+        let probe = view(worker);
         let Some(question) = worker.question() else {
             let error = Refused::NotFound("the container has not run yet".to_owned());
             let _ = reply.send(Err(error));
@@ -275,7 +249,7 @@ impl Probes {
         let verdict = sight.sighting().map(|sighting| queues.judge(now(), question.within, sighting));
         let address = worker.ip.map(|ip| (ip, port).into());
         let onlooker = Onlooker { checker: self.parts.checker.clone(), netns, address, queues };
-        let canary = worker.key.kind == ProbeKind::Liveness;
+        let canary = worker.sends_canaries();
         tokio::spawn(async move {
             let verdict = onlooker.settle(verdict, question.within, &mut explanation).await;
             let mut found = match verdict {
@@ -291,6 +265,32 @@ impl Probes {
             }
             let _ = reply.send(Ok(explained(probe, found, started.elapsed(), explanation)));
         });
+    }
+}
+
+/// A probe as it is now.
+fn view(worker: &Worker) -> ProbeView {
+    ProbeView {
+        namespace: worker.name.namespace.clone(),
+        pod: worker.name.name.clone(),
+        container: worker.key.container.to_string(),
+        kind: worker.key.kind,
+        target: worker.target.to_string(),
+        mode: worker.mode(),
+        fallback: match &worker.way {
+            Way::Ask(why) => why.clone(),
+            Way::Undecided if worker.wants_kernel() && worker.container_id.is_some() => {
+                Some("the runtime has not told the pod's network namespace".to_owned())
+            }
+            _ => None,
+        },
+        result: worker.state.published(),
+        since: worker.since,
+        last: worker.last.as_ref().map(LookView::from),
+        period: worker.timing.period,
+        timeout: worker.timing.timeout,
+        held: worker.state.held(now()).map(|held| held.to_string()),
+        problems: worker.problems.clone(),
     }
 }
 

@@ -151,6 +151,15 @@ impl Worker {
         }
     }
 
+    /// Who answers, in a word.
+    pub(super) fn mode(&self) -> &'static str {
+        match self.in_kernel() {
+            Some((netns, _)) if netns.is_numbered() => "kernel",
+            Some(_) => "sock_diag",
+            None => self.target.mode(),
+        }
+    }
+
     /// Goes on with a container that was fine before the agent's restart.
     pub(super) fn resume(&mut self, started_at: Duration) {
         let kind = self.state.kind();
@@ -190,9 +199,14 @@ impl Worker {
         self.regular = if self.in_kernel().is_some() { on_grid(next, self.timing.period) } else { next };
     }
 
+    /// Whether canaries go to this probe's target at all: somebody must be able to say whether they are accepted.
+    pub(super) fn sends_canaries(&self) -> bool {
+        !self.canary_every.is_zero() && self.in_kernel().is_some_and(|(netns, _)| netns.is_numbered())
+    }
+
     /// Whether this look is to be a canary; if so, the next one is planned.
     pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
-        let due = !self.canary_every.is_zero() && now >= self.canary_due && self.in_kernel().is_some();
+        let due = self.sends_canaries() && now >= self.canary_due;
         if due {
             self.canary_due = now + self.canary_every;
         }

@@ -2,7 +2,8 @@
 //! it. Commands come on standard input, one a line, each answered by one line; it ends with its input.
 //!
 //! `listener [--cgroup DIR] [--netns FILE] [--inherited FD]`
-//! - `listen ADDRESS:PORT [reuseport] [v6only] [backlog=N]` → `ok ID PORT COOKIE`
+//! - `listen ADDRESS:PORT [reuseport] [reuseaddr] [v6only] [defer] [device=NAME] [backlog=N]` → `ok ID PORT COOKIE`
+//!   (`defer` sets `TCP_DEFER_ACCEPT`, `device` sets `SO_BINDTODEVICE`)
 //! - `listen-unbound` → `ok ID PORT COOKIE` (listens without bind: the kernel chooses the port)
 //! - `bind ADDRESS:PORT [reuseaddr]` → `ok ID PORT COOKIE` (does not listen yet)
 //! - `listen-bound ID` → `ok ID PORT COOKIE`
@@ -10,6 +11,7 @@
 //! - `connect ADDRESS:PORT` → `ok` once a connection was made and closed
 //! - `hold ADDRESS:PORT` → `ok ID PORT COOKIE` of a connection that stays
 //! - `try ADDRESS:PORT` → the same, of one that may never be made
+//! - `send ID` → `ok` once a byte was given to a connection
 //! - `accept ID` → `ok` once a connection was accepted and closed; `serve ID` → `ok`, and from now on every one is
 //! - `fd ID` → `ok FD`; `take PID FD` → `ok ID PORT COOKIE` of another process' socket, which both have then
 //! - `exec ID` → `ok ID PORT COOKIE`, once the program has started itself anew with that socket alone
@@ -112,6 +114,11 @@ impl Sockets {
                 let _ = rustix::net::connect(&stream, &address.parse::<SocketAddr>()?);
                 self.keep(stream)
             }
+            ["send", id] => {
+                let socket = self.open.get(&id.parse()?).context("no such socket")?;
+                rustix::net::send(socket, b"x", rustix::net::SendFlags::empty())?;
+                Ok(String::new())
+            }
             ["accept", id] => {
                 let socket = self.open.get(&id.parse()?).context("no such socket")?;
                 drop(rustix::net::accept(socket)?);
@@ -175,9 +182,25 @@ fn bound(address: SocketAddr, options: &[&str]) -> Result<OwnedFd> {
             "reuseport" => sockopt::set_socket_reuseport(&socket, true)?,
             "reuseaddr" => sockopt::set_socket_reuseaddr(&socket, true)?,
             "v6only" => sockopt::set_ipv6_v6only(&socket, true)?,
-            _ => bail!("unknown option {option}"),
+            // How long it waits for data, in seconds: longer than any test.
+            "defer" => set(&socket, libc::IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, &3600_i32.to_ne_bytes())?,
+            _ => match option.strip_prefix("device=") {
+                Some(device) => set(&socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, device.as_bytes())?,
+                None => bail!("unknown option {option}"),
+            },
         }
     }
     rustix::net::bind(&socket, &address)?;
     Ok(socket)
+}
+
+/// An option that rustix has no name for.
+fn set(socket: &OwnedFd, level: i32, option: i32, value: &[u8]) -> Result<()> {
+    let length = libc::socklen_t::try_from(value.len())?;
+    // SAFETY: the descriptor is open, and `value` is so long.
+    let set = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, value.as_ptr().cast(), length) };
+    if set != 0 {
+        return Err(std::io::Error::last_os_error()).context("could not set a socket's option");
+    }
+    Ok(())
 }

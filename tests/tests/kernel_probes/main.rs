@@ -2,227 +2,29 @@
 //! real processes in a network namespace and a cgroup of the test's own.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
+#[path = "../kernel/mod.rs"]
 mod kernel;
+mod scene;
+mod schedule;
 
-use beelet::events::Recorder;
-use beelet::kernel::{Interest, Kernel, KernelOptions, Mode};
-use beelet::pods::manager::{ProbeUpdate, Request};
-use beelet::pods::table::{PodEntry, PodName, PodTable};
-use beelet::probes::{self, Handle, ProbeView, Probes, Settings, Wanted};
-use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult};
-use beelet_tests::require;
+use beelet::kernel::{CheckedNetns, Found, Kernel, KernelOptions, Mode, NetnsHandle};
+use beelet::pods::manager::Request;
+use beelet::probes::ProbeView;
+use beelet_policy::probe::{Outcome, ProbeKind, ProbeResult};
+use beelet_tests::guards::ip;
 use beelet_tests::workdir::{PATIENCE, wait_for};
-use kernel::{Place, Process, Socket};
+use beelet_tests::{require, requires};
+use kernel::{LOOPBACK, Place, Process, Socket, lists_sockets};
 use proptest::prelude::{Strategy as _, any};
 use proptest::strategy::ValueTree as _;
-use serde_json::{Value, json};
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
+use scene::{End, NEVER, Pod, Scene, status, tcp};
+use serde_json::json;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
-/// No look in this time: whatever happens sooner, an edge did.
-const NEVER: &str = "period=1h";
 /// The port that only says: all before has been seen.
 const MARKER: u16 = 9999;
-
-/// The probes of some pods, and what they say.
-struct Scene {
-    place: Place,
-    kernel: Option<Kernel>,
-    table: watch::Sender<Arc<PodTable>>,
-    updates: mpsc::Receiver<Request>,
-    handle: Handle,
-    events: Recorder,
-    shutdown: CancellationToken,
-    runtime: tokio::runtime::Runtime,
-}
-
-/// A pod in the making.
-#[derive(Clone)]
-struct Pod {
-    json: Value,
-    netns: Option<PathBuf>,
-}
-
-impl Pod {
-    /// One pod whose container `main` runs and has these probes.
-    fn new(name: &str, place: &Place, probes: &[(&str, Value)], annotation: &str) -> Pod {
-        let mut main = json!({ "name": "main", "image": "x" });
-        for (kind, probe) in probes {
-            main[format!("{kind}Probe")] = probe.clone();
-        }
-        let json = json!({
-            "metadata": {
-                "name": name, "namespace": "default", "uid": format!("uid-{name}"),
-                "annotations": { "beelet.dev/probes": annotation },
-            },
-            "spec": { "containers": [main] },
-            "status": {
-                "podIPs": [{ "ip": "127.0.0.1" }],
-                "containerStatuses": [status("main", "c1", false)],
-            },
-        });
-        Pod { json, netns: Some(place.netns.path()) }
-    }
-
-    /// In the host's own network namespace.
-    fn on_host(mut self) -> Pod {
-        self.json["spec"]["hostNetwork"] = true.into();
-        self.netns = None;
-        self
-    }
-
-    /// As a status from before a restart of the agent has it.
-    fn ready(mut self) -> Pod {
-        self.json["status"]["containerStatuses"][0]["ready"] = true.into();
-        self
-    }
-
-    fn entry(&self) -> Arc<PodEntry> {
-        let pod = serde_json::from_value(self.json.clone()).unwrap();
-        Arc::new(PodEntry { netns: self.netns.clone(), ..PodEntry::of(pod) })
-    }
-}
-
-fn status(name: &str, id: &str, ready: bool) -> Value {
-    json!({
-        "name": name, "containerID": format!("fake://{id}"), "image": "x", "imageID": "x", "restartCount": 0,
-        "ready": ready, "started": true, "state": { "running": { "startedAt": "2026-01-01T00:00:00Z" } },
-    })
-}
-
-/// A tcpSocket probe that believes the first answer.
-fn tcp(port: u16) -> Value {
-    json!({ "tcpSocket": { "port": port }, "failureThreshold": 1 })
-}
-
-fn settings() -> Settings {
-    Settings { tcp_by_kernel: true, edge_policy: EdgePolicy::Immediate, canary: Duration::ZERO }
-}
-
-impl Scene {
-    fn new(name: &str) -> Scene {
-        let place = Place::new(name);
-        let kernel = place.start();
-        Scene::with(place, kernel)
-    }
-
-    fn with(place: Place, kernel: Kernel) -> Scene {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let table = watch::Sender::new(Arc::new(PodTable::default()));
-        let shutdown = CancellationToken::new();
-        let events = Recorder::default();
-        let (handle, updates) = start(&runtime, &kernel, &table, &events, &shutdown);
-        Scene { place, kernel: Some(kernel), table, updates, handle, events, shutdown, runtime }
-    }
-
-    /// Ends the task and the reader of the kernel's events, as the end of the agent does, and starts both again.
-    fn restart(&mut self, between: impl FnOnce()) {
-        self.shutdown.cancel();
-        self.kernel.take().unwrap().stop(true).unwrap();
-        between();
-        let kernel = self.place.start();
-        assert!(kernel.adopted());
-        self.shutdown = CancellationToken::new();
-        (self.handle, self.updates) =
-            start(&self.runtime, &kernel, &self.table, &self.events, &self.shutdown);
-        self.kernel = Some(kernel);
-    }
-
-    fn show(&self, pods: &[Pod]) {
-        let entries = pods.iter().map(|pod| {
-            let entry = pod.entry();
-            (PodName::of(&entry.pod), entry)
-        });
-        let table = PodTable { pods: entries.collect(), ..PodTable::default() };
-        self.table.send_replace(Arc::new(table));
-    }
-
-    /// The next change of any probe's state.
-    fn next(&mut self) -> ProbeUpdate {
-        let next = async { tokio::time::timeout(PATIENCE, self.updates.recv()).await };
-        match self.runtime.block_on(next) {
-            Ok(Some(Request::Probe(update))) => update,
-            other => panic!("no change of a probe's state came: {other:?}"),
-        }
-    }
-
-    /// The next change must be this one.
-    fn expect(&mut self, pod: &str, kind: ProbeKind, result: ProbeResult) -> ProbeUpdate {
-        let update = self.next();
-        let seen = (update.uid.as_str(), update.kind, update.result);
-        assert_eq!(seen, (format!("uid-{pod}").as_str(), kind, result), "{update:?}");
-        update
-    }
-
-    fn list(&self) -> Vec<ProbeView> {
-        self.runtime.block_on(self.handle.list()).unwrap()
-    }
-
-    fn view(&self, pod: &str, kind: ProbeKind) -> ProbeView {
-        self.list().into_iter().find(|probe| probe.pod == pod && probe.kind == kind).unwrap()
-    }
-
-    /// Waits until a probe looks as `wanted` says.
-    fn until(
-        &self,
-        pod: &str,
-        kind: ProbeKind,
-        what: &str,
-        wanted: impl Fn(&ProbeView) -> bool,
-    ) -> ProbeView {
-        wait_for(what, PATIENCE, || {
-            let view = self.view(pod, kind);
-            if wanted(&view) { Ok(view) } else { Err(format!("{view:?}")) }
-        })
-        .unwrap()
-    }
-
-    /// One look now, as `beelet probe run` does.
-    fn run(&self, pod: &str, container: &str, kind: ProbeKind) -> Outcome {
-        let wanted =
-            Wanted { namespace: String::new(), pod: pod.to_owned(), container: container.to_owned(), kind };
-        self.runtime.block_on(self.handle.run(wanted)).unwrap().look.outcome
-    }
-}
-
-impl Drop for Scene {
-    fn drop(&mut self) {
-        self.shutdown.cancel();
-        if let Some(kernel) = self.kernel.take() {
-            let _ = kernel.stop(false);
-        }
-    }
-}
-
-fn start(
-    runtime: &tokio::runtime::Runtime,
-    kernel: &Kernel,
-    table: &watch::Sender<Arc<PodTable>>,
-    events: &Recorder,
-    shutdown: &CancellationToken,
-) -> (Handle, mpsc::Receiver<Request>) {
-    let (requests, updates) = mpsc::channel(1024);
-    let (handle, commands) = probes::handle();
-    let task = Probes::new(probes::Parts {
-        table: table.subscribe(),
-        requests,
-        runtime: None,
-        listeners: kernel.listeners(),
-        checker: kernel.checker(),
-        edges: kernel.subscribe(Interest::LISTENERS),
-        commands,
-        settings: settings(),
-        events: events.clone(),
-        metrics: probes::Metrics::default(),
-    });
-    runtime.spawn(task.run(shutdown.clone()));
-    (handle, updates)
-}
 
 use ProbeKind::{Liveness, Readiness, Startup};
 use ProbeResult::{Failure, Success, Unknown};
@@ -488,6 +290,91 @@ fn who_answers_is_chosen_by_annotation_and_what_stands_in_is_named() {
 }
 
 #[test]
+fn without_lookups_listeners_are_confirmed_by_the_socket_list_and_no_canary_is_sent() {
+    require!(bpf);
+    if !lists_sockets() {
+        return;
+    }
+    let mut scene = Scene::without_lookups("bp-diag");
+    let host = Path::new("/proc/self/ns/net");
+    let mut idle = Process::start_at(Some(&scene.place.cgroup_dir()), host);
+    let listener = idle.socket("listen 127.0.0.1:0");
+    let own = NetnsHandle::open(host).unwrap();
+    let queue = |port| own.accept_queues(port, LOOPBACK).unwrap().unwrap();
+    let often = "period=100ms timeout=300ms canary=200ms";
+    scene.show(&[
+        Pod::new("idle", &scene.place, &[("liveness", tcp(listener.port))], often).on_host(),
+        Pod::new("web", &scene.place, &[("readiness", tcp(80))], "period=100ms timeout=300ms"),
+    ]);
+    let mut first = BTreeMap::new();
+    for _ in 0..2 {
+        let update = scene.next();
+        first.insert(update.uid, update.result);
+    }
+    assert_eq!(first, BTreeMap::from([("uid-idle".to_owned(), Success), ("uid-web".to_owned(), Failure)]));
+    // So many looks that canaries would have been due among them.
+    let looks = RefCell::new(BTreeSet::new());
+    let view = scene.until("idle", Liveness, "ten looks", |view| {
+        looks.borrow_mut().extend(view.last.as_ref().map(|look| look.at));
+        looks.borrow().len() >= 10
+    });
+    assert_eq!((view.mode, view.result), ("sock_diag", Success));
+    assert_eq!(queue(listener.port).backlog, 0, "somebody has connected");
+    assert_eq!(scene.run("idle", "main", Liveness), Outcome::Success);
+    assert_eq!(queue(listener.port).backlog, 0, "somebody has connected");
+    // Edges come all the same.
+    let mut process = scene.place.process();
+    let listener = process.socket("listen 127.0.0.1:80 backlog=0");
+    scene.expect("web", Readiness, Success);
+    // A connection that waits has no name here; a queue that is full is full.
+    process.socket("hold 127.0.0.1:80");
+    scene.expect("web", Readiness, Failure);
+    process.tell(&format!("accept {}", listener.id)).unwrap();
+    scene.expect("web", Readiness, Success);
+    process.kill();
+    scene.expect("web", Readiness, Failure);
+}
+
+#[test]
+fn a_listener_bound_to_a_device_that_lookups_pass_over_is_found_in_the_socket_list() {
+    require!(bpf);
+    if !lists_sockets() {
+        return;
+    }
+    let mut scene = Scene::new("bp-device");
+    let netns = scene.place.netns.path();
+    let netns = netns.file_name().unwrap().to_str().unwrap();
+    let link: [&[&str]; 3] = [
+        &["link", "add", "dev0", "type", "veth", "peer", "name", "dev1"],
+        &["link", "set", "dev0", "up"],
+        &["address", "add", "10.99.0.7/24", "dev", "dev0"],
+    ];
+    for arguments in link {
+        if let Err(error) = ip(&[&["-n", netns][..], arguments].concat()) {
+            let remedy = "modprobe veth, or a kernel built with CONFIG_VETH".to_owned();
+            requires::skip(&requires::Missing { what: format!("{error:#}"), remedy });
+            return;
+        }
+    }
+    let mut pod = Pod::new("web", &scene.place, &[("readiness", tcp(80))], NEVER);
+    pod.json["status"]["podIPs"][0]["ip"] = "10.99.0.7".into();
+    scene.show(&[pod]);
+    scene.expect("web", Readiness, Failure);
+    let mut process = scene.place.process();
+    process.socket("listen 10.99.0.7:80 device=dev0");
+    // The lookup itself does not see it.
+    let kernel = scene.kernel.as_ref().unwrap();
+    let checker = kernel.checker().unwrap();
+    let checked = CheckedNetns::open(&scene.place.netns.path(), Some(&checker)).unwrap();
+    let target = checked.target("10.99.0.7:80".parse().unwrap(), None).unwrap();
+    assert_eq!(checker.look(&[target]).unwrap(), [Found::Nothing]);
+    scene.expect("web", Readiness, Success);
+    assert_eq!(scene.run("web", "main", Readiness), Outcome::Success);
+    process.kill();
+    scene.expect("web", Readiness, Failure);
+}
+
+#[test]
 fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
     require!(bpf);
     let mut scene = Scene::new("bp-model");
@@ -528,90 +415,6 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
     }
 }
 
-/// What the application does with its port.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Behaviour {
-    Closed,
-    Serves,
-    /// Listens, accepts nothing, and nobody calls.
-    HangsIdle,
-    /// Listens, accepts nothing, and a connection waits.
-    HangsWaiting,
-    /// Listens, accepts nothing, and the queue is full.
-    HangsFull,
-    /// Listens at another address.
-    Elsewhere,
-    /// Listens for IPv6 only.
-    SixOnly,
-}
-
-#[test]
-fn the_kernels_verdict_is_connects_but_for_what_the_docs_name() {
-    require!(bpf);
-    use Behaviour::{Closed, Elsewhere, HangsFull, HangsIdle, HangsWaiting, Serves, SixOnly};
-    let scene = Scene::new("bp-same");
-    let host = Path::new("/proc/self/ns/net");
-    let mut keeper = Process::start_at(None, host);
-    let port = keeper.socket("bind 127.0.0.1:0 reuseaddr").port;
-    drop(keeper);
-    let pod = |name: &str, mode: &str| {
-        let annotation = format!("period=1h timeout=300ms mode={mode}");
-        Pod::new(name, &scene.place, &[("readiness", tcp(port))], &annotation).on_host()
-    };
-    scene.show(&[pod("knows", "kernel"), pod("asks", "connect")]);
-    wait_for("both probes", PATIENCE, || {
-        if scene.list().len() == 2 { Ok(()) } else { Err("not yet".to_owned()) }
-    })
-    .unwrap();
-    let mut runner = proptest::test_runner::TestRunner::deterministic();
-    let all = [Closed, Serves, HangsIdle, HangsWaiting, HangsFull, Elsewhere, SixOnly];
-    let order = proptest::collection::vec(0..all.len(), 25).new_tree(&mut runner).unwrap().current();
-    let mut seen = BTreeMap::new();
-    for behaviour in order.into_iter().map(|index| all[index]).chain(all) {
-        let mut process = Process::start_at(Some(&scene.place.cgroup_dir()), host);
-        match behaviour {
-            Closed => {}
-            Serves => {
-                let socket = process.socket(&format!("listen 127.0.0.1:{port} reuseaddr"));
-                process.tell(&format!("serve {}", socket.id)).unwrap();
-            }
-            HangsIdle => {
-                process.socket(&format!("listen 127.0.0.1:{port} reuseaddr"));
-            }
-            HangsWaiting => {
-                process.socket(&format!("listen 127.0.0.1:{port} reuseaddr"));
-                process.socket(&format!("hold 127.0.0.1:{port}"));
-            }
-            HangsFull => {
-                process.socket(&format!("listen 127.0.0.1:{port} reuseaddr backlog=0"));
-                process.socket(&format!("hold 127.0.0.1:{port}"));
-            }
-            Elsewhere => {
-                process.socket(&format!("listen 127.0.0.2:{port} reuseaddr"));
-            }
-            SixOnly => {
-                process.socket(&format!("listen [::]:{port} reuseaddr v6only"));
-            }
-        }
-        let kernel = scene.run("knows", "main", Readiness);
-        let connect = scene.run("asks", "main", Readiness);
-        process.kill();
-        seen.insert(format!("{behaviour:?}"), (kernel, connect));
-        if behaviour == HangsWaiting {
-            // The one difference: connect() is answered by the kernel while the queue has room.
-            assert_eq!((kernel, connect), (Outcome::Failure, Outcome::Success), "{behaviour:?}");
-        } else {
-            assert_eq!(kernel, connect, "{behaviour:?}");
-        }
-    }
-    assert_eq!(seen.len(), all.len(), "{seen:?}");
-    assert_eq!(seen["Serves"].0, Outcome::Success);
-    assert_eq!(seen["HangsIdle"].0, Outcome::Success, "nothing waits: only a canary can tell");
-    for refused in ["Closed", "HangsFull", "Elsewhere", "SixOnly"] {
-        assert_eq!(seen[refused].0, Outcome::Failure, "{refused}");
-    }
-}
-
 #[test]
 fn over_a_hundred_restarts_of_the_agent_no_pod_flips_and_none_is_falsely_ready() {
     require!(bpf);
@@ -625,16 +428,21 @@ fn over_a_hundred_restarts_of_the_agent_no_pod_flips_and_none_is_falsely_ready()
     let comes = Pod::new("comes", &scene.place, &[("readiness", tcp(82))], NEVER);
     scene.show(&[stays.clone(), closes.clone(), comes.clone()]);
     for round in 0..100 {
-        scene.restart(|| {});
-        scene.until("stays", Readiness, "a look", |view| view.last.is_some());
+        scene.restart(if round % 2 == 0 { End::Stop } else { End::Kill }, || {});
+        for pod in ["stays", "closes", "comes"] {
+            scene.until(pod, Readiness, "a look", |view| view.last.is_some());
+        }
         while let Ok(Request::Probe(update)) = scene.updates.try_recv() {
-            let fine = update.result == Success || update.uid == "uid-comes";
+            // Two are ready and stay so; nobody listens for the third.
+            let fine = (update.result == Success) != (update.uid == "uid-comes");
             assert!(fine, "round {round}: {update:?}");
         }
-        assert_eq!(scene.view("stays", Readiness).result, Success, "round {round}");
+        for (pod, expected) in [("stays", Success), ("closes", Success), ("comes", Failure)] {
+            assert_eq!(scene.view(pod, Readiness).result, expected, "round {round}: {pod}");
+        }
     }
     // What came and went while nobody looked is known at once.
-    scene.restart(|| {
+    scene.restart(End::Kill, || {
         process.close(goes);
         process.socket("listen 127.0.0.1:82");
     });
