@@ -2,33 +2,45 @@
 //! see. `cargo xtask bench probes` runs it and judges what it prints: one JSON object a line.
 //!
 //! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: NUMBER probes (KIND: kernel, connect, http or exec) against as many
-//!   listeners of another process; what this process uses of a CPU, which connections it makes, what they leave.
-//! - `probe_load kill MODE ROUNDS`, `probe_load hang MODE ROUNDS`: from kill -9, or from the first connection that nobody
-//!   accepts, to the change of readiness.
-//! - `probe_load jitter ROUNDS`: how far the looks of a probe with a period of 100 ms are from their places.
+//!   listeners, or containers of a fake runtime, of another process; what this process uses of a CPU in each second, which
+//!   connections it makes, which sockets there were before and are after.
+//! - `probe_load edges MODE ROUNDS`: from listen(2), close(2) and kill -9 to the change of readiness. In kernel mode with the
+//!   settings that a probe has by default, in connect mode with looks a second apart that are believed at once.
+//! - `probe_load hang MODE ROUNDS`: from a hung application's first connection to the change of readiness. In kernel mode there
+//!   is one connection, in connect mode come 100 a second, until the queue is full: before that, connect() sees nothing.
+//! - `probe_load jitter MODE OTHERS ROUNDS`: how far the looks of a probe with a period of 100 ms are from their places,
+//!   beside OTHERS probes with a period of a second.
 //! - `probe_load look NUMBER`: what one look at NUMBER ports costs, by the lookup program and by sock_diag.
-//! - `probe_load serve NUMBER`: the other process; it prints its ports.
+//! - `probe_load serve NUMBER`, `listen PORT`, `runtime NUMBER`: the other processes.
 
 use anyhow::{Context as _, Result, bail};
 use beelet::events::Recorder;
 use beelet::kernel::{CheckedNetns, Interest, Kernel, KernelOptions, Mode};
 use beelet::pods::manager::Request;
 use beelet::pods::table::{PodEntry, PodName, PodTable};
-use beelet::probes::{self, Probes, Settings};
+use beelet::probes::{self, Handle, ProbeView, Probes, Settings};
 use beelet::runtime::Runtime;
-use beelet_policy::probe::{EdgePolicy, ProbeResult};
+use beelet_policy::probe::{EdgePolicy, Outcome, ProbeResult};
+use beelet_proto::cri;
 use beelet_tests::agent::monotonic_ns;
-use beelet_tests::cri::FakeCri;
+use beelet_tests::cri::{Container, FakeCri};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs, Process};
 use beelet_tests::workdir::{PATIENCE, unique};
+use bench::Numbers;
+use jiff::Timestamp;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
+use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd as _;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -36,17 +48,20 @@ use tokio_util::sync::CancellationToken;
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    if let ["serve", number] = words.as_slice() {
-        return serve(number.parse()?);
+    match words.as_slice() {
+        ["serve", number] => return serve(number.parse()?),
+        ["listen", port] => return listen(port.parse()?),
+        ["runtime", number] => return fake_runtime(number.parse()?),
+        _ => {}
     }
     let place = Place::new()?;
     match words.as_slice() {
         ["cost", kind, number, period, seconds] => {
             cost(&place, kind, number.parse()?, period.parse()?, seconds.parse()?)
         }
-        ["kill", mode, rounds] => latencies(&place, mode, rounds.parse()?, true),
-        ["hang", mode, rounds] => latencies(&place, mode, rounds.parse()?, false),
-        ["jitter", rounds] => jitter(&place, rounds.parse()?),
+        ["edges", mode, rounds] => edges(&place, mode, rounds.parse()?),
+        ["hang", mode, rounds] => hangs(&place, mode, rounds.parse()?),
+        ["jitter", mode, others, rounds] => jitter(&place, mode, others.parse()?, rounds.parse()?),
         ["look", number] => look(&place, number.parse()?),
         _ => bail!("usage: see the head of bench/src/bin/probe_load.rs"),
     }
@@ -85,30 +100,43 @@ impl Place {
     }
 }
 
-/// The process that listens.
-struct Server {
+/// This program once more, doing something else; it ends with this value.
+struct Other {
     child: Process,
-    ports: Vec<u16>,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
 }
 
-impl Server {
-    fn start(number: usize) -> Result<Server> {
+impl Other {
+    fn start(arguments: &[&str]) -> Result<Other> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["serve", &number.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = Process(command.spawn()?);
-        let output = child.0.stdout.take().context("no output")?;
-        let ports = BufReader::new(output)
-            .lines()
-            .take(number)
-            .map(|line| Ok(line?.parse()?))
-            .collect::<Result<_>>()?;
-        Ok(Server { child, ports })
+        let input = child.0.stdin.take().context("no input")?;
+        let output = BufReader::new(child.0.stdout.take().context("no output")?);
+        Ok(Other { child, input, output })
+    }
+
+    /// The next line that it prints.
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        if self.output.read_line(&mut line)? == 0 {
+            bail!("the other process has ended");
+        }
+        Ok(line.trim_end().to_owned())
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
         let pid = Pid::from_raw(i32::try_from(self.child.0.id())?).context("no pid")?;
         Ok(kill_process(pid, signal)?)
     }
+}
+
+/// Another process that listens on as many ports.
+fn server(number: usize) -> Result<(Other, Vec<u16>)> {
+    let mut server = Other::start(&["serve", &number.to_string()])?;
+    let ports = (0..number).map(|_| Ok(server.line()?.parse()?)).collect::<Result<_>>()?;
+    Ok((server, ports))
 }
 
 /// Listens on `number` ports, answers every connection as an HTTP server would, and ends with its input.
@@ -138,9 +166,59 @@ fn serve(number: usize) -> Result<()> {
     Ok(())
 }
 
+/// Listens on a port and accepts, until it is told to close; prints the times right before both.
+fn listen(port: u16) -> Result<()> {
+    let began = monotonic_ns();
+    let listener = TcpListener::bind(("127.0.0.1", port))?;
+    println!("{began}");
+    let input = std::io::stdin();
+    loop {
+        let mut waiting = [PollFd::new(&listener, PollFlags::IN), PollFd::new(&input, PollFlags::IN)];
+        poll(&mut waiting, None)?;
+        if !waiting[1].revents().is_empty() {
+            break;
+        }
+        drop(listener.accept()?);
+    }
+    let began = monotonic_ns();
+    drop(listener);
+    println!("{began}");
+    input.lock().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
+/// A fake runtime with `number` containers that run; prints its endpoint, and ends with its input.
+fn fake_runtime(number: usize) -> Result<()> {
+    let cri = FakeCri::start();
+    cri.change(|world| {
+        for index in 0..number {
+            let container = Container {
+                id: format!("c{index}"),
+                sandbox_id: "s".to_owned(),
+                config: cri::ContainerConfig::default(),
+                state: cri::ContainerState::ContainerRunning,
+                pid: 0,
+                created_at: 1,
+                started_at: 1,
+                finished_at: 0,
+                exit_code: 0,
+                reason: String::new(),
+                image_ref: String::new(),
+                log_path: String::new(),
+                resources: None,
+            };
+            world.containers.insert(container.id.clone(), container);
+        }
+    });
+    println!("{}", cri.endpoint());
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
 /// The probes' task, fed by hand.
 struct Probing {
     updates: mpsc::Receiver<Request>,
+    handle: Handle,
     runtime: tokio::runtime::Runtime,
     _table: watch::Sender<Arc<PodTable>>,
     _kernel: Kernel,
@@ -148,12 +226,10 @@ struct Probing {
 }
 
 impl Probing {
-    fn start(
-        kernel: Kernel,
-        tcp_by_kernel: bool,
-        cri: Option<&FakeCri>,
-        pods: Vec<Value>,
-    ) -> Result<Probing> {
+    /// With `by_kernel` tcpSocket probes are answered by the kernel, else they connect. `endpoint` is the container
+    /// runtime's.
+    fn start(place: &Place, by_kernel: bool, endpoint: Option<&str>, pods: Vec<Value>) -> Result<Probing> {
+        let kernel = place.kernel(if by_kernel { Mode::Auto } else { Mode::Off })?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let mut table = PodTable::default();
         for pod in pods {
@@ -163,10 +239,8 @@ impl Probing {
         }
         let table = watch::Sender::new(Arc::new(table));
         let (requests, updates) = mpsc::channel(16_384);
-        let door = match cri {
-            Some(cri) => Some(Runtime::new(&cri.endpoint(), Duration::from_secs(120))?),
-            None => None,
-        };
+        let door = endpoint.map(|endpoint| Runtime::new(endpoint, Duration::from_secs(120))).transpose()?;
+        let (handle, commands) = probes::handle();
         let task = Probes::new(probes::Parts {
             table: table.subscribe(),
             requests,
@@ -174,14 +248,18 @@ impl Probing {
             listeners: kernel.listeners(),
             checker: kernel.checker(),
             edges: kernel.subscribe(Interest::LISTENERS),
-            commands: probes::handle().1,
-            settings: Settings { tcp_by_kernel, edge_policy: EdgePolicy::Immediate, canary: Duration::ZERO },
+            commands,
+            settings: Settings {
+                tcp_by_kernel: by_kernel,
+                edge_policy: EdgePolicy::Immediate,
+                canary: Duration::ZERO,
+            },
             events: Recorder::default(),
             metrics: probes::Metrics::default(),
         });
         let shutdown = CancellationToken::new();
         runtime.spawn(task.run(shutdown.clone()));
-        Ok(Probing { updates, runtime, _table: table, _kernel: kernel, shutdown })
+        Ok(Probing { updates, handle, runtime, _table: table, _kernel: kernel, shutdown })
     }
 
     /// The time at which the next change to `wanted` came.
@@ -198,6 +276,10 @@ impl Probing {
         let limited = async { tokio::time::timeout(PATIENCE, next).await };
         self.runtime.block_on(limited).with_context(|| format!("no change to {wanted:?} came"))?
     }
+
+    fn list(&self) -> Result<Vec<ProbeView>> {
+        Ok(self.runtime.block_on(self.handle.list())?)
+    }
 }
 
 impl Drop for Probing {
@@ -206,8 +288,9 @@ impl Drop for Probing {
     }
 }
 
-/// A host network pod with one readiness probe.
-fn pod(number: usize, probe: &Value, annotation: &str) -> Value {
+/// A host network pod with one readiness probe. One that was `ready` before this process began is first looked at at a
+/// moment of its own in its period, as after a restart of the agent.
+fn pod(number: usize, probe: &Value, annotation: &str, ready: bool) -> Value {
     json!({
         "metadata": {
             "name": format!("p{number}"), "namespace": "default", "uid": format!("u{number}"),
@@ -221,50 +304,67 @@ fn pod(number: usize, probe: &Value, annotation: &str) -> Value {
             "podIPs": [{ "ip": "127.0.0.1" }],
             "containerStatuses": [{
                 "name": "main", "containerID": format!("x://c{number}"), "image": "x", "imageID": "x",
-                "restartCount": 0, "ready": false, "started": true,
+                "restartCount": 0, "ready": ready, "started": true,
                 "state": { "running": { "startedAt": "2026-01-01T00:00:00Z" } },
             }],
         },
     })
 }
 
+/// How long the probes run before they are measured: connections are made and memory is touched by then. Their looks are
+/// spread evenly from the start, however long their period.
+const SETTLE: Duration = Duration::from_millis(1500);
+
 fn cost(place: &Place, kind: &str, number: usize, period: u64, seconds: u64) -> Result<()> {
-    let server = Server::start(if kind == "exec" { 0 } else { number })?;
-    let cri = (kind == "exec").then(FakeCri::start);
+    let (_server, ports) = server(if kind == "exec" { 0 } else { number })?;
+    let mut cri = if kind == "exec" { Some(Other::start(&["runtime", &number.to_string()])?) } else { None };
+    let endpoint = cri.as_mut().map(Other::line).transpose()?;
     let annotation = format!("period={period}ms timeout=1s");
     let pods = (0..number).map(|index| {
-        let port = server.ports.get(index);
+        let port = ports.get(index);
         let probe = match kind {
             "http" => json!({ "httpGet": { "port": port, "path": "/healthz" } }),
             "exec" => json!({ "exec": { "command": ["true"] } }),
             _ => json!({ "tcpSocket": { "port": port } }),
         };
-        pod(index, &probe, &annotation)
+        pod(index, &probe, &annotation, true)
     });
-    let kernel = place.kernel(if kind == "kernel" { Mode::Auto } else { Mode::Off })?;
-    let _probing = Probing::start(kernel, kind == "kernel", cri.as_ref(), pods.collect())?;
-    // The first looks are made, and what they left behind is as old as it gets.
-    std::thread::sleep(Duration::from_millis(period + 500));
-    let (cpu, opened, started) = (cpu_seconds()?, opened()?, Instant::now());
-    std::thread::sleep(Duration::from_secs(seconds));
-    let took = started.elapsed().as_secs_f64();
-    let line = json!({
-        "percent": 100.0 * (cpu_seconds()? - cpu) / took,
-        "opened": (self::opened()? - opened) as f64,
-        "time_wait": time_wait()? as f64,
-        "seconds": took,
-    });
-    println!("{line}");
+    let probing = Probing::start(place, kind == "kernel", endpoint.as_deref(), pods.collect())?;
+    std::thread::sleep(SETTLE);
+    let (before, opened_before) = (sockets()?, opened()?);
+    let (mut cpu, mut at) = (cpu_seconds(), Instant::now());
+    for _ in 0..seconds {
+        std::thread::sleep(Duration::from_secs(1));
+        let (used, took) = (cpu_seconds() - cpu, at.elapsed().as_secs_f64());
+        (cpu, at) = (cpu + used, Instant::now());
+        println!("{}", json!({ "percent": 100.0 * used / took }));
+    }
+    let (after, opened) = (sockets()?, opened()? - opened_before);
+    println!(
+        "{}",
+        json!({
+            "opened": opened as f64,
+            "sockets_before": before.used as f64, "sockets_after": after.used as f64,
+            "time_wait_before": before.time_wait as f64, "time_wait_after": after.time_wait as f64,
+        })
+    );
+    // Cheap because nothing works would be no figure.
+    let probes = probing.list()?;
+    let failing =
+        probes.iter().find(|probe| probe.last.as_ref().is_some_and(|l| l.outcome != Outcome::Success));
+    if let Some(failing) = failing {
+        bail!("a probe that must succeed does not: {failing:?}");
+    }
+    if !probes.iter().any(|probe| probe.last.is_some()) {
+        bail!("no probe has looked at anything");
+    }
     Ok(())
 }
 
-/// CPU seconds that this process has used.
-fn cpu_seconds() -> Result<f64> {
-    // All threads: proc(5), user and system time in clock ticks.
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
-    let fields: Vec<&str> = stat.rsplit_once(')').context("no stat")?.1.split_whitespace().collect();
-    let ticks: u64 = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
-    Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+/// CPU seconds that this process has used, all its threads.
+fn cpu_seconds() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 /// Connections that were begun in this namespace.
@@ -276,74 +376,187 @@ fn opened() -> Result<u64> {
     Ok(values.split_whitespace().nth(at).context("no ActiveOpens")?.parse()?)
 }
 
-/// Sockets in TIME_WAIT in this namespace.
-fn time_wait() -> Result<u64> {
+/// The TCP sockets of this namespace, as `ss -s` counts them.
+struct Sockets {
+    used: u64,
+    time_wait: u64,
+}
+
+fn sockets() -> Result<Sockets> {
     let text = std::fs::read_to_string("/proc/self/net/sockstat")?;
     let words: Vec<&str> =
         text.lines().find(|line| line.starts_with("TCP:")).context("no TCP")?.split_whitespace().collect();
-    let at = words.iter().position(|word| *word == "tw").context("no tw")?;
-    Ok(words[at + 1].parse()?)
+    let number = |name: &str| -> Result<u64> {
+        let at = words.iter().position(|word| *word == name).with_context(|| format!("no {name}"))?;
+        Ok(words.get(at + 1).context("no number")?.parse()?)
+    };
+    Ok(Sockets { used: number("inuse")?, time_wait: number("tw")? })
 }
 
-fn latencies(place: &Place, mode: &str, rounds: usize, kill: bool) -> Result<()> {
-    for _ in 0..rounds {
-        let server = Server::start(1)?;
-        let port = server.ports[0];
-        let probe = json!({ "tcpSocket": { "port": port }, "failureThreshold": 1 });
-        let annotation = if kill && mode == "kernel" { "" } else { "period=1s timeout=1s" };
-        let kernel = place.kernel(if mode == "kernel" { Mode::Auto } else { Mode::Off })?;
-        let mut probing = Probing::start(kernel, mode == "kernel", None, vec![pod(0, &probe, annotation)])?;
-        probing.until(ProbeResult::Success)?;
-        let mut waits = None;
-        let began = if kill {
-            let began = monotonic_ns();
-            server.signal(Signal::KILL)?;
-            began
-        } else {
-            server.signal(Signal::STOP)?;
-            waits = Some(TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port)))?);
-            monotonic_ns()
-        };
-        let seen = probing.until(ProbeResult::Failure)?;
-        drop(waits);
-        println!("{}", json!({ "ms": seen.saturating_sub(began) as f64 / 1e6 }));
+/// A port that nobody has.
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+/// Waits for a part of a second, so that what is done next falls anywhere between two looks.
+fn any_time(numbers: &mut Numbers) {
+    std::thread::sleep(Duration::from_millis(numbers.below(1000)));
+}
+
+fn milliseconds(from: u64, to: u64) -> f64 {
+    to.saturating_sub(from) as f64 / 1e6
+}
+
+fn edges(place: &Place, mode: &str, rounds: usize) -> Result<()> {
+    let (port, by_kernel) = (free_port()?, mode == "kernel");
+    let mut probe = json!({ "tcpSocket": { "port": port } });
+    if !by_kernel {
+        (probe["periodSeconds"], probe["failureThreshold"]) = (1.into(), 1.into());
     }
-    Ok(())
-}
-
-fn jitter(place: &Place, rounds: usize) -> Result<()> {
-    let listener = TcpListener::bind("127.0.0.1:0")?;
-    let probe = json!({ "tcpSocket": { "port": listener.local_addr()?.port() } });
-    let _probing =
-        Probing::start(place.kernel(Mode::Off)?, false, None, vec![pod(0, &probe, "period=100ms")])?;
-    let mut first = None;
-    for round in 0..rounds + 5 {
-        let _ = listener.accept()?;
-        let at = Instant::now();
-        if round >= 5 {
-            // From the place that the first one sets: neither early nor late may add up.
-            let from = *first.get_or_insert(at);
-            let place = Duration::from_millis(100) * u32::try_from(round - 5)?;
-            let off = (at - from).as_secs_f64() - place.as_secs_f64();
-            println!("{}", json!({ "ms": off.abs() * 1e3 }));
+    let mut probing = Probing::start(place, by_kernel, None, vec![pod(0, &probe, "", false)])?;
+    probing.until(ProbeResult::Failure)?;
+    let mut numbers = Numbers::new(7);
+    let mut wait =
+        || if by_kernel { std::thread::sleep(Duration::from_millis(5)) } else { any_time(&mut numbers) };
+    for _ in 0..rounds {
+        for kill in [false, true] {
+            wait();
+            let mut listener = Other::start(&["listen", &port.to_string()])?;
+            let listened = listener.line()?.parse()?;
+            println!(
+                "{}",
+                json!({ "listen_ms": milliseconds(listened, probing.until(ProbeResult::Success)?) })
+            );
+            wait();
+            if kill {
+                let killed = monotonic_ns();
+                listener.signal(Signal::KILL)?;
+                println!(
+                    "{}",
+                    json!({ "kill_ms": milliseconds(killed, probing.until(ProbeResult::Failure)?) })
+                );
+            } else {
+                writeln!(listener.input)?;
+                let closed = listener.line()?.parse()?;
+                println!(
+                    "{}",
+                    json!({ "close_ms": milliseconds(closed, probing.until(ProbeResult::Failure)?) })
+                );
+            }
         }
     }
     Ok(())
 }
 
+fn hangs(place: &Place, mode: &str, rounds: usize) -> Result<()> {
+    let (port, by_kernel) = (free_port()?, mode == "kernel");
+    let probe = json!({ "tcpSocket": { "port": port }, "periodSeconds": 1, "failureThreshold": 1 });
+    let mut probing = Probing::start(place, by_kernel, None, vec![pod(0, &probe, "", false)])?;
+    let mut numbers = Numbers::new(7);
+    for _ in 0..rounds {
+        let mut listener = Other::start(&["listen", &port.to_string()])?;
+        listener.line()?;
+        probing.until(ProbeResult::Success)?;
+        any_time(&mut numbers);
+        listener.signal(Signal::STOP)?;
+        let began = monotonic_ns();
+        let calls = Calls::start(port, if by_kernel { 1 } else { 1000 })?;
+        let seen = probing.until(ProbeResult::Failure)?;
+        drop(calls);
+        println!("{}", json!({ "ms": milliseconds(began, seen) }));
+        listener.signal(Signal::KILL)?;
+    }
+    Ok(())
+}
+
+/// Connections that stay, 100 a second.
+struct Calls {
+    stop: std::sync::mpsc::Sender<()>,
+    calling: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Calls {
+    fn start(port: u16, number: usize) -> Result<Calls> {
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let first = call(port)?;
+        let calling = std::thread::spawn(move || {
+            let mut open = vec![first];
+            // They stay until nobody wants them any more.
+            while stopped.recv_timeout(Duration::from_millis(10)) == Err(RecvTimeoutError::Timeout) {
+                if open.len() < number {
+                    open.extend(call(port).ok());
+                }
+            }
+        });
+        Ok(Calls { stop, calling: Some(calling) })
+    }
+}
+
+impl Drop for Calls {
+    fn drop(&mut self) {
+        // Both fail only where the thread has ended already.
+        let _ = self.stop.send(());
+        if let Some(calling) = self.calling.take() {
+            let _ = calling.join();
+        }
+    }
+}
+
+/// Begins a connection; whether it is made is the kernel's business.
+fn call(port: u16) -> Result<OwnedFd> {
+    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::NONBLOCK, None)?;
+    match connect(&socket, &SocketAddr::from(([127, 0, 0, 1], port))) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The place of the probe under test in the list.
+const PROBED: &str = "p0";
+
+fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()> {
+    let (_server, ports) = server(others + 1)?;
+    let pods = ports.iter().enumerate().map(|(index, port)| {
+        let annotation = if index == 0 { "period=100ms" } else { "period=1s" };
+        pod(index, &json!({ "tcpSocket": { "port": port } }), annotation, true)
+    });
+    let probing = Probing::start(place, mode == "kernel", None, pods.collect())?;
+    std::thread::sleep(SETTLE);
+    let period = Duration::from_millis(100);
+    let (mut looks, mut last) = (Vec::new(), None);
+    while looks.len() <= rounds {
+        let at = probing.list()?.iter().find(|p| p.pod == PROBED).and_then(|p| Some(p.last.as_ref()?.at));
+        if let Some(at) = at.filter(|at| last != Some(*at)) {
+            looks.push(at);
+            last = Some(at);
+        }
+        // Half a period after the last look: asking is not to get in the way of the next.
+        let since =
+            last.map_or(Duration::ZERO, |at| Duration::try_from(Timestamp::now() - at).unwrap_or_default());
+        std::thread::sleep((period + period / 2).saturating_sub(since).max(period / 10));
+    }
+    // From the place that the first one sets: neither early nor late may add up.
+    let first = looks[0];
+    for look in &looks[1..] {
+        let off = Duration::try_from(*look - first)?.as_secs_f64() / period.as_secs_f64();
+        println!("{}", json!({ "ms": (off - off.round()).abs() * 100.0 }));
+    }
+    Ok(())
+}
+
 fn look(place: &Place, number: usize) -> Result<()> {
-    let server = Server::start(number)?;
+    let (_server, ports) = server(number)?;
     let kernel = place.kernel(Mode::Auto)?;
     let checker = kernel.checker().context("the lookup program can't be loaded here (beelet doctor)")?;
     let netns = CheckedNetns::open(Path::new("/proc/self/ns/net"), Some(&checker))?;
     let at = |port: &u16| netns.target(SocketAddr::from(([127, 0, 0, 1], *port)), None);
-    let targets: Vec<_> = server.ports.iter().filter_map(at).collect();
+    let targets: Vec<_> = ports.iter().filter_map(at).collect();
     for _ in 0..20 {
         let started = Instant::now();
         checker.look(&targets)?;
         let program = started.elapsed().as_nanos() as f64 / number as f64;
         let started = Instant::now();
-        for port in &server.ports {
+        for port in &ports {
             netns.handle().accept_queues(*port, [127, 0, 0, 1].into())?;
         }
         let diag = started.elapsed().as_nanos() as f64 / number as f64;

@@ -5,7 +5,7 @@
 //! The probe has the default settings (every 10 s, 3 failures), so a poll can't be the reason.
 //!
 //! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`), where every
-//! connection that is counted is theirs.
+//! connection that is counted is theirs. Shares of a core are of each second: what the agent's probes use, not who answers.
 
 use super::Row;
 use crate::progress::Step;
@@ -30,7 +30,7 @@ const WARM_UP: usize = 5;
 
 /// Measures `listen_to_ready` and `close_to_not_ready`.
 pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
-    let rounds = if quick { 250 } else { 2000 };
+    let rounds = if quick { 100 } else { 2000 };
     let step = Step::start("probes: listeners opened and closed");
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
     let mut options = Options::on(&containerd);
@@ -56,32 +56,39 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     }
     step.done(&format!("{rounds} rounds"));
     drop((control, agent, containerd));
+    let driver = Driver::build()?;
+    let polled = driver.run(&["edges", "connect", if quick { "2" } else { "20" }])?;
     let mut rows = vec![
-        Row::new("probes", "listen_to_ready", "ms", to_ready, BOUND),
-        Row::new("probes", "close_to_not_ready", "ms", to_not_ready, BOUND),
+        Row::new("probes", "listen_to_ready", "ms", to_ready, BOUND)
+            .beside("connect, 1 s", field(&polled, "listen_ms")),
+        Row::new("probes", "close_to_not_ready", "ms", to_not_ready, BOUND)
+            .beside("connect, 1 s", field(&polled, "close_ms")),
     ];
-    rows.extend(latencies(quick)?);
-    rows.extend(costs(quick)?);
+    rows.extend(latencies(&driver, &polled, quick)?);
+    rows.extend(costs(&driver, quick)?);
     Ok(rows)
 }
 
 /// Rows of the probes alone that are times.
-fn latencies(quick: bool) -> Result<Vec<Row>> {
-    let driver = Driver::build()?;
+fn latencies(driver: &Driver, polled: &[Value], quick: bool) -> Result<Vec<Row>> {
     let rounds = |many: usize, few: usize| if quick { few.to_string() } else { many.to_string() };
-    let kill = driver.run(&["kill", "kernel", &rounds(200, 20)])?;
-    // By polls of a second, which is a tenth of the default.
-    let kill_connect = driver.run(&["kill", "connect", &rounds(20, 3)])?;
-    let hang = driver.run(&["hang", "kernel", &rounds(20, 3)])?;
-    let jitter = driver.run(&["jitter", &rounds(600, 50)])?;
+    let told = driver.run(&["edges", "kernel", &rounds(200, 20)])?;
+    let hang = driver.run(&["hang", "kernel", &rounds(20, 2)])?;
+    let hang_connect = driver.run(&["hang", "connect", &rounds(10, 1)])?;
+    let jitter = |mode: &str, others: &str| driver.run(&["jitter", mode, others, &rounds(600, 15)]);
+    let (connect, kernel, beside) =
+        (jitter("connect", "0")?, jitter("kernel", "0")?, jitter("kernel", "1000")?);
     let look = driver.run(&["look", "1000"])?;
     Ok(vec![
-        Row::new("probes", "kill9_to_not_ready", "ms", field(&kill, "ms"), BOUND)
-            .beside("connect, 1 s", field(&kill_connect, "ms")),
-        // At most a period until the look that finds the connection, and the timeout until it is judged; connect() sees
-        // nothing before the queue is full.
-        Row::new("probes", "hang_to_not_ready", "ms", field(&hang, "ms"), 2250.0),
-        Row::new("probes", "jitter_100ms_period", "ms", field(&jitter, "ms"), 10.0),
+        Row::new("probes", "kill9_to_not_ready", "ms", field(&told, "kill_ms"), BOUND)
+            .beside("connect, 1 s", field(polled, "kill_ms")),
+        // At most a period until the look that finds the connection, and the timeout until it is judged. connect() sees
+        // nothing before the queue (128) is full, and there it gets calls to fill it.
+        Row::new("probes", "hang_to_not_ready", "ms", field(&hang, "ms"), 2250.0)
+            .beside("connect, 100 calls/s", field(&hang_connect, "ms")),
+        Row::new("probes", "jitter_100ms_connect", "ms", field(&connect, "ms"), 10.0),
+        Row::new("probes", "jitter_100ms_kernel", "ms", field(&kernel, "ms"), 10.0),
+        Row::new("probes", "jitter_100ms_of_1001", "ms", field(&beside, "ms"), 10.0),
         Row::new("probes", "look_at_1000_ports", "ns", field(&look, "program_ns"), 2000.0)
             .beside("sock_diag", field(&look, "sock_diag_ns")),
     ])
@@ -95,36 +102,47 @@ const COSTS: [(usize, &str, f64); 4] = [
     (5000, "cpu_5000_tcp", 1.0),
 ];
 
-/// Rows of the probes alone that are shares of a core.
-fn costs(quick: bool) -> Result<Vec<Row>> {
-    let driver = Driver::build()?;
-    let seconds = if quick { "3" } else { "20" };
+/// Rows of the probes alone that are shares of a core, and of the sockets that they make.
+fn costs(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
+    let seconds = if quick { "2" } else { "20" };
     let mut rows = Vec::new();
     for (number, name, bound) in COSTS {
-        let number = number.to_string();
-        let kernel = driver.run(&["cost", "kernel", &number, "1000", seconds])?;
-        let connect = driver.run(&["cost", "connect", &number, "1000", seconds])?;
-        rows.push(
-            Row::new("probes", name, "% core", field(&kernel, "percent"), bound)
-                .beside("connect", field(&connect, "percent")),
-        );
-        if name == "cpu_1000_tcp" {
+        let probes = number.to_string();
+        let kernel = driver.run(&["cost", "kernel", &probes, "1000", seconds])?;
+        let row = Row::new("probes", name, "% core", field(&kernel, "percent"), bound);
+        if quick && number < 1000 {
+            rows.push(row);
+            continue;
+        }
+        let connect = driver.run(&["cost", "connect", &probes, "1000", seconds])?;
+        rows.push(row.beside("connect", field(&connect, "percent")));
+        if number == 1000 {
             rows.push(
-                Row::new("probes", "sockets_1000_tcp", "", field(&kernel, "opened"), 0.0)
+                Row::new("probes", "opened_1000_tcp", "", field(&kernel, "opened"), 0.0)
                     .beside("connect", field(&connect, "opened")),
             );
-            rows.push(
-                Row::new("probes", "time_wait_1000_tcp", "", field(&kernel, "time_wait"), 0.0)
-                    .beside("connect", field(&connect, "time_wait")),
-            );
+            // Beside: the listeners that are looked at are sockets too.
+            rows.push(left("sockets_1000_tcp", ["sockets_before", "sockets_after"], &kernel, &connect));
+            rows.push(left("time_wait_1000_tcp", ["time_wait_before", "time_wait_after"], &kernel, &connect));
         }
     }
-    let long = if quick { "5" } else { "30" };
-    let http = driver.run(&["cost", "http", "1000", "10000", long])?;
+    let seconds = if quick { "3" } else { "30" };
+    let http = driver.run(&["cost", "http", "1000", "10000", seconds])?;
     rows.push(Row::new("probes", "cpu_1000_http_10s", "% core", field(&http, "percent"), 10.0));
-    let exec = driver.run(&["cost", "exec", "100", "10000", long])?;
+    let exec = driver.run(&["cost", "exec", "100", "10000", seconds])?;
     rows.push(Row::new("probes", "cpu_100_exec_10s", "% core", field(&exec, "percent"), 10.0));
     Ok(rows)
+}
+
+/// How many sockets of a kind there are more after the kernel mode has looked than before, as `ss -s` counts them.
+fn left(row: &'static str, names: [&str; 2], kernel: &[Value], connect: &[Value]) -> Row {
+    let [before, after] = names.map(|name| field(kernel, name));
+    let more = before.iter().zip(&after).map(|(before, after)| after - before).collect();
+    Row::new("probes", row, "", more, 0.0)
+        .beside("before", before)
+        .beside("after", after)
+        .beside("connect, before", field(connect, names[0]))
+        .beside("connect, after", field(connect, names[1]))
 }
 
 /// The probes alone.
