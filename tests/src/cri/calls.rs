@@ -18,6 +18,11 @@ macro_rules! calls {
             $(#[doc = concat!("`", stringify!($op), "`")] $op(cri::$request),)*
         }
 
+        impl Op {
+            /// All calls that there are.
+            pub const ALL: &[Op] = &[$(Op::$op,)*];
+        }
+
         impl Asked {
             /// The call's name.
             #[must_use]

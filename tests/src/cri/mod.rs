@@ -187,7 +187,12 @@ impl FakeCri {
     /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. Of several rules for a call,
     /// the oldest that isn't used up decides.
     pub fn on(&self, op: Op) -> Script<'_> {
-        Script::new(self, op)
+        Script::new(self, Some(op))
+    }
+
+    /// The same at the next call of any kind.
+    pub fn on_any(&self) -> Script<'_> {
+        Script::new(self, None)
     }
 
     /// Takes all rules back. What hangs goes on hanging until its [`Held`] is dropped.
@@ -195,8 +200,11 @@ impl FakeCri {
         self.shared.lock().rules.clear();
     }
 
-    fn add_rule(&self, rule: Rule) {
-        self.shared.lock().rules.push(rule);
+    /// How many calls had come before.
+    fn add_rule(&self, rule: Rule) -> usize {
+        let mut state = self.shared.lock();
+        state.rules.push(rule);
+        state.calls.len()
     }
 
     // ---- The world ----
@@ -320,6 +328,15 @@ impl FakeCri {
     /// If none comes within [`PATIENCE`].
     pub async fn wait_for_after(&self, what: &str, first: usize, wanted: impl Fn(&Call) -> bool) -> Call {
         self.wait(what, |state| state.calls.iter().skip(first).find(|call| wanted(call)).cloned()).await
+    }
+
+    /// Waits until no call is being worked on: once its caller is dead, until it has noticed.
+    ///
+    /// # Panics
+    /// If it isn't so within [`PATIENCE`].
+    pub async fn until_idle(&self) {
+        let pending = |state: &State| state.calls.iter().any(|call| call.outcome == Outcome::Pending);
+        self.wait("the calls to end", |state| (!pending(state)).then_some(())).await;
     }
 
     /// Waits until the world is as `wanted` says; returns it.

@@ -30,7 +30,8 @@ type Condition = Box<dyn Fn(&Asked) -> bool + Send + Sync>;
 
 /// One rule. The first that fits a call decides about it.
 pub(super) struct Rule {
-    op: Op,
+    /// None: any call.
+    op: Option<Op>,
     when: Option<Condition>,
     /// None: always.
     times: Option<usize>,
@@ -41,7 +42,7 @@ pub(super) struct Rule {
 impl Rule {
     /// Whether the rule is for this call; uses it up by one.
     pub(super) fn take(&mut self, asked: &Asked) -> bool {
-        let fits = self.op == asked.op()
+        let fits = self.op.is_none_or(|op| op == asked.op())
             && self.times != Some(0)
             && self.when.as_ref().is_none_or(|when| when(asked));
         if let Some(times) = self.times.as_mut().filter(|_| fits) {
@@ -51,7 +52,7 @@ impl Rule {
     }
 }
 
-/// A rule in the making: see [`FakeCri::on`].
+/// A rule in the making: see [`FakeCri::on`] and [`FakeCri::on_any`].
 #[must_use = "a rule takes effect when it says what is to happen: fail, delay, hold, …"]
 pub struct Script<'a> {
     cri: &'a FakeCri,
@@ -59,7 +60,7 @@ pub struct Script<'a> {
 }
 
 impl<'a> Script<'a> {
-    pub(super) fn new(cri: &'a FakeCri, op: Op) -> Self {
+    pub(super) fn new(cri: &'a FakeCri, op: Option<Op>) -> Self {
         let rule = Rule { op, when: None, times: Some(1), delay: Duration::ZERO, act: Act::Proceed };
         Script { cri, rule }
     }
@@ -88,9 +89,10 @@ impl<'a> Script<'a> {
         self
     }
 
-    fn lay_down(mut self, act: Act) {
+    /// How many calls had come before.
+    fn lay_down(mut self, act: Act) -> usize {
         self.rule.act = act;
-        self.cri.add_rule(self.rule);
+        self.cri.add_rule(self.rule)
     }
 
     /// The call is answered as usual: with [`Script::after`], later.
@@ -116,15 +118,15 @@ impl<'a> Script<'a> {
     /// The call hangs until the test lets it go on: see [`Held`].
     pub fn hold(self) -> Held {
         let gate = Gate::closed();
-        self.lay_down(Act::Hold(Arc::clone(&gate)));
-        Held { gate }
+        let since = self.lay_down(Act::Hold(Arc::clone(&gate)));
+        Held { gate, since }
     }
 
     /// The call is done, but its answer hangs until the test lets it go: see [`Held`].
     pub fn hold_reply(self) -> Held {
         let gate = Gate::closed();
-        self.lay_down(Act::HoldReply(Arc::clone(&gate)));
-        Held { gate }
+        let since = self.lay_down(Act::HoldReply(Arc::clone(&gate)));
+        Held { gate, since }
     }
 }
 
@@ -149,6 +151,7 @@ impl Gate {
 /// Calls that hang. Dropped, it lets them go.
 pub struct Held {
     gate: Arc<Gate>,
+    since: usize,
 }
 
 impl Held {
@@ -160,6 +163,12 @@ impl Held {
         let mut waiting = self.gate.waiting.subscribe();
         let reached = tokio::time::timeout(super::PATIENCE, waiting.wait_for(|waiting| *waiting > 0)).await;
         assert!(reached.is_ok_and(|changed| changed.is_ok()), "no call came to be held");
+    }
+
+    /// The number of the first call that can have come here.
+    #[must_use]
+    pub fn since(&self) -> usize {
+        self.since
     }
 
     /// Lets them go on, and all that come later.

@@ -108,6 +108,8 @@ pub struct World {
     pub registry: BTreeSet<String>,
     /// RuntimeReady and NetworkReady.
     pub conditions: (bool, bool),
+    /// Its name and version, as it tells them.
+    pub runtime: (String, String),
     /// The answer to RuntimeConfig; None where the runtime lacks the call, as containerd 1.6 does.
     pub cgroup_driver: Option<cri::CgroupDriver>,
     /// The answer to ImageFsInfo.
@@ -117,7 +119,8 @@ pub struct World {
 
 impl World {
     pub(super) fn new() -> Self {
-        World { conditions: (true, true), ..World::default() }
+        let runtime = ("fake".to_owned(), "1.0.0".to_owned());
+        World { conditions: (true, true), runtime, ..World::default() }
     }
 
     /// Forgets sandboxes, containers and images, as a runtime does whose state folder is gone.
@@ -199,8 +202,8 @@ impl World {
     pub(super) fn version(&mut self, _: cri::VersionRequest) -> Result<cri::VersionResponse, Status> {
         Ok(cri::VersionResponse {
             version: "0.1.0".to_owned(),
-            runtime_name: "fake".to_owned(),
-            runtime_version: "1.0.0".to_owned(),
+            runtime_name: self.runtime.0.clone(),
+            runtime_version: self.runtime.1.clone(),
             runtime_api_version: "v1".to_owned(),
         })
     }
@@ -536,6 +539,7 @@ impl World {
         Ok(cri::UpdateContainerResourcesResponse {})
     }
 
+    /// The log is there again afterwards, empty if it had been renamed.
     pub(super) fn reopen_container_log(
         &mut self,
         request: cri::ReopenContainerLogRequest,
@@ -544,6 +548,8 @@ impl World {
         if container.state != ContainerState::ContainerRunning {
             return Err(Status::unknown("container is not running"));
         }
+        let opened = std::fs::OpenOptions::new().append(true).create(true).open(&container.log_path);
+        opened.map_err(|error| Status::unknown(format!("failed to open {}: {error}", container.log_path)))?;
         Ok(cri::ReopenContainerLogResponse {})
     }
 

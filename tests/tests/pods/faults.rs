@@ -1,160 +1,13 @@
-//! A runtime that fails, is slow, hangs, loses replies, goes away and comes back.
+//! A runtime that hangs for some, is slow for all, goes away and comes back. Single calls that go wrong:
+//! every_call.rs.
 
 use std::time::Duration;
 
 use beelet_tests::cri::{Op, PATIENCE};
 use futures::future::join_all;
 use serde_json::json;
-use tonic::Code;
 
-use crate::node::{
-    CALLS, CHANGES, IMAGE, Node, Settings, View, container, hooked, of_everything, pod, view, with,
-};
-
-/// What happens to a call.
-#[derive(Clone, Copy, Debug)]
-enum Fault {
-    /// It fails.
-    Fails,
-    /// It is done, but nobody hears of it.
-    LosesReply,
-    /// It is done, and then all connections break.
-    Breaks,
-    /// It gives no answer at all.
-    Hangs,
-}
-
-const FAULTS: [Fault; 4] = [Fault::Fails, Fault::LosesReply, Fault::Breaks, Fault::Hangs];
-/// Hanging calls are given up after this time.
-const DEADLINE: Settings = Settings {
-    request_timeout: Duration::from_secs(3),
-    max_restart_delay: Duration::from_secs(300),
-    stop_pods_on_exit: false,
-    plugin_wait: None,
-};
-
-/// Lays a fault on the next calls of `op`, runs `during`, and holds what hangs until it has ended.
-async fn under(node: &Node, op: Op, fault: Fault, during: impl Future<Output = ()>) {
-    match fault {
-        Fault::Fails => {
-            node.cri.on(op).fail(Code::Unknown, "no space left on device");
-            during.await;
-        }
-        Fault::LosesReply => {
-            node.cri.on(op).lose_reply();
-            during.await;
-        }
-        Fault::Breaks => {
-            node.cri.on(op).break_connections();
-            during.await;
-        }
-        Fault::Hangs => {
-            let held = node.cri.on(op).hold();
-            during.await;
-            drop(held);
-        }
-    }
-}
-
-/// A pod comes up though `op` goes wrong, with nothing twice.
-async fn comes_up(op: Op, fault: Fault) {
-    let node = Node::with_settings(DEADLINE, &[]).await;
-    node.cri.add_to_registry(IMAGE);
-    let mut pod = of_everything("web");
-    if op == Op::PullImage {
-        pod["spec"]["containers"][0]["imagePullPolicy"] = "Always".into();
-    }
-    under(&node, op, fault, async {
-        node.apply(&pod);
-        node.until_ready("web").await;
-    })
-    .await;
-    let case = format!("{op:?} {fault:?}:\n{}", node.cri.transcript());
-    assert_eq!(node.containers("web"), "a/0+ b/0+ init/0- side/0+", "{case}");
-    assert_eq!(node.cri.world().sandboxes.len(), 1, "{case}");
-}
-
-/// A pod goes though `op` goes wrong, without a trace.
-async fn goes(op: Op, fault: Fault) {
-    let node = Node::with_settings(DEADLINE, &[pod("web")]).await;
-    let web = node.until_ready("web").await;
-    under(&node, op, fault, async {
-        node.remove("web");
-        node.until_nothing_is_left(&web).await;
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_pod_comes_up_whatever_goes_wrong_once() {
-    let on_the_way = [
-        Op::RunPodSandbox,
-        Op::PodSandboxStatus,
-        Op::ListPodSandbox,
-        Op::ListContainers,
-        Op::ContainerStatus,
-        Op::ImageStatus,
-        Op::CreateContainer,
-        Op::StartContainer,
-    ];
-    let cases = on_the_way.into_iter().flat_map(|op| FAULTS.map(|fault| comes_up(op, fault)));
-    // A pull has no deadline of the agent's: the runtime itself gives up on one without progress.
-    let pulls = [Fault::Fails, Fault::LosesReply, Fault::Breaks].map(|fault| comes_up(Op::PullImage, fault));
-    join_all(cases.chain(pulls)).await;
-}
-
-/// A pod comes up though its hook's call goes wrong: the container is tried again, once, and nothing else is.
-async fn comes_up_after_its_hook(fault: Fault) {
-    let node = Node::with_settings(DEADLINE, &[]).await;
-    under(&node, Op::ExecSync, fault, async {
-        node.apply(&hooked("web"));
-        let again = |pod: &View| pod.ready() && pod.restarts()["a"] == 1;
-        node.until_pod("web", "to run with its hook done", again).await;
-    })
-    .await;
-    assert_eq!(
-        node.containers("web"),
-        "a/0- a/1+ b/0+ init/0- side/0+",
-        "{fault:?}:\n{}",
-        node.cri.transcript()
-    );
-}
-
-#[tokio::test]
-async fn a_pod_comes_up_whatever_goes_wrong_with_its_hook() {
-    // A postStart hook may take as long as it likes, as under the kubelet: one that hangs holds its pod.
-    join_all([Fault::Fails, Fault::LosesReply, Fault::Breaks].map(comes_up_after_its_hook)).await;
-}
-
-/// A pod goes, its preStop hooks included, though one of their calls goes wrong.
-async fn goes_with_its_hooks(fault: Fault) {
-    let node = Node::with_settings(DEADLINE, &[hooked("web")]).await;
-    let web = node.until_ready("web").await;
-    under(&node, Op::ExecSync, fault, async {
-        node.remove("web");
-        node.until_nothing_is_left(&web).await;
-    })
-    .await;
-}
-
-#[tokio::test]
-async fn a_pod_goes_whatever_goes_wrong_with_its_hooks() {
-    join_all(FAULTS.map(goes_with_its_hooks)).await;
-}
-
-#[tokio::test]
-async fn a_pod_goes_whatever_goes_wrong_once() {
-    let on_the_way = [
-        Op::StopContainer,
-        Op::StopPodSandbox,
-        Op::RemoveContainer,
-        Op::RemovePodSandbox,
-        Op::ListPodSandbox,
-        Op::ListContainers,
-        Op::ContainerStatus,
-    ];
-    join_all(on_the_way.into_iter().flat_map(|op| FAULTS.map(|fault| goes(op, fault)))).await;
-}
+use crate::node::{CHANGES, IMAGE, Node, Settings, View, container, of_everything, pod, view, with};
 
 /// A pod whose image must be pulled.
 fn pulled(name: &str) -> serde_json::Value {
@@ -211,9 +64,7 @@ async fn a_pod_that_is_removed_while_its_pull_hangs_goes_at_once() {
 #[tokio::test]
 async fn with_a_slow_runtime_everything_comes_up_once() {
     let node = Node::with(&[]).await;
-    for op in CALLS {
-        node.cri.on(op).always().after(Duration::from_millis(150)).proceed();
-    }
+    node.cri.on_any().always().after(Duration::from_millis(150)).proceed();
     node.apply(&of_everything("web"));
     node.apply(&pod("other"));
     node.until_ready("web").await;
@@ -221,6 +72,18 @@ async fn with_a_slow_runtime_everything_comes_up_once() {
     assert_eq!(node.containers("web"), "a/0+ b/0+ init/0- side/0+");
     // Two sandboxes, five containers made and started.
     assert_eq!(node.done(&CHANGES), 12, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn with_a_slow_runtime_everything_goes_once() {
+    let node = Node::with(&[of_everything("web")]).await;
+    let web = node.until_ready("web").await;
+    let before = node.done(&CHANGES);
+    node.cri.on_any().always().after(Duration::from_millis(150)).proceed();
+    node.remove("web");
+    node.until_nothing_is_left(&web).await;
+    // Three containers stopped, four removed, and the sandbox.
+    assert_eq!(node.done(&CHANGES) - before, 9, "{}", node.cri.transcript());
 }
 
 /// The runtime goes away, and the agent notices.

@@ -114,6 +114,39 @@ async fn pre_stop_hooks_run_before_the_end_and_sidecars_outlive_the_others() {
 }
 
 #[tokio::test]
+async fn several_sidecars_are_stopped_in_reverse_one_after_the_other() {
+    let mut web = with(of_everything("web"), "terminationGracePeriodSeconds", json!(60));
+    for name in ["second", "third"] {
+        let mut sidecar = container(name);
+        sidecar["restartPolicy"] = json!("Always");
+        web["spec"]["initContainers"].as_array_mut().unwrap().push(sidecar);
+    }
+    let node = Node::with(&[web]).await;
+    let web = node.until_ready("web").await;
+    let world = node.cri.world();
+    let held = node.cri.on(Op::StopContainer).always().hold();
+    node.remove("web");
+    held.reached().await;
+    let stops = || -> Vec<String> {
+        let of = |call: &Call| match &call.asked {
+            Asked::StopContainer(request) => Some(world.containers[&request.container_id].name().to_owned()),
+            _ => None,
+        };
+        node.cri.calls().iter().filter_map(of).collect()
+    };
+    // While the others still end no sidecar is told to.
+    node.until_relisted().await;
+    let mut first = stops();
+    first.sort();
+    assert_eq!(first, ["a", "b"]);
+    let calls = node.cri.calls().len();
+    held.release();
+    node.cri.wait_for_after("the last sidecar's end", calls, |call| call.op() == Op::StopPodSandbox).await;
+    assert_eq!(stops()[2..], ["third", "second", "side"]);
+    node.until_nothing_is_left(&web).await;
+}
+
+#[tokio::test]
 async fn a_pre_stop_hook_gets_the_grace_period_and_no_more() {
     let mut web = with(pod("web"), "terminationGracePeriodSeconds", json!(3));
     web["spec"]["containers"][0]["lifecycle"] = json!({ "preStop": { "exec": { "command": ["hang"] } } });

@@ -7,6 +7,7 @@ mod admission;
 mod adoption;
 mod device_kills;
 mod devices;
+mod every_call;
 mod exits;
 mod failing;
 mod faults;

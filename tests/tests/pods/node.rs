@@ -20,6 +20,7 @@ use beelet::lifecycle::{Pace, Signal, stream};
 use beelet::pods::cri_config::{Allocatable, NodeFacts};
 use beelet::pods::labels;
 use beelet::pods::launch::Launcher;
+use beelet::pods::logs::rotate::{self, Rotator};
 use beelet::pods::manager::{Manager, Parts, Request};
 use beelet::pods::manifest::Desired;
 use beelet::pods::manifest::source::{ManifestSource, Options};
@@ -46,23 +47,6 @@ use tokio_util::sync::CancellationToken;
 
 /// The image of every pod here, on the node from the start.
 pub(crate) const IMAGE: &str = "busybox:1.36";
-/// The calls that the pods' half makes.
-pub(crate) const CALLS: [Op; 14] = [
-    Op::ListPodSandbox,
-    Op::ListContainers,
-    Op::PodSandboxStatus,
-    Op::ContainerStatus,
-    Op::RunPodSandbox,
-    Op::StopPodSandbox,
-    Op::RemovePodSandbox,
-    Op::ImageStatus,
-    Op::PullImage,
-    Op::CreateContainer,
-    Op::StartContainer,
-    Op::StopContainer,
-    Op::RemoveContainer,
-    Op::ExecSync,
-];
 /// The calls that change something.
 pub(crate) const CHANGES: [Op; 7] = [
     Op::RunPodSandbox,
@@ -73,6 +57,8 @@ pub(crate) const CHANGES: [Op; 7] = [
     Op::StopContainer,
     Op::RemoveContainer,
 ];
+/// Bytes of a container's log from which on it is rotated.
+pub(crate) const LOG_MAX: u64 = 4096;
 /// A check that never comes within a test.
 const NEVER: Duration = Duration::from_secs(3600);
 
@@ -539,6 +525,9 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         events: events.clone(),
         metrics: probes::Metrics::default(),
     });
+    let limits = rotate::Limits { max_size: LOG_MAX, max_files: 5, interval: Duration::from_millis(200) };
+    let rotator = Rotator::new(runtime, dir.join("logs"), limits, table.clone());
+    tokio::spawn(rotator.run(working.clone()));
     tokio::spawn(qos_tree::follow(keeper, working.clone()));
     tokio::spawn(relist.run(working.clone()));
     tokio::spawn(exits.run(working.clone()));

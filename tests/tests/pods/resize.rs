@@ -9,7 +9,7 @@ use beelet::pods::qos_tree::Level;
 
 use crate::node::{Node, View, pod, with};
 
-fn sized(cpu: &str, memory: &str) -> Value {
+pub(crate) fn sized(cpu: &str, memory: &str) -> Value {
     let mut pod = pod("web");
     pod["spec"]["containers"][0]["resources"] =
         json!({"requests": {"cpu": cpu, "memory": "64Mi"}, "limits": {"memory": memory}});
@@ -17,7 +17,7 @@ fn sized(cpu: &str, memory: &str) -> Value {
 }
 
 /// Where a runtime would have made the container's cgroup, made now, in both hierarchies.
-fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
+pub(crate) fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
     let id = node.cri.world().container("web-n1", "main").unwrap().id.clone();
     let of = |hierarchy: &str| node.path(&format!("cgroup/{hierarchy}/kubepods/burstable/pod{}", pod.uid()));
     for hierarchy in ["cpu", "memory"] {
@@ -30,7 +30,7 @@ fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
     of("cpu").join(id)
 }
 
-async fn until_file(path: PathBuf, content: &str) {
+pub(crate) async fn until_file(path: PathBuf, content: &str) {
     let waited = tokio::time::timeout(beelet_tests::cri::PATIENCE, async {
         // Files can't be waited for.
         while std::fs::read_to_string(&path).unwrap_or_default() != content {
