@@ -131,6 +131,12 @@ impl CgroupRoot {
         self.keep = true;
     }
 
+    /// Kills what runs below it and removes all cgroups below it, in every hierarchy.
+    pub fn clear(&self) -> Result<()> {
+        let below: Vec<PathBuf> = self.dirs().iter().flat_map(|dir| subfolders(dir)).collect();
+        remove_cgroups(&below)
+    }
+
     /// Kills what runs in it and removes it, in every hierarchy. What [`Drop`] does, with the error.
     pub fn remove(&self) -> Result<()> {
         remove_cgroups(&self.dirs())

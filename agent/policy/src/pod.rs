@@ -231,6 +231,7 @@ pub fn actions(
     if let Some(outcome) = decision.outcome() {
         decision.finish(outcome);
     } else if decision.current.is_none() {
+        decision.stop_dead_sandboxes();
         let attempt = observed.sandboxes.iter().map(|s| s.attempt + 1).max().unwrap_or(0);
         decision.actions.create_sandbox = Some(attempt);
     } else {
@@ -300,6 +301,17 @@ impl<'a> Decision<'a> {
             });
             if sandbox.ready || alive {
                 self.actions.stop_sandboxes.push(sandbox.id.clone());
+            }
+        }
+    }
+
+    /// Before there is a new sandbox the dead ones are stopped too, as by the kubelet (killPodWithSyncResult): one whose
+    /// processes the machine lost, by a reboot, holds its addresses until then.
+    fn stop_dead_sandboxes(&mut self) {
+        let stopped = &mut self.actions.stop_sandboxes;
+        for sandbox in &self.observed.sandboxes {
+            if !stopped.contains(&sandbox.id) {
+                stopped.push(sandbox.id.clone());
             }
         }
     }

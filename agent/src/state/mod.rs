@@ -123,7 +123,11 @@ impl State {
         Self::open_in_boot(dir, boot_id.trim())
     }
 
-    fn open_in_boot(dir: &Path, boot_id: &str) -> Result<Self, StateError> {
+    /// The same as if the machine ran in the boot of this id: for tests of what a reboot leaves.
+    ///
+    /// # Errors
+    /// As for [`State::open`].
+    pub fn open_in_boot(dir: &Path, boot_id: &str) -> Result<Self, StateError> {
         fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)

@@ -243,6 +243,26 @@ impl Containerd {
         self.child = None; // dropping a guarded process kills it and waits
     }
 
+    /// What the machine's reboot does to it, the agent being dead: it, all shims and containers are killed, and mounts,
+    /// network namespaces, cgroups and state folders are gone. What lies on disk stays. [`Containerd::resume`] starts it
+    /// again.
+    pub fn reboot(&mut self) -> Result<()> {
+        self.kill9();
+        teardown::lose_memory(&self.names)?;
+        self.cgroup.clear()
+    }
+
+    /// The addresses that its network plugin has given away.
+    pub fn leases(&self) -> Vec<std::net::IpAddr> {
+        let dir = self.dir().join("ipam").join(self.names.network());
+        let names = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);
+        // Beside the leases there are a lock and the last address given.
+        let mut leases: Vec<_> =
+            names.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok()).collect();
+        leases.sort();
+        leases
+    }
+
     /// Starts it again after [`Containerd::stop`] or [`Containerd::kill9`], and waits until it is ready.
     pub fn resume(&mut self) -> Result<()> {
         if self.child.is_some() {

@@ -57,6 +57,25 @@ pub fn teardown(dir: &Path) -> Result<()> {
     }
 }
 
+/// Takes away what of an instance's a reboot of the machine would take: processes, mounts, network namespaces, and the
+/// folders that lie in memory on a real machine. The disk stays: images, containers' records, the network plugins' leases.
+pub(super) fn lose_memory(names: &Names) -> Result<()> {
+    kill_shims(names)?;
+    for socket in shim_sockets(&names.dir) {
+        let _ = std::fs::remove_file(socket); // the shim may have removed it itself
+    }
+    guards::unmount_below(&names.dir)?;
+    for dir in ["state", "runc"].map(|name| names.dir.join(name)) {
+        match std::fs::remove_dir_all(&dir) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("could not remove {}", dir.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// What is on the machine of the instance that was in `dir`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Leftovers(pub Vec<String>);

@@ -159,4 +159,6 @@ async fn a_sandbox_that_dies_is_replaced_and_counts_go_on() {
     let pod = node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     assert_eq!(pod.container("main").last_state.unwrap().terminated.unwrap().exit_code, 255);
     assert_eq!(node.cri.count(Op::RunPodSandbox), 2);
+    // The dead one gives its address back.
+    assert_eq!(node.cri.count(Op::StopPodSandbox), 1, "{}", node.cri.transcript());
 }

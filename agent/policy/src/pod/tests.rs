@@ -176,7 +176,7 @@ fn a_failed_init_container_ends_a_pod_that_is_never_restarted() {
 fn a_dead_sandbox_is_replaced_and_its_containers_counted_on() {
     let p = pod("Always", &["i"], &["a"]);
     let old = || vec![container("i", 0, 0, "exit 0 @99000"), container("a", 2, 0, "exit 137 @99999")];
-    check(&p, &observed(&[(0, false)], old()), &verdicts(&[], &[]), "create 1");
+    check(&p, &observed(&[(0, false)], old()), &verdicts(&[], &[]), "stop s0; create 1");
     check(&p, &observed(&[(0, false), (1, true)], old()), &verdicts(&[], &[]), "start i/1");
     let mut new = old();
     new.push(container("i", 1, 1, "exit 0 @99999"));
@@ -187,7 +187,7 @@ fn a_dead_sandbox_is_replaced_and_its_containers_counted_on() {
 fn a_container_that_succeeded_is_not_run_again_in_a_new_sandbox() {
     let old = || vec![container("a", 0, 0, "exit 0 @99000"), container("b", 0, 0, "exit 255 @99999")];
     let p = pod("OnFailure", &[], &["a", "b"]);
-    check(&p, &observed(&[(0, false)], old()), &verdicts(&[], &[]), "create 1");
+    check(&p, &observed(&[(0, false)], old()), &verdicts(&[], &[]), "stop s0; create 1");
     check(&p, &observed(&[(0, false), (1, true)], old()), &verdicts(&[], &[]), "start b/1");
     let p = pod("Always", &[], &["a", "b"]);
     check(&p, &observed(&[(0, false), (1, true)], old()), &verdicts(&[], &[]), "start a/1; start b/1");
@@ -215,7 +215,7 @@ fn a_pod_never_restarted_whose_sandbox_died_has_failed() {
     let o = observed(&[(0, false)], vec![container("a", 0, 0, "exit 137 @99999")]);
     check(&p, &o, &verdicts(&[], &[]), "Failed");
     // Nothing ever ran in it: it may try again.
-    check(&p, &observed(&[(0, false)], vec![]), &verdicts(&[], &[]), "create 1");
+    check(&p, &observed(&[(0, false)], vec![]), &verdicts(&[], &[]), "stop s0; create 1");
 }
 
 #[test]
