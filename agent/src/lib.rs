@@ -24,4 +24,5 @@ pub mod pressure;
 pub mod probes;
 pub mod runtime;
 pub mod state;
+mod tls;
 pub mod tuner;

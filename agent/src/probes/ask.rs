@@ -6,8 +6,8 @@ use beelet_policy::probe::Outcome;
 use tokio::sync::Semaphore;
 use tokio_rustls::rustls::ClientConfig;
 
-use super::{answer::Answer, exec, grpc, http, target::Target, tcp, tls};
-use crate::runtime::Runtime;
+use super::{answer::Answer, exec, grpc, http, target::Target, tcp};
+use crate::{runtime::Runtime, tls};
 
 /// Probes that wait for an answer at the same time. More wait for their turn.
 const AT_ONCE: usize = 256;

@@ -19,7 +19,6 @@ mod stragglers;
 mod target;
 mod tcp;
 mod timetable;
-mod tls;
 mod view;
 mod worker;
 

@@ -595,10 +595,9 @@ fn unknown_fields_and_those_without_effect_are_warnings() {
         &with_spec("nodeSelector: {a: b}"),
         "line 5: spec.nodeSelector: has no effect: there is no scheduler; the pod runs on this node",
     );
-    check_warning(
-        &with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi}}]"),
-        "line 5: spec.volumes[0].emptyDir: has no effect: sizeLimit of a volume on disk is not enforced yet",
-    );
+    check_accepted(&with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi}}]"));
+    check_accepted(&with_container("resources: {limits: {ephemeral-storage: 1Gi}}"));
+    check_accepted(&with_container("lifecycle: {preStop: {httpGet: {port: 1, scheme: HTTPS}}}"));
     check_accepted(&with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi, medium: Memory}}]"));
     check_accepted(&with_container("env: null\nworkingDir: /"));
     check_accepted(&with_spec("tolerations: []\nhostNetwork: false"));

@@ -1,16 +1,21 @@
 //! Lifecycle hooks: commands, HTTP requests and pauses around a container's life, with the meaning that the kubelet
 //! gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while it runs.
 
-use std::{fmt::Write as _, net::IpAddr, time::Duration};
+use std::{net::IpAddr, time::Duration};
 
 use http_body_util::{BodyExt, Empty};
 use hyper::{Request, body::Bytes, client::conn::http1};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::timeout,
+};
+use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::runtime::Runtime;
+use crate::{runtime::Runtime, tls};
 
 /// What applications see as the client.
 const USER_AGENT: &str = concat!("beelet-lifecycle/", env!("CARGO_PKG_VERSION"));
@@ -83,17 +88,33 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
     let port = port(&action.port, subject.spec)?;
     let path = action.path.as_deref().filter(|path| !path.is_empty()).unwrap_or("/");
     let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
-    let mut url = String::from("http://");
-    // Writing to a String cannot fail.
-    let _ = match host.parse::<IpAddr>() {
-        Ok(IpAddr::V6(_)) => write!(url, "[{host}]:{port}"),
-        _ => write!(url, "{host}:{port}"),
+    let https = action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"));
+    let authority = match host.parse::<IpAddr>() {
+        Ok(IpAddr::V6(_)) => format!("[{host}]:{port}"),
+        _ => format!("{host}:{port}"),
     };
-    let mut request = Request::get(path.as_str());
+    let url = format!("{}://{authority}{path}", if https { "https" } else { "http" });
+    let failed = |e: &dyn std::fmt::Display| format!("GET {url}: {e}");
+    let request = request(action, &authority, &path).map_err(|e| failed(&e))?;
+    let stream = TcpStream::connect((host, port)).await.map_err(|e| failed(&e))?;
+    if !https {
+        return exchange(stream, request).await.map_err(|e| failed(&e));
+    }
+    let name = ServerName::try_from(host.to_owned()).map_err(|e| failed(&e))?;
+    let connector = TlsConnector::from(tls::settings().map_err(|e| failed(&e))?);
+    let stream = connector.connect(name, stream).await.map_err(|e| failed(&e))?;
+    exchange(stream, request).await.map_err(|e| failed(&e))
+}
+
+fn request(
+    action: &core::HTTPGetAction,
+    authority: &str,
+    path: &str,
+) -> Result<Request<Empty<Bytes>>, http::Error> {
+    let mut request = Request::get(path);
     let headers = action.http_headers.iter().flatten();
     let given = |name: &str| headers.clone().any(|header| header.name.eq_ignore_ascii_case(name));
-    let authority = url.trim_start_matches("http://").to_owned();
-    for (name, value) in [("Host", authority.as_str()), ("User-Agent", USER_AGENT), ("Connection", "close")] {
+    for (name, value) in [("Host", authority), ("User-Agent", USER_AGENT), ("Connection", "close")] {
         if !given(name) {
             request = request.header(name, value);
         }
@@ -101,13 +122,18 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
     for header in headers {
         request = request.header(&header.name, &header.value);
     }
-    let failed = |e: &dyn std::fmt::Display| format!("GET {url}{path}: {e}");
-    let request = request.body(Empty::<Bytes>::new()).map_err(|e| failed(&e))?;
-    let stream = TcpStream::connect((host, port)).await.map_err(|e| failed(&e))?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|e| failed(&e))?;
+    request.body(Empty::new())
+}
+
+/// Asks, and waits for any answer.
+async fn exchange(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    request: Request<Empty<Bytes>>,
+) -> Result<(), hyper::Error> {
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // Ends with this function, however it is left.
     let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
-    let response = sender.send_request(request).await.map_err(|e| failed(&e))?;
+    let response = sender.send_request(request).await?;
     // One piece of the body is read so that short answers end cleanly.
     let _ = response.into_body().frame().await;
     Ok(())
@@ -133,8 +159,20 @@ mod tests {
         io::{AsyncReadExt, AsyncWriteExt},
         net::TcpListener,
     };
+    use tokio_rustls::{
+        TlsAcceptor,
+        rustls::{
+            ServerConfig,
+            crypto::ring,
+            pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+        },
+    };
 
     use super::*;
+
+    /// Nobody's certificate, of no authority.
+    const CERTIFICATE: &[u8] = include_bytes!("../../probes/http/testdata/server.pem");
+    const KEY: &[u8] = include_bytes!("../../probes/http/testdata/server.key");
 
     fn container() -> core::Container {
         serde_json::from_value(serde_json::json!({
@@ -156,17 +194,57 @@ mod tests {
         check(IntOrString::Int(70_000), None);
     }
 
+    /// Answers one request; what it was.
+    async fn answer(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
+        let mut request = vec![0; 4096];
+        let read = stream.read(&mut request).await.unwrap();
+        stream.write_all(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+        // The client may have heard enough.
+        let _ = stream.shutdown().await;
+        String::from_utf8_lossy(&request[..read]).into_owned()
+    }
+
+    #[tokio::test]
+    async fn by_https_any_certificate_will_do() {
+        let certificate = CertificateDer::from_pem_slice(CERTIFICATE).unwrap();
+        let key = PrivateKeyDer::from_pem_slice(KEY).unwrap();
+        let settings = ServerConfig::builder_with_provider(std::sync::Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate], key)
+            .unwrap();
+        let acceptor = TlsAcceptor::from(std::sync::Arc::new(settings));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            answer(acceptor.accept(stream).await.unwrap()).await
+        });
+        let action = core::HTTPGetAction {
+            port: IntOrString::Int(port.into()),
+            scheme: Some("HTTPS".to_owned()),
+            ..Default::default()
+        };
+        let spec = container();
+        let subject = Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") };
+        get(&action, subject).await.unwrap();
+        assert!(server.await.unwrap().starts_with("GET / HTTP/1.1\r\n"));
+        // One that speaks no TLS is no answer.
+        let plain = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = plain.local_addr().unwrap().port();
+        let server = tokio::spawn(async move { answer(plain.accept().await.unwrap().0).await });
+        let action = core::HTTPGetAction { port: IntOrString::Int(port.into()), ..action };
+        let error = get(&action, subject).await.unwrap_err();
+        assert!(error.starts_with(&format!("GET https://127.0.0.1:{port}/: ")), "{error}");
+        let _ = server.await;
+    }
+
     #[tokio::test]
     async fn any_answer_to_a_request_will_do() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let server = tokio::spawn(async move {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            let mut request = vec![0; 4096];
-            let read = stream.read(&mut request).await.unwrap();
-            stream.write_all(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n").await.unwrap();
-            String::from_utf8_lossy(&request[..read]).into_owned()
-        });
+        let server = tokio::spawn(async move { answer(listener.accept().await.unwrap().0).await });
         let action = core::HTTPGetAction {
             port: IntOrString::Int(port.into()),
             path: Some("stop?now".to_owned()),

@@ -13,7 +13,7 @@ use tokio_rustls::{
 };
 
 use super::*;
-use crate::probes::tls;
+use crate::tls;
 
 /// Nobody's certificate, of no authority: what a probe must put up with.
 const CERTIFICATE: &[u8] = include_bytes!("testdata/server.pem");
