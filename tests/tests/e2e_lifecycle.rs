@@ -107,9 +107,11 @@ fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
 #[test]
 fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
     require!(containerd);
-    let (containerd, agent) = start();
+    let containerd = Containerd::start_for_test().unwrap();
+    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
     apply(&agent, &manifests::serving("web"));
     let pod = wait(&agent, "web", "to be ready", PodView::ready);
+    let before = ends_told_by_the_kernel(&agent);
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
     let id = pod.container("main").unwrap().container_id.clone().unwrap();
     let id = id.split("//").nth(1).unwrap();
@@ -120,4 +122,17 @@ fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
     let again = wait(&agent, "web", "to run again", |pod| pod.restarts() == 1 && pod.ready());
     let last = again.container("main").unwrap().last_state.clone().unwrap().terminated.unwrap();
     assert_eq!((last.exit_code, last.reason.as_deref()), (137, Some("Error")));
+    // Where the kernel tells of exits it is the first to do so.
+    if let Err(missing) = beelet_tests::requires::bpf() {
+        beelet_tests::requires::skip(&missing);
+        return;
+    }
+    assert_eq!(ends_told_by_the_kernel(&agent), before + 1, "{}", agent.get("/metrics").unwrap().1);
+}
+
+/// How many containers' ends the agent heard of by the kernel first.
+fn ends_told_by_the_kernel(agent: &Agent) -> u64 {
+    let (_, metrics) = agent.get("/metrics").unwrap();
+    let series = "beelet_container_exits_total{source=\"kernel\"} ";
+    metrics.lines().find_map(|line| line.strip_prefix(series)?.parse().ok()).unwrap_or(0)
 }

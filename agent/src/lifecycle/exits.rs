@@ -23,7 +23,7 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::{OomKill, Pace, Signal};
 use crate::{
@@ -216,6 +216,7 @@ impl Exits {
             self.next_ask = now;
         }
         if !self.pending.contains_key(&process.id) {
+            info!(id = process.id, source, "a container has ended");
             self.parts.metrics.seen.get_or_create(&Source { source }).inc();
             let pending = Pending { uid: process.uid.clone(), since: now, at_ns };
             self.pending.insert(process.id.clone(), pending);

@@ -1,10 +1,17 @@
-//! A container's end and its next start, and a pod's start, on a real containerd.
+//! A container's end and its next start, a pod's start, and an agent's start after kill -9, on a real containerd.
 //!
-//! `exited_to_restart`: the runtime's first EXITED for a container, to the agent's asking for the next one. Both are seen
-//! from outside: this program asks the runtime itself, as fast as it can, and reads the agent's log line. Every sample is
-//! a container's first restart, which has no back-off. `exit_to_exited` is the runtime's own part of it: from kill(2) to
-//! its EXITED. `manifest_to_running` is a ratio: from the manifest in the folder to the container's start, over the sum of
-//! the bare calls of CRI for the same pod, medians of rounds that take turns.
+//! All is seen from outside: this program asks the runtime itself, as fast as it can, and reads the agent's log lines and
+//! API. Every sample of a restart is a container's first, which has no back-off.
+//!
+//! - `exit_known`: from kill(2) to the agent's log line that the container has ended, whoever told it.
+//! - `exited_to_restart`: from the runtime's last answer that a container was running to the agent's asking for the next
+//!   one. That is never too short: the runtime said EXITED no earlier.
+//! - `exit_to_exited`: the runtime's own part: from kill(2) to its first EXITED.
+//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, over the sum of the bare
+//!   calls of CRI for the same pod, medians of rounds that take turns.
+//! - `kill9_to_converged`: the agent is killed, a container ends and a manifest changes meanwhile. From the agent's next
+//!   start until its API shows both pods ready, one with its container restarted and one replaced, all others as they
+//!   were, and the runtime has no sandbox too many.
 
 use super::Row;
 use crate::progress::Step;
@@ -12,6 +19,7 @@ use anyhow::{Context as _, Result, bail};
 use beelet_proto::cri;
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::containerd::{Containerd, Cri, block_on};
+use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
 use beelet_tests::{images, manifests};
 use rustix::process::{Pid, Signal, kill_process};
@@ -21,22 +29,29 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// p99, in milliseconds.
+const KNOWN: f64 = 1.0;
+/// p99, in milliseconds.
 const TO_RESTART: f64 = 5.0;
 /// p99, in milliseconds.
 const TO_EXITED: f64 = 60.0;
+/// p99, in milliseconds.
+const CONVERGED: f64 = 5000.0;
+/// Pods that nothing happens to while the agent is killed.
+const BYSTANDERS: usize = 3;
 /// The agent's way over the bare calls'.
 const OVER_BARE: f64 = 1.15;
 /// Containers of one pod, each ended once.
 const CONTAINERS: usize = 10;
 
-/// Measures all three rows.
+/// Measures all rows.
 pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
     let mut options = Options::on(&containerd);
     options.binary = Some(binary.to_path_buf());
-    let agent = Agent::start(options)?;
+    let mut agent = Agent::start(options)?;
     let mut rows = exits(&containerd, &agent, if quick { 3 } else { 21 })?;
     rows.push(starts(&containerd, &agent, if quick { 8 } else { 40 })?);
+    rows.push(kills(&containerd, &mut agent, if quick { 3 } else { 20 })?);
     Ok(rows)
 }
 
@@ -49,7 +64,7 @@ fn now_ns() -> i64 {
 /// One pod's worth of containers at a time, each killed once, one after the other.
 fn exits(containerd: &Containerd, agent: &Agent, pods: usize) -> Result<Vec<Row>> {
     let step = Step::start("lifecycle: containers ended and started again");
-    let (mut to_exited, mut to_restart) = (Vec::new(), Vec::new());
+    let (mut to_known, mut to_exited, mut to_restart) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..pods {
         let name = format!("ends{round}");
         let mut pod = manifests::pod(&name, &["/bin/testapp", "pause"]);
@@ -65,47 +80,72 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize) -> Result<Vec<Row>
             .until(&format!("{name} to run"), |watch| watch.pod(&name).filter(|p| p.ready()).cloned())?;
         for n in 0..CONTAINERS {
             step.detail(&format!("{} of {} containers", round * CONTAINERS + n, pods * CONTAINERS));
-            let status = view.container(&format!("c{n}")).context("a container is missing")?;
-            let id = status.container_id.as_deref().and_then(|id| id.split("//").nth(1));
-            let id = id.context("a container has no id")?.to_owned();
-            let (killed, exited) = block_on(end(&containerd.socket(), &id))?;
+            let id = id_of(&view, &format!("c{n}"))?;
+            let end = block_on(end(&containerd.socket(), &id))?;
+            let known = logged(agent, |line| line.contains("a container has ended") && line.contains(&id))?;
             let asked = asked_for(agent, &name, &format!("c{n}"))?;
-            to_exited.push((exited - killed) as f64 / 1e6);
-            // The agent may know before we do: it asks as often.
-            to_restart.push((asked - exited).max(0) as f64 / 1e6);
+            to_known.push((known - end.killed) as f64 / 1e6);
+            to_exited.push((end.exited - end.killed) as f64 / 1e6);
+            to_restart.push((asked - end.running) as f64 / 1e6);
         }
         agent.remove(&format!("{name}.yaml"))?;
         agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
     }
     step.done(&format!("{} restarts", to_restart.len()));
     Ok(vec![
+        Row::new("lifecycle", "exit_known", "ms", to_known, KNOWN),
         Row::new("lifecycle", "exited_to_restart", "ms", to_restart, TO_RESTART),
         Row::new("lifecycle", "exit_to_exited", "ms", to_exited, TO_EXITED),
     ])
 }
 
-/// Kills a container's first process; when, and when the runtime said so first.
-async fn end(socket: &Path, id: &str) -> Result<(i64, i64)> {
-    let mut cri = Cri::connect(socket).await?;
-    let status = async |cri: &mut Cri, verbose| {
-        let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
-        let answer = cri.runtime.container_status(request).await?;
-        anyhow::Ok(answer.into_inner())
-    };
-    let verbose = status(&mut cri, true).await?;
+/// The runtime's identifier of a pod's container.
+fn id_of(pod: &PodView, container: &str) -> Result<String> {
+    let id = pod.container(container).and_then(|c| c.container_id.as_deref()?.split("//").nth(1));
+    Ok(id.context("a container has no id")?.to_owned())
+}
+
+/// A container's end as seen from outside, in nanoseconds since the epoch.
+struct End {
+    /// When its first process was killed.
+    killed: i64,
+    /// When the runtime last said that it runs.
+    running: i64,
+    /// When the runtime first said that it has ended.
+    exited: i64,
+}
+
+/// What the runtime says of a container.
+async fn status(cri: &mut Cri, id: &str, verbose: bool) -> Result<cri::ContainerStatusResponse> {
+    let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
+    Ok(cri.runtime.container_status(request).await?.into_inner())
+}
+
+/// A container's first process.
+async fn first_process(cri: &mut Cri, id: &str) -> Result<Pid> {
+    let verbose = status(cri, id, true).await?;
     let info = verbose.info.get("info").context("the runtime names no process")?;
     let info: serde_json::Value = serde_json::from_str(info)?;
     let pid = info["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
+    pid.context("the runtime names no process")
+}
+
+/// Kills a container's first process, and asks the runtime until it knows.
+async fn end(socket: &Path, id: &str) -> Result<End> {
+    let mut cri = Cri::connect(socket).await?;
+    // Asked for beforehand, so that only the kill lies between the two times.
+    let pid = first_process(&mut cri, id).await?;
     let killed = now_ns();
-    kill_process(pid.context("the runtime names no process")?, Signal::KILL)?;
+    kill_process(pid, Signal::KILL)?;
+    let mut running = killed;
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let answer = status(&mut cri, false).await?;
-        let exited = now_ns();
-        let state = answer.status.map(|status| status.state());
+        let state = status(&mut cri, id, false).await?.status.map(|status| status.state());
+        let now = now_ns();
         if state == Some(cri::ContainerState::ContainerExited) {
-            return Ok((killed, exited));
+            return Ok(End { killed, running, exited: now });
         }
+        running = now;
         if interrupted() || Instant::now() > deadline {
             bail!("the runtime does not see that a container was killed");
         }
@@ -113,24 +153,88 @@ async fn end(socket: &Path, id: &str) -> Result<(i64, i64)> {
     }
 }
 
-/// When the agent asked for the container's second instance, by its log.
-fn asked_for(agent: &Agent, pod: &str, container: &str) -> Result<i64> {
-    let (pod, container) = (format!("pod=default/{pod}-"), format!("container=\"{container}\""));
+/// When the agent said something first that `is_it` says yes to, by its log.
+fn logged(agent: &Agent, is_it: impl Fn(&str) -> bool) -> Result<i64> {
     let find = || -> Result<i64> {
         let log = agent.log();
-        let is_it = |line: &&str| {
-            line.contains("container is asked for")
-                && line.contains(&pod)
-                && line.contains(&container)
-                && line.contains("attempt=1")
-        };
-        let line = log.lines().rev().find(is_it).context("not asked for yet")?;
+        let line = log.lines().find(|line| is_it(line)).context("not said yet")?;
         let time = line.split_whitespace().next().unwrap_or_default();
         let time: jiff::Timestamp =
             time.parse().with_context(|| format!("no time is at the start of {line:?}"))?;
         Ok(i64::try_from(time.as_nanosecond())?)
     };
-    workdir::wait_for("the agent to ask for a container", PATIENCE, find)
+    workdir::wait_for("a line in the agent's log", PATIENCE, find)
+}
+
+/// When the agent asked for the container's second instance.
+fn asked_for(agent: &Agent, pod: &str, container: &str) -> Result<i64> {
+    let (pod, container) = (format!("pod=default/{pod}-"), format!("container=\"{container}\""));
+    logged(agent, |line| {
+        line.contains("container is asked for")
+            && line.contains(&pod)
+            && line.contains(&container)
+            && line.contains("attempt=1")
+    })
+}
+
+/// kill -9 of the agent, with something to do for the next one.
+fn kills(containerd: &Containerd, agent: &mut Agent, rounds: usize) -> Result<Row> {
+    let step = Step::start("lifecycle: the agent killed and started again");
+    let manifest = |name: &str| manifests::pod(name, &["/bin/testapp", "pause"]);
+    let bystanders: Vec<String> = (0..BYSTANDERS).map(|n| format!("stays{n}")).collect();
+    for name in &bystanders {
+        agent.apply(&format!("{name}.yaml"), manifest(name).to_string())?;
+    }
+    let mut samples = Vec::new();
+    for round in 0..rounds {
+        step.detail(&format!("{round} of {rounds} rounds"));
+        let (ends, changes) = (format!("crashes{round}"), format!("changes{round}"));
+        for name in [&ends, &changes] {
+            agent.apply(&format!("{name}.yaml"), manifest(name).to_string())?;
+        }
+        let all = || bystanders.iter().chain([&ends, &changes]);
+        let before = agent.until("all pods to run", |watch| {
+            all().map(|name| watch.pod(name).filter(|pod| pod.ready()).cloned()).collect::<Option<Vec<_>>>()
+        })?;
+        agent.kill9();
+        let id = id_of(&before[BYSTANDERS], "main")?;
+        block_on(end(&containerd.socket(), &id))?;
+        let mut changed = manifest(&changes);
+        changed["metadata"]["labels"] = json!({ "version": "2" });
+        agent.apply(&format!("{changes}.yaml"), changed.to_string())?;
+        let began = Instant::now();
+        agent.resume()?;
+        agent.until("everything to be as it should", |watch| {
+            let now = all().map(|name| watch.pod(name)).collect::<Option<Vec<_>>>()?;
+            let same = |n: usize| id_of(now[n], "main").ok() == id_of(&before[n], "main").ok();
+            let (restarted, replaced) = (now[BYSTANDERS], now[BYSTANDERS + 1]);
+            let right = now.iter().all(|pod| pod.ready())
+                && (0..BYSTANDERS).all(|n| same(n) && now[n].restarts() == 0)
+                && restarted.restarts() == 1
+                && restarted.uid() == before[BYSTANDERS].uid()
+                && replaced.uid() != before[BYSTANDERS + 1].uid();
+            right.then_some(())
+        })?;
+        workdir::wait_for("nothing to be left of the old pod", PATIENCE, || {
+            let there = block_on(sandboxes(&containerd.socket()))?;
+            let right = there == BYSTANDERS + 2;
+            if right { Ok(()) } else { bail!("{there} sandboxes") }
+        })?;
+        samples.push(began.elapsed().as_secs_f64() * 1e3);
+        for name in [&ends, &changes] {
+            agent.remove(&format!("{name}.yaml"))?;
+            agent.until(&format!("{name} to go"), |watch| watch.pod(name).is_none().then_some(()))?;
+        }
+    }
+    step.done(&format!("{} times", samples.len()));
+    Ok(Row::new("lifecycle", "kill9_to_converged", "ms", samples, CONVERGED))
+}
+
+/// How many sandboxes the runtime has.
+async fn sandboxes(socket: &Path) -> Result<usize> {
+    let mut cri = Cri::connect(socket).await?;
+    let listed = cri.runtime.list_pod_sandbox(cri::ListPodSandboxRequest { filter: None }).await?;
+    Ok(listed.into_inner().items.len())
 }
 
 /// Pods started by the agent and by bare calls, in turns.
@@ -145,8 +249,7 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
         agent.apply(&format!("{name}.yaml"), manifest)?;
         let view = agent
             .until(&format!("{name} to run"), |watch| watch.pod(&name).filter(|p| p.ready()).cloned())?;
-        let id = view.container("main").and_then(|c| c.container_id.as_deref()?.split("//").nth(1));
-        let id = id.context("a container has no id")?.to_owned();
+        let id = id_of(&view, "main")?;
         let started = block_on(started_at(&containerd.socket(), &id))?;
         agent.remove(&format!("{name}.yaml"))?;
         agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
@@ -166,8 +269,7 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
 /// When the runtime had started a container.
 async fn started_at(socket: &Path, id: &str) -> Result<i64> {
     let mut cri = Cri::connect(socket).await?;
-    let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose: false };
-    let status = cri.runtime.container_status(request).await?.into_inner().status;
+    let status = status(&mut cri, id, false).await?.status;
     Ok(status.context("the runtime has no status")?.started_at)
 }
 
