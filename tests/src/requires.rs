@@ -86,6 +86,21 @@ pub fn containerd() -> Result<(), Missing> {
     Ok(())
 }
 
+/// The test gives a container a port of the machine: the CNI plugin portmap, and iptables with its nat table.
+pub fn portmap() -> Result<(), Missing> {
+    if cni_bin_dir().is_none_or(|dir| !dir.join("portmap").exists()) {
+        return Err(missing("the CNI plugin portmap is not installed", "cargo xtask setup --for test"));
+    }
+    let Some(iptables) = find_program("iptables") else {
+        return Err(missing("iptables is not installed", "install it; the CNI plugin portmap works by it"));
+    };
+    let listed = std::process::Command::new(iptables).args(["-t", "nat", "-S"]).output();
+    if listed.is_ok_and(|output| output.status.success()) {
+        return Ok(());
+    }
+    Err(missing("iptables can't list its nat table", "use a kernel with NAT, and a shell that may change it"))
+}
+
 /// The test runs a container by runc alone: root, runc, a static busybox.
 pub fn runc() -> Result<(), Missing> {
     root()?;

@@ -16,6 +16,10 @@ struct Traces {
     processes: usize,
     mounts: usize,
     interfaces: usize,
+    /// Addresses that the network plugin has given away.
+    leases: usize,
+    /// Of pods that the agent's durable records know.
+    uids: usize,
     files: Vec<std::path::PathBuf>,
 }
 
@@ -36,9 +40,19 @@ impl Traces {
             processes: root.dirs().iter().map(|dir| guards::processes_below(dir).len()).sum(),
             mounts: mounts.iter().filter(|mount| mount.path.starts_with(containerd.dir())).count(),
             interfaces: links.lines().count(),
+            leases: containerd.leases().len(),
+            uids: records(agent),
             files,
         }
     }
+}
+
+/// How many pods the agent has records of on disk.
+fn records(agent: &Agent) -> usize {
+    let text = std::fs::read_to_string(agent.dir().join("state/pods.json")).unwrap();
+    // A line with a checksum, then the envelope.
+    let envelope: serde_json::Value = serde_json::from_str(text.split_once('\n').unwrap().1).unwrap();
+    envelope["value"].as_object().unwrap().len()
 }
 
 /// Everything below a folder.
@@ -111,6 +125,8 @@ fn a_hundred_and_ten_pods_start_at_once_and_go_without_a_trace() {
     let before = Traces::of(&containerd, &agent);
     (0..110).for_each(|n| apply(&agent, n));
     until_ready(&agent, 110);
+    let there = Traces::of(&containerd, &agent);
+    assert_eq!((there.leases, there.interfaces), (before.leases + 110, before.interfaces + 110));
     let restarts: i32 = agent.look(|watch| watch.pods.values().map(PodView::restarts).sum()).unwrap();
     assert_eq!(restarts, 0);
     (0..110).for_each(|n| agent.remove(&file(n)).unwrap());
