@@ -243,7 +243,7 @@ pub enum DiskLayout {
 }
 
 /// What frees node resources without hurting a running pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Reclaim {
     /// Remove dead containers and their sandboxes.

@@ -1,22 +1,24 @@
 //! One decision: what is low, what is given back, who goes. Everything that takes time is started here and ends elsewhere.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use beelet_policy::{
     critical::{is_critical, priority},
     eviction::{
-        Assessment, Candidate, NodeCondition, PodUsage, Reclaim, Signal, Threshold, deficit, rank, reclaim,
-        victims,
+        Assessment, Candidate, NodeCondition, Reclaim, Signal, Threshold, deficit, rank, reclaim, victims,
     },
     quantity::Quantity,
     resources::PodDemand,
 };
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
-use tokio::{sync::mpsc::error::TrySendError, task::spawn_blocking, time::Instant};
+use tokio::{sync::mpsc::error::TrySendError, time::Instant};
 use tracing::{info, warn};
 
-use super::{Eviction, Leaving, Observations, ReclaimState};
+use super::{
+    Eviction, Leaving, Observations, ReclaimState,
+    usage::{ContainerUse, Known},
+};
 use crate::{
     admission::{Conditions, EVICTED},
     pods::{cri_config, manager::Request, table::PodName},
@@ -30,14 +32,12 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
 /// How long after something was given back nothing more can be expected of doing so again: what is low then costs pods.
 const RECLAIMED: Duration = Duration::from_secs(30);
-/// How long it may take to ask what all pods use. What is known from before counts then.
-const USAGE_DEADLINE: Duration = Duration::from_millis(500);
 
-/// A pod that may go, and what it uses.
+/// A pod that may go, and what is known of what it uses.
 struct Pod {
     uid: String,
     pod: Arc<core::Pod>,
-    usage: Option<PodUsage>,
+    known: Known,
 }
 
 impl Eviction {
@@ -129,7 +129,7 @@ impl Eviction {
         if self.gone_at.is_some_and(|gone| self.board.read_at(signal).is_none_or(|read| read <= gone)) {
             return;
         }
-        let pods = self.pods().await;
+        let pods = self.pods(signal).await;
         let coming = self.coming(signal, &pods);
         let missing = deficit(threshold, observation).saturating_sub(coming);
         let anybody = self.leaving.values().any(|leaving| leaving.counts_for(signal));
@@ -163,15 +163,15 @@ impl Eviction {
         if wanted.is_empty() {
             return false;
         }
-        match self.reclaim {
-            ReclaimState::Running { since } => return since.elapsed() < RECLAIM_PATIENCE,
-            ReclaimState::Done { at } if at.elapsed() < RECLAIMED => {
+        match self.reclaims.get(wanted) {
+            Some(ReclaimState::Running { since }) => return since.elapsed() < RECLAIM_PATIENCE,
+            Some(ReclaimState::Done { at }) if at.elapsed() < RECLAIMED => {
                 // What it freed must be seen first.
-                return self.board.read_at(signal).is_none_or(|read| read <= at);
+                return self.board.read_at(signal).is_none_or(|read| read <= *at);
             }
-            ReclaimState::Done { .. } | ReclaimState::Never => {}
+            Some(ReclaimState::Done { .. }) | None => {}
         }
-        self.reclaim = ReclaimState::Running { since: Instant::now() };
+        self.reclaims.insert(wanted, ReclaimState::Running { since: Instant::now() });
         self.parts.metrics.reclaimed();
         self.parts
             .events
@@ -188,13 +188,13 @@ impl Eviction {
                 }
             }
             // It fails where eviction has ended.
-            let _ = done.send(()).await;
+            let _ = done.send(wanted).await;
         });
         true
     }
 
     /// The pods that run here, and what they use now; as of before where it can't be said in time.
-    async fn pods(&mut self) -> Vec<Pod> {
+    async fn pods(&mut self, signal: Signal) -> Vec<Pod> {
         let table = Arc::clone(&self.parts.table.borrow());
         let pods: Vec<(String, Arc<core::Pod>)> = table
             .pods
@@ -203,17 +203,9 @@ impl Eviction {
             .filter(|pod| is_evictable(pod))
             .filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone()))))
             .collect();
-        let (usage, asked) = (self.parts.usage.clone(), pods.clone());
-        let read = spawn_blocking(move || {
-            asked.into_iter().map(|(uid, pod)| (uid, usage.of(&pod))).collect::<BTreeMap<_, _>>()
-        });
-        if let Ok(Ok(usages)) = tokio::time::timeout(USAGE_DEADLINE, read).await {
-            self.usages = usages;
-            self.used_at = Instant::now();
-        }
-        let usages = &self.usages;
+        let mut known = self.survey.look(&pods, signal).await;
         pods.into_iter()
-            .map(|(uid, pod)| Pod { usage: usages.get(&uid).copied().flatten(), uid, pod })
+            .map(|(uid, pod)| Pod { known: known.remove(&uid).unwrap_or_default(), uid, pod })
             .collect()
     }
 
@@ -223,7 +215,7 @@ impl Eviction {
         let leaving = self.leaving.iter().filter(|(_, leaving)| leaving.counts_for(signal));
         leaving
             .map(|(uid, leaving)| {
-                let now = pods.iter().find(|pod| pod.uid == *uid).and_then(|pod| pod.usage);
+                let now = pods.iter().find(|pod| pod.uid == *uid).and_then(|pod| pod.known.usage);
                 now.unwrap_or(leaving.usage).of(signal, self.layout)
             })
             .sum()
@@ -243,7 +235,7 @@ impl Eviction {
             self.parts.max_pod_grace.map_or(own, |most| most.min(own))
         };
         let signal = threshold.signal;
-        let message = message(signal, threshold, observation, &self.parts.usage.containers(&pod.pod, signal));
+        let message = message(signal, threshold, observation, pod.known.containers(signal));
         let request = Request::Fail {
             uid: pod.uid.clone(),
             reason: EVICTED.to_owned(),
@@ -261,8 +253,8 @@ impl Eviction {
         }
         info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
         self.complained = false;
-        self.parts.metrics.evicted(signal.name(), self.used_at.elapsed());
-        let usage = pod.usage.unwrap_or_default();
+        self.parts.metrics.evicted(signal.name(), pod.known.read_at.map(|at| at.elapsed()));
+        let usage = pod.known.usage.unwrap_or_default();
         let by = Instant::now() + grace + PATIENCE;
         self.leaving.insert(pod.uid.clone(), Leaving { signal, by, usage, overdue: false });
     }
@@ -288,7 +280,7 @@ fn candidate(pod: &Pod) -> Option<Candidate<'_>> {
         demand: PodDemand::read(&pod.pod).ok()?,
         priority: priority(&pod.pod),
         critical: is_critical(&pod.pod),
-        usage: pod.usage,
+        usage: pod.known.usage,
     })
 }
 
@@ -297,7 +289,7 @@ fn message(
     signal: Signal,
     threshold: &Threshold,
     observation: &beelet_policy::eviction::Observation,
-    containers: &[(String, Quantity, Quantity)],
+    containers: &[ContainerUse],
 ) -> String {
     let resource = signal.resource();
     let mut text = format!(

@@ -110,7 +110,8 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
     vec![
         Gauge::new("memory", stale, || {
             machine::memory().map(|seen| [(Signal::MemoryAvailable, seen)].into())
-        }),
+        })
+        .of_memory(),
         Gauge::new("pods' memory", stale, move || {
             let seen = machine::pods_memory(&of_pods)?;
             Ok(seen.map(|seen| (Signal::AllocatableMemoryAvailable, seen)).into_iter().collect())
@@ -179,7 +180,7 @@ struct Entry {
 }
 
 impl Board {
-    fn put(&self, seen: &Observations, read_at: Instant, stale_after: Duration) {
+    pub(super) fn put(&self, seen: &Observations, read_at: Instant, stale_after: Duration) {
         {
             let mut entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
             for (signal, observation) in seen {
@@ -210,9 +211,12 @@ impl Board {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+
     use beelet_policy::eviction::ThresholdValue;
 
     use super::*;
+    use crate::cgroups::{Hierarchy, Layout, Version};
 
     fn observe(available: i64, capacity: i64) -> Observations {
         let units = Quantity::from_units;
@@ -234,11 +238,61 @@ mod tests {
         check(10, -1, None);
     }
 
+    fn below(text: &str) -> Threshold {
+        let value = ThresholdValue::threshold(text).unwrap().unwrap();
+        Threshold { signal: Signal::MemoryAvailable, value, grace: Duration::ZERO, min_reclaim: None }
+    }
+
+    #[test]
+    fn the_kernels_hints_make_both_memories_be_read() {
+        let controllers = ["cpu".to_owned(), "memory".to_owned()].into();
+        let hierarchies = vec![Hierarchy { mount: "/nowhere".into(), is_v2: false, controllers }];
+        let layout = Layout { version: Version::V1, hierarchies };
+        let gauges = of_the_machine(&Arc::new(Cgroups::over_folders(layout, "/").unwrap()));
+        let hinted: Vec<&str> =
+            gauges.iter().filter(|gauge| gauge.of_memory).map(|gauge| gauge.name).collect();
+        assert_eq!(hinted, ["memory", "pods' memory"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn readings_are_a_second_apart_and_a_tenth_of_it_near_a_threshold_or_after_a_hint() {
+        let (available, reads) = (Arc::new(AtomicI64::new(9000)), Arc::new(AtomicUsize::new(0)));
+        let (shown, counted) = (Arc::clone(&available), Arc::clone(&reads));
+        let gauge = Gauge::new("test", SLOW, move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Ok(observe(shown.load(Ordering::Relaxed), 10_000))
+        });
+        let hints = Hints::default();
+        let running = tokio::spawn(gauge.run(Board::default(), hints.clone(), vec![below("100")]));
+        let within = async |time: Duration| {
+            let before = reads.load(Ordering::Relaxed);
+            tokio::time::sleep(time).await;
+            reads.load(Ordering::Relaxed) - before
+        };
+        let (slow, fast) = (9_usize..=11, 90_usize..=101);
+        within(SLOW / 2).await;
+        assert!(slow.contains(&within(10 * SLOW).await));
+        // A fall seen late is near by its rate too; only the second reading shows that it has ended.
+        available.store(150, Ordering::Relaxed);
+        within(2 * SLOW).await;
+        assert!(fast.contains(&within(10 * SLOW).await));
+        available.store(9000, Ordering::Relaxed);
+        within(2 * SLOW).await;
+        assert!(slow.contains(&within(10 * SLOW).await));
+        // Of many hints at once one reading comes, at once.
+        for _ in 0..100 {
+            hints.give();
+        }
+        assert_eq!(within(SLOW / 20).await, 1);
+        assert!(fast.contains(&within(HINTED - SLOW / 10).await));
+        within(SLOW).await;
+        assert!(slow.contains(&within(10 * SLOW).await));
+        running.abort();
+    }
+
     #[test]
     fn a_threshold_is_near_by_distance_or_by_rate() {
-        let value = ThresholdValue::threshold("100").unwrap().unwrap();
-        let threshold =
-            Threshold { signal: Signal::MemoryAvailable, value, grace: Duration::ZERO, min_reclaim: None };
+        let threshold = below("100");
         let now = Instant::now();
         let check = |available: i64, earlier: Option<i64>, expect: bool| {
             let before = earlier.map(|earlier| (now, observe(earlier, 10_000)));

@@ -193,7 +193,7 @@ impl LocalStorage {
             return;
         }
         info!(pod = %name, signal = violation.signal, "evicts a pod: {}", violation.message);
-        self.metrics.evicted(violation.signal, Duration::ZERO);
+        self.metrics.evicted(violation.signal, Some(Duration::ZERO));
         let request = Request::Fail {
             uid: uid.to_owned(),
             reason: EVICTED.to_owned(),

@@ -97,10 +97,13 @@ impl Metrics {
         self.oom_kills.inc();
     }
 
-    pub(super) fn evicted(&self, signal: &'static str, stats_age: Duration) {
+    /// A pod goes; `stats_age` is how old the numbers were that it went by, if it had any.
+    pub(super) fn evicted(&self, signal: &'static str, stats_age: Option<Duration>) {
         let label = SignalLabel { eviction_signal: signal };
         self.evictions.get_or_create(&label).inc();
-        self.stats_age.get_or_create(&label).observe(stats_age.as_secs_f64());
+        if let Some(age) = stats_age {
+            self.stats_age.get_or_create(&label).observe(age.as_secs_f64());
+        }
     }
 
     pub(super) fn reclaimed(&self) {

@@ -47,7 +47,7 @@ pub use self::{
     usage::PodUsages,
 };
 
-use self::gauges::Board;
+use self::{gauges::Board, usage::Survey};
 use crate::{
     admission::Conditions,
     events::NodeEvents,
@@ -100,18 +100,18 @@ pub struct Eviction {
     board: Board,
     /// Pods that were told to go, by UID.
     leaving: HashMap<String, Leaving>,
-    reclaim: ReclaimState,
-    /// What pods used when they were last asked, and when that was.
-    usages: BTreeMap<String, Option<beelet_policy::eviction::PodUsage>>,
-    used_at: Instant,
+    /// What was given back, or is, by what that consists of: on a split disk each part has its own.
+    reclaims: HashMap<&'static [Reclaim], ReclaimState>,
+    /// What pods use.
+    survey: Survey,
     /// When a pod was last seen to be gone: numbers from before don't know of it.
     gone_at: Option<Instant>,
     /// It was said that nobody can go.
     complained: bool,
     /// Makes the disks' gauges read again.
     look_again: Hints,
-    reclaimed_out: mpsc::Sender<()>,
-    reclaimed: mpsc::Receiver<()>,
+    reclaimed_out: mpsc::Sender<&'static [Reclaim]>,
+    reclaimed: mpsc::Receiver<&'static [Reclaim]>,
 }
 
 /// A pod that was told to go.
@@ -129,7 +129,6 @@ struct Leaving {
 /// Whether something is being given back.
 #[derive(Debug, Clone, Copy)]
 enum ReclaimState {
-    Never,
     Running { since: Instant },
     Done { at: Instant },
 }
@@ -146,9 +145,8 @@ impl Eviction {
             tracker: Tracker::default(),
             board: Board::default(),
             leaving: HashMap::new(),
-            reclaim: ReclaimState::Never,
-            usages: BTreeMap::new(),
-            used_at: Instant::now(),
+            reclaims: HashMap::new(),
+            survey: Survey::new(parts.usage.clone()),
             gone_at: None,
             complained: false,
             look_again: Hints::default(),
@@ -183,8 +181,8 @@ impl Eviction {
             () = self.board.changed() => {}
             () = changed(&mut self.parts.table), if !self.leaving.is_empty() => {}
             () = changed(&mut self.parts.layout) => self.relayout(),
-            Some(()) = self.reclaimed.recv() => {
-                self.reclaim = ReclaimState::Done { at: Instant::now() };
+            Some(steps) = self.reclaimed.recv() => {
+                self.reclaims.insert(steps, ReclaimState::Done { at: Instant::now() });
                 self.look_again.give();
             }
             () = tokio::time::sleep(TICK) => {}

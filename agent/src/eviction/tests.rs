@@ -1,6 +1,6 @@
-use std::sync::{
-    Mutex, PoisonError,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
 };
 
 use beelet_policy::{
@@ -8,6 +8,7 @@ use beelet_policy::{
     eviction::{NodeCondition, Observation, Signal, ThresholdValue},
     quantity::Quantity,
 };
+use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
 
@@ -63,17 +64,20 @@ fn gauge(name: &'static str, signal: Signal, dial: &Dial) -> Gauge {
     })
 }
 
-/// What giving back does.
-type OnReclaim = Arc<Mutex<Option<Box<dyn Fn() + Send + Sync>>>>;
+/// What giving back does, and when it ends.
+type OnReclaim = Arc<Mutex<Option<Box<dyn Fn(Reclaim) -> BoxFuture<'static, ()> + Send + Sync>>>>;
 
 /// A node of plain folders: its dials, its pods, and what eviction asked for.
 struct Node {
     memory: Dial,
     disk: Dial,
+    /// The images' file system, where it is another one.
+    images: Dial,
     table: watch::Sender<Arc<PodTable>>,
     requests: mpsc::Receiver<Request>,
     conditions: watch::Receiver<Conditions>,
-    reclaims: Arc<AtomicUsize>,
+    /// What was asked to be given back.
+    reclaims: watch::Receiver<Vec<Reclaim>>,
     /// What giving back does.
     on_reclaim: OnReclaim,
     hints: Hints,
@@ -83,8 +87,20 @@ struct Node {
 }
 
 impl Node {
-    /// A node with these thresholds and pods `(name, spec, MiB of memory in use)`.
+    /// A node of one disk with these thresholds and pods `(name, spec, MiB of memory in use)`.
     fn start(thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> Self {
+        Self::start_on(DiskLayout::Single, thresholds, pods)
+    }
+
+    fn start_on(layout: DiskLayout, thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> Self {
+        let (mut node, eviction) = Self::build(layout, thresholds, pods);
+        let shutdown = CancellationToken::new();
+        node.running = Some((shutdown.clone(), tokio::spawn(eviction.run(shutdown))));
+        node
+    }
+
+    /// The same whose eviction doesn't run by itself.
+    fn build(disks: DiskLayout, thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> (Self, Eviction) {
         let dir = tempfile::tempdir().unwrap();
         for hierarchy in ["cpu", "memory"] {
             std::fs::create_dir_all(dir.path().join(hierarchy)).unwrap();
@@ -103,18 +119,22 @@ impl Node {
             NodeAmounts::new(amount, Quantity::from_units(CAPACITY * MIB), Quantity::ZERO, Quantity::ZERO),
         );
         let dial = || Arc::new(Mutex::new(Shows::Mib(CAPACITY)));
-        let (memory, disk) = (dial(), dial());
+        let (memory, disk, images) = (dial(), dial(), dial());
         let (requests_out, requests) = mpsc::channel(64);
         let (conditions_out, conditions) = watch::channel(Conditions::new());
-        let reclaims = Arc::new(AtomicUsize::new(0));
+        let (asked, reclaims) = watch::channel(Vec::new());
         let on_reclaim: OnReclaim = Arc::default();
-        let (counted, effect) = (Arc::clone(&reclaims), Arc::clone(&on_reclaim));
-        let reclaimer: Reclaimer = Arc::new(move |_| {
-            counted.fetch_add(1, Ordering::Relaxed);
-            if let Some(effect) = effect.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
-                effect();
-            }
-            Box::pin(async { Ok(()) })
+        let effect = Arc::clone(&on_reclaim);
+        let reclaimer: Reclaimer = Arc::new(move |step| {
+            let effect = effect.lock().unwrap_or_else(PoisonError::into_inner);
+            let work = effect.as_ref().map(|effect| effect(step));
+            asked.send_modify(|steps| steps.push(step));
+            Box::pin(async move {
+                if let Some(work) = work {
+                    work.await;
+                }
+                Ok(())
+            })
         });
         let (hints, metrics) = (Hints::default(), Metrics::default());
         let table = watch::Sender::new(Arc::new(PodTable::default()));
@@ -125,8 +145,9 @@ impl Node {
             gauges: vec![
                 gauge("memory", Signal::MemoryAvailable, &memory).of_memory(),
                 gauge("disk", Signal::NodeFsAvailable, &disk),
+                gauge("images", Signal::ImageFsAvailable, &images),
             ],
-            layout: watch::channel(DiskLayout::Single).1,
+            layout: watch::channel(disks).1,
             hints: hints.clone(),
             usage: PodUsages { cgroups, config, disk: DiskUsages::default() },
             table: table.subscribe(),
@@ -136,9 +157,10 @@ impl Node {
             events: NodeEvents::new(Recorder::default(), "n1"),
             metrics: metrics.clone(),
         });
-        let mut node = Self {
+        let node = Self {
             memory,
             disk,
+            images,
             table,
             requests,
             conditions,
@@ -150,9 +172,7 @@ impl Node {
             running: None,
         };
         pods.iter().for_each(|(name, spec, mib)| node.add(name, spec, *mib));
-        let shutdown = CancellationToken::new();
-        node.running = Some((shutdown.clone(), tokio::spawn(eviction.run(shutdown))));
-        node
+        (node, eviction)
     }
 
     fn add(&self, name: &str, spec: &Value, mib: i64) {
@@ -167,12 +187,35 @@ impl Node {
         }))
         .unwrap();
         // All of them are BestEffort.
-        let folder = self.dir.path().join(format!("memory/kubepods/besteffort/pod{name}"));
+        let folder = self.memory_of(name);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::create_dir_all(self.dir.path().join(format!("cpu/kubepods/besteffort/pod{name}"))).unwrap();
         std::fs::write(folder.join("memory.usage_in_bytes"), (mib * MIB).to_string()).unwrap();
         std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
         self.publish(pod);
+    }
+
+    /// The memory cgroup of a pod.
+    fn memory_of(&self, name: &str) -> PathBuf {
+        self.dir.path().join(format!("memory/kubepods/besteffort/pod{name}"))
+    }
+
+    /// The pod has a container with a cgroup of its own, of this id.
+    fn add_container(&self, name: &str, id: &str) -> PathBuf {
+        let mut pod = self.pod(name);
+        let status = json!({ "name": "c", "containerID": format!("containerd://{id}"), "image": "", "imageID": "", "ready": true, "restartCount": 0 });
+        pod.status.as_mut().unwrap().container_statuses = Some(vec![serde_json::from_value(status).unwrap()]);
+        self.publish(pod);
+        let folder = self.memory_of(name).join(id);
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("memory.usage_in_bytes"), MIB.to_string()).unwrap();
+        std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
+        folder
+    }
+
+    fn pod(&self, name: &str) -> core::Pod {
+        let name = PodName { namespace: "default".to_owned(), name: name.to_owned() };
+        self.table.borrow().pods[&name].pod.clone()
     }
 
     fn publish(&self, pod: core::Pod) {
@@ -186,8 +229,7 @@ impl Node {
 
     /// The pod has given everything back.
     fn gone(&self, name: &str) {
-        let name = PodName { namespace: "default".to_owned(), name: name.to_owned() };
-        let mut pod = self.table.borrow().pods[&name].pod.clone();
+        let mut pod = self.pod(name);
         pod.status.as_mut().unwrap().phase = Some("Failed".to_owned());
         self.publish(pod);
     }
@@ -340,14 +382,15 @@ async fn a_number_that_hangs_hides_only_itself() {
 async fn the_disk_is_given_back_before_a_pod_goes() {
     let mut node = Node::start(hard(), &three());
     let (disk, hints) = (Arc::clone(&node.disk), node.hints.clone());
-    *node.on_reclaim.lock().unwrap() = Some(Box::new(move || {
+    *node.on_reclaim.lock().unwrap() = Some(Box::new(move |_| {
         *disk.lock().unwrap() = Shows::Mib(500);
         hints.give();
+        Box::pin(std::future::ready(()))
     }));
     node.set(&node.disk, Shows::Mib(50));
     node.until_condition(NodeCondition::DiskPressure, true).await;
     assert_eq!(node.within(120).await, Vec::<String>::new());
-    assert_eq!(node.reclaims.load(Ordering::Relaxed), 2, "unused containers, unused images");
+    assert_eq!(*node.reclaims.borrow(), [Reclaim::DeleteUnusedContainers, Reclaim::DeleteUnusedImages]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -363,20 +406,103 @@ async fn where_giving_back_is_not_enough_a_pod_goes() {
         ),
         "{message}"
     );
-    assert_eq!(node.reclaims.load(Ordering::Relaxed), 2);
+    assert_eq!(node.reclaims.borrow().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_volumes_disk_gave_back_is_nothing_that_the_images_disk_had() {
+    let thresholds =
+        vec![threshold(Signal::NodeFsAvailable, "100Mi", 0), threshold(Signal::ImageFsAvailable, "100Mi", 0)];
+    let mut node = Node::start_on(DiskLayout::SplitImageFs, thresholds, &three());
+    let (disk, images) = (Arc::clone(&node.disk), Arc::clone(&node.images));
+    *node.on_reclaim.lock().unwrap() = Some(Box::new(move |step| {
+        let dial = if step == Reclaim::DeleteUnusedContainers { &disk } else { &images };
+        *dial.lock().unwrap() = Shows::Mib(500);
+        Box::pin(std::future::ready(()))
+    }));
+    node.set(&node.disk, Shows::Mib(50));
+    node.reclaims.wait_for(|steps| *steps == [Reclaim::DeleteUnusedContainers]).await.unwrap();
+    // Soon after, so that nothing would be tried again on the first disk.
+    node.set(&node.images, Shows::Mib(50));
+    assert_eq!(node.within(20).await, Vec::<String>::new());
+    assert_eq!(*node.reclaims.borrow(), [Reclaim::DeleteUnusedContainers, Reclaim::DeleteUnusedImages]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn of_two_signals_at_once_memory_waits_for_no_disk() {
     let mut node = Node::start(hard(), &three());
     // Giving back goes on for ever.
-    *node.on_reclaim.lock().unwrap() = Some(Box::new(|| {}));
+    *node.on_reclaim.lock().unwrap() = Some(Box::new(|_| Box::pin(std::future::pending())));
     node.set(&node.disk, Shows::Mib(50));
+    node.reclaims.wait_for(|steps| !steps.is_empty()).await.unwrap();
     node.set(&node.memory, Shows::Mib(90));
-    let first = node.evicted().await;
-    assert_eq!(first.0, "big");
+    let (name, _, message) = node.evicted().await;
+    assert_eq!(name, "big");
+    assert!(message.starts_with("The node was low on resource: memory."), "{message}");
     node.until_condition(NodeCondition::DiskPressure, true).await;
     node.until_condition(NodeCondition::MemoryPressure, true).await;
+    assert_eq!(*node.reclaims.borrow(), [Reclaim::DeleteUnusedContainers], "the first step hasn't ended");
+}
+
+/// The name of the threads that may block; the kernel keeps 15 characters.
+const BLOCKING: &str = "may-block";
+
+fn blocking_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.trim() == BLOCKING).count()
+}
+
+/// `memory.stat` in `folder` hangs whoever reads it, until the pipe that it is now is written to.
+fn hang(folder: &std::path::Path) -> PathBuf {
+    let (file, pipe) = (folder.join("memory.stat"), folder.join("pipe"));
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    std::fs::hard_link(&pipe, &file).unwrap();
+    pipe
+}
+
+/// Decides again and again while the statistics in the folder that `hangs` names hang; who goes first.
+fn decide_while(hangs: impl FnOnce(&Node) -> PathBuf, first: &str) {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    let runtime = builder.enable_all().thread_name(BLOCKING).build().unwrap();
+    let work = async {
+        let (mut node, mut eviction) = Node::build(DiskLayout::Single, hard(), &three());
+        let folder = hangs(&node);
+        let pipe = hang(&folder);
+        let low = Observation {
+            available: Quantity::from_units(90 * MIB),
+            capacity: Quantity::from_units(CAPACITY * MIB),
+        };
+        for _ in 0..10 {
+            eviction.board.put(&[(Signal::MemoryAvailable, low)].into(), Instant::now(), 60 * SECOND);
+            eviction.decide().await;
+        }
+        assert_eq!(node.evicted().await.0, first);
+        assert_eq!(blocking_threads(), 1, "the one that hangs");
+        // Once it goes on, so does everything.
+        std::fs::remove_file(folder.join("memory.stat")).unwrap();
+        std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
+        std::fs::write(pipe, "total_inactive_file 0\n").unwrap();
+        while !eviction.survey.is_at_rest() {
+            tokio::time::sleep(SECOND / 100).await;
+        }
+        eviction.decide().await;
+        let known = eviction.survey.known();
+        assert!(known.values().all(|pod| pod.usage.is_some()) && known.len() == 3, "{known:?}");
+    };
+    let all = || runtime.block_on(async { tokio::time::timeout(60 * SECOND, work).await.unwrap() });
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(all));
+    // Where the test fails the thread hangs still, and nobody is to wait for it.
+    runtime.shutdown_timeout(SECOND);
+    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+}
+
+#[test]
+fn statistics_that_hang_hold_up_no_decision_and_pile_nothing_up() {
+    // Nothing is known of it: it goes first, as the kubelet has it.
+    decide_while(|node| node.memory_of("small"), "small");
+    decide_while(|node| node.add_container("big", "c1"), "big");
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,6 +1,10 @@
 //! What each pod uses: memory and processes from its cgroup, disk from the last time it was measured.
 
-use std::sync::Arc;
+use std::{
+    collections::{BTreeMap, HashSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use beelet_policy::{
     cgroups::{CgroupConfig, pod_path},
@@ -10,9 +14,20 @@ use beelet_policy::{
     resources::{EPHEMERAL_STORAGE, MEMORY, ResourceList},
 };
 use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    task::{JoinHandle, spawn_blocking},
+    time::Instant,
+};
+use tracing::{info, warn};
 
 use super::disk::DiskUsages;
 use crate::cgroups::Cgroups;
+
+/// How long it may take to ask what all pods use. What is known from before counts then.
+const DEADLINE: Duration = Duration::from_millis(500);
+
+/// A container with what it uses of a resource and what it requested.
+pub(super) type ContainerUse = (String, Quantity, Quantity);
 
 /// Asks for what pods use. Clones ask the same.
 #[derive(Clone, Debug)]
@@ -40,7 +55,8 @@ impl PodUsages {
     }
 
     /// Each container with what it uses of a signal's resource and what it requested. Empty where that isn't told apart.
-    pub(super) fn containers(&self, pod: &core::Pod, signal: Signal) -> Vec<(String, Quantity, Quantity)> {
+    /// Blocks for a moment.
+    fn containers(&self, pod: &core::Pod, signal: Signal) -> Vec<ContainerUse> {
         let Some(uid) = pod.metadata.uid.as_deref() else { return Vec::new() };
         let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
         let resource = signal.resource();
@@ -62,6 +78,103 @@ impl PodUsages {
             })
             .collect()
     }
+}
+
+/// What was last read of a pod.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Known {
+    /// None if it could not be read.
+    pub(super) usage: Option<PodUsage>,
+    /// When that was; None: never.
+    pub(super) read_at: Option<Instant>,
+    /// Its containers, by the resource they were read for.
+    containers: Option<(&'static str, Vec<ContainerUse>)>,
+}
+
+impl Known {
+    /// The pod's containers with what they use of the signal's resource; none where that wasn't read.
+    pub(super) fn containers(&self, signal: Signal) -> &[ContainerUse] {
+        match &self.containers {
+            Some((resource, containers)) if *resource == signal.resource() => containers,
+            _ => &[],
+        }
+    }
+}
+
+/// Asks for what all pods use, a round at a time on a thread that may block. A round that hangs is waited for once, and no
+/// other is begun beside it: what was read until then, and before, is what is known.
+#[derive(Debug)]
+pub(super) struct Survey {
+    usage: PodUsages,
+    known: Arc<Mutex<BTreeMap<String, Known>>>,
+    round: Option<JoinHandle<()>>,
+    hangs: bool,
+}
+
+impl Survey {
+    pub(super) fn new(usage: PodUsages) -> Self {
+        Self { usage, known: Arc::default(), round: None, hangs: false }
+    }
+
+    /// What is known of `pods` (with their UIDs), read now if that doesn't take too long.
+    pub(super) async fn look(
+        &mut self,
+        pods: &[(String, Arc<core::Pod>)],
+        signal: Signal,
+    ) -> BTreeMap<String, Known> {
+        if self.is_at_rest() {
+            let (usage, known, asked) = (self.usage.clone(), Arc::clone(&self.known), pods.to_vec());
+            let round = self.round.insert(spawn_blocking(move || read_all(&usage, &asked, signal, &known)));
+            let ended = tokio::time::timeout(DEADLINE, round).await.is_ok();
+            if self.hangs && ended {
+                info!("what pods use can be read again");
+            } else if !self.hangs && !ended {
+                warn!(
+                    "reading what pods use takes longer than {} ms; eviction goes by what was read before",
+                    DEADLINE.as_millis()
+                );
+            }
+            self.hangs = !ended;
+        }
+        self.known()
+    }
+
+    /// What was read last.
+    pub(super) fn known(&self) -> BTreeMap<String, Known> {
+        lock(&self.known).clone()
+    }
+
+    /// Whether nothing is being read.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.round.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+/// All pods first, then their containers, which are only for the message. Each is known as soon as it is read: one that
+/// hangs hides those after it, for this round.
+fn read_all(
+    usage: &PodUsages,
+    pods: &[(String, Arc<core::Pod>)],
+    signal: Signal,
+    known: &Mutex<BTreeMap<String, Known>>,
+) {
+    let here: HashSet<&str> = pods.iter().map(|(uid, _)| uid.as_str()).collect();
+    lock(known).retain(|uid, _| here.contains(uid.as_str()));
+    for (uid, pod) in pods {
+        let (now, used) = (Instant::now(), usage.of(pod));
+        let mut known = lock(known);
+        let entry = known.entry(uid.clone()).or_default();
+        (entry.usage, entry.read_at) = (used, Some(now));
+    }
+    for (uid, pod) in pods {
+        let containers = usage.containers(pod, signal);
+        lock(known).entry(uid.clone()).or_default().containers = Some((signal.resource(), containers));
+    }
+}
+
+/// Never held while anything is read.
+fn lock(known: &Mutex<BTreeMap<String, Known>>) -> MutexGuard<'_, BTreeMap<String, Known>> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The runtime's id of a container, which is its cgroup's name.
