@@ -281,12 +281,19 @@ impl Mount {
 
     /// A file system of its own in a file: ext4 of so many bytes, mounted by a loop device.
     pub fn ext4(path: &Path, file: &Path, bytes: u64) -> Result<Mount> {
+        Mount::in_file(path, file, bytes, &["mkfs.ext4", "-q", "-F", "-m", "0"], "loop")
+    }
+
+    /// A file system in a file of so many bytes: what the program `make` makes of it, mounted with these options.
+    pub fn in_file(path: &Path, file: &Path, bytes: u64, make: &[&str], options: &str) -> Result<Mount> {
         std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
         let made = std::fs::File::create(file).and_then(|file| file.set_len(bytes));
         made.with_context(|| format!("could not make {}", file.display()))?;
-        run("mkfs.ext4", &["-q", "-F", "-m", "0", &file.to_string_lossy()])?;
+        let (program, arguments) = make.split_first().context("no program makes the file system")?;
+        run(program, &[arguments, &[&*file.to_string_lossy()]].concat())?;
+        let kind = program.strip_prefix("mkfs.").context("the program is no mkfs")?;
         // mount(8) finds a free loop device, and the kernel frees it with the last use.
-        run("mount", &["-o", "loop", &file.to_string_lossy(), &path.to_string_lossy()])?;
+        run("mount", &["-t", kind, "-o", options, &file.to_string_lossy(), &path.to_string_lossy()])?;
         Ok(Mount { path: path.to_path_buf() })
     }
 

@@ -23,7 +23,8 @@ impl fmt::Display for Missing {
     }
 }
 
-fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
+/// For what only the test itself can find out to be missing.
+pub fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
     Missing { what: what.into(), remedy: remedy.into() }
 }
 

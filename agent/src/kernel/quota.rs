@@ -1,17 +1,20 @@
 //! Disk usage without walking: where a file system counts by project (XFS and ext4 mounted with `prjquota`), a volume gets a
 //! project of its own, and the kernel says what it takes.
 //!
-//! Nothing is limited by this, only counted. Whatever doesn't work, for whatever reason, leaves the walk in its place.
+//! Nothing is limited by this, only counted. Whatever doesn't work, for whatever reason, leaves the walk in its place. Must
+//! never take a folder out of somebody else's project, nor follow what a pod puts in the way of the agent: a link, a pipe.
 
 use std::{
-    fs::File,
+    ffi::CStr,
     io,
     mem::{MaybeUninit, size_of},
-    os::{
-        fd::{AsFd, AsRawFd, BorrowedFd},
-        unix::fs::MetadataExt,
-    },
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::Path,
+};
+
+use rustix::{
+    fs::{CWD, Dir, FileType, Mode, OFlags, fstat, openat},
+    io::Errno,
 };
 
 /// What a folder takes.
@@ -75,24 +78,66 @@ const fn ioctl_number(direction: u32, number: u32) -> u32 {
     direction << 30 | (size_of::<Attributes>() as u32) << 16 | (b'X' as u32) << 8 | number
 }
 
-/// What `folder` takes, by its project, which it gets if it has none. None where the file system counts no projects, or
-/// anything else is in the way.
+/// How a file is opened that may be another by now: no link is followed, no pipe waited for.
+const READ: OFlags = OFlags::RDONLY
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::NONBLOCK)
+    .union(OFlags::NOCTTY)
+    .union(OFlags::CLOEXEC);
+/// Deeper than any volume that a pod has just begun to fill.
+const DEEPEST: usize = 64;
+
+/// What `folder` takes, by its project, which it gets if it has none. None where the file system counts no projects, the
+/// folder is in a project that isn't its own, or anything else is in the way.
 #[must_use]
 pub fn measure(folder: &Path) -> Option<Counted> {
-    let top = File::open(folder).ok()?;
-    if !top.metadata().ok()?.is_dir() || !counts_projects(top.as_fd()) {
+    let top = open_folder(folder).ok()?;
+    if !counts_projects(top.as_fd()) {
         return None;
     }
-    let attributes = attributes(top.as_fd()).ok()?;
-    let project = if attributes.projid != 0 && attributes.xflags & INHERIT != 0 {
-        attributes.projid
-    } else {
-        let project = project_for(folder);
-        // Folders first: what is made meanwhile inherits.
-        assign(folder, top.metadata().ok()?.dev(), project, 0).ok()?;
-        project
-    };
-    usage(top.as_fd(), project)
+    usage(top.as_fd(), adopt_opened(folder, &top).ok()?)
+}
+
+/// Puts `folder` and all that is in it into the folder's own project, and says which that is. A folder that is in it stays as
+/// it is: it is marked last, once everything below it is.
+///
+/// # Errors
+/// It is in another project (it inherited that, and somebody's limit may come with it), or something in it can't be marked.
+pub fn adopt(folder: &Path) -> io::Result<u32> {
+    adopt_opened(folder, &open_folder(folder)?)
+}
+
+/// The project of a file or folder that is not a link.
+///
+/// # Errors
+/// It is not there, or its file system has no projects.
+pub fn project_of(path: &Path) -> io::Result<u32> {
+    Ok(attributes(openat(CWD, path, READ, Mode::empty())?.as_fd())?.projid)
+}
+
+fn open_folder(folder: &Path) -> io::Result<OwnedFd> {
+    Ok(openat(CWD, folder, READ | OFlags::DIRECTORY, Mode::empty())?)
+}
+
+fn adopt_opened(folder: &Path, top: &OwnedFd) -> io::Result<u32> {
+    let project = project_for(folder);
+    let before = attributes(top.as_fd())?;
+    if before.projid == project && before.xflags & INHERIT != 0 {
+        return Ok(project);
+    }
+    if before.projid != 0 && before.projid != project {
+        return Err(io::Error::other("the folder is in somebody else's project"));
+    }
+    let marking = Marking { project, device: fstat(top)?.st_dev };
+    marking.all_in(top, 0, false)?;
+    mark(top, project, true)?;
+    // What was made in the folder itself meanwhile has inherited nothing; from now on everything does.
+    if let Err(error) = marking.all_in(top, 0, true) {
+        // Else it would be taken for complete the next time.
+        set_attributes(top.as_fd(), &before)?;
+        return Err(error);
+    }
+    Ok(project)
 }
 
 /// A number for a folder: of a path always the same one.
@@ -104,31 +149,68 @@ fn project_for(folder: &Path) -> u32 {
     FIRST_PROJECT | hash & (FIRST_PROJECT - 1)
 }
 
-/// Puts a folder and what is in it already into the project.
-fn assign(path: &Path, device: u64, project: u32, depth: usize) -> io::Result<()> {
-    /// Deeper than any volume that a pod has just begun to fill.
-    const DEEPEST: usize = 64;
-    let file = File::open(path)?;
-    let metadata = file.metadata()?;
-    if metadata.dev() != device || depth > DEEPEST {
-        return Err(io::ErrorKind::Unsupported.into());
-    }
-    let mut attributes = attributes(file.as_fd())?;
-    attributes.projid = project;
-    if metadata.is_dir() {
-        attributes.xflags |= INHERIT;
-    }
-    set_attributes(file.as_fd(), &attributes)?;
-    if metadata.is_dir() {
-        for entry in std::fs::read_dir(path)? {
+/// Puts files and folders into a project.
+#[derive(Clone, Copy)]
+struct Marking {
+    project: u32,
+    /// The file system that all of them are on.
+    device: u64,
+}
+
+impl Marking {
+    /// Marks everything in `folder`; but not what is in the project already, if `all_but_marked`.
+    fn all_in(self, folder: &OwnedFd, depth: usize, all_but_marked: bool) -> io::Result<()> {
+        if depth > DEEPEST {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        for entry in Dir::read_from(folder)? {
             let entry = entry?;
-            let kind = entry.file_type()?;
-            if kind.is_dir() || kind.is_file() {
-                assign(&entry.path(), device, project, depth + 1)?;
+            let (name, kind) = (entry.file_name(), entry.file_type());
+            let markable = matches!(kind, FileType::Directory | FileType::RegularFile | FileType::Unknown);
+            if markable && name != c"." && name != c".." {
+                self.entry(folder, name, depth, all_but_marked)?;
             }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Marks a file, or a folder with all that is in it: the folder first, so that what is made in it meanwhile inherits.
+    /// What it was when it was listed says nothing any more: a pod may have put a link or a pipe in its place.
+    fn entry(self, folder: &OwnedFd, name: &CStr, depth: usize, all_but_marked: bool) -> io::Result<()> {
+        let file = match openat(folder, name, READ, Mode::empty()) {
+            Ok(file) => file,
+            // It is gone, a link, or a socket.
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        let stat = fstat(&file)?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if !matches!(kind, FileType::Directory | FileType::RegularFile) {
+            return Ok(());
+        }
+        if stat.st_dev != self.device {
+            return Err(io::ErrorKind::CrossesDevices.into());
+        }
+        if all_but_marked && attributes(file.as_fd())?.projid == self.project {
+            return Ok(());
+        }
+        mark(&file, self.project, kind == FileType::Directory)?;
+        if kind == FileType::Directory {
+            self.all_in(&file, depth + 1, false)?;
+        }
+        Ok(())
+    }
+}
+
+fn mark(file: &OwnedFd, project: u32, inherit: bool) -> io::Result<()> {
+    let mut attributes = attributes(file.as_fd())?;
+    let inherits = if inherit { INHERIT } else { 0 };
+    if attributes.projid == project && attributes.xflags & inherits == inherits {
+        return Ok(());
+    }
+    attributes.projid = project;
+    attributes.xflags |= inherits;
+    set_attributes(file.as_fd(), &attributes)
 }
 
 fn attributes(file: BorrowedFd<'_>) -> io::Result<Attributes> {
@@ -183,6 +265,24 @@ mod tests {
         // procfs has no quotas anywhere.
         assert_eq!(measure(Path::new("/proc/self")), None);
         assert_eq!(measure(Path::new("/nonexistent")), None);
+    }
+
+    #[test]
+    fn what_was_swapped_for_a_link_a_pipe_or_nothing_is_neither_followed_nor_waited_for() {
+        let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::os::unix::fs::symlink(outside.path(), dir.path().join("link")).unwrap();
+        rustix::fs::mknodat(CWD, dir.path().join("pipe"), FileType::Fifo, 0o600.into(), 0).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+        let folder = open_folder(dir.path()).unwrap();
+        let marking = Marking { project: FIRST_PROJECT, device: fstat(&folder).unwrap().st_dev };
+        for name in [c"link", c"pipe", c"socket", c"gone"] {
+            marking.entry(&folder, name, 0, false).unwrap();
+        }
+        let error = Marking { device: 0, ..marking }.entry(&folder, c".", 0, false).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::CrossesDevices);
+        assert!(
+            open_folder(&dir.path().join("link")).is_err() && open_folder(&dir.path().join("pipe")).is_err()
+        );
     }
 
     #[test]

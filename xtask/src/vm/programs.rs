@@ -17,7 +17,7 @@ const INTEGRATION: &[&str] = &["kernel_", "cgroups_"];
 const UNIT: &[(&str, &str)] = &[("beelet", "kernel::"), ("beelet_tests", "guards::")];
 
 /// Programs that tests start, beside busybox's. Where one isn't installed, the tests that need it say so.
-const FROM_HERE: &[&str] = &["ip", "bpftool", "runc"];
+const FROM_HERE: &[&str] = &["ip", "bpftool", "runc", "mkfs.ext4"];
 
 /// Everything built for the guests.
 #[derive(Debug)]
