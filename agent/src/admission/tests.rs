@@ -94,6 +94,10 @@ async fn a_pod_that_does_not_fit_is_refused_in_the_kubelets_words() {
     node.admits(&plain("a", "3")).await;
     let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
     node.rejects(&plain("b", "2"), "OutOfcpu", words).await;
+    let resources = json!({"requests": {"cpu": "0", "memory": "9Gi"}});
+    let large = pod("large", "0", &json!({"containers": [{"name": "c", "resources": resources}]}));
+    let words = "Pod was rejected: Node didn't have enough resource: memory, requested: 9663676416, used: 0, capacity: 8589934592";
+    node.rejects(&large, "OutOfmemory", words).await;
     node.admits(&plain("c", "1")).await;
     for i in 0..8 {
         node.admits(&plain(&format!("p{i}"), "0")).await;

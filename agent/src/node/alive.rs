@@ -117,13 +117,14 @@ impl Alive {
             runtime: runtime.clone(),
             table: table.clone(),
             policy: config.beelet.container_gc,
+            period: garbage::PERIOD,
             pod_logs_dir: config.pod_logs_dir.clone(),
             events: events.clone(),
             metrics: early.containers.clone(),
         });
         let comeback = Comeback {
             table: table.clone(),
-            conditions: watched,
+            conditions: watched.clone(),
             admission: Arc::clone(&admission),
             requests: requests.clone(),
             transition: config.eviction.pressure_transition,

@@ -36,7 +36,7 @@ use super::{
 use crate::{api::kubelet_counter::KubeletCounter, events::NodeEvents, runtime::Runtime};
 
 /// Between two collections, as the kubelet's.
-const PERIOD: Duration = Duration::from_secs(60);
+pub const PERIOD: Duration = Duration::from_secs(60);
 /// Removals at a time. More would only queue in the runtime.
 const AT_ONCE: usize = 8;
 /// Wishes under way. Who has one more waits.
@@ -51,6 +51,8 @@ pub struct Parts {
     pub table: watch::Receiver<Arc<PodTable>>,
     /// How many dead containers stay.
     pub policy: ContainerGcPolicy,
+    /// How often it collects by itself.
+    pub period: Duration,
     /// Root of the containers' log files.
     pub pod_logs_dir: PathBuf,
     /// What people should know.
@@ -167,7 +169,7 @@ impl ContainerGc {
 
     /// Works until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut ticks = interval_at(Instant::now() + PERIOD, PERIOD);
+        let mut ticks = interval_at(Instant::now() + self.parts.period, self.parts.period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let step = async {
