@@ -8,14 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use beelet::events::{NodeEvents, Recorder};
+use beelet::images::pull::{Limits, Puller};
 use beelet::images::space::{Space, Statvfs};
 use beelet::images::{Handle, ImageGc, Leases, Metrics, Parts, Wish};
-use beelet::pods::table::PodTable;
+use beelet::pods::table::{PodEntry, PodName, PodTable};
 use beelet::runtime::Runtime;
 use beelet::state::State;
 use beelet_policy::image_gc::{Collection, FsUsage, ImageGcPolicy, ImageRecord, Mode, Step};
 use beelet_proto::cri;
 use beelet_tests::cri::{Asked, FakeCri, Op};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
@@ -30,6 +33,7 @@ struct Node {
     leases: Leases,
     gc: Handle,
     events: Recorder,
+    table: watch::Sender<Arc<PodTable>>,
     life: Option<Life>,
     setup: Setup,
     dir: tempfile::TempDir,
@@ -48,7 +52,7 @@ impl Life {
         cri: &Arc<FakeCri>,
         runtime: &Runtime,
         leases: &Leases,
-        events: &Recorder,
+        (events, table): (&Recorder, &watch::Sender<Arc<PodTable>>),
         dir: &Path,
     ) -> Self {
         let (world, shared, capacity_bytes) = (Arc::clone(cri), setup.shared, setup.capacity);
@@ -62,7 +66,7 @@ impl Life {
             runtime: runtime.clone(),
             leases: leases.clone(),
             state: Arc::new(State::open(&dir.join("state")).unwrap()),
-            table: watch::channel(Arc::new(PodTable::default())).1,
+            table: table.subscribe(),
             policy: ImageGcPolicy::new(setup.high, setup.low, setup.min_age, Duration::ZERO).unwrap(),
             period: setup.period,
             space,
@@ -111,9 +115,10 @@ impl Node {
         let dir = tempfile::tempdir().unwrap();
         let runtime = Runtime::new(&cri.endpoint(), Duration::from_secs(60)).unwrap();
         let (leases, events) = (Leases::default(), Recorder::default());
-        let life = Life::begin(&setup, &cri, &runtime, &leases, &events, dir.path());
+        let table = watch::Sender::new(Arc::new(PodTable::default()));
+        let life = Life::begin(&setup, &cri, &runtime, &leases, (&events, &table), dir.path());
         let gc = life.gc.clone();
-        Self { cri, runtime, leases, gc, events, life: Some(life), setup, dir }
+        Self { cri, runtime, leases, gc, events, table, life: Some(life), setup, dir }
     }
 
     /// The agent ends and begins again.
@@ -121,8 +126,8 @@ impl Node {
         let life = self.life.take().unwrap();
         life.shutdown.cancel();
         life.task.await.unwrap();
-        let life =
-            Life::begin(&self.setup, &self.cri, &self.runtime, &self.leases, &self.events, self.dir.path());
+        let seen = (&self.events, &self.table);
+        let life = Life::begin(&self.setup, &self.cri, &self.runtime, &self.leases, seen, self.dir.path());
         self.gc = life.gc.clone();
         self.life = Some(life);
     }
@@ -156,6 +161,19 @@ impl Node {
         };
         let of = cri::PodSandboxConfig::default();
         self.runtime.create_container(sandbox, config, &of).await.map_err(|error| error.to_string())
+    }
+
+    /// The node's only pod has this image as a volume, and this phase.
+    fn mounts(&self, image: &str, phase: &str) {
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": { "name": "p", "namespace": "default", "uid": "u" },
+            "spec": { "containers": [], "volumes": [{ "name": "v", "image": { "reference": image } }] },
+            "status": { "phase": phase },
+        }))
+        .unwrap();
+        let name = PodName::of(&pod);
+        let entry = Arc::new(PodEntry { pod, readiness_edge: None, netns: None });
+        self.table.send_modify(|table| Arc::make_mut(table).pods = [(name, entry)].into());
     }
 
     fn reasons(&self) -> Vec<String> {
@@ -249,6 +267,34 @@ async fn a_leased_image_stays_and_a_removal_that_fails_does_not_end_the_run() {
     drop(lease);
     node.gc.collect(Wish { all_unused: true, ..Wish::default() }).await.unwrap();
     assert_eq!(node.left(), 0);
+}
+
+#[tokio::test]
+async fn an_image_that_a_pod_has_as_a_volume_stays_until_the_pod_has_ended() {
+    let node = Node::new(Setup::default());
+    node.images(2);
+    let all = Wish { all_unused: true, ..Wish::default() };
+    node.mounts("i001", "Running");
+    node.gc.collect(all).await.unwrap();
+    assert_eq!(node.cri.world().images.into_keys().collect::<Vec<_>>(), ["docker.io/library/i001:latest"]);
+    node.mounts("i001", "Succeeded");
+    node.gc.collect(all).await.unwrap();
+    assert_eq!(node.left(), 0);
+}
+
+#[tokio::test]
+async fn an_image_that_becomes_a_volume_after_the_plan_is_spared() {
+    let node = Arc::new(Node::new(Setup::default()));
+    node.images(1);
+    let held = node.cri.on(Op::ImageStatus).hold();
+    let collecting = tokio::spawn({
+        let gc = node.gc.clone();
+        async move { gc.collect(Wish { all_unused: true, ..Wish::default() }).await }
+    });
+    held.reached().await;
+    node.mounts("docker.io/library/i000", "Pending");
+    held.release();
+    assert_eq!(collecting.await.unwrap().unwrap().images.len(), 0);
 }
 
 #[tokio::test]
@@ -349,9 +395,12 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
             removed
         }
     });
+    // As fast as it goes: only the order of things is as on a real node.
+    let unlimited = Limits { parallel: None, per_second: 0.0, burst: 1 };
+    let puller = Arc::new(Puller::new(node.runtime.clone(), unlimited));
     let workers: Vec<_> = (0..WORKERS)
         .map(|worker| {
-            let (node, sandbox) = (Arc::clone(&node), sandbox.clone());
+            let (node, puller, sandbox) = (Arc::clone(&node), Arc::clone(&puller), sandbox.clone());
             tokio::spawn(async move {
                 let mut random = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(worker as u64 + 1);
                 for start in 0..STARTS / WORKERS {
@@ -359,7 +408,7 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
                     random ^= random >> 7;
                     random ^= random << 17;
                     let image = format!("i{:03}", random % IMAGES as u64);
-                    start_one(&node, &sandbox, &format!("w{worker}-{start}"), &image).await;
+                    start_one(&node, &puller, &sandbox, &format!("w{worker}-{start}"), &image).await;
                 }
             })
         })
@@ -379,22 +428,13 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
     println!("{STARTS} starts, {pulls} pulls, {removed} removals");
 }
 
-/// What `Launcher::start` does: lease, look or pull, extend, create; then the container goes again.
-async fn start_one(node: &Node, sandbox: &str, name: &str, image: &str) {
-    let mut lease = node.leases.acquire(image).await;
-    let mut id = look_or_pull(node, image).await;
-    if !lease.extend(&id).await {
-        id = look_or_pull(node, image).await;
-        let _ = lease.extend(&id).await;
-    }
-    let container = node.create(sandbox, name, &id).await.unwrap_or_else(|error| panic!("{name}: {error}"));
+/// What a pod's worker does: get the image and hold it until the container is there; then the container goes again.
+async fn start_one(node: &Node, puller: &Puller, sandbox: &str, name: &str, image: &str) {
+    let of = cri::PodSandboxConfig::default();
+    let leased = puller.leased(&node.leases, image, "IfNotPresent", Vec::new(), &of).await;
+    let (image, lease) = leased.unwrap_or_else(|error| panic!("{name}: {}", error.message));
+    let container =
+        node.create(sandbox, name, &image.id).await.unwrap_or_else(|error| panic!("{name}: {error}"));
     drop(lease);
     node.runtime.remove_container(&container).await.unwrap();
-}
-
-async fn look_or_pull(node: &Node, image: &str) -> String {
-    match node.runtime.image_status(image).await.unwrap() {
-        Some(found) => found.id,
-        None => node.runtime.pull_image(image, None, &cri::PodSandboxConfig::default()).await.unwrap(),
-    }
 }

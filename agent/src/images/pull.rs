@@ -13,6 +13,7 @@ use futures::future::{BoxFuture, Shared, WeakShared};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use super::lease::{Lease, Leases};
 use super::reference;
 use crate::pods::cri_config::ImageUser;
 use crate::runtime::{Error, Runtime};
@@ -117,6 +118,28 @@ impl Puller {
         // What the runtime calls the image is known; who it runs as is not.
         let status = self.status(&id).await?;
         Ok(Image { user: status.map(|image| image.user).unwrap_or_default(), id })
+    }
+
+    /// The same, and nobody removes it as long as the lease lives: it begins before the image is looked for.
+    ///
+    /// # Errors
+    /// As for [`Puller::image`].
+    pub async fn leased(
+        &self,
+        leases: &Leases,
+        image: &str,
+        policy: &str,
+        auths: Vec<cri::AuthConfig>,
+        sandbox: &cri::PodSandboxConfig,
+    ) -> Result<(Image, Lease), PullError> {
+        let mut lease = leases.acquire(image).await;
+        let mut found = self.image(image, policy, auths.clone(), sandbox).await?;
+        // An image that was removed just now, under another of its names, is looked for once more; this time it is held.
+        if !lease.extend(&found.id).await {
+            found = self.image(image, policy, auths, sandbox).await?;
+            let _ = lease.extend(&found.id).await;
+        }
+        Ok((found, lease))
     }
 
     async fn status(&self, image: &str) -> Result<Option<Image>, PullError> {

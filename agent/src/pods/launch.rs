@@ -213,14 +213,7 @@ impl Launcher {
         sandbox: &cri::PodSandboxConfig,
     ) -> Result<(Image, Lease), StartError> {
         let policy = policy.unwrap_or("IfNotPresent");
-        let mut lease = self.leases.acquire(image).await;
-        let mut found = self.puller.image(image, policy, auths.clone(), sandbox).await?;
-        // An image that was removed just now, under another of its names, is looked for once more; this time it is held.
-        if !lease.extend(&found.id).await {
-            found = self.puller.image(image, policy, auths, sandbox).await?;
-            let _ = lease.extend(&found.id).await;
-        }
-        Ok((found, lease))
+        Ok(self.puller.leased(&self.leases, image, policy, auths, sandbox).await?)
     }
 
     async fn image_of(
