@@ -5,7 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -44,25 +44,51 @@ const UNHEALTHY_AFTER: Duration = Duration::from_secs(180);
 
 /// When the runtime last answered; clones share it.
 #[derive(Clone, Debug)]
-pub struct Pulse(Arc<Mutex<Instant>>);
+pub struct Pulse(Arc<Mutex<Beat>>);
+
+#[derive(Clone, Copy, Debug)]
+struct Beat {
+    last: Instant,
+    /// Since when no two beats were too far from each other.
+    well_since: Instant,
+}
 
 impl Pulse {
     fn now() -> Self {
-        Self(Arc::new(Mutex::new(Instant::now())))
+        let now = Instant::now();
+        Self(Arc::new(Mutex::new(Beat { last: now, well_since: now })))
     }
 
     fn beat(&self) {
-        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
+        let mut beat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if now.duration_since(beat.last) >= UNHEALTHY_AFTER {
+            beat.well_since = now;
+        }
+        beat.last = now;
+    }
+
+    fn get(&self) -> Beat {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An error sentence once the runtime has been silent for too long.
     pub fn check(&self) -> Result<(), String> {
-        let last = *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let silent = last.elapsed();
+        let silent = self.get().last.elapsed();
         if silent < UNHEALTHY_AFTER {
             return Ok(());
         }
         Err(format!("the container runtime has not listed its containers for {} s", silent.as_secs()))
+    }
+
+    /// For how long [`Pulse::check`] has said what it says now.
+    #[must_use]
+    pub fn lasted(&self) -> Duration {
+        let beat = self.get();
+        match beat.last.elapsed().checked_sub(UNHEALTHY_AFTER) {
+            None => beat.well_since.elapsed(),
+            Some(lasted) => lasted,
+        }
     }
 }
 
@@ -231,6 +257,27 @@ fn differences(before: &Seen, now: &Seen) -> BTreeSet<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_pulse_knows_since_when_it_is_as_it_is() {
+        let pulse = Pulse::now();
+        let check = |well: bool, seconds: u64| {
+            assert_eq!((pulse.check().is_ok(), pulse.lasted().as_secs()), (well, seconds));
+        };
+        let wait = async |seconds| tokio::time::advance(Duration::from_secs(seconds)).await;
+        wait(100).await;
+        pulse.beat();
+        check(true, 100);
+        wait(179).await;
+        check(true, 279);
+        wait(11).await;
+        check(false, 10);
+        pulse.beat();
+        check(true, 0);
+        wait(5).await;
+        pulse.beat();
+        check(true, 5);
+    }
 
     fn seen(text: &str) -> Seen {
         let mut seen = Seen::new();

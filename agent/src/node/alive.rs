@@ -14,6 +14,7 @@ use beelet_policy::{
     resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS},
 };
 use futures::future::BoxFuture;
+use k8s_openapi::api::core::v1 as core;
 use prometheus_client::registry::Registry;
 use tokio::{
     sync::{mpsc, watch},
@@ -22,7 +23,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::facts;
+use super::{Health, conditions, facts};
 use crate::{
     admission::{self, Admission, Comeback, Conditions, NodeResources},
     api::grpc::garbage::Collectors,
@@ -78,6 +79,8 @@ pub(super) struct Parts<'a> {
 pub(super) struct Alive {
     pub(super) admission: Arc<Admission>,
     pub(super) leases: Leases,
+    /// What the node is short of.
+    pressures: watch::Receiver<Conditions>,
     comeback: Comeback,
     image_gc: ImageGc,
     container_gc: ContainerGc,
@@ -169,7 +172,29 @@ impl Alive {
             Box::pin(filesystems.follow(runtime.clone(), layout_out)),
         ];
         let _ = early.collectors.set(Collectors { images, containers });
-        Ok(Self { admission, leases, comeback, image_gc, container_gc, eviction, local_storage, sources })
+        Ok(Self {
+            admission,
+            leases,
+            pressures: watched,
+            comeback,
+            image_gc,
+            container_gc,
+            eviction,
+            local_storage,
+            sources,
+        })
+    }
+
+    /// Says how the node is, whenever asked. What comes and goes is noted by one of `tasks`, which ends with eviction.
+    pub(super) fn conditions(
+        &self,
+        health: &Health,
+        tasks: &mut JoinSet<()>,
+    ) -> Box<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync> {
+        let (since, noting) = conditions::follow(self.pressures.clone());
+        tasks.spawn(noting);
+        let health = health.clone();
+        Box::new(move || conditions::list(&since.borrow(), &health))
     }
 
     /// Runs them until `working` ends.

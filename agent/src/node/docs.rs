@@ -51,6 +51,10 @@ Of the system containers there is `pods`.
 const KINDS: &[(&str, &str)] = &[
     ("beelet_device_allocatable", "gauge"),
     ("beelet_device_capacity", "gauge"),
+    ("beelet_eviction_signal_available", "gauge"),
+    ("beelet_eviction_signal_capacity", "gauge"),
+    ("beelet_node_condition", "gauge"),
+    ("beelet_tuner_held", "gauge"),
     ("kubelet_running_containers", "gauge"),
 ];
 

@@ -1,6 +1,7 @@
 //! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
 
 mod alive;
+mod conditions;
 mod devices;
 #[cfg(test)]
 mod docs;
@@ -26,6 +27,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{SetOnce, mpsc, watch},
     task::{JoinHandle, JoinSet, spawn_blocking},
+    time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -227,11 +229,12 @@ impl Metrics {
 struct Health {
     endpoint: Arc<str>,
     pulse: Arc<OnceLock<Pulse>>,
+    began: Instant,
 }
 
 impl Health {
     fn new(endpoint: &str) -> Self {
-        Self { endpoint: endpoint.into(), pulse: Arc::default() }
+        Self { endpoint: endpoint.into(), pulse: Arc::default(), began: Instant::now() }
     }
 
     fn check(&self) -> Result<(), String> {
@@ -239,6 +242,11 @@ impl Health {
             Some(pulse) => pulse.check(),
             None => Err(format!("the container runtime at {} has not answered yet", self.endpoint)),
         }
+    }
+
+    /// For how long [`Health::check`] has said what it says now.
+    fn lasted(&self) -> Duration {
+        self.pulse.get().map_or_else(|| self.began.elapsed(), Pulse::lasted)
     }
 }
 
@@ -390,7 +398,9 @@ impl Node {
         })
         .await?;
         let resources = facts::node_resources(&self.config, alive.admission.resources());
-        let _ = late.devices.set((devices.clone(), resources));
+        let mut tasks = JoinSet::new();
+        let conditions = alive.conditions(health, &mut tasks);
+        let _ = late.devices.set(grpc::devices::Known { devices: devices.clone(), resources, conditions });
         let desired = self.manifests(&working).await;
         let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
         let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
@@ -429,7 +439,6 @@ impl Node {
             metrics: self.metrics.qos_tree.clone(),
             check: qos_tree::CHECK,
         };
-        let mut tasks = JoinSet::new();
         self.follow_exits(&mut tasks, exit_requests, processes, &pace, &working);
         alive.spawn(&mut tasks, &working);
         let measuring = (Arc::clone(&self.cgroups), table.clone(), &self.kernel);

@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::devices_server::{Devices as Service, DevicesServer};
+use k8s_openapi::api::core::v1 as core;
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
@@ -23,8 +24,18 @@ pub struct NodeResources {
     pub allocatable: BTreeMap<String, String>,
 }
 
-/// The devices, once they are known: the API is there before the runtime is.
-pub type Slot = Arc<OnceLock<(Devices, NodeResources)>>;
+/// What of the node is known once the runtime is there.
+pub struct Known {
+    /// Who has which device.
+    pub devices: Devices,
+    /// What there is beside them.
+    pub resources: NodeResources,
+    /// How the node is now, as a v1.Node's status has it.
+    pub conditions: Box<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
+}
+
+/// The API is there before the runtime is.
+pub type Slot = Arc<OnceLock<Known>>;
 
 /// The service, to be added to the agent's.
 #[must_use]
@@ -32,7 +43,6 @@ pub fn service(devices: Slot, pods: watch::Receiver<Arc<PodTable>>) -> DevicesSe
     DevicesServer::new(DevicesService { devices, pods })
 }
 
-#[derive(Debug)]
 struct DevicesService {
     devices: Slot,
     pods: watch::Receiver<Arc<PodTable>>,
@@ -40,7 +50,7 @@ struct DevicesService {
 
 impl DevicesService {
     #[allow(clippy::result_large_err)] // tonic's own error type
-    fn known(&self) -> Result<&(Devices, NodeResources), Status> {
+    fn known(&self) -> Result<&Known, Status> {
         let waiting = || Status::unavailable("the agent still waits for the container runtime");
         self.devices.get().ok_or_else(waiting)
     }
@@ -52,7 +62,7 @@ impl Service for DevicesService {
         &self,
         _request: Request<proto::ListDevicesRequest>,
     ) -> Result<Response<proto::ListDevicesResponse>, Status> {
-        let devices = self.known()?.0.clone();
+        let devices = self.known()?.devices.clone();
         let pods = Arc::clone(&self.pods.borrow());
         // 100,000 devices take their time.
         let encoded = spawn_blocking(move || encode(&devices, &pods)).await;
@@ -63,7 +73,7 @@ impl Service for DevicesService {
         &self,
         _request: Request<proto::GetNodeRequest>,
     ) -> Result<Response<proto::GetNodeResponse>, Status> {
-        let (devices, node) = self.known()?;
+        let Known { devices, resources: node, conditions } = self.known()?;
         let known = Arc::clone(&devices.node().borrow());
         let with = |own: &BTreeMap<String, String>, devices: &BTreeMap<String, usize>| {
             let devices = devices.iter().map(|(name, count)| (name.clone(), count.to_string()));
@@ -73,7 +83,19 @@ impl Service for DevicesService {
             name: node.name.clone(),
             capacity: with(&node.capacity, &known.capacity),
             allocatable: with(&node.allocatable, &known.allocatable),
+            conditions: conditions().into_iter().map(condition).collect(),
         }))
+    }
+}
+
+fn condition(condition: core::NodeCondition) -> proto::NodeCondition {
+    let since = condition.last_transition_time.map_or(0, |time| time.0.as_nanosecond());
+    proto::NodeCondition {
+        r#type: condition.type_,
+        status: condition.status == "True",
+        reason: condition.reason.unwrap_or_default(),
+        message: condition.message.unwrap_or_default(),
+        since_ns: i64::try_from(since).unwrap_or_default(),
     }
 }
 

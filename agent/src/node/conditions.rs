@@ -1,0 +1,137 @@
+//! How the node is, in the words of a kubelet's Node status (`pkg/kubelet/nodestatus/setters.go`): what it is short of, and
+//! whether it is ready, each with the time since when.
+
+use std::collections::BTreeMap;
+
+use beelet_policy::eviction::NodeCondition;
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+use tokio::sync::watch;
+
+use super::Health;
+use crate::admission::Conditions;
+
+/// In the order in which the kubelet has them.
+const PRESSURES: [NodeCondition; 3] =
+    [NodeCondition::MemoryPressure, NodeCondition::DiskPressure, NodeCondition::PidPressure];
+
+/// Which pressures the node has, and since when it has each or doesn't.
+pub(super) type Since = BTreeMap<NodeCondition, (bool, Timestamp)>;
+
+/// Notes when pressures come and go, until nobody tells any more. Before that the node has had none since now.
+pub(super) fn follow(
+    mut pressures: watch::Receiver<Conditions>,
+) -> (watch::Receiver<Since>, impl Future<Output = ()> + Send) {
+    let now = Timestamp::now();
+    let (out, since) = watch::channel(PRESSURES.map(|pressure| (pressure, (false, now))).into());
+    let work = async move {
+        loop {
+            let held = pressures.borrow_and_update().clone();
+            out.send_modify(|since| note(since, &held, Timestamp::now()));
+            if pressures.changed().await.is_err() {
+                return;
+            }
+        }
+    };
+    (since, work)
+}
+
+fn note(since: &mut Since, held: &Conditions, now: Timestamp) {
+    for (pressure, (has, at)) in since {
+        let holds = held.contains(pressure);
+        if *has != holds {
+            (*has, *at) = (holds, now);
+        }
+    }
+}
+
+/// All of it, as of now.
+pub(super) fn list(pressures: &Since, health: &Health) -> Vec<core::NodeCondition> {
+    let pressures = PRESSURES.iter().filter_map(|pressure| {
+        let (has, since) = pressures.get(pressure)?;
+        let (reason, message) = words(*pressure, *has);
+        Some(condition(pressure.name(), *has, *since, reason, message))
+    });
+    let now = Timestamp::now();
+    let since = now.checked_sub(health.lasted()).unwrap_or(now);
+    let ready = match health.check() {
+        Ok(()) => condition("Ready", true, since, "KubeletReady", "kubelet is posting ready status"),
+        Err(error) => condition("Ready", false, since, "KubeletNotReady", &error),
+    };
+    pressures.chain([ready]).collect()
+}
+
+fn words(pressure: NodeCondition, has: bool) -> (&'static str, &'static str) {
+    match (pressure, has) {
+        (NodeCondition::MemoryPressure, true) => {
+            ("KubeletHasInsufficientMemory", "kubelet has insufficient memory available")
+        }
+        (NodeCondition::MemoryPressure, false) => {
+            ("KubeletHasSufficientMemory", "kubelet has sufficient memory available")
+        }
+        (NodeCondition::DiskPressure, true) => ("KubeletHasDiskPressure", "kubelet has disk pressure"),
+        (NodeCondition::DiskPressure, false) => ("KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
+        (NodeCondition::PidPressure, true) => {
+            ("KubeletHasInsufficientPID", "kubelet has insufficient PID available")
+        }
+        (NodeCondition::PidPressure, false) => {
+            ("KubeletHasSufficientPID", "kubelet has sufficient PID available")
+        }
+    }
+}
+
+fn condition(name: &str, holds: bool, since: Timestamp, reason: &str, message: &str) -> core::NodeCondition {
+    core::NodeCondition {
+        type_: name.to_owned(),
+        status: if holds { "True" } else { "False" }.to_owned(),
+        last_transition_time: Some(Time(since)),
+        reason: Some(reason.to_owned()),
+        message: Some(message.to_owned()),
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_pressure_is_there_since_it_came_and_away_since_it_went() {
+        let (told, pressures) = watch::channel(Conditions::new());
+        let (since, work) = follow(pressures);
+        let working = tokio::spawn(work);
+        let memory = |since: &Since| since[&NodeCondition::MemoryPressure];
+        let (began, mut changes) = (memory(&since.borrow()), since.clone());
+        assert!(!began.0);
+        told.send_replace([NodeCondition::MemoryPressure].into());
+        let came = memory(&*changes.wait_for(|since| memory(since).0).await.unwrap());
+        assert!(came.1 > began.1);
+        // Another one changes nothing of it.
+        told.send_replace([NodeCondition::MemoryPressure, NodeCondition::DiskPressure].into());
+        let other = |since: &Since| since[&NodeCondition::DiskPressure].0;
+        assert_eq!(memory(&*changes.wait_for(other).await.unwrap()), came);
+        told.send_replace(Conditions::new());
+        let went = memory(&*changes.wait_for(|since| !memory(since).0).await.unwrap());
+        assert!(went.1 > came.1);
+        drop(told);
+        working.await.unwrap();
+    }
+
+    #[test]
+    fn a_node_whose_runtime_has_not_answered_is_short_of_nothing_and_not_ready() {
+        let since = follow(watch::channel(Conditions::new()).1).0;
+        let listed = list(&since.borrow(), &Health::new("unix:///run/none.sock"));
+        let said: Vec<_> =
+            listed.iter().map(|c| (c.type_.as_str(), c.status.as_str(), c.reason.as_deref())).collect();
+        assert_eq!(
+            said,
+            [
+                ("MemoryPressure", "False", Some("KubeletHasSufficientMemory")),
+                ("DiskPressure", "False", Some("KubeletHasNoDiskPressure")),
+                ("PIDPressure", "False", Some("KubeletHasSufficientPID")),
+                ("Ready", "False", Some("KubeletNotReady")),
+            ]
+        );
+        assert!(listed[3].message.as_ref().unwrap().contains("/run/none.sock"));
+    }
+}
