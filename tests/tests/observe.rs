@@ -209,7 +209,8 @@ async fn an_observer_outlives_its_runtime() {
 // ---- Images ----
 
 /// What collecting images may ask besides.
-const MAY_ASK_OF_IMAGES: [Op; 4] = [Op::Status, Op::ListImages, Op::ImageFsInfo, Op::RemoveImage];
+const MAY_ASK_OF_IMAGES: [Op; 5] =
+    [Op::Status, Op::ListImages, Op::ImageStatus, Op::ImageFsInfo, Op::RemoveImage];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn where_it_is_allowed_unused_images_go_and_nothing_else_is_asked_for() {

@@ -70,6 +70,7 @@ pub(super) fn pressure() -> NodePressure {
         machine: Machine {
             cpus: 2,
             cpu_ns: 100_000_000_000,
+            cpu: [Some(1.5); 3],
             memory_total: 8 << 30,
             memory_available: 6 << 30,
             working_set: 2 << 30,
