@@ -17,7 +17,15 @@ use beelet_tests::{require, requires, workdir};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 
-const PATIENCE: Duration = Duration::from_secs(200);
+/// What one wait may take. The three of a test fit into the 300 s that it gets in an emulated guest.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// How much of the CPU time a share is measured over: enough that one slice of the scheduler is next to nothing.
+const SHARED_SECONDS: f64 = 12.0;
+/// What a pod that asked for something may get more or less than its share, relative to it.
+const SHARE_ERROR: f64 = 0.05;
+/// What a BestEffort pod may get beyond its share, of all the time. It always gets something: its slices are as long as
+/// those of others, but come seldom.
+const BEST_EFFORT_ERROR: f64 = 0.02;
 const MIB: u64 = 1 << 20;
 
 fn setup(name: &str) -> (CgroupRoot, Cgroups) {
@@ -123,18 +131,18 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     wait_until("all of them to run", || used().iter().all(|seconds| *seconds > 0.0));
     let before = used();
     let since = || [0, 1, 2].map(|n| used()[n] - before[n]);
-    wait_until("four seconds of CPU time", || since().iter().sum::<f64>() >= 4.0);
+    wait_until("enough CPU time", || since().iter().sum::<f64>() >= SHARED_SECONDS);
     let (used, all) = (since(), weights.iter().sum::<f64>());
     let total: f64 = used.iter().sum();
-    for (n, weight) in weights.iter().enumerate() {
-        let (share, wanted) = (used[n] / total, weight / all);
-        // Within 5 %, and what is next to nothing may be a little more than that.
-        assert!(
-            (share - wanted).abs() <= (wanted * 0.05).max(0.03),
-            "{}: {share} of the time, not {wanted}",
-            paths[n]
-        );
+    let shares = used.map(|seconds| seconds / total);
+    let wanted = weights.map(|weight| weight / all);
+    eprintln!("weights {weights:?}: {shares:.4?} of the CPU time, where {wanted:.4?} are their shares");
+    for n in [0, 1] {
+        let error = (shares[n] / wanted[n] - 1.0).abs();
+        assert!(error <= SHARE_ERROR, "{}: {} of the time, not {}", paths[n], shares[n], wanted[n]);
     }
+    assert!(shares[2] > 0.0, "a BestEffort pod gets what others leave");
+    assert!(shares[2] <= wanted[2] + BEST_EFFORT_ERROR, "{}: {} of the time", paths[2], shares[2]);
 }
 
 #[test]
@@ -157,6 +165,11 @@ fn cpu_time_is_shared_exactly_by_requests_with_proportional_weights() {
 }
 
 // ---- Memory ----
+
+fn only_on_v2(file: &str) -> requires::Missing {
+    let what = format!("cgroup version 1 has no {file}");
+    requires::Missing { what, remedy: "cargo xtask vm boots kernels with version 2".to_owned() }
+}
 
 #[test]
 fn a_memory_limit_below_what_is_in_use_kills_nobody_and_is_written_once_it_fits() {
@@ -187,7 +200,8 @@ fn memory_high_throttles_and_kills_nobody() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-high");
     if cgroups.version() != Version::V2 {
-        return; // version 1 has no memory.high
+        requires::skip(&only_on_v2("memory.high"));
+        return;
     }
     let pod = "/kubepods/burstable/podhigh";
     cgroups.ensure(pod, &files(&[("memory.high", (16 * MIB).to_string())])).unwrap();
@@ -212,7 +226,8 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
     require!(root);
     let (root, cgroups) = setup("beelet-cgroup-min");
     if cgroups.version() != Version::V2 {
-        return; // version 1 has no memory.min
+        requires::skip(&only_on_v2("memory.min"));
+        return;
     }
     let Some(device) = block_device() else {
         let what = "the kernel has no null_blk device, whose pages could be cached".to_owned();

@@ -4,11 +4,17 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use beelet::cgroups::{CgroupError, Cgroups, Files, Version};
+use beelet::cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
 use beelet::config::CgroupDriver;
+use beelet_policy::cgroups::{
+    CgroupConfig, CgroupValues, CgroupVersion, MemoryQos, MemoryReservationPolicy, NodeAmounts,
+    container_cgroup, node_cgroups, pod_cgroup,
+};
 use beelet_tests::guards::{CgroupRoot, Process};
-use beelet_tests::{require, workdir};
+use beelet_tests::{require, requires, workdir};
 use cgroups_rs::fs::{Cgroup, cpu::CpuController, hierarchies, memory::MemController};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
 
 const POD: &str = "/kubepods/burstable/pod1f2e";
 const NEIGHBOUR: &str = "/kubepods/burstable/pod1f2f";
@@ -106,7 +112,9 @@ fn a_share_larger_than_the_parents_is_an_error_that_explains_itself() {
     require!(root);
     let (_root, cgroups) = setup("beelet-cgroup-share");
     if cgroups.version() == Version::V2 {
-        return; // version 2 has no such rule: the tighter limit holds
+        let what = "cgroup version 2 has no such rule: the tighter limit holds".to_owned();
+        requires::skip(&requires::Missing { what, remedy: "a machine with version 1".to_owned() });
+        return;
     }
     cgroups.ensure("/kubepods/burstable", &limits(&cgroups, Some(100), None)).unwrap();
     let error = cgroups.ensure(POD, &limits(&cgroups, Some(200), None)).unwrap_err().to_string();
@@ -137,4 +145,153 @@ fn a_pods_remains_are_killed_and_its_neighbours_are_not() {
     assert_eq!(cgroups.list_pods().unwrap(), [NEIGHBOUR]);
     assert!(matches!(cgroups.kill_remaining("/kubepods/burstable"), Err(CgroupError::NotAPod(_))));
     assert!(other.0.try_wait().unwrap().is_none(), "a path that is no pod's killed something");
+}
+
+// ---- Every file of a set of pods ----
+
+/// One pod of each class, a container each.
+fn pods() -> [Pod; 3] {
+    let pod = |name: &str, resources: serde_json::Value| {
+        serde_json::from_value(json!({
+            "metadata": {"name": name, "uid": name},
+            "spec": {"containers": [{"name": "main", "resources": resources}]},
+        }))
+        .unwrap()
+    };
+    let (small, large) = (json!({"cpu": "1", "memory": "64Mi"}), json!({"cpu": "1", "memory": "128Mi"}));
+    [
+        pod("guaranteed", json!({"requests": small, "limits": small})),
+        pod("burstable", json!({"requests": {"cpu": "500m", "memory": "64Mi"}, "limits": large})),
+        pod("besteffort", json!({})),
+    ]
+}
+
+/// What the agent would hold for them on a node of 2 CPUs and 8 GiB, with everything turned on that makes a file.
+fn wanted(version: Version) -> BTreeMap<String, Files> {
+    let version = if version == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
+    let node =
+        NodeAmounts { memory_capacity: 1 << 33, allocatable_millis: 2000, allocatable_memory: 1 << 33 };
+    let config = CgroupConfig {
+        qos_reserved_memory_percent: Some(50),
+        memory_qos: Some(MemoryQos {
+            throttling_factor: Some(0.9),
+            reservation: MemoryReservationPolicy::TieredReservation,
+        }),
+        pod_pids_limit: Some(1000),
+        ..CgroupConfig::new(version, node)
+    };
+    let pods = pods();
+    let mut all: Vec<CgroupValues> = node_cgroups(&pods, &config).unwrap().into();
+    for pod in &pods {
+        all.push(pod_cgroup(pod, &config).unwrap());
+        let containers = &pod.spec.as_ref().unwrap().containers;
+        all.extend(containers.iter().map(|container| container_cgroup(pod, container, &config).unwrap()));
+    }
+    all.into_iter().map(|cgroup| (cgroup.path, cgroup.files)).collect()
+}
+
+/// By hand, from the rules in docs/cgroups.md and KEPs 2254 and 2570. `file=value` of each cgroup.
+const HELD_V2: &[(&str, &str)] = &[
+    ("/kubepods", "cpu.weight=79 memory.max=8589934592 memory.min=134217728"),
+    ("/kubepods/besteffort", "cpu.weight=1 memory.max=8522825728"),
+    ("/kubepods/besteffort/podbesteffort", "cpu.weight=1 pids.max=1000"),
+    ("/kubepods/besteffort/podbesteffort/main", "cpu.max=max 100000 cpu.weight=1 memory.low=0 memory.min=0"),
+    ("/kubepods/burstable", "cpu.weight=20 memory.low=67108864 memory.max=8556380160"),
+    (
+        "/kubepods/burstable/podburstable",
+        "cpu.max=100000 100000 cpu.weight=20 memory.low=67108864 memory.max=134217728 pids.max=1000",
+    ),
+    (
+        "/kubepods/burstable/podburstable/main",
+        "cpu.max=100000 100000 cpu.weight=59 memory.high=127504384 memory.low=67108864 memory.max=134217728",
+    ),
+    (
+        "/kubepods/podguaranteed",
+        "cpu.max=100000 100000 cpu.weight=39 memory.max=67108864 memory.min=67108864 pids.max=1000",
+    ),
+    (
+        "/kubepods/podguaranteed/main",
+        "cpu.max=100000 100000 cpu.weight=100 memory.max=67108864 memory.min=67108864",
+    ),
+];
+const HELD_V1: &[(&str, &str)] = &[
+    ("/kubepods", "cpu.shares=2048 memory.limit_in_bytes=8589934592"),
+    ("/kubepods/besteffort", "cpu.shares=2 memory.limit_in_bytes=8522825728"),
+    ("/kubepods/besteffort/podbesteffort", "cpu.shares=2 pids.max=1000"),
+    ("/kubepods/besteffort/podbesteffort/main", "cpu.cfs_period_us=100000 cpu.shares=2"),
+    ("/kubepods/burstable", "cpu.shares=512 memory.limit_in_bytes=8556380160"),
+    (
+        "/kubepods/burstable/podburstable",
+        "cpu.cfs_period_us=100000 cpu.cfs_quota_us=100000 cpu.shares=512 memory.limit_in_bytes=134217728 \
+         pids.max=1000",
+    ),
+    (
+        "/kubepods/burstable/podburstable/main",
+        "cpu.cfs_period_us=100000 cpu.cfs_quota_us=100000 cpu.shares=512 memory.limit_in_bytes=134217728",
+    ),
+    (
+        "/kubepods/podguaranteed",
+        "cpu.cfs_period_us=100000 cpu.cfs_quota_us=100000 cpu.shares=1024 memory.limit_in_bytes=67108864 \
+         pids.max=1000",
+    ),
+    (
+        "/kubepods/podguaranteed/main",
+        "cpu.cfs_period_us=100000 cpu.cfs_quota_us=100000 cpu.shares=1024 memory.limit_in_bytes=67108864",
+    ),
+];
+
+/// What the files of these cgroups hold now, as [`HELD_V2`] has it.
+fn held(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>) -> Vec<(String, String)> {
+    let line = |(path, files): (&String, &Files)| {
+        let read = |file: &String| format!("{file}={}", cgroups.read(path, file).unwrap_or_default());
+        (path.clone(), files.keys().map(read).collect::<Vec<_>>().join(" "))
+    };
+    wanted.iter().map(line).collect()
+}
+
+/// Another value that the kernel takes for this file; None where it goes with another file.
+fn foreign(file: &str, value: &str) -> Option<String> {
+    match file {
+        "cpu.cfs_period_us" => None,
+        "cpu.cfs_quota_us" => Some("-1".to_owned()),
+        "cpu.max" if value.starts_with("max") => Some("50000 100000".to_owned()),
+        "cpu.max" => Some("max 100000".to_owned()),
+        _ => {
+            let step = if file.starts_with("memory.") { 4096 } else { 1 };
+            Some((value.parse::<u64>().unwrap() + step).to_string())
+        }
+    }
+}
+
+#[test]
+fn every_file_of_a_set_of_pods_holds_its_value_and_is_set_right_when_somebody_changes_it() {
+    require!(root);
+    let (root, cgroups) = setup("beelet-cgroup-all");
+    if !cgroups.controllers().contains("pids") {
+        let what = "no hierarchy has the pids controller".to_owned();
+        requires::skip(&requires::Missing { what, remedy: "mount it, or boot with version 2".to_owned() });
+        return;
+    }
+    let wanted = wanted(cgroups.version());
+    cgroups.ensure_all(&wanted).unwrap();
+    let table = if cgroups.version() == Version::V2 { HELD_V2 } else { HELD_V1 };
+    let expected: Vec<_> =
+        table.iter().map(|(path, files)| ((*path).to_owned(), (*files).to_owned())).collect();
+    assert_eq!(held(&cgroups, &wanted), expected);
+
+    for (path, files) in &wanted {
+        for (file, value) in files {
+            let Some(other) = foreign(file, value) else { continue };
+            let dir = root.dir(file.split('.').next().unwrap()).unwrap().join(&path[1..]);
+            std::fs::write(dir.join(file), &other).unwrap();
+            assert_ne!(held(&cgroups, &wanted), expected, "{path}: {file} was to be changed");
+            let report = cgroups.adjust(&wanted, Adjust::All);
+            assert!(report.failed.is_empty(), "{path} {file}: {report:?}");
+            let changed: Vec<&str> = report.changed.iter().map(|change| change.cgroup.as_str()).collect();
+            assert_eq!(changed, [path], "{file}: {report:?}");
+            assert_eq!(held(&cgroups, &wanted), expected, "{path}: {file}");
+        }
+    }
+    let again = cgroups.adjust(&wanted, Adjust::All);
+    assert!(again.changed.is_empty() && again.failed.is_empty(), "{again:?}");
 }

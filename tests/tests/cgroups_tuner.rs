@@ -15,7 +15,7 @@ use beelet::tuner::{Engine, Metrics, Outcome, Settings, Target, TargetContainer,
 use beelet_policy::qos::QosClass;
 use beelet_policy::tuner::{ContainerSample, Law, Observed, PodSample, Supports};
 use beelet_tests::guards::{CgroupRoot, Process};
-use beelet_tests::{require, workdir};
+use beelet_tests::{require, requires, workdir};
 
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const HOG: &str = "/kubepods/besteffort/podhog";
@@ -23,6 +23,9 @@ const SERVER: &str = "/kubepods/podserver";
 /// Names the root and the state folder to the process that is to be killed.
 const VICTIM: &str = "BEELET_TEST_TUNER_VICTIM";
 const PATIENCE: Duration = Duration::from_secs(120);
+/// How often the agent's work is killed in the midst of it, and how long that may take: an emulated guest gives a test 300 s.
+const KILLS: u64 = 100;
+const KILLS_WITHIN: Duration = Duration::from_secs(240);
 
 struct Node {
     root: CgroupRoot,
@@ -95,6 +98,10 @@ fn engine(cgroups: &Arc<Cgroups>, state: Arc<State>, mode: TunerMode, law: Law) 
     let settings =
         Settings { mode, interval: Duration::from_millis(100), back_off: Duration::from_secs(600), law };
     Engine::new(Arc::clone(cgroups), state, None, settings, Metrics::default())
+}
+
+fn skip(what: &str, remedy: &str) {
+    requires::skip(&requires::Missing { what: what.to_owned(), remedy: remedy.to_owned() });
 }
 
 fn quick() -> Law {
@@ -179,8 +186,11 @@ fn after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_
     let node = Node::new("beelet-tuner-kill");
     let before = node.values();
     let name = "after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_times";
-    let mut found_held = 0;
-    for round in 0..100_u64 {
+    let (mut found_held, mut rounds, began) = (0, 0, Instant::now());
+    for round in 0..KILLS {
+        if began.elapsed() > KILLS_WITHIN && requires::long().is_err() {
+            break;
+        }
         let argument = format!("{} {}", node.root.path(), node.dir.path().display());
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args([name, "--exact", "--nocapture"]).env(VICTIM, argument);
@@ -191,24 +201,34 @@ fn after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_
         std::thread::sleep(Duration::from_micros(round * 137 % 5000));
         child.0.kill().unwrap();
         child.0.wait().unwrap();
-        found_held += usize::from(node.values() != before);
+        found_held += u64::from(node.values() != before);
         recover(&node.cgroups, &State::open(node.dir.path()).unwrap());
         assert_eq!(node.values(), before, "round {round}");
         assert!(!node.dir.path().join("tuner.json").exists(), "round {round}: the journal is done with");
+        rounds += 1;
     }
-    assert!(found_held > 10, "only {found_held} kills found anything held: the test shows nothing");
+    assert!(
+        found_held * 10 > rounds,
+        "only {found_held} of {rounds} kills found anything held: it shows nothing"
+    );
+    if rounds < KILLS {
+        let what = format!(
+            "only {rounds} of {KILLS} kills fitted into {KILLS_WITHIN:?}; the values were back after each"
+        );
+        skip(&what, "BEELET_LONG=1 does them all");
+    }
 }
 
 #[test]
 fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
     require!(root);
     if std::fs::metadata("/proc/pressure/cpu").is_err() {
-        eprintln!("the kernel counts no pressure: nothing to see");
+        skip("the kernel counts no pressure", "boot with psi=1, on a kernel with CONFIG_PSI");
         return;
     }
     let node = Node::new("beelet-tuner-loop");
     if node.cgroups.read(BEST_EFFORT, "cpu.idle").is_none() {
-        eprintln!("the kernel has no cpu.idle");
+        skip("the kernel has no cpu.idle", "Linux 5.15");
         return;
     }
     let before = node.values();
