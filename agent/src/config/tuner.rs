@@ -30,6 +30,8 @@ pub(super) struct TunerWire {
     memory_floor: Option<String>,
     quiet_percent: Option<u32>,
     burst_percent: Option<u32>,
+    helpless_steps: Option<u32>,
+    gain_percent: Option<u32>,
 }
 
 /// YAML reads a bare `off` as false.
@@ -70,6 +72,8 @@ impl TunerWire {
             memory_floor: Some(law.memory_floor.to_string()),
             quiet_percent: Some(law.quiet_percent),
             burst_percent: Some(law.burst_percent),
+            helpless_steps: Some(law.helpless_steps),
+            gain_percent: Some(law.gain_percent),
         }
     }
 }
@@ -78,6 +82,8 @@ pub(super) fn resolve(wire: Option<&TunerWire>) -> Result<Tuner, Problem> {
     let nothing = TunerWire::default();
     let wire = wire.unwrap_or(&nothing);
     let default = Law::default();
+    let interval = interval(wire.interval)?;
+    let back_off = wire.back_off.map_or(Duration::from_secs(600), |value| value.0);
     let law = Law {
         cpu_wait_permille: number(
             "cpuWaitPerMille",
@@ -124,13 +130,13 @@ pub(super) fn resolve(wire: Option<&TunerWire>) -> Result<Tuner, Problem> {
         memory_floor: memory_floor(wire.memory_floor.as_deref(), default.memory_floor)?,
         quiet_percent: number("quietPercent", wire.quiet_percent, default.quiet_percent, 0, 100)?,
         burst_percent: number("burstPercent", wire.burst_percent, default.burst_percent, 0, 100)?,
+        helpless_steps: number("helplessSteps", wire.helpless_steps, default.helpless_steps, 0, 1000)?,
+        gain_percent: number("gainPercent", wire.gain_percent, default.gain_percent, 1, 90)?,
+        retry_ticks: u32::try_from(back_off.as_nanos() / interval.as_nanos().max(1))
+            .unwrap_or(u32::MAX)
+            .max(1),
     };
-    Ok(Tuner {
-        mode: wire.mode.unwrap_or(TunerMode::Advise),
-        interval: interval(wire.interval)?,
-        back_off: wire.back_off.map_or(Duration::from_secs(600), |value| value.0),
-        law,
-    })
+    Ok(Tuner { mode: wire.mode.unwrap_or(TunerMode::Advise), interval, back_off, law })
 }
 
 fn problem(field: &str, message: String) -> Problem {

@@ -136,6 +136,7 @@ impl Engine {
         self.metrics.ticks.inc();
         self.blocked.retain(|_, block| block.until > now);
         self.yield_overwritten(now);
+        self.settle(now);
         let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
         if self.is_guest {
             (supports.idle, supports.burst) = (false, false);
@@ -248,6 +249,46 @@ impl Engine {
         }
     }
 
+    /// Gives back what could not be when it was time, or by [`recover`]: what the journal has and nothing holds. What is left
+    /// alone for a while waits until that has ended.
+    fn settle(&mut self, now: Instant) {
+        if self.journal.is_empty() {
+            return;
+        }
+        let held = self.state.held.iter().map(|(knob, value)| (knob, *value));
+        let left_alone = self.blocked.keys().map(|knob| (knob, 0));
+        let spoken_for: BTreeSet<(String, &str)> = held
+            .chain(left_alone)
+            .flat_map(|(knob, value)| {
+                let settings = knobs::settings(&self.cgroups, knob, value);
+                settings.into_iter().map(|setting| (knob.cgroup.clone(), setting.file))
+            })
+            .collect();
+        let owed = self.journal.without(&spoken_for);
+        for (cgroup, file, entry) in &owed {
+            let Some(kind) = knobs::kind_of(file) else { continue };
+            let knob = Knob { cgroup: cgroup.clone(), kind };
+            match journal::restore(&self.cgroups, cgroup, file, entry) {
+                Ok(_) => {
+                    self.journal.forget(cgroup, file);
+                    info!(cgroup, file, "given back: it could not be before");
+                    self.metrics.step(kind, true, "done");
+                    let reason = "it could not be given back before".to_owned();
+                    self.remember(&knob, None, None, reason, Outcome::Done);
+                }
+                Err(error) => {
+                    warn!(cgroup, file, %error, "a setting of the tuner still can't be given back");
+                    self.metrics.step(kind, true, "failed");
+                    let reason = format!("it could not be given back: {error}");
+                    self.blocked.insert(knob, Block { until: now + self.settings.back_off, reason });
+                }
+            }
+        }
+        if !owed.is_empty() {
+            self.keep_journal();
+        }
+    }
+
     // ---- What is done ----
 
     fn enforce(&mut self, steps: Vec<Step>, now: Instant) {
@@ -323,7 +364,7 @@ impl Engine {
             let Some(entry) = self.journal.entry(&knob.cgroup, setting.file).cloned() else { continue };
             match journal::restore(&self.cgroups, &knob.cgroup, setting.file, &entry) {
                 Ok(_) => self.journal.forget(&knob.cgroup, setting.file),
-                // It stays in the journal: the next start, or stop, tries again.
+                // It stays in the journal, so that it is tried again: see `settle`.
                 Err(error) => failed.push(error.to_string()),
             }
         }
@@ -371,7 +412,9 @@ impl Engine {
     /// Nothing is held, so nothing changes: only what would come first is said, once as long as it stands.
     fn advise(&mut self, state: policy::State, steps: Vec<Step>) {
         let calm = state.cpu.is_calm() && state.memory.is_calm();
-        self.state = policy::State { held: BTreeMap::new(), ..state };
+        // What isn't done can't help, so it isn't asked whether it did.
+        let (held, helps) = (BTreeMap::new(), BTreeMap::new());
+        self.state = policy::State { held, cpu_help: helps.clone(), memory_help: helps, ..state };
         for step in steps {
             let Some(to) = step.to else { continue };
             self.why.insert(step.knob.clone(), Why { since: Timestamp::now(), reason: step.reason.clone() });

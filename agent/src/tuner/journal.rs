@@ -1,6 +1,6 @@
 //! What the tuner has set, kept durably before it is set: how everything is put back after whatever happens to the agent.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use beelet_policy::tuner::Knob;
 use serde::{Deserialize, Serialize};
@@ -99,6 +99,14 @@ impl Journal {
         self.entries.get(cgroup)?.get(file)
     }
 
+    /// The files that are not among `these`.
+    pub(super) fn without(&self, these: &BTreeSet<(String, &str)>) -> Vec<(String, String, Entry)> {
+        let all = self.entries.iter().flat_map(|(cgroup, files)| {
+            files.iter().map(move |(file, entry)| (cgroup.clone(), file.clone(), entry.clone()))
+        });
+        all.filter(|(cgroup, file, _)| !these.contains(&(cgroup.clone(), file.as_str()))).collect()
+    }
+
     /// The owner's value behind a knob's first file, for people.
     pub(super) fn owners_of(&self, knob: &Knob, file: &str) -> Option<&str> {
         Some(&self.entry(&knob.cgroup, file)?.owners)
@@ -115,8 +123,8 @@ impl Journal {
                         self.forget(&cgroup, &file);
                     }
                     Err(error) => {
-                        warn!(%error, "a setting of the tuner can't be put back now; it is tried again at the next \
-                        start");
+                        warn!(%error, "a setting of the tuner can't be put back now; it is tried again by the tuner, if it \
+                            isn't off, and at the next start");
                     }
                 }
             }

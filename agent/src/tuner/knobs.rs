@@ -47,6 +47,18 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
     }
 }
 
+/// Which knob a file belongs to, by itself: the weight that is held beside `cpu.idle` is one of its own here.
+pub(super) fn kind_of(file: &str) -> Option<KnobKind> {
+    Some(match file {
+        "cpu.idle" => KnobKind::Idle,
+        "cpu.weight" | "cpu.shares" => KnobKind::Weight,
+        "cpu.max" | "cpu.cfs_quota_us" => KnobKind::CpuCap,
+        "memory.high" => KnobKind::MemoryHigh,
+        "cpu.max.burst" | "cpu.cfs_burst_us" => KnobKind::Burst,
+        _ => return None,
+    })
+}
+
 /// What this machine offers, by the files that the cgroup of BestEffort pods has.
 pub(super) fn supports(cgroups: &Cgroups, best_effort: &str) -> Supports {
     let has = |file: &str| cgroups.read(best_effort, file).is_some();

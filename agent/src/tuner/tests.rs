@@ -49,7 +49,10 @@ impl Fake {
     }
 
     fn engine(&self) -> Engine {
-        let law = Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() };
+        self.engine_by(Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() })
+    }
+
+    fn engine_by(&self, law: Law) -> Engine {
         let (interval, back_off) = (Duration::from_secs(1), Duration::from_secs(60));
         let settings = Settings { mode: TunerMode::Enforce, interval, back_off, law };
         Engine::new(Arc::clone(&self.cgroups), self.state(), None, settings, Metrics::default())
@@ -148,4 +151,43 @@ fn the_next_start_puts_back_what_a_killed_agent_left_unless_somebody_else_wrote_
     fs::write(fresh.dir.path().join("state/tuner.json"), journal).unwrap();
     recover(&fresh.cgroups, &fresh.state());
     assert_eq!((fresh.read("cpu.idle"), fresh.read("cpu.weight")), ("0".to_owned(), "1".to_owned()));
+}
+
+#[test]
+fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_more() {
+    // A file that says what the tuner writes, and that nobody may write, root included: a constant of the kernel.
+    let constant = "/proc/sys/kernel/ngroups_max";
+    let value: u64 = fs::read_to_string(constant).unwrap().trim().parse().unwrap();
+    let fake = Fake::new();
+    let (hog, high) = ("/kubepods/besteffort/podhog", fake.file("podhog/memory.high"));
+    let law =
+        Law { hot_ticks: 1, calm_ticks: 1, memory_step_percent: 100, memory_floor: value, ..Law::default() };
+    let mut engine = fake.engine_by(law);
+    let tick = |stalled: u32, used: u64| {
+        let mut seen = seen(0);
+        seen.pods[0].containers[0].memory_stall_permille = Some(stalled);
+        seen.pods[1].cgroup = hog.to_owned();
+        seen.pods[1].memory_used = used;
+        seen
+    };
+    let start = Instant::now();
+    engine.act(&tick(500, 2 * value), start);
+    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string());
+    fs::remove_file(&high).unwrap();
+    std::os::unix::fs::symlink(constant, &high).unwrap();
+    let view = engine.act(&tick(0, 0), start);
+    assert!(matches!(view.history.last().unwrap().outcome, Outcome::Failed(_)), "{view:?}");
+    assert!(view.held.is_empty());
+    assert_eq!(view.blocked[0].knob.kind, KnobKind::MemoryHigh);
+    // It doesn't work any better later.
+    let view = engine.tick(&[], start + Duration::from_secs(61));
+    assert!(view.blocked[0].reason.contains("could not be given back"), "{view:?}");
+    fs::remove_file(&high).unwrap();
+    fs::write(&high, value.to_string()).unwrap();
+    engine.tick(&[], start + Duration::from_secs(100));
+    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string(), "it is left alone for a minute");
+    let view = engine.tick(&[], start + Duration::from_secs(122));
+    assert_eq!(fs::read_to_string(&high).unwrap(), "max");
+    assert!(view.blocked.is_empty() && view.history.last().unwrap().outcome == Outcome::Done, "{view:?}");
+    assert!(!fake.dir.path().join("state/tuner.json").exists(), "the journal is done with");
 }

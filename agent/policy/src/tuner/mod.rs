@@ -3,12 +3,14 @@
 //!
 //! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for memory, what was
 //! promised nothing is squeezed first (BestEffort), then what uses more than it requested (Burstable, never below its
-//! request), one step a tick; when they are well again, it is given back in the reverse order. The shape is the one of
+//! request), one step a tick; when they are well again, it is given back in the reverse order. Who waits for its own threads
+//! is not helped by that: after some steps without a gain ([`Help`]) they are given back as well. The shape is the one of
 //! Koordinator's and Katalyst's suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare
 //! thresholds.
 //!
 //! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`] is.
 
+mod help;
 mod ladder;
 mod round;
 mod words;
@@ -17,6 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+pub use help::Help;
 pub use ladder::{Heat, Ladder};
 
 use crate::qos::QosClass;
@@ -51,6 +54,13 @@ pub struct Law {
     pub quiet_percent: u32,
     /// How much of its quota a throttled container may burst by; 0: never.
     pub burst_percent: u32,
+    /// So many steps without a gain for the one who complains: the last ones are given back, and no more are made for it;
+    /// 0: each goes to its end, helpful or not.
+    pub helpless_steps: u32,
+    /// How much less a container must wait or stall for steps to have helped it.
+    pub gain_percent: u32,
+    /// Ticks after which a container that could not be helped is tried again.
+    pub retry_ticks: u32,
 }
 
 impl Default for Law {
@@ -69,6 +79,9 @@ impl Default for Law {
             memory_floor: 64 << 20,
             quiet_percent: 2,
             burst_percent: 100,
+            helpless_steps: 3,
+            gain_percent: 10,
+            retry_ticks: 1200,
         }
     }
 }
@@ -181,6 +194,10 @@ pub struct State {
     pub memory: Ladder,
     /// The same for each container that its own quota throttles, by its cgroup.
     pub throttled: BTreeMap<String, Ladder>,
+    /// Whether taking CPU from others has helped those for whom it was, by the container's cgroup.
+    pub cpu_help: BTreeMap<String, Help>,
+    /// The same for memory.
+    pub memory_help: BTreeMap<String, Help>,
     /// What is set otherwise than its owner would, and to what.
     pub held: BTreeMap<Knob, u64>,
 }

@@ -1,9 +1,11 @@
 //! One tick of the control law.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ContainerSample, Decision, Heat, Knob, KnobKind, Law, Observed, PodSample, State, Step, ladder::Move,
+    ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, State, Step,
+    help::{Judgement, Standing},
+    ladder::Move,
     words,
 };
 use crate::qos::QosClass;
@@ -13,14 +15,30 @@ const LEAST_CAP: u64 = 10;
 /// A cap that is loosened grows by this at least, in millicores, however small it is.
 const LEAST_GROWTH: u64 = 50;
 
-/// How the worst-off protected container stands to a bound.
-struct Complaint {
-    heat: Heat,
-    /// Whose it is.
-    pod: String,
+/// How a protected container stands to a bound.
+struct Complaint<'a> {
+    pod: &'a PodSample,
+    container: &'a ContainerSample,
+    /// In thousandths of the bound.
+    ratio: u32,
     /// The whole in words.
     words: String,
 }
+
+/// How all of them do together.
+struct Complaints<'a> {
+    /// The furthest above its bound first.
+    all: Vec<Complaint<'a>>,
+    /// Of some nothing is known yet.
+    unmeasured: bool,
+    /// What to say where there is none.
+    none: &'static str,
+}
+
+/// What squeezes others for a complaint.
+type Squeeze<'a> = fn(&mut Round<'a>, &Complaint<'a>);
+/// Where it is kept whether that helps.
+type Helps = fn(&mut State) -> &mut BTreeMap<String, Help>;
 
 pub(super) struct Round<'a> {
     law: &'a Law,
@@ -37,21 +55,25 @@ impl<'a> Round<'a> {
 
     pub(super) fn decide(mut self) -> Decision {
         self.forget_the_gone();
-        let cpu = self.worst(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
-        match self.state.cpu.tick(self.law, cpu.heat) {
-            Move::Tighten => self.squeeze_cpu(&cpu),
+        let cpu =
+            self.complaints(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
+        let heat = self.heat(&cpu, |state| &mut state.cpu_help);
+        match self.state.cpu.tick(self.law, heat) {
+            Move::Tighten => self.tighten(&cpu, |state| &mut state.cpu_help, Self::squeeze_cpu),
             Move::GiveBack => self.give_back_cpu(),
             Move::Stay => {}
         }
-        let memory =
-            self.worst(|container| self.memory_complaint(container), "no protected pod stalls for memory");
-        match self.state.memory.tick(self.law, memory.heat) {
-            Move::Tighten => self.squeeze_memory(&memory),
+        let memory = self
+            .complaints(|container| self.memory_complaint(container), "no protected pod stalls for memory");
+        let heat = self.heat(&memory, |state| &mut state.memory_help);
+        match self.state.memory.tick(self.law, heat) {
+            Move::Tighten => self.tighten(&memory, |state| &mut state.memory_help, Self::squeeze_memory),
             Move::GiveBack => self.give_back_memory(),
             Move::Stay => {}
         }
         self.lend_bursts();
-        Decision { state: self.state, steps: self.steps, findings: vec![cpu.words, memory.words] }
+        let findings = vec![finding(&cpu, &self.state.cpu_help), finding(&memory, &self.state.memory_help)];
+        Decision { state: self.state, steps: self.steps, findings }
     }
 
     /// What was held of a cgroup that is gone is gone with it.
@@ -66,37 +88,81 @@ impl<'a> Round<'a> {
         let blocked = self.blocked;
         self.state.held.retain(|knob, _| is_there(&knob.cgroup) && !blocked.contains(knob));
         self.state.throttled.retain(|cgroup, _| is_there(cgroup));
+        self.state.cpu_help.retain(|cgroup, _| is_there(cgroup));
+        self.state.memory_help.retain(|cgroup, _| is_there(cgroup));
     }
 
     // ---- How things stand ----
 
-    /// The complaint furthest above its bound, of all protected containers.
-    fn worst(&self, judge: impl Fn(&ContainerSample) -> Option<(u32, String)>, none: &str) -> Complaint {
+    /// How all protected containers stand to a bound.
+    fn complaints(
+        &self,
+        judge: impl Fn(&ContainerSample) -> Option<(u32, String)>,
+        none: &'static str,
+    ) -> Complaints<'a> {
         let protected = self.seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort);
         let of_pod = |pod: &'a PodSample| pod.containers.iter().map(move |container| (pod, container));
-        let (mut worst, mut unmeasured) = (None::<(u32, &PodSample, String)>, false);
+        let (mut all, mut unmeasured) = (Vec::new(), false);
         for (pod, container) in protected.flat_map(of_pod) {
             match judge(container) {
-                Some((ratio, words)) if worst.as_ref().is_none_or(|(most, ..)| ratio > *most) => {
-                    worst = Some((ratio, pod, format!("{} ({}) {words}", pod.name, container.name)));
+                Some((ratio, words)) => {
+                    let words = format!("{} ({}) {words}", pod.name, container.name);
+                    all.push(Complaint { pod, container, ratio, words });
                 }
-                Some(_) => {}
                 None => unmeasured = true,
             }
         }
-        match worst {
-            Some((ratio, pod, words)) => {
-                let heat = match ratio {
-                    1001.. => Heat::Hot,
-                    calm if calm < self.law.release_percent * 10 && !unmeasured => Heat::Calm,
-                    _ => Heat::Warm,
-                };
-                Complaint { heat, pod: pod.name.clone(), words }
+        all.sort_by_key(|complaint| std::cmp::Reverse(complaint.ratio));
+        Complaints { all, unmeasured, none }
+    }
+
+    /// How the worst of those stands for whom something can be done.
+    fn heat(&mut self, complaints: &Complaints<'_>, helps: Helps) -> Heat {
+        let (law, helps) = (self.law, helps(&mut self.state));
+        for complaint in &complaints.all {
+            let cgroup = &complaint.container.cgroup;
+            if helps.get_mut(cgroup).is_some_and(|help| !help.tick(law, complaint.ratio)) {
+                helps.remove(cgroup);
             }
+        }
+        let helps = &*helps;
+        let worst = complaints.all.iter().find(|complaint| standing(helps, complaint) != Standing::Void);
+        match worst {
+            Some(worst) if worst.ratio > 1000 => match standing(helps, worst) {
+                Standing::Open => Heat::Hot,
+                _ if complaints.open(helps).is_some_and(|other| other.ratio > 1000) => Heat::Hot,
+                _ => Heat::Warm,
+            },
+            Some(worst) if worst.ratio >= law.release_percent * 10 => Heat::Warm,
             // Somebody to protect, but no measurement: nothing changes. Nobody to protect: all is given back.
-            None => {
-                let heat = if unmeasured { Heat::Warm } else { Heat::Calm };
-                Complaint { heat, pod: String::new(), words: none.to_owned() }
+            _ if complaints.unmeasured => Heat::Warm,
+            _ => Heat::Calm,
+        }
+    }
+
+    /// Takes a step for the worst of those for whom something can be done, unless the last ones have not helped it.
+    fn tighten(&mut self, complaints: &Complaints<'a>, helps: Helps, squeeze: Squeeze<'a>) {
+        let (law, made) = (self.law, self.steps.len());
+        let Some(worst) = complaints.open(helps(&mut self.state)) else { return };
+        let help = helps(&mut self.state).entry(worst.container.cgroup.clone()).or_default();
+        match help.judge(law, worst.ratio) {
+            Judgement::GoOn => squeeze(self, worst),
+            Judgement::GiveUp(tries, taken) => self.give_up(worst, tries, taken),
+        }
+        if let Some(help) = helps(&mut self.state).get_mut(&worst.container.cgroup) {
+            // Those that give back are no reason to do it again.
+            let steps = self.steps.get(made..).unwrap_or_default();
+            steps.iter().filter(|step| step.to.is_some()).for_each(|step| help.took(step));
+        }
+    }
+
+    /// Takes back what has not helped, as far as it is still held tighter.
+    fn give_up(&mut self, complaint: &Complaint<'_>, tries: u32, taken: BTreeMap<Knob, Option<u64>>) {
+        let words = format!("{}: the last {tries} steps have not helped", complaint.words);
+        for (knob, before) in taken {
+            let Some(now) = self.state.held.get(&knob).copied() else { continue };
+            if before.is_none_or(|before| before > now) {
+                self.set(&knob, before, &words);
             }
         }
     }
@@ -144,7 +210,7 @@ impl<'a> Round<'a> {
 
     // ---- CPU ----
 
-    fn squeeze_cpu(&mut self, complaint: &Complaint) {
+    fn squeeze_cpu(&mut self, complaint: &Complaint<'a>) {
         if self.seen.best_effort_used > self.quiet() && self.squeeze_best_effort(complaint) {
             return;
         }
@@ -152,7 +218,7 @@ impl<'a> Round<'a> {
             .seen
             .pods
             .iter()
-            .filter(|pod| pod.class == QosClass::Burstable && pod.can_cap && pod.name != complaint.pod)
+            .filter(|pod| pod.class == QosClass::Burstable && pod.can_cap && pod.name != complaint.pod.name)
             .filter(|pod| pod.cpu_used.unwrap_or(0) > pod.cpu_request)
             .collect();
         over.sort_by_key(|pod| std::cmp::Reverse(pod.cpu_used.unwrap_or(0) - pod.cpu_request));
@@ -167,7 +233,7 @@ impl<'a> Round<'a> {
     }
 
     /// Whether there was still something to take from the BestEffort pods.
-    fn squeeze_best_effort(&mut self, complaint: &Complaint) -> bool {
+    fn squeeze_best_effort(&mut self, complaint: &Complaint<'_>) -> bool {
         let cgroup = self.seen.best_effort.clone();
         let first = if self.seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };
         let words = match first {
@@ -183,7 +249,14 @@ impl<'a> Round<'a> {
     }
 
     /// Takes a step from a cap, or from what is used where there is no cap yet.
-    fn lower_cap(&mut self, cgroup: &str, used: u64, floor: u64, complaint: &Complaint, whose: &str) -> bool {
+    fn lower_cap(
+        &mut self,
+        cgroup: &str,
+        used: u64,
+        floor: u64,
+        complaint: &Complaint<'_>,
+        whose: &str,
+    ) -> bool {
         let now = self.held(cgroup, KnobKind::CpuCap).unwrap_or(used);
         let next = shrink(now, self.law.cpu_step_percent).max(floor);
         let words = format!("{}: {whose}, capped at {}", complaint.words, words::cpus(next));
@@ -223,13 +296,13 @@ impl<'a> Round<'a> {
 
     // ---- Memory ----
 
-    fn squeeze_memory(&mut self, complaint: &Complaint) {
+    fn squeeze_memory(&mut self, complaint: &Complaint<'a>) {
         if !self.seen.supports.memory_high {
             return;
         }
         let may = |pod: &&PodSample| match pod.class {
             QosClass::BestEffort => true,
-            QosClass::Burstable => pod.working_set > pod.memory_request && pod.name != complaint.pod,
+            QosClass::Burstable => pod.working_set > pod.memory_request && pod.name != complaint.pod.name,
             QosClass::Guaranteed => false,
         };
         let mut order: Vec<&PodSample> = self.seen.pods.iter().filter(may).collect();
@@ -383,6 +456,30 @@ impl<'a> Round<'a> {
             None => self.state.held.remove(knob),
         };
         self.steps.push(Step { knob: knob.clone(), from, to, reason: reason.to_owned() });
+    }
+}
+
+impl<'a> Complaints<'a> {
+    /// The worst of those for whom something can be done, as far as is known.
+    fn open(&self, helps: &BTreeMap<String, Help>) -> Option<&Complaint<'a>> {
+        self.all.iter().find(|complaint| standing(helps, complaint) == Standing::Open)
+    }
+}
+
+fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> Standing {
+    helps.get(&complaint.container.cgroup).map_or(Standing::Open, Help::standing)
+}
+
+/// The worst in words, for whom something can be done if it needs that.
+fn finding(complaints: &Complaints<'_>, helps: &BTreeMap<String, Help>) -> String {
+    let open = complaints.open(helps).filter(|complaint| complaint.ratio > 1000);
+    let Some(worst) = open.or(complaints.all.first()) else { return complaints.none.to_owned() };
+    match standing(helps, worst) {
+        Standing::Open => worst.words.clone(),
+        Standing::Kept => format!("{}; more steps have not helped it, so no more are made", worst.words),
+        Standing::Void => {
+            format!("{}; taking from others has not helped it, so it is left at that", worst.words)
+        }
     }
 }
 

@@ -5,8 +5,14 @@ use super::*;
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const MIB: u64 = 1 << 20;
 
+/// Patient with nothing, and not asking whether steps help: in most tests nobody is there to be helped.
 fn quick() -> Law {
-    Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() }
+    Law { hot_ticks: 1, calm_ticks: 1, helpless_steps: 0, ..Law::default() }
+}
+
+/// The same, giving up.
+fn asking() -> Law {
+    Law { helpless_steps: 3, ..quick() }
 }
 
 fn pod(name: &str, class: QosClass) -> PodSample {
@@ -243,6 +249,83 @@ fn nothing_measured_yet_is_no_reason_to_give_back() {
     assert!(state.held.is_empty());
 }
 
+#[test]
+fn a_wait_of_the_servers_own_making_ends_with_nothing_held_but_idle() {
+    let (law, mut state, seen) = (asking(), State::default(), node(200, 1600));
+    let steps = run(&law, &mut state, &seen, 50);
+    assert_eq!(steps, ["cpu.idle=1", "cpu.max=1200", "cpu.max=900", "cpu.max-"]);
+    assert_eq!(state.held, BTreeMap::from([(knob(BEST_EFFORT, KnobKind::Idle), 1)]));
+    let decision = decide(&law, &state, &seen, &nothing());
+    assert_eq!(
+        decision.findings[0],
+        "default/server (main) waits for a CPU 20 % of the time (5 % at most); taking from others has not helped it, so \
+         it is left at that"
+    );
+    // Half as much again is another complaint, and so is one after a long time.
+    assert_eq!(run(&law, &mut state.clone(), &node(310, 1600), 1), ["cpu.max=1200"]);
+    let soon = Law { retry_ticks: 20, ..law };
+    assert_eq!(run(&soon, &mut state, &seen, 40)[..3], ["cpu.max=1200", "cpu.max=900", "cpu.max=675"]);
+}
+
+#[test]
+fn the_reason_for_giving_back_is_that_it_has_not_helped() {
+    let (law, mut state) = (asking(), State::default());
+    run(&law, &mut state, &node(200, 1600), 3);
+    let decision = decide(&law, &state, &node(200, 1600), &nothing());
+    assert_eq!(show(&decision), ["cpu.max-"]);
+    assert!(decision.steps[0].reason.ends_with("the last 3 steps have not helped"), "{decision:?}");
+}
+
+#[test]
+fn steps_that_help_go_on_to_the_floor() {
+    let (law, mut state, mut wait) = (asking(), State::default(), 1000);
+    for _ in 0..20 {
+        let decision = decide(&law, &state, &node(wait, 1600), &nothing());
+        if !decision.steps.is_empty() {
+            wait = wait * 85 / 100;
+        }
+        state = decision.state;
+    }
+    assert_eq!(state.held[&knob(BEST_EFFORT, KnobKind::CpuCap)], 200);
+    // What has helped stays, though there is nothing more to take and it still waits.
+    assert!(run(&law, &mut state, &node(wait, 1600), 50).is_empty());
+    let decision = decide(&law, &state, &node(wait, 1600), &nothing());
+    assert!(
+        decision.findings[0].ends_with("more steps have not helped it, so no more are made"),
+        "{decision:?}"
+    );
+}
+
+#[test]
+fn one_that_cannot_be_helped_does_not_keep_others_from_it() {
+    let (law, mut state) = (asking(), State::default());
+    let mut seen = node(900, 1600);
+    run(&law, &mut state, &seen, 10);
+    assert_eq!(state.held.len(), 1);
+    let mut other = pod("other", QosClass::Burstable);
+    other.containers[0].cpu_wait_permille = Some(300);
+    seen.pods.push(other);
+    let decision = decide(&law, &state, &seen, &nothing());
+    assert_eq!(show(&decision), ["cpu.max=1200"]);
+    assert!(decision.steps[0].reason.starts_with("default/other (main) waits"), "{decision:?}");
+    assert!(decision.findings[0].starts_with("default/other (main) waits"), "{decision:?}");
+    // It is well: the cap goes back, as if the hopeless one weren't there.
+    state = decision.state;
+    seen.pods[2].containers[0].cpu_wait_permille = Some(0);
+    run(&law, &mut state, &seen, 20);
+    assert_eq!(state.held.len(), 1, "{:?}", state.held);
+}
+
+#[test]
+fn memory_that_was_taken_in_vain_is_given_back_too() {
+    let (law, mut state) = (asking(), State::default());
+    let steps = run(&law, &mut state, &stalled(100), 50);
+    let high = |percent: u64| format!("memory.high={}", 1000 * MIB * percent / 100);
+    assert_eq!(steps[..2], [high(90), high(81)]);
+    assert_eq!((steps.len(), steps[3].as_str()), (4, "memory.high-"));
+    assert!(state.held.is_empty());
+}
+
 fn any_container() -> impl Strategy<Value = ContainerSample> {
     (
         any::<Option<u16>>(),
@@ -307,7 +390,7 @@ proptest! {
     /// something.
     #[test]
     fn steps_keep_their_bounds(nodes in prop::collection::vec(any_node(), 1..20)) {
-        let (law, mut state) = (quick(), State::default());
+        let (law, mut state) = (asking(), State::default());
         for seen in &nodes {
             let decision = decide(&law, &state, seen, &nothing());
             for step in &decision.steps {
@@ -345,7 +428,7 @@ proptest! {
     /// What the steps say is what the state says: whoever follows them ends up with the state's values.
     #[test]
     fn the_steps_lead_from_one_state_to_the_next(before in any_node(), after in any_node()) {
-        let law = quick();
+        let law = asking();
         let mut state = decide(&law, &State::default(), &before, &nothing()).state;
         for _ in 0..5 {
             let decision = decide(&law, &state, &after, &nothing());
@@ -365,7 +448,7 @@ proptest! {
     /// However far it went, all comes back once the protected pods are well and nobody asks for CPU.
     #[test]
     fn everything_is_given_back(nodes in prop::collection::vec(any_node(), 1..10)) {
-        let (law, mut state) = (quick(), State::default());
+        let (law, mut state) = (asking(), State::default());
         for seen in &nodes {
             state = decide(&law, &state, seen, &nothing()).state;
         }
