@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use beelet_ebpf_abi::ABI_VERSION;
+use beelet_proto::cri::CgroupDriver;
 use beelet_tests::agent::{Agent, Options, binary};
 use beelet_tests::cri::FakeCri;
 use beelet_tests::guards::{CgroupRoot, Process, mounts, unmount_below};
@@ -274,4 +275,25 @@ fn the_service_manager_is_told_the_same_by_an_observer() {
     let pid = Pid::from_child(&observer.0);
     manager.follow(|| kill_process(pid, Signal::TERM).unwrap());
     assert!(observer.0.wait().unwrap().success());
+}
+
+#[test]
+fn on_a_runtime_that_uses_systemds_cgroups_the_agent_refuses_to_start_and_says_what_to_do() {
+    require!(root);
+    let dir = tempfile::tempdir().unwrap();
+    let cri = FakeCri::start();
+    cri.change(|world| world.cgroup_driver = Some(CgroupDriver::Systemd));
+    let cgroup = CgroupRoot::new(&workdir::unique("bd")).unwrap();
+    let options = without_mount(Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup));
+    let mut agent = Agent::spawn(options.beelet("bpf", "off")).unwrap();
+    let status = agent.wait_for_exit().unwrap();
+    let log = agent.log();
+    assert!(!status.success(), "{log}");
+    let sentence = "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set SystemdCgroup = \
+                    false in the runtime's configuration and restart it";
+    assert!(log.contains(sentence), "{log}");
+    assert!(
+        cgroup.dirs().iter().all(|dir| !dir.join("kubepods").exists()),
+        "it has made cgroups all the same"
+    );
 }
