@@ -260,3 +260,58 @@ fn a_missing_image_is_told_and_its_neighbours_run() {
     });
     assert_eq!(pod.phase(), "Pending");
 }
+
+/// Waits until the cgroup holds these values; on version 2 the runtime's own formula is for other tests.
+fn wait_values(node: &Node, path: &str, expected: Expected) {
+    workdir::wait_for(&format!("the values of {path}"), workdir::PATIENCE, || {
+        let mut rows = cgroup_values::check(node.containerd.cgroup(), path, expected)
+            .map_err(|error| format!("{error:#}"))?;
+        let is_container = path.rsplit('/').next().is_some_and(|name| name.len() == 64);
+        rows.retain(|row| row.file != "cpu.weight" || !is_container);
+        if rows.iter().all(cgroup_values::Row::ok) { Ok(()) } else { Err(format!("{rows:?}")) }
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_pod_is_resized_in_place_at_every_level_of_its_cgroups() {
+    require!(containerd);
+    on_every_containerd(|containerd| {
+        let node = Node::on(containerd, |options| options);
+        let sized = |request: &str, limit: (&str, &str)| {
+            let pod = manifests::pod("web", &["/bin/testapp", "pause"]);
+            manifests::with_resources(pod, (request, "32Mi"), limit)
+        };
+        node.apply(&sized("100m", ("500m", "64Mi")));
+        let old = node.wait("web", "to run", |pod| pod.phase() == "Running");
+        let pod = cgroup_values::pod_path("Burstable", old.uid());
+        let container = format!("{pod}/{}", id_of(&old).split_once("://").unwrap().1);
+        let kubepods = node.containerd.cgroup().dir("memory").unwrap().join("kubepods");
+        let limit = ["memory.limit_in_bytes", "memory.max"].map(|file| kubepods.join(file));
+        let limit = || limit.iter().find_map(|file| std::fs::read_to_string(file).ok()).unwrap();
+        let of_node = limit();
+        let mib = 1 << 20;
+        let cases = [
+            (("100m", ("500m", "64Mi")), (102, 50_000, 64 * mib)),
+            (("500m", ("1", "128Mi")), (512, 100_000, 128 * mib)),
+            (("200m", ("500m", "48Mi")), (204, 50_000, 48 * mib)),
+        ];
+        for ((request, limits), (shares, quota, memory)) in cases {
+            node.apply(&sized(request, limits));
+            let limited = Expected { shares, quota: Some(quota), memory: Some(memory) };
+            wait_values(&node, &container, limited);
+            wait_values(&node, &pod, limited);
+            wait_values(&node, "/kubepods/burstable", Expected { shares, quota: None, memory: None });
+            // What all pods share is the node's, whatever they ask for.
+            assert_eq!(limit(), of_node);
+            let now = node.wait("web", "to say that they are in force", |pod| {
+                let resizing = pod.condition("PodResizeInProgress") || pod.condition("PodResizePending");
+                let resources = pod.container("main").and_then(|status| status.resources.clone());
+                let cpu = resources.and_then(|resources| Some(resources.requests?.remove("cpu")?.0));
+                cpu.as_deref() == Some(request) && !resizing
+            });
+            assert_eq!(id_of(&now), id_of(&old), "the same container");
+            assert_eq!(now.container("main").unwrap().restart_count, 0);
+        }
+    });
+}

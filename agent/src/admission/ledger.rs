@@ -12,7 +12,7 @@ use beelet_policy::{
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
 
-use super::{NodeResources, Rejection, grace_of, patience};
+use super::{Deferral, NodeResources, Rejection, grace_of, patience};
 
 /// How long room is kept for a pod that was asked to come back.
 const RESERVED: Duration = Duration::from_secs(60);
@@ -170,11 +170,15 @@ impl Ledger {
     }
 
     /// Whether a pod that is here has room with other amounts; if so they are its amounts from now on.
-    pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
+    pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), Deferral> {
         let uid = uid_of(pod);
-        let Some(tenant) = self.tenants.remove(&uid) else { return true };
-        let room = self.ask(pod, Count::All, now).is_ok_and(|(decided, _)| fits(&decided));
-        let pod = if room { Arc::clone(pod) } else { tenant.pod };
+        let Some(tenant) = self.tenants.remove(&uid) else { return Ok(()) };
+        let room = match self.ask(pod, Count::All, now) {
+            Ok((decided, _)) if fits(&decided) => Ok(()),
+            Ok((decided, _)) => Err(deferral(&decided)),
+            Err(rejection) => Err(Deferral { infeasible: true, message: rejection.message }),
+        };
+        let pod = if room.is_ok() { Arc::clone(pod) } else { tenant.pod };
         self.tenants.insert(uid, Tenant { pod, leaves_by: tenant.leaves_by });
         room
     }
@@ -280,6 +284,19 @@ fn rejection(decided: &admission::Admission) -> Rejection {
         },
     };
     Rejection { reason, message: format!("Pod was rejected: {message}") }
+}
+
+/// Why amounts can't be had, in the words of a rejection.
+fn deferral(decided: &admission::Admission) -> Deferral {
+    let infeasible = decided.reasons.iter().any(|short| short.requested > short.capacity);
+    let message = match decided.reasons.first() {
+        Some(short) => format!(
+            "Node didn't have enough resource: {}, requested: {}, used: {}, capacity: {}",
+            short.resource, short.requested, short.used, short.capacity
+        ),
+        None => "Node has room for these amounts only where other pods go".to_owned(),
+    };
+    Deferral { infeasible, message }
 }
 
 /// The resources of device plugins that a pod asks for.

@@ -62,6 +62,15 @@ pub struct Rejection {
     pub message: String,
 }
 
+/// Why a pod that runs can't have other amounts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deferral {
+    /// Not on this node, whoever goes.
+    pub infeasible: bool,
+    /// A sentence.
+    pub message: String,
+}
+
 /// What admission needs from the rest of the node.
 #[derive(Debug)]
 pub struct Parts {
@@ -135,13 +144,13 @@ impl Admission {
 
     /// Whether a pod that runs may have other amounts of cpu and memory. If so it is counted with them from now on, and
     /// those that wait for room look again.
-    #[must_use]
-    pub fn resize(&self, pod: &Arc<core::Pod>) -> bool {
-        let room = self.ledger().resize(pod, Instant::now());
-        if room {
-            self.changed();
-        }
-        room
+    ///
+    /// # Errors
+    /// There is no room for them now, or there never is on this node.
+    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), Deferral> {
+        self.ledger().resize(pod, Instant::now())?;
+        self.changed();
+        Ok(())
     }
 
     /// The pod is on its way out; what it has is not free yet. Unknown pods are none of ours.

@@ -287,10 +287,13 @@ async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
     let node = Node::new();
     node.admits(&plain("a", "1")).await;
     node.admits(&plain("b", "2")).await;
-    assert!(!node.admission.resize(&plain("a", "3")));
+    let refused = node.admission.resize(&plain("a", "3")).unwrap_err();
+    let sentence = "Node didn't have enough resource: cpu, requested: 3000, used: 2000, capacity: 4000";
+    assert_eq!((refused.infeasible, refused.message.as_str()), (false, sentence));
+    assert!(node.admission.resize(&plain("a", "5")).unwrap_err().infeasible, "the node has only four");
     // What was refused is not counted.
-    assert!(node.admission.resize(&plain("b", "3")));
-    assert!(node.admission.resize(&plain("b", "1")));
-    assert!(node.admission.resize(&plain("a", "3")));
-    assert!(!node.admission.resize(&critical("b", "2")), "nobody goes for it");
+    assert!(node.admission.resize(&plain("b", "3")).is_ok());
+    assert!(node.admission.resize(&plain("b", "1")).is_ok());
+    assert!(node.admission.resize(&plain("a", "3")).is_ok());
+    assert!(node.admission.resize(&critical("b", "2")).is_err(), "nobody goes for it");
 }

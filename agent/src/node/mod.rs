@@ -436,6 +436,7 @@ impl Node {
             config: self.cgroup_config.clone(),
             runtime: self.runtime.clone(),
             reserved: self.reserved.clone(),
+            requests: exit_requests.clone(),
             metrics: self.metrics.qos_tree.clone(),
             check: qos_tree::CHECK,
         };

@@ -39,7 +39,7 @@ use super::{
     observe::Observation,
     processes,
     records::{PodRecord, Records},
-    resize,
+    resize::{self, ResizeFacts},
     status::{Inputs, OomFacts, ProbeFacts, Waiting, whole_second},
     table::{PodEntry, PodName, PodTable, ReadinessEdge},
     worker::{Control, Report, Stage, Terminate, Worker},
@@ -47,12 +47,12 @@ use super::{
 use crate::{
     clock::monotonic_ns,
     devices::{Active, NodeDevices},
-    events::Object,
 };
 
 mod active;
 mod exits;
 mod failing;
+mod resizing;
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
 const REPORTS: usize = 256;
@@ -87,6 +87,14 @@ pub enum Request {
     },
     /// The kernel killed a process of a container for want of memory.
     OomKilled(OomUpdate),
+    /// A pod's new amounts are in force in its cgroups: which, by the runtime's identifier of a running container; or why
+    /// they can't be yet.
+    Enacted {
+        /// The pod.
+        uid: String,
+        /// Amounts, or a sentence.
+        amounts: Result<BTreeMap<String, Option<core::ResourceRequirements>>, String>,
+    },
     /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back all it had.
     Retry {
         /// The pod.
@@ -198,6 +206,8 @@ struct Managed {
     failure: Option<Failure>,
     /// It may run again once its failure is cleared.
     retry: bool,
+    /// How a change of its amounts stands.
+    resize: ResizeFacts,
 }
 
 impl Managed {
@@ -377,25 +387,16 @@ impl Manager {
         match wanted.filter(same) {
             // The same manifest; what comes from elsewhere, its priority, may be new.
             Some(pod) if !managed.terminating() && managed.pod != *pod => {
-                if hash_of(pod) != hash_of(&managed.pod) {
-                    let Launcher { admission, events, .. } = &*self.parts.launcher;
-                    if !admission.resize(pod) {
-                        // It is looked at again whenever a pod is gone.
-                        let message = "The node has no room for the new amounts of cpu or memory; the pod keeps its own";
-                        events.warning(Object::pod(&managed.pod), "ResizeDeferred", message);
-                        return;
-                    }
-                    events.normal(
-                        Object::pod(pod),
-                        "Resized",
-                        "The pod's cpu or memory changes while it runs",
-                    );
-                    info!(pod = %managed.name, uid, "pod is resized: its cpu and memory change while it runs");
-                    managed.control.send_modify(|c| c.resized = Some(Arc::clone(pod)));
+                let is_same = hash_of(pod) == hash_of(&managed.pod);
+                if is_same {
+                    managed.resize.pending = None;
                 }
-                managed.pod = Arc::clone(pod);
+                if is_same || managed.try_resize(pod, &self.parts.launcher) {
+                    managed.pod = Arc::clone(pod);
+                }
                 self.publish(uid);
             }
+            Some(_) if managed.resize.pending.take().is_some() => self.publish(uid),
             Some(_) => {}
             None if desired.may_remove(manifest_of(&managed.pod).as_deref()) => self.terminate(uid),
             None => {}
@@ -459,6 +460,7 @@ impl Manager {
             edge: None,
             failure,
             retry,
+            resize: ResizeFacts::default(),
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         self.pods.insert(uid.clone(), managed);
@@ -560,6 +562,7 @@ impl Manager {
             Request::Retry { uid } => self.retry(&uid),
             Request::Exited { uid, status } => self.on_exited(&uid, *status),
             Request::OomKilled(update) => self.on_oom_killed(update),
+            Request::Enacted { uid, amounts } => self.on_enacted(&uid, amounts),
         }
     }
 
@@ -621,6 +624,7 @@ impl Manager {
                 oom: &managed.oom,
                 previous: managed.status.as_ref(),
                 failure: managed.failure.as_ref(),
+                resize: &managed.resize,
                 node: &self.parts.launcher.node,
                 runtime_name: &self.parts.runtime_name,
                 now: Timestamp::now(),

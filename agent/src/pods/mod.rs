@@ -18,7 +18,7 @@ pub mod observe;
 pub mod processes;
 pub mod qos_tree;
 pub mod records;
-mod resize;
+pub mod resize;
 pub mod status;
 pub mod table;
 mod termination;

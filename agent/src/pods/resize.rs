@@ -4,11 +4,11 @@
 //! [`shape`]: a digest of all the rest, which the sandbox carries as an annotation, so that a restart of the agent in the
 //! middle changes nothing. Pure.
 
-use std::fmt::Write as _;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use beelet_policy::qos::qos_class;
 use k8s_openapi::{
-    api::core::v1::{Container, Pod, ResourceRequirements},
+    api::core::v1::{Container, ContainerStatus, Pod, PodStatus, ResourceRequirements},
     apimachinery::pkg::api::resource::Quantity,
 };
 use sha2::{Digest, Sha256};
@@ -17,6 +17,62 @@ use super::manifest::{ANNOTATION_HASH, ANNOTATION_SEEN};
 
 /// Amounts that may change.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
+
+/// The condition of a pod whose new amounts are not in force in all of its containers.
+pub(super) const IN_PROGRESS: &str = "PodResizeInProgress";
+/// The condition of a pod that can't have the amounts of its manifest.
+pub(super) const PENDING: &str = "PodResizePending";
+
+/// How a change of a running pod's amounts stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResizeFacts {
+    /// Why the pod keeps its own amounts.
+    pub pending: Option<Pending>,
+    /// Why those that it has got are not in force yet, if there is a reason.
+    pub error: Option<String>,
+}
+
+/// Why a pod can't have the amounts of its manifest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pending {
+    /// `Deferred` until a pod goes, or `Infeasible` on this node.
+    pub reason: &'static str,
+    /// A sentence.
+    pub message: String,
+}
+
+/// What a status says of a container's amounts: as its manifest has them; None if it has none.
+pub(super) fn amounts(container: &Container) -> Option<ResourceRequirements> {
+    let resources = container.resources.as_ref()?;
+    let some = |list: &Option<BTreeMap<String, Quantity>>| list.clone().filter(|list| !list.is_empty());
+    let (requests, limits) = (some(&resources.requests), some(&resources.limits));
+    (requests.is_some() || limits.is_some()).then(|| ResourceRequirements {
+        requests,
+        limits,
+        ..Default::default()
+    })
+}
+
+/// Whether a pod's status says that new amounts are not in force yet.
+pub(super) fn is_in_progress(pod: &Pod) -> bool {
+    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")
+}
+
+/// Takes down which amounts are in force, by the runtime's identifier of a container.
+pub(super) fn enact(status: &mut PodStatus, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
+    let all = status.init_container_statuses.iter_mut().chain(&mut status.container_statuses);
+    for container in all.flatten() {
+        if let Some(amounts) = id_of(container).and_then(|id| enacted.get(id)) {
+            container.resources.clone_from(amounts);
+        }
+    }
+}
+
+/// `containerd://<id>`
+fn id_of(status: &ContainerStatus) -> Option<&str> {
+    Some(status.container_id.as_deref()?.split_once("://")?.1)
+}
 
 /// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers, where
 /// `resizePolicy` doesn't ask for a restart. Its QoS class may not change, nor may an amount come or go.

@@ -15,6 +15,7 @@ use super::{
     cri_config::NodeFacts,
     failure::Failure,
     observe::{Observation, timestamp},
+    resize::{self, ResizeFacts},
 };
 
 /// Why a container isn't running.
@@ -87,6 +88,8 @@ pub struct Inputs<'a> {
     pub previous: Option<&'a core::PodStatus>,
     /// Set if the pod was ended for good.
     pub failure: Option<&'a Failure>,
+    /// How a change of its amounts stands.
+    pub resize: &'a ResizeFacts,
     /// The node.
     pub node: &'a NodeFacts,
     /// The runtime's name, as in `containerd://<id>`.
@@ -140,8 +143,12 @@ impl Inputs<'_> {
             container_statuses: (!never_ran).then_some(statuses),
             ..Default::default()
         };
-        if let Some(failure) = self.failure {
-            failure.mark(&mut status, self.previous, self.now);
+        match self.failure {
+            Some(failure) => failure.mark(&mut status, self.previous, self.now),
+            None => {
+                let conditions = self.resize_conditions(&status);
+                status.conditions.get_or_insert_default().extend(conditions);
+            }
         }
         status
     }
@@ -246,10 +253,27 @@ impl Inputs<'_> {
             ready,
             started: Some(started),
             restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
+            resources: newest.and_then(|c| self.in_force(c)).or_else(|| resize::amounts(spec)),
+            allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
             state: Some(state),
             last_state,
             ..Default::default()
         }
+    }
+
+    /// The amounts that were in force when the same running container was last looked at: they are until the cgroups say
+    /// otherwise, whatever the manifest says by now.
+    fn in_force(&self, container: &pod::Container) -> Option<core::ResourceRequirements> {
+        if !matches!(container.state, pod::ContainerState::Running { .. }) {
+            return None;
+        }
+        let (previous, id) = (self.previous?, self.container_id(&container.id));
+        let all = previous.init_container_statuses.iter().chain(&previous.container_statuses).flatten();
+        let same = |status: &&core::ContainerStatus| {
+            let ran = status.state.as_ref().is_some_and(|state| state.running.is_some());
+            ran && status.container_id.as_ref() == Some(&id)
+        };
+        all.into_iter().find(same)?.resources.clone()
     }
 
     /// What was last known of a container whose records the runtime no longer has. One that was last seen running
@@ -387,6 +411,37 @@ impl Inputs<'_> {
             self.condition("ContainersReady", ready),
             self.condition("PodScheduled", Ok(())),
         ]
+    }
+
+    /// What is to be said of a change of the pod's amounts, while there is something.
+    fn resize_conditions(&self, status: &core::PodStatus) -> Vec<core::PodCondition> {
+        let spec = self.pod.spec.iter();
+        let specs = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
+        let statuses = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+        let statuses: BTreeMap<&str, _> = statuses.map(|status| (status.name.as_str(), status)).collect();
+        let behind = |spec: &core::Container| {
+            let status = statuses.get(spec.name.as_str());
+            let runs = |status: &&&core::ContainerStatus| {
+                status.state.as_ref().is_some_and(|state| state.running.is_some())
+            };
+            status.filter(runs).is_some_and(|status| status.resources != resize::amounts(spec))
+        };
+        let mut found = Vec::new();
+        if let Some(pending) = &self.resize.pending {
+            found.push(self.resize_condition(resize::PENDING, pending.reason, &pending.message));
+        }
+        if specs.into_iter().any(behind) {
+            let error = self.resize.error.as_deref().unwrap_or_default();
+            let reason = if error.is_empty() { "" } else { "Error" };
+            found.push(self.resize_condition(resize::IN_PROGRESS, reason, error));
+        }
+        found
+    }
+
+    fn resize_condition(&self, kind: &str, reason: &str, message: &str) -> core::PodCondition {
+        let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        let condition = self.condition(kind, Ok(()));
+        core::PodCondition { reason: some(reason), message: some(message), ..condition }
     }
 
     /// A condition whose transition time moves only when its status does.

@@ -493,6 +493,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         config: launcher.cgroup_config.clone(),
         runtime: runtime.clone(),
         reserved: Vec::new(),
+        requests: requests_out.clone(),
         metrics: keeping.clone(),
         check: Duration::from_millis(50),
     };

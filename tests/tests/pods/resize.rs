@@ -79,6 +79,89 @@ async fn a_running_pod_is_resized_in_place() {
     assert_eq!(node.containers("web"), "main/0+");
 }
 
+/// The CPU that is in force in the pod's container and the CPU that it was given, as its status has them, and what is said
+/// of a resize.
+fn status(pod: &View) -> (String, String, Vec<String>) {
+    let container = pod.container("main");
+    let cpu = |list: Option<
+        std::collections::BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>,
+    >| {
+        list.and_then(|mut list| list.remove("cpu")).map(|quantity| quantity.0).unwrap_or_default()
+    };
+    let conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let said = conditions.filter(|one| one.type_.starts_with("PodResize")).map(|one| {
+        format!(
+            "{} {}: {}",
+            one.type_,
+            one.reason.as_deref().unwrap_or_default(),
+            one.message.as_deref().unwrap_or_default()
+        )
+    });
+    let in_force = container.resources.and_then(|resources| resources.requests);
+    (cpu(in_force), cpu(container.allocated_resources), said.collect())
+}
+
+fn is_done(cpu: &str) -> impl Fn(&View) -> bool + '_ {
+    move |pod| status(pod) == (cpu.to_owned(), cpu.to_owned(), Vec::new())
+}
+
+#[tokio::test]
+async fn a_resize_without_room_waits_for_a_pod_to_go_and_says_so() {
+    let other = with(
+        pod("other"),
+        "containers",
+        json!([{
+            "name": "main", "image": crate::node::IMAGE, "resources": {"requests": {"cpu": "3"}},
+        }]),
+    );
+    let node = Node::with(&[other, sized("100m", "128Mi")]).await;
+    node.until_ready("other").await;
+    let old = node.until_ready("web").await;
+    make_container_cgroup(&node, &old);
+    node.until_pod("web", "to say what it has", is_done("100m")).await;
+
+    node.apply(&sized("2", "128Mi"));
+    let why = "Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
+    let said = format!("PodResizePending Deferred: {why}");
+    let waits = |pod: &View| status(pod).2 == [said.as_str()];
+    let waiting = node.until_pod("web", "to wait for room", waits).await;
+    assert_eq!((request(&waiting), status(&waiting).0), ("100m".to_owned(), "100m".to_owned()));
+    let event = format!("ResizeDeferred: {why}; the pod keeps its own amounts of cpu and memory");
+    assert!(node.events().contains(&event), "{:?}", node.events());
+
+    node.remove("other");
+    let new = node.until_pod("web", "to be resized", is_done("2")).await;
+    assert_eq!((new.uid(), node.containers("web").as_str()), (old.uid(), "main/0+"));
+    // More than the node has: no pod that goes makes room for it.
+    node.apply(&sized("5", "128Mi"));
+    let never =
+        |pod: &View| status(pod).2.iter().any(|said| said.starts_with("PodResizePending Infeasible: "));
+    node.until_pod("web", "to be told that it never fits", never).await;
+    node.apply(&sized("2", "128Mi"));
+    node.until_pod("web", "to have what its manifest says", is_done("2")).await;
+}
+
+#[tokio::test]
+async fn amounts_that_the_cgroups_refuse_are_not_called_in_force() {
+    let node = Node::with(&[sized("100m", "128Mi")]).await;
+    let old = node.until_ready("web").await;
+    let container = make_container_cgroup(&node, &old);
+    until_file(container.join("cpu.shares"), "102").await;
+    // Nobody can write into a folder.
+    std::fs::remove_file(container.join("cpu.shares")).unwrap();
+    std::fs::create_dir(container.join("cpu.shares")).unwrap();
+    node.apply(&sized("500m", "128Mi"));
+    let stuck = |pod: &View| {
+        status(pod).2.iter().any(|said| said.starts_with("PodResizeInProgress Error: default/web-n1"))
+    };
+    let pod = node.until_pod("web", "to say why it is not resized", stuck).await;
+    assert_eq!((status(&pod).0.as_str(), status(&pod).1.as_str()), ("100m", "500m"));
+    std::fs::remove_dir(container.join("cpu.shares")).unwrap();
+    std::fs::write(container.join("cpu.shares"), "102").unwrap();
+    node.until_pod("web", "to be resized", is_done("500m")).await;
+    until_file(container.join("cpu.shares"), "512").await;
+}
+
 #[tokio::test]
 async fn an_agent_that_was_away_resizes_what_it_finds() {
     let mut node = Node::with(&[sized("100m", "128Mi")]).await;
@@ -87,8 +170,8 @@ async fn an_agent_that_was_away_resizes_what_it_finds() {
     node.kill().await;
     node.apply(&sized("300m", "128Mi"));
     node.start().await;
-    let new = node.until_pod("web", "to have the new request", |pod| request(pod) == "300m").await;
-    assert_eq!(new.uid(), old.uid());
+    let new = node.until_pod("web", "to have the new request", is_done("300m")).await;
+    assert_eq!((new.uid(), request(&new)), (old.uid(), "300m".to_owned()));
     until_file(container.join("cpu.shares"), "307").await;
     // Killed again after it: still the same pod.
     node.kill_and_start().await;

@@ -10,20 +10,25 @@
 mod containers;
 mod metrics;
 mod orphans;
+mod resizes;
 mod wanted;
 
 use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
 
 use beelet_policy::cgroups::{CgroupConfig, CgroupValues, node_cgroups};
 use k8s_openapi::api::core::v1 as core;
-use tokio::{sync::watch, task::spawn_blocking, time::Instant};
+use tokio::{
+    sync::{mpsc, watch},
+    task::spawn_blocking,
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 pub use self::metrics::{Level, Metrics};
 pub(crate) use self::wanted::running;
 use self::{orphans::Orphans, wanted::Wanted};
-use super::table::PodTable;
+use super::{manager::Request, table::PodTable};
 use crate::{
     cgroups::{Adjust, Cgroups, Report},
     runtime::Runtime,
@@ -62,6 +67,8 @@ pub struct Parts {
     pub runtime: Runtime,
     /// The cgroups of daemons that something is reserved for, where that is enforced. Never made here.
     pub reserved: Vec<CgroupValues>,
+    /// The pods' manager, who wants to know when new amounts of a running pod are in force.
+    pub requests: mpsc::Sender<Request>,
     /// Counters and gauges.
     pub metrics: Metrics,
     /// How often everything is compared: [`CHECK`].
@@ -130,7 +137,8 @@ impl Keeper {
                 return false;
             }
         };
-        if !everything && self.last.as_ref() == Some(&wanted) {
+        // Amounts may be written in another way and be the same; still somebody waits for them.
+        if !everything && self.last.as_ref() == Some(&wanted) && !resizes::any(table) {
             return true;
         }
         self.kept.retain(|path, _| wanted.levels.contains_key(path));
@@ -140,6 +148,7 @@ impl Keeper {
         failed.dedup();
         self.parts.metrics.pending.set(i64::try_from(failed.len()).unwrap_or(i64::MAX));
         self.tell(&failed);
+        resizes::tell(&self.parts, table, &wanted, &failed).await;
         self.last = Some(wanted);
         failed.is_empty()
     }

@@ -3,6 +3,7 @@ use serde_json::json;
 
 use super::*;
 use crate::pods::observe::SandboxDetail;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 const NOW: i64 = 1_700_000_100;
 
@@ -67,6 +68,7 @@ struct Case {
     failure: Option<Failure>,
     oom: BTreeMap<String, OomFacts>,
     now: Option<i64>,
+    resize: ResizeFacts,
 }
 
 impl Case {
@@ -78,6 +80,7 @@ impl Case {
             probes: &self.probes,
             previous: self.previous.as_ref(),
             failure: self.failure.as_ref(),
+            resize: &self.resize,
             oom: &self.oom,
             node: &node(),
             runtime_name: "containerd",
@@ -316,4 +319,49 @@ fn an_oom_kill_is_told_with_the_kernels_numbers() {
     let case = Case { oom: [("a-0".to_owned(), other)].into(), ..Case::default() };
     let state = ended(&case.status(&pod(spec()), &seen(&["a 0 exit 3"])));
     assert_eq!((state.reason.as_deref(), state.message), (Some("Error"), None));
+}
+
+#[test]
+fn amounts_are_in_force_only_when_the_cgroups_have_them() {
+    let sized = |cpu: &str| {
+        pod(json!({"containers": [{"name": "main", "resources": {"requests": {"cpu": cpu}, "limits": {}}}]}))
+    };
+    let shown = |status: &core::PodStatus| {
+        let container = &status.container_statuses.as_ref().unwrap()[0];
+        let of = |list: Option<&BTreeMap<String, _>>| {
+            list.map(|list| {
+                let quantity: &Quantity = &list["cpu"];
+                quantity.0.clone()
+            })
+        };
+        let in_force = container.resources.as_ref().and_then(|resources| of(resources.requests.as_ref()));
+        (in_force.unwrap_or_default(), of(container.allocated_resources.as_ref()).unwrap_or_default())
+    };
+    let resizing = |status: &core::PodStatus| {
+        let conditions = status.conditions.iter().flatten().filter(|c| c.type_.starts_with("PodResize"));
+        conditions
+            .map(|c| format!("{} {}", c.type_, c.reason.clone().unwrap_or_default()))
+            .collect::<Vec<_>>()
+    };
+    let running = seen(&["main 0 running"]);
+    let first = Case::default().status(&sized("1"), &running);
+    assert_eq!((shown(&first), resizing(&first).len()), (("1".to_owned(), "1".to_owned()), 0));
+
+    let mut case = Case { previous: Some(first), ..Case::default() };
+    let resized = case.status(&sized("2"), &running);
+    assert_eq!(shown(&resized), ("1".to_owned(), "2".to_owned()));
+    assert_eq!(resizing(&resized), ["PodResizeInProgress "]);
+    case.resize.error = Some("too much is in use".to_owned());
+    assert_eq!(resizing(&case.status(&sized("2"), &running)), ["PodResizeInProgress Error"]);
+    // Another container has been made with them.
+    assert_eq!(shown(&case.status(&sized("2"), &seen(&["main 0 exit 1", "main 1 running"]))).0, "2");
+
+    let mut enacted = resized;
+    let amounts = resize::amounts(&sized("2").spec.unwrap().containers[0]);
+    resize::enact(&mut enacted, &BTreeMap::from([("main-0".to_owned(), amounts)]));
+    case.previous = Some(enacted);
+    let done = case.status(&sized("2"), &running);
+    assert_eq!((shown(&done), resizing(&done).len()), (("2".to_owned(), "2".to_owned()), 0));
+    case.resize.pending = Some(resize::Pending { reason: "Deferred", message: "no room".to_owned() });
+    assert_eq!(resizing(&case.status(&sized("2"), &running)), ["PodResizePending Deferred"]);
 }
