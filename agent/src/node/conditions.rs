@@ -104,14 +104,14 @@ mod tests {
         let (began, mut changes) = (memory(&since.borrow()), since.clone());
         assert!(!began.0);
         told.send_replace([NodeCondition::MemoryPressure].into());
-        let came = memory(&*changes.wait_for(|since| memory(since).0).await.unwrap());
+        let came = memory(&changes.wait_for(|since| memory(since).0).await.unwrap());
         assert!(came.1 > began.1);
         // Another one changes nothing of it.
         told.send_replace([NodeCondition::MemoryPressure, NodeCondition::DiskPressure].into());
         let other = |since: &Since| since[&NodeCondition::DiskPressure].0;
-        assert_eq!(memory(&*changes.wait_for(other).await.unwrap()), came);
+        assert_eq!(memory(&changes.wait_for(other).await.unwrap()), came);
         told.send_replace(Conditions::new());
-        let went = memory(&*changes.wait_for(|since| !memory(since).0).await.unwrap());
+        let went = memory(&changes.wait_for(|since| !memory(since).0).await.unwrap());
         assert!(went.1 > came.1);
         drop(told);
         working.await.unwrap();

@@ -1,7 +1,8 @@
 //! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client of its
 //! API sees it, on a real containerd.
 //!
-//! Each row is one promise. `--json` prints one object a line: `{"what","row","unit","n","p50","p99","bound","ok"}`.
+//! Each row is one promise. `--json` prints one object a line: `{"what","row","unit","n","p50","p99","bound","ok"}`,
+//! with what it is compared to, and a note, where there are any.
 //! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
 mod bpf;
@@ -72,6 +73,9 @@ struct Row {
     /// The same, done otherwise.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     compare: BTreeMap<&'static str, f64>,
+    /// What a reader must know to understand the numbers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<&'static str>,
 }
 
 impl Row {
@@ -96,7 +100,7 @@ impl Row {
         (n, (p50, p99)): (usize, (f64, f64)),
         bound: f64,
     ) -> Row {
-        Row { what, row, unit, n, p50, p99, bound, ok: p99 <= bound, compare: BTreeMap::new() }
+        Row { what, row, unit, n, p50, p99, bound, ok: p99 <= bound, compare: BTreeMap::new(), note: None }
     }
 
     /// The row, with the same thing done otherwise beside it (its median).
@@ -104,6 +108,11 @@ impl Row {
         samples.sort_by(f64::total_cmp);
         self.compare.insert(name, percentile(&samples, 50));
         self
+    }
+
+    /// The row, with a sentence about its numbers.
+    fn noting(self, note: &'static str) -> Row {
+        Row { note: Some(note), ..self }
     }
 
     /// The row of these samples; half of them must not be above `bound`. For differences of two measurements, whose
@@ -190,9 +199,12 @@ fn print(rows: &[Row], json: bool) -> Result<()> {
     println!("{:<10} {:<22} {:>6} {:>10} {:>10} {:>10} unit", "WHAT", "ROW", "N", "P50", "P99", "BOUND");
     for row in rows {
         let mark = if row.ok { style("ok").green() } else { style("ABOVE").red().bold() };
-        let Row { what, row, unit, n, p50, p99, bound, compare, .. } = row;
+        let Row { what, row, unit, n, p50, p99, bound, compare, note, .. } = row;
         let beside: String = compare.iter().map(|(name, value)| format!("; {name}: {value:.3}")).collect();
-        println!("{what:<10} {row:<22} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>10.3} {unit} {mark}{beside}");
+        let note = note.map(|note| format!("; {note}")).unwrap_or_default();
+        println!(
+            "{what:<10} {row:<22} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>10.3} {unit} {mark}{beside}{note}"
+        );
     }
     Ok(())
 }

@@ -3,6 +3,8 @@
 //! latency is from when a request should have arrived to its answer, inside the server's pod (`testapp latency`).
 //!
 //! The warm-up is not measured: it is there for the tuner to find its place, and how long that takes is a row of its own.
+//! A neighbour that is short of memory can be held back only where there is a `memory.high`, on cgroup version 2; elsewhere
+//! its rows have no bound, and say so.
 //! The whole node's cgroup gets the highest weight, so that other work of this machine counts little.
 
 use super::Row;
@@ -43,7 +45,7 @@ struct Run {
     /// The CPUs that server and neighbour used.
     server: f64,
     neighbour: f64,
-    /// Milliseconds from the neighbour's start to the tuner's first step.
+    /// Milliseconds from when both the server and its neighbour were seen to run to the tuner's first step.
     reaction: Option<f64>,
 }
 
@@ -77,30 +79,51 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let tuned = measure("tuned", Neighbour::Busy, "enforce")?;
     let thirsty = measure("thirsty", Neighbour::Memory, "off")?;
     let watered = measure("watered", Neighbour::Memory, "enforce")?;
+    let memory_high = has_memory_high(containerd.cgroup());
     if !quick {
         let file = shell::repository().join("docs/tuner.svg");
-        draw(
-            &file,
-            &[("alone", &alone), ("busy neighbour", &noisy), ("busy neighbour, tuner enforces", &tuned)],
-        )?;
+        let mut drawn =
+            vec![("alone", &alone), ("busy neighbour", &noisy), ("busy neighbour, tuner enforces", &tuned)];
+        if memory_high {
+            drawn.extend([("memory hog", &thirsty), ("memory hog, tuner enforces", &watered)]);
+        }
+        draw(&file, &drawn)?;
         eprintln!("wrote {}", file.display());
     }
     let cpus = std::thread::available_parallelism()?.get() as f64;
     let lost = 100.0 - 100.0 * tuned.neighbour / (cpus - tuned.server);
-    let reaction = tuned.reaction.into_iter().collect();
-    Ok(vec![
-        row("alone", &alone, f64::INFINITY),
-        row("busy_neighbour_off", &noisy, f64::INFINITY),
-        row("busy_neighbour_enforce", &tuned, WORSE * alone.at(99.0)),
-        row("memory_neighbour_off", &thirsty, f64::INFINITY),
-        row("memory_neighbour_enforce", &watered, WORSE * alone.at(99.0)),
-        Row::new("tuner", "idle_cpu_lost", "%", vec![lost], LOST),
-        Row::new("tuner", "first_step_after", "ms", reaction, f64::INFINITY),
-    ])
+    let (any, bound) = (f64::INFINITY, WORSE * alone.at(99.0));
+    let runs = [
+        ("alone", "alone_p99.9", &alone, any),
+        ("busy_neighbour_off", "busy_off_p99.9", &noisy, any),
+        ("busy_neighbour_enforce", "busy_enforce_p99.9", &tuned, bound),
+        ("memory_neighbour_off", "memory_off_p99.9", &thirsty, any),
+        ("memory_neighbour_enforce", "memory_enforce_p99.9", &watered, if memory_high { bound } else { any }),
+    ];
+    let mut rows: Vec<Row> =
+        runs.into_iter().flat_map(|(name, tail, run, bound)| of_run(name, tail, run, bound)).collect();
+    if !memory_high {
+        for row in rows.iter_mut().filter(|row| row.row.starts_with("memory_") && row.row.contains("enforce"))
+        {
+            row.note = Some("not bounded: cgroup version 1 has no memory.high to hold the neighbour by");
+        }
+    }
+    rows.push(Row::new("tuner", "idle_cpu_lost", "%", vec![lost], LOST));
+    let reaction = Row::new("tuner", "first_step_after", "ms", tuned.reaction.into_iter().collect(), any);
+    rows.push(if tuned.reaction.is_none() { reaction.noting("the tuner made no step") } else { reaction });
+    Ok(rows)
 }
 
-fn row(name: &'static str, run: &Run, bound: f64) -> Row {
-    Row::of("tuner", name, "ms", (run.requests, (run.at(50.0), run.at(99.0))), bound)
+/// The rows of a run: its median and 99th percentile, which the bound is for, and its 99.9th, one number in both columns.
+fn of_run(name: &'static str, tail: &'static str, run: &Run, bound: f64) -> [Row; 2] {
+    let row = |name, p50, p99, bound| Row::of("tuner", name, "ms", (run.requests, (p50, p99)), bound);
+    let (p999, any) = (run.at(99.9), f64::INFINITY);
+    [row(name, run.at(50.0), run.at(99.0), bound), row(tail, p999, p999, any)]
+}
+
+/// Whether the tuner can hold anybody back from memory here.
+fn has_memory_high(root: &CgroupRoot) -> bool {
+    root.dir("memory").is_some_and(|dir| dir.join("memory.high").exists())
 }
 
 /// One server with its neighbour, under an agent of its own.
@@ -123,7 +146,6 @@ fn one(
     let logs = PathBuf::from(options.kubelet["podLogsDir"].as_str().unwrap_or_default());
     let mut agent = Agent::start(options)?;
     let mut hog = None;
-    let started = Instant::now();
     if let Some(manifest) = manifest_of(neighbour)? {
         agent.apply("neighbour.yaml", manifest.to_string())?;
         hog = Some(running(&agent, "neighbour")?);
@@ -145,6 +167,8 @@ fn one(
     server["spec"]["restartPolicy"] = json!("Never");
     agent.apply("server.yaml", server.to_string())?;
     let server = running(&agent, "server")?;
+    // The neighbour was there before: from now on the server may have to wait.
+    let both_run = jiff::Timestamp::now();
     let log = Log { folder: logs, uid: server.clone() };
     log.wait_for("measuring")?;
     let cpu = |qos: &str, uid: &str| cpu_seconds(containerd.cgroup(), &pod_path(qos, uid));
@@ -159,7 +183,7 @@ fn one(
     );
     let (after, took) = (both()?, began.elapsed().as_secs_f64());
     let result = log.wait_for("result ")?;
-    let reaction = first_step(&agent, started)?;
+    let reaction = first_step(&agent, both_run)?;
     agent.terminate()?;
     let (requests, latencies) = parse(&result)?;
     Ok(Run {
@@ -233,15 +257,15 @@ fn parse(result: &str) -> Result<(usize, Vec<(f64, f64)>)> {
     Ok((requests, latencies))
 }
 
-/// When the tuner did something first, in milliseconds after `started`.
-fn first_step(agent: &Agent, started: Instant) -> Result<Option<f64>> {
+/// When the tuner did something first, in milliseconds after `since`: not before, if it was so quick that the API told of
+/// the pods later. None if it did nothing.
+fn first_step(agent: &Agent, since: jiff::Timestamp) -> Result<Option<f64>> {
     let output = agent.cli(&["tune", "history", "-o", "json"]).output().context("could not ask the tuner")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let Some(line) = text.lines().next() else { return Ok(None) };
     let step: Value = serde_json::from_str(line)?;
     let at: jiff::Timestamp = step["at"].as_str().context("a step without a time")?.parse()?;
-    let ago = jiff::Timestamp::now().duration_since(at);
-    Ok(Some((started.elapsed().as_secs_f64() - ago.as_secs_f64()) * 1000.0))
+    Ok(Some((at.duration_since(since).as_secs_f64() * 1000.0).max(0.0)))
 }
 
 /// The CPU time of a cgroup.
@@ -289,9 +313,9 @@ fn draw(file: &Path, runs: &[(&str, &Run)]) -> Result<()> {
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y}"))
         .draw()?;
-    for ((name, run), colour) in
-        runs.iter().zip([RGBColor(70, 130, 60), RGBColor(200, 60, 40), RGBColor(40, 90, 180)])
-    {
+    let colours = [(70, 130, 60), (200, 60, 40), (40, 90, 180), (200, 140, 40), (120, 60, 160)];
+    for ((name, run), (red, green, blue)) in runs.iter().zip(colours) {
+        let colour = RGBColor(red, green, blue);
         let points = run
             .latencies
             .iter()

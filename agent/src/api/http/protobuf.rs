@@ -35,10 +35,10 @@ pub(super) fn is_wanted(headers: &HeaderMap) -> bool {
         let weight = parameters.get("q").map_or(1.0, |q| q.parse().unwrap_or(0.0));
         let is = |key: &str, wanted: &str| parameters.get(key).is_some_and(|value| *value == wanted);
         match kind.as_str() {
-            "application/vnd.google.protobuf" => {
-                if is("proto", "io.prometheus.client.MetricFamily") && is("encoding", "delimited") {
-                    protobuf = protobuf.max(weight);
-                }
+            "application/vnd.google.protobuf"
+                if is("proto", "io.prometheus.client.MetricFamily") && is("encoding", "delimited") =>
+            {
+                protobuf = protobuf.max(weight);
             }
             "application/openmetrics-text" | "text/plain" | "text/*" => text = text.max(weight),
             _ => {}
