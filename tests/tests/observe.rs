@@ -327,6 +327,7 @@ impl Owned {
             quiet_percent: 0,
             hot_ticks: 1,
             best_effort_floor_percent: 1,
+            helpless_steps: 0,
             ..Law::default()
         };
         let (interval, back_off) = (Duration::from_millis(100), Duration::from_secs(600));
