@@ -48,6 +48,17 @@ fn pause(app: &[u8]) -> Result<ImageTar> {
 }
 
 fn busybox_image(app: &[u8]) -> Result<ImageTar> {
+    cached(APP, &busybox_files(app)?, &json!({ "Env": ["PATH=/bin"], "Cmd": ["/bin/sh"] }))
+}
+
+/// Another image of [`APP`]'s layer: it shares everything but its name and its configuration.
+pub fn variant(name: &str) -> Result<ImageTar> {
+    let app = std::fs::read(testapp()?).context("could not read the test app")?;
+    let variant = format!("VARIANT={name}");
+    cached(name, &busybox_files(&app)?, &json!({ "Env": ["PATH=/bin", variant], "Cmd": ["/bin/sh"] }))
+}
+
+fn busybox_files(app: &[u8]) -> Result<Vec<(String, Entry)>> {
     let busybox = busybox()?;
     let program = std::fs::read(&busybox).with_context(|| format!("could not read {}", busybox.display()))?;
     let listed =
@@ -66,7 +77,7 @@ fn busybox_image(app: &[u8]) -> Result<ImageTar> {
     for applet in String::from_utf8_lossy(&listed.stdout).lines().filter(|applet| *applet != "busybox") {
         files.push((format!("bin/{applet}"), Entry::Link("busybox".to_owned())));
     }
-    cached(APP, &files, &json!({ "Env": ["PATH=/bin"], "Cmd": ["/bin/sh"] }))
+    Ok(files)
 }
 
 /// The image of these files, from the cache if these very files were made into it before.

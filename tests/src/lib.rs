@@ -14,6 +14,7 @@ pub mod guards;
 pub mod images;
 pub mod load;
 pub mod manifests;
+pub mod oom;
 pub mod pods;
 pub mod requires;
 pub mod workdir;

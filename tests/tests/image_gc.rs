@@ -172,7 +172,7 @@ impl Node {
         }))
         .unwrap();
         let name = PodName::of(&pod);
-        let entry = Arc::new(PodEntry { pod, readiness_edge: None, netns: None });
+        let entry = Arc::new(PodEntry::of(pod));
         self.table.send_modify(|table| Arc::make_mut(table).pods = [(name, entry)].into());
     }
 

@@ -2,7 +2,8 @@
 //! decided who goes, as a client of its API sees it, on real pods below a small limit of their own.
 //!
 //! The crossing is seen from outside the agent: a thread reads the pods' cgroup a thousand times a second. A second row
-//! counts the rounds in which the kernel's OOM killer was faster: what eviction is there to prevent.
+//! counts the rounds in which the kernel's OOM killer acted, whether or not a pod was evicted as well: what eviction is there
+//! to prevent.
 
 use super::Row;
 use crate::progress::Step;
@@ -10,6 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options, monotonic_ns};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::manifests::{self, CONTROL};
+use beelet_tests::oom::OomWatch;
 use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
 use serde_json::json;
@@ -44,13 +46,9 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let (mut samples, mut kills) = (Vec::new(), Vec::new());
     for round in 0..rounds {
         step.detail(&format!("{round} of {rounds} rounds"));
-        match one_round(&agent, &kubepods, &evicted, round)? {
-            Some(milliseconds) => {
-                samples.push(milliseconds);
-                kills.push(0.0);
-            }
-            None => kills.push(1.0),
-        }
+        let (milliseconds, killed) = one_round(&agent, &kubepods, &evicted, round)?;
+        samples.extend(milliseconds);
+        kills.push(f64::from(u8::from(killed)));
     }
     step.done(&format!("{rounds} rounds"));
     Ok(vec![
@@ -59,13 +57,13 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     ])
 }
 
-/// Milliseconds from the crossing to the decision; None if the kernel killed first.
+/// Milliseconds from the crossing to the decision, if there was one; and whether the kernel killed, be it before or after.
 fn one_round(
     agent: &Agent,
     kubepods: &Path,
     evicted: &mpsc::Receiver<Evicted>,
     round: usize,
-) -> Result<Option<f64>> {
+) -> Result<(Option<f64>, bool)> {
     let (name, file) = (format!("hog-{round}"), format!("hog-{round}.yaml"));
     let pod = manifests::pod(&name, &["/bin/testapp", "serve", "--control", &CONTROL.to_string()]);
     // Some request, so that it is let in although memory was short a moment ago.
@@ -75,6 +73,7 @@ fn one_round(
     let pod = agent.until("the hog to run", running)?;
     let mut control = Control::connect(pod.ip().context("the pod has no address")?, CONTROL)?;
     let crossing = Crossing::watch(kubepods.to_path_buf());
+    let mut kills = OomWatch::start(kubepods)?;
     let began = Instant::now();
     let mut biting = true;
     let decided = loop {
@@ -100,11 +99,12 @@ fn one_round(
     let crossed = crossing.end();
     agent.remove(&file)?;
     agent.until("the hog to be gone", |watch| watch.pod(&name).is_none().then_some(()))?;
-    Ok(match (decided, crossed) {
-        (Some(decided), Some(crossed)) => Some(decided.saturating_sub(crossed) as f64 / 1e6),
+    let killed = decided.is_none() || kills.count()? > 0;
+    match (decided, crossed) {
+        (Some(decided), Some(crossed)) => Ok((Some(decided.saturating_sub(crossed) as f64 / 1e6), killed)),
         (Some(_), None) => bail!("a pod was evicted, and the threshold was not crossed"),
-        (None, _) => None,
-    })
+        (None, _) => Ok((None, killed)),
+    }
 }
 
 /// Whether the container's end is the OOM killer's.

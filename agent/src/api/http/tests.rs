@@ -122,7 +122,8 @@ async fn who_prefers_protobuf_gets_the_waits_as_a_native_histogram_with_the_clas
     let families = protobuf::tests::decode(&answer[end + 4..]);
     let histogram = |name: &str| {
         let family = families.iter().find(|family| family.name() == name).unwrap();
-        let labels: Vec<&str> = family.metric[0].label.iter().map(beelet_proto::prometheus::LabelPair::value).collect();
+        let labels: Vec<&str> =
+            family.metric[0].label.iter().map(beelet_proto::prometheus::LabelPair::value).collect();
         assert_eq!(labels, ["shop", "web", "app"]);
         family.metric[0].histogram.clone().unwrap()
     };
