@@ -27,7 +27,7 @@ use aya_ebpf::{
 use beelet_ebpf_abi::{Address, AddressCount, ListenerEvent, ListenerRecord, SocketCookie, kind, seen_by};
 
 use crate::{
-    events::{dropped, header, send},
+    events::{dropped, header, is_current, send},
     kernel::{Sock, atomic_add, socket_offsets_known},
     maps::{ADDRESSES, LISTENERS, META},
     sockets::sock_of,
@@ -72,7 +72,7 @@ pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
     let (old, new) = (old as u32, new as u32);
     let opens = new == TCP_LISTEN;
     let closes = old == TCP_LISTEN && new == TCP_CLOSE;
-    if !(opens || closes) || !socket_offsets_known() {
+    if !(opens || closes) || !socket_offsets_known() || !is_current() {
         return 0;
     }
     let pointer: *const u8 = ctx.arg(0);

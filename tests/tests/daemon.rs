@@ -151,7 +151,7 @@ fn where_bpf_is_not_allowed_everything_works_by_fallback_and_the_doctor_says_so(
     // What stands in for the kernel's answers, and that it does.
     let lookup = finding(&findings, "socket_check");
     assert_eq!(lookup["state"], "degraded", "{lookup:#}");
-    assert!(lookup["consequence"].as_str().unwrap().contains("probes connect"), "{lookup:#}");
+    assert!(lookup["consequence"].as_str().unwrap().contains("connect() for TCP probes"), "{lookup:#}");
     assert!(lookup["remedy"].as_str().unwrap().contains("CAP_BPF"), "{lookup:#}");
     let probes = daemon.agent.cli(&["probe", "ls", "-o", "json"]).output().unwrap();
     let probes: Vec<Value> = serde_json::from_slice(&probes.stdout).unwrap();

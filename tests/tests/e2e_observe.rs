@@ -628,13 +628,12 @@ fn talk(ip: &str) {
     let connect = || std::net::TcpStream::connect((ip, 5000)).map_err(|error| error.to_string());
     let stream = wait_for("the pod to listen", PATIENCE, connect).unwrap();
     let mut sending = stream.try_clone().unwrap();
-    let sender = std::thread::spawn(move || {
-        let sent = sending.write_all(&vec![0; BULK]);
-        sent.and_then(|()| sending.shutdown(std::net::Shutdown::Write))
-    });
+    let sender = std::thread::spawn(move || sending.write_all(&vec![0; BULK]));
+    // The other end is an nc, which goes when we have no more to say, whatever it still has: so our end comes last.
     let received = std::io::copy(&mut &stream, &mut std::io::sink()).unwrap();
     assert_eq!(received, BULK as u64);
     sender.join().unwrap().unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
 }
 
 // ---- The example client ----

@@ -358,7 +358,8 @@ mod tests {
         assert_eq!(first.try_wait().unwrap(), None, "the container's own process was ended");
         let own = owned(&["sh", "-c", "sleep 600 & wait"]);
         assert_eq!(end(first.id(), &own, Moment(0)), Ok(0), "the first process is never a probe");
-        first.kill().unwrap();
+        // With what it has started.
+        rustix::process::kill_process_group(Pid::from_child(&first), Signal::KILL).unwrap();
         first.wait().unwrap();
     }
 

@@ -1,6 +1,7 @@
 //! The terminal: taken, drawn on, read from, and given back whatever happens (Ctrl-C, SIGTERM, a lost terminal, a panic).
 
 use std::io::{self, IsTerminal, Write as _};
+use std::mem::ManuallyDrop;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -23,20 +24,24 @@ const KEYS: usize = 64;
 const AGAIN: Duration = Duration::from_secs(1);
 
 /// The terminal while it is ours. Dropped, it is as it was.
-struct Screen(DefaultTerminal);
+///
+/// ratatui's own destructor complains on standard error when the terminal has gone, which is the same terminal: a panic.
+struct Screen(ManuallyDrop<DefaultTerminal>);
 
 impl Screen {
     fn take() -> anyhow::Result<Self> {
         if !io::stdin().is_terminal() {
             anyhow::bail!("standard input is no terminal, so no key could ever be read: use --once");
         }
-        Ok(Self(ratatui::try_init().context("the terminal can't be drawn on; use --once")?))
+        let terminal = ratatui::try_init().context("the terminal can't be drawn on; use --once")?;
+        Ok(Self(ManuallyDrop::new(terminal)))
     }
 }
 
 impl Drop for Screen {
     fn drop(&mut self) {
         // A terminal that has gone can't be given back, and nobody is there to be told.
+        let _ = self.0.show_cursor();
         let _ = ratatui::try_restore();
         let _ = io::stdout().flush();
     }
