@@ -13,6 +13,7 @@ pub mod device_plugin;
 pub mod guards;
 pub mod images;
 pub mod load;
+pub mod machine;
 pub mod manifests;
 pub mod oom;
 pub mod pods;

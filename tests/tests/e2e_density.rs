@@ -138,9 +138,7 @@ fn a_hundred_and_ten_pods_start_at_once_and_go_without_a_trace() {
 fn held(agent: &Agent) -> (usize, u64) {
     let pid = agent.pid().unwrap();
     let files = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    (files, resident.split_whitespace().next().unwrap().parse().unwrap())
+    (files, beelet_tests::machine::resident_kib(pid).unwrap())
 }
 
 #[test]

@@ -13,6 +13,7 @@ use beelet::runtime::Runtime;
 use beelet_tests::agent::{self, Agent, Options, http_get};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
+use beelet_tests::machine::cpu_seconds_of;
 use beelet_tests::requires::{self, Missing};
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
 use beelet_tests::{manifests, require};
@@ -155,18 +156,6 @@ fn containers(containerd: &Containerd) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// CPU time of the container's cgroup in seconds, from the kernel's own file; None if it has gone.
-fn cpu_seconds(root: &CgroupRoot, cgroup: &str) -> Option<f64> {
-    let below = cgroup.trim_start_matches('/');
-    let v1 = root.dir("cpuacct").map(|dir| dir.join(below).join("cpuacct.usage"));
-    if let Some(text) = v1.and_then(|file| std::fs::read_to_string(file).ok()) {
-        return Some(text.trim().parse::<f64>().ok()? / 1e9);
-    }
-    let text = std::fs::read_to_string(root.dir("unified")?.join(below).join("cpu.stat")).ok()?;
-    let usage = text.lines().find_map(|line| line.strip_prefix("usage_usec "))?;
-    Some(usage.trim().parse::<f64>().ok()? / 1e6)
-}
-
 #[test]
 fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     require!(containerd, bpf);
@@ -179,9 +168,9 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     // The same numbers as the kernel's files: read before and after, ours lies between.
     let seen = observer.measured("busy");
     let cgroup = seen["cgroup"].as_str().unwrap();
-    let before = cpu_seconds(containerd.cgroup(), cgroup).unwrap();
+    let before = cpu_seconds_of(containerd.cgroup(), cgroup).unwrap();
     let snapshot = observer.snapshot().unwrap();
-    let after = cpu_seconds(containerd.cgroup(), cgroup).unwrap();
+    let after = cpu_seconds_of(containerd.cgroup(), cgroup).unwrap();
     let ours = container(&snapshot, "busy").unwrap();
     let cpu = ours["usage"]["cpu_seconds"].as_f64().unwrap();
     // cgroup2's and cpuacct's clocks tick apart by less than a scheduler tick.
@@ -324,7 +313,7 @@ impl Worst {
         let cgroups: Vec<String> =
             running(&observer.snapshot().unwrap()).map(|one| cgroup_of(&one)).collect();
         let look = |cgroup: &String| {
-            let cpu = cpu_seconds(root, cgroup)?;
+            let cpu = cpu_seconds_of(root, cgroup).ok()?;
             Some((cgroup.clone(), (cpu, Memory::read(root, cgroup)?)))
         };
         let before: BTreeMap<String, (f64, Memory)> = cgroups.iter().filter_map(look).collect();

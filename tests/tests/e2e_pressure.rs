@@ -101,9 +101,7 @@ impl Node {
 
 /// Leaves the pods so much memory, and not a byte less to the machine.
 fn small(options: Options) -> Options {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
-    let kib: u64 = total.trim().strip_suffix(" kB").unwrap().trim().parse().unwrap();
+    let kib = beelet_tests::machine::memory_kib().unwrap();
     options
         .kubelet("systemReserved", json!({ "memory": format!("{}Ki", kib - PODS_MIB * 1024) }))
         .kubelet("evictionHard", json!({ "memory.available": "64Mi" }))

@@ -142,25 +142,12 @@ fn add(cri: &FakeCri, pod: &str, running: bool) {
             runtime_handler: String::new(),
         };
         world.sandboxes.insert(sandbox.id.clone(), sandbox);
-        let container = Container {
-            id: format!("container-of-{pod}"),
-            sandbox_id: format!("sandbox-of-{pod}"),
-            config: proto::ContainerConfig { labels, ..Default::default() },
-            state: if running {
-                proto::ContainerState::ContainerRunning
-            } else {
-                proto::ContainerState::ContainerExited
-            },
-            created_at: 1,
-            started_at: 1,
-            finished_at: i64::from(!running),
-            exit_code: 0,
-            reason: String::new(),
-            image_ref: String::new(),
-            log_path: String::new(),
-            resources: None,
-            pid: 0,
-        };
+        let config = proto::ContainerConfig { labels, ..Default::default() };
+        let mut container =
+            Container::running(format!("container-of-{pod}"), format!("sandbox-of-{pod}"), config);
+        if !running {
+            (container.state, container.finished_at) = (proto::ContainerState::ContainerExited, 1);
+        }
         world.containers.insert(container.id.clone(), container);
     });
 }

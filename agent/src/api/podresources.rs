@@ -20,6 +20,7 @@ use tonic::{Request, Response, Status};
 
 use super::{grpc, local};
 use crate::devices::Devices;
+use crate::pods::status::has_ended;
 use crate::pods::table::{PodEntry, PodName, PodTable};
 
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said why.
@@ -81,8 +82,7 @@ fn pod_resources(devices: &Devices, name: &PodName, entry: &PodEntry) -> PodReso
 
 /// Whether a pod still has anything: it hasn't ended.
 fn is_active(entry: &PodEntry) -> bool {
-    let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref());
-    !matches!(phase, Some("Succeeded" | "Failed"))
+    !has_ended(entry.pod.status.as_ref())
 }
 
 #[tonic::async_trait]

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     admission::{Conditions, EVICTED},
-    pods::{cri_config, manager::Request, table::PodName},
+    pods::{cri_config, manager::Request, status::has_ended, table::PodName},
 };
 
 /// What a pod gets under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
@@ -269,10 +269,8 @@ impl Leaving {
 
 /// Whether a pod holds anything, and is not on its way out already.
 pub(super) fn is_evictable(pod: &core::Pod) -> bool {
-    let status = pod.status.as_ref();
-    let ended = matches!(status.and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"));
     // What is leaving for eviction stays in sight: what it still uses is what will be free.
-    pod.metadata.deletion_timestamp.is_none() && !ended
+    pod.metadata.deletion_timestamp.is_none() && !has_ended(pod.status.as_ref())
 }
 
 fn candidate(pod: &Pod) -> Option<Candidate<'_>> {

@@ -43,6 +43,7 @@ use crate::{
         cri_config,
         manager::Request,
         observe::managed,
+        status::runtime_id,
         table::{PodName, PodTable},
     },
     runtime::Runtime,
@@ -233,6 +234,5 @@ fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
 fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {
     let status = pod.status.as_ref()?;
     let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
-    let id = all.into_iter().find(|status| status.name == name)?.container_id.as_deref()?;
-    Some(id.split_once("://")?.1)
+    runtime_id(all.into_iter().find(|status| status.name == name)?)
 }

@@ -21,7 +21,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::disk::DiskUsages;
-use crate::cgroups::Cgroups;
+use crate::{cgroups::Cgroups, pods::status::runtime_id};
 
 /// How long it may take to ask what all pods use. What is known from before counts then.
 const DEADLINE: Duration = Duration::from_millis(500);
@@ -180,6 +180,5 @@ fn lock(known: &Mutex<BTreeMap<String, Known>>) -> MutexGuard<'_, BTreeMap<Strin
 /// The runtime's id of a container, which is its cgroup's name.
 fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {
     let statuses = pod.status.as_ref()?.container_statuses.as_ref()?;
-    let id = statuses.iter().find(|status| status.name == name)?.container_id.as_deref()?;
-    Some(id.split_once("://")?.1)
+    runtime_id(statuses.iter().find(|status| status.name == name)?)
 }

@@ -7,7 +7,7 @@ use beelet_proto::cri;
 
 use super::lease::full_name;
 use crate::{
-    pods::table::PodTable,
+    pods::{status::has_ended, table::PodTable},
     runtime::{Error, Runtime},
 };
 
@@ -48,10 +48,7 @@ pub(super) fn names(image: &cri::Image) -> impl Iterator<Item = &str> {
 
 /// The images that pods mount as volumes (KEP-4639).
 fn volume_images(table: &PodTable) -> impl Iterator<Item = &str> {
-    let active = table.pods.values().map(|entry| &entry.pod).filter(|pod| {
-        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-        !matches!(phase, Some("Succeeded" | "Failed"))
-    });
+    let active = table.pods.values().map(|entry| &entry.pod).filter(|pod| !has_ended(pod.status.as_ref()));
     let volumes = active.flat_map(|pod| pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()));
     volumes.filter_map(|volume| volume.image.as_ref()?.reference.as_deref())
 }

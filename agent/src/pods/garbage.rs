@@ -31,6 +31,7 @@ use tracing::{debug, info};
 use super::{
     cri_config, labels,
     observe::{managed, timestamp},
+    status::has_ended,
     table::{PodName, PodTable},
 };
 use crate::{api::kubelet_counter::KubeletCounter, events::NodeEvents, runtime::Runtime};
@@ -301,11 +302,8 @@ fn remove_logs(folder: &Path, prefix: &str) -> std::io::Result<()> {
 
 /// The UIDs of pods all of whose containers have ended for good.
 fn ended_pods(table: &PodTable) -> HashSet<String> {
-    let ended = |phase: Option<&str>| matches!(phase, Some("Succeeded" | "Failed"));
     let pods = table.pods.values().map(|entry| &entry.pod);
-    pods.filter(|pod| ended(pod.status.as_ref().and_then(|status| status.phase.as_deref())))
-        .filter_map(|pod| pod.metadata.uid.clone())
-        .collect()
+    pods.filter(|pod| has_ended(pod.status.as_ref())).filter_map(|pod| pod.metadata.uid.clone()).collect()
 }
 
 /// What `policy` says of what the runtime lists.

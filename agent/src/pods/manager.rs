@@ -40,7 +40,7 @@ use super::{
     processes,
     records::{PodRecord, Records},
     resize::{self, ResizeFacts},
-    status::{Inputs, OomFacts, ProbeFacts, Waiting, whole_second},
+    status::{Inputs, OomFacts, ProbeFacts, Waiting, has_ended, whole_second},
     table::{PodEntry, PodName, PodTable, ReadinessEdge},
     worker::{Control, Report, Stage, Terminate, Worker},
 };
@@ -437,7 +437,7 @@ impl Manager {
         }
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
-        let ended = failure.is_none() && status.as_ref().is_some_and(has_ended);
+        let ended = failure.is_none() && has_ended(status.as_ref());
         let (control, signal) = watch::channel(Control { terminate, failed, ended, ..Control::default() });
         let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
         control.send_modify(|c| {
@@ -636,7 +636,7 @@ impl Manager {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
         managed.status = Some(status.clone());
-        if has_ended(&status) {
+        if has_ended(Some(&status)) {
             // What has ended needs no room, and does not start again when the runtime forgets how it ended.
             if managed.failure.is_none() {
                 managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
@@ -694,17 +694,12 @@ impl Manager {
     }
 }
 
-/// Whether all containers have ended for good.
-fn has_ended(status: &core::PodStatus) -> bool {
-    matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
-}
-
 /// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says more than can
 /// be seen.
 fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
     let statuses = known.init_container_statuses.iter().chain(&known.container_statuses).flatten();
     let mut ran = statuses.filter(|status| status.container_id.is_some());
-    has_ended(known) && ran.any(|status| seen.newest(&status.name).is_none())
+    has_ended(Some(known)) && ran.any(|status| seen.newest(&status.name).is_none())
 }
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {

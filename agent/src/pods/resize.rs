@@ -8,12 +8,15 @@ use std::{collections::BTreeMap, fmt::Write as _};
 
 use beelet_policy::qos::qos_class;
 use k8s_openapi::{
-    api::core::v1::{Container, ContainerStatus, Pod, PodStatus, ResourceRequirements},
+    api::core::v1::{Container, Pod, PodStatus, ResourceRequirements},
     apimachinery::pkg::api::resource::Quantity,
 };
 use sha2::{Digest, Sha256};
 
-use super::manifest::{ANNOTATION_HASH, ANNOTATION_SEEN};
+use super::{
+    manifest::{ANNOTATION_HASH, ANNOTATION_SEEN},
+    status::runtime_id,
+};
 
 /// Amounts that may change.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
@@ -63,15 +66,10 @@ pub(super) fn is_in_progress(pod: &Pod) -> bool {
 pub(super) fn enact(status: &mut PodStatus, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
     let all = status.init_container_statuses.iter_mut().chain(&mut status.container_statuses);
     for container in all.flatten() {
-        if let Some(amounts) = id_of(container).and_then(|id| enacted.get(id)) {
+        if let Some(amounts) = runtime_id(container).and_then(|id| enacted.get(id)) {
             container.resources.clone_from(amounts);
         }
     }
-}
-
-/// `containerd://<id>`
-fn id_of(status: &ContainerStatus) -> Option<&str> {
-    Some(status.container_id.as_deref()?.split_once("://")?.1)
 }
 
 /// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers, where

@@ -18,6 +18,19 @@ use super::{
     resize::{self, ResizeFacts},
 };
 
+/// Whether all of a pod's containers have ended for good.
+#[must_use]
+pub fn has_ended(status: Option<&core::PodStatus>) -> bool {
+    matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"))
+}
+
+/// The runtime's identifier of a container's newest instance: `containerd://<id>` without the runtime's name. None before
+/// there was one.
+#[must_use]
+pub fn runtime_id(status: &core::ContainerStatus) -> Option<&str> {
+    Some(status.container_id.as_deref()?.split_once("://")?.1)
+}
+
 /// Why a container isn't running.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {

@@ -33,6 +33,7 @@ use crate::{
     kernel::{CheckedNetns, Checker, Edges, Listeners},
     pods::{
         manager::{ProbeUpdate, Request},
+        status::has_ended,
         table::{PodEntry, PodName, PodTable},
     },
     runtime::Runtime,
@@ -200,8 +201,7 @@ impl Probes {
     }
 
     async fn sync_pod(&mut self, entry: &Arc<PodEntry>) {
-        let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref());
-        if matches!(phase, Some("Succeeded" | "Failed")) {
+        if has_ended(entry.pod.status.as_ref()) {
             // Nothing of it runs any more, nor will by itself.
             self.forget(entry, None);
             return;

@@ -192,21 +192,7 @@ fn fake_runtime(number: usize) -> Result<()> {
     let cri = FakeCri::start();
     cri.change(|world| {
         for index in 0..number {
-            let container = Container {
-                id: format!("c{index}"),
-                sandbox_id: "s".to_owned(),
-                config: cri::ContainerConfig::default(),
-                state: cri::ContainerState::ContainerRunning,
-                pid: 0,
-                created_at: 1,
-                started_at: 1,
-                finished_at: 0,
-                exit_code: 0,
-                reason: String::new(),
-                image_ref: String::new(),
-                log_path: String::new(),
-                resources: None,
-            };
+            let container = Container::running(format!("c{index}"), "s", cri::ContainerConfig::default());
             world.containers.insert(container.id.clone(), container);
         }
     });

@@ -68,6 +68,30 @@ pub struct Container {
 }
 
 impl Container {
+    /// One that runs in a sandbox, and of which nothing else is known.
+    #[must_use]
+    pub fn running(
+        id: impl Into<String>,
+        sandbox_id: impl Into<String>,
+        config: cri::ContainerConfig,
+    ) -> Self {
+        Self {
+            id: id.into(),
+            sandbox_id: sandbox_id.into(),
+            config,
+            state: ContainerState::ContainerRunning,
+            created_at: 1,
+            started_at: 1,
+            finished_at: 0,
+            exit_code: 0,
+            pid: 0,
+            reason: String::new(),
+            image_ref: String::new(),
+            log_path: String::new(),
+            resources: None,
+        }
+    }
+
     /// Its name in the pod.
     #[must_use]
     pub fn name(&self) -> &str {

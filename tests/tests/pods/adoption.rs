@@ -148,21 +148,7 @@ fn sandbox(node: &Node, name: &str, ours: bool) -> String {
         );
         world.containers.insert(
             format!("{name}-container"),
-            beelet_tests::cri::Container {
-                id: format!("{name}-container"),
-                sandbox_id: id.clone(),
-                config: of_container,
-                state: cri::ContainerState::ContainerRunning,
-                pid: 0,
-                created_at: 1,
-                started_at: 1,
-                finished_at: 0,
-                exit_code: 0,
-                reason: String::new(),
-                image_ref: String::new(),
-                log_path: String::new(),
-                resources: None,
-            },
+            beelet_tests::cri::Container::running(format!("{name}-container"), id.clone(), of_container),
         );
     });
     id

@@ -6,6 +6,7 @@ use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::containerd::Containerd;
+use beelet_tests::machine::{cpu_of, resident_kib};
 use beelet_tests::manifests::{self, PORT};
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, interrupted};
@@ -61,10 +62,11 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
             std::thread::sleep(Duration::from_millis(500));
         }
         pause(REST)?;
-        let before = cpu_seconds(&agent)?;
+        let pid = agent.pid().context("the agent has ended")?;
+        let before = cpu_of(pid)?;
         pause(window)?;
-        let used = (cpu_seconds(&agent)? - before) * 60.0 / window.as_secs_f64();
-        let mib = resident_mib(&agent)?;
+        let used = (cpu_of(pid)? - before).as_secs_f64() * 60.0 / window.as_secs_f64();
+        let mib = resident_kib(pid)? as f64 / 1024.0;
         step.done(&format!("{used:.2} CPU seconds a minute, {mib:.1} MiB"));
         rows.push(Row::new("footprint", cpu, "CPU s/min", vec![used], CPU));
         rows.push(Row::new("footprint", resident, "MiB", vec![mib], RESIDENT));
@@ -81,23 +83,4 @@ fn pause(time: Duration) -> Result<()> {
         std::thread::sleep(Duration::from_millis(200).min(until.saturating_duration_since(Instant::now())));
     }
     Ok(())
-}
-
-/// Processor time of the agent so far, user and system.
-fn cpu_seconds(agent: &Agent) -> Result<f64> {
-    let pid = agent.pid().context("the agent has ended")?;
-    let stat = workdir::read(Path::new(&format!("/proc/{pid}/stat")))?;
-    // The name in parentheses may hold blanks; utime and stime are the 14th and 15th field.
-    let rest = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
-    let field = |n: usize| rest.split_whitespace().nth(n - 3).and_then(|word| word.parse::<f64>().ok());
-    let ticks = field(14).zip(field(15)).map(|(user, system)| user + system);
-    Ok(ticks.context("/proc has another form")? / rustix::param::clock_ticks_per_second() as f64)
-}
-
-fn resident_mib(agent: &Agent) -> Result<f64> {
-    let pid = agent.pid().context("the agent has ended")?;
-    let status = workdir::read(Path::new(&format!("/proc/{pid}/status")))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
-    Ok(kib.context("/proc has another form")? / 1024.0)
 }

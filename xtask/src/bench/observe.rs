@@ -16,6 +16,7 @@ use beelet_tests::containerd::block_on;
 use beelet_tests::cri::{Container, FakeCri, Sandbox};
 use beelet_tests::guards::{CgroupRoot, Mount, Process};
 use beelet_tests::images;
+use beelet_tests::machine::{cpu_of, resident_kib};
 use beelet_tests::workdir::{self, PATIENCE, interrupted, wait_for};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -211,9 +212,7 @@ impl Node {
     }
 
     fn resident(&self) -> Result<f64> {
-        let text = workdir::read(Path::new(&format!("/proc/{}/status", self.observer.0.id())))?;
-        let kib = text.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
-        Ok(kib.and_then(|kib| kib.trim().parse::<f64>().ok()).context("no VmRSS")? / 1024.0)
+        Ok(resident_kib(self.observer.0.id())? as f64 / 1024.0)
     }
 
     fn scrape(&self, times: usize) -> Result<()> {
@@ -238,15 +237,6 @@ impl Node {
             Ok(())
         })
     }
-}
-
-/// utime and stime of all threads (proc(5): the 14th and 15th field; the second may have spaces in it).
-fn cpu_of(pid: u32) -> Result<Duration> {
-    let text = workdir::read(Path::new(&format!("/proc/{pid}/stat")))?;
-    let fields: Vec<&str> = text.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
-    let ticks = |at: usize| fields.get(at).and_then(|field| field.parse::<u64>().ok());
-    let ticks = ticks(11).context("no CPU time")? + ticks(12).context("no CPU time")?;
-    Ok(Duration::from_secs(ticks) / u32::try_from(rustix::param::clock_ticks_per_second())?)
 }
 
 /// The ids of a pod's sandbox and container.
@@ -296,21 +286,8 @@ fn add_pod(runtime: &FakeCri, index: usize) -> String {
             labels,
             ..Default::default()
         };
-        let made = Container {
-            id: container.clone(),
-            sandbox_id: sandbox,
-            config,
-            state: cri::ContainerState::ContainerRunning,
-            created_at: 1,
-            started_at: 1_000_000_000,
-            finished_at: 0,
-            exit_code: 0,
-            reason: String::new(),
-            image_ref: String::new(),
-            log_path: String::new(),
-            resources: None,
-            pid: 0,
-        };
+        let made =
+            Container { started_at: 1_000_000_000, ..Container::running(container.clone(), sandbox, config) };
         world.containers.insert(container, made);
     });
     path

@@ -10,6 +10,7 @@ use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options, monotonic_ns};
 use beelet_tests::containerd::{Containerd, block_on};
+use beelet_tests::machine::memory_kib;
 use beelet_tests::manifests::{self, CONTROL};
 use beelet_tests::oom::OomWatch;
 use beelet_tests::pods::{PodView, Watch};
@@ -36,7 +37,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let step = Step::start("pressure: memory taken until somebody goes");
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
     let mut options = Options::on(&containerd)
-        .kubelet("systemReserved", json!({ "memory": format!("{}Ki", total_kib()? - PODS_MIB * 1024) }))
+        .kubelet("systemReserved", json!({ "memory": format!("{}Ki", memory_kib()? - PODS_MIB * 1024) }))
         .kubelet("evictionHard", json!({ "memory.available": format!("{THRESHOLD_MIB}Mi") }));
     options.binary = Some(binary.to_path_buf());
     let agent = Agent::start(options)?;
@@ -160,13 +161,6 @@ fn available(kubepods: &Path) -> Option<u64> {
     let limit = number("memory.limit_in_bytes").or_else(|| number("memory.max"))?;
     let inactive = line("total_inactive_file").or_else(|| line("inactive_file"))?;
     Some(limit.saturating_sub(usage.saturating_sub(inactive)))
-}
-
-fn total_kib() -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse().ok());
-    kib.context("/proc/meminfo has no MemTotal")
 }
 
 /// A pod that the agent decided to evict, with the time at which a client learned of it.

@@ -15,6 +15,7 @@ use beelet_tests::agent::{Agent, Options};
 use beelet_tests::cgroup_values::pod_path;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::guards::CgroupRoot;
+use beelet_tests::machine::{cpu_seconds_of, memory_kib};
 use beelet_tests::manifests;
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
 use plotters::prelude::*;
@@ -140,7 +141,8 @@ fn one(
         .beelet("stopPodsOnExit", true);
     if neighbour == Neighbour::Memory {
         // Pods together have 512 MiB, less than the neighbour wants.
-        options = options.kubelet("systemReserved", json!({ "memory": reserve_all_but(512)?.to_string() }));
+        let reserved = format!("{}Ki", memory_kib()? - 512 * 1024);
+        options = options.kubelet("systemReserved", json!({ "memory": reserved }));
     }
     options.binary = Some(binary.to_path_buf());
     let logs = PathBuf::from(options.kubelet["podLogsDir"].as_str().unwrap_or_default());
@@ -171,7 +173,7 @@ fn one(
     let both_run = jiff::Timestamp::now();
     let log = Log { folder: logs, uid: server.clone() };
     log.wait_for("measuring")?;
-    let cpu = |qos: &str, uid: &str| cpu_seconds(containerd.cgroup(), &pod_path(qos, uid));
+    let cpu = |qos: &str, uid: &str| cpu_seconds_of(containerd.cgroup(), &pod_path(qos, uid));
     let both = || -> Result<(f64, f64)> {
         let hog = hog.as_deref().map_or(Ok(0.0), |uid| cpu("BestEffort", uid))?;
         Ok((cpu("Burstable", &server)?, hog))
@@ -268,32 +270,11 @@ fn first_step(agent: &Agent, since: jiff::Timestamp) -> Result<Option<f64>> {
     Ok(Some((at.duration_since(since).as_secs_f64() * 1000.0).max(0.0)))
 }
 
-/// The CPU time of a cgroup.
-fn cpu_seconds(root: &CgroupRoot, path: &str) -> Result<f64> {
-    let of = |controller: &str| root.dir(controller).map(|dir| dir.join(path.trim_start_matches('/')));
-    let v1 = of("cpuacct").context("no cpuacct")?.join("cpuacct.usage");
-    if v1.exists() {
-        return Ok(workdir::read(&v1)?.trim().parse::<f64>()? / 1e9);
-    }
-    let stat = workdir::read(&of("cpu").context("no cpu controller")?.join("cpu.stat"))?;
-    let micros = stat.lines().find_map(|line| line.strip_prefix("usage_usec "));
-    Ok(micros.context("no usage in cpu.stat")?.trim().parse::<f64>()? / 1e6)
-}
-
 fn outweigh_others(root: &CgroupRoot) -> Result<()> {
     let dir = root.dir("cpu").context("no cpu controller")?;
     let (file, most) =
         if dir.join("cpu.shares").exists() { ("cpu.shares", "262144") } else { ("cpu.weight", "10000") };
     workdir::write(&dir.join(file), most)
-}
-
-/// All of the machine's memory but so many MiB, in bytes.
-fn reserve_all_but(mebibytes: u64) -> Result<u64> {
-    let text = workdir::read(Path::new("/proc/meminfo"))?;
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let total: u64 =
-        total.and_then(|rest| rest.trim().strip_suffix("kB")).context("no MemTotal")?.trim().parse()?;
-    Ok(total * 1024 - (mebibytes << 20))
 }
 
 /// Latency by percentile, both axes logarithmic: the further right, the rarer.

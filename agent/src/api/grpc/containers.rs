@@ -18,6 +18,7 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::pods::cri_config::log_folder;
 use crate::pods::logs::Stream;
 use crate::pods::logs::read::{self, Piece, ReadError, Wanted};
+use crate::pods::status::runtime_id;
 use crate::pods::table::{PodName, PodTable};
 use crate::runtime::{Runtime, stream as exec};
 
@@ -54,7 +55,7 @@ struct Found {
 impl Found {
     /// The runtime's identifier of its newest instance.
     fn id(&self) -> Option<&str> {
-        Some(self.status.container_id.as_deref()?.split_once("://")?.1)
+        runtime_id(&self.status)
     }
 }
 

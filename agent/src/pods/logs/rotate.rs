@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use crate::pods::cri_config::{log_folder, log_path};
+use crate::pods::status::runtime_id;
 use crate::pods::table::{PodName, PodTable};
 use crate::runtime::Runtime;
 
@@ -147,7 +148,7 @@ fn written(table: &PodTable, logs: &Path) -> Vec<Written> {
 
 fn log_of(status: &core::ContainerStatus, logs: &Path, name: &PodName, uid: &str) -> Option<Written> {
     status.state.as_ref()?.running.as_ref()?;
-    let (_, id) = status.container_id.as_deref()?.split_once("://")?;
+    let id = runtime_id(status)?;
     let attempt = u32::try_from(status.restart_count).ok()?;
     let path = log_folder(logs, name, uid).join(log_path(&status.name, attempt));
     Some(Written { path, container_id: id.to_owned() })

@@ -11,6 +11,7 @@ use super::{Manager, Terminate, cri_config};
 use crate::pods::{
     failure::{DEADLINE_EXCEEDED, Failure},
     records::PodRecord,
+    status::has_ended,
 };
 
 impl Manager {
@@ -123,8 +124,7 @@ impl Manager {
 impl super::Managed {
     /// Whether its containers have all ended, and none will be started again.
     pub(super) fn ended(&self) -> bool {
-        let phase = self.status.as_ref().and_then(|status| status.phase.as_deref());
-        matches!(phase, Some("Succeeded" | "Failed"))
+        has_ended(self.status.as_ref())
     }
 
     /// When it must have ended, if it has a deadline that still means anything.

@@ -10,6 +10,7 @@ use k8s_openapi::api::core::v1 as core;
 use super::{Values, values};
 use crate::pods::{
     launch::container_of,
+    status::{has_ended, runtime_id},
     table::{PodName, PodTable},
 };
 
@@ -69,8 +70,7 @@ impl Wanted {
 }
 
 fn is_active(pod: &core::Pod) -> bool {
-    let phase = pod.status.as_ref().and_then(|s| s.phase.as_deref());
-    !matches!(phase, Some("Succeeded" | "Failed"))
+    !has_ended(pod.status.as_ref())
 }
 
 /// The containers that run, with the runtime's identifiers.
@@ -79,11 +79,8 @@ pub(crate) fn running(pod: &core::Pod) -> impl Iterator<Item = (&str, &core::Con
     let all = status.into_iter().flat_map(|status| {
         status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten())
     });
-    all.filter(|one| one.state.as_ref().is_some_and(|state| state.running.is_some())).filter_map(|one| {
-        // `containerd://<id>`
-        let (_, id) = one.container_id.as_deref()?.split_once("://")?;
-        Some((id, container_of(pod, &one.name)?))
-    })
+    all.filter(|one| one.state.as_ref().is_some_and(|state| state.running.is_some()))
+        .filter_map(|one| Some((runtime_id(one)?, container_of(pod, &one.name)?)))
 }
 
 #[cfg(test)]

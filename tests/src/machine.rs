@@ -1,0 +1,61 @@
+//! What the kernel's files say of the machine, of a process and of a cgroup, for tests and benches that compare.
+
+use crate::guards::CgroupRoot;
+use crate::workdir;
+use anyhow::{Context as _, Result};
+use std::path::Path;
+use std::time::Duration;
+
+/// The machine's memory in KiB (`MemTotal`).
+///
+/// # Errors
+/// /proc/meminfo has another form.
+pub fn memory_kib() -> Result<u64> {
+    kib("/proc/meminfo", "MemTotal:")
+}
+
+/// The resident memory of a process in KiB (`VmRSS`).
+///
+/// # Errors
+/// It has ended.
+pub fn resident_kib(pid: u32) -> Result<u64> {
+    kib(&format!("/proc/{pid}/status"), "VmRSS:")
+}
+
+/// The CPU time of a process, user and system, all its threads.
+///
+/// # Errors
+/// It has ended.
+pub fn cpu_of(pid: u32) -> Result<Duration> {
+    let stat = workdir::read(Path::new(&format!("/proc/{pid}/stat")))?;
+    // The name in parentheses may hold blanks; utime and stime are the 14th and 15th field (proc(5)).
+    let rest = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
+    let field = |n: usize| rest.split_whitespace().nth(n - 3).and_then(|word| word.parse::<f64>().ok());
+    let ticks = field(14).zip(field(15)).map(|(user, system)| user + system);
+    let seconds = ticks.context("/proc has another form")? / rustix::param::clock_ticks_per_second() as f64;
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+/// The CPU time of a cgroup in seconds, by the controller that counts it here; `path` from `root`'s own.
+///
+/// # Errors
+/// It has gone.
+pub fn cpu_seconds_of(root: &CgroupRoot, path: &str) -> Result<f64> {
+    let below = path.trim_start_matches('/');
+    let v1 = root.dir("cpuacct").map(|dir| dir.join(below).join("cpuacct.usage"));
+    if let Some(file) = v1.filter(|file| file.exists()) {
+        return Ok(workdir::read(&file)?.trim().parse::<f64>()? / 1e9);
+    }
+    let dir = root.dir("unified").context("no cgroup2 hierarchy")?;
+    let stat = workdir::read(&dir.join(below).join("cpu.stat"))?;
+    let micros = stat.lines().find_map(|line| line.strip_prefix("usage_usec "));
+    Ok(micros.context("no usage in cpu.stat")?.trim().parse::<f64>()? / 1e6)
+}
+
+/// A line `NAME N kB` of a file.
+fn kib(file: &str, name: &str) -> Result<u64> {
+    let text = workdir::read(Path::new(file))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse().ok());
+    kib.with_context(|| format!("{file} has no {name}"))
+}
