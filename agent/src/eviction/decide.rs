@@ -5,7 +5,8 @@ use std::{sync::Arc, time::Duration};
 use beelet_policy::{
     critical::{is_critical, priority},
     eviction::{
-        Assessment, Candidate, NodeCondition, Reclaim, Signal, Threshold, deficit, rank, reclaim, victims,
+        Assessment, Candidate, NodeCondition, PodUsage, Reclaim, Signal, Threshold, deficit, rank, reclaim,
+        victims,
     },
     quantity::Quantity,
     resources::PodDemand,
@@ -16,7 +17,8 @@ use tokio::{sync::mpsc::error::TrySendError, time::Instant};
 use tracing::{info, warn};
 
 use super::{
-    Eviction, Leaving, Observations, ReclaimState,
+    Eviction, Leaving, ReclaimState,
+    gauges::Seen,
     usage::{ContainerUse, Known},
 };
 use crate::{
@@ -45,8 +47,8 @@ impl Eviction {
     pub(super) async fn decide(&mut self) {
         let now = Timestamp::now();
         let seen = self.board.current();
-        self.parts.metrics.seen(&seen);
-        let assessment = self.tracker.assess(now, &self.thresholds, &seen);
+        self.parts.metrics.seen(&seen.observations);
+        let assessment = self.tracker.assess(now, &self.thresholds, &seen.observations);
         self.tell_conditions(now);
         self.forget_the_gone();
         for condition in
@@ -119,18 +121,19 @@ impl Eviction {
     }
 
     /// Gives back what nobody needs, and if that was not enough ends pods.
-    async fn act(&mut self, threshold: &Threshold, seen: &Observations) {
+    async fn act(&mut self, threshold: &Threshold, seen: &Seen) {
         let signal = threshold.signal;
-        let Some(observation) = seen.get(&signal) else { return };
-        if self.must_wait_for_reclaim(signal) {
+        let Some((observation, read_at)) = seen.get(signal) else { return };
+        if self.must_wait_for_reclaim(signal, read_at) {
             return;
         }
         // What a pod's end has freed must be seen first.
-        if self.gone_at.is_some_and(|gone| self.board.read_at(signal).is_none_or(|read| read <= gone)) {
+        if self.gone_at.is_some_and(|gone| read_at <= gone) {
             return;
         }
         let pods = self.pods(signal).await;
-        let coming = self.coming(signal, &pods);
+        self.look_at_the_leaving(&pods);
+        let coming = self.coming(signal, read_at);
         let missing = deficit(threshold, observation).saturating_sub(coming);
         let anybody = self.leaving.values().any(|leaving| leaving.counts_for(signal));
         // Where it isn't known what those on their way out will free, that must be seen first.
@@ -158,7 +161,7 @@ impl Eviction {
     }
 
     /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it has ended.
-    fn must_wait_for_reclaim(&mut self, signal: Signal) -> bool {
+    fn must_wait_for_reclaim(&mut self, signal: Signal, read_at: Instant) -> bool {
         let wanted = reclaim(signal, self.layout);
         if wanted.is_empty() {
             return false;
@@ -167,7 +170,7 @@ impl Eviction {
             Some(ReclaimState::Running { since }) => return since.elapsed() < RECLAIM_PATIENCE,
             Some(ReclaimState::Done { at }) if at.elapsed() < RECLAIMED => {
                 // What it freed must be seen first.
-                return self.board.read_at(signal).is_none_or(|read| read <= *at);
+                return read_at <= *at;
             }
             Some(ReclaimState::Done { .. }) | None => {}
         }
@@ -209,16 +212,23 @@ impl Eviction {
             .collect()
     }
 
-    /// What those will free that are on their way out: what they still use, or used when they were told if that can't be
-    /// seen any more. One that is overdue frees nothing.
-    fn coming(&self, signal: Signal, pods: &[Pod]) -> Quantity {
-        let leaving = self.leaving.iter().filter(|(_, leaving)| leaving.counts_for(signal));
-        leaving
-            .map(|(uid, leaving)| {
-                let now = pods.iter().find(|pod| pod.uid == *uid).and_then(|pod| pod.known.usage);
-                now.unwrap_or(leaving.usage).of(signal, self.layout)
-            })
-            .sum()
+    /// Remembers what those use that are on their way out.
+    fn look_at_the_leaving(&mut self, pods: &[Pod]) {
+        for (uid, leaving) in self.leaving.iter_mut().filter(|(_, leaving)| !leaving.overdue) {
+            let known = pods.iter().find(|pod| pod.uid == *uid).map(|pod| &pod.known);
+            if let Some((at, usage)) = known.and_then(|known| known.read_at.zip(known.usage))
+                && leaving.looks.last().is_none_or(|(last, _)| *last < at)
+            {
+                leaving.looks.push((at, usage));
+            }
+        }
+    }
+
+    /// What those will free that are on their way out, as seen from a number that was read at `read_at`. One that is
+    /// overdue frees nothing.
+    fn coming(&self, signal: Signal, read_at: Instant) -> Quantity {
+        let leaving = self.leaving.values().filter(|leaving| leaving.counts_for(signal));
+        leaving.map(|leaving| leaving.usage_by(read_at).of(signal, self.layout)).sum()
     }
 
     /// Tells the pods' manager, and remembers it.
@@ -254,9 +264,10 @@ impl Eviction {
         info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
         self.complained = false;
         self.parts.metrics.evicted(signal.name(), pod.known.read_at.map(|at| at.elapsed()));
-        let usage = pod.known.usage.unwrap_or_default();
-        let by = Instant::now() + grace + PATIENCE;
-        self.leaving.insert(pod.uid.clone(), Leaving { signal, by, usage, overdue: false });
+        let now = Instant::now();
+        let looks = vec![(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default())];
+        let by = now + grace + PATIENCE;
+        self.leaving.insert(pod.uid.clone(), Leaving { signal, by, looks, overdue: false });
     }
 }
 
@@ -264,6 +275,13 @@ impl Leaving {
     /// Whether its end will free some of what is low.
     fn counts_for(&self, signal: Signal) -> bool {
         !self.overdue && self.signal.condition() == signal.condition()
+    }
+
+    /// What it used when a number was read, or before. Never what was seen later: that lacks what was freed in between,
+    /// which isn't in the number either, and others would have to go for it.
+    fn usage_by(&self, read_at: Instant) -> PodUsage {
+        let before = self.looks.partition_point(|(at, _)| *at <= read_at);
+        self.looks.get(before.saturating_sub(1)).map(|(_, usage)| *usage).unwrap_or_default()
     }
 }
 

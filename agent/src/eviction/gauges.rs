@@ -196,16 +196,32 @@ impl Board {
     }
 
     /// The numbers that still say something.
-    pub(super) fn current(&self) -> Observations {
+    pub(super) fn current(&self) -> Seen {
         let entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = entries.iter().filter(|(_, entry)| entry.read_at.elapsed() < entry.stale_after);
-        fresh.map(|(signal, entry)| (*signal, entry.observation)).collect()
+        let mut seen = Seen::default();
+        for (signal, entry) in entries.iter() {
+            if entry.read_at.elapsed() < entry.stale_after {
+                seen.observations.insert(*signal, entry.observation);
+                seen.read_at.insert(*signal, entry.read_at);
+            }
+        }
+        seen
     }
+}
 
-    /// When the signal's number was read.
-    pub(super) fn read_at(&self, signal: Signal) -> Option<Instant> {
-        let entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        entries.get(&signal).map(|entry| entry.read_at)
+/// What the board showed at one moment.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    /// The numbers.
+    pub(super) observations: Observations,
+    /// When each of them was read.
+    read_at: BTreeMap<Signal, Instant>,
+}
+
+impl Seen {
+    /// The signal's number, and when it was read.
+    pub(super) fn get(&self, signal: Signal) -> Option<(&Observation, Instant)> {
+        Some((self.observations.get(&signal)?, *self.read_at.get(&signal)?))
     }
 }
 

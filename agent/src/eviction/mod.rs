@@ -120,8 +120,8 @@ struct Leaving {
     signal: beelet_policy::eviction::Signal,
     /// By when it should be gone; later it is one that won't go.
     by: Instant,
-    /// What it used when it was told.
-    usage: beelet_policy::eviction::PodUsage,
+    /// What it used when it was told, and whenever it was looked at since; as long as it isn't overdue.
+    looks: Vec<(Instant, beelet_policy::eviction::PodUsage)>,
     /// It wasn't gone by then.
     overdue: bool,
 }

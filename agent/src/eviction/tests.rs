@@ -331,6 +331,28 @@ async fn a_victim_that_will_not_go_is_replaced() {
     assert_eq!(node.within(5).await, ["small"]);
 }
 
+#[tokio::test]
+async fn what_a_victim_has_freed_since_the_number_was_read_costs_nobody_else_anything() {
+    let (mut node, mut eviction) = Node::build(DiskLayout::Single, hard(), &three());
+    let read = |eviction: &Eviction, available: i64| {
+        let units = |mib: i64| Quantity::from_units(mib * MIB);
+        let seen = Observation { available: units(available), capacity: units(CAPACITY) };
+        eviction.board.put(&[(Signal::MemoryAvailable, seen)].into(), Instant::now(), 60 * SECOND);
+    };
+    read(&eviction, 90);
+    eviction.decide().await;
+    assert_eq!(node.evicted().await.0, "big");
+    // Its processes have ended; its cgroup is still there, and the number is from before.
+    std::fs::write(node.memory_of("big").join("memory.usage_in_bytes"), (MIB / 4).to_string()).unwrap();
+    eviction.decide().await;
+    eviction.decide().await;
+    assert!(node.requests.try_recv().is_err(), "another goes for what is free already");
+    // What was freed is in the number now, and is not enough.
+    read(&eviction, 95);
+    eviction.decide().await;
+    assert_eq!(node.evicted().await.0, "small");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_hard_threshold_acts_at_once_beside_a_soft_one_that_waits() {
     let mut thresholds = hard();

@@ -85,7 +85,7 @@ impl PodUsages {
 pub(super) struct Known {
     /// None if it could not be read.
     pub(super) usage: Option<PodUsage>,
-    /// When that was; None: never.
+    /// By when it had been; None: never.
     pub(super) read_at: Option<Instant>,
     /// Its containers, by the resource they were read for.
     containers: Option<(&'static str, Vec<ContainerUse>)>,
@@ -161,10 +161,10 @@ fn read_all(
     let here: HashSet<&str> = pods.iter().map(|(uid, _)| uid.as_str()).collect();
     lock(known).retain(|uid, _| here.contains(uid.as_str()));
     for (uid, pod) in pods {
-        let (now, used) = (Instant::now(), usage.of(pod));
+        let used = usage.of(pod);
         let mut known = lock(known);
         let entry = known.entry(uid.clone()).or_default();
-        (entry.usage, entry.read_at) = (used, Some(now));
+        (entry.usage, entry.read_at) = (used, Some(Instant::now()));
     }
     for (uid, pod) in pods {
         let containers = usage.containers(pod, signal);
