@@ -38,10 +38,11 @@ use crate::{
     runtime::{Error, Runtime},
 };
 
-/// How long after an exit the runtime is asked how often. After the last it is the relist's.
+/// How long after an exit the runtime is asked how often. After the last it is the relist's. It takes most containers a
+/// tenth of a second to be called ended, and some a second where the machine is busy: those are not to wait longer still.
 const SCHEDULE: [(Duration, Duration); 3] = [
-    (Duration::from_millis(300), Duration::from_millis(2)),
-    (Duration::from_secs(3), Duration::from_millis(20)),
+    (Duration::from_secs(2), Duration::from_millis(2)),
+    (Duration::from_secs(5), Duration::from_millis(20)),
     (Duration::from_secs(30), Duration::from_millis(250)),
 ];
 /// The same where the runtime will tell by itself: asking is only the net.
