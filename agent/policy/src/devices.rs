@@ -9,7 +9,7 @@
 //! Times are [`Duration`]s since an origin of the caller's choice.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, btree_map::Entry as MapEntry},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
@@ -31,6 +31,7 @@ pub use error::AllocateError;
 pub use rebuild::Remnant;
 
 use checkpoint::{CheckpointError, Data, Entry};
+use choice::{Nodes, near, with_nodes};
 
 /// How long a resource of a plugin that has gone away is still shown (as unhealthy).
 pub const ENDPOINT_GRACE: Duration = Duration::from_secs(300);
@@ -197,7 +198,7 @@ pub struct Devices {
     healthy: BTreeMap<String, Ids>,
     unhealthy: BTreeMap<String, Ids>,
     /// NUMA nodes by resource and device.
-    nodes: BTreeMap<String, BTreeMap<String, Vec<i64>>>,
+    nodes: BTreeMap<String, Nodes>,
     /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
     taken: BTreeMap<String, Ids>,
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
@@ -396,48 +397,48 @@ impl Devices {
         resource: String,
         serving: &Serving,
     ) -> Result<Selection, AllocateError> {
-        let taken = match self.taken.entry(resource.clone()) {
-            MapEntry::Vacant(entry) => entry.insert(Ids::new()),
-            MapEntry::Occupied(entry) => entry.into_mut(),
-        };
+        let taken = self.taken.entry(resource.clone()).or_default();
         let reusable = serving.reuse.get(request.resource);
         let mut must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
-        let is_free = |id: &&String| !taken.contains(*id) && !must_include.contains(*id);
-        let free = self.healthy.get(request.resource).into_iter().flatten().filter(is_free);
-        let mut available: Ids = free.cloned().collect();
-        let wanted = request.count - must_include.len();
-        if available.len() < wanted {
-            return Err(AllocateError::TooFew { resource, requested: wanted, available: available.len() });
+        let healthy = self.healthy.entry(resource.clone()).or_default();
+        let mut free: Vec<&str> = healthy.difference(taken).map(String::as_str).collect();
+        if !must_include.is_empty() {
+            free.retain(|id| !must_include.contains(*id));
         }
-        let Some(options) = self.options(request.resource) else {
+        let wanted = request.count - must_include.len();
+        if free.len() < wanted {
+            return Err(AllocateError::TooFew { resource, requested: wanted, available: free.len() });
+        }
+        let endpoint = self.endpoints.get(request.resource).filter(|endpoint| endpoint.stopped_at.is_none());
+        let Some(options) = endpoint.map(|endpoint| endpoint.options) else {
             self.recount();
             return Err(AllocateError::PluginGone { resource });
         };
         if wanted == 0 {
             return Ok(Selection::Chosen(must_include));
         }
-        let near = self.nodes.get(request.resource);
+        let nodes = self.nodes.entry(resource).or_default();
+        let mut left: Vec<(&str, &[i64])> = with_nodes(free, nodes).collect();
         if let Some(affinity) = &serving.affinity {
-            let is_near = |id: &String| {
-                near.and_then(|near| near.get(id))
-                    .is_some_and(|nodes| nodes.iter().any(|node| affinity.contains(node)))
-            };
-            let aligned: Ids = available.iter().filter(|id| is_near(id)).cloned().collect();
+            let is_near = |(_, near): &(&str, &[i64])| near.iter().any(|node| affinity.contains(node));
+            let aligned: Vec<(&str, &[i64])> = left.iter().copied().filter(is_near).collect();
             if aligned.len() >= wanted {
-                available = aligned;
+                left = aligned;
             } else {
-                must_include.extend(aligned);
+                must_include.extend(aligned.into_iter().map(|(id, _)| id.to_owned()));
             }
         }
+        if !options.get_preferred_allocation_available {
+            let more = near(&left, nodes, &must_include, request.count - must_include.len());
+            let more: Vec<String> = more.into_iter().map(str::to_owned).collect();
+            must_include.extend(more);
+            return Ok(Selection::Chosen(must_include));
+        }
+        let mut available: Ids = left.iter().map(|(id, _)| (*id).to_owned()).collect();
         available.extend(must_include.iter().cloned());
-        let near = |id: &String| Some((id.clone(), near?.get(id).filter(|nodes| !nodes.is_empty())?.clone()));
-        let nodes = available.iter().filter_map(near).collect();
-        let question = Question { available, must_include, size: request.count, nodes };
-        Ok(if options.get_preferred_allocation_available {
-            Selection::Ask(question)
-        } else {
-            Selection::Chosen(question.answer::<&str>(&[]))
-        })
+        let near = with_nodes(&available, nodes).filter(|(_, near)| !near.is_empty());
+        let nodes = near.map(|(id, near)| (id.to_owned(), near.to_vec())).collect();
+        Ok(Selection::Ask(Question { available, must_include, size: request.count, nodes }))
     }
 
     /// The plugin has allocated these devices to the container; `response` is its encoded answer.

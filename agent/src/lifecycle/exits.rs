@@ -234,7 +234,6 @@ impl Exits {
 
     /// Asks the runtime about all that are awaited; an error if nobody wants to know any more.
     async fn ask(&mut self) -> Result<(), ()> {
-        let began = Instant::now();
         let statuses = match self.look().await {
             Ok(statuses) => statuses,
             Err(error) => {
@@ -261,8 +260,8 @@ impl Exits {
             self.parts.requests.send(request).await.map_err(drop)?;
         }
         self.give_up();
-        // A runtime that is slow to answer isn't asked more often than it can.
-        self.next_ask = Instant::now() + self.interval().max(began.elapsed());
+        // One question at a time: a runtime that is slow to answer isn't asked more often than it can.
+        self.next_ask = Instant::now() + self.interval();
         Ok(())
     }
 

@@ -99,16 +99,18 @@ impl Launcher {
         let decided = values::pod_cgroup(pod, &self.cgroup_config).map_err(|e| e.to_string())?;
         let config = cri_config::sandbox(pod, attempt, self.cgroups.cri_parent(&decided.path), &self.node)?;
         let cgroups = Arc::clone(&self.cgroups);
-        run_blocking(move || cgroups.ensure(&decided.path, &decided.files).map_err(|e| e.to_string()))
-            .await?;
+        let cgroups =
+            run_blocking(move || cgroups.ensure(&decided.path, &decided.files).map_err(|e| e.to_string()));
         let logs = PathBuf::from(&config.log_directory);
         let volumes = Volumes::of(pod, &self.pods_dir);
         let (objects, node, of_pod) = (self.objects(), self.node.clone(), pod.clone());
-        run_blocking(move || {
+        let folders = run_blocking(move || {
             make_folder(&logs)?;
             volumes.set_up(&volumes::Sources { pod: &of_pod, objects: &objects, node: &node })
-        })
-        .await?;
+        });
+        // Both to their end: nothing may still be made when what was made is taken away.
+        let (cgroups, folders) = tokio::join!(cgroups, folders);
+        cgroups.and(folders)?;
         let handler = self.objects().runtime_handler(pod);
         self.runtime.run_sandbox(config, &handler).await.map_err(|e| e.to_string())
     }

@@ -28,8 +28,8 @@ const BOUND: f64 = 5.0;
 /// Rounds before those that count: caches and lazily made connections.
 const WARM_UP: usize = 5;
 
-/// Measures `listen_to_ready` and `close_to_not_ready`.
-pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
+/// Adds all rows, each as soon as it is measured.
+pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     let rounds = if quick { 100 } else { 2000 };
     let step = Step::start("probes: listeners opened and closed");
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
@@ -58,15 +58,14 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     drop((control, agent, containerd));
     let driver = Driver::build()?;
     let polled = driver.run(&["edges", "connect", if quick { "2" } else { "20" }])?;
-    let mut rows = vec![
+    rows.extend([
         Row::new("probes", "listen_to_ready", "ms", to_ready, BOUND)
             .beside("connect, 1 s", field(&polled, "listen_ms")),
         Row::new("probes", "close_to_not_ready", "ms", to_not_ready, BOUND)
             .beside("connect, 1 s", field(&polled, "close_ms")),
-    ];
+    ]);
     rows.extend(latencies(&driver, &polled, quick)?);
-    rows.extend(costs(&driver, quick)?);
-    Ok(rows)
+    costs(&driver, quick, rows)
 }
 
 /// Rows of the probes alone that are times.
@@ -103,9 +102,8 @@ const COSTS: [(usize, &str, f64); 4] = [
 ];
 
 /// Rows of the probes alone that are shares of a core, and of the sockets that they make.
-fn costs(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
+fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     let seconds = if quick { "2" } else { "20" };
-    let mut rows = Vec::new();
     for (number, name, bound) in COSTS {
         let probes = number.to_string();
         let kernel = driver.run(&["cost", "kernel", &probes, "1000", seconds])?;
@@ -131,7 +129,7 @@ fn costs(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
     rows.push(Row::new("probes", "cpu_1000_http_10s", "% core", field(&http, "percent"), 10.0));
     let exec = driver.run(&["cost", "exec", "100", "10000", seconds])?;
     rows.push(Row::new("probes", "cpu_100_exec_10s", "% core", field(&exec, "percent"), 10.0));
-    Ok(rows)
+    Ok(())
 }
 
 /// How many sockets of a kind there are more after the kernel mode has looked than before, as `ss -s` counts them.

@@ -5,7 +5,7 @@
 //! what go-spew prints for the data with `%#v`, sorted keys and no methods (`pkg/util/hash`, `checkpointmanager/checksum`).
 //! Must never panic, whatever the file holds.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::collections::BTreeMap;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
@@ -87,56 +87,99 @@ impl Data {
     /// The checksum that the kubelet computes for this data.
     #[must_use]
     pub fn checksum(&self) -> u32 {
-        fnv1a(self.dump().as_bytes())
+        let mut hash = Fnv1a::default();
+        self.dump(&mut hash);
+        hash.0
     }
 
     /// The data as go-spew prints it. A field's type comes before its value, an element's doesn't.
-    fn dump(&self) -> String {
-        let entries = list(self.pod_device_entries.as_deref(), Entry::dump);
-        let resources = map(self.registered_devices.as_ref(), |ids| list(ids.as_deref(), String::clone));
-        format!(
-            "(checkpoint.checkpointData){{PodDeviceEntries:([]checkpoint.PodDevicesEntry){entries} \
-             RegisteredDevices:(map[string][]string){resources}}}"
-        )
+    fn dump(&self, to: &mut impl Sink) {
+        to.put("(checkpoint.checkpointData){PodDeviceEntries:([]checkpoint.PodDevicesEntry)");
+        list(to, self.pod_device_entries.as_deref(), Entry::dump);
+        to.put(" RegisteredDevices:(map[string][]string)");
+        map(to, self.registered_devices.as_ref(), |resource, to| to.put(resource));
+        to.put("}");
     }
 }
 
 impl Entry {
-    fn dump(&self) -> String {
-        let ids = map(self.device_ids.as_ref(), |ids| list(ids.as_deref(), String::clone));
-        let mut text = format!(
-            "{{PodUID:(string){} ContainerName:(string){} ResourceName:(string){} DeviceIDs:(checkpoint.DevicesPerNUMA){ids} \
-             AllocResp:([]uint8)",
-            self.pod_uid, self.container_name, self.resource_name
-        );
-        text += &list(self.alloc_resp.as_deref(), u8::to_string);
-        text.push('}');
-        text
+    fn dump(&self, to: &mut impl Sink) {
+        to.put("{PodUID:(string)");
+        to.put(&self.pod_uid);
+        to.put(" ContainerName:(string)");
+        to.put(&self.container_name);
+        to.put(" ResourceName:(string)");
+        to.put(&self.resource_name);
+        to.put(" DeviceIDs:(checkpoint.DevicesPerNUMA)");
+        map(to, self.device_ids.as_ref(), |node, to| to.put(&node.to_string()));
+        to.put(" AllocResp:([]uint8)");
+        list(to, self.alloc_resp.as_deref(), |byte, to| decimal(*byte, to));
+        to.put("}");
+    }
+}
+
+/// Takes text in parts. What is printed for a thousand devices is a hundred kilobytes, most of it plugins' answers byte by
+/// byte: none of it is kept.
+trait Sink {
+    fn put(&mut self, text: &str);
+}
+
+/// Fowler-Noll-Vo 1a, 32 bit (Go's `fnv.New32a`).
+struct Fnv1a(u32);
+
+impl Default for Fnv1a {
+    fn default() -> Self {
+        Self(0x811c_9dc5)
+    }
+}
+
+impl Sink for Fnv1a {
+    fn put(&mut self, text: &str) {
+        let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
+        self.0 = text.as_bytes().iter().fold(self.0, step);
     }
 }
 
 const NIL: &str = "<nil>";
 
-fn list<T>(items: Option<&[T]>, dump: impl Fn(&T) -> String) -> String {
-    items.map_or_else(
-        || NIL.to_owned(),
-        |items| format!("[{}]", items.iter().map(dump).collect::<Vec<_>>().join(" ")),
-    )
-}
-
-fn map<K: std::fmt::Display, V>(items: Option<&BTreeMap<K, V>>, dump: impl Fn(&V) -> String) -> String {
-    let Some(items) = items else { return NIL.to_owned() };
-    let mut text = "map[".to_owned();
-    for (i, (key, value)) in items.iter().enumerate() {
-        // Writing to a String can't fail.
-        let _ = write!(text, "{}{key}:{}", if i == 0 { "" } else { " " }, dump(value));
+fn list<T, S: Sink>(to: &mut S, items: Option<&[T]>, dump: impl Fn(&T, &mut S)) {
+    let Some(items) = items else { return to.put(NIL) };
+    to.put("[");
+    for (i, item) in items.iter().enumerate() {
+        if i > 0 {
+            to.put(" ");
+        }
+        dump(item, to);
     }
-    text + "]"
+    to.put("]");
 }
 
-/// Fowler-Noll-Vo 1a, 32 bit (Go's `fnv.New32a`).
-fn fnv1a(bytes: &[u8]) -> u32 {
-    bytes.iter().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
+/// Of lists of ids, by whatever.
+fn map<K, S: Sink>(to: &mut S, lists: Option<&BTreeMap<K, Option<Vec<String>>>>, key: impl Fn(&K, &mut S)) {
+    let Some(lists) = lists else { return to.put(NIL) };
+    to.put("map[");
+    for (i, (k, ids)) in lists.iter().enumerate() {
+        if i > 0 {
+            to.put(" ");
+        }
+        key(k, to);
+        to.put(":");
+        list(to, ids.as_deref(), |id, to| to.put(id));
+    }
+    to.put("]");
+}
+
+fn decimal(byte: u8, to: &mut impl Sink) {
+    let digits = [byte / 100, byte / 10 % 10, byte % 10].map(|digit| b'0' + digit);
+    let from = if byte >= 100 {
+        0
+    } else if byte >= 10 {
+        1
+    } else {
+        2
+    };
+    // Digits are text.
+    to.put(std::str::from_utf8(&digits[from..]).unwrap_or_default());
 }
 
 fn to_base64<S: Serializer>(bytes: &Option<Vec<u8>>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -177,9 +220,26 @@ mod tests {
         assert!(matches!(Data::read(&REAL[0].as_bytes()[..100]), Err(CheckpointError::Malformed(_))));
     }
 
+    impl Sink for String {
+        fn put(&mut self, text: &str) {
+            self.push_str(text);
+        }
+    }
+
+    #[test]
+    fn bytes_are_printed_as_numbers() {
+        let mut text = String::new();
+        (0..=u8::MAX).for_each(|byte| decimal(byte, &mut text));
+        assert_eq!(text, (0..=u8::MAX).map(|byte| byte.to_string()).collect::<String>());
+    }
+
     #[test]
     fn nothing_and_nil_print_differently_as_in_go() {
-        let dump = |json: &str| serde_json::from_str::<Data>(json).unwrap().dump();
+        let dump = |json: &str| {
+            let mut text = String::new();
+            serde_json::from_str::<Data>(json).unwrap().dump(&mut text);
+            text
+        };
         let empty = r#"{"PodDeviceEntries":[],"RegisteredDevices":{"a":[],"b":null}}"#;
         assert_eq!(
             dump(empty),

@@ -13,7 +13,7 @@ pub struct Question {
     pub must_include: BTreeSet<String>,
     /// How many in all.
     pub size: usize,
-    pub(super) nodes: BTreeMap<String, Vec<i64>>,
+    pub(super) nodes: Nodes,
 }
 
 impl Question {
@@ -26,31 +26,49 @@ impl Question {
                 chosen.insert(id.to_owned());
             }
         }
-        let left: BTreeSet<&str> =
-            self.available.iter().map(String::as_str).filter(|id| !chosen.contains(*id)).collect();
+        let left: Vec<(&str, &[i64])> = with_nodes(&self.available, &self.nodes).collect();
         let more = near(&left, &self.nodes, &chosen, self.size.saturating_sub(chosen.len()));
-        chosen.extend(more.into_iter().map(str::to_owned));
+        let more: Vec<String> = more.into_iter().map(str::to_owned).collect();
+        chosen.extend(more);
         chosen
     }
 }
 
-/// `count` of the devices in `left`, near each other: of the NUMA nodes that can give them all, one that already gave some of
-/// `chosen`, or else the one with the fewest left (the others keep room for larger requests); if none can, from as few nodes
-/// as possible; those near no node last.
-fn near<'a>(
-    left: &BTreeSet<&'a str>,
-    nodes: &BTreeMap<String, Vec<i64>>,
+/// The NUMA nodes of devices, by id; none for one that is near no node.
+pub(super) type Nodes = BTreeMap<String, Vec<i64>>;
+
+/// Each of the ids with the NUMA nodes that it is near: one walk through both, since both are in order.
+pub(super) fn with_nodes<'a, S: AsRef<str> + ?Sized + 'a>(
+    ids: impl IntoIterator<Item = &'a S>,
+    nodes: &'a Nodes,
+) -> impl Iterator<Item = (&'a str, &'a [i64])> {
+    let mut nodes = nodes.iter().peekable();
+    ids.into_iter().map(move |id| {
+        let id = id.as_ref();
+        while nodes.next_if(|(other, _)| other.as_str() < id).is_some() {}
+        let near = nodes.next_if(|(other, _)| other.as_str() == id);
+        (id, near.map_or(&[][..], |(_, near)| near.as_slice()))
+    })
+}
+
+/// `count` of the devices in `left` (in the order of their ids, those in `chosen` don't count), near each other: of the NUMA
+/// nodes that can give them all, one that already gave some of `chosen`, or else the one with the fewest left (the others keep
+/// room for larger requests); if none can, from as few nodes as possible; those near no node last.
+pub(super) fn near<'a>(
+    left: &[(&'a str, &[i64])],
+    nodes: &Nodes,
     chosen: &Ids,
     count: usize,
 ) -> Vec<&'a str> {
-    let near_nodes = |id: &str| nodes.get(id).map_or(&[][..], Vec::as_slice);
-    let mut by_node: BTreeMap<i64, BTreeSet<&'a str>> = BTreeMap::new();
-    for id in left {
-        for node in near_nodes(id) {
-            by_node.entry(*node).or_default().insert(id);
+    let mut by_node: BTreeMap<i64, Vec<&'a str>> = BTreeMap::new();
+    let is_left = |id: &str| !chosen.contains(id);
+    for (id, near) in left {
+        if !near.is_empty() && is_left(id) {
+            near.iter().for_each(|node| by_node.entry(*node).or_default().push(id));
         }
     }
-    let given = |node: i64| chosen.iter().filter(|id| near_nodes(id).contains(&node)).count();
+    let given =
+        |node: i64| chosen.iter().filter(|id| nodes.get(*id).is_some_and(|n| n.contains(&node))).count();
     let mut taken: Vec<&'a str> = Vec::new();
     while taken.len() < count && !by_node.is_empty() {
         let wanted = count - taken.len();
@@ -59,18 +77,16 @@ fn near<'a>(
             let order = if enough { ids.len() } else { usize::MAX - ids.len() };
             (!enough, std::cmp::Reverse(given(**node)), order, **node)
         });
-        let Some((node, ids)) = best.map(|(node, ids)| (*node, ids.clone())) else { break };
-        taken.extend(ids.iter().take(wanted));
-        by_node.remove(&node);
-        by_node.values_mut().for_each(|others| others.retain(|id| !taken.contains(id)));
-        by_node.retain(|_, ids| !ids.is_empty());
+        let Some(node) = best.map(|(node, _)| *node) else { break };
+        taken.extend(by_node.remove(&node).unwrap_or_default().into_iter().take(wanted));
+        if taken.len() < count {
+            by_node.values_mut().for_each(|others| others.retain(|id| !taken.contains(id)));
+            by_node.retain(|_, ids| !ids.is_empty());
+        }
     }
-    let rest: Vec<&'a str> = left
-        .iter()
-        .copied()
-        .filter(|id| !taken.contains(id))
-        .take(count.saturating_sub(taken.len()))
-        .collect();
+    let wanted = count.saturating_sub(taken.len());
+    let rest = left.iter().map(|(id, _)| *id).filter(|id| is_left(id) && !taken.contains(id));
+    let rest: Vec<&'a str> = rest.take(wanted).collect();
     taken.extend(rest);
     taken
 }

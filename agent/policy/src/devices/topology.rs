@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Devices, Ids, Serving};
+use super::{Devices, Ids, Serving, with_nodes};
 
 /// More NUMA nodes than the kubelet works with either; devices near others have no say.
 pub const MAX_NODES: usize = 8;
@@ -120,26 +120,28 @@ impl Devices {
             Some(_) => Ids::new(),
             None => serving.reuse.get(resource).cloned().unwrap_or_default(),
         };
-        let taken = self.taken.get(resource);
-        let is_free = |id: &&String| taken.is_none_or(|taken| !taken.contains(*id));
+        let none = Ids::new();
         let available: Vec<&String> = match &held {
             Some(ids) => ids.iter().collect(),
-            None => self.healthy.get(resource).into_iter().flatten().filter(is_free).collect(),
+            None => {
+                let healthy = self.healthy.get(resource).unwrap_or(&none);
+                healthy.difference(self.taken.get(resource).unwrap_or(&none)).collect()
+            }
         };
         if available.len() + reusable.len() < count {
             return Hints::TooFew;
         }
         let place = |node: &i64| nodes.iter().position(|other| other == node);
-        let mask_of = |id: &str| -> Mask {
-            let nodes = near.get(id).into_iter().flatten().filter_map(place);
-            nodes.fold(0, |mask, place| mask | 1 << place)
-        };
+        let mask_of =
+            |near: &[i64]| -> Mask { near.iter().filter_map(place).fold(0, |mask, place| mask | 1 << place) };
         // Devices by the set of nodes that they are near: a handful of groups, however many devices there are.
         let mut everyone: BTreeMap<Mask, usize> = BTreeMap::new();
-        near.keys().for_each(|id| *everyone.entry(mask_of(id)).or_default() += 1);
+        near.values().for_each(|near| *everyone.entry(mask_of(near)).or_default() += 1);
         let mut free: BTreeMap<Mask, usize> = BTreeMap::new();
-        available.iter().for_each(|id| *free.entry(mask_of(id)).or_default() += 1);
-        let reused: Vec<Mask> = reusable.iter().map(|id| mask_of(id)).filter(|mask| *mask != 0).collect();
+        let free_ones = with_nodes(available, near);
+        free_ones.for_each(|(_, near)| *free.entry(mask_of(near)).or_default() += 1);
+        let reused = with_nodes(&reusable, near).map(|(_, near)| mask_of(near));
+        let reused: Vec<Mask> = reused.filter(|mask| *mask != 0).collect();
         let within = |groups: &BTreeMap<Mask, usize>, mask: Mask| -> usize {
             groups.iter().filter(|(group, _)| **group & mask != 0).map(|(_, count)| *count).sum()
         };
@@ -165,16 +167,21 @@ enum Hints {
 /// The best combination of one hint of each: preferred before not, then the narrowest, then the lowest nodes. If none fits
 /// together, all nodes, not preferred.
 fn merge(of_each: &[Vec<Hint>], all: Mask, single: bool) -> Hint {
-    let mut combined = BTreeSet::from([Hint { mask: all, preferred: true }]);
+    let mut combined = vec![Hint { mask: all, preferred: true }];
     for hints in of_each {
         let fits = |hint: &&Hint| !single || (hint.preferred && hint.mask.count_ones() == 1);
-        let next = combined.iter().flat_map(|so_far| {
-            hints.iter().filter(fits).map(|hint| Hint {
-                mask: so_far.mask & hint.mask,
-                preferred: so_far.preferred && hint.preferred,
-            })
-        });
-        combined = next.filter(|hint| hint.mask != 0).collect();
+        let hints: Vec<Hint> = hints.iter().filter(fits).copied().collect();
+        // By mask, and whether it is preferred: all that there can be.
+        let mut next = [[false; 2]; 1 << MAX_NODES];
+        for so_far in &combined {
+            for hint in &hints {
+                next[usize::from(so_far.mask & hint.mask)][usize::from(so_far.preferred && hint.preferred)] =
+                    true;
+            }
+        }
+        let of_mask = |mask: Mask| [false, true].map(|preferred| Hint { mask, preferred });
+        let there = |hint: &Hint| next[usize::from(hint.mask)][usize::from(hint.preferred)];
+        combined = (1..=all).flat_map(of_mask).filter(there).collect();
     }
     let best = combined.into_iter().min_by_key(|hint| (!hint.preferred, hint.mask.count_ones(), hint.mask));
     best.unwrap_or(Hint { mask: all, preferred: false })
