@@ -175,7 +175,7 @@ fn measure(what: What, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
         }
         What::Probes => probes::run(&binary, quick, rows)?,
         What::Pressure => rows.extend(pressure::run(&binary, quick)?),
-        What::Lifecycle => rows.extend(lifecycle::run(&binary, quick)?),
+        What::Lifecycle => lifecycle::run(&binary, quick, rows)?,
         What::Tuner => rows.extend(tuner::run(&binary, quick)?),
     }
     Ok(())
