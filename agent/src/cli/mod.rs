@@ -24,6 +24,7 @@ mod packaging;
 pub mod plan;
 pub mod probe;
 pub mod run;
+mod threads;
 pub mod top;
 pub mod tune;
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 use beelet_policy::duration;
 use clap::{Args, ValueEnum};
 
-use super::failed;
 use super::run::{LogFormat, start_logging};
+use super::{failed, threads};
 use crate::config::{Config, TunerMode};
 use crate::kernel::Mode;
 use crate::node::observe::{self, Collecting, Options};
@@ -172,8 +172,7 @@ impl ObserveArgs {
 pub fn run(args: &ObserveArgs) -> ExitCode {
     start_logging(args.log_format, args.verbose);
     // One thread waits for everything; readings have their own.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    let done = runtime
+    let done = threads::runtime(1)
         .map_err(anyhow::Error::from)
         .and_then(|runtime| runtime.block_on(observe::run(args.options()?)));
     match done {

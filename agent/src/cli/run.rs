@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
-use super::{USAGE, failed};
+use super::{USAGE, failed, threads};
 use crate::config::Config;
 
 /// Arguments of `beelet run`.
@@ -82,8 +82,7 @@ pub fn run(args: &RunArgs) -> ExitCode {
 
 fn start(config: Config) -> anyhow::Result<()> {
     // Nearly all work is waiting: two threads are enough for any node.
-    let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    threads.block_on(crate::node::run(config))
+    threads::runtime(2)?.block_on(crate::node::run(config))
 }
 
 /// Log lines go to standard error: standard output belongs to what a command prints.

@@ -44,7 +44,7 @@ use crate::{
         manager::Request,
         observe::managed,
         status::runtime_id,
-        table::{PodName, PodTable},
+        table::{PodEntry, PodName, PodTable},
     },
     runtime::Runtime,
 };
@@ -90,18 +90,19 @@ impl LocalStorage {
 
     async fn work(&self, cancelled: &Arc<AtomicBool>) {
         let mut budget = Some(Budget::new(Arc::clone(cancelled)));
-        let mut measured: HashMap<String, Instant> = HashMap::new();
+        // When, and when again.
+        let mut measured: HashMap<String, (Instant, Duration)> = HashMap::new();
         let mut layers: Option<(Instant, HashMap<String, Taken>)> = None;
         loop {
             let pods = self.pods();
             let here: HashSet<&str> = pods.iter().map(|(uid, _)| uid.as_str()).collect();
             measured.retain(|uid, _| here.contains(uid.as_str()));
             self.usages.keep_only(|uid| here.contains(uid));
-            for (uid, pod) in &pods {
-                let period = if is_limited(pod) { LIMITED_PERIOD } else { self.period };
-                if measured.get(uid).is_some_and(|at| at.elapsed() < period) {
+            for (uid, entry) in &pods {
+                if measured.get(uid).is_some_and(|(at, period)| at.elapsed() < *period) {
                     continue;
                 }
+                let pod = &entry.pod;
                 if layers.as_ref().is_none_or(|(at, _)| at.elapsed() >= LIMITED_PERIOD) {
                     layers = Some((Instant::now(), self.layers().await));
                 }
@@ -116,16 +117,17 @@ impl LocalStorage {
                     // Cancelled.
                     None => return,
                 }
-                measured.insert(uid.clone(), Instant::now());
+                let period = if is_limited(pod) { LIMITED_PERIOD } else { self.period };
+                measured.insert(uid.clone(), (Instant::now(), period));
             }
             tokio::time::sleep(ROUND).await;
         }
     }
 
-    fn pods(&self) -> Vec<(String, Arc<core::Pod>)> {
+    fn pods(&self) -> Vec<(String, Arc<PodEntry>)> {
         let table = self.table.borrow();
-        let pods = table.pods.values().map(|entry| &entry.pod).filter(|pod| is_evictable(pod));
-        pods.filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone())))).collect()
+        let entries = table.pods.values().filter(|entry| is_evictable(&entry.pod));
+        entries.filter_map(|entry| Some((entry.pod.metadata.uid.clone()?, Arc::clone(entry)))).collect()
     }
 
     /// The writable layers of our containers, by the runtime's id. A runtime that can't say has none.
@@ -145,7 +147,7 @@ impl LocalStorage {
     async fn measure(
         &self,
         uid: &str,
-        pod: &Arc<core::Pod>,
+        pod: &core::Pod,
         layers: Option<&HashMap<String, Taken>>,
         mut budget: Budget,
     ) -> Option<(PodDisk, Budget)> {

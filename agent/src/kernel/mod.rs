@@ -25,6 +25,8 @@ mod settings;
 mod sweep;
 mod sys;
 
+pub use sys::share_arenas;
+
 pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
 pub use capability::{Capability, ProgramInfo, programs};
 pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};

@@ -150,3 +150,15 @@ pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs:
         }
     }
 }
+
+/// Lets all threads share a few of the C library's arenas. By default each of dozens of short-lived threads gets one of its
+/// own, and keeps what was freed in it. To be called before there are threads.
+pub fn share_arenas() {
+    const ARENAS: libc::c_int = 2;
+    #[cfg(target_env = "gnu")]
+    // SAFETY: mallopt(3) takes two numbers and changes only the allocator's settings; before there are other threads nobody
+    // reads them meanwhile. A refusal (0) leaves things as they were.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, ARENAS);
+    }
+}

@@ -252,6 +252,7 @@ impl Exits {
                 continue;
             }
             let Some(pending) = self.pending.remove(&id) else { continue };
+            info!(id, "the runtime too says that the container has ended");
             if let Some(at_ns) = pending.at_ns {
                 let delay = Duration::from_nanos(monotonic_ns().saturating_sub(at_ns));
                 self.parts.metrics.delay.observe(delay.as_secs_f64());

@@ -6,7 +6,10 @@ use std::{
     time::Instant,
 };
 
-use beelet_policy::tuner::{self as policy, Knob, KnobKind, Observed, Step, Supports};
+use beelet_policy::{
+    qos::QosClass,
+    tuner::{self as policy, Knob, KnobKind, Observed, Step, Supports},
+};
 use jiff::Timestamp;
 use tracing::{debug, info, warn};
 
@@ -15,6 +18,7 @@ use super::{
     journal::{self, Journal},
     knobs::{self, Setting},
     metrics::Metrics,
+    quiet::Quiet,
     sample::{Sampler, Source},
     targets::Target,
     view::{Blocked, Held, Outcome, Record, View},
@@ -65,6 +69,7 @@ pub struct Engine {
     settings: Settings,
     metrics: Metrics,
     sampler: Sampler,
+    quiet: Quiet,
     best_effort: String,
     /// The cgroups are somebody else's.
     is_guest: bool,
@@ -106,6 +111,7 @@ impl Engine {
             settings,
             metrics,
             sampler: Sampler::default(),
+            quiet: Quiet::default(),
             best_effort: BEST_EFFORT.to_owned(),
             is_guest: false,
             state: policy::State::default(),
@@ -141,7 +147,17 @@ impl Engine {
         if self.is_guest {
             (supports.idle, supports.burst) = (false, false);
         }
-        let waits = self.waits.as_ref();
+        let all_pods = self.best_effort.rsplit_once('/').map_or("/", |(parent, _)| parent);
+        let waits = self.quiet.tick(&self.cgroups, all_pods, self.waits.as_ref(), &self.settings.law, now);
+        let limited: Vec<Target>;
+        let pods = if waits.is_none() && self.state.is_at_rest() {
+            let may_suffer = |pod: &&Target| pod.is_limited && pod.class != QosClass::BestEffort;
+            limited = pods.iter().filter(may_suffer).cloned().collect();
+            &limited
+        } else {
+            pods
+        };
+        let waits = waits.unwrap_or_default();
         let mut seen = self.sampler.look(&self.cgroups, waits, &self.best_effort, supports, pods, now);
         if self.is_guest && self.cgroups.version() != Version::V2 {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);

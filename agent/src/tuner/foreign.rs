@@ -91,6 +91,8 @@ impl Foreign {
             .collect();
         let (cgroup, class) = pod_of(containers.first()?.1)?;
         Some(Target {
+            // What a kubelet gave it isn't known here.
+            is_limited: true,
             name: PodName::of(pod).to_string(),
             class,
             cgroup: cgroup.to_owned(),

@@ -11,7 +11,7 @@ use super::{
 use crate::cgroups::{Cgroups, Pressure, Version};
 
 /// Two looks nearer to each other than this say nothing.
-const LEAST_MICROS: u128 = 10_000;
+pub(super) const LEAST_MICROS: u128 = 10_000;
 /// A container that uses this much of its own limit, in percent, reclaims for its own sake.
 const AT_LIMIT_PERCENT: u64 = 95;
 
@@ -51,19 +51,13 @@ impl Sampler {
     pub(super) fn look(
         &mut self,
         cgroups: &Cgroups,
-        waits: Option<&Source>,
+        waits: BTreeMap<u64, Waits>,
         best_effort: &str,
         supports: Supports,
         pods: &[Target],
         now: Instant,
     ) -> Observed {
-        let mut look = Look {
-            cgroups,
-            waits: waits.map(|source| source()).unwrap_or_default(),
-            now,
-            before: &self.before,
-            seen: BTreeMap::new(),
-        };
+        let mut look = Look { cgroups, waits, now, before: &self.before, seen: BTreeMap::new() };
         let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
         let samples = pods.iter().filter_map(|pod| look.pod(pod)).collect();
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
@@ -191,7 +185,7 @@ impl Rates {
 
 /// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within its bucket, in
 /// microseconds. Fewer than 100 waits have none.
-fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
+pub(super) fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
     let counts: Vec<u64> = now
         .iter()
         .enumerate()

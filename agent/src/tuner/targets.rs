@@ -5,6 +5,7 @@ use beelet_policy::{
     qos::{QosClass, qos_class_of},
     resources::{CPU, MEMORY, PodDemand},
 };
+use k8s_openapi::api::core::v1 as core;
 
 use crate::pods::{
     qos_tree::running,
@@ -24,6 +25,8 @@ pub struct Target {
     pub cpu_request: u64,
     /// Bytes that it requests.
     pub memory_request: u64,
+    /// A container of it may be held back by a CPU limit of its own.
+    pub is_limited: bool,
     /// Its running containers.
     pub containers: Vec<TargetContainer>,
 }
@@ -60,6 +63,12 @@ fn target(entry: &PodEntry, config: &CgroupConfig) -> Option<Target> {
         cgroup: pod_path(pod.metadata.uid.as_deref(), class, config).ok()?,
         cpu_request: u64::try_from(requests.amount(CPU).milli_value()).unwrap_or(0),
         memory_request: u64::try_from(requests.amount(MEMORY).value()).unwrap_or(0),
+        is_limited: running(pod).any(|(_, container)| has_cpu_limit(container)),
         containers,
     })
+}
+
+fn has_cpu_limit(container: &core::Container) -> bool {
+    let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
+    limits.is_some_and(|limits| limits.contains_key(CPU))
 }

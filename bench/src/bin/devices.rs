@@ -216,9 +216,11 @@ fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     // As the agent has it.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async {
-        let settings = Settings { policy, ..Settings::new(dir.path().to_owned()) };
-        let plugins = dir.path().join("device-plugins");
+    let folder = dir.path().to_owned();
+    // A task, as each pod's worker is one.
+    let admitting = runtime.spawn(async move {
+        let settings = Settings { policy, ..Settings::new(folder.clone()) };
+        let plugins = folder.join("device-plugins");
         let registration = settings.registration_socket();
         let (requests, _ignored) = mpsc::channel(64);
         let parts = Parts {
@@ -256,5 +258,6 @@ fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
         }
         shutdown.cancel();
         samples
-    })
+    });
+    runtime.block_on(admitting).unwrap()
 }

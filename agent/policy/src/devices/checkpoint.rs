@@ -121,7 +121,12 @@ impl Entry {
 /// Takes text in parts. What is printed for a thousand devices is a hundred kilobytes, most of it plugins' answers byte by
 /// byte: none of it is kept.
 trait Sink {
-    fn put(&mut self, text: &str);
+    /// Text, in UTF-8.
+    fn put_bytes(&mut self, text: &[u8]);
+
+    fn put(&mut self, text: &str) {
+        self.put_bytes(text.as_bytes());
+    }
 }
 
 /// Fowler-Noll-Vo 1a, 32 bit (Go's `fnv.New32a`).
@@ -134,9 +139,9 @@ impl Default for Fnv1a {
 }
 
 impl Sink for Fnv1a {
-    fn put(&mut self, text: &str) {
+    fn put_bytes(&mut self, text: &[u8]) {
         let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
-        self.0 = text.as_bytes().iter().fold(self.0, step);
+        self.0 = text.iter().fold(self.0, step);
     }
 }
 
@@ -170,16 +175,19 @@ fn map<K, S: Sink>(to: &mut S, lists: Option<&BTreeMap<K, Option<Vec<String>>>>,
 }
 
 fn decimal(byte: u8, to: &mut impl Sink) {
-    let digits = [byte / 100, byte / 10 % 10, byte % 10].map(|digit| b'0' + digit);
-    let from = if byte >= 100 {
-        0
-    } else if byte >= 10 {
-        1
-    } else {
-        2
+    /// Three digits of each byte.
+    static DIGITS: [[u8; 3]; 256] = {
+        let mut digits = [[b'0'; 3]; 256];
+        let mut byte = 0;
+        while byte < digits.len() {
+            let n = byte as u8;
+            digits[byte] = [b'0' + n / 100, b'0' + n / 10 % 10, b'0' + n % 10];
+            byte += 1;
+        }
+        digits
     };
-    // Digits are text.
-    to.put(std::str::from_utf8(&digits[from..]).unwrap_or_default());
+    let zeros = usize::from(byte < 100) + usize::from(byte < 10);
+    to.put_bytes(&DIGITS[usize::from(byte)][zeros..]);
 }
 
 fn to_base64<S: Serializer>(bytes: &Option<Vec<u8>>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -221,8 +229,8 @@ mod tests {
     }
 
     impl Sink for String {
-        fn put(&mut self, text: &str) {
-            self.push_str(text);
+        fn put_bytes(&mut self, text: &[u8]) {
+            self.push_str(std::str::from_utf8(text).unwrap());
         }
     }
 
