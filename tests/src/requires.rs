@@ -201,7 +201,7 @@ pub fn cni_bin_dir() -> Option<PathBuf> {
 /// [`require!`](crate::require).
 pub fn skip(reason: &Missing) {
     let thread = std::thread::current();
-    let line = format!("SKIPPED {}: {reason}\n", thread.name().unwrap_or("a test"));
+    let line = skip_line(thread.name().unwrap_or("a test"), &reason.to_string());
     eprint!("{line}");
     if let Some(file) = std::env::var_os("BEELET_SKIPPED") {
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(&file);
@@ -209,6 +209,12 @@ pub fn skip(reason: &Missing) {
             eprintln!("could not write to {}: {error}", file.display());
         }
     }
+}
+
+/// The line of a test that is left out. A reason that quotes a program may have several lines; the file has one for each test.
+fn skip_line(test: &str, reason: &str) -> String {
+    let reason: Vec<&str> = reason.split_whitespace().collect();
+    format!("SKIPPED {test}: {}\n", reason.join(" "))
 }
 
 /// Returns from the calling test, loudly, where the machine lacks something that it needs:
@@ -223,4 +229,18 @@ macro_rules! require {
             }
         )+
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::skip_line;
+
+    #[test]
+    fn a_reason_of_several_lines_is_told_in_one() {
+        let reason = "mount(8) failed:\n       dmesg(1) may have more information.\n";
+        assert_eq!(
+            skip_line("quotas::xfs", reason),
+            "SKIPPED quotas::xfs: mount(8) failed: dmesg(1) may have more information.\n"
+        );
+    }
 }

@@ -31,7 +31,7 @@ pub use error::AllocateError;
 pub use rebuild::Remnant;
 
 use checkpoint::{CheckpointError, Data, Entry};
-use choice::{Nodes, near, with_nodes};
+use choice::{Nodes, fill, with_nodes};
 
 /// How long a resource of a plugin that has gone away is still shown (as unhealthy).
 pub const ENDPOINT_GRACE: Duration = Duration::from_secs(300);
@@ -397,6 +397,7 @@ impl Devices {
         resource: String,
         serving: &Serving,
     ) -> Result<Selection, AllocateError> {
+        let options = self.options(request.resource);
         let taken = self.taken.entry(resource.clone()).or_default();
         let reusable = serving.reuse.get(request.resource);
         let mut must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
@@ -409,8 +410,7 @@ impl Devices {
         if free.len() < wanted {
             return Err(AllocateError::TooFew { resource, requested: wanted, available: free.len() });
         }
-        let endpoint = self.endpoints.get(request.resource).filter(|endpoint| endpoint.stopped_at.is_none());
-        let Some(options) = endpoint.map(|endpoint| endpoint.options) else {
+        let Some(options) = options else {
             self.recount();
             return Err(AllocateError::PluginGone { resource });
         };
@@ -429,10 +429,7 @@ impl Devices {
             }
         }
         if !options.get_preferred_allocation_available {
-            let more = near(&left, nodes, &must_include, request.count - must_include.len());
-            let more: Vec<String> = more.into_iter().map(str::to_owned).collect();
-            must_include.extend(more);
-            return Ok(Selection::Chosen(must_include));
+            return Ok(Selection::Chosen(fill(must_include, request.count, &left, nodes)));
         }
         let mut available: Ids = left.iter().map(|(id, _)| (*id).to_owned()).collect();
         available.extend(must_include.iter().cloned());

@@ -148,14 +148,15 @@ impl Engine {
             (supports.idle, supports.burst) = (false, false);
         }
         let all_pods = self.best_effort.rsplit_once('/').map_or("/", |(parent, _)| parent);
-        let waits = self.quiet.tick(&self.cgroups, all_pods, self.waits.as_ref(), &self.settings.law, now);
+        let rest = (all_pods, self.state.is_at_rest());
+        let waits = self.quiet.tick(&self.cgroups, rest, self.waits.as_ref(), &self.settings.law, now);
         let limited: Vec<Target>;
-        let pods = if waits.is_none() && self.state.is_at_rest() {
+        let pods = if waits.is_some() {
+            pods
+        } else {
             let may_suffer = |pod: &&Target| pod.is_limited && pod.class != QosClass::BestEffort;
             limited = pods.iter().filter(may_suffer).cloned().collect();
             &limited
-        } else {
-            pods
         };
         let waits = waits.unwrap_or_default();
         let mut seen = self.sampler.look(&self.cgroups, waits, &self.best_effort, supports, pods, now);

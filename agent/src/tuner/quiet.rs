@@ -31,12 +31,13 @@ pub(super) struct Quiet {
 }
 
 impl Quiet {
-    /// `None` if no container below the cgroup `pods` has been near a bound for some time, but for those that their own quota
-    /// holds back; else, and where the kernel doesn't tell, how long everybody has waited.
+    /// `None` if nobody needs to be looked at: nothing is held (`at_rest`), and no container below the cgroup `pods` has been
+    /// near a bound for some time, but for those that their own quota holds back. Else, and where the kernel doesn't tell, how
+    /// long everybody has waited.
     pub(super) fn tick(
         &mut self,
         cgroups: &Cgroups,
-        pods: &str,
+        (pods, at_rest): (&str, bool),
         source: Option<&Source>,
         law: &Law,
         now: Instant,
@@ -44,9 +45,8 @@ impl Quiet {
         if !self.has_no_stalls(cgroups, pods, law, now) {
             self.loud = Some(now);
         }
-        let is_quiet = self.is_quiet(now);
         let fresh = self.waits_at.is_some_and(|at| now.saturating_duration_since(at) < WAITS_EVERY);
-        if is_quiet && fresh {
+        if at_rest && fresh && self.is_quiet(now) {
             return None;
         }
         let waits = source.map(|source| source()).unwrap_or_default();
@@ -59,7 +59,7 @@ impl Quiet {
             self.loud = Some(now);
         }
         (self.waits, self.waits_at) = (waits.clone(), Some(now));
-        if self.is_quiet(now) { None } else { Some(waits) }
+        if at_rest && self.is_quiet(now) { None } else { Some(waits) }
     }
 
     /// What all pods together stalled since the tick before is below what would trouble one.
@@ -104,6 +104,7 @@ mod tests {
         quiet: Quiet,
         now: Instant,
         stalled: [u64; 2],
+        at_rest: bool,
         waits: Arc<Mutex<BTreeMap<u64, Waits>>>,
     }
 
@@ -121,6 +122,7 @@ mod tests {
                 quiet: Quiet::default(),
                 now: Instant::now(),
                 stalled: [0; 2],
+                at_rest: true,
                 waits: Arc::default(),
             };
             assert!(!node.after([0, 0]), "nothing is known before the second tick");
@@ -143,7 +145,8 @@ mod tests {
         fn tick(&mut self) -> bool {
             let waits = Arc::clone(&self.waits);
             let source: Source = Arc::new(move || waits.lock().unwrap().clone());
-            self.quiet.tick(&self.cgroups, "/kubepods", Some(&source), &Law::default(), self.now).is_none()
+            let (pods, law) = (("/kubepods", self.at_rest), Law::default());
+            self.quiet.tick(&self.cgroups, pods, Some(&source), &law, self.now).is_none()
         }
 
         fn waited(&self, histogram: Vec<u64>) {
@@ -175,6 +178,15 @@ mod tests {
         node.waited(histogram);
         let looks = [node.after([0, 0]), node.after([0, 0])];
         assert!(looks.contains(&false), "nobody looked at the waits for two seconds");
+    }
+
+    #[test]
+    fn while_something_is_held_everybody_is_looked_at() {
+        let mut node = Node::new();
+        node.at_rest = false;
+        assert!(!node.after([0, 0]));
+        node.at_rest = true;
+        assert!(node.after([0, 0]));
     }
 
     #[test]

@@ -5,7 +5,6 @@ use beelet_policy::{
     qos::{QosClass, qos_class_of},
     resources::{CPU, MEMORY, PodDemand},
 };
-use k8s_openapi::api::core::v1 as core;
 
 use crate::pods::{
     qos_tree::running,
@@ -63,12 +62,7 @@ fn target(entry: &PodEntry, config: &CgroupConfig) -> Option<Target> {
         cgroup: pod_path(pod.metadata.uid.as_deref(), class, config).ok()?,
         cpu_request: u64::try_from(requests.amount(CPU).milli_value()).unwrap_or(0),
         memory_request: u64::try_from(requests.amount(MEMORY).value()).unwrap_or(0),
-        is_limited: running(pod).any(|(_, container)| has_cpu_limit(container)),
+        is_limited: demand.limits().get(CPU).is_some(),
         containers,
     })
-}
-
-fn has_cpu_limit(container: &core::Container) -> bool {
-    let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
-    limits.is_some_and(|limits| limits.contains_key(CPU))
 }

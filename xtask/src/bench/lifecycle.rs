@@ -17,6 +17,7 @@
 use super::Row;
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
+use beelet::pods::cri_config::{MASKED_PATHS, READONLY_PATHS};
 use beelet_proto::cri;
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::containerd::{Containerd, Cri, block_on};
@@ -289,23 +290,6 @@ async fn started_at(socket: &Path, id: &str) -> Result<i64> {
     Ok(status.context("the runtime has no status")?.started_at)
 }
 
-/// Paths below `/proc` and `/sys` that Kubernetes hides from containers, and that it makes read-only: mounts, which take time.
-const MASKED: [&str; 12] = [
-    "/proc/asound",
-    "/proc/acpi",
-    "/proc/interrupts",
-    "/proc/kcore",
-    "/proc/keys",
-    "/proc/latency_stats",
-    "/proc/timer_list",
-    "/proc/timer_stats",
-    "/proc/sched_debug",
-    "/proc/scsi",
-    "/sys/firmware",
-    "/sys/devices/virtual/powercap",
-];
-const READ_ONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
-
 /// The same pod by three calls, one after the other; how long they took together. It is asked for as the agent asks: with a
 /// cgroup of its own where the agent's pods have theirs, the files that are mounted, and what is hidden from it.
 async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Duration> {
@@ -342,6 +326,7 @@ async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Duration> {
         }),
         ..Default::default()
     };
+    let paths = |list: &[&str]| list.iter().map(|path| (*path).to_owned()).collect();
     let container_config = cri::ContainerConfig {
         metadata: Some(cri::ContainerMetadata { name: "main".to_owned(), attempt: 0 }),
         image: Some(cri::ImageSpec { image: images::APP.to_owned(), ..Default::default() }),
@@ -357,8 +342,8 @@ async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Duration> {
             }),
             security_context: Some(cri::LinuxContainerSecurityContext {
                 namespace_options: Some(namespaces()),
-                masked_paths: MASKED.map(str::to_owned).into(),
-                readonly_paths: READ_ONLY.map(str::to_owned).into(),
+                masked_paths: paths(MASKED_PATHS),
+                readonly_paths: paths(READONLY_PATHS),
                 ..Default::default()
             }),
         }),

@@ -27,11 +27,15 @@ impl Question {
             }
         }
         let left: Vec<(&str, &[i64])> = with_nodes(&self.available, &self.nodes).collect();
-        let more = near(&left, &self.nodes, &chosen, self.size.saturating_sub(chosen.len()));
-        let more: Vec<String> = more.into_iter().map(str::to_owned).collect();
-        chosen.extend(more);
-        chosen
+        fill(chosen, self.size, &left, &self.nodes)
     }
+}
+
+/// `chosen`, and as many of those in `left` as make it `size`, [`near`] each other.
+pub(super) fn fill(mut chosen: Ids, size: usize, left: &[(&str, &[i64])], nodes: &Nodes) -> Ids {
+    let more = near(left, nodes, &chosen, size.saturating_sub(chosen.len()));
+    chosen.extend(more.into_iter().map(str::to_owned));
+    chosen
 }
 
 /// The NUMA nodes of devices, by id; none for one that is near no node.
@@ -54,17 +58,16 @@ pub(super) fn with_nodes<'a, S: AsRef<str> + ?Sized + 'a>(
 /// `count` of the devices in `left` (in the order of their ids, those in `chosen` don't count), near each other: of the NUMA
 /// nodes that can give them all, one that already gave some of `chosen`, or else the one with the fewest left (the others keep
 /// room for larger requests); if none can, from as few nodes as possible; those near no node last.
-pub(super) fn near<'a>(
-    left: &[(&'a str, &[i64])],
-    nodes: &Nodes,
-    chosen: &Ids,
-    count: usize,
-) -> Vec<&'a str> {
+fn near<'a>(left: &[(&'a str, &[i64])], nodes: &Nodes, chosen: &Ids, count: usize) -> Vec<&'a str> {
     let mut by_node: BTreeMap<i64, Vec<&'a str>> = BTreeMap::new();
     let is_left = |id: &str| !chosen.contains(id);
-    for (id, near) in left {
-        if !near.is_empty() && is_left(id) {
-            near.iter().for_each(|node| by_node.entry(*node).or_default().push(id));
+    for (id, near) in left.iter().filter(|(id, near)| !near.is_empty() && is_left(id)) {
+        for node in *near {
+            let ids = by_node.entry(*node).or_default();
+            // A plugin may name a node twice.
+            if ids.last() != Some(id) {
+                ids.push(id);
+            }
         }
     }
     let given =

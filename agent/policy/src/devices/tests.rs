@@ -114,6 +114,13 @@ fn devices_come_from_as_few_numa_nodes_as_possible() {
 }
 
 #[test]
+fn a_node_that_a_plugin_names_twice_counts_once() {
+    let mut devices = ledger("");
+    devices.list(GPU, ["a", "b", "c"].map(|id| device(id, &[0, 0])));
+    assert_eq!(devices.select(&request("p", "c", 2)), Ok(Selection::Chosen(ids("a b"))));
+}
+
+#[test]
 fn init_containers_leave_their_devices_to_those_that_follow_and_sidecars_do_not() {
     let mut devices = ledger("a b c");
     let mut give =

@@ -4,6 +4,8 @@
 mod network;
 mod security;
 
+pub use security::{MASKED_PATHS, READONLY_PATHS};
+
 use std::{
     collections::HashMap,
     net::IpAddr,

@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1 as core;
 use super::{ContainerFacts, ImageUser, NodeFacts};
 
 /// Paths that Docker's default profile hides from a container, as the kubelet asks for them.
-const MASKED_PATHS: &[&str] = &[
+pub const MASKED_PATHS: &[&str] = &[
     "/proc/asound",
     "/proc/acpi",
     "/proc/interrupts",
@@ -24,7 +24,8 @@ const MASKED_PATHS: &[&str] = &[
     "/sys/devices/virtual/powercap",
 ];
 /// Paths that it makes read-only.
-const READONLY_PATHS: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+pub const READONLY_PATHS: &[&str] =
+    &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
 /// Which namespaces a pod and its containers have.
 pub(super) fn namespaces(spec: &core::PodSpec) -> cri::NamespaceOption {
