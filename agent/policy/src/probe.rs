@@ -257,11 +257,6 @@ impl ProbeState {
         &self.params
     }
 
-    /// New settings (a changed annotation or configuration); what was counted stays.
-    pub fn set_params(&mut self, params: &ProbeParams) {
-        self.params = params.clone();
-    }
-
     /// A container runs, the first one or one after a restart, since `started_at`. Ends a hold and publishes
     /// the first value, always (the new container had no value before). The startup gate closes; the run of
     /// equal outcomes carries over. `None` only while the pod is being deleted.
@@ -345,6 +340,16 @@ impl ProbeState {
         let Subject::Running(started_at) = self.subject else { return None };
         let from = started_at.saturating_add(self.params.initial_delay);
         self.due(from).then_some(from)
+    }
+
+    /// Whether successes, at `now` and until another of these methods is called, change nothing: [`Self::record`] need not be
+    /// told of them.
+    #[must_use]
+    pub fn is_steady(&self, now: Duration) -> bool {
+        self.published == ProbeResult::Success
+            && self.last == Outcome::Success
+            && self.run >= self.params.success_threshold.max(1)
+            && self.due(now)
     }
 
     /// An outcome. Gives the change of state that it makes, if it makes one.
@@ -555,6 +560,39 @@ mod tests {
     }
 
     proptest! {
+        /// What comes after a steady state is the same however many successes it has not been told of.
+        #[test]
+        fn successes_in_a_steady_state_change_nothing(
+            kind in prop::sample::select(vec![ProbeKind::Liveness, ProbeKind::Readiness, ProbeKind::Startup]),
+            script in prop::collection::vec(0..10u8, 0..60), success in 1..4u32, failure in 1..4u32,
+            delay in 0..4u64, waits in any::<bool>(),
+        ) {
+            let params = ProbeParams {
+                initial_delay: at(delay), waits_for_startup: waits, ..params(success, failure)
+            };
+            let mut told = ProbeState::new(kind, &params);
+            let mut untold = told.clone();
+            for (second, letter) in script.into_iter().enumerate() {
+                let now = at(second as u64);
+                let play = |state: &mut ProbeState| match letter {
+                    0 => state.record(now, Outcome::Failure),
+                    1 => state.record(now, Outcome::Error),
+                    2 => state.container_started(now, now),
+                    3 => state.container_stopped(now),
+                    4 => state.edge(now, true),
+                    5 => state.edge(now, false),
+                    6 => { state.startup_succeeded(); None }
+                    7 if second > 50 => state.pod_deleted(now),
+                    _ => state.record(now, Outcome::Success),
+                };
+                let is_untold = untold.is_steady(now) && letter > 7;
+                let expected = play(&mut told);
+                let got = if is_untold { None } else { play(&mut untold) };
+                prop_assert_eq!(got, expected, "{} at {}", letter, second);
+                prop_assert_eq!(untold.is_steady(now), told.is_steady(now));
+            }
+        }
+
         /// A published success or failure always has a full row of such outcomes behind it.
         #[test]
         fn no_change_without_a_full_row(outcomes in prop::collection::vec(0..3u8, 0..60), success in 1..4u32, failure in 1..4u32) {

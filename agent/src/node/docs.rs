@@ -58,7 +58,8 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_running_containers", "gauge"),
 ];
 
-/// Families by name with their meaning, as registered. The registry tells them to nobody, but it can be printed.
+/// Families by name with their meaning, as registered. The registry tells them to nobody, but it can be printed; collectors
+/// tell theirs with the samples.
 fn families(registry: &Registry) -> BTreeMap<String, String> {
     let printed = format!("{registry:?}");
     let string = |rest: &str, field: &str| -> Option<String> {
@@ -72,15 +73,22 @@ fn families(registry: &Registry) -> BTreeMap<String, String> {
         Some(unit.map_or(name.clone(), |(unit, _)| format!("{name}_{}", unit.to_lowercase())))
     };
     let descriptors = printed.split("Descriptor {").skip(1);
-    descriptors
-        .filter_map(|rest| Some((name(rest)?, string(rest, "help")?.trim_end_matches('.').to_owned())))
-        .collect()
+    let registered = descriptors.filter_map(|rest| Some((name(rest)?, string(rest, "help")?)));
+    let text = encoded(registry);
+    let told = text.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split_once(' '));
+    let told = told.map(|(name, help)| (name.to_owned(), help.to_owned()));
+    told.chain(registered).map(|(name, help)| (name, help.trim_end_matches('.').to_owned())).collect()
+}
+
+fn encoded(registry: &Registry) -> String {
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
+    text
 }
 
 /// The kinds of the families that have samples.
 fn kinds(registry: &Registry) -> BTreeMap<String, String> {
-    let mut text = String::new();
-    prometheus_client::encoding::text::encode(&mut text, registry).unwrap();
+    let text = encoded(registry);
     let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
     types.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
 }

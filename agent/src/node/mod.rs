@@ -428,6 +428,7 @@ impl Node {
             settings: self.probe_settings(),
             events: self.events.clone(),
             metrics: self.metrics.probes.clone(),
+            asking: tokio::runtime::Handle::current(),
         });
         let tuning = self.tuning(table.clone());
         let keeper = qos_tree::Parts {

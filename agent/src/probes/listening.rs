@@ -6,14 +6,17 @@
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use beelet_policy::probe::listener::{Queues, Sighting, Verdict};
+use beelet_policy::probe::{
+    Outcome,
+    listener::{Queues, Sighting, Verdict},
+};
 use tracing::debug;
 
 use super::{
     answer::Answer,
     manager::{Probes, monotonic},
-    timetable::Id,
-    worker::{Hint, now},
+    worker::{Hint, Worker, now},
+    workers::Id,
 };
 use crate::kernel::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
 
@@ -45,15 +48,15 @@ impl Sight {
     pub(super) fn sighting(&self) -> Option<Sighting> {
         match self {
             Self::Absent => Some(Sighting::Absent),
-            Self::Listening(queues) => Some(Sighting::Listening(Queues {
-                listeners: queues.listeners,
-                waiting: queues.waiting,
-                full: queues.full,
-                heads: queues.heads,
-            })),
+            Self::Listening(queues) => Some(Sighting::Listening(judged(queues))),
             Self::Unknown(_) => None,
         }
     }
+}
+
+/// What of the queues is judged.
+fn judged(queues: &AcceptQueues) -> Queues {
+    Queues { listeners: queues.listeners, waiting: queues.waiting, full: queues.full, heads: queues.heads }
 }
 
 impl Probes {
@@ -66,18 +69,34 @@ impl Probes {
         let sights = self.sights(ids);
         let looked = now();
         let latency = looked.saturating_sub(started) / u32::try_from(ids.len()).unwrap_or(1).max(1);
-        for (id, sight) in ids.iter().zip(sights) {
+        for (id, sight) in ids.iter().copied().zip(sights) {
+            if self.goes_on(id, &sight, looked, latency) {
+                continue;
+            }
             if self.workers.get(id).is_some_and(|worker| worker.edge.is_some()) {
-                self.settle_edge(*id, &sight).await;
+                self.settle_edge(id, &sight).await;
             } else {
-                self.settle(*id, &sight, looked, latency).await;
+                self.settle(id, &sight, looked, latency).await;
             }
         }
     }
 
+    /// Whether a steady probe has found what it always finds; if so it is counted, and nothing else is to be done.
+    fn goes_on(&mut self, id: Id, sight: &Sight, at: Duration, latency: Duration) -> bool {
+        let Sight::Listening(queues) = sight else { return false };
+        let queues = judged(queues);
+        if !queues.has_empty() || queues.are_full() {
+            return false;
+        }
+        let Some(beat) = self.workers.steady_mut(id) else { return false };
+        beat.looked = (at, latency);
+        beat.tally.count(Outcome::Success, latency);
+        true
+    }
+
     /// A regular look.
     async fn settle(&mut self, id: Id, sight: &Sight, at: Duration, latency: Duration) {
-        let Some(worker) = self.workers.get_mut(&id) else { return };
+        let Some(worker) = self.workers.get_mut(id) else { return };
         let Some((_, port)) = worker.in_kernel() else { return };
         let Some(sighting) = sight.sighting() else {
             // The kernel can't say: whoever can be connected to is there.
@@ -85,23 +104,25 @@ impl Probes {
             self.launch(id, false);
             return;
         };
-        let verdict = worker.queues.judge(at, worker.timing.timeout, sighting);
+        let verdict = worker.beat.queues.judge(at, worker.timeout, sighting);
         if let Verdict::Pending { until } = verdict {
-            let waited = (at + worker.timing.timeout).saturating_sub(until);
+            let waited = (at + worker.timeout).saturating_sub(until);
             let again = (at + FIRST_PAUSE.max(waited)).min(until);
-            let again = worker.due.map_or(again, |due| due.min(again));
-            self.timetable.set(id, &mut worker.due, again);
+            let again = worker.beat.due.map_or(again, |due| due.min(again));
+            self.timetable.set(id, &mut worker.beat.due, again);
             return;
         }
         self.record(id, &answer(verdict, port), latency).await;
+        if verdict == Verdict::Listening {
+            self.workers.succeeded(id, at);
+        }
     }
 
     /// What is at the addresses of these probes, in order.
     pub(super) fn sights(&self, ids: &[Id]) -> Vec<Sight> {
         let target = |id: &Id| {
-            let worker = self.workers.get(id)?;
-            let (netns, port) = worker.in_kernel()?;
-            netns.target((worker.ip?, port).into(), None)
+            let worker = self.workers.get(*id)?;
+            worker.beat.steady.or_else(|| worker.place())
         };
         let targets: Vec<_> = ids.iter().map(target).collect();
         let asked: Vec<_> = targets.iter().copied().flatten().collect();
@@ -116,20 +137,25 @@ impl Probes {
         let mut sights = Vec::with_capacity(ids.len());
         for (id, target) in ids.iter().zip(targets) {
             let found = if target.is_some() { found.next() } else { None };
-            let Some(worker) = self.workers.get(id) else {
-                sights.push(Sight::Unknown("the probe is gone".to_owned()));
-                continue;
-            };
-            let sight = match (found, worker.in_kernel(), worker.ip) {
-                (Some(Found::Listener(queues)), ..) => Sight::Listening(queues),
-                (Some(_), Some((netns, port)), Some(ip)) => self.second_opinion(netns, port, ip),
-                (None, Some((netns, port)), Some(ip)) => by_sock_diag(netns, port, ip),
-                (_, _, None) => Sight::Unknown("the pod has no address yet".to_owned()),
-                (_, None, _) => Sight::Unknown("the kernel doesn't answer this probe".to_owned()),
-            };
-            sights.push(sight);
+            sights.push(match found {
+                Some(Found::Listener(queues)) => Sight::Listening(queues),
+                other => self.without_a_listener(*id, other),
+            });
         }
         sights
+    }
+
+    /// What is at a probe's address if a lookup `found` no listener, or could not be made.
+    fn without_a_listener(&self, id: Id, found: Option<Found>) -> Sight {
+        let Some(worker) = self.workers.get(id) else {
+            return Sight::Unknown("the probe is gone".to_owned());
+        };
+        match (found, worker.in_kernel(), worker.ip) {
+            (Some(_), Some((netns, port)), Some(ip)) => self.second_opinion(netns, port, ip),
+            (None, Some((netns, port)), Some(ip)) => by_sock_diag(netns, port, ip),
+            (_, _, None) => Sight::Unknown("the pod has no address yet".to_owned()),
+            (_, None, _) => Sight::Unknown("the kernel doesn't answer this probe".to_owned()),
+        }
     }
 
     /// The lookup found nothing. If our own table has a listener, it may be bound to one device, which the lookup
@@ -164,13 +190,13 @@ impl Probes {
         let ids = self.probes_at(listener.netns_cookie, listener.port);
         let ids: Vec<Id> = ids
             .into_iter()
-            .filter(|id| self.workers.get(id).is_some_and(|worker| reaches(listener, worker.ip)))
+            .filter(|id| self.workers.get(*id).is_some_and(|worker| reaches(listener, worker.ip)))
             .collect();
         if ids.is_empty() {
             return;
         }
         for id in &ids {
-            if let Some(worker) = self.workers.get_mut(id) {
+            if let Some(worker) = self.workers.get_mut(*id) {
                 worker.edge = Some((hint, at_ns));
                 worker.rechecks = 0;
             }
@@ -184,7 +210,7 @@ impl Probes {
     /// An edge is told, and this is what is there now.
     async fn settle_edge(&mut self, id: Id, sight: &Sight) {
         let now = now();
-        let Some(worker) = self.workers.get_mut(&id) else { return };
+        let Some(worker) = self.workers.get_mut(id) else { return };
         let (Some((hint, at_ns)), Some((_, port))) = (worker.edge, worker.in_kernel()) else { return };
         let listening = match (hint, sight) {
             (Hint::Opened | Hint::Missed, Sight::Listening(_)) => true,
@@ -201,7 +227,7 @@ impl Probes {
                 worker.edge = None;
                 if matches!(hint, Hint::Closed(_)) {
                     // What waited at the one that closed is gone with it.
-                    worker.queues.reset();
+                    worker.beat.queues.reset();
                 }
                 return;
             }
@@ -209,7 +235,7 @@ impl Probes {
         worker.edge = None;
         if let Some(sighting) = sight.sighting() {
             // Remembers what waits, and forgets what waited at a listener that is gone.
-            worker.queues.judge(now, worker.timing.timeout, sighting);
+            worker.beat.queues.judge(now, worker.timeout, sighting);
         }
         let verdict = if listening { Verdict::Listening } else { Verdict::NotListening };
         let answer = answer(verdict, port);
@@ -229,9 +255,9 @@ impl Probes {
     }
 
     fn recheck(&mut self, id: Id, now: Duration) {
-        let Some(worker) = self.workers.get_mut(&id) else { return };
+        let Some(worker) = self.workers.get_mut(id) else { return };
         worker.rechecks += 1;
-        self.timetable.set(id, &mut worker.due, now + RECHECK);
+        self.timetable.set(id, &mut worker.beat.due, now + RECHECK);
     }
 
     /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a listener from
@@ -246,11 +272,13 @@ impl Probes {
     /// Edges were lost: every probe that the kernel answers looks now, as if one had come.
     fn look_again(&mut self) {
         let now = now();
-        for (id, worker) in self.workers.iter_mut().filter(|(_, worker)| worker.in_kernel().is_some()) {
-            if worker.container_id.is_some() {
-                worker.edge = Some((Hint::Missed, monotonic(now)));
-                self.timetable.set(*id, &mut worker.due, now);
-            }
+        let looks = |worker: &Worker| worker.in_kernel().is_some() && worker.container_id.is_some();
+        let ids: Vec<Id> =
+            self.workers.iter().filter(|(_, worker)| looks(worker)).map(|(id, _)| id).collect();
+        for id in ids {
+            let Some(worker) = self.workers.get_mut(id) else { continue };
+            worker.edge = Some((Hint::Missed, monotonic(now)));
+            self.timetable.set(id, &mut worker.beat.due, now);
         }
     }
 }

@@ -11,11 +11,12 @@ use beelet_policy::probe::{Held, Outcome, ProbeKind, Transition};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
-    sync::{mpsc, watch},
+    runtime::Builder,
+    sync::{mpsc, oneshot, watch},
     time::{Instant, sleep_until},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 
 use super::{
     Settings,
@@ -24,9 +25,10 @@ use super::{
     canary,
     metrics::Metrics,
     target::{pod_ip, probes_of},
-    timetable::{Id, Timetable},
+    timetable::Timetable,
     view::Commands,
     worker::{Hint, Key, Way, Worker, now},
+    workers::{Id, Workers},
 };
 use crate::{
     events::{Object, Recorder},
@@ -67,6 +69,8 @@ pub struct Parts {
     pub events: Recorder,
     /// Counters.
     pub metrics: Metrics,
+    /// Where the looks run that wait for somebody's answer.
+    pub asking: tokio::runtime::Handle,
 }
 
 /// A probe's answer, from the task that waited for it.
@@ -104,8 +108,7 @@ pub struct Probes {
     pub(super) parts: Parts,
     known: BTreeMap<PodName, Arc<PodEntry>>,
     ids: HashMap<Key, Id>,
-    pub(super) workers: BTreeMap<Id, Worker>,
-    next_id: Id,
+    pub(super) workers: Workers,
     pub(super) timetable: Timetable,
     /// The probes that the kernel answers, by namespace cookie and port.
     pub(super) by_port: BTreeMap<(u64, u16), BTreeSet<Id>>,
@@ -124,8 +127,7 @@ impl Probes {
             parts,
             known: BTreeMap::new(),
             ids: HashMap::new(),
-            workers: BTreeMap::new(),
-            next_id: 0,
+            workers: Workers::default(),
             timetable: Timetable::default(),
             by_port: BTreeMap::new(),
             namespaces: HashMap::new(),
@@ -134,8 +136,32 @@ impl Probes {
         }
     }
 
-    /// Probes until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
+    /// Probes until `shutdown`, or until this future is dropped: on a thread of its own, since most of what a regular look costs
+    /// is waking up for it, and a runtime of several threads wakes two.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let stop = shutdown.child_token();
+        let _stop_with_us = stop.clone().drop_guard();
+        let (running, ended) = oneshot::channel::<()>();
+        let thread = Builder::new_current_thread().enable_time().build().and_then(|runtime| {
+            let work = move || {
+                let _running = running;
+                runtime.block_on(self.work(stop));
+            };
+            std::thread::Builder::new().name("probes".to_owned()).spawn(work)
+        });
+        match thread {
+            Ok(thread) => {
+                // It sends nothing: it ends.
+                let _ = ended.await;
+                if let Err(panic) = thread.join() {
+                    std::panic::resume_unwind(panic);
+                }
+            }
+            Err(error) => error!(%error, "no probe can be run: the system gives no thread"),
+        }
+    }
+
+    async fn work(mut self, shutdown: CancellationToken) {
         let wake = self.parts.edges.wake();
         self.sync().await;
         loop {
@@ -151,7 +177,13 @@ impl Probes {
                     self.sync().await;
                 }
                 () = sleep_until(Instant::now() + wait) => self.on_time().await,
-                Some(command) = self.parts.commands.recv() => self.on_command(command),
+                Some(command) = self.parts.commands.recv() => {
+                    // Whoever asks may have seen the pods that are there now.
+                    if self.parts.table.has_changed().unwrap_or(false) {
+                        self.sync().await;
+                    }
+                    self.on_command(command);
+                }
             }
         }
     }
@@ -182,7 +214,7 @@ impl Probes {
         }
         let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
         self.namespaces.retain(|netns, _| used.contains(netns));
-        let connecting = self.workers.values().filter(|worker| matches!(worker.way, Way::Ask(Some(_))));
+        let connecting = self.workers.iter().filter(|(_, worker)| matches!(worker.way, Way::Ask(Some(_))));
         self.parts.metrics.fallbacks.set(i64::try_from(connecting.count()).unwrap_or(i64::MAX));
     }
 
@@ -193,9 +225,9 @@ impl Probes {
         let ids: Vec<Id> = self.ids.extract_if(|key, _| gone(key)).map(|(_, id)| id).collect();
         for id in ids {
             self.leave_port(id);
-            if let Some(mut worker) = self.workers.remove(&id) {
-                self.timetable.remove(id, &mut worker.due);
-                self.parts.metrics.forget(&worker.metrics);
+            if let Some(mut worker) = self.workers.remove(id) {
+                self.timetable.remove(id, &mut worker.beat.due);
+                self.parts.metrics.forget(&worker.beat.tally);
             }
         }
     }
@@ -253,9 +285,7 @@ impl Probes {
             warn!(pod = %worker.name, container = container.name, "{problem}");
             self.parts.events.warning(about(), "ProbeWarning", format!("{kind} probe warning: {problem}"));
         }
-        let id = self.next_id;
-        self.next_id += 1;
-        self.workers.insert(id, worker);
+        let id = self.workers.insert(worker);
         self.ids.insert(key, id);
         Some(id)
     }
@@ -264,7 +294,7 @@ impl Probes {
     async fn sync_container(&mut self, entry: &PodEntry, id: Id) {
         let now = now();
         let chosen = self.choose_way(entry, id);
-        let Some(worker) = self.workers.get_mut(&id) else { return };
+        let Some(worker) = self.workers.get_mut(id) else { return };
         worker.ip = pod_ip(&entry.pod);
         let status = container_status(&entry.pod, &worker.key.container);
         let running = status.and_then(|s| s.state.as_ref()?.running.as_ref());
@@ -292,13 +322,13 @@ impl Probes {
                     // The edge that would have told may have come while nobody listened.
                     worker.edge = Some((Hint::Missed, monotonic(now)));
                 }
-                self.timetable.set(id, &mut worker.due, at);
+                self.timetable.set(id, &mut worker.beat.due, at);
             }
             (None, _) => transitions.extend(worker.state.container_stopped(now)),
             // The network namespace of one that was taken over is known only now.
             (Some(_), Some(_)) if chosen && worker.in_kernel().is_some() => {
                 worker.edge = Some((Hint::Missed, monotonic(now)));
-                self.timetable.set(id, &mut worker.due, now);
+                self.timetable.set(id, &mut worker.beat.due, now);
             }
             _ => {}
         }
@@ -309,7 +339,7 @@ impl Probes {
             let was_due = worker.state.due(now);
             worker.state.startup_succeeded();
             if !was_due && worker.state.due(now) {
-                self.timetable.set(id, &mut worker.due, now);
+                self.timetable.set(id, &mut worker.beat.due, now);
             }
         }
         for transition in transitions {
@@ -320,14 +350,14 @@ impl Probes {
     /// Decides who answers a probe, as far as it can be decided yet, and again where the pod has got another network
     /// namespace. Whether it was decided now.
     fn choose_way(&mut self, entry: &PodEntry, id: Id) -> bool {
-        let Some(worker) = self.workers.get(&id) else { return false };
+        let Some(worker) = self.workers.get(id) else { return false };
         if !matches!(worker.way, Way::Undecided) {
             if entry.netns.is_none() || worker.netns == entry.netns {
                 return false;
             }
             self.leave_port(id);
         }
-        let Some(worker) = self.workers.get(&id) else { return false };
+        let Some(worker) = self.workers.get(id) else { return false };
         let way = if !worker.wants_kernel() {
             Way::Ask(None)
         } else if self.parts.checker.is_none() && self.parts.listeners.is_none() {
@@ -345,7 +375,7 @@ impl Probes {
                 }
             }
         };
-        let Some(worker) = self.workers.get_mut(&id) else { return false };
+        let Some(worker) = self.workers.get_mut(id) else { return false };
         (worker.way, worker.netns) = (way, entry.netns.clone());
         if let Some((netns, port)) = worker.in_kernel() {
             let place = (netns.handle().cookie(), port);
@@ -365,7 +395,7 @@ impl Probes {
     }
 
     fn leave_port(&mut self, id: Id) {
-        let place = self.workers.get(&id).and_then(Worker::in_kernel);
+        let place = self.workers.get(id).and_then(Worker::in_kernel);
         let Some(place) = place.map(|(netns, port)| (netns.handle().cookie(), port)) else { return };
         if let Some(ids) = self.by_port.get_mut(&place) {
             ids.remove(&id);
@@ -380,16 +410,23 @@ impl Probes {
         let now = now();
         let (mut by_kernel, mut ask) = (Vec::new(), Vec::new());
         for id in self.timetable.take(now) {
-            let Some(worker) = self.workers.get_mut(&id) else { continue };
-            worker.due = None;
-            worker.advance(now);
-            let next = worker.regular;
-            self.timetable.set(id, &mut worker.due, next);
+            if let Some(beat) = self.workers.steady_mut(id).filter(|beat| now < beat.canary_due) {
+                beat.due = None;
+                beat.advance(now, true);
+                self.timetable.set(id, &mut beat.due, beat.regular);
+                by_kernel.push(id);
+                continue;
+            }
+            let Some(worker) = self.workers.get_mut(id) else { continue };
+            worker.beat.due = None;
+            let in_kernel = worker.in_kernel().is_some();
+            worker.beat.advance(now, in_kernel);
+            self.timetable.set(id, &mut worker.beat.due, worker.beat.regular);
             // A probe on hold or not due yet keeps its place in the timetable; one under way has had its turn.
             if worker.in_flight || !worker.state.due(now) {
                 continue;
             }
-            if worker.in_kernel().is_some() && !worker.takes_canary(now) {
+            if in_kernel && !worker.takes_canary(now) {
                 by_kernel.push(id);
             } else {
                 ask.push(id);
@@ -404,7 +441,7 @@ impl Probes {
     /// Asks somebody who may take a while, beside this task. A connection to an application whose listener the kernel
     /// knows is followed until it is accepted, if it `may_follow`.
     pub(super) fn launch(&mut self, id: Id, may_follow: bool) {
-        let Some(worker) = self.workers.get_mut(&id) else { return };
+        let Some(worker) = self.workers.get_mut(id) else { return };
         let Some(question) = worker.question() else { return };
         worker.in_flight = true;
         let canary = worker.in_kernel().filter(|_| may_follow).map(|(netns, port)| (Arc::clone(netns), port));
@@ -413,7 +450,7 @@ impl Probes {
             self.parts.metrics.canaries.inc();
         }
         let (doors, finished) = (self.doors.clone(), self.finished_out.clone());
-        tokio::spawn(async move {
+        self.parts.asking.spawn(async move {
             let (answer, latency) = match canary {
                 Some((((netns, port), ip), checker)) => {
                     let started = Instant::now();
@@ -429,7 +466,7 @@ impl Probes {
     }
 
     async fn on_finished(&mut self, finished: Finished) {
-        let Some(worker) = self.workers.get_mut(&finished.id) else { return };
+        let Some(worker) = self.workers.get_mut(finished.id) else { return };
         worker.in_flight = false;
         // An answer of a container that is gone says nothing about the one after it.
         if worker.container_id.as_ref() == Some(&finished.container_id) {
@@ -439,8 +476,8 @@ impl Probes {
 
     /// An outcome: counted, told, and judged.
     pub(super) async fn record(&mut self, id: Id, answer: &Answer, latency: Duration) {
-        let Some(worker) = self.workers.get_mut(&id) else { return };
-        worker.keep(answer, latency, &self.parts.metrics);
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        worker.keep(answer, latency);
         let now = now();
         // One that was under way when the pod began to end.
         let ending = worker.state.held(now) == Some(Held::Deleted);
@@ -455,7 +492,7 @@ impl Probes {
 
     /// Events for people, in the kubelet's words (pkg/kubelet/prober/prober.go).
     pub(super) fn tell(&self, id: Id, answer: &Answer) {
-        let Some(worker) = self.workers.get(&id) else { return };
+        let Some(worker) = self.workers.get(id) else { return };
         let (kind, detail) = (worker.key.kind.title(), &answer.detail);
         let (reason, message) = match answer.outcome {
             Outcome::Success if answer.warning => ("ProbeWarning", format!("{kind} probe warning: {detail}")),
@@ -476,7 +513,7 @@ impl Probes {
 
     /// Tells the pods' manager of a change.
     pub(super) async fn send(&mut self, id: Id, transition: Transition, kernel_ns: Option<u64>) {
-        let Some(worker) = self.workers.get_mut(&id) else { return };
+        let Some(worker) = self.workers.get_mut(id) else { return };
         worker.since = Some(Timestamp::now());
         let Some(container_id) = worker.container_id.clone() else { return };
         if transition.restart {
@@ -512,8 +549,8 @@ impl Probes {
                     && worker.key.kind == kind
             })
         };
-        let exact: Vec<Id> = of(true).map(|(id, _)| *id).collect();
-        if exact.is_empty() { of(false).map(|(id, _)| *id).collect() } else { exact }
+        let exact: Vec<Id> = of(true).map(|(id, _)| id).collect();
+        if exact.is_empty() { of(false).map(|(id, _)| id).collect() } else { exact }
     }
 }
 

@@ -21,6 +21,7 @@ mod tcp;
 mod timetable;
 mod view;
 mod worker;
+mod workers;
 
 use std::time::Duration;
 

@@ -1,54 +1,56 @@
 //! When to look at what next: one ordered set of deadlines for all probes of the node.
 //!
-//! Probes that the kernel answers cost a fraction of a microsecond each, so what they cost together is how often the
-//! agent wakes up for them: their looks are put on a grid of a tenth of their period (at most 100 ms), and all that
-//! are due together are asked together. The grid moves a probe's first look, not the time between its looks.
+//! Probes that the kernel answers cost a microsecond each, so what they cost together is how often the agent wakes up
+//! for them: their looks are put on a grid of a fifth of their period (at most 200 ms), and all that are due together are
+//! asked together. The grid moves a probe's first look, not the time between its looks.
 
 use std::{
-    collections::BTreeSet,
+    collections::BTreeMap,
     hash::{DefaultHasher, Hash, Hasher},
     time::Duration,
 };
 
-/// A probe, for as long as the agent runs.
-pub(super) type Id = u64;
+use super::workers::Id;
 
 /// The coarsest grid.
-const COARSEST: Duration = Duration::from_millis(100);
+const COARSEST: Duration = Duration::from_millis(200);
 /// Looks on the grid in one period.
-const PER_PERIOD: u32 = 10;
+const PER_PERIOD: u32 = 5;
 
-/// The deadlines, on the clock of `policy::probe`.
+/// The deadlines, on the clock of `policy::probe`, each with the probes that are due then: on the grid that are many.
 #[derive(Debug, Default)]
 pub(super) struct Timetable {
-    due: BTreeSet<(Duration, Id)>,
+    due: BTreeMap<Duration, Vec<Id>>,
 }
 
 impl Timetable {
     /// Puts a probe at `at`, instead of where it is (`place`, which is brought up to date).
     pub(super) fn set(&mut self, id: Id, place: &mut Option<Duration>, at: Duration) {
-        if let Some(before) = place.replace(at) {
-            self.due.remove(&(before, id));
-        }
-        self.due.insert((at, id));
+        self.remove(id, place);
+        self.due.entry(at).or_default().push(id);
+        *place = Some(at);
     }
 
     /// Takes a probe out.
     pub(super) fn remove(&mut self, id: Id, place: &mut Option<Duration>) {
-        if let Some(before) = place.take() {
-            self.due.remove(&(before, id));
+        let Some(before) = place.take() else { return };
+        if let Some(ids) = self.due.get_mut(&before) {
+            ids.retain(|other| *other != id);
+            if ids.is_empty() {
+                self.due.remove(&before);
+            }
         }
     }
 
     /// The next deadline.
     pub(super) fn next(&self) -> Option<Duration> {
-        self.due.first().map(|(at, _)| *at)
+        self.due.first_key_value().map(|(at, _)| *at)
     }
 
     /// Takes out what is due, in order.
     pub(super) fn take(&mut self, now: Duration) -> Vec<Id> {
-        let later = self.due.split_off(&(now + Duration::from_nanos(1), 0));
-        std::mem::replace(&mut self.due, later).into_iter().map(|(_, id)| id).collect()
+        let later = self.due.split_off(&(now + Duration::from_nanos(1)));
+        std::mem::replace(&mut self.due, later).into_values().flatten().collect()
     }
 }
 
@@ -79,6 +81,8 @@ pub(super) fn following(from: Duration, period: Duration, now: Duration) -> Dura
 
 #[cfg(test)]
 mod tests {
+    use slotmap::SlotMap;
+
     use super::*;
 
     fn millis(n: u64) -> Duration {
@@ -88,28 +92,30 @@ mod tests {
     #[test]
     fn what_is_due_comes_once_and_in_order() {
         let mut table = Timetable::default();
-        let mut places = [None; 4];
-        for (id, at) in [(0, 30), (1, 10), (2, 20), (3, 40)] {
-            table.set(id, &mut places[id as usize], millis(at));
+        let mut ids: SlotMap<Id, ()> = SlotMap::with_key();
+        let ids = [(); 5].map(|()| ids.insert(()));
+        let mut places = [None; 5];
+        for (probe, at) in [(0, 30), (1, 10), (2, 20), (3, 40), (4, 10)] {
+            table.set(ids[probe], &mut places[probe], millis(at));
         }
-        table.set(0, &mut places[0], millis(5));
-        table.remove(2, &mut places[2]);
+        table.set(ids[0], &mut places[0], millis(5));
+        table.remove(ids[2], &mut places[2]);
         assert_eq!(table.next(), Some(millis(5)));
-        assert_eq!(table.take(millis(10)), [0, 1]);
-        assert_eq!(table.take(millis(10)), [] as [Id; 0]);
-        assert_eq!(table.due.iter().copied().collect::<Vec<_>>(), [(millis(40), 3)]);
+        assert_eq!(table.take(millis(10)), [ids[0], ids[1], ids[4]]);
+        assert_eq!(table.take(millis(10)), []);
+        assert_eq!(table.due, BTreeMap::from([(millis(40), vec![ids[3]])]));
     }
 
     #[test]
-    fn the_grid_is_a_tenth_of_the_period_and_keeps_the_time_between_looks() {
+    fn the_grid_is_a_fifth_of_the_period_and_keeps_the_time_between_looks() {
         let check = |at, period, expect| {
             assert_eq!(on_grid(millis(at), millis(period)), millis(expect), "{at} {period}");
         };
-        check(1, 100, 10);
-        check(110, 100, 110);
-        check(1, 1000, 100);
-        check(1, 60_000, 100);
-        check(1, 10, 1);
+        check(1, 100, 20);
+        check(120, 100, 120);
+        check(1, 1000, 200);
+        check(1, 60_000, 200);
+        check(1, 5, 1);
         let mut at = on_grid(millis(1234), millis(100));
         for _ in 0..10 {
             let next = on_grid(at + millis(100), millis(100));

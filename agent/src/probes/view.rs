@@ -17,8 +17,8 @@ use super::{
     canary,
     listening::{Sight, answer},
     manager::Probes,
-    timetable::Id,
-    worker::{Look, Way, Worker, now},
+    worker::{Way, Worker, now},
+    workers::Id,
 };
 use crate::kernel::{CheckedNetns, Checker, Found};
 
@@ -157,12 +157,6 @@ pub struct LookView {
     pub at: Timestamp,
 }
 
-impl From<&Look> for LookView {
-    fn from(look: &Look) -> Self {
-        Self { outcome: look.outcome, detail: look.detail.clone(), latency: look.latency, at: look.at }
-    }
-}
-
 /// One look, with all that led to it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Explained {
@@ -178,7 +172,7 @@ impl Probes {
     pub(super) fn on_command(&mut self, command: Command) {
         match command {
             Command::List(reply) => {
-                let mut list: Vec<ProbeView> = self.workers.values().map(view).collect();
+                let mut list: Vec<ProbeView> = self.workers.iter().map(|(_, worker)| view(worker)).collect();
                 list.sort_by(|a, b| {
                     (&a.namespace, &a.pod, &a.container, a.kind).cmp(&(
                         &b.namespace,
@@ -215,7 +209,7 @@ impl Probes {
 
     /// Looks once, beside the timetable, and tells all it knows.
     fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, Refused>>) {
-        let Some(worker) = self.workers.get(&id) else { return };
+        let Some(worker) = self.workers.get(id) else { return };
         let probe = view(worker);
         let Some(question) = worker.question() else {
             let error = Refused::NotFound("the container has not run yet".to_owned());
@@ -229,7 +223,7 @@ impl Probes {
         let kernel = worker.in_kernel().map(|(netns, port)| (Arc::clone(netns), port));
         let Some((netns, port)) = kernel else {
             let doors = self.doors.clone();
-            tokio::spawn(async move {
+            self.parts.asking.spawn(async move {
                 explanation
                     .push(format!("{}: {}, waiting {:?} at most", probe.mode, probe.target, probe.timeout));
                 let (answer, latency) = doors.ask(&question).await;
@@ -244,13 +238,13 @@ impl Probes {
             probe.mode,
             netns.handle().cookie()
         ));
-        let mut queues = worker.queues;
+        let mut queues = worker.beat.queues;
         explanation.push(said(&sight));
         let verdict = sight.sighting().map(|sighting| queues.judge(now(), question.within, sighting));
         let address = worker.ip.map(|ip| (ip, port).into());
         let onlooker = Onlooker { checker: self.parts.checker.clone(), netns, address, queues };
         let canary = worker.sends_canaries();
-        tokio::spawn(async move {
+        self.parts.asking.spawn(async move {
             let verdict = onlooker.settle(verdict, question.within, &mut explanation).await;
             let mut found = match verdict {
                 Some(verdict) => answer(verdict, port),
@@ -286,12 +280,23 @@ fn view(worker: &Worker) -> ProbeView {
         },
         result: worker.state.published(),
         since: worker.since,
-        last: worker.last.as_ref().map(LookView::from),
-        period: worker.timing.period,
-        timeout: worker.timing.timeout,
+        last: worker.last.as_ref().map(|look| LookView {
+            outcome: look.outcome,
+            detail: look.detail.clone(),
+            latency: worker.beat.looked.1,
+            at: wall(worker.beat.looked.0),
+        }),
+        period: worker.beat.period,
+        timeout: worker.timeout,
         held: worker.state.held(now()).map(|held| held.to_string()),
         problems: worker.problems.clone(),
     }
+}
+
+/// A moment of the past on the wall's clock.
+fn wall(at: Duration) -> Timestamp {
+    let now_there = Timestamp::now();
+    now_there.checked_sub(now().saturating_sub(at)).unwrap_or(now_there)
 }
 
 /// Looks at one address beside the timetable.

@@ -14,11 +14,16 @@ use super::{
     Settings,
     answer::Answer,
     ask::Question,
-    metrics::{Metrics, OfProbe},
+    metrics::Metrics,
     target::{Target, Timing},
-    timetable::{following, on_grid, phase},
+    timetable::{on_grid, phase},
+    workers::Beat,
 };
-use crate::{clock::monotonic_ns, kernel::CheckedNetns, pods::table::PodName};
+use crate::{
+    clock::monotonic_ns,
+    kernel::{CheckTarget, CheckedNetns},
+    pods::table::PodName,
+};
 
 /// Which probe of which container.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -33,8 +38,6 @@ pub(super) struct Key {
 pub(super) struct Look {
     pub outcome: Outcome,
     pub detail: String,
-    pub latency: Duration,
-    pub at: Timestamp,
 }
 
 /// Who answers.
@@ -63,10 +66,11 @@ pub(super) enum Hint {
 pub(super) struct Worker {
     pub key: Key,
     pub name: PodName,
+    pub beat: Beat,
     pub state: ProbeState,
     pub target: Target,
-    pub timing: Timing,
-    pub metrics: OfProbe,
+    /// The longest wait for an answer.
+    pub timeout: Duration,
     /// The container instance under the probe; `None` between two instances.
     pub container_id: Option<String>,
     pub ip: Option<IpAddr>,
@@ -75,18 +79,13 @@ pub(super) struct Worker {
     pub way: Way,
     /// The namespace that the way was chosen for; `None` for the host's own.
     pub netns: Option<PathBuf>,
-    pub queues: QueueWatch,
-    /// Where it is in the timetable.
-    pub due: Option<Duration>,
-    /// When the next regular look comes; one before that is an additional one.
-    pub regular: Duration,
     /// An edge that is to be judged by the next look, and when it came, `CLOCK_MONOTONIC` nanoseconds.
     pub edge: Option<(Hint, u64)>,
     /// How often that look has come too early.
     pub rechecks: u8,
     pub in_flight: bool,
     canary_every: Duration,
-    canary_due: Duration,
+    /// What the last look found.
     pub last: Option<Look>,
     pub since: Option<Timestamp>,
     /// What of the annotations can't be read.
@@ -112,23 +111,29 @@ impl Worker {
         let mode = own.mode.unwrap_or(if node.tcp_by_kernel { TcpMode::Kernel } else { TcpMode::Connect });
         let name = PodName::of(pod);
         let canary = own.canary.unwrap_or(node.canary);
+        let timing = Timing::of(probe, &own);
         Ok(Self {
+            beat: Beat {
+                steady: None,
+                due: None,
+                regular: Duration::ZERO,
+                period: timing.period,
+                canary_due: Duration::MAX,
+                queues: QueueWatch::default(),
+                tally: metrics.of_probe(&key, &name),
+                looked: (Duration::ZERO, Duration::ZERO),
+            },
             state: ProbeState::new(key.kind, &params),
-            timing: Timing::of(probe, &own),
-            metrics: metrics.of_probe(&key, &name),
+            timeout: timing.timeout,
             container_id: None,
             ip: None,
             wants_kernel: mode == TcpMode::Kernel && matches!(target, Target::Tcp { host: None, .. }),
             way: Way::Undecided,
             netns: None,
-            queues: QueueWatch::default(),
-            due: None,
-            regular: Duration::ZERO,
             edge: None,
             rechecks: 0,
             in_flight: false,
             canary_every: if key.kind == ProbeKind::Liveness { canary } else { Duration::ZERO },
-            canary_due: Duration::ZERO,
             last: None,
             since: None,
             problems,
@@ -169,9 +174,11 @@ impl Worker {
     /// Another container instance runs.
     pub(super) fn start(&mut self, id: String, now: Duration) {
         self.container_id = Some(id);
-        self.queues.reset();
-        // The application gets one interval before its first canary, and the canaries of a node are spread.
-        self.canary_due = now + self.canary_every + phase(&self.key, self.canary_every / 4);
+        self.beat.queues.reset();
+        if !self.canary_every.is_zero() {
+            // The application gets one interval before its first canary, and the canaries of a node are spread.
+            self.beat.canary_due = now + self.canary_every + phase(&self.key, self.canary_every / 4);
+        }
     }
 
     /// When to look first at a container that started at `started_at`. Readiness and startup want good news at
@@ -180,23 +187,14 @@ impl Worker {
     /// look comes at a random moment of the first period.) What ran before this agent did is asked at a moment of its
     /// own in the first period; the kernel, whom it costs nothing, at once, so that nothing wrong is said for long.
     pub(super) fn plan(&mut self, started_at: Duration, now: Duration, taken_over: bool) -> Duration {
-        let (initial, period) = (self.state.params().initial_delay, self.timing.period);
+        let (initial, period) = (self.state.params().initial_delay, self.beat.period);
         let liveness = self.key.kind == ProbeKind::Liveness;
         let at = started_at + if liveness { initial.max(period) } else { initial };
         let spread = now + phase(&self.key, period);
         let kernel = self.in_kernel().is_some();
         let first = if taken_over && !kernel || liveness && at <= now { at.max(spread) } else { at.max(now) };
-        self.regular = if kernel { on_grid(first.max(spread), period) } else { first };
-        first.min(self.regular)
-    }
-
-    /// The moment after this look; the regular ones keep their distance however late this one is.
-    pub(super) fn advance(&mut self, now: Duration) {
-        if now < self.regular {
-            return;
-        }
-        let next = following(self.regular, self.timing.period, now);
-        self.regular = if self.in_kernel().is_some() { on_grid(next, self.timing.period) } else { next };
+        self.beat.regular = if kernel { on_grid(first.max(spread), period) } else { first };
+        first.min(self.beat.regular)
     }
 
     /// Whether canaries go to this probe's target at all: somebody must be able to say whether they are accepted.
@@ -206,9 +204,9 @@ impl Worker {
 
     /// Whether this look is to be a canary; if so, the next one is planned.
     pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
-        let due = self.sends_canaries() && now >= self.canary_due;
+        let due = self.sends_canaries() && now >= self.beat.canary_due;
         if due {
-            self.canary_due = now + self.canary_every;
+            self.beat.canary_due = now + self.canary_every;
         }
         due
     }
@@ -219,31 +217,33 @@ impl Worker {
             target: self.target.clone(),
             pod_ip: self.ip,
             container_id: self.container_id.clone()?,
-            within: self.timing.timeout,
+            within: self.timeout,
         })
     }
 
+    /// Where a lookup would look.
+    pub(super) fn place(&self) -> Option<CheckTarget> {
+        let (netns, port) = self.in_kernel()?;
+        netns.target((self.ip?, port).into(), None)
+    }
+
+    /// Whether a success of the kernel's at `now` or later, until anything else happens, would change nothing.
+    pub(super) fn is_steady(&self, now: Duration) -> bool {
+        self.state.is_steady(now) && self.edge.is_none() && !self.in_flight && !self.beat.queues.has_waiting()
+    }
+
     /// Keeps what a look found, and counts it.
-    pub(super) fn keep(&mut self, answer: &Answer, latency: Duration, metrics: &Metrics) {
-        metrics.count(&mut self.metrics, answer.outcome, latency.as_secs_f64());
+    pub(super) fn keep(&mut self, answer: &Answer, latency: Duration) {
+        self.beat.tally.count(answer.outcome, latency);
         self.note(answer, latency);
     }
 
     /// Keeps what a look or an edge found.
     pub(super) fn note(&mut self, answer: &Answer, latency: Duration) {
-        match &mut self.last {
-            // The kernel's answers come often and are mostly the same.
-            Some(last) if last.outcome == answer.outcome && last.detail == answer.detail => {
-                (last.latency, last.at) = (latency, Timestamp::now());
-            }
-            last => {
-                *last = Some(Look {
-                    outcome: answer.outcome,
-                    detail: answer.detail.clone(),
-                    latency,
-                    at: Timestamp::now(),
-                });
-            }
+        self.beat.looked = (now(), latency);
+        let same = |last: &Look| last.outcome == answer.outcome && last.detail == answer.detail;
+        if !self.last.as_ref().is_some_and(same) {
+            self.last = Some(Look { outcome: answer.outcome, detail: answer.detail.clone() });
         }
     }
 }

@@ -244,6 +244,7 @@ impl Probing {
             },
             events: Recorder::default(),
             metrics: probes::Metrics::default(),
+            asking: runtime.handle().clone(),
         });
         let shutdown = CancellationToken::new();
         runtime.spawn(task.run(shutdown.clone()));

@@ -245,6 +245,7 @@ fn start(
         settings: settings(),
         events: events.clone(),
         metrics: probes::Metrics::default(),
+        asking: runtime.handle().clone(),
     });
     runtime.spawn(task.run(shutdown.clone()));
     (handle, updates)

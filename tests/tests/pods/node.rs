@@ -525,6 +525,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         },
         events: events.clone(),
         metrics: probes::Metrics::default(),
+        asking: tokio::runtime::Handle::current(),
     });
     let limits = rotate::Limits { max_size: LOG_MAX, max_files: 5, interval: Duration::from_millis(200) };
     let rotator = Rotator::new(runtime, dir.join("logs"), limits, table.clone());

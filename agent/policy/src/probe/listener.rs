@@ -25,6 +25,20 @@ pub struct Queues {
     pub heads: u64,
 }
 
+impl Queues {
+    /// Whether one of them, and so a connection that comes, is taken at once.
+    #[must_use]
+    pub const fn has_empty(&self) -> bool {
+        self.waiting < self.listeners || self.waiting == 0
+    }
+
+    /// Whether no connection has room.
+    #[must_use]
+    pub const fn are_full(&self) -> bool {
+        self.listeners > 0 && self.full >= self.listeners
+    }
+}
+
 /// What was seen at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sighting {
@@ -83,7 +97,7 @@ impl QueueWatch {
             }
             Sighting::Listening(queues) => queues,
         };
-        if queues.listeners > 0 && queues.full >= queues.listeners {
+        if queues.are_full() {
             let since = match self.held {
                 Some((heads, since)) if heads == queues.heads => since,
                 _ => now,
@@ -91,7 +105,7 @@ impl QueueWatch {
             self.held = Some((queues.heads, since));
             return Verdict::Stalled { since };
         }
-        if queues.waiting < queues.listeners || queues.waiting == 0 {
+        if queues.has_empty() {
             self.held = None;
             return Verdict::Listening;
         }
@@ -112,6 +126,12 @@ impl QueueWatch {
                 Verdict::Pending { until: now.saturating_add(timeout) }
             }
         }
+    }
+
+    /// Whether a connection waited in every queue when last seen.
+    #[must_use]
+    pub const fn has_waiting(&self) -> bool {
+        self.held.is_some()
     }
 
     /// Forgets what it saw: the container is another one.
