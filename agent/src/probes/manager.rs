@@ -13,13 +13,14 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::{
     runtime::Builder,
     sync::{mpsc, oneshot, watch},
-    time::{Instant, sleep_until},
+    time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, warn};
 
 use super::{
     Settings,
+    alarm::Alarm,
     answer::Answer,
     ask::Doors,
     canary,
@@ -43,8 +44,6 @@ use crate::{
 
 /// Answers on their way to the task. Who has one waits while the task is behind by this many.
 const ANSWERS: usize = 256;
-/// With nothing to do, the task looks at the clock this often.
-const IDLE: Duration = Duration::from_secs(3600);
 
 /// What the probes need from the rest of the node.
 #[derive(Debug)]
@@ -142,10 +141,11 @@ impl Probes {
         let stop = shutdown.child_token();
         let _stop_with_us = stop.clone().drop_guard();
         let (running, ended) = oneshot::channel::<()>();
-        let thread = Builder::new_current_thread().enable_time().build().and_then(|runtime| {
+        let thread = Builder::new_current_thread().enable_io().build().and_then(|runtime| {
+            let alarm = runtime.block_on(async { Alarm::new() })?;
             let work = move || {
                 let _running = running;
-                runtime.block_on(self.work(stop));
+                runtime.block_on(self.work(alarm, stop));
             };
             std::thread::Builder::new().name("probes".to_owned()).spawn(work)
         });
@@ -157,15 +157,15 @@ impl Probes {
                     std::panic::resume_unwind(panic);
                 }
             }
-            Err(error) => error!(%error, "no probe can be run: the system gives no thread"),
+            Err(error) => error!(%error, "no probe can be run: the system gives no thread or no timer"),
         }
     }
 
-    async fn work(mut self, shutdown: CancellationToken) {
+    async fn work(mut self, mut alarm: Alarm, shutdown: CancellationToken) {
         let wake = self.parts.edges.wake();
         self.sync().await;
         loop {
-            let wait = self.timetable.next().map_or(IDLE, |at| at.saturating_sub(now()));
+            let next = self.timetable.next();
             tokio::select! {
                 // Edges first: they are what a user waits for.
                 biased;
@@ -176,7 +176,10 @@ impl Probes {
                     if changed.is_err() { return }
                     self.sync().await;
                 }
-                () = sleep_until(Instant::now() + wait) => self.on_time().await,
+                rung = alarm.until(next) => match rung {
+                    Ok(()) => self.on_time().await,
+                    Err(error) => return error!(%error, "no probe can be run any more: the timer fails"),
+                },
                 Some(command) = self.parts.commands.recv() => {
                     // Whoever asks may have seen the pods that are there now.
                     if self.parts.table.has_changed().unwrap_or(false) {

@@ -6,6 +6,7 @@
 //! gRPC, a command, a connection) runs beside it, bounded; what the kernel knows is read on the spot, for all that are
 //! due together. A listener that comes or goes reaches the task as an edge, between two looks.
 
+mod alarm;
 mod answer;
 mod ask;
 mod canary;
