@@ -142,7 +142,10 @@ impl Probes {
         let _stop_with_us = stop.clone().drop_guard();
         let (running, ended) = oneshot::channel::<()>();
         let thread = Builder::new_current_thread().enable_io().build().and_then(|runtime| {
-            let alarm = runtime.block_on(async { Alarm::new() })?;
+            let alarm = {
+                let _here = runtime.enter();
+                Alarm::new()?
+            };
             let work = move || {
                 let _running = running;
                 runtime.block_on(self.work(alarm, stop));
