@@ -151,6 +151,15 @@ pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs:
     }
 }
 
+/// Gives back to the system what the C library's allocator keeps of freed memory. Takes some milliseconds where there is much.
+pub fn give_memory_back() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: malloc_trim(3) takes a number, locks the allocator as free(3) does, and changes no memory that is in use.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Lets all threads share a few of the C library's arenas. By default each of dozens of short-lived threads gets one of its
 /// own, and keeps what was freed in it. To be called before there are threads.
 pub fn share_arenas() {

@@ -83,6 +83,8 @@ const CONFIG_RETRY: Duration = Duration::from_secs(1);
 const EXIT_PROGRAM: &str = "task_exited";
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// How often freed memory goes back to the system.
+const MEMORY_PERIOD: Duration = Duration::from_secs(60);
 
 /// Runs the node until SIGTERM or SIGINT.
 ///
@@ -453,6 +455,7 @@ impl Node {
         tasks.spawn(self.rotator(table).run(working.clone()));
         tasks.spawn(tuner::run(tuning, working.clone()));
         tasks.spawn(qos_tree::follow(keeper, working.clone()));
+        tasks.spawn(give_memory_back(working.clone()));
         manager.run(shutdown).await;
         working.cancel();
         farewell(tasks, writer).await;
@@ -642,6 +645,20 @@ async fn start_kernel(config: &Config, cgroups: &Cgroups) -> Result<Kernel> {
         info!("the kernel half went on while the agent was away; it is taken over");
     }
     Ok(kernel)
+}
+
+/// Once a minute the memory that a burst needed (a hundred pods that start at once) and nobody uses any more.
+async fn give_memory_back(shutdown: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            () = tokio::time::sleep(MEMORY_PERIOD) => {}
+        }
+        // It may take a moment.
+        if spawn_blocking(kernel::give_memory_back).await.is_err() {
+            return;
+        }
+    }
 }
 
 /// Lets the parts end by themselves, but not for ever.

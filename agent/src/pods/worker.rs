@@ -198,7 +198,8 @@ impl Worker {
         supervise::keep(&name, start).await;
     }
 
-    /// Works until nothing is left of a terminated pod, or the manager is gone.
+    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: a node's workers wait most
+    /// of the time, and each would keep room for the largest step.
     async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
         loop {
@@ -217,7 +218,7 @@ impl Worker {
                         if changed.is_err() { return }
                         continue;
                     }
-                    step = self.terminate(&control, grace) => step,
+                    step = Box::pin(self.terminate(&control, grace)) => step,
                 }
             } else {
                 tokio::select! {
@@ -226,7 +227,7 @@ impl Worker {
                         if changed.is_err() { return }
                         continue;
                     }
-                    step = self.advance(&control) => step,
+                    step = Box::pin(self.advance(&control)) => step,
                 }
             };
             let wake = match step {
@@ -582,5 +583,13 @@ mod tests {
         check(60, "1m0s");
         check(160, "2m40s");
         check(300, "5m0s");
+    }
+
+    #[test]
+    fn a_worker_that_waits_is_small() {
+        fn size<W, F>(_: fn(W) -> F) -> usize {
+            size_of::<F>()
+        }
+        assert!(size(Worker::run) < 4096, "{} bytes for each pod of the node", size(Worker::run));
     }
 }
