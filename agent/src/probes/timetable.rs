@@ -1,8 +1,9 @@
 //! When to look at what next: one ordered set of deadlines for all probes of the node.
 //!
 //! Probes that the kernel answers cost a microsecond each, so what they cost together is how often the agent wakes up
-//! for them: their looks are put on a grid of a fifth of their period (at most 200 ms), and all that are due together are
-//! asked together. The grid moves a probe's first look, not the time between its looks.
+//! for them: their looks are put on a grid of their period (at most a second), and all that are due together are asked
+//! together. The grid moves a probe's first look, not the time between its looks. Nobody but the kernel notices such a
+//! burst; looks that somebody must answer are spread instead.
 
 use std::{
     collections::BTreeMap,
@@ -13,9 +14,7 @@ use std::{
 use super::workers::Id;
 
 /// The coarsest grid.
-const COARSEST: Duration = Duration::from_millis(200);
-/// Looks on the grid in one period.
-const PER_PERIOD: u32 = 5;
+const COARSEST: Duration = Duration::from_secs(1);
 
 /// The deadlines, on the clock of `policy::probe`, each with the probes that are due then: on the grid that are many.
 #[derive(Debug, Default)]
@@ -56,7 +55,7 @@ impl Timetable {
 
 /// The first point of the grid for `period` that isn't before `at`.
 pub(super) fn on_grid(at: Duration, period: Duration) -> Duration {
-    let step = (period / PER_PERIOD).clamp(Duration::from_millis(1), COARSEST).as_nanos();
+    let step = period.clamp(Duration::from_millis(1), COARSEST).as_nanos();
     let points = at.as_nanos().div_ceil(step);
     Duration::from_nanos(u64::try_from(points * step).unwrap_or(u64::MAX))
 }
@@ -107,15 +106,16 @@ mod tests {
     }
 
     #[test]
-    fn the_grid_is_a_fifth_of_the_period_and_keeps_the_time_between_looks() {
+    fn the_grid_is_the_period_up_to_a_second_and_keeps_the_time_between_looks() {
         let check = |at, period, expect| {
             assert_eq!(on_grid(millis(at), millis(period)), millis(expect), "{at} {period}");
         };
-        check(1, 100, 20);
-        check(120, 100, 120);
-        check(1, 1000, 200);
-        check(1, 60_000, 200);
-        check(1, 5, 1);
+        check(1, 100, 100);
+        check(200, 100, 200);
+        check(1, 1000, 1000);
+        check(1, 60_000, 1000);
+        check(1001, 60_000, 2000);
+        check(1, 5, 5);
         let mut at = on_grid(millis(1234), millis(100));
         for _ in 0..10 {
             let next = on_grid(at + millis(100), millis(100));
