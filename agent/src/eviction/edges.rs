@@ -14,17 +14,13 @@ use beelet_policy::{
     quantity::Quantity,
 };
 use rustix::fs::{SeekFrom, seek};
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    sync::watch,
-    time::Instant,
-};
+use tokio::{io::Interest, sync::watch, time::Instant};
 use tracing::{debug, info, warn};
 
 use super::Metrics;
 use crate::{
     cgroups::Cgroups,
-    kernel::{Edge, Edges, PressureKind},
+    kernel::{self, Edge, Edges, PressureKind},
 };
 
 /// The cgroup of all pods.
@@ -148,9 +144,7 @@ fn usages(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<u64> {
 
 async fn follow(fd: OwnedFd, kind: Kind, hints: &Hints) -> io::Result<()> {
     let interest = if kind == Kind::Counter { Interest::READABLE } else { Interest::PRIORITY };
-    // Deprecated for types whose descriptor may change under it; an OwnedFd's can't, and the other way is unsafe.
-    #[allow(deprecated)]
-    let fd = AsyncFd::with_interest(fd, interest)?;
+    let fd = kernel::watched(fd, interest)?;
     loop {
         let mut ready = fd.ready(interest).await?;
         if kind != Kind::Trigger {

@@ -25,7 +25,7 @@ mod settings;
 mod sweep;
 mod sys;
 
-pub use sys::{give_memory_back, share_arenas};
+pub use sys::{give_memory_back, share_arenas, watched};
 
 pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
 pub use capability::{Capability, ProgramInfo, programs};

@@ -7,6 +7,7 @@ use std::mem::{size_of, zeroed};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use tokio::io::{Interest, unix::AsyncFd};
 
 /// What kind of BPF object a descriptor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +150,16 @@ pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs:
             Err(error) => return Err(error),
         }
     }
+}
+
+/// A descriptor whose readiness the async runtime tells: for timers, PSI triggers and event counters. Must be called in a
+/// runtime that has I/O.
+///
+/// # Errors
+/// The runtime can't watch it.
+pub fn watched(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` is open and names the same file for as long as it lives, and the value returned owns it.
+    Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }
 
 /// Gives back to the system what the C library's allocator keeps of freed memory. Takes some milliseconds where there is much.

@@ -13,6 +13,8 @@ use rustix::{
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
+use crate::kernel::watched;
+
 /// Rings at times of `CLOCK_MONOTONIC`.
 #[derive(Debug)]
 pub(super) struct Alarm {
@@ -28,10 +30,7 @@ impl Alarm {
     pub(super) fn new() -> io::Result<Self> {
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-        // Deprecated for types whose descriptor may change under it; an OwnedFd's can't, and the other way is unsafe.
-        #[allow(deprecated)]
-        let timer = AsyncFd::with_interest(timer, Interest::READABLE)?;
-        Ok(Self { timer, set: None })
+        Ok(Self { timer: watched(timer, Interest::READABLE)?, set: None })
     }
 
     /// Waits until `at`; for ever without it. Whoever stops waiting may wait for another time.

@@ -417,17 +417,13 @@ impl Probes {
         let (mut by_kernel, mut ask) = (Vec::new(), Vec::new());
         for id in self.timetable.take(now) {
             if let Some(beat) = self.workers.steady_mut(id).filter(|beat| now < beat.canary_due) {
-                beat.due = None;
-                beat.advance(now, true);
-                self.timetable.set(id, &mut beat.due, beat.regular);
+                beat.again(id, &mut self.timetable, now, true);
                 by_kernel.push(id);
                 continue;
             }
             let Some(worker) = self.workers.get_mut(id) else { continue };
-            worker.beat.due = None;
             let in_kernel = worker.in_kernel().is_some();
-            worker.beat.advance(now, in_kernel);
-            self.timetable.set(id, &mut worker.beat.due, worker.beat.regular);
+            worker.beat.again(id, &mut self.timetable, now, in_kernel);
             // A probe on hold or not due yet keeps its place in the timetable; one under way has had its turn.
             if worker.in_flight || !worker.state.due(now) {
                 continue;

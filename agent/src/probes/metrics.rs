@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fmt,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -101,14 +101,15 @@ struct Tallies {
 }
 
 impl Tallies {
-    fn all(&self) -> Vec<Arc<Tally>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Tally>>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Collector for Tallies {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let all = self.all();
+        // A copy: probes that come and go don't wait for a scrape.
+        let all = self.lock().clone();
         let (name, help) = ("prober_probe", "Probes run, by kind and result.");
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
         // Each once: a scrape with the same labels twice is refused as a whole.
@@ -188,14 +189,13 @@ impl Metrics {
             durations: Default::default(),
             of,
         });
-        self.tallies.all.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&tally));
+        self.tallies.lock().push(Arc::clone(&tally));
         tally
     }
 
     /// Takes a probe's lines out of what is served.
     pub(super) fn forget(&self, tally: &Arc<Tally>) {
-        let mut all = self.tallies.all.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|other| !Arc::ptr_eq(other, tally));
+        self.tallies.lock().retain(|other| !Arc::ptr_eq(other, tally));
     }
 }
 

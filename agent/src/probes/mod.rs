@@ -2,7 +2,7 @@
 //! `policy::probe`'s; this module keeps the timetable and looks, and sends what changed to the pods'
 //! manager. It never restarts anything itself.
 //!
-//! One task owns all probes. A timetable holds when each looks next. A probe that waits for somebody's answer (HTTP,
+//! One task, on a thread of its own, owns all probes. A timetable holds when each looks next. A probe that waits for somebody's answer (HTTP,
 //! gRPC, a command, a connection) runs beside it, bounded; what the kernel knows is read on the spot, for all that are
 //! due together. A listener that comes or goes reaches the task as an edge, between two looks.
 

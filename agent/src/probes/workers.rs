@@ -7,7 +7,7 @@ use slotmap::SlotMap;
 
 use super::{
     metrics::Tally,
-    timetable::{following, on_grid},
+    timetable::{Timetable, following, on_grid},
     worker::Worker,
 };
 use crate::kernel::CheckTarget;
@@ -38,13 +38,15 @@ pub(super) struct Beat {
 }
 
 impl Beat {
-    /// The moment after this look; the regular ones keep their distance however late this one is.
-    pub(super) fn advance(&mut self, now: Duration, by_kernel: bool) {
-        if now < self.regular {
-            return;
+    /// It was due and taken out of the timetable: back in it, for the regular look after this one. These keep their distance
+    /// however late this one is.
+    pub(super) fn again(&mut self, id: Id, timetable: &mut Timetable, now: Duration, by_kernel: bool) {
+        if now >= self.regular {
+            let next = following(self.regular, self.period, now);
+            self.regular = if by_kernel { on_grid(next, self.period) } else { next };
         }
-        let next = following(self.regular, self.period, now);
-        self.regular = if by_kernel { on_grid(next, self.period) } else { next };
+        self.due = None;
+        timetable.set(id, &mut self.due, self.regular);
     }
 }
 

@@ -58,8 +58,8 @@ impl Quiet {
         if waits.iter().any(is_long) {
             self.loud = Some(now);
         }
-        (self.waits, self.waits_at) = (waits.clone(), Some(now));
-        if at_rest && self.is_quiet(now) { None } else { Some(waits) }
+        (self.waits, self.waits_at) = (waits, Some(now));
+        (!at_rest || !self.is_quiet(now)).then(|| self.waits.clone())
     }
 
     /// What all pods together stalled since the tick before is below what would trouble one.
