@@ -4,7 +4,10 @@
 use std::{hint::black_box, time::Duration};
 
 use beelet_policy::{
-    devices::{Device, Devices, Health, PluginOptions, Request, Selection, Serving, checkpoint::Data},
+    devices::{
+        Device, Devices, Health, PluginOptions, Request, Selection, Serving,
+        checkpoint::{Data, Text},
+    },
     probe::{EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeState},
 };
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
@@ -36,6 +39,16 @@ fn devices(c: &mut Criterion) {
     });
     c.bench_function("device checkpoint of 100 pods written", |b| {
         b.iter(|| black_box(&ledger).checkpoint().write().ok());
+    });
+    c.bench_function("device checkpoint with one pod more written", |b| {
+        let mut text = Text::default();
+        text.write(ledger.checkpoint()).unwrap_or_default();
+        let mut more = ledger.clone();
+        b.iter(|| {
+            more.forget("new");
+            allocate(&mut more, "new", 2);
+            text.write(more.checkpoint()).ok()
+        });
     });
     let file = ledger.checkpoint().write().unwrap_or_default();
     c.bench_function("device checkpoint of 100 pods read", |b| b.iter(|| Data::read(black_box(&file)).ok()));

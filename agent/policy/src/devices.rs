@@ -10,6 +10,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -30,7 +31,7 @@ pub use choice::Question;
 pub use error::AllocateError;
 pub use rebuild::Remnant;
 
-use checkpoint::{CheckpointError, Data, Entry};
+use checkpoint::{CheckpointError, Data, Place, Snapshot};
 use choice::{Nodes, fill, with_nodes};
 
 /// How long a resource of a plugin that has gone away is still shown (as unhealthy).
@@ -102,8 +103,8 @@ impl Held {
     }
 }
 
-/// What a container holds, by resource.
-pub type HeldByResource = BTreeMap<String, Held>;
+/// What a container holds, by resource. Never changed in place, and so shared with whoever writes it down.
+pub type HeldByResource = BTreeMap<String, Arc<Held>>;
 
 /// How a container's devices are handed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -195,7 +196,8 @@ pub struct Capacity {
 #[derive(Debug, Clone, Default)]
 pub struct Devices {
     endpoints: BTreeMap<String, Endpoint>,
-    healthy: BTreeMap<String, Ids>,
+    /// Of a plugin's list, and shared as a whole.
+    healthy: BTreeMap<String, Arc<Ids>>,
     unhealthy: BTreeMap<String, Ids>,
     /// NUMA nodes by resource and device.
     nodes: BTreeMap<String, Nodes>,
@@ -203,7 +205,7 @@ pub struct Devices {
     taken: BTreeMap<String, Ids>,
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
     /// What was healthy before the last restart, of resources whose plugin hasn't listed its devices since.
-    last_known: BTreeMap<String, Ids>,
+    last_known: BTreeMap<String, Arc<Ids>>,
 }
 
 /// What is known of a pod while its containers are served one after the other, init containers first. A value for each pod
@@ -257,7 +259,7 @@ impl Devices {
             nodes.insert(device.id, device.numa_nodes);
         }
         self.last_known.remove(resource);
-        self.healthy.insert(resource.to_owned(), healthy);
+        self.healthy.insert(resource.to_owned(), Arc::new(healthy));
         self.unhealthy.insert(resource.to_owned(), unhealthy);
         self.nodes.insert(resource.to_owned(), nodes);
     }
@@ -267,7 +269,7 @@ impl Devices {
         let Some(endpoint) = self.endpoints.get_mut(resource) else { return };
         endpoint.stopped_at = Some(now);
         let lost = self.healthy.get_mut(resource).map(std::mem::take).unwrap_or_default();
-        self.unhealthy.entry(resource.to_owned()).or_default().extend(lost);
+        self.unhealthy.entry(resource.to_owned()).or_default().extend(Arc::unwrap_or_clone(lost));
     }
 
     /// What a plugin can do; `None` if it isn't registered or has gone away.
@@ -298,11 +300,9 @@ impl Devices {
                 result.removed.insert(resource);
                 continue;
             }
-            let count = |sets: &BTreeMap<String, Ids>| sets.get(&resource).map(BTreeSet::len);
-            let healthy = count(&self.healthy);
-            result
-                .capacity
-                .insert(resource.clone(), healthy.unwrap_or(0) + count(&self.unhealthy).unwrap_or(0));
+            let healthy = self.healthy.get(&resource).map(|ids| ids.len());
+            let unhealthy = self.unhealthy.get(&resource).map_or(0, BTreeSet::len);
+            result.capacity.insert(resource.clone(), healthy.unwrap_or(0) + unhealthy);
             if let Some(healthy) = healthy {
                 result.allocatable.insert(resource, healthy);
             }
@@ -362,7 +362,7 @@ impl Devices {
         let resource = request.resource.to_owned();
         let held =
             self.pods.get(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(request.resource));
-        let held = held.map(Held::ids);
+        let held = held.map(|held| held.ids());
         if let Some(held) = held.as_ref().filter(|held| held.len() != request.count) {
             return Err(AllocateError::Changed {
                 pod_uid: request.pod_uid.to_owned(),
@@ -450,7 +450,7 @@ impl Devices {
         }
         let pod = self.pods.entry(request.pod_uid.to_owned()).or_default();
         let container = pod.entry(request.container.to_owned()).or_default();
-        container.insert(request.resource.to_owned(), Held { by_node, response });
+        container.insert(request.resource.to_owned(), Arc::new(Held { by_node, response }));
         self.taken.entry(request.resource.to_owned()).or_default().extend(ids.iter().cloned());
     }
 
@@ -500,16 +500,15 @@ impl Devices {
     /// The devices of a resource, with their health, in the order of their ids.
     pub fn devices_of(&self, resource: &str) -> Vec<Device> {
         let nodes = self.nodes.get(resource);
-        let of = |set: &BTreeMap<String, Ids>, health: Health| {
-            let ids = set.get(resource).into_iter().flatten();
+        let of = |ids: Option<&Ids>, health: Health| {
             let device = |id: &String| {
                 let numa_nodes = nodes.and_then(|nodes| nodes.get(id)).cloned().unwrap_or_default();
                 Device { id: id.clone(), health, numa_nodes }
             };
-            ids.map(device).collect::<Vec<_>>()
+            ids.into_iter().flatten().map(device).collect::<Vec<_>>()
         };
-        let mut all = of(&self.healthy, Health::Healthy);
-        all.extend(of(&self.unhealthy, Health::Unhealthy));
+        let mut all = of(self.healthy.get(resource).map(|ids| &**ids), Health::Healthy);
+        all.extend(of(self.unhealthy.get(resource), Health::Unhealthy));
         all.sort_by(|a, b| a.id.cmp(&b.id));
         all
     }
@@ -530,7 +529,7 @@ impl Devices {
     #[must_use]
     pub fn free(&self, resource: &str) -> usize {
         let taken = self.taken.get(resource);
-        let healthy = self.healthy.get(resource).into_iter().flatten();
+        let healthy = self.healthy.get(resource).into_iter().flat_map(|ids| ids.iter());
         healthy.filter(|id| taken.is_none_or(|taken| !taken.contains(*id))).count()
     }
 
@@ -546,30 +545,19 @@ impl Devices {
 
     /// What must survive a restart of the agent.
     #[must_use]
-    pub fn checkpoint(&self) -> Data {
-        let entries: Vec<Entry> = self
-            .pods
-            .iter()
-            .flat_map(|(uid, pod)| pod.iter().map(move |(container, held)| (uid, container, held)))
-            .flat_map(|(uid, container, held)| {
-                held.iter().map(move |(resource, held)| (uid, container, resource, held))
-            })
-            .map(|(uid, container, resource, held)| Entry {
-                pod_uid: uid.clone(),
-                container_name: container.clone(),
-                resource_name: resource.clone(),
-                device_ids: Some(held.by_node.iter().map(|(node, ids)| (*node, Some(ids.clone()))).collect()),
-                alloc_resp: Some(held.response.clone()),
-            })
-            .collect();
-        let registered = self.healthy.iter().map(|(resource, ids)| {
-            let ids = self.last_known.get(resource).unwrap_or(ids);
-            (resource.clone(), Some(ids.iter().cloned().collect()))
+    pub fn checkpoint(&self) -> Snapshot {
+        let containers = self.pods.iter().flat_map(|(uid, pod)| {
+            pod.iter().flat_map(move |(container, held)| held.iter().map(move |held| (uid, container, held)))
         });
-        Data {
-            pod_device_entries: Some(entries).filter(|entries| !entries.is_empty()),
-            registered_devices: Some(registered.collect()),
-        }
+        let held = containers.map(|(pod_uid, container, (resource, held))| {
+            let place =
+                Place { pod_uid: pod_uid.clone(), container: container.clone(), resource: resource.clone() };
+            (place, Arc::clone(held))
+        });
+        let registered = self.healthy.iter().map(|(resource, ids)| {
+            (resource.clone(), Arc::clone(self.last_known.get(resource).unwrap_or(ids)))
+        });
+        Snapshot { held: held.collect(), registered: registered.collect() }
     }
 
     /// The ledger after a restart: who holds what is known; the plugins must come back first.
@@ -577,15 +565,14 @@ impl Devices {
     pub fn restored(data: Data, now: Duration) -> Self {
         let mut devices = Self::default();
         for entry in data.pod_device_entries.unwrap_or_default() {
-            let by_node = entry.device_ids.unwrap_or_default();
-            let by_node = by_node.into_iter().map(|(node, ids)| (node, ids.unwrap_or_default())).collect();
-            let held = Held { by_node, response: entry.alloc_resp.unwrap_or_default() };
-            let pod = devices.pods.entry(entry.pod_uid).or_default();
-            pod.entry(entry.container_name).or_default().insert(entry.resource_name, held);
+            let (Place { pod_uid, container, resource }, held) = entry.into_held();
+            let pod = devices.pods.entry(pod_uid).or_default();
+            pod.entry(container).or_default().insert(resource, Arc::new(held));
         }
         for (resource, ids) in data.registered_devices.unwrap_or_default() {
-            devices.last_known.insert(resource.clone(), ids.unwrap_or_default().into_iter().collect());
-            devices.healthy.insert(resource.clone(), Ids::new());
+            let ids = ids.unwrap_or_default().into_iter().collect();
+            devices.last_known.insert(resource.clone(), Arc::new(ids));
+            devices.healthy.insert(resource.clone(), Arc::default());
             devices.unhealthy.insert(resource.clone(), Ids::new());
             devices.endpoints.insert(resource, Endpoint { stopped_at: Some(now), ..Endpoint::default() });
         }

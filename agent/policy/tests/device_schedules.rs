@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use beelet_policy::devices::{
-    ContainerKind, ContainerRequest, Device, Devices, Health, Held, PluginOptions, Remnant,
+    ContainerKind, ContainerRequest, Device, Devices, Health, PluginOptions, Remnant,
     admission::{Admission, Circumstances, Next, contended},
     topology::{TopologyPolicy, TopologyScope},
 };
@@ -378,7 +378,7 @@ fn checkpointed() -> (Devices, Vec<u8>, Vec<Remnant>) {
 fn held(devices: &Devices) -> BTreeMap<String, Ids> {
     let of = |uid: &str| -> Ids {
         let containers = devices.held(uid).into_iter().flatten();
-        containers.flat_map(|(_, held)| held.values()).flat_map(Held::ids).collect()
+        containers.flat_map(|(_, held)| held.values()).flat_map(|held| held.ids()).collect()
     };
     devices.pods().map(|uid| (uid.to_owned(), of(uid))).collect()
 }

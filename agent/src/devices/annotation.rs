@@ -1,8 +1,11 @@
 //! What a container was given, as an annotation of it: a checkpoint that is lost is rebuilt from these.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use beelet_policy::devices::{Held, HeldByResource, Remnant, checkpoint::Entry};
+use beelet_policy::devices::{
+    HeldByResource, Remnant,
+    checkpoint::{Entry, Place},
+};
 use beelet_proto::cri;
 
 use crate::pods::labels;
@@ -15,29 +18,22 @@ pub(super) fn encode(held: &HeldByResource) -> Option<String> {
     if held.is_empty() {
         return None;
     }
-    let entries: Vec<Entry> = held
-        .iter()
-        .map(|(resource, held)| Entry {
-            pod_uid: String::new(),
-            container_name: String::new(),
-            resource_name: resource.clone(),
-            device_ids: Some(held.by_node.iter().map(|(node, ids)| (*node, Some(ids.clone()))).collect()),
-            alloc_resp: Some(held.response.clone()),
-        })
-        .collect();
+    // Whose it is, the container's labels say.
+    let place = |resource: &String| Place {
+        pod_uid: String::new(),
+        container: String::new(),
+        resource: resource.clone(),
+    };
+    let entries: Vec<Entry> =
+        held.iter().map(|(resource, held)| Entry::new(&place(resource), held)).collect();
     serde_json::to_string(&entries).ok().filter(|text| text.len() <= MAX)
 }
 
 fn decode(text: &str) -> Option<HeldByResource> {
     let entries: Vec<Entry> = serde_json::from_str(text).ok()?;
     let held = |entry: Entry| {
-        let by_node: BTreeMap<i64, Vec<String>> = entry
-            .device_ids
-            .unwrap_or_default()
-            .into_iter()
-            .map(|(node, ids)| (node, ids.unwrap_or_default()))
-            .collect();
-        (entry.resource_name, Held { by_node, response: entry.alloc_resp.unwrap_or_default() })
+        let (place, held) = entry.into_held();
+        (place.resource, Arc::new(held))
     };
     Some(entries.into_iter().map(held).collect())
 }

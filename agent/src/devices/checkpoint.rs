@@ -7,7 +7,7 @@
 
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
-use beelet_policy::devices::{Devices, Remnant};
+use beelet_policy::devices::{Devices, Remnant, checkpoint::Text};
 use tokio::{sync::watch, task::spawn_blocking};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
@@ -128,16 +128,17 @@ pub(super) struct Writer {
     shared: Arc<Shared>,
     store: Arc<dyn Store>,
     written: watch::Sender<Written>,
+    text: Text,
 }
 
 pub(super) fn writer(shared: Arc<Shared>, store: Arc<dyn Store>) -> (Writer, watch::Receiver<Written>) {
     let (written, receiver) = watch::channel(Written::default());
-    (Writer { shared, store, written }, receiver)
+    (Writer { shared, store, written, text: Text::default() }, receiver)
 }
 
 impl Writer {
     /// Writes until `shutdown`, and then what is left.
-    pub(super) async fn run(self, shutdown: CancellationToken) {
+    pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let mut dirty = self.shared.dirty.subscribe();
         let settler = tokio::spawn(settle(Arc::clone(&self.store), self.written.subscribe()));
         loop {
@@ -160,15 +161,21 @@ impl Writer {
         let _ = settler.await;
     }
 
-    async fn write(&self, upto: u64) {
-        let data = self.shared.look(|ledger| ledger.devices.checkpoint());
+    async fn write(&mut self, upto: u64) {
+        let snapshot = self.shared.look(|ledger| ledger.devices.checkpoint());
         let store = Arc::clone(&self.store);
+        let mut text = std::mem::take(&mut self.text);
         let write = move || {
-            let bytes = data.write().map_err(|e| e.to_string())?;
-            store.replace(&bytes).map_err(|e| e.to_string())
+            let bytes = text.write(snapshot).map_err(|e| e.to_string());
+            (bytes.and_then(|bytes| store.replace(&bytes).map_err(|e| e.to_string())), text)
         };
-        let result =
-            spawn_blocking(write).await.unwrap_or_else(|e| Err(format!("an internal task failed: {e}")));
+        let result = match spawn_blocking(write).await {
+            Ok((result, text)) => {
+                self.text = text;
+                result
+            }
+            Err(failed) => Err(format!("an internal task failed: {failed}")),
+        };
         let failed_before = self.written.borrow().trouble.is_some();
         match &result {
             Ok(()) if failed_before => info!("the device checkpoint can be written again"),

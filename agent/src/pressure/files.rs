@@ -8,6 +8,9 @@ use super::model::{Gauges, Net, Reading, Stalls};
 use super::parse;
 use crate::cgroups::read::{CgroupDirs, Controller};
 
+/// So many files of a cgroup each reading needs at most: those of version 1 beside cgroup2.
+pub(super) const OFTEN: u64 = 10;
+
 /// How much of a cgroup is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Depth {
@@ -19,14 +22,14 @@ pub(super) enum Depth {
 
 /// Reads the cgroup; what [`Depth::Tick`] leaves out is taken from `last`. None if it has gone.
 pub(super) fn read(
-    dirs: &CgroupDirs,
+    dirs: &mut CgroupDirs,
     depth: Depth,
     last: Option<&Gauges>,
     at_ns: u64,
     buffer: &mut Vec<u8>,
 ) -> Option<Reading> {
     let mut reading = Reading { at_ns, ..Reading::default() };
-    let mut files = Files { dirs, buffer };
+    let mut files = Files { dirs, often: true, buffer };
     if let Some(last) = last {
         reading.gauges = *last;
     }
@@ -38,22 +41,28 @@ pub(super) fn read(
     files.stalls(&mut reading);
     files.io(&mut reading);
     if depth == Depth::Full || last.is_none() {
-        files.limits(&mut reading.gauges);
+        Files { often: false, ..files }.limits(&mut reading.gauges);
     }
     Some(reading)
 }
 
 struct Files<'a> {
-    dirs: &'a CgroupDirs,
+    dirs: &'a mut CgroupDirs,
+    /// Whether each reading needs them.
+    often: bool,
     buffer: &'a mut Vec<u8>,
 }
 
 impl Files<'_> {
-    fn text(&mut self, controller: Controller, file: &str) -> Option<&str> {
-        self.dirs.read(controller, file, self.buffer).ok()
+    fn text(&mut self, controller: Controller, file: &'static str) -> Option<&str> {
+        if self.often {
+            self.dirs.reread(controller, file, self.buffer).ok()
+        } else {
+            self.dirs.read(controller, file, self.buffer).ok()
+        }
     }
 
-    fn number(&mut self, controller: Controller, file: &str) -> Option<u64> {
+    fn number(&mut self, controller: Controller, file: &'static str) -> Option<u64> {
         self.text(controller, file).and_then(parse::number)
     }
 
@@ -122,7 +131,8 @@ impl Files<'_> {
 
     /// cgroup2 has these, also beside version 1.
     fn stalls(&mut self, reading: &mut Reading) {
-        let mut of = |file: &str| -> Option<Stalls> { parse::stalls(self.text(Controller::Unified, file)?) };
+        let mut of =
+            |file: &'static str| -> Option<Stalls> { parse::stalls(self.text(Controller::Unified, file)?) };
         let counters = &mut reading.counters;
         counters.cpu_stalls = of("cpu.pressure");
         counters.memory_stalls = of("memory.pressure");
@@ -132,7 +142,7 @@ impl Files<'_> {
     fn io(&mut self, reading: &mut Reading) {
         let counters = &mut reading.counters;
         if self.dirs.is_v1() {
-            let mut of = |file: &str| self.text(Controller::Blkio, file).map(parse::blkio);
+            let mut of = |file: &'static str| self.text(Controller::Blkio, file).map(parse::blkio);
             counters.io_bytes = of("blkio.throttle.io_service_bytes_recursive");
             counters.io_operations = of("blkio.throttle.io_serviced_recursive");
         } else if let Some((bytes, operations)) = self.text(Controller::Blkio, "io.stat").map(parse::io_stat)
@@ -255,8 +265,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut buffer = Vec::new();
         let mut of = |version, name: &str, files| {
-            let dirs = dirs(&dir.path().join(name), version, files);
-            read(&dirs, Depth::Full, None, 1, &mut buffer).unwrap()
+            let mut dirs = dirs(&dir.path().join(name), version, files);
+            read(&mut dirs, Depth::Full, None, 1, &mut buffer).unwrap()
         };
         let (v1, v2) = (of(Version::V1, "1", V1), of(Version::V2, "2", V2));
         assert_eq!(v1.counters, v2.counters);
@@ -271,19 +281,19 @@ mod tests {
     #[test]
     fn what_a_tick_leaves_out_stays_as_it_was() {
         let dir = tempfile::tempdir().unwrap();
-        let dirs = dirs(dir.path(), Version::V2, V2);
+        let mut dirs = dirs(dir.path(), Version::V2, V2);
         let mut buffer = Vec::new();
         let last = Gauges { pids: Some(1), memory_usage: 1, ..Gauges::default() };
-        let tick = read(&dirs, Depth::Tick, Some(&last), 1, &mut buffer).unwrap().gauges;
+        let tick = read(&mut dirs, Depth::Tick, Some(&last), 1, &mut buffer).unwrap().gauges;
         assert_eq!((tick.pids, tick.memory_usage, tick.memory_limit), (Some(1), 1000, None));
-        let full = read(&dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap().gauges;
+        let full = read(&mut dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap().gauges;
         assert_eq!((full.pids, full.memory_limit), (Some(6), Some(4096)));
     }
 
     #[test]
     fn a_cgroup_that_says_nothing_is_no_reading() {
         let dir = tempfile::tempdir().unwrap();
-        let dirs = dirs(dir.path(), Version::V2, &[]);
-        assert_eq!(read(&dirs, Depth::Full, None, 1, &mut Vec::new()), None);
+        let mut dirs = dirs(dir.path(), Version::V2, &[]);
+        assert_eq!(read(&mut dirs, Depth::Full, None, 1, &mut Vec::new()), None);
     }
 }

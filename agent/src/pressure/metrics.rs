@@ -252,7 +252,7 @@ pub const CADVISOR: &[ContainerMetric] = &[
 pub const KERNEL: &[ContainerMetric] = &[
     counter(
         "beelet_container_on_cpu_seconds_total",
-        "Time that tasks were on a CPU since the programs were attached, interrupts included, in seconds",
+        "Time that tasks were on a CPU since the programs were attached, interrupts and what a hypervisor took included, in seconds",
         |r| seconds(r.counters.kernel.as_ref()?.on_cpu_ns),
     ),
     counter(

@@ -1,4 +1,5 @@
-//! Reads all containers' cgroups once, when told to: keeps their directories open, their histories, and nothing else.
+//! Reads all containers' cgroups once, when told to: keeps their directories open, their histories, and while somebody looks
+//! the files that each reading needs. Nothing else.
 //! Blocking; it runs where blocking is allowed, one reading at a time.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -6,6 +7,7 @@ use std::fs;
 use std::sync::Arc;
 
 use jiff::Timestamp;
+use rustix::process::{Resource, getrlimit};
 
 use super::files::{self, Depth};
 use super::history::History;
@@ -95,6 +97,9 @@ impl Sampler {
         }
         let mut pods = inventory::pods(table);
         let left_out = self.track(&pods, at_ns);
+        if !full && self.may_keep_open() {
+            self.containers.values_mut().for_each(|tracked| tracked.dirs.keep_open(true));
+        }
         let kernel = (self.snapshot)();
         for pod in &mut pods {
             for container in &mut pod.containers {
@@ -116,9 +121,18 @@ impl Sampler {
 
     /// Nobody looks any more: what was read is too old to be of use by the time that somebody does.
     pub(super) fn rest(&mut self) {
-        self.containers.values_mut().for_each(|tracked| tracked.history = History::default());
+        for tracked in self.containers.values_mut() {
+            tracked.history = History::default();
+            tracked.dirs.keep_open(false);
+        }
         self.pods.values_mut().for_each(|pod| pod.net = History::default());
         self.machine = History::default();
+    }
+
+    /// Whether that leaves room for the other files of the agent's.
+    fn may_keep_open(&self) -> bool {
+        let files = files::OFTEN * self.containers.len() as u64;
+        getrlimit(Resource::Nofile).current.is_none_or(|limit| files <= limit / 2)
     }
 
     /// Finds the cgroups of containers that came, forgets those that went. How many have none.
@@ -166,7 +180,7 @@ impl Sampler {
         let Some(tracked) = self.containers.get_mut(&container.id) else { return };
         let last = tracked.last.as_ref().map(|last| &last.gauges);
         // Each has its own time: with many containers the last is read some milliseconds after the first.
-        let reading = files::read(&tracked.dirs, depth, last, monotonic_ns(), &mut self.buffer);
+        let reading = files::read(&mut tracked.dirs, depth, last, monotonic_ns(), &mut self.buffer);
         let Some(mut reading) = reading else { return };
         if let Some(kernel) = kernel {
             // One that has not run since the programs were attached has no entry: it did nothing yet.
@@ -200,7 +214,7 @@ impl Sampler {
             if tracked.cgroup.as_ref().is_none_or(|(known, _)| known != path) {
                 tracked.cgroup = self.cgroups.open(path).ok().map(|dirs| (path.to_owned(), dirs));
             }
-            if let Some((_, dirs)) = &tracked.cgroup {
+            if let Some((_, dirs)) = &mut tracked.cgroup {
                 pod.reading = files::read(dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer);
             }
         }
@@ -257,8 +271,8 @@ impl Sampler {
 
     fn all_pods(&mut self) -> Option<Reading> {
         let root = self.cgroups.pods_roots().into_iter().next()?;
-        let dirs = self.cgroups.open(&root).ok()?;
-        files::read(&dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer)
+        let mut dirs = self.cgroups.open(&root).ok()?;
+        files::read(&mut dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer)
     }
 
     /// How many containers have a cgroup.

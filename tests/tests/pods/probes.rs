@@ -347,9 +347,10 @@ async fn over_a_hundred_restarts_of_the_agent_readiness_never_flips() {
     })
     .unwrap();
     for round in 0..100 {
+        // Before it starts: it may have looked by the time that its table can be watched.
+        let first = node.cri.calls().len();
         node.kill_and_start().await;
         let mut table = node.watch();
-        let first = node.cri.calls().len();
         let looked = node.cri.wait_for_after("a look at the pod", first, |call| {
             matches!(call.asked, Asked::ContainerStatus(_))
         });

@@ -5,10 +5,15 @@
 //! what go-spew prints for the data with `%#v`, sorted keys and no methods (`pkg/util/hash`, `checkpointmanager/checksum`).
 //! Must never panic, whatever the file holds.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+use super::{Held, Ids};
 
 /// Why a checkpoint can't be used. It is then set aside, and the allocations are rebuilt.
 #[derive(Debug, thiserror::Error)]
@@ -46,8 +51,120 @@ pub struct Entry {
     pub alloc_resp: Option<Vec<u8>>,
 }
 
-/// Everything that the checksum covers.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Whose devices of what.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    /// The pod's uid.
+    pub pod_uid: String,
+    /// The container's name.
+    pub container: String,
+    /// The resource's name.
+    pub resource: String,
+}
+
+/// What must survive a restart. It shares what is large with the ledger.
+#[derive(Debug, Clone, Default)]
+pub struct Snapshot {
+    /// Who holds what.
+    pub(super) held: BTreeMap<Place, Arc<Held>>,
+    /// The healthy devices of every registered resource.
+    pub(super) registered: BTreeMap<String, Arc<Ids>>,
+}
+
+impl Snapshot {
+    /// The file's content, checksum included.
+    ///
+    /// # Errors
+    /// Never for what came from a ledger; serialization is fallible as such.
+    pub fn write(self) -> Result<Vec<u8>, CheckpointError> {
+        Text::default().write(self)
+    }
+}
+
+/// Writes checkpoints one after the other, and makes only those entries again that have changed: most of a checkpoint are
+/// the plugins' answers, whose every byte costs the checksum four.
+#[derive(Debug, Default)]
+pub struct Text {
+    /// In the order in which they came, which is another one after a restart; no reader minds.
+    lines: Vec<Line>,
+}
+
+/// An entry as it was written.
+#[derive(Debug)]
+struct Line {
+    place: Place,
+    held: Arc<Held>,
+    entry: Entry,
+    json: String,
+    /// The checksum of all that comes before it, and of itself.
+    checksum: Fnv1a,
+}
+
+impl Text {
+    /// The file's content, checksum included.
+    ///
+    /// # Errors
+    /// Never for what came from a ledger; serialization is fallible as such.
+    pub fn write(&mut self, snapshot: Snapshot) -> Result<Vec<u8>, CheckpointError> {
+        let Snapshot { held, registered } = snapshot;
+        self.update(&held)?;
+        let mut checksum = self.lines.last().map_or_else(beginning, |line| line.checksum);
+        checksum.put(if self.lines.is_empty() { NIL } else { "]" });
+        let lists = registered.iter().map(|(resource, ids)| (resource, Some(ids.iter())));
+        dump_registered(&mut checksum, Some(lists));
+        let entries: Vec<&str> = self.lines.iter().map(|line| line.json.as_str()).collect();
+        let entries = if entries.is_empty() { "null".to_owned() } else { format!("[{}]", entries.join(",")) };
+        let registered: BTreeMap<&str, &Ids> =
+            registered.iter().map(|(resource, ids)| (resource.as_str(), &**ids)).collect();
+        let registered = serde_json::to_string(&registered)?;
+        let file = format!(
+            r#"{{"Data":{{"PodDeviceEntries":{entries},"RegisteredDevices":{registered}}},"Checksum":{}}}"#,
+            checksum.0
+        );
+        Ok(file.into_bytes())
+    }
+
+    /// Lines that stay keep their order, and those before the first that goes keep their checksum.
+    fn update(&mut self, held: &BTreeMap<Place, Arc<Held>>) -> Result<(), CheckpointError> {
+        let stays = |line: &Line| held.get(&line.place).is_some_and(|held| Arc::ptr_eq(held, &line.held));
+        let known: BTreeSet<&Place> =
+            self.lines.iter().filter(|line| stays(line)).map(|line| &line.place).collect();
+        let new = held.iter().filter(|(place, _)| !known.contains(place));
+        let new = new.map(|(place, held)| Line::new(place, held)).collect::<Result<Vec<_>, _>>()?;
+        let unchanged = self.lines.iter().position(|line| !stays(line)).unwrap_or(self.lines.len());
+        self.lines.retain(stays);
+        self.lines.extend(new);
+        let (before, changed) = self.lines.split_at_mut(unchanged);
+        let mut before = before.last().map(|line| line.checksum);
+        for line in changed {
+            let mut checksum = before.unwrap_or_else(beginning);
+            checksum.put(if before.is_some() { " " } else { "[" });
+            line.entry.dump(&mut checksum);
+            line.checksum = checksum;
+            before = Some(checksum);
+        }
+        Ok(())
+    }
+}
+
+impl Line {
+    fn new(place: &Place, held: &Arc<Held>) -> Result<Self, CheckpointError> {
+        let entry = Entry::new(place, held);
+        let json = serde_json::to_string(&entry)?;
+        let checksum = Fnv1a::default(); // not known before its place in the file is
+        Ok(Self { place: place.clone(), held: Arc::clone(held), entry, json, checksum })
+    }
+}
+
+/// The checksum of what comes before the entries.
+fn beginning() -> Fnv1a {
+    let mut checksum = Fnv1a::default();
+    checksum.put(BEGINNING);
+    checksum
+}
+
+/// Everything that the checksum covers, as it is read.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct Data {
     /// The allocations; `None` is Go's nil slice, which the kubelet writes where there are none.
     #[serde(rename = "PodDeviceEntries", default)]
@@ -57,10 +174,10 @@ pub struct Data {
     pub registered_devices: Option<BTreeMap<String, Option<Vec<String>>>>,
 }
 
-#[derive(Serialize, Deserialize)]
-struct File<D> {
+#[derive(Deserialize)]
+struct File {
     #[serde(rename = "Data")]
-    data: D,
+    data: Data,
     #[serde(rename = "Checksum")]
     checksum: u64,
 }
@@ -71,17 +188,9 @@ impl Data {
     /// # Errors
     /// If it isn't a checkpoint, or not as it was written.
     pub fn read(file: &[u8]) -> Result<Self, CheckpointError> {
-        let File { data, checksum: stored } = serde_json::from_slice::<File<Self>>(file)?;
+        let File { data, checksum: stored } = serde_json::from_slice::<File>(file)?;
         let computed = u64::from(data.checksum());
         if stored == computed { Ok(data) } else { Err(CheckpointError::Checksum { stored, computed }) }
-    }
-
-    /// The file's content, checksum included.
-    ///
-    /// # Errors
-    /// Never for data that came from here; serialization is fallible as such.
-    pub fn write(&self) -> Result<Vec<u8>, CheckpointError> {
-        Ok(serde_json::to_vec(&File { checksum: self.checksum().into(), data: self })?)
     }
 
     /// The checksum that the kubelet computes for this data.
@@ -94,15 +203,50 @@ impl Data {
 
     /// The data as go-spew prints it. A field's type comes before its value, an element's doesn't.
     fn dump(&self, to: &mut impl Sink) {
-        to.put("(checkpoint.checkpointData){PodDeviceEntries:([]checkpoint.PodDevicesEntry)");
-        list(to, self.pod_device_entries.as_deref(), Entry::dump);
-        to.put(" RegisteredDevices:(map[string][]string)");
-        map(to, self.registered_devices.as_ref(), |resource, to| to.put(resource));
-        to.put("}");
+        to.put(BEGINNING);
+        list(to, self.pod_device_entries.as_ref(), Entry::dump);
+        let registered = self.registered_devices.as_ref();
+        dump_registered(to, registered.map(by_key));
     }
 }
 
+/// How the data's text begins, up to the entries.
+const BEGINNING: &str = "(checkpoint.checkpointData){PodDeviceEntries:([]checkpoint.PodDevicesEntry)";
+
+/// What follows the entries.
+fn dump_registered<'a, S: Sink, I: IntoIterator<Item = &'a String>>(
+    to: &mut S,
+    lists: Option<impl Iterator<Item = (&'a String, Option<I>)>>,
+) {
+    to.put(" RegisteredDevices:(map[string][]string)");
+    map(to, lists, |resource, to| to.put(resource));
+    to.put("}");
+}
+
 impl Entry {
+    /// What a container holds of a resource.
+    #[must_use]
+    pub fn new(place: &Place, held: &Held) -> Self {
+        let Place { pod_uid, container, resource } = place.clone();
+        Self {
+            pod_uid,
+            container_name: container,
+            resource_name: resource,
+            device_ids: Some(held.by_node.iter().map(|(node, ids)| (*node, Some(ids.clone()))).collect()),
+            alloc_resp: Some(held.response.clone()),
+        }
+    }
+
+    /// The other way.
+    #[must_use]
+    pub fn into_held(self) -> (Place, Held) {
+        let by_node = self.device_ids.unwrap_or_default();
+        let by_node = by_node.into_iter().map(|(node, ids)| (node, ids.unwrap_or_default())).collect();
+        let place =
+            Place { pod_uid: self.pod_uid, container: self.container_name, resource: self.resource_name };
+        (place, Held { by_node, response: self.alloc_resp.unwrap_or_default() })
+    }
+
     fn dump(&self, to: &mut impl Sink) {
         to.put("{PodUID:(string)");
         to.put(&self.pod_uid);
@@ -111,9 +255,9 @@ impl Entry {
         to.put(" ResourceName:(string)");
         to.put(&self.resource_name);
         to.put(" DeviceIDs:(checkpoint.DevicesPerNUMA)");
-        map(to, self.device_ids.as_ref(), |node, to| to.put(&node.to_string()));
+        map(to, self.device_ids.as_ref().map(by_key), |node, to| to.put(&node.to_string()));
         to.put(" AllocResp:([]uint8)");
-        list(to, self.alloc_resp.as_deref(), |byte, to| decimal(*byte, to));
+        list(to, self.alloc_resp.as_ref(), |byte, to| decimal(*byte, to));
         to.put("}");
     }
 }
@@ -130,6 +274,7 @@ trait Sink {
 }
 
 /// Fowler-Noll-Vo 1a, 32 bit (Go's `fnv.New32a`).
+#[derive(Debug, Clone, Copy)]
 struct Fnv1a(u32);
 
 impl Default for Fnv1a {
@@ -147,10 +292,10 @@ impl Sink for Fnv1a {
 
 const NIL: &str = "<nil>";
 
-fn list<T, S: Sink>(to: &mut S, items: Option<&[T]>, dump: impl Fn(&T, &mut S)) {
+fn list<T, S: Sink>(to: &mut S, items: Option<impl IntoIterator<Item = T>>, dump: impl Fn(T, &mut S)) {
     let Some(items) = items else { return to.put(NIL) };
     to.put("[");
-    for (i, item) in items.iter().enumerate() {
+    for (i, item) in items.into_iter().enumerate() {
         if i > 0 {
             to.put(" ");
         }
@@ -159,17 +304,25 @@ fn list<T, S: Sink>(to: &mut S, items: Option<&[T]>, dump: impl Fn(&T, &mut S)) 
     to.put("]");
 }
 
+fn by_key<K>(lists: &BTreeMap<K, Option<Vec<String>>>) -> impl Iterator<Item = (&K, Option<&Vec<String>>)> {
+    lists.iter().map(|(key, ids)| (key, ids.as_ref()))
+}
+
 /// Of lists of ids, by whatever.
-fn map<K, S: Sink>(to: &mut S, lists: Option<&BTreeMap<K, Option<Vec<String>>>>, key: impl Fn(&K, &mut S)) {
+fn map<'a, K, S: Sink, I: IntoIterator<Item = &'a String>>(
+    to: &mut S,
+    lists: Option<impl Iterator<Item = (K, Option<I>)>>,
+    key: impl Fn(K, &mut S),
+) {
     let Some(lists) = lists else { return to.put(NIL) };
     to.put("map[");
-    for (i, (k, ids)) in lists.iter().enumerate() {
+    for (i, (k, ids)) in lists.enumerate() {
         if i > 0 {
             to.put(" ");
         }
         key(k, to);
         to.put(":");
-        list(to, ids.as_deref(), |id, to| to.put(id));
+        list(to, ids, |id, to| to.put(id));
     }
     to.put("]");
 }
@@ -201,7 +354,10 @@ fn from_base64<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::devices::Devices;
     use proptest::prelude::*;
 
     /// Checkpoints that real kubelets wrote (published in their users' notes): read, checked, written the same.
@@ -214,7 +370,8 @@ mod tests {
     fn what_kubelets_wrote_is_read_and_written_the_same() {
         for file in REAL {
             let data = Data::read(file.as_bytes()).unwrap();
-            assert_eq!(String::from_utf8(data.write().unwrap()).unwrap(), file);
+            let devices = Devices::restored(data, Duration::ZERO);
+            assert_eq!(String::from_utf8(devices.checkpoint().write().unwrap()).unwrap(), file);
         }
     }
 

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     Devices, HeldByResource,
-    checkpoint::{Data, Entry},
+    checkpoint::{Data, Entry, Place},
 };
 
 /// A container that the runtime still has, with the devices that it was created with.
@@ -51,13 +51,8 @@ impl Devices {
                     continue;
                 }
                 owner.extend(ids.iter().map(|id| (key(id), pod_uid.clone())));
-                entries.push(Entry {
-                    pod_uid: pod_uid.clone(),
-                    container_name: container.clone(),
-                    resource_name: resource,
-                    device_ids: Some(held.by_node.into_iter().map(|(node, ids)| (node, Some(ids))).collect()),
-                    alloc_resp: Some(held.response),
-                });
+                let place = Place { pod_uid: pod_uid.clone(), container: container.clone(), resource };
+                entries.push(Entry::new(&place, &held));
             }
         }
         let data = Data { pod_device_entries: Some(entries), registered_devices: Some(registered) };
@@ -68,12 +63,14 @@ impl Devices {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Arc;
+
     use crate::devices::Held;
 
     fn remnant(pod: &str, container: &str, alive: bool, created_at: i64, ids: &[&str]) -> Remnant {
         let ids = ids.iter().map(|id| (*id).to_owned()).collect();
         let held = Held { by_node: BTreeMap::from([(-1, ids)]), response: vec![1] };
-        let held = BTreeMap::from([("example.com/gpu".to_owned(), held)]);
+        let held = BTreeMap::from([("example.com/gpu".to_owned(), Arc::new(held))]);
         Remnant { pod_uid: pod.to_owned(), container: container.to_owned(), alive, created_at, held }
     }
 
@@ -83,7 +80,7 @@ mod tests {
         let mut lines = Vec::new();
         for pod in devices.pods() {
             for (container, held) in devices.held(pod).into_iter().flatten() {
-                let ids: Vec<String> = held.values().flat_map(Held::ids).collect();
+                let ids: Vec<String> = held.values().flat_map(|held| held.ids()).collect();
                 lines.push(format!("{pod}/{container}: {}", ids.join(" ")));
             }
         }

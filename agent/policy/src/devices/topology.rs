@@ -115,7 +115,7 @@ impl Devices {
             return Hints::NoPreference;
         }
         let held = container.and_then(|name| self.pods.get(pod_uid)?.get(name)?.get(resource));
-        let held = held.map(super::Held::ids).filter(|ids| ids.len() == count);
+        let held = held.map(|held| held.ids()).filter(|ids| ids.len() == count);
         let reusable: Ids = match &held {
             Some(_) => Ids::new(),
             None => serving.reuse.get(resource).cloned().unwrap_or_default(),
@@ -124,7 +124,7 @@ impl Devices {
         let available: Vec<&String> = match &held {
             Some(ids) => ids.iter().collect(),
             None => {
-                let healthy = self.healthy.get(resource).unwrap_or(&none);
+                let healthy = self.healthy.get(resource).map_or(&none, |ids| &**ids);
                 healthy.difference(self.taken.get(resource).unwrap_or(&none)).collect()
             }
         };
