@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             command.env("BEELET_LONG", "1");
         }
     };
-    let passed = run_tests(&features, &args.runner, environment);
+    let passed = run_tests(&features, args, environment);
     // Arguments for the runner choose tests, and the VMs know nothing of them.
     let passed_in_vms =
         if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&mut left_out) };
@@ -69,11 +69,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 /// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through cargo.
-fn run_tests(features: &[&str], runner: &[String], environment: impl Fn(&mut Command)) -> Result<()> {
+fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
     let nextest = requires::find_program("cargo-nextest").is_some();
     let mut command = shell::cargo();
     if nextest {
-        command.args(["nextest", "run"]);
+        command.args(["nextest", "run", "--profile", if args.long { "long" } else { "default" }]);
     } else {
         eprintln!("cargo-nextest is not installed: `cargo test` runs the tests");
         command.args(["test", "--no-fail-fast"]);
@@ -81,7 +81,7 @@ fn run_tests(features: &[&str], runner: &[String], environment: impl Fn(&mut Com
     if !features.is_empty() {
         command.args(["--features", &features.join(",")]);
     }
-    command.args(runner);
+    command.args(&args.runner);
     environment(&mut command);
     shell::run(&mut command).context("there are tests that failed")
 }
