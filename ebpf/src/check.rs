@@ -10,14 +10,19 @@
 //!
 //! Kernel structures are read with `bpf_probe_read_kernel`: a group's members and the head of an accept queue are
 //! reached through pointers that may be stale by the time they are followed. Reading the wrong memory then gives a wrong
-//! number for one look, never a fault.
+//! number for one look, never a fault. What can't be read is 0, which the helper itself writes: to ask it whether it could
+//! would be a branch, and the verifiers of older kernels (6.1) follow every way through the members of a group, which with two
+//! branches a member are more than they look at.
 #![no_std]
 #![no_main]
+
+use core::hint::black_box;
 
 use aya_ebpf::{
     Global,
     bindings::{__sk_buff, bpf_sock},
-    helpers::{bpf_probe_read_kernel, bpf_sk_release, bpf_skc_lookup_tcp, bpf_skc_to_tcp_sock},
+    cty::c_void,
+    helpers::{bpf_sk_release, bpf_skc_lookup_tcp, bpf_skc_to_tcp_sock, generated::bpf_probe_read_kernel},
     macros::classifier,
     programs::TcContext,
 };
@@ -194,34 +199,36 @@ fn queues(listener: *const u8, answer: &mut Answer) {
             break;
         }
         let member: u64 = read_at(socks.wrapping_add(index as usize * size_of::<u64>()));
-        if member != 0 {
-            queue(member as *const u8, answer);
-        }
+        // Nothing can be read of a member that has gone.
+        queue(member as *const u8, answer);
     }
 }
 
-/// Adds one listener's accept queue to the answer.
+/// Adds one listener's accept queue to the answer. Without branches: see the module's head.
 #[inline(always)]
 fn queue(listener: *const u8, answer: &mut Answer) {
     let backlog: u32 = read(listener, &CHECK_ACK_BACKLOG);
     let max_backlog: u32 = read(listener, &CHECK_MAX_ACK_BACKLOG);
+    let waits = exceeds(backlog, 0);
     answer.backlog = answer.backlog.wrapping_add(backlog);
-    if backlog == 0 {
-        return;
-    }
-    answer.waiting += 1;
-    // sk_acceptq_is_full, include/net/sock.h
-    answer.full += u32::from(backlog > max_backlog);
+    answer.waiting += waits as u32;
+    // sk_acceptq_is_full, include/net/sock.h.
+    answer.full += (waits & exceeds(backlog, max_backlog)) as u32;
     if CHECK_ACCEPT_HEAD.load() == ABSENT || CHECK_SENT_ISN.load() == ABSENT {
         return;
     }
     let head: u64 = read(listener, &CHECK_ACCEPT_HEAD);
-    if head != 0 {
-        // The request's memory is used again for another one; the random number in it makes it that very one.
-        let isn: u32 = read(head as *const u8, &CHECK_SENT_ISN);
-        let name = (u64::from(isn) << 32) ^ head;
-        answer.heads = answer.heads.wrapping_add(name.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1;
-    }
+    // The request's memory is used again for another one; the random number in it makes it that very one.
+    let isn: u32 = read(head as *const u8, &CHECK_SENT_ISN);
+    let name = (u64::from(isn) << 32) ^ head;
+    answer.heads =
+        answer.heads.wrapping_add(name.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(waits)) | waits;
+}
+
+/// 1 if `a > b`, else 0: the sign of a difference, and nothing that the compiler could make a branch of again.
+#[inline(always)]
+fn exceeds(a: u32, b: u32) -> u64 {
+    black_box(u64::from(b).wrapping_sub(u64::from(a))) >> 63
 }
 
 #[inline(always)]
@@ -252,8 +259,12 @@ fn read<T: Copy + Default>(base: *const u8, offset: &Global<u32>) -> T {
 
 #[inline(always)]
 fn read_at<T: Copy + Default>(at: *const u8) -> T {
-    // SAFETY: the helper checks the address and copies, or fails.
-    unsafe { bpf_probe_read_kernel(at.cast::<T>()) }.unwrap_or_default()
+    let mut value = T::default();
+    // SAFETY: the helper checks the address, and copies or writes zeros.
+    unsafe {
+        bpf_probe_read_kernel((&raw mut value).cast::<c_void>(), size_of::<T>() as u32, at.cast::<c_void>());
+    }
+    value
 }
 
 #[panic_handler]

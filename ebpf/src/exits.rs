@@ -78,10 +78,8 @@ fn is_last(ctx: &BtfTracePointContext, task: Task) -> bool {
     if live != 0 {
         return false;
     }
-    if threads <= 1 {
-        return true;
-    }
-    // do_exit counts down before this tracepoint: of two threads that end together, both may find zero here.
+    // do_exit counts down before this tracepoint: of two threads that end together, both may find zero here, and the later
+    // one that it is alone, if the other is reaped by then.
     let leader: *const u8 = task.field(OFF_TASK_LEADER.load());
     let key = ExitedKey {
         // SAFETY: the leader is there until all threads are gone.
@@ -89,6 +87,10 @@ fn is_last(ctx: &BtfTracePointContext, task: Task) -> bool {
         pid: task.field(OFF_TASK_TGID.load()),
         reserved: 0,
     };
+    if threads <= 1 {
+        // SAFETY: nothing is read through the reference.
+        return unsafe { EXITED.get(&key) }.is_none();
+    }
     EXITED.insert(key, 1_u64, u64::from(BPF_NOEXIST)).is_ok()
 }
 

@@ -118,17 +118,15 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     // All on one CPU, so that they compete.
     let mut first = rustix::thread::CpuSet::new();
     first.set(0);
-    let _busy: Vec<Process> = paths
-        .iter()
-        .map(|path| {
-            let child = process_in(&root, path, "while :; do :; done");
-            let pid = rustix::process::Pid::from_child(&child.0);
-            rustix::thread::sched_setaffinity(Some(pid), &first).unwrap();
-            child
-        })
-        .collect();
+    let busy: Vec<Process> =
+        paths.iter().map(|path| process_in(&root, path, "while :; do :; done")).collect();
     let used = || paths.map(|path| cgroups.cpu_use(path).unwrap().used_ns as f64 / 1e9);
     wait_until("all of them to run", || used().iter().all(|seconds| *seconds > 0.0));
+    // Not before: a process that joins a cgroup with a cpuset may run on all of its CPUs again (before Linux 6.2).
+    for child in &busy {
+        let pid = rustix::process::Pid::from_child(&child.0);
+        rustix::thread::sched_setaffinity(Some(pid), &first).unwrap();
+    }
     let before = used();
     let since = || [0, 1, 2].map(|n| used()[n] - before[n]);
     wait_until("enough CPU time", || since().iter().sum::<f64>() >= SHARED_SECONDS);

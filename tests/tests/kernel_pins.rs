@@ -5,7 +5,7 @@ mod kernel;
 
 use aya::maps::{Array, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
-use beelet::kernel::{Capability, Interest, Kernel, KernelOptions, Mode};
+use beelet::kernel::{self as programs, Capability, Interest, Kernel, KernelOptions, Mode};
 use beelet_tests::guards::Mount;
 use beelet_tests::{require, requires, workdir};
 use kernel::{LOOPBACK, Place, Process, listener_edges, start};
@@ -27,7 +27,7 @@ fn links(place: &Place) -> [(u32, u32); 2] {
 
 /// The built-in object with another digest: one byte more at its end, where no reader of ELF looks.
 fn other_object(folder: &Path) -> PathBuf {
-    let mut bytes = std::fs::read(workdir::repository().join("ebpf/prebuilt/beelet.bpf.o")).unwrap();
+    let mut bytes = programs::built_in_object().to_vec();
     bytes.push(0);
     let path = folder.join("other.bpf.o");
     std::fs::write(&path, bytes).unwrap();
