@@ -254,14 +254,12 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
         assert!(process_in(&root, pod, &read).0.wait().unwrap().success());
         assert!(cached(pod) >= 20 * MIB, "{pod} has cached {}", cached(pod));
     }
-    let (before, bare_before) = (cached(safe), cached(bare));
+    let (before, _) = (cached(safe), cached(bare));
     // The neighbour reads five times what there is room for.
     let read = format!("exec dd if={device} of=/dev/null bs=1M count=480 skip=2000 2>/dev/null");
     assert!(process_in(&root, hog, &read).0.wait().unwrap().success());
     assert!(cached(safe) >= before * 9 / 10, "protected: {} of {before} left", cached(safe));
-    // Not all of it goes: kernels with a multi-generational LRU (6.12 of Debian's) take most from who reads most.
-    let left = cached(bare);
-    assert!(left <= bare_before * 3 / 4, "not protected, and still there: {left} of {bare_before}");
+    assert!(cached(bare) < 12 * MIB, "not protected, and still there: {}", cached(bare));
 }
 
 // ---- The end ----

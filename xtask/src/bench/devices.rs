@@ -1,8 +1,7 @@
 //! What devices cost: deciding which of 1,000 devices on 8 NUMA nodes a container gets, and admitting pods with devices, beyond
 //! the plugin's own time, which is what a call takes by a client that does nothing else: deciding, the hops between the tasks
 //! of the agent, and the checkpoint, which is written to memory here: the time that a disk takes for its fsync is not in it,
-//! and the rows say so. An admission's sample is the average of 100 pods, less the plugin's time as it was measured then:
-//! the median of such differences counts. Measured by
+//! and the rows say so. An admission's sample is the average of 100 pods. Measured by
 //! `bench/src/bin/devices.rs`, which has the agent's own parts in it.
 
 use super::Row;
@@ -12,7 +11,7 @@ use anyhow::{Context as _, Result};
 use beelet_tests::workdir;
 use std::process::Command;
 
-/// In milliseconds: p99 of decisions, the median of admissions.
+/// p99, in milliseconds.
 const BOUND: f64 = 1.0;
 
 /// The rows, and what the driver calls them.
@@ -38,10 +37,5 @@ pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
         measured[name].as_array().into_iter().flatten().filter_map(serde_json::Value::as_f64).collect()
     };
     step.done(&format!("{rounds} rounds"));
-    Ok(ROWS
-        .map(|(row, name)| {
-            let new = if row.starts_with("admission") { Row::by_median } else { Row::new };
-            new("devices", row, "ms", samples(name), BOUND)
-        })
-        .into())
+    Ok(ROWS.map(|(row, name)| Row::new("devices", row, "ms", samples(name), BOUND)).into())
 }

@@ -116,7 +116,7 @@ impl Row {
     }
 
     /// The row of these samples; half of them must not be above `bound`. For differences of two measurements, whose
-    /// outliers are the machine's and of either sign, and for what is mostly not ours to hasten.
+    /// outliers are the machine's and of either sign.
     fn by_median(
         what: &'static str,
         row: &'static str,
