@@ -5,10 +5,10 @@ mod kernel;
 
 use aya::maps::{Array, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
-use beelet::kernel::{self as programs, Capability, Interest, Kernel, KernelOptions, Mode};
+use beelet::kernel::{Capability, Interest, Kernel, KernelOptions, Mode};
 use beelet_tests::guards::Mount;
 use beelet_tests::{require, requires, workdir};
-use kernel::{LOOPBACK, Place, Process, listener_edges, start};
+use kernel::{LOOPBACK, Place, Process, listener_edges, other_object, start};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -23,15 +23,6 @@ fn link(place: &Place, program: &str) -> (u32, u32) {
 
 fn links(place: &Place) -> [(u32, u32); 2] {
     PROGRAMS.map(|program| link(place, program))
-}
-
-/// The built-in object with another digest: one byte more at its end, where no reader of ELF looks.
-fn other_object(folder: &Path) -> PathBuf {
-    let mut bytes = programs::built_in_object().to_vec();
-    bytes.push(0);
-    let path = folder.join("other.bpf.o");
-    std::fs::write(&path, bytes).unwrap();
-    path
 }
 
 /// Every path below a folder, sorted.

@@ -9,7 +9,7 @@ use beelet_ebpf_abi::MAX_CONTAINERS;
 use beelet_tests::load::Load;
 use beelet_tests::require;
 use beelet_tests::workdir::PATIENCE;
-use kernel::{LOOPBACK, Place, start};
+use kernel::{LOOPBACK, Place, other_object, start};
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
@@ -213,10 +213,7 @@ fn exits_are_told_once_while_programs_are_replaced() {
     require!(bpf);
     let place = Place::new("bk-swap");
     let folder = tempfile::tempdir().unwrap();
-    let object = folder.path().join("other.bpf.o");
-    let mut bytes = programs::built_in_object().to_vec();
-    bytes.push(0); // another digest, the same programs
-    std::fs::write(&object, bytes).unwrap();
+    let object = other_object(folder.path());
     let container = place.container("pod1/one", &[]);
     place.start().stop(true).unwrap();
     let mut spawner = container.load(None);

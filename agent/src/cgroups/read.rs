@@ -229,10 +229,10 @@ impl CgroupDirs {
 
     /// Whether what [`Self::reread`] opens stays open from now on, or is closed. The kernel keeps some 5 kB for each.
     pub fn keep_open(&mut self, keep: bool) {
-        match (keep, self.kept.is_some()) {
-            (true, false) => self.kept = Some(Vec::new()),
-            (false, true) => self.kept = None,
-            _ => {}
+        if keep {
+            self.kept.get_or_insert_default();
+        } else {
+            self.kept = None;
         }
     }
 

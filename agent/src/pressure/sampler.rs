@@ -97,8 +97,9 @@ impl Sampler {
         }
         let mut pods = inventory::pods(table);
         let left_out = self.track(&pods, at_ns);
-        if !full && self.may_keep_open() {
-            self.containers.values_mut().for_each(|tracked| tracked.dirs.keep_open(true));
+        if !full {
+            let keep = self.may_keep_open();
+            self.containers.values_mut().for_each(|tracked| tracked.dirs.keep_open(keep));
         }
         let kernel = (self.snapshot)();
         for pod in &mut pods {

@@ -4,7 +4,9 @@
 #![allow(dead_code)] // each test binary uses its part
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
-use beelet::kernel::{Counters, Edge, Edges, Interest, Kernel, KernelOptions, Listener, Mode, NetnsHandle};
+use beelet::kernel::{
+    Counters, Edge, Edges, Interest, Kernel, KernelOptions, Listener, Mode, NetnsHandle, built_in_object,
+};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::requires;
@@ -231,6 +233,15 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The built-in object with another digest: one byte more at its end, where no reader of ELF looks.
+pub(crate) fn other_object(folder: &Path) -> PathBuf {
+    let mut bytes = built_in_object().to_vec();
+    bytes.push(0);
+    let path = folder.join("other.bpf.o");
+    std::fs::write(&path, bytes).unwrap();
+    path
 }
 
 /// Whether this kernel lists sockets; a loud skip where it doesn't.

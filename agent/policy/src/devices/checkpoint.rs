@@ -94,7 +94,6 @@ pub struct Text {
 struct Line {
     place: Place,
     held: Arc<Held>,
-    entry: Entry,
     json: String,
     /// The checksum of all that comes before it, and of itself.
     checksum: Fnv1a,
@@ -139,7 +138,7 @@ impl Text {
         for line in changed {
             let mut checksum = before.unwrap_or_else(beginning);
             checksum.put(if before.is_some() { " " } else { "[" });
-            line.entry.dump(&mut checksum);
+            Entry::new(&line.place, &line.held).dump(&mut checksum);
             line.checksum = checksum;
             before = Some(checksum);
         }
@@ -149,10 +148,9 @@ impl Text {
 
 impl Line {
     fn new(place: &Place, held: &Arc<Held>) -> Result<Self, CheckpointError> {
-        let entry = Entry::new(place, held);
-        let json = serde_json::to_string(&entry)?;
+        let json = serde_json::to_string(&Entry::new(place, held))?;
         let checksum = Fnv1a::default(); // not known before its place in the file is
-        Ok(Self { place: place.clone(), held: Arc::clone(held), entry, json, checksum })
+        Ok(Self { place: place.clone(), held: Arc::clone(held), json, checksum })
     }
 }
 
