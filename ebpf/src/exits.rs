@@ -1,4 +1,8 @@
 //! The end of processes: of those below the pods' root user space hears, each once, with its exit code or signal.
+//!
+//! `sched_process_exit` tells it, and what it missed is told when the scheduler switches away from the thread for the last
+//! time: newer kernels (7.3, not yet 6.18) let programs on most tracepoints be preempted, and pass over the run of a program
+//! whose last run on the same CPU is not over (`recursion_misses`). The scheduler's own tracepoint can't be preempted.
 
 use aya_ebpf::{bindings::BPF_NOEXIST, macros::btf_tracepoint, programs::BtfTracePointContext};
 use beelet_ebpf_abi::{ABSENT, ExitEvent, ExitedKey, kind};
@@ -9,9 +13,8 @@ use crate::{
     events::{header, is_current, send},
     kernel::{
         OFF_PID_LEVEL, OFF_PID_NUMBERS, OFF_SIGNAL_EXIT_CODE, OFF_SIGNAL_FLAGS, OFF_SIGNAL_LIVE,
-        OFF_SIGNAL_THREADS, OFF_TASK_EXIT_CODE, OFF_TASK_LEADER, OFF_TASK_PID, OFF_TASK_SIGNAL,
-        OFF_TASK_START, OFF_TASK_TGID, OFF_TASK_THREAD_PID, POS_EXIT_GROUP_DEAD, POS_EXIT_TASK,
-        cgroup_offsets_known, read,
+        OFF_TASK_EXIT_CODE, OFF_TASK_LEADER, OFF_TASK_PID, OFF_TASK_SIGNAL, OFF_TASK_START, OFF_TASK_TGID,
+        OFF_TASK_THREAD_PID, POS_EXIT_GROUP_DEAD, POS_EXIT_TASK, cgroup_offsets_known, read,
     },
     maps::EXITED,
     tasks::Task,
@@ -37,17 +40,45 @@ pub(crate) fn task_exited(ctx: BtfTracePointContext) -> i32 {
         return 0;
     }
     let (cgroup, cgroup_id) = task.cgroup();
-    if pod_of_uncached(cgroup).is_none() || !is_last(&ctx, task) {
-        return 0;
+    if !pod_of_uncached(cgroup).is_none() && is_last(&ctx, task) {
+        tell_once(task, cgroup_id);
     }
-    send(ExitEvent {
-        header: header(kind::EXITED, cgroup_id),
-        pid: task.field(OFF_TASK_TGID.load()),
-        own_pid: own_pid(task),
-        status: status(task),
-        reserved: 0,
-    });
     0
+}
+
+/// A thread of a pod's will not run again.
+#[inline(always)]
+pub(crate) fn thread_gone(task: Task, cgroup_id: u64) {
+    if exit_offsets_known() && none_lives(task) {
+        tell_once(task, cgroup_id);
+    }
+}
+
+/// Tells the end of the thread's process, unless that was done.
+#[inline(always)]
+fn tell_once(task: Task, cgroup_id: u64) {
+    let signal: u64 = task.field(OFF_TASK_SIGNAL.load());
+    let leader: *const u8 = task.field(OFF_TASK_LEADER.load());
+    // SAFETY: a typed kernel pointer. Another thread's last switch may come when the leader is gone already, and its
+    // memory is another's: then its process was told, by the thread that came before.
+    let (started_ns, of_leader): (u64, u64) =
+        unsafe { (read(leader, OFF_TASK_START.load()), read(leader, OFF_TASK_SIGNAL.load())) };
+    let key = ExitedKey { started_ns, pid: task.field(OFF_TASK_TGID.load()), reserved: 0 };
+    // Looked up first: to insert makes room first, by forgetting another.
+    // SAFETY: nothing is read through the reference.
+    if of_leader != signal || unsafe { EXITED.get(&key) }.is_some() {
+        return;
+    }
+    // Two threads may come here at once.
+    if EXITED.insert(key, 1_u64, u64::from(BPF_NOEXIST)).is_ok() {
+        send(ExitEvent {
+            header: header(kind::EXITED, cgroup_id),
+            pid: key.pid,
+            own_pid: own_pid(task),
+            status: status(task),
+            reserved: 0,
+        });
+    }
 }
 
 #[inline(always)]
@@ -59,46 +90,32 @@ fn exit_offsets_known() -> bool {
         && OFF_TASK_EXIT_CODE.load() != ABSENT
         && OFF_SIGNAL_FLAGS.load() != ABSENT
         && OFF_SIGNAL_EXIT_CODE.load() != ABSENT
-        && (has(&POS_EXIT_GROUP_DEAD)
-            || (OFF_SIGNAL_LIVE.load() != ABSENT
-                && OFF_SIGNAL_THREADS.load() != ABSENT
-                && OFF_TASK_START.load() != ABSENT))
+        && OFF_SIGNAL_LIVE.load() != ABSENT
+        && OFF_TASK_START.load() != ABSENT
 }
 
-/// Whether the process ends with this thread: true for exactly one of its threads.
+/// Whether the process ends with this thread, or has ended: do_exit counts down before the tracepoint, so of two threads
+/// that end together both may find that none lives.
 #[inline(always)]
 fn is_last(ctx: &BtfTracePointContext, task: Task) -> bool {
     if has(&POS_EXIT_GROUP_DEAD) {
         return argument(ctx, &POS_EXIT_GROUP_DEAD) & 0xff != 0;
     }
+    none_lives(task)
+}
+
+#[inline(always)]
+fn none_lives(task: Task) -> bool {
     let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
-    // SAFETY: a task that ends still has its signal structure; typed kernel pointers.
-    let (live, threads): (u32, u32) =
-        unsafe { (read(signal, OFF_SIGNAL_LIVE.load()), read(signal, OFF_SIGNAL_THREADS.load())) };
-    if live != 0 {
-        return false;
-    }
-    // do_exit counts down before this tracepoint: of two threads that end together, both may find zero here, and the later
-    // one that it is alone, if the other is reaped by then.
-    let leader: *const u8 = task.field(OFF_TASK_LEADER.load());
-    let key = ExitedKey {
-        // SAFETY: the leader is there until all threads are gone.
-        started_ns: unsafe { read(leader, OFF_TASK_START.load()) },
-        pid: task.field(OFF_TASK_TGID.load()),
-        reserved: 0,
-    };
-    if threads <= 1 {
-        // SAFETY: nothing is read through the reference.
-        return unsafe { EXITED.get(&key) }.is_none();
-    }
-    EXITED.insert(key, 1_u64, u64::from(BPF_NOEXIST)).is_ok()
+    // SAFETY: a thread has its signal structure until it is freed; a typed kernel pointer.
+    unsafe { read::<u32>(signal, OFF_SIGNAL_LIVE.load()) == 0 }
 }
 
 /// What wait(2) will say (`wait_task_zombie` in kernel/exit.c).
 #[inline(always)]
 fn status(task: Task) -> u32 {
     let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
-    // SAFETY: as in `is_last`.
+    // SAFETY: as in `none_lives`, and `tell_once` has seen that the leader is there.
     unsafe {
         if read::<u32>(signal, OFF_SIGNAL_FLAGS.load()) & SIGNAL_GROUP_EXIT != 0 {
             return read(signal, OFF_SIGNAL_EXIT_CODE.load());

@@ -77,8 +77,6 @@ offsets! {
     OFF_TASK_MM;
     /// `signal_struct.live`: threads that have not begun to end
     OFF_SIGNAL_LIVE;
-    /// `signal_struct.nr_threads`: threads that are not gone
-    OFF_SIGNAL_THREADS;
     /// `signal_struct.flags`
     OFF_SIGNAL_FLAGS;
     /// `signal_struct.group_exit_code`

@@ -69,7 +69,7 @@ pub(crate) static TASKS: HashMap<TaskKey, TaskState, MAX_TASKS> = HashMap::new()
 #[btf_map]
 pub(crate) static TASK_STORAGE: TaskStorage<TaskState> = TaskStorage::new();
 
-/// Processes of several threads whose end was told, where the kernel doesn't say which thread is the last.
+/// Processes whose end was told lately.
 #[btf_map]
 pub(crate) static EXITED: LruHashMap<ExitedKey, u64, MAX_EXITED> = LruHashMap::new();
 

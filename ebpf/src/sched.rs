@@ -6,13 +6,14 @@
 
 use aya_ebpf::{helpers::bpf_ktime_get_ns, macros::btf_tracepoint, programs::BtfTracePointContext};
 use beelet_ebpf_abi::{
-    ABSENT, Counters, FIRST_BUCKET_BITS, PRESSURE_FLOOR_NS, Running, WAIT_BUCKETS, pressure,
+    ABSENT, Counters, FIRST_BUCKET_BITS, PRESSURE_FLOOR_NS, Running, TaskState, WAIT_BUCKETS, pressure,
 };
 
 use crate::{
     args::{argument, has},
     containers::{Pod, counters, pod_of_cached},
     events::is_current,
+    exits::thread_gone,
     kernel::{
         OFF_TASK_PID, OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
         POS_WAKEUP_TASK, cgroup_offsets_known,
@@ -21,6 +22,13 @@ use crate::{
     pressure::waited,
     tasks::Task,
 };
+
+/// include/linux/sched.h
+const TASK_RUNNING: u32 = 0;
+/// include/linux/sched.h: it will never run again.
+const TASK_DEAD: u32 = 0x80;
+/// No state of the kernel's.
+const UNKNOWN: u32 = u32::MAX;
 
 /// One thread leaves this CPU and another comes.
 #[btf_tracepoint(function = "sched_switch")]
@@ -38,9 +46,13 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
         unsafe { (Task::new(argument(&ctx, &POS_SWITCH_PREV)), Task::new(argument(&ctx, &POS_SWITCH_NEXT))) };
     let (cgroup, cgroup_id) = next.cgroup();
     let pod = pod_of_cached(cgroup, cgroup_id);
-    let runnable = stays_runnable(&ctx, previous);
+    let state = state_of(&ctx, previous);
+    let runnable = state == TASK_RUNNING;
     if cpu.cgroup_id != 0 {
         account(cpu, now, runnable, pod);
+        if state == TASK_DEAD {
+            thread_gone(previous, cpu.cgroup_id);
+        }
     }
     if runnable
         && previous.pid() != 0
@@ -94,18 +106,18 @@ fn account(cpu: &Running, now: u64, preempted: bool, next: Pod) {
     }
 }
 
-/// Whether the thread that leaves would have gone on: it was preempted, or yielded. The kernel counts it as an
-/// involuntary switch then (`nivcsw` in kernel/sched/core.c).
+/// In what state the thread leaves. [`TASK_RUNNING`]: it would have gone on, but was preempted, or yielded; the kernel
+/// counts that as an involuntary switch (`nivcsw` in kernel/sched/core.c).
 #[inline(always)]
-fn stays_runnable(ctx: &BtfTracePointContext, previous: Task) -> bool {
+fn state_of(ctx: &BtfTracePointContext, previous: Task) -> u32 {
     if has(&POS_SWITCH_PREEMPT) && argument(ctx, &POS_SWITCH_PREEMPT) & 0xff != 0 {
-        return true;
+        return TASK_RUNNING;
     }
     if has(&POS_SWITCH_STATE) {
-        return argument(ctx, &POS_SWITCH_STATE) as u32 == 0;
+        return argument(ctx, &POS_SWITCH_STATE) as u32;
     }
     // Before Linux 5.18 the state is not passed.
-    OFF_TASK_STATE.load() != ABSENT && previous.field::<u32>(OFF_TASK_STATE.load()) == 0
+    if OFF_TASK_STATE.load() == ABSENT { UNKNOWN } else { previous.field(OFF_TASK_STATE.load()) }
 }
 
 /// The bucket of a wait: 0 below 2^10 ns, then one for each power of two, up to the last.
@@ -132,23 +144,23 @@ fn bucket(wait_ns: u64) -> u64 {
 /// A thread becomes runnable.
 #[btf_tracepoint(function = "sched_wakeup")]
 pub(crate) fn sched_wakeup(ctx: BtfTracePointContext) -> i32 {
-    woken(&ctx)
+    woken(&ctx, Task::state)
 }
 
 /// A thread becomes runnable for the first time.
 #[btf_tracepoint(function = "sched_wakeup_new")]
 pub(crate) fn sched_wakeup_new(ctx: BtfTracePointContext) -> i32 {
-    woken(&ctx)
+    woken(&ctx, Task::state_or_new)
 }
 
 #[inline(always)]
-fn woken(ctx: &BtfTracePointContext) -> i32 {
+fn woken(ctx: &BtfTracePointContext, state_of: impl FnOnce(Task) -> Option<*mut TaskState>) -> i32 {
     if !has(&POS_WAKEUP_TASK) || OFF_TASK_PID.load() == ABSENT {
         return 0;
     }
     // SAFETY: a task, never null.
     let task = unsafe { Task::new(argument(ctx, &POS_WAKEUP_TASK)) };
-    if let Some(state) = task.state() {
+    if let Some(state) = state_of(task) {
         // SAFETY: a live element, written under the thread's own lock; the helper takes nothing.
         unsafe { (*state).runnable_since_ns = bpf_ktime_get_ns() };
     }

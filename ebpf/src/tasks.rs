@@ -81,6 +81,18 @@ impl Task {
         if state.is_null() { None } else { Some(state) }
     }
 
+    /// Its state, made if `task_forked` was passed over for it: that can be preempted on newer kernels (see exits.rs),
+    /// where task storage may be made under the run-queue lock.
+    #[inline(always)]
+    pub(crate) fn state_or_new(self) -> Option<*mut TaskState> {
+        let state = self.state();
+        if state.is_some() || USE_TASK_STORAGE.load() == 0 {
+            return state;
+        }
+        let state = self.storage(BPF_LOCAL_STORAGE_GET_F_CREATE);
+        if state.is_null() { None } else { Some(state) }
+    }
+
     #[inline(always)]
     fn storage(self, flags: u64) -> *mut TaskState {
         // SAFETY: a map of that type, a typed task, and no initial value: the kernel begins with zeros.

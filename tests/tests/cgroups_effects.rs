@@ -12,7 +12,7 @@ use beelet::config::CgroupDriver;
 use beelet_policy::cgroups::{
     CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts, node_cgroups, pod_cgroup,
 };
-use beelet_tests::guards::{CgroupRoot, Process};
+use beelet_tests::guards::{CgroupRoot, Mount, Process};
 use beelet_tests::{require, requires, workdir};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
@@ -254,10 +254,17 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
         assert!(process_in(&root, pod, &read).0.wait().unwrap().success());
         assert!(cached(pod) >= 20 * MIB, "{pod} has cached {}", cached(pod));
     }
-    let (before, _) = (cached(safe), cached(bare));
-    // The neighbour reads five times what there is room for.
-    let read = format!("exec dd if={device} of=/dev/null bs=1M count=480 skip=2000 2>/dev/null");
-    assert!(process_in(&root, hog, &read).0.wait().unwrap().success());
+    let before = cached(safe);
+    // The neighbour takes all the room but 8 MiB, for good: memory without a file behind it and no swap to go to. One that
+    // only reads files once would lose its own pages first: multi-generational LRU takes the coldest.
+    let folder = tempfile::tempdir().unwrap();
+    let memory = Mount::tmpfs(&folder.path().join("memory"), 64 * MIB).unwrap();
+    let swap = root.dir("memory").unwrap().join(&hog[1..]).join("memory.swap.max");
+    if swap.exists() {
+        fs::write(swap, "0").unwrap();
+    }
+    let fill = format!("exec dd if=/dev/zero of={}/all bs=1M count=64 2>/dev/null", memory.path().display());
+    assert!(process_in(&root, hog, &fill).0.wait().unwrap().success());
     assert!(cached(safe) >= before * 9 / 10, "protected: {} of {before} left", cached(safe));
     assert!(cached(bare) < 12 * MIB, "not protected, and still there: {}", cached(bare));
 }

@@ -201,6 +201,8 @@ pub struct Devices {
     unhealthy: BTreeMap<String, Ids>,
     /// NUMA nodes by resource and device.
     nodes: BTreeMap<String, Nodes>,
+    /// How many devices of each resource are near which set of nodes: a handful of sets, however many devices there are.
+    places: BTreeMap<String, BTreeMap<Vec<i64>, usize>>,
     /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
     taken: BTreeMap<String, Ids>,
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
@@ -258,7 +260,15 @@ impl Devices {
             set.insert(device.id.clone());
             nodes.insert(device.id, device.numa_nodes);
         }
+        let mut places: BTreeMap<Vec<i64>, usize> = BTreeMap::new();
+        for near in nodes.values() {
+            match places.get_mut(near) {
+                Some(count) => *count += 1,
+                None => drop(places.insert(near.clone(), 1)),
+            }
+        }
         self.last_known.remove(resource);
+        self.places.insert(resource.to_owned(), places);
         self.healthy.insert(resource.to_owned(), Arc::new(healthy));
         self.unhealthy.insert(resource.to_owned(), unhealthy);
         self.nodes.insert(resource.to_owned(), nodes);

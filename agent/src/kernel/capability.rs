@@ -96,7 +96,6 @@ pub(super) const PROGRAMS: &[Program] = &[
                 "OFF_SIGNAL_FLAGS",
                 "OFF_SIGNAL_EXIT_CODE",
                 "OFF_SIGNAL_LIVE",
-                "OFF_SIGNAL_THREADS",
                 "OFF_TASK_START",
             ],
         ],

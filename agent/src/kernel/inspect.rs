@@ -29,6 +29,9 @@ pub struct PinnedProgram {
     pub runs: u64,
     /// How long these runs took, nanoseconds.
     pub run_ns: u64,
+    /// How often it was due and did not run, because its last run on that CPU was not over: newer kernels (7.3, not yet
+    /// 6.18) preempt programs on tracepoints. 0 before Linux 5.12.
+    pub misses: u64,
 }
 
 /// Everything that an agent has pinned.
@@ -85,6 +88,7 @@ pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
             jitted_bytes: info.jited_prog_len,
             runs: info.run_cnt,
             run_ns: info.run_time_ns,
+            misses: info.recursion_misses,
         });
     }
     let mut maps = std::collections::BTreeMap::new();

@@ -55,7 +55,6 @@ pub(super) const FIELDS: &[Wanted] = &[
     field("OFF_TASK_THREAD_PID", "task_struct", "thread_pid"),
     field("OFF_TASK_MM", "task_struct", "mm"),
     field("OFF_SIGNAL_LIVE", "signal_struct", "live"),
-    field("OFF_SIGNAL_THREADS", "signal_struct", "nr_threads"),
     field("OFF_SIGNAL_FLAGS", "signal_struct", "flags"),
     field("OFF_SIGNAL_EXIT_CODE", "signal_struct", "group_exit_code"),
     field("OFF_PID_LEVEL", "pid", "level"),

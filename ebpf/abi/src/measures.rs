@@ -11,7 +11,8 @@ pub const MAX_CONTAINERS: usize = 2048;
 pub const MAX_TASKS: usize = 65_536;
 /// Entries of the `ANCESTRY` cache, for each CPU.
 pub const ANCESTRY_SLOTS: usize = 512;
-/// Entries of the `EXITED` map: processes of several threads that are ending.
+/// Entries of the `EXITED` map: processes whose end was told lately. Each is needed from the process's end to the last switch
+/// of its threads, which is microseconds.
 pub const MAX_EXITED: usize = 1024;
 /// Buckets of [`Counters::run_queue_waits`]: a power of two, so that a mask keeps an index in bounds.
 pub const WAIT_BUCKETS: usize = 32;

@@ -81,12 +81,13 @@ impl Snapshot {
     }
 }
 
-/// Writes checkpoints one after the other, and makes only those entries again that have changed: most of a checkpoint are
-/// the plugins' answers, whose every byte costs the checksum four.
+/// Writes checkpoints one after the other, and makes only that again which has changed: most of a checkpoint are the
+/// plugins' answers, whose every byte costs the checksum four, and the lists of all devices.
 #[derive(Debug, Default)]
 pub struct Text {
     /// In the order in which they came, which is another one after a restart; no reader minds.
     lines: Vec<Line>,
+    lists: Lists,
 }
 
 /// An entry as it was written.
@@ -99,6 +100,14 @@ struct Line {
     checksum: Fnv1a,
 }
 
+/// The lists of healthy devices as they were written.
+#[derive(Debug, Default)]
+struct Lists {
+    registered: BTreeMap<String, Arc<Ids>>,
+    json: String,
+    checksum: Suffix,
+}
+
 impl Text {
     /// The file's content, checksum included.
     ///
@@ -107,19 +116,21 @@ impl Text {
     pub fn write(&mut self, snapshot: Snapshot) -> Result<Vec<u8>, CheckpointError> {
         let Snapshot { held, registered } = snapshot;
         self.update(&held)?;
+        self.lists.update(registered)?;
         let mut checksum = self.lines.last().map_or_else(beginning, |line| line.checksum);
         checksum.put(if self.lines.is_empty() { NIL } else { "]" });
-        let lists = registered.iter().map(|(resource, ids)| (resource, Some(ids.iter())));
-        dump_registered(&mut checksum, Some(lists));
-        let entries: Vec<&str> = self.lines.iter().map(|line| line.json.as_str()).collect();
-        let entries = if entries.is_empty() { "null".to_owned() } else { format!("[{}]", entries.join(",")) };
-        let registered: BTreeMap<&str, &Ids> =
-            registered.iter().map(|(resource, ids)| (resource.as_str(), &**ids)).collect();
-        let registered = serde_json::to_string(&registered)?;
-        let file = format!(
-            r#"{{"Data":{{"PodDeviceEntries":{entries},"RegisteredDevices":{registered}}},"Checksum":{}}}"#,
-            checksum.0
-        );
+        let Fnv1a(checksum) = self.lists.checksum(checksum);
+        let length = self.lines.iter().map(|line| line.json.len() + 1).sum::<usize>();
+        let mut file = String::with_capacity(length + self.lists.json.len() + 100);
+        file.push_str(r#"{"Data":{"PodDeviceEntries":"#);
+        for (i, line) in self.lines.iter().enumerate() {
+            file.push(if i == 0 { '[' } else { ',' });
+            file.push_str(&line.json);
+        }
+        file.push_str(if self.lines.is_empty() { "null" } else { "]" });
+        file.push_str(r#","RegisteredDevices":"#);
+        file.push_str(&self.lists.json);
+        file.push_str(&format!(r#"}},"Checksum":{checksum}}}"#));
         Ok(file.into_bytes())
     }
 
@@ -151,6 +162,27 @@ impl Line {
         let json = serde_json::to_string(&Entry::new(place, held))?;
         let checksum = Fnv1a::default(); // not known before its place in the file is
         Ok(Self { place: place.clone(), held: Arc::clone(held), json, checksum })
+    }
+}
+
+impl Lists {
+    fn update(&mut self, registered: BTreeMap<String, Arc<Ids>>) -> Result<(), CheckpointError> {
+        // Lists that are shared with the ledger are the same at a glance.
+        if self.json.is_empty() || self.registered != registered {
+            let lists: BTreeMap<&str, &Ids> =
+                registered.iter().map(|(resource, ids)| (resource.as_str(), &**ids)).collect();
+            *self = Self { json: serde_json::to_string(&lists)?, checksum: Suffix::default(), registered };
+        }
+        Ok(())
+    }
+
+    /// The checksum after what comes before the lists, and the lists.
+    fn checksum(&mut self, before: Fnv1a) -> Fnv1a {
+        let registered = &self.registered;
+        self.checksum.after(before, |sum| {
+            let lists = registered.iter().map(|(resource, ids)| (resource, Some(ids.iter())));
+            dump_registered(sum, Some(lists));
+        })
     }
 }
 
@@ -281,10 +313,56 @@ impl Default for Fnv1a {
     }
 }
 
+const FNV_PRIME: u32 = 0x0100_0193;
+
 impl Sink for Fnv1a {
     fn put_bytes(&mut self, text: &[u8]) {
-        let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
+        let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(FNV_PRIME);
         self.0 = text.iter().fold(self.0, step);
+    }
+}
+
+/// What one text, always the same, does to the checksums of whatever comes before it, without reading it each time.
+///
+/// A step xors a byte into the lowest byte of the sum and multiplies: what the xor adds, or takes away, is known from the
+/// lowest byte alone, and so is the next lowest byte. Over n bytes a sum s thus becomes s * prime^n + c modulo 2^32, and of
+/// c there are 256, one for each lowest byte that s may have. Each is found by reading the text once.
+#[derive(Debug, Default)]
+struct Suffix {
+    /// prime^n
+    factor: u32,
+    /// c by the lowest byte
+    summand: BTreeMap<u8, u32>,
+}
+
+impl Suffix {
+    /// The sum after `before` and the text, which is what `put` puts.
+    fn after(&mut self, before: Fnv1a, put: impl FnOnce(&mut Counted)) -> Fnv1a {
+        let [lowest, ..] = before.0.to_le_bytes();
+        let factor = &mut self.factor;
+        let summand = *self.summand.entry(lowest).or_insert_with(|| {
+            let start = u32::from(lowest);
+            let mut text = Counted { sum: Fnv1a(start), factor: 1 };
+            put(&mut text);
+            *factor = text.factor;
+            text.sum.0.wrapping_sub(start.wrapping_mul(*factor))
+        });
+        Fnv1a(before.0.wrapping_mul(*factor).wrapping_add(summand))
+    }
+}
+
+/// A checksum, and what its steps so far have multiplied it by.
+struct Counted {
+    sum: Fnv1a,
+    factor: u32,
+}
+
+impl Sink for Counted {
+    fn put_bytes(&mut self, text: &[u8]) {
+        self.sum.put_bytes(text);
+        for _ in text {
+            self.factor = self.factor.wrapping_mul(FNV_PRIME);
+        }
     }
 }
 
@@ -416,6 +494,16 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn a_known_suffix_does_to_a_checksum_what_its_bytes_do(text: Vec<u8>, before: Vec<u32>) {
+            let mut suffix = Suffix::default();
+            for sum in before {
+                let mut expected = Fnv1a(sum);
+                expected.put_bytes(&text);
+                prop_assert_eq!(suffix.after(Fnv1a(sum), |sum| sum.put_bytes(&text)).0, expected.0);
+            }
+        }
+
         #[test]
         fn any_bytes_are_a_checkpoint_or_refused(bytes: Vec<u8>) {
             let _ = Data::read(&bytes);

@@ -75,8 +75,8 @@ impl Devices {
         let wanted: Vec<(&str, usize)> =
             limits.iter().copied().filter(|(resource, count)| *count > 0 && self.knows(resource)).collect();
         let nodes: Vec<i64> = {
-            let lists = wanted.iter().filter_map(|(resource, _)| self.nodes.get(*resource));
-            let all: BTreeSet<i64> = lists.flat_map(BTreeMap::values).flatten().copied().collect();
+            let places = wanted.iter().filter_map(|(resource, _)| self.places.get(*resource));
+            let all: BTreeSet<i64> = places.flat_map(BTreeMap::keys).flatten().copied().collect();
             all.into_iter().take(MAX_NODES).collect()
         };
         let all: Mask = (1 << nodes.len()) - 1;
@@ -109,9 +109,10 @@ impl Devices {
         count: usize,
         nodes: &[i64],
     ) -> Hints {
-        let empty = BTreeMap::new();
-        let near = self.nodes.get(resource).unwrap_or(&empty);
-        if near.values().all(Vec::is_empty) {
+        let (Some(near), Some(places)) = (self.nodes.get(resource), self.places.get(resource)) else {
+            return Hints::NoPreference;
+        };
+        if places.keys().all(Vec::is_empty) {
             return Hints::NoPreference;
         }
         let held = container.and_then(|name| self.pods.get(pod_uid)?.get(name)?.get(resource));
@@ -134,9 +135,9 @@ impl Devices {
         let place = |node: &i64| nodes.iter().position(|other| other == node);
         let mask_of =
             |near: &[i64]| -> Mask { near.iter().filter_map(place).fold(0, |mask, place| mask | 1 << place) };
-        // Devices by the set of nodes that they are near: a handful of groups, however many devices there are.
+        // Devices by the set of nodes that they are near.
         let mut everyone: BTreeMap<Mask, usize> = BTreeMap::new();
-        near.values().for_each(|near| *everyone.entry(mask_of(near)).or_default() += 1);
+        places.iter().for_each(|(near, count)| *everyone.entry(mask_of(near)).or_default() += count);
         let mut free: BTreeMap<Mask, usize> = BTreeMap::new();
         let free_ones = with_nodes(available, near);
         free_ones.for_each(|(_, near)| *free.entry(mask_of(near)).or_default() += 1);

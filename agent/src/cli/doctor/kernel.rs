@@ -51,19 +51,22 @@ pub(super) struct ProgramCost {
     /// How long one took on average, of which the counting itself is some 20 ns.
     #[serde(skip_serializing_if = "Option::is_none")]
     ns_per_run: Option<u64>,
+    /// Runs that the kernel passed over since the program was loaded, because the last one on that CPU was not over.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    missed: Option<u64>,
 }
 
 impl fmt::Display for ProgramCost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { program, verified_instructions, code_bytes, runs, ns_per_run } = self;
+        let Self { program, verified_instructions, code_bytes, runs, ns_per_run, missed } = self;
         write!(
             f,
             "{program}: {verified_instructions} instructions verified, {code_bytes} bytes of code, {runs} runs"
         )?;
-        match ns_per_run {
-            Some(ns) => write!(f, " of {ns} ns"),
-            None => Ok(()),
+        if let Some(ns) = ns_per_run {
+            write!(f, " of {ns} ns")?;
         }
+        missed.map_or(Ok(()), |missed| write!(f, ", {missed} passed over by the kernel"))
     }
 }
 
@@ -148,6 +151,7 @@ fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, K
             code_bytes: program.jitted_bytes,
             runs,
             ns_per_run: ns.checked_div(runs),
+            missed: Some(program.misses).filter(|missed| *missed > 0),
         }
     };
     Ok(after.iter().map(cost).collect())
