@@ -82,7 +82,8 @@ fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let mut script = Process(script);
     let drawn = || std::fs::read_to_string(&typescript).unwrap_or_default();
     let top = wait_for("top to draw", PATIENCE, || {
-        anyhow::ensure!(drawn().contains("pod-1"), "nothing yet");
+        let text = drawn();
+        anyhow::ensure!(text.contains("pod-1"), "so far its terminal got {text:?}");
         let children = workdir::read(Path::new(&format!("/proc/{0}/task/{0}/children", script.0.id())))?;
         children.split_whitespace().next().and_then(|pid| pid.parse::<u32>().ok()).context("no process")
     })?;
