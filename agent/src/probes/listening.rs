@@ -20,9 +20,10 @@ use super::{
 };
 use crate::kernel::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
 
-/// When the socket table doesn't show yet what an edge told, it is looked at again after this time, and a few times.
+/// When the socket table doesn't show yet what an edge told, it is looked at again after this time, then after twice as long,
+/// and so on for a second: who calls listen() may lose the CPU in the middle of it, and to a quota for a tenth of a second.
 const RECHECK: Duration = Duration::from_millis(1);
-const RECHECKS: u8 = 5;
+const RECHECKS: u8 = 10;
 /// A queue that isn't empty is first looked at again after this time, and then after twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
@@ -256,8 +257,9 @@ impl Probes {
 
     fn recheck(&mut self, id: Id, now: Duration) {
         let Some(worker) = self.workers.get_mut(id) else { return };
+        let pause = RECHECK * (1 << worker.rechecks);
         worker.rechecks += 1;
-        self.timetable.set(id, &mut worker.beat.due, now + RECHECK);
+        self.timetable.set(id, &mut worker.beat.due, now + pause);
     }
 
     /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a listener from
