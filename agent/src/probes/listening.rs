@@ -223,6 +223,15 @@ impl Probes {
             {
                 return self.recheck(id, now);
             }
+            // Our table is ahead of the socket table, and there is no socket list to ask (a kernel without tcp_diag).
+            (_, Sight::Unknown(_)) if worker.rechecks < RECHECKS => return self.recheck(id, now),
+            (_, Sight::Unknown(_)) => {
+                worker.edge = None;
+                if !worker.in_flight {
+                    self.launch(id, false);
+                }
+                return;
+            }
             // Another one is there; or it has gone again, which the next edge tells.
             _ => {
                 worker.edge = None;
