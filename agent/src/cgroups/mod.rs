@@ -317,6 +317,15 @@ impl Cgroups {
             .is_ok_and(|relative| self.hierarchies().iter().any(|h| h.mount.join(&relative).is_dir()))
     }
 
+    /// Whether the cgroup `path` exists in each hierarchy that one of `files` is in.
+    #[must_use]
+    pub fn has_all(&self, path: &str, files: &Files) -> bool {
+        self.relative(path).is_ok_and(|relative| {
+            let mut hierarchies = files.keys().filter_map(|file| self.hierarchy_of_file(file));
+            hierarchies.all(|h| h.mount.join(&relative).is_dir())
+        })
+    }
+
     /// The pods' cgroups that exist in any hierarchy, e.g. `/kubepods/besteffort/pod<uid>`.
     ///
     /// # Errors

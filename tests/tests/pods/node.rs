@@ -240,6 +240,30 @@ impl Node {
         self.agent.as_ref().unwrap().keeping.drifted(level)
     }
 
+    /// Waits until a value of a cgroup was set right after somebody else had changed it.
+    pub(crate) async fn until_drifted(&self, level: qos_tree::Level) {
+        self.until_counted("a value set right", || self.drifted(level) > 0).await;
+    }
+
+    /// Waits until all cgroups were compared with what pods ask for, from now on: what that finds later is somebody
+    /// else's doing.
+    pub(crate) async fn until_looked_after_cgroups(&self) {
+        let keeping = &self.agent.as_ref().unwrap().keeping;
+        // The first that ends may have begun before.
+        let wanted = keeping.syncs() + 2;
+        self.until_counted("two looks at the cgroups", || keeping.syncs() >= wanted).await;
+    }
+
+    async fn until_counted(&self, what: &str, is_there: impl Fn() -> bool) {
+        let waited = tokio::time::timeout(PATIENCE, async {
+            // Counters can't be waited for.
+            while !is_there() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        });
+        assert!(waited.await.is_ok(), "waited in vain for {what}");
+    }
+
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.agent.as_ref().unwrap().metrics
     }

@@ -196,10 +196,19 @@ async fn values_that_somebody_else_changed_are_set_right_again() {
     let dir = node.path(&format!("cgroup/cpu/kubepods/burstable/pod{}", pod.uid()));
     until_file(dir.join("cpu.shares"), "102").await;
     until_file(node.path("cgroup/cpu/kubepods/burstable/cpu.shares"), "102").await;
-    for file in [dir.join("cpu.shares"), node.path("cgroup/cpu/kubepods/cpu.shares")] {
+    // Before its first look at the pod the agent can't know that a value was another.
+    node.until_looked_after_cgroups().await;
+    let tampered =
+        [(Level::Pod, dir.join("cpu.shares")), (Level::Node, node.path("cgroup/cpu/kubepods/cpu.shares"))];
+    for (level, file) in tampered {
         let before = std::fs::read_to_string(&file).unwrap();
-        std::fs::write(&file, "5").unwrap();
+        // At once, as the kernel takes a value: an agent that finds the file empty would set it right, too.
+        let new = node.path("tampered");
+        std::fs::write(&new, "5").unwrap();
+        std::fs::rename(new, &file).unwrap();
         until_file(file, &before).await;
+        // Counted after it is written.
+        node.until_drifted(level).await;
     }
     assert_eq!((node.drifted(Level::Pod), node.drifted(Level::Node)), (1, 1));
 }

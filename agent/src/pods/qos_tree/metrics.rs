@@ -43,6 +43,8 @@ struct Labels {
 pub struct Metrics {
     drift: Family<Labels, Counter>,
     updates: Family<Labels, Counter>,
+    /// Comparisons of all cgroups that left nothing to be tried again.
+    pub(super) syncs: Counter,
     /// Values that could not be written and are tried again.
     pub(super) pending: Gauge,
     pub(super) orphans_removed: Counter,
@@ -60,6 +62,11 @@ impl Metrics {
             "beelet_cgroup_updates",
             "Values of cgroups that were changed because pods came, went or changed, or the runtime's formula differs",
             self.updates.clone(),
+        );
+        registry.register(
+            "beelet_cgroup_syncs",
+            "Comparisons of all cgroups with what pods ask for, after which nothing was left to be written",
+            self.syncs.clone(),
         );
         registry.register(
             "beelet_cgroup_pending",
@@ -82,5 +89,11 @@ impl Metrics {
     #[must_use]
     pub fn drifted(&self, level: Level) -> u64 {
         self.drift.get_or_create(&level.labels()).get()
+    }
+
+    /// How often all cgroups were compared and set right.
+    #[must_use]
+    pub fn syncs(&self) -> u64 {
+        self.syncs.get()
     }
 }

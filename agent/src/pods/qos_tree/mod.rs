@@ -150,6 +150,9 @@ impl Keeper {
         self.tell(&failed);
         resizes::tell(&self.parts, table, &wanted, &failed).await;
         self.last = Some(wanted);
+        if everything && failed.is_empty() {
+            self.parts.metrics.syncs.inc();
+        }
         failed.is_empty()
     }
 
@@ -188,19 +191,21 @@ impl Keeper {
         }
         let there = containers.into_iter().map(|id| (id.clone(), wanted.containers[id].files.clone()));
         self.kept_containers.extend(there);
+        // Before they are compared: a pod's worker makes cgroups meanwhile, and those were not.
+        let there = self.that_exist(levels.clone()).await;
         let report = self.adjust(&levels, Adjust::All).await;
         failed.extend(self.count_levels(&levels, report));
         if failed.is_empty() {
-            self.kept.extend(self.that_exist(levels).await);
+            self.kept.extend(there);
         }
         failed
     }
 
-    /// Those that there are: what is made later begins with other values, which is nobody's doing.
+    /// Those that there are, in every hierarchy: what is made later begins with other values, which is nobody's doing.
     async fn that_exist(&self, mut levels: Values) -> Values {
         let cgroups = Arc::clone(&self.parts.cgroups);
         let look = move || {
-            levels.retain(|path, _| cgroups.exists_anywhere(path));
+            levels.retain(|path, files| cgroups.has_all(path, files));
             levels
         };
         spawn_blocking(look).await.unwrap_or_default()
