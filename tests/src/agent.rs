@@ -206,6 +206,14 @@ impl Agent {
         &self.options.dir
     }
 
+    /// What it has on disk under a name; None while there is nothing.
+    pub fn record(&self, name: &str) -> Option<Value> {
+        let text = std::fs::read_to_string(self.dir().join("state").join(format!("{name}.json"))).ok()?;
+        // A line with a checksum, then the envelope.
+        let mut envelope: Value = serde_json::from_str(text.split_once('\n')?.1).ok()?;
+        Some(envelope["value"].take())
+    }
+
     /// The folder that it reads manifests from.
     pub fn manifests(&self) -> PathBuf {
         self.options.manifests()

@@ -49,10 +49,7 @@ impl Traces {
 
 /// How many pods the agent has records of on disk.
 fn records(agent: &Agent) -> usize {
-    let text = std::fs::read_to_string(agent.dir().join("state/pods.json")).unwrap();
-    // A line with a checksum, then the envelope.
-    let envelope: serde_json::Value = serde_json::from_str(text.split_once('\n').unwrap().1).unwrap();
-    envelope["value"].as_object().unwrap().len()
+    agent.record("pods").unwrap().as_object().unwrap().len()
 }
 
 /// Everything below a folder.

@@ -70,8 +70,9 @@ fn large_logs_are_rotated_compressed_and_bounded_and_none_of_the_last_lines_is_l
 fn logs_are_followed_to_the_containers_end_and_those_of_the_one_before_are_kept() {
     require!(containerd);
     let node = Node::start(|options| options);
-    let mut pod =
-        script("web", "echo start >&2; until test -e /tmp/go; do sleep 0.05; done; echo end; exit 1");
+    // Not before `touch` has ended: it would be killed with the container that it ends.
+    let wait = "until test -e /tmp/go && ! pidof touch; do sleep 0.05; done >/dev/null";
+    let mut pod = script("web", &format!("echo start >&2; {wait}; echo end; exit 1"));
     pod["spec"]["restartPolicy"] = json!("Always");
     pod["spec"]["containers"].as_array_mut().unwrap().push(container("other", "echo other; sleep 1000"));
     node.apply(&pod);

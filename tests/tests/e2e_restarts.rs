@@ -51,12 +51,26 @@ fn runtime_view(containerd: &Containerd) -> Vec<(String, i32)> {
     view.unwrap()
 }
 
+/// Waits until the pods' last record, which is written behind their publishing, is there.
+fn until_recorded(agent: &Agent, pods: &[PodView]) {
+    let recorded = |pod: &PodView| {
+        let status = agent.record("pods")?[pod.uid()]["status"].take();
+        let wanted = serde_json::to_value(pod.pod.status.as_ref()?.conditions.as_ref()?).ok()?;
+        (status["conditions"] == wanted).then_some(())
+    };
+    workdir::wait_for("the pods' records", workdir::PATIENCE, || {
+        pods.iter().try_for_each(|pod| recorded(pod).ok_or_else(|| format!("{} is not there", pod.uid())))
+    })
+    .unwrap();
+}
+
 /// Kills the agent, lets `meanwhile` happen, starts it again, and sees that no pod noticed.
 fn adopts(containerd: &mut Containerd, agent: &mut Agent, meanwhile: impl FnOnce(&mut Containerd)) {
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     agent.apply("http.yaml", manifests::answering("http").to_string()).unwrap();
     let before = [ready(agent, "web"), ready(agent, "http")];
     let runtime_before = runtime_view(containerd);
+    until_recorded(agent, &before);
     agent.kill9();
     meanwhile(containerd);
     agent.resume().unwrap();

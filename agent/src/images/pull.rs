@@ -66,7 +66,17 @@ impl PullError {
 }
 
 type Pulled = Result<String, Error>;
-type UnderWay = HashMap<String, WeakShared<BoxFuture<'static, Pulled>>>;
+/// By image, and whether it is pulled though it may be here.
+type UnderWay = HashMap<(String, Freshness), WeakShared<BoxFuture<'static, Pulled>>>;
+
+/// When an image is pulled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Freshness {
+    /// Whatever is here.
+    Always,
+    /// Unless it has come since it was looked for.
+    IfAbsent,
+}
 
 /// See the module's head.
 #[derive(Debug)]
@@ -114,7 +124,8 @@ impl Puller {
                 return Err(PullError::new("ErrImageNeverPull", message));
             }
         }
-        let id = self.pull(image, auths, sandbox).await?;
+        let freshness = if policy == "Always" { Freshness::Always } else { Freshness::IfAbsent };
+        let id = self.pull(image, freshness, auths, sandbox).await?;
         // What the runtime calls the image is known; who it runs as is not.
         let status = self.status(&id).await?;
         Ok(Image { user: status.map(|image| image.user).unwrap_or_default(), id })
@@ -154,13 +165,14 @@ impl Puller {
     async fn pull(
         &self,
         image: &str,
+        freshness: Freshness,
         auths: Vec<cri::AuthConfig>,
         sandbox: &cri::PodSandboxConfig,
     ) -> Result<String, PullError> {
         let mut failed = None;
         let none = auths.is_empty().then_some(None);
         for auth in auths.into_iter().map(Some).chain(none) {
-            match self.pull_once(image, auth, sandbox).await {
+            match self.pull_once(image, freshness, auth, sandbox).await {
                 Ok(id) => return Ok(id),
                 Err(error) => failed = Some(error),
             }
@@ -177,14 +189,17 @@ impl Puller {
     fn pull_once(
         &self,
         image: &str,
+        freshness: Freshness,
         auth: Option<cri::AuthConfig>,
         sandbox: &cri::PodSandboxConfig,
     ) -> Shared<BoxFuture<'static, Pulled>> {
         let is_shared = auth.is_none();
         let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
         under_way.retain(|_, pull| pull.upgrade().is_some_and(|pull| pull.peek().is_none()));
-        let shared = under_way.get(image).filter(|_| is_shared).and_then(WeakShared::upgrade);
-        if let Some(pull) = shared {
+        // One that is pulled in any case is fresh enough for everybody.
+        let fit = [Freshness::Always, freshness].map(|freshness| (image.to_owned(), freshness));
+        let mut shared = fit.iter().filter(|_| is_shared).filter_map(|pull| under_way.get(pull)?.upgrade());
+        if let Some(pull) = shared.next() {
             return pull;
         }
         let pull = limited(
@@ -192,12 +207,13 @@ impl Puller {
             Arc::clone(&self.slots),
             Arc::clone(&self.bucket),
             image.to_owned(),
+            freshness,
             auth,
             sandbox.clone(),
         );
         let pull = pull.boxed().shared();
         if let Some(weak) = pull.downgrade().filter(|_| is_shared) {
-            under_way.insert(image.to_owned(), weak);
+            under_way.insert((image.to_owned(), freshness), weak);
         }
         pull
     }
@@ -209,11 +225,18 @@ async fn limited(
     slots: Arc<Semaphore>,
     bucket: Arc<Mutex<Bucket>>,
     image: String,
+    freshness: Freshness,
     auth: Option<cri::AuthConfig>,
     sandbox: cri::PodSandboxConfig,
 ) -> Pulled {
     // The semaphore is never closed.
     let _slot = slots.acquire_owned().await.ok();
+    // Another pull of it may have ended since the pod looked for it.
+    if freshness == Freshness::IfAbsent
+        && let Ok(Some(here)) = runtime.image_status(&image).await
+    {
+        return Ok(here.id);
+    }
     let start_at = bucket.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now());
     tokio::time::sleep_until(start_at).await;
     let started = Instant::now();

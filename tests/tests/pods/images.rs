@@ -66,15 +66,16 @@ async fn pods_that_want_the_same_image_share_one_pull() {
     }
     node.start().await;
     held.reached().await;
-    // All of them have looked, and wait.
+    // All of them have looked, and wait, or are about to.
     let looked = |call: &beelet_tests::cri::Call| match &call.asked {
         beelet_tests::cri::Asked::ImageStatus(asked) => {
             asked.image.as_ref().is_some_and(|image| image.image.contains("registry.test"))
         }
         _ => false,
     };
-    let pods = async || node.cri.calls().iter().filter(|call| looked(call)).count();
-    while pods().await < 3 {
+    let looks = async || node.cri.calls().iter().filter(|call| looked(call)).count();
+    // One each, and one more before the pull began.
+    while looks().await < 4 {
         node.cri.wait_for_after("a look", node.cri.calls().len().saturating_sub(1), |_| true).await;
         tokio::task::yield_now().await;
     }
