@@ -14,7 +14,7 @@ use crate::{
     kernel::{
         OFF_PID_LEVEL, OFF_PID_NUMBERS, OFF_SIGNAL_EXIT_CODE, OFF_SIGNAL_FLAGS, OFF_SIGNAL_LIVE,
         OFF_TASK_EXIT_CODE, OFF_TASK_LEADER, OFF_TASK_PID, OFF_TASK_SIGNAL, OFF_TASK_START, OFF_TASK_TGID,
-        OFF_TASK_THREAD_PID, POS_EXIT_GROUP_DEAD, POS_EXIT_TASK, cgroup_offsets_known, read,
+        OFF_TASK_THREAD_PID, POS_EXIT_TASK, cgroup_offsets_known, read,
     },
     maps::EXITED,
     tasks::Task,
@@ -36,20 +36,26 @@ pub(crate) fn task_exited(ctx: BtfTracePointContext) -> i32 {
     // SAFETY: a task, never null.
     let task = unsafe { Task::new(argument(&ctx, &POS_EXIT_TASK)) };
     task.forget();
-    if !exit_offsets_known() || !is_current() {
+    if !cgroup_offsets_known() || !is_current() {
         return 0;
     }
     let (cgroup, cgroup_id) = task.cgroup();
-    if !pod_of_uncached(cgroup).is_none() && is_last(&ctx, task) {
-        tell_once(task, cgroup_id);
+    if !pod_of_uncached(cgroup).is_none() {
+        thread_ended(task, cgroup_id);
     }
     0
 }
 
-/// A thread of a pod's will not run again.
+/// A thread of a pod's ends. do_exit counts `live` down before the tracepoint, so of threads that end together each may find
+/// that none lives.
 #[inline(always)]
-pub(crate) fn thread_gone(task: Task, cgroup_id: u64) {
-    if exit_offsets_known() && none_lives(task) {
+pub(crate) fn thread_ended(task: Task, cgroup_id: u64) {
+    if !exit_offsets_known() {
+        return;
+    }
+    let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
+    // SAFETY: a thread has its signal structure until it is freed; a typed kernel pointer.
+    if unsafe { read::<u32>(signal, OFF_SIGNAL_LIVE.load()) } == 0 {
         tell_once(task, cgroup_id);
     }
 }
@@ -83,8 +89,7 @@ fn tell_once(task: Task, cgroup_id: u64) {
 
 #[inline(always)]
 fn exit_offsets_known() -> bool {
-    cgroup_offsets_known()
-        && OFF_TASK_TGID.load() != ABSENT
+    OFF_TASK_TGID.load() != ABSENT
         && OFF_TASK_SIGNAL.load() != ABSENT
         && OFF_TASK_LEADER.load() != ABSENT
         && OFF_TASK_EXIT_CODE.load() != ABSENT
@@ -94,28 +99,11 @@ fn exit_offsets_known() -> bool {
         && OFF_TASK_START.load() != ABSENT
 }
 
-/// Whether the process ends with this thread, or has ended: do_exit counts down before the tracepoint, so of two threads
-/// that end together both may find that none lives.
-#[inline(always)]
-fn is_last(ctx: &BtfTracePointContext, task: Task) -> bool {
-    if has(&POS_EXIT_GROUP_DEAD) {
-        return argument(ctx, &POS_EXIT_GROUP_DEAD) & 0xff != 0;
-    }
-    none_lives(task)
-}
-
-#[inline(always)]
-fn none_lives(task: Task) -> bool {
-    let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
-    // SAFETY: a thread has its signal structure until it is freed; a typed kernel pointer.
-    unsafe { read::<u32>(signal, OFF_SIGNAL_LIVE.load()) == 0 }
-}
-
 /// What wait(2) will say (`wait_task_zombie` in kernel/exit.c).
 #[inline(always)]
 fn status(task: Task) -> u32 {
     let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
-    // SAFETY: as in `none_lives`, and `tell_once` has seen that the leader is there.
+    // SAFETY: as in `thread_ended`, and `tell_once` has seen that the leader is there.
     unsafe {
         if read::<u32>(signal, OFF_SIGNAL_FLAGS.load()) & SIGNAL_GROUP_EXIT != 0 {
             return read(signal, OFF_SIGNAL_EXIT_CODE.load());

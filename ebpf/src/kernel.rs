@@ -108,8 +108,6 @@ offsets! {
     POS_FORK_CHILD;
     /// `sched_process_exit`: who
     POS_EXIT_TASK;
-    /// `sched_process_exit`: whether it is the process's last thread (newer than 6.12)
-    POS_EXIT_GROUP_DEAD;
     /// `mark_victim`: the victim (Linux 6.9)
     POS_OOM_TASK;
     /// `mark_victim`: its number, before

@@ -13,7 +13,7 @@ use crate::{
     args::{argument, has},
     containers::{Pod, counters, pod_of_cached},
     events::is_current,
-    exits::thread_gone,
+    exits::thread_ended,
     kernel::{
         OFF_TASK_PID, OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
         POS_WAKEUP_TASK, cgroup_offsets_known,
@@ -51,7 +51,7 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
     if cpu.cgroup_id != 0 {
         account(cpu, now, runnable, pod);
         if state == TASK_DEAD {
-            thread_gone(previous, cpu.cgroup_id);
+            thread_ended(previous, cpu.cgroup_id);
         }
     }
     if runnable

@@ -74,22 +74,22 @@ impl Task {
     /// Its state, if it has any.
     #[inline(always)]
     pub(crate) fn state(self) -> Option<*mut TaskState> {
-        if USE_TASK_STORAGE.load() == 0 {
-            return TASKS.get_ptr_mut(TaskKey { pid: self.pid() });
-        }
-        let state = self.storage(0);
-        if state.is_null() { None } else { Some(state) }
+        self.find(0)
     }
 
     /// Its state, made if `task_forked` was passed over for it: that can be preempted on newer kernels (see exits.rs),
     /// where task storage may be made under the run-queue lock.
     #[inline(always)]
     pub(crate) fn state_or_new(self) -> Option<*mut TaskState> {
-        let state = self.state();
-        if state.is_some() || USE_TASK_STORAGE.load() == 0 {
-            return state;
+        self.find(BPF_LOCAL_STORAGE_GET_F_CREATE)
+    }
+
+    #[inline(always)]
+    fn find(self, flags: u64) -> Option<*mut TaskState> {
+        if USE_TASK_STORAGE.load() == 0 {
+            return TASKS.get_ptr_mut(TaskKey { pid: self.pid() });
         }
-        let state = self.storage(BPF_LOCAL_STORAGE_GET_F_CREATE);
+        let state = self.storage(flags);
         if state.is_null() { None } else { Some(state) }
     }
 

@@ -262,10 +262,7 @@ impl Devices {
         }
         let mut places: BTreeMap<Vec<i64>, usize> = BTreeMap::new();
         for near in nodes.values() {
-            match places.get_mut(near) {
-                Some(count) => *count += 1,
-                None => drop(places.insert(near.clone(), 1)),
-            }
+            *places.entry(near.clone()).or_default() += 1;
         }
         self.last_known.remove(resource);
         self.places.insert(resource.to_owned(), places);

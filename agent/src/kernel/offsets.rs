@@ -111,7 +111,6 @@ const ARGUMENTS: &[WantedArgument] = &[
     argument("POS_WAKEUP_TASK", "sched_wakeup", "p", Shape::Task, 0),
     argument("POS_FORK_CHILD", "sched_process_fork", "child", Shape::Task, 1),
     argument("POS_EXIT_TASK", "sched_process_exit", "p", Shape::Task, 0),
-    argument("POS_EXIT_GROUP_DEAD", "sched_process_exit", "group_dead", Shape::Integer, 0),
     argument("POS_OOM_TASK", "mark_victim", "task", Shape::Task, 0),
     argument("POS_OOM_PID", "mark_victim", "pid", Shape::Integer, 0),
 ];
@@ -255,7 +254,7 @@ mod tests {
     use super::*;
 
     /// What not every kernel has; the programs have another way then.
-    const OPTIONAL: &[&str] = &["POS_SWITCH_STATE", "POS_EXIT_GROUP_DEAD", "POS_OOM_TASK", "POS_OOM_PID"];
+    const OPTIONAL: &[&str] = &["POS_SWITCH_STATE", "POS_OOM_TASK", "POS_OOM_PID"];
 
     #[test]
     fn the_running_kernel_has_every_field() {

@@ -217,14 +217,15 @@ impl Probes {
             (Hint::Opened | Hint::Missed, Sight::Listening(_)) => true,
             (Hint::Closed(_) | Hint::Missed, Sight::Absent) => false,
             // The socket table is about to show it: looked at again, in a moment.
-            (Hint::Opened, Sight::Absent) if worker.rechecks < RECHECKS => return self.recheck(id, now),
+            // Or our table is ahead of it, and there is no socket list to ask (a kernel without tcp_diag).
+            (Hint::Opened, Sight::Absent) | (_, Sight::Unknown(_)) if worker.rechecks < RECHECKS => {
+                return self.recheck(id, now);
+            }
             (Hint::Closed(cookie), Sight::Listening(queues))
                 if queues.cookie == cookie && worker.rechecks < RECHECKS =>
             {
                 return self.recheck(id, now);
             }
-            // Our table is ahead of the socket table, and there is no socket list to ask (a kernel without tcp_diag).
-            (_, Sight::Unknown(_)) if worker.rechecks < RECHECKS => return self.recheck(id, now),
             (_, Sight::Unknown(_)) => {
                 worker.edge = None;
                 if !worker.in_flight {
