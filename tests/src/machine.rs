@@ -52,6 +52,16 @@ pub fn cpu_seconds_of(root: &CgroupRoot, path: &str) -> Result<f64> {
     Ok(micros.context("no usage in cpu.stat")?.trim().parse::<f64>()? / 1e6)
 }
 
+/// Seconds of CPU time that a hypervisor had for somebody else while tasks of this machine wanted it, since it booted.
+///
+/// # Errors
+/// /proc/stat has another form.
+pub fn stolen_seconds() -> Result<f64> {
+    let stat = workdir::read(Path::new("/proc/stat"))?;
+    let ticks = stat.split_whitespace().nth(8).and_then(|word| word.parse::<f64>().ok());
+    Ok(ticks.context("/proc/stat has another form")? / rustix::param::clock_ticks_per_second() as f64)
+}
+
 /// A line `NAME N kB` of a file.
 fn kib(file: &str, name: &str) -> Result<u64> {
     let text = workdir::read(Path::new(file))?;

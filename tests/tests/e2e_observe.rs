@@ -13,7 +13,7 @@ use beelet::runtime::Runtime;
 use beelet_tests::agent::{self, Agent, Options, http_get};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
-use beelet_tests::machine::cpu_seconds_of;
+use beelet_tests::machine::{cpu_seconds_of, stolen_seconds};
 use beelet_tests::requires::{self, Missing};
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
 use beelet_tests::{manifests, require};
@@ -580,7 +580,7 @@ fn programs_and_files_say_the_same_of_the_same_containers() {
         by_files: (&files, CADVISOR, "container_cpu_usage_seconds_total"),
         pod: "busy",
     };
-    let (started, stolen_before) = (cpu.look().unwrap(), stolen());
+    let (started, stolen_before) = (cpu.look().unwrap(), stolen_seconds().unwrap());
     let before = network.each_ref().map(|pair| pair.look().unwrap());
     let ip =
         owner.look(|watch| watch.pod("talker").and_then(|pod| pod.ip().map(str::to_owned))).unwrap().unwrap();
@@ -609,14 +609,7 @@ fn programs_and_files_say_the_same_of_the_same_containers() {
         }
     });
     // While a hypervisor has the CPU for somebody else, a task is on it for the programs, and isn't for the files.
-    cpu.apart(started, stolen() - stolen_before, 1.0);
-}
-
-/// Seconds that a hypervisor took from this machine's CPUs.
-fn stolen() -> f64 {
-    let stat = std::fs::read_to_string("/proc/stat").unwrap();
-    let ticks: f64 = stat.split_whitespace().nth(8).unwrap().parse().unwrap();
-    ticks / rustix::param::clock_ticks_per_second() as f64
+    cpu.apart(started, stolen_seconds().unwrap() - stolen_before, 1.0);
 }
 
 /// How much goes each way.

@@ -4,6 +4,7 @@
 
 use rustix::time::{ClockId, clock_gettime};
 use std::fmt::Write as _;
+use std::io::{Read as _, Seek as _, Write as _};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -115,8 +116,8 @@ impl Random {
     }
 }
 
-/// `BUSY THREADS`, or `MEMORY MIB`: a neighbour that takes all the CPU it gets, or that keeps using more memory than there
-/// is, until it is stopped.
+/// `busy THREADS`, or `memory MIB`: a neighbour that takes all the CPU it gets, or that keeps reading more than there is
+/// memory for, until it is stopped.
 pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
     let number = |text: &String| text.parse::<usize>().map_err(|_| format!("{text}: not a number"));
     match arguments {
@@ -126,16 +127,29 @@ pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
             }
             spin()
         }
-        [kind, mebibytes] if kind == "memory" => {
-            let mut pages = vec![0_u8; number(mebibytes)? << 20];
-            loop {
-                for page in pages.chunks_mut(4096) {
-                    page[0] = page[0].wrapping_add(1);
-                }
-                std::hint::black_box(&pages);
-            }
-        }
+        [kind, mebibytes] if kind == "memory" => read_over_and_over(number(mebibytes)?),
         _ => Err("usage: testapp hog busy THREADS | memory MIB".to_owned()),
+    }
+}
+
+/// Reads a file of so many mebibytes again and again: memory that the kernel can take back, so that the reader lives on
+/// where there is less of it, and everybody beside it has to reclaim.
+fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("/tmp/hog: {error}");
+    let mut file = std::fs::File::options()
+        .create(true)
+        .truncate(true)
+        .read(true)
+        .write(true)
+        .open("/tmp/hog")
+        .map_err(failed)?;
+    let mut part = vec![1_u8; 1 << 20];
+    for _ in 0..mebibytes {
+        file.write_all(&part).map_err(failed)?;
+    }
+    loop {
+        file.rewind().map_err(failed)?;
+        while file.read(&mut part).map_err(failed)? > 0 {}
     }
 }
 

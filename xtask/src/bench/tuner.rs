@@ -15,7 +15,7 @@ use beelet_tests::agent::{Agent, Options};
 use beelet_tests::cgroup_values::pod_path;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::guards::CgroupRoot;
-use beelet_tests::machine::{cpu_seconds_of, memory_kib};
+use beelet_tests::machine::{cpu_seconds_of, memory_kib, stolen_seconds};
 use beelet_tests::manifests;
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
 use plotters::prelude::*;
@@ -29,6 +29,10 @@ const WORSE: f64 = 1.3;
 const LOST: f64 = 30.0;
 /// Requests a second, and the microseconds of CPU that each takes: three tenths of a CPU.
 const LOAD: (&str, &str) = ("300", "1000");
+
+/// A run is made again if a hypervisor took more CPUs than this from it, so often.
+const STOLEN: f64 = 0.02;
+const TRIES: usize = 4;
 
 /// Who is beside the server.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,6 +50,8 @@ struct Run {
     /// The CPUs that server and neighbour used.
     server: f64,
     neighbour: f64,
+    /// The CPUs that a hypervisor had for others meanwhile: nobody here could do anything against that.
+    stolen: f64,
     /// Milliseconds from when both the server and its neighbour were seen to run to the tuner's first step.
     reaction: Option<f64>,
 }
@@ -62,18 +68,8 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let (warm_up, seconds) = if quick { (3, 6) } else { (10, 60) };
     let containerd = Containerd::start(&workdir::target_dir().join("bench/tuner"))?;
     outweigh_others(containerd.cgroup())?;
-    let measure = |name: &str, neighbour, mode: &str| {
-        let step = Step::start(format!("tuner: {name}, {seconds} s"));
-        let run = one(&containerd, binary, name, neighbour, mode, (warm_up, seconds))?;
-        step.done(&format!(
-            "p50 {:.2} p99 {:.2} p99.9 {:.2} ms, server {:.2} neighbour {:.2} CPUs",
-            run.at(50.0),
-            run.at(99.0),
-            run.at(99.9),
-            run.server,
-            run.neighbour
-        ));
-        Ok::<_, anyhow::Error>(run)
+    let measure = |name, neighbour, mode| {
+        undisturbed(name, seconds, || one(&containerd, binary, name, neighbour, mode, (warm_up, seconds)))
     };
     let alone = measure("alone", Neighbour::Nobody, "off")?;
     let noisy = measure("noisy", Neighbour::Busy, "off")?;
@@ -115,6 +111,33 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
+/// The run from which the hypervisor stole least: what it takes comes as waits of any length, on which neither neighbour nor
+/// tuner have a part. So a run that it took more than [`STOLEN`] from is made again.
+fn undisturbed(name: &str, seconds: u32, run: impl Fn() -> Result<Run>) -> Result<Run> {
+    let mut best: Option<Run> = None;
+    for _ in 0..TRIES {
+        let step = Step::start(format!("tuner: {name}, {seconds} s"));
+        let run = run()?;
+        step.done(&format!(
+            "p50 {:.2} p99 {:.2} p99.9 {:.2} ms, server {:.2} neighbour {:.2} stolen {:.2} CPUs",
+            run.at(50.0),
+            run.at(99.0),
+            run.at(99.9),
+            run.server,
+            run.neighbour,
+            run.stolen
+        ));
+        best = Some(match best {
+            Some(best) if best.stolen <= run.stolen => best,
+            _ => run,
+        });
+        if best.as_ref().is_some_and(|run| run.stolen <= STOLEN) {
+            break;
+        }
+    }
+    best.context("no run")
+}
+
 /// The rows of a run: its median and 99th percentile, which the bound is for, and its 99.9th, one number in both columns.
 fn of_run(name: &'static str, tail: &'static str, run: &Run, bound: f64) -> [Row; 2] {
     let row = |name, p50, p99, bound| Row::of("tuner", name, "ms", (run.requests, (p50, p99)), bound);
@@ -140,9 +163,10 @@ fn one(
         .beelet("tuner", json!({ "mode": mode, "cpuWaitPerMille": 20 }))
         .beelet("stopPodsOnExit", true);
     if neighbour == Neighbour::Memory {
-        // Pods together have 512 MiB, less than the neighbour wants.
+        // Pods together have 512 MiB, less than the neighbour wants. Nobody is evicted: that would end what is measured.
         let reserved = format!("{}Ki", memory_kib()? - 512 * 1024);
         options = options.kubelet("systemReserved", json!({ "memory": reserved }));
+        options = options.kubelet("evictionHard", json!({ "memory.available": "0%" }));
     }
     options.binary = Some(binary.to_path_buf());
     let logs = PathBuf::from(options.kubelet["podLogsDir"].as_str().unwrap_or_default());
@@ -174,27 +198,22 @@ fn one(
     let log = Log { folder: logs, uid: server.clone() };
     log.wait_for("measuring")?;
     let cpu = |qos: &str, uid: &str| cpu_seconds_of(containerd.cgroup(), &pod_path(qos, uid));
-    let both = || -> Result<(f64, f64)> {
+    let used = || -> Result<[f64; 3]> {
         let hog = hog.as_deref().map_or(Ok(0.0), |uid| cpu("BestEffort", uid))?;
-        Ok((cpu("Burstable", &server)?, hog))
+        Ok([cpu("Burstable", &server)?, hog, stolen_seconds()?])
     };
-    let (before, began) = (both()?, Instant::now());
+    let (before, began) = (used()?, Instant::now());
     // The pod's cgroup goes with the server, so the last look is a moment before.
     std::thread::sleep(
         Duration::from_secs(seconds.parse::<u64>()?).mul_f64(0.95).saturating_sub(began.elapsed()),
     );
-    let (after, took) = (both()?, began.elapsed().as_secs_f64());
+    let (after, took) = (used()?, began.elapsed().as_secs_f64());
     let result = log.wait_for("result ")?;
     let reaction = first_step(&agent, both_run)?;
     agent.terminate()?;
     let (requests, latencies) = parse(&result)?;
-    Ok(Run {
-        latencies,
-        requests,
-        server: (after.0 - before.0) / took,
-        neighbour: (after.1 - before.1) / took,
-        reaction,
-    })
+    let [server, neighbour, stolen] = std::array::from_fn(|i| (after[i] - before[i]) / took);
+    Ok(Run { latencies, requests, server, neighbour, stolen, reaction })
 }
 
 fn manifest_of(neighbour: Neighbour) -> Result<Option<Value>> {
@@ -323,7 +342,7 @@ mod tests {
     fn a_result_is_read_back() {
         let (requests, latencies) = parse("result 3 0.0000:1000 50.0000:2500 99.0000:4000").unwrap();
         assert_eq!((requests, latencies.len()), (3, 3));
-        let run = Run { latencies, requests, server: 0.0, neighbour: 0.0, reaction: None };
+        let run = Run { latencies, requests, server: 0.0, neighbour: 0.0, stolen: 0.0, reaction: None };
         assert_eq!((run.at(50.0), run.at(99.0), run.at(99.9)), (2.5, 4.0, 4.0));
         assert!(parse("result 3 50").is_err());
     }
