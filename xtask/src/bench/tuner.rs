@@ -303,6 +303,7 @@ fn draw(file: &Path, runs: &[(&str, &Run)]) -> Result<()> {
     area.fill(&WHITE)?;
     let mut chart = ChartBuilder::on(&area)
         .margin(12)
+        .margin_right(32)
         .x_label_area_size(42)
         .y_label_area_size(56)
         .build_cartesian_2d((1.0..10_000.0).log_scale(), (0.5..most).log_scale())?;
