@@ -114,7 +114,8 @@ impl Puller {
         if let Err(why) = reference::parse(image) {
             return Err(PullError::new("InvalidImageName", format!("the image name {image:?} {why}")));
         }
-        if policy != "Always" {
+        let freshness = if policy == "Always" { Freshness::Always } else { Freshness::IfAbsent };
+        if freshness == Freshness::IfAbsent {
             if let Some(present) = self.status(image).await? {
                 return Ok(present);
             }
@@ -124,7 +125,6 @@ impl Puller {
                 return Err(PullError::new("ErrImageNeverPull", message));
             }
         }
-        let freshness = if policy == "Always" { Freshness::Always } else { Freshness::IfAbsent };
         let id = self.pull(image, freshness, auths, sandbox).await?;
         // What the runtime calls the image is known; who it runs as is not.
         let status = self.status(&id).await?;

@@ -4,13 +4,15 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use beelet_tests::cri::{Call, Held, Op, PATIENCE};
+use beelet_tests::cri::{Call, Held, Op};
 use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 use tonic::Code;
 
-use crate::node::{CHANGES, IMAGE, LOG_MAX, Node, Settings, View, hooked, of_everything, pod};
-use crate::resize::{make_container_cgroup, sized, until_file};
+use crate::node::{
+    CHANGES, IMAGE, LOG_MAX, Node, Settings, View, hooked, of_everything, pod, until_file, until_seen,
+};
+use crate::resize::{make_container_cgroup, sized};
 
 /// A piece of a pod's life, on which calls are made.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -262,14 +264,13 @@ fn sizes(log: &Path) -> (Option<u64>, Vec<u64>) {
     (size(log), rotated.filter_map(|entry| size(&entry.path())).collect())
 }
 
-/// Waits until a log is so; files can't be waited for.
+/// Waits until a log is so.
 async fn until_log(log: &Path, what: &str, wanted: (Option<u64>, Vec<u64>)) {
-    let waited = tokio::time::timeout(PATIENCE, async {
-        while sizes(log) != wanted {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    });
-    assert!(waited.await.is_ok(), "{what}: {:?}, not {wanted:?}", sizes(log));
+    until_seen(&format!("{what}: {wanted:?}"), || {
+        let found = sizes(log);
+        if found == wanted { Ok(()) } else { Err(format!("{found:?}")) }
+    })
+    .await;
 }
 
 async fn rotate(op: Op, fault: Fault) -> Node {

@@ -242,7 +242,7 @@ impl Node {
 
     /// Waits until a value of a cgroup was set right after somebody else had changed it.
     pub(crate) async fn until_drifted(&self, level: qos_tree::Level) {
-        self.until_counted("a value set right", || self.drifted(level) > 0).await;
+        until_seen("a value set right", || (self.drifted(level) > 0).then_some(()).ok_or("none is")).await;
     }
 
     /// Waits until all cgroups were compared with what pods ask for, from now on: what that finds later is somebody
@@ -251,17 +251,8 @@ impl Node {
         let keeping = &self.agent.as_ref().unwrap().keeping;
         // The first that ends may have begun before.
         let wanted = keeping.syncs() + 2;
-        self.until_counted("two looks at the cgroups", || keeping.syncs() >= wanted).await;
-    }
-
-    async fn until_counted(&self, what: &str, is_there: impl Fn() -> bool) {
-        let waited = tokio::time::timeout(PATIENCE, async {
-            // Counters can't be waited for.
-            while !is_there() {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        });
-        assert!(waited.await.is_ok(), "waited in vain for {what}");
+        let look = || (keeping.syncs() >= wanted).then_some(()).ok_or("not yet");
+        until_seen("two looks at the cgroups", look).await;
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
@@ -348,15 +339,12 @@ impl Node {
         self.cri
             .wait_until(&format!("{name} to be gone from the runtime"), |world| sandboxes(world, &uid) == 0)
             .await;
-        // Folders can't be waited for.
-        let gone = tokio::time::timeout(PATIENCE, async {
-            while self.files().iter().any(|path| path.to_string_lossy().contains(&uid)) {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        });
-        if gone.await.is_err() {
-            panic!("{name} left something behind: {:#?}\n{}", self.files(), self.cri.transcript());
-        }
+        until_seen(&format!("{name} to leave nothing behind"), || {
+            let files = self.files();
+            let left = files.iter().any(|path| path.to_string_lossy().contains(&uid));
+            if left { Err(format!("{files:#?}\n{}", self.cri.transcript())) } else { Ok(()) }
+        })
+        .await;
         let of_uid = |entry: &Arc<PodEntry>| entry.pod.metadata.uid.as_ref() == Some(&uid);
         if self.agent.is_some() {
             self.until("the pod to leave the table", |table| {
@@ -586,6 +574,25 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         devices,
         _kernel: kernel,
     }
+}
+
+/// Looks until nothing is wrong, for files and counters, which give no event to wait for.
+pub(crate) async fn until_seen<E: std::fmt::Display>(what: &str, look: impl Fn() -> Result<(), E>) {
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while let Err(last) = look() {
+        assert!(tokio::time::Instant::now() < deadline, "waited in vain for {what}: {last}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Waits until a file says this.
+pub(crate) async fn until_file(path: impl AsRef<Path>, content: &str) {
+    let path = path.as_ref();
+    until_seen(&format!("{} to be {content:?}", path.display()), || match std::fs::read_to_string(path) {
+        Ok(found) if found == content => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await;
 }
 
 /// A tree of plain folders.

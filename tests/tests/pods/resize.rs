@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use beelet::pods::qos_tree::Level;
 
-use crate::node::{Node, View, pod, with};
+use crate::node::{Node, View, pod, until_file, with};
 
 pub(crate) fn sized(cpu: &str, memory: &str) -> Value {
     let mut pod = pod("web");
@@ -28,18 +28,6 @@ pub(crate) fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
         }
     }
     of("cpu").join(id)
-}
-
-pub(crate) async fn until_file(path: PathBuf, content: &str) {
-    let waited = tokio::time::timeout(beelet_tests::cri::PATIENCE, async {
-        // Files can't be waited for.
-        while std::fs::read_to_string(&path).unwrap_or_default() != content {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
-    });
-    if waited.await.is_err() {
-        panic!("{} is {:?}, not {content:?}", path.display(), std::fs::read_to_string(&path));
-    }
 }
 
 /// The CPU shares and the memory limit that the runtime was asked to change a container to.

@@ -1,10 +1,10 @@
 //! Volumes, ConfigMaps and Secrets, and what the runtime is told of them and of the rest of a pod's spec.
 
 use beelet_proto::cri;
-use beelet_tests::cri::{Asked, PATIENCE};
+use beelet_tests::cri::Asked;
 use serde_json::{Value, json};
 
-use crate::node::{Node, Settings, container, pod, with};
+use crate::node::{Node, Settings, container, pod, until_file, with};
 
 fn config_map(value: &str) -> String {
     json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf"}, "data": {"color": value}})
@@ -26,16 +26,6 @@ fn created(node: &Node, name: &str) -> cri::ContainerConfig {
 
 fn mount(config: &cri::ContainerConfig, path: &str) -> cri::Mount {
     config.mounts.iter().find(|mount| mount.container_path == path).unwrap().clone()
-}
-
-/// Waits until a file says this; files can't be waited for.
-async fn until_file(path: &std::path::Path, wanted: &str) {
-    let there = tokio::time::timeout(PATIENCE, async {
-        while std::fs::read_to_string(path).ok().as_deref() != Some(wanted) {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
-    });
-    assert!(there.await.is_ok(), "{} says {:?}", path.display(), std::fs::read_to_string(path));
 }
 
 #[tokio::test]

@@ -156,9 +156,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let mut rows = Vec::new();
     let measured = whats.iter().try_for_each(|what| {
-        let disturbance = Disturbance::begin()?;
+        let (disturbance, first) = (Disturbance::begin()?, rows.len());
         let measured = measure(*what, args.quick, &mut rows);
-        rows.extend(disturbance.row(&rows)?);
+        rows.extend(disturbance.row(&rows[first..])?);
         measured
     });
     // What was measured in many minutes counts, whatever came after it.
@@ -184,8 +184,8 @@ impl Disturbance {
     /// The row of it beside those that were measured meanwhile, if there are any.
     fn row(&self, measured: &[Row]) -> Result<Option<Row>> {
         let stolen = (stolen_seconds()? - self.stolen) / self.began.elapsed().as_secs_f64();
-        let Some(last) = measured.last() else { return Ok(None) };
-        let row = Row::new(last.what, "stolen", "CPUs", vec![stolen], f64::INFINITY);
+        let Some(first) = measured.first() else { return Ok(None) };
+        let row = Row::new(first.what, "stolen", "CPUs", vec![stolen], f64::INFINITY);
         Ok(Some(row.noting("a hypervisor had them for others meanwhile: no tail above is better than that")))
     }
 }

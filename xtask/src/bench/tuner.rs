@@ -30,8 +30,9 @@ const LOST: f64 = 30.0;
 /// Requests a second, and the microseconds of CPU that each takes: three tenths of a CPU.
 const LOAD: (&str, &str) = ("300", "1000");
 
-/// A run is made again if a hypervisor took more CPUs than this from it, so often.
+/// A run is made again if a hypervisor took more CPUs than this from it.
 const STOLEN: f64 = 0.02;
+/// How often it is made at most.
 const TRIES: usize = 4;
 
 /// Who is beside the server.
@@ -114,8 +115,8 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
 /// The run from which the hypervisor stole least: what it takes comes as waits of any length, on which neither neighbour nor
 /// tuner have a part. So a run that it took more than [`STOLEN`] from is made again.
 fn undisturbed(name: &str, seconds: u32, run: impl Fn() -> Result<Run>) -> Result<Run> {
-    let mut best: Option<Run> = None;
-    for _ in 0..TRIES {
+    let mut runs: Vec<Run> = Vec::new();
+    while runs.len() < TRIES && runs.iter().all(|run| run.stolen > STOLEN) {
         let step = Step::start(format!("tuner: {name}, {seconds} s"));
         let run = run()?;
         step.done(&format!(
@@ -127,15 +128,9 @@ fn undisturbed(name: &str, seconds: u32, run: impl Fn() -> Result<Run>) -> Resul
             run.neighbour,
             run.stolen
         ));
-        best = Some(match best {
-            Some(best) if best.stolen <= run.stolen => best,
-            _ => run,
-        });
-        if best.as_ref().is_some_and(|run| run.stolen <= STOLEN) {
-            break;
-        }
+        runs.push(run);
     }
-    best.context("no run")
+    runs.into_iter().min_by(|one, other| one.stolen.total_cmp(&other.stolen)).context("no run")
 }
 
 /// The rows of a run: its median and 99th percentile, which the bound is for, and its 99.9th, one number in both columns.

@@ -161,7 +161,7 @@ impl Keeper {
         let mut levels = wanted.levels.clone();
         let mut containers: Vec<&String> = wanted.containers.keys().collect();
         if !everything {
-            levels.retain(|path, files| self.kept.get(path) != Some(files));
+            levels.retain(|path, files| !self.is_kept(path, files));
             containers.retain(|id| self.kept_containers.get(*id) != Some(&wanted.containers[*id].files));
         }
         let mut failed = Vec::new();
@@ -192,16 +192,22 @@ impl Keeper {
         let there = containers.into_iter().map(|id| (id.clone(), wanted.containers[id].files.clone()));
         self.kept_containers.extend(there);
         // Before they are compared: a pod's worker makes cgroups meanwhile, and those were not.
-        let there = self.that_exist(levels.clone()).await;
+        let new = levels.iter().filter(|(path, files)| !self.is_kept(path, files));
+        let compared =
+            self.that_exist(new.map(|(path, files)| (path.clone(), files.clone())).collect()).await;
         let report = self.adjust(&levels, Adjust::All).await;
         failed.extend(self.count_levels(&levels, report));
         if failed.is_empty() {
-            self.kept.extend(there);
+            self.kept.extend(compared);
         }
         failed
     }
 
-    /// Those that there are, in every hierarchy: what is made later begins with other values, which is nobody's doing.
+    fn is_kept(&self, path: &str, files: &BTreeMap<String, String>) -> bool {
+        self.kept.get(path) == Some(files)
+    }
+
+    /// Those that there are, wherever they have values: what is made later begins with others, which is nobody's doing.
     async fn that_exist(&self, mut levels: Values) -> Values {
         let cgroups = Arc::clone(&self.parts.cgroups);
         let look = move || {
