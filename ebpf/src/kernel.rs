@@ -63,6 +63,12 @@ offsets! {
     OFF_TASK_FLAGS;
     /// `task_struct.__state`
     OFF_TASK_STATE;
+    /// `task_struct.se.cfs_rq`: that of its group on its CPU, whatever schedules it (CONFIG_FAIR_GROUP_SCHED)
+    OFF_TASK_CFS_RQ;
+    /// `cfs_rq.rq`: the CPU's run queue (CONFIG_FAIR_GROUP_SCHED)
+    OFF_CFS_RQ_RQ;
+    /// `rq.clock`
+    OFF_RQ_CLOCK;
     /// `task_struct.exit_code`
     OFF_TASK_EXIT_CODE;
     /// `task_struct.group_leader`

@@ -2,7 +2,8 @@
 //!
 //! These hooks run some hundred thousand times a second under the run-queue lock, with interrupts off, so nothing comes
 //! between on the same CPU: plain adds to per-CPU values are enough. What a thread has run and waited is added when it
-//! leaves the CPU, with one look-up; user space adds what runs now (`RUNNING`).
+//! leaves the CPU, with one look-up; user space adds what runs now (`RUNNING`). All times here are those of the run queue's
+//! own clock: reading another one would be a third of the cost.
 
 use aya_ebpf::{helpers::bpf_ktime_get_ns, macros::btf_tracepoint, programs::BtfTracePointContext};
 use beelet_ebpf_abi::{
@@ -27,6 +28,9 @@ use crate::{
 const TASK_RUNNING: u32 = 0;
 /// include/linux/sched.h: it will never run again.
 const TASK_DEAD: u32 = 0x80;
+/// How often a CPU's run queue's clock is compared with `CLOCK_MONOTONIC`: NTP moves them apart by half a millisecond
+/// in that time at most.
+const COMPARE_NS: u64 = 1_000_000_000;
 /// No state of the kernel's.
 const UNKNOWN: u32 = u32::MAX;
 
@@ -39,11 +43,15 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
     let Some(cpu) = RUNNING.get_ptr_mut(0) else { return 0 };
     // SAFETY: this CPU's live element, and nothing comes between.
     let cpu = unsafe { &mut *cpu };
-    // SAFETY: takes nothing.
-    let now = unsafe { bpf_ktime_get_ns() };
     // SAFETY: both are tasks, never null.
     let (previous, next) =
         unsafe { (Task::new(argument(&ctx, &POS_SWITCH_PREV)), Task::new(argument(&ctx, &POS_SWITCH_NEXT))) };
+    let now = previous.run_queue_clock();
+    if now.wrapping_sub(cpu.compared_ns) >= COMPARE_NS {
+        // SAFETY: takes nothing.
+        cpu.ahead_ns = unsafe { bpf_ktime_get_ns() }.wrapping_sub(now);
+        cpu.compared_ns = now;
+    }
     let (cgroup, cgroup_id) = next.cgroup();
     let pod = pod_of_cached(cgroup, cgroup_id);
     let state = state_of(&ctx, previous);
@@ -61,20 +69,23 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
         // SAFETY: a live element; only this thread's own hooks write it, one at a time.
         unsafe { (*state).runnable_since_ns = now };
     }
-    let mut coming = Running { since_ns: now, cgroup_id: 0, pod_id: 0, wait_ns: 0, qos: pod.qos, waited: 0 };
+    let mut coming =
+        Running { since_ns: now, cgroup_id: 0, pod_id: 0, wait_ns: 0, qos: pod.qos, waited: 0, ..*cpu };
     if !pod.is_none() {
         coming.cgroup_id = cgroup_id;
         coming.pod_id = pod.id;
-        // Whoever comes was woken or pushed aside before, so this is always of the current wait.
+        // Whoever comes was woken or pushed aside before, so this is always of the current wait. It is of no length if the
+        // wake-up is why there is a switch: then the kernel spares itself another look at its clock (`rq_clock_skip_update`).
         // SAFETY: as above.
         let since = next.state().map_or(0, |state| unsafe { (*state).runnable_since_ns });
-        if since != 0 && now > since {
+        if since != 0 && now >= since {
             coming.wait_ns = now - since;
             coming.waited = 1;
         }
     }
     *cpu = coming;
     if coming.wait_ns >= PRESSURE_FLOOR_NS {
+        let now = now.wrapping_add(coming.ahead_ns);
         waited::<{ pressure::RUN_QUEUE as usize }>(cgroup_id, pod.qos, coming.wait_ns, now);
     }
     0
@@ -161,8 +172,8 @@ fn woken(ctx: &BtfTracePointContext, state_of: impl FnOnce(Task) -> Option<*mut 
     // SAFETY: a task, never null.
     let task = unsafe { Task::new(argument(ctx, &POS_WAKEUP_TASK)) };
     if let Some(state) = state_of(task) {
-        // SAFETY: a live element, written under the thread's own lock; the helper takes nothing.
-        unsafe { (*state).runnable_since_ns = bpf_ktime_get_ns() };
+        // SAFETY: a live element, written under the thread's own lock.
+        unsafe { (*state).runnable_since_ns = task.run_queue_clock() };
     }
     0
 }

@@ -8,7 +8,7 @@ use core::ffi::c_void;
 
 use aya_ebpf::{
     bindings::{BPF_ANY, BPF_NOEXIST},
-    helpers::generated::bpf_task_storage_get,
+    helpers::{bpf_ktime_get_ns, generated::bpf_task_storage_get},
     macros::btf_tracepoint,
     programs::BtfTracePointContext,
 };
@@ -18,8 +18,8 @@ use crate::{
     args::argument,
     events::dropped,
     kernel::{
-        OFF_CGROUP_KN, OFF_CSS_SET_CGROUP, OFF_KERNFS_ID, OFF_TASK_CGROUPS, OFF_TASK_FLAGS, OFF_TASK_PID,
-        POS_FORK_CHILD, USE_TASK_STORAGE, read,
+        OFF_CFS_RQ_RQ, OFF_CGROUP_KN, OFF_CSS_SET_CGROUP, OFF_KERNFS_ID, OFF_RQ_CLOCK, OFF_TASK_CFS_RQ,
+        OFF_TASK_CGROUPS, OFF_TASK_FLAGS, OFF_TASK_PID, POS_FORK_CHILD, USE_TASK_STORAGE, read,
     },
     maps::{TASK_STORAGE, TASKS},
 };
@@ -68,6 +68,26 @@ impl Task {
             let cgroup: *const u8 = read(set, OFF_CSS_SET_CGROUP.load());
             let node: *const u8 = read(cgroup, OFF_CGROUP_KN.load());
             (cgroup as u64, read(node, OFF_KERNFS_ID.load()))
+        }
+    }
+
+    /// Now, in nanoseconds, on the clock of the run queue that it is on: the kernel reads that clock right before each
+    /// of the scheduler's hooks, under the lock that is still held (`update_rq_clock` in kernel/sched/core.c), and
+    /// measures waiting by it too (`sched_info`). Another reading would cost more than the rest of a wake-up
+    /// (decisions/0013).
+    #[inline(always)]
+    pub(crate) fn run_queue_clock(self) -> u64 {
+        if OFF_TASK_CFS_RQ.load() == ABSENT || OFF_CFS_RQ_RQ.load() == ABSENT || OFF_RQ_CLOCK.load() == ABSENT
+        {
+            // SAFETY: takes nothing.
+            return unsafe { bpf_ktime_get_ns() };
+        }
+        let group: *const u8 = self.field(OFF_TASK_CFS_RQ.load());
+        // SAFETY: every thread has one, and each has its run queue; typed kernel pointers, and a null one would read as
+        // zero.
+        unsafe {
+            let queue: *const u8 = read(group, OFF_CFS_RQ_RQ.load());
+            read(queue, OFF_RQ_CLOCK.load())
         }
     }
 

@@ -123,7 +123,7 @@ fn print_commands(kernel: &Kernel, pins: &Path) {
             "ANCESTRY" => "which cgroup belongs to which pod: each CPU's cache",
             "TASKS" => "what each thread waits for, below Linux 6.4",
             "TASK_STORAGE" => "the same from Linux 6.4 on: storage of the threads, bpftool shows its size",
-            "EXITED" => "processes of several threads that ended lately",
+            "EXITED" => "processes whose end was told lately",
             _ => "the ring buffer: its events go to its one reader, bpftool shows its size",
         };
         let verb = if matches!(map.map, "EVENTS" | "TASK_STORAGE") { "show" } else { "dump" };

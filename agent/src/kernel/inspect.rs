@@ -247,7 +247,7 @@ show! {
     TaskState { runnable_since_ns, reclaiming_since_ns, task }
     ExitedKey { started_ns, pid, reserved }
     Drops { ring_full, listeners_full, addresses_full, containers_full, tasks_full }
-    Running { since_ns, cgroup_id, pod_id, wait_ns, qos, waited }
+    Running { since_ns, ahead_ns, compared_ns, cgroup_id, pod_id, wait_ns, qos, waited }
     Ancestry { cgroup_id, pod_id, qos, generation }
     Counters {
         on_cpu_ns, switches, preempted_by_same_pod, preempted_by_other_pod, preempted_by_system, run_queue_wait_ns,

@@ -169,9 +169,10 @@ fn add(sum: &mut Counters, other: &Counters) {
     }
 }
 
-/// Adds what a CPU's current thread has run and waited, which the programs add when it leaves the CPU.
+/// Adds what a CPU's current thread has run and waited, which the programs add when it leaves the CPU. `now_ns` is on
+/// `CLOCK_MONOTONIC`.
 fn add_running(counters: &mut Counters, cpu: &Running, now_ns: u64) {
-    counters.on_cpu_ns += now_ns.saturating_sub(cpu.since_ns);
+    counters.on_cpu_ns += now_ns.saturating_sub(cpu.since_ns.wrapping_add(cpu.ahead_ns));
     if cpu.waited != 0 {
         counters.run_queue_wait_ns += cpu.wait_ns;
         counters.run_queue_waits[wait_bucket(cpu.wait_ns)] += 1;
@@ -233,5 +234,12 @@ mod tests {
         assert_eq!(counters.run_queue_waits[1], 1);
         add_running(&mut counters, &Running { waited: 0, ..cpu }, 90);
         assert_eq!((counters.on_cpu_ns, counters.run_queue_waits[1]), (12, 1));
+        // On the run queue's clock it is another time, before or behind.
+        for ahead in [50, -50] {
+            let ahead_ns = i64::cast_unsigned(ahead);
+            let mut counters = Counters::default();
+            add_running(&mut counters, &Running { ahead_ns, ..cpu }, 107_u64.wrapping_add(ahead_ns));
+            assert_eq!(counters.on_cpu_ns, 7);
+        }
     }
 }

@@ -21,7 +21,7 @@ pub use measures::{
 
 /// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions never
 /// read each other's maps.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// Marks a [`Meta`] record as ours: `beelet` and two zero bytes, little endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"beelet\0\0");

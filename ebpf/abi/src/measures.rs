@@ -125,8 +125,12 @@ pub struct Settings {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Running {
-    /// Since when: `CLOCK_MONOTONIC`, nanoseconds; 0 before the first switch.
+    /// Since when: nanoseconds on the run queue's clock; 0 before the first switch.
     pub since_ns: u64,
+    /// How far `CLOCK_MONOTONIC` is ahead of the run queue's clock, nanoseconds; wraps where it is behind.
+    pub ahead_ns: u64,
+    /// When `ahead_ns` was found, on the run queue's clock; 0: never.
+    pub compared_ns: u64,
     /// Its cgroup2 id; 0 if it is no pod's.
     pub cgroup_id: u64,
     /// The cgroup2 id of its pod.
@@ -165,7 +169,7 @@ pub struct TaskKey {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskState {
-    /// Since when it is runnable without running: `CLOCK_MONOTONIC`, nanoseconds; 0 if it isn't.
+    /// When it last became runnable: nanoseconds on the run queue's clock; 0: not seen yet.
     pub runnable_since_ns: u64,
     /// Since when it reclaims memory; 0 if it doesn't.
     pub reclaiming_since_ns: u64,
@@ -263,7 +267,7 @@ const _: () = {
     assert!(offset_of!(Settings, run_queue_wait_ns) == 32);
     assert!(offset_of!(Settings, reclaim_ns) == 56);
 
-    assert!(size_of::<Running>() == 40 && offset_of!(Running, qos) == 32);
+    assert!(size_of::<Running>() == 56 && offset_of!(Running, qos) == 48);
     assert!(size_of::<Ancestry>() == 24 && offset_of!(Ancestry, qos) == 16);
     assert!(size_of::<TaskKey>() == 4);
     assert!(size_of::<TaskState>() == 24);
