@@ -134,7 +134,12 @@ fn reader_process() {
     loop {
         match edges.recv_deadline(Instant::now() + PATIENCE) {
             Ok(Edge::Lost) => {
-                say(&format!("lost {}", kernel.listeners().unwrap().snapshot().unwrap().len()));
+                let there = kernel.listeners().unwrap().snapshot().unwrap();
+                say(&format!("lost {}", there.len()));
+                // It may have been opened while the backlog was read, and be among what was lost: then this is how to know.
+                if there.iter().any(|listener| listener.port == 51) {
+                    say("opened 51");
+                }
             }
             Ok(Edge::ListenerOpened { listener, .. }) if listener.port == 51 => say("opened 51"),
             Ok(_) => {}

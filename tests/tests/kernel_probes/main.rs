@@ -113,11 +113,12 @@ fn a_listener_reopened_at_once_is_ready_in_the_end_and_never_failed_by_threshold
         process.close(socket);
         socket = process.socket("listen 127.0.0.1:80");
         let marker = process.socket(&format!("listen 127.0.0.1:{MARKER}"));
-        let mut last = Success;
-        loop {
+        let (mut last, mut marked) = (Success, false);
+        // The marker came later; but a listener that is not in the socket table yet is looked at again in a moment.
+        while !marked || last != Success {
             let update = scene.next();
             match update.uid.as_str() {
-                "uid-marker" => break,
+                "uid-marker" => marked = true,
                 "uid-now" => {
                     assert_ne!(update.result, last, "a state is told once");
                     last = update.result;
@@ -127,7 +128,6 @@ fn a_listener_reopened_at_once_is_ready_in_the_end_and_never_failed_by_threshold
         }
         process.close(marker);
         scene.expect("marker", Readiness, Failure);
-        assert_eq!(last, Success);
     }
     assert_eq!(scene.view("now", Readiness).result, Success);
 }
