@@ -36,7 +36,10 @@ impl Disk {
                     std::fs::create_dir(&volume).unwrap();
                     return Ok(Disk { volume, _mount: mount, _dir: dir });
                 }
-                Err(error) => refused.push(format!("{error:#}")),
+                // Without the folder's own name the reason is the same each time, so that lists of reasons can join them.
+                Err(error) => {
+                    refused.push(format!("{error:#}").replace(&*dir.path().to_string_lossy(), "DIR"));
+                }
             }
         }
         Err(requires::missing(
