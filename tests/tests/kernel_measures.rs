@@ -330,7 +330,9 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
         return;
     }
     let place = Place::new("bk-reclaim");
-    let kernel = start(&KernelOptions { thresholds: touchy(1), ..place.options() });
+    // Of reclaim alone: a cgroup has one edge a second, and waits for the CPU could take it each time.
+    let thresholds = Thresholds { run_queue_wait: touchy(0).run_queue_wait, ..touchy(1) };
+    let kernel = start(&KernelOptions { thresholds, ..place.options() });
     let edges = kernel.subscribe(Interest::PRESSURE);
     let container = place.container("pod1/one", &["memory"]);
     let mut reader = container.load(Some(0)); // PSI weighs the CPUs: one alone needs no weights
