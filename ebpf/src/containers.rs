@@ -2,41 +2,26 @@
 //!
 //! Nothing is allocated here: all maps are preallocated, because these functions run under the run-queue lock.
 
-use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_probe_read_kernel};
-use beelet_ebpf_abi::{ABSENT, ANCESTRY_SLOTS, Ancestry, CgroupKey, Counters, Settings, WAIT_BUCKETS, qos};
+use aya_ebpf::{Global, helpers::bpf_probe_read_kernel};
+use beelet_ebpf_abi::{
+    ABSENT, ANCESTRY_SLOTS, Ancestry, Counters, HOME_FACTOR, HOME_SHIFT, MAX_CONTAINERS, SLOT_TRIES,
+    Settings, qos,
+};
 
 use crate::{
     events::dropped,
-    kernel::{OFF_CGROUP_ANCESTOR_IDS, OFF_CGROUP_ANCESTORS, OFF_CGROUP_KN, OFF_CGROUP_LEVEL, OFF_KERNFS_ID},
-    maps::{ANCESTRY, CONTAINERS, SETTINGS},
+    kernel::{
+        OFF_CGROUP_ANCESTOR_IDS, OFF_CGROUP_ANCESTORS, OFF_CGROUP_KN, OFF_CGROUP_LEVEL, OFF_KERNFS_ID,
+        exchange, load,
+    },
+    maps::{ANCESTRY, CONTAINERS, SETTINGS, SLOTS},
 };
 
 /// No cgroup2 hierarchy is deeper in practice; what is below is taken for the machine's.
 const MAX_LEVEL: u32 = 16;
 
-/// What a new cgroup begins with. Not on the stack: it has 512 bytes.
-static NOTHING: Counters = Counters {
-    on_cpu_ns: 0,
-    switches: 0,
-    preempted_by_same_pod: 0,
-    preempted_by_other_pod: 0,
-    preempted_by_system: 0,
-    run_queue_wait_ns: 0,
-    run_queue_waits: [0; WAIT_BUCKETS],
-    memcg_reclaim_ns: 0,
-    memcg_reclaims: 0,
-    direct_reclaim_ns: 0,
-    direct_reclaims: 0,
-    oom_kills: 0,
-    established: 0,
-    retransmits: 0,
-    rtt_us: 0,
-    rtt_samples: 0,
-    rx_bytes: 0,
-    rx_packets: 0,
-    tx_bytes: 0,
-    tx_packets: 0,
-};
+/// [`SLOT_TRIES`], which the verifier knows and the compiler doesn't: it would write the loops out.
+static TRIES: Global<u32> = Global::new(SLOT_TRIES);
 
 /// The pod that a cgroup belongs to.
 #[derive(Clone, Copy)]
@@ -56,20 +41,83 @@ impl Pod {
     }
 }
 
-/// This CPU's counters of a cgroup below the pods' root, made on first use; `None` if the map is full.
+/// This CPU's counters of a cgroup below the pods' root; `None` if there is no room for another cgroup.
 #[inline(always)]
 pub(crate) fn counters(cgroup_id: u64) -> Option<*mut Counters> {
-    let key = CgroupKey { cgroup_id };
-    if let Some(known) = CONTAINERS.get_ptr_mut(key) {
-        return Some(known);
+    let at_home = CONTAINERS.get_ptr_mut(place(cgroup_id, 0))?;
+    // SAFETY: this CPU's live element.
+    if unsafe { (*at_home).cgroup_id } == cgroup_id {
+        return Some(at_home);
     }
-    // Another CPU may be first: then its entry serves.
-    let _ = CONTAINERS.insert(key, &NOTHING, u64::from(BPF_NOEXIST));
-    let made = CONTAINERS.get_ptr_mut(key);
-    if made.is_none() {
-        dropped(|drops| &raw mut drops.containers_full);
+    CONTAINERS.get_ptr_mut(slot_of(cgroup_id))
+}
+
+/// The slot of a cgroup, taken if it has none yet, where this CPU's counters are its own; [`ABSENT`] if there is no room.
+#[inline(never)]
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn slot_of(cgroup_id: u64) -> u32 {
+    // Its own is looked for first: one that is tried before it may have become free since.
+    let mut slot = first(cgroup_id, |owner| load(owner) == cgroup_id);
+    if slot == ABSENT {
+        slot = first(cgroup_id, |owner| {
+            let before = exchange(owner, 0, cgroup_id);
+            // Another CPU may have been first, for the same cgroup.
+            before == 0 || before == cgroup_id
+        });
     }
-    made
+    match CONTAINERS.get_ptr_mut(slot) {
+        // SAFETY: this CPU's live element.
+        Some(found) => unsafe { own(found, cgroup_id) },
+        None => dropped(|drops| &raw mut drops.containers_full),
+    }
+    slot
+}
+
+/// The first of the slots for a cgroup whose owner `is` right; [`ABSENT`] if none is.
+#[inline(always)]
+fn first(cgroup_id: u64, is: impl Fn(&mut u64) -> bool) -> u32 {
+    let mut found = ABSENT;
+    let mut tried = 0;
+    while tried < TRIES.load() {
+        let slot = place(cgroup_id, tried);
+        // SAFETY: a live element; all change it as one word.
+        if let Some(owner) = SLOTS.get_ptr_mut(slot)
+            && is(unsafe { &mut (*owner).cgroup_id })
+        {
+            found = slot;
+            break;
+        }
+        tried += 1;
+    }
+    found
+}
+
+/// Makes this CPU's element of a slot the cgroup's that has the slot.
+///
+/// # Safety
+/// `found` is a live element.
+#[inline(always)]
+unsafe fn own(found: *mut Counters, cgroup_id: u64) {
+    // SAFETY: the caller's.
+    let before = unsafe { (*found).cgroup_id };
+    if before != 0 && before != cgroup_id {
+        // The agent clears what it frees, but a socket may outlive its cgroup, and something came just then.
+        let words = found.cast::<u64>();
+        for word in 0..size_of::<Counters>() / size_of::<u64>() {
+            // SAFETY: within the element. Volatile: the compiler would call `memset`, which BPF lacks.
+            unsafe { words.add(word).write_volatile(0) };
+        }
+    }
+    // Whatever comes between on this CPU and counts for the same cgroup writes the same.
+    // SAFETY: the caller's.
+    unsafe { (*found).cgroup_id = cgroup_id };
+}
+
+/// The slot that is tried for a cgroup as the `n`th; 0: its home.
+#[inline(always)]
+fn place(cgroup_id: u64, n: u32) -> u32 {
+    let home = (cgroup_id.wrapping_mul(HOME_FACTOR) >> HOME_SHIFT) as u32;
+    (home + n * (n + 1) / 2) % MAX_CONTAINERS as u32
 }
 
 /// The pod of a cgroup, through this CPU's cache. For the scheduler's hooks alone: nothing may come between on this CPU.

@@ -4,6 +4,8 @@
 //! BTF before loading (`agent/src/kernel/offsets.rs` has the same names). The verifier sees them as constants and checks
 //! every read against the kernel's own types. [`ABSENT`] means that this kernel has no such field.
 
+use core::intrinsics::{AtomicOrdering, atomic_cxchg, atomic_xadd};
+
 use aya_ebpf::Global;
 use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6};
 
@@ -253,8 +255,20 @@ pub(crate) unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
 pub(crate) unsafe fn atomic_add(pointer: *mut u64, value: u64) {
     // SAFETY: the caller's.
     unsafe {
-        core::intrinsics::atomic_xadd::<u64, u64, { core::intrinsics::AtomicOrdering::Relaxed }>(
-            pointer, value,
-        );
+        atomic_xadd::<u64, u64, { AtomicOrdering::Relaxed }>(pointer, value);
     }
+}
+
+/// Reads a word of a map value that other CPUs change.
+#[inline(always)]
+pub(crate) fn load(word: &u64) -> u64 {
+    // SAFETY: a reference is aligned and to something that lives.
+    unsafe { core::ptr::read_volatile(word) }
+}
+
+/// Puts `new` into a word of a map value that other CPUs change, if `old` is there. What was there.
+#[inline(always)]
+pub(crate) fn exchange(word: &mut u64, old: u64, new: u64) -> u64 {
+    // SAFETY: a reference is aligned and to something that lives.
+    unsafe { atomic_cxchg::<u64, { AtomicOrdering::Relaxed }, { AtomicOrdering::Relaxed }>(word, old, new) }.0
 }

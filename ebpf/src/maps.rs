@@ -4,14 +4,14 @@
 use core::ptr::null;
 
 use aya_ebpf::{
-    bindings::{BPF_F_NO_PREALLOC, bpf_map_type::BPF_MAP_TYPE_TASK_STORAGE},
-    btf_maps::{Array, HashMap, LruHashMap, PerCpuArray, PerCpuHashMap, RingBuf},
+    bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC, bpf_map_type::BPF_MAP_TYPE_TASK_STORAGE},
+    btf_maps::{Array, HashMap, LruHashMap, PerCpuArray, RingBuf},
     macros::btf_map,
 };
 use beelet_ebpf_abi::{
     ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord,
     MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta, Pressure, RING_BYTES, Running,
-    Settings, SocketCookie, TaskKey, TaskState,
+    Settings, Slot, SocketCookie, TaskKey, TaskState,
 };
 
 /// The sockets that listen now.
@@ -42,14 +42,18 @@ pub(crate) static META: Array<Meta, 1> = Array::new();
 #[btf_map]
 pub(crate) static SETTINGS: Array<Settings, 1> = Array::new();
 
-/// What each cgroup below the pods' root used, waited for and moved.
-///
-/// Preallocated, as all hashes here: the scheduler's hooks make entries, and nothing may be allocated there. The agent
-/// removes those of cgroups that are gone (agent/src/kernel/dead.rs).
+/// What each cgroup below the pods' root used, waited for and moved: a hash table of our own (containers.rs), because a look-up
+/// in the kernel's is a call, which costs as much as all the rest of a switch between threads (decisions/0014).
 #[btf_map]
-pub(crate) static CONTAINERS: PerCpuHashMap<CgroupKey, Counters, MAX_CONTAINERS> = PerCpuHashMap::new();
+pub(crate) static CONTAINERS: PerCpuArray<Counters, MAX_CONTAINERS> = PerCpuArray::new();
+
+/// Whose each of these is. The agent frees those of cgroups that are gone (agent/src/kernel/dead.rs).
+#[btf_map]
+pub(crate) static SLOTS: Array<Slot, MAX_CONTAINERS, { BPF_F_MMAPABLE as usize }> = Array::new();
 
 /// What the edges about pressure are decided from.
+///
+/// Preallocated, as all hashes here: the scheduler's hooks make entries, and nothing may be allocated there.
 #[btf_map]
 pub(crate) static PRESSURE: HashMap<CgroupKey, Pressure, MAX_CONTAINERS> = HashMap::new();
 

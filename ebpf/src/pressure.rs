@@ -1,8 +1,6 @@
 //! When a cgroup waits too much, user space hears of it: once when it crosses its threshold, once when it is well again,
 //! and never more than once a second. Everything else is only counted.
 
-use core::intrinsics::{AtomicOrdering, atomic_cxchg};
-
 use aya_ebpf::bindings::BPF_NOEXIST;
 use beelet_ebpf_abi::{
     CgroupKey, PRESSURE_WINDOW_NS, Pressure, PressureEvent, Settings, kind, pressure, qos,
@@ -10,7 +8,7 @@ use beelet_ebpf_abi::{
 
 use crate::{
     events::{header, send},
-    kernel::atomic_add,
+    kernel::{atomic_add, exchange, load},
     maps::{PRESSURE, SETTINGS},
 };
 
@@ -29,28 +27,28 @@ pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u
         return;
     }
     let Some(entry) = entry(cgroup_id) else { return };
-    let began = load(&raw const entry.window_ns[KIND]);
+    let began = load(&entry.window_ns[KIND]);
     let age = now.saturating_sub(began);
     let mut sum = waited_ns;
     if age >= PRESSURE_WINDOW_NS {
-        if !exchange(&raw mut entry.window_ns[KIND], began, now) {
+        if exchange(&mut entry.window_ns[KIND], began, now) != began {
             // Another CPU has just begun a new window: this wait is part of it.
             // SAFETY: a live, aligned element.
             unsafe { atomic_add(&raw mut entry.waited_ns[KIND], waited_ns) };
             return;
         }
-        let calm = age >= 2 * PRESSURE_WINDOW_NS || load(&raw const entry.waited_ns[KIND]) < threshold / 2;
+        let calm = age >= 2 * PRESSURE_WINDOW_NS || load(&entry.waited_ns[KIND]) < threshold / 2;
         entry.waited_ns[KIND] = waited_ns;
-        if calm && load(&raw const entry.above[KIND]) != 0 && waited_ns < threshold {
+        if calm && load(&entry.above[KIND]) != 0 && waited_ns < threshold {
             tell::<KIND>(entry, cgroup_id, false, waited_ns, now);
             return;
         }
     } else {
         // SAFETY: a live, aligned element.
         unsafe { atomic_add(&raw mut entry.waited_ns[KIND], waited_ns) };
-        sum = load(&raw const entry.waited_ns[KIND]);
+        sum = load(&entry.waited_ns[KIND]);
     }
-    if sum >= threshold && load(&raw const entry.above[KIND]) == 0 {
+    if sum >= threshold && load(&entry.above[KIND]) == 0 {
         tell::<KIND>(entry, cgroup_id, true, sum, now);
     }
 }
@@ -58,8 +56,8 @@ pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u
 /// Sends an edge, if the cgroup's last one was a second ago; else the next wait tries again.
 #[inline(always)]
 fn tell<const KIND: usize>(entry: &mut Pressure, cgroup_id: u64, above: bool, waited_ns: u64, now: u64) {
-    let last = load(&raw const entry.edge_ns);
-    if now.saturating_sub(last) < PRESSURE_WINDOW_NS || !exchange(&raw mut entry.edge_ns, last, now) {
+    let last = load(&entry.edge_ns);
+    if now.saturating_sub(last) < PRESSURE_WINDOW_NS || exchange(&mut entry.edge_ns, last, now) != last {
         return;
     }
     entry.above[KIND] = u64::from(above);
@@ -97,20 +95,4 @@ fn entry<'a>(cgroup_id: u64) -> Option<&'a mut Pressure> {
     };
     // SAFETY: a live element. Other CPUs write it too: each field is one word, changed atomically where it matters.
     Some(unsafe { &mut *found })
-}
-
-#[inline(always)]
-fn load(word: *const u64) -> u64 {
-    // SAFETY: a live, aligned element that other CPUs change.
-    unsafe { core::ptr::read_volatile(word) }
-}
-
-/// Puts `new` where `old` was; false if something else was there.
-#[inline(always)]
-fn exchange(word: *mut u64, old: u64, new: u64) -> bool {
-    // SAFETY: a live, aligned element.
-    let (_, done) = unsafe {
-        atomic_cxchg::<u64, { AtomicOrdering::Relaxed }, { AtomicOrdering::Relaxed }>(word, old, new)
-    };
-    done
 }

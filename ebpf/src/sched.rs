@@ -47,11 +47,7 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
     let (previous, next) =
         unsafe { (Task::new(argument(&ctx, &POS_SWITCH_PREV)), Task::new(argument(&ctx, &POS_SWITCH_NEXT))) };
     let now = previous.run_queue_clock();
-    if now.wrapping_sub(cpu.compared_ns) >= COMPARE_NS {
-        // SAFETY: takes nothing.
-        cpu.ahead_ns = unsafe { bpf_ktime_get_ns() }.wrapping_sub(now);
-        cpu.compared_ns = now;
-    }
+    compare_clocks(cpu, now);
     let (cgroup, cgroup_id) = next.cgroup();
     let pod = pod_of_cached(cgroup, cgroup_id);
     let state = state_of(&ctx, previous);
@@ -74,12 +70,8 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
     if !pod.is_none() {
         coming.cgroup_id = cgroup_id;
         coming.pod_id = pod.id;
-        // Whoever comes was woken or pushed aside before, so this is always of the current wait. It is of no length if the
-        // wake-up is why there is a switch: then the kernel spares itself another look at its clock (`rq_clock_skip_update`).
-        // SAFETY: as above.
-        let since = next.state().map_or(0, |state| unsafe { (*state).runnable_since_ns });
-        if since != 0 && now >= since {
-            coming.wait_ns = now - since;
+        if let Some(wait_ns) = waited_ns(next, now) {
+            coming.wait_ns = wait_ns;
             coming.waited = 1;
         }
     }
@@ -89,6 +81,26 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
         waited::<{ pressure::RUN_QUEUE as usize }>(cgroup_id, pod.qos, coming.wait_ns, now);
     }
     0
+}
+
+/// Finds once in a while how far `CLOCK_MONOTONIC` is ahead of this CPU's run queue's clock.
+#[inline(always)]
+fn compare_clocks(cpu: &mut Running, now: u64) {
+    if now.wrapping_sub(cpu.compared_ns) >= COMPARE_NS {
+        // SAFETY: takes nothing.
+        cpu.ahead_ns = unsafe { bpf_ktime_get_ns() }.wrapping_sub(now);
+        cpu.compared_ns = now;
+    }
+}
+
+/// How long a thread that gets the CPU now has waited for it; `None` if nobody saw it begin. Whoever comes was woken or pushed
+/// aside before, so what its state says is always of the current wait. That is of no length if the wake-up is why there is a
+/// switch: then the kernel spares itself another look at its clock (`rq_clock_skip_update`).
+#[inline(always)]
+fn waited_ns(next: Task, now: u64) -> Option<u64> {
+    // SAFETY: a live element; only this thread's own hooks write it, one at a time.
+    let since = unsafe { (*next.state()?).runnable_since_ns };
+    if since != 0 && now >= since { Some(now - since) } else { None }
 }
 
 /// Adds what the thread that leaves has run and waited. `next` is the pod of the one that comes.

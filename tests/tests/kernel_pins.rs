@@ -476,6 +476,7 @@ fn the_memory_of_each_map_is_said() {
         "PRESSURE",
         "RUNNING",
         "SETTINGS",
+        "SLOTS",
         "TASKS",
         "TASK_STORAGE",
     ];

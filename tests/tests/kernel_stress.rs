@@ -6,10 +6,11 @@ mod kernel;
 
 use beelet::kernel::{self as programs, Edge, Interest, Kernel, KernelOptions};
 use beelet_ebpf_abi::MAX_CONTAINERS;
+use beelet_tests::guards::remove_cgroups;
 use beelet_tests::load::Load;
 use beelet_tests::require;
 use beelet_tests::workdir::PATIENCE;
-use kernel::{LOOPBACK, Place, other_object, start};
+use kernel::{Container, LOOPBACK, Place, other_object, start};
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::PathBuf;
@@ -90,16 +91,49 @@ fn cgroups_come_and_go(count: usize) {
     let mut load = after.load(None);
     load.tell("burn 20").unwrap();
     assert!(after.counters(&kernel).on_cpu_ns > 5_000_000, "what comes after is counted as ever");
-    // Each 256 exits the reader looks; what it finds gone twice goes.
+    buried(&kernel, &after, &mut load);
+}
+
+/// Waits until nothing but `alive` is counted any more. Each 256 exits the reader looks, and what it finds gone twice goes.
+fn buried(kernel: &Kernel, alive: &Container, load: &mut Load) {
+    let edges = kernel.subscribe(Interest::EXITS);
     let deadline = Instant::now() + PATIENCE;
     loop {
         let counted = kernel.measures().unwrap().snapshot().unwrap();
-        if counted.keys().all(|id| *id == after.id()) {
+        if counted.keys().all(|id| *id == alive.id()) {
             break;
         }
         assert!(Instant::now() < deadline, "{} dead cgroups are still counted", counted.len() - 1);
         load.tell("spawn 100").unwrap();
         while edges.try_recv().is_some() {}
+    }
+}
+
+/// Three quarters of all places: most cgroups don't get the first that is tried for them.
+#[test]
+fn a_crowd_of_cgroups_is_counted_each_by_itself_and_so_is_the_next() {
+    require!(bpf);
+    let place = Place::new("bk-crowd");
+    let kernel = place.start();
+    for (command, switches) in [("pingpong 50", 80..u64::MAX), ("burn 0", 1..80)] {
+        let crowd: Vec<Container> =
+            (0..MAX_CONTAINERS * 3 / 4).map(|n| place.container(&format!("crowd/{n}"), &[])).collect();
+        let mut load = place.container("crowd/first", &[]).load(None);
+        for container in &crowd {
+            std::fs::write(container.dirs[0].join("cgroup.procs"), load.pid().to_string()).unwrap();
+            load.tell(command).unwrap();
+        }
+        let counted = kernel.measures().unwrap().snapshot().unwrap();
+        for container in &crowd {
+            let found = counted.get(&container.id()).map_or(0, |counters| counters.switches);
+            assert!(switches.contains(&found), "{command}: {found} switches in {:?}", container.dirs[0]);
+        }
+        assert_eq!(kernel.drops().unwrap().unwrap().containers_full, 0);
+        drop(load);
+        remove_cgroups(&[crowd[0].dirs[0].parent().unwrap().to_owned()]).unwrap();
+        let after = place.container("after/c", &[]);
+        let mut load = after.load(None);
+        buried(&kernel, &after, &mut load);
     }
 }
 

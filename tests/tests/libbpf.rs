@@ -4,7 +4,7 @@
 
 mod kernel;
 
-use beelet_ebpf_abi::{ABSENT, ListenerEvent, ListenerRecord, kind};
+use beelet_ebpf_abi::{ListenerEvent, ListenerRecord, kind};
 use beelet_tests::require;
 use beelet_tests::workdir::PATIENCE;
 use kernel::Place;
@@ -15,9 +15,8 @@ use std::os::fd::AsRawFd as _;
 use std::rc::Rc;
 
 /// The content of `.rodata` with this kernel's offsets in it.
-fn read_only_data(bytes: &[u8], size: usize) -> Vec<u8> {
+fn read_only_data(bytes: &[u8], mut data: Vec<u8>) -> Vec<u8> {
     let elf = object::File::parse(bytes).unwrap();
-    let mut data = ABSENT.to_ne_bytes().repeat(size / 4);
     for (name, value) in beelet::kernel::globals().unwrap() {
         let symbol = elf.symbols().find(|symbol| symbol.name() == Ok(name)).unwrap();
         let at = symbol.address() as usize;
@@ -46,8 +45,8 @@ fn libbpf_attaches_the_programs_and_reads_what_they_write() {
     let mut open = ObjectBuilder::default().open_memory(bytes).unwrap();
     for mut map in open.maps_mut() {
         if map.name().to_string_lossy().ends_with(".rodata") {
-            let size = map.initial_value().unwrap().len();
-            map.set_initial_value(&read_only_data(bytes, size)).unwrap();
+            let data = map.initial_value().unwrap().to_vec();
+            map.set_initial_value(&read_only_data(bytes, data)).unwrap();
         }
     }
     let object = open.load().unwrap();

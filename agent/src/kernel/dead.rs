@@ -1,19 +1,20 @@
 //! Removes what the programs counted for cgroups that are gone.
 //!
-//! The programs make an entry for a cgroup when it first does something, and can't know when it will do nothing more. An
-//! entry goes when its cgroup was found gone twice, so whoever reads the counters now and then still sees the last ones;
+//! The programs take a slot for a cgroup when it first does something, and can't know when it will do nothing more. It is
+//! freed when its cgroup was found gone twice, so whoever reads the counters now and then still sees the last ones;
 //! at once if the programs have found the map full.
 
 use super::KernelError;
-use aya::maps::{HashMap, Map, MapData, PerCpuHashMap};
-use beelet_ebpf_abi::{CgroupKey, Counters, Pressure};
+use super::containers::{Containers, Taken};
+use aya::maps::{HashMap, Map, MapData};
+use beelet_ebpf_abi::{CgroupKey, Pressure};
 use std::collections::BTreeSet;
 use std::os::unix::fs::DirEntryExt;
 use std::path::{Path, PathBuf};
 
 /// Removes entries of dead cgroups.
 pub(super) struct Undertaker {
-    containers: PerCpuHashMap<MapData, CgroupKey, Counters>,
+    containers: Containers,
     pressure: HashMap<MapData, CgroupKey, Pressure>,
     /// The pods' root.
     pods: PathBuf,
@@ -23,14 +24,12 @@ pub(super) struct Undertaker {
 
 impl Undertaker {
     pub(super) fn new(
-        containers: MapData,
+        containers: Containers,
         pressure: MapData,
         pods: &Path,
     ) -> Result<Undertaker, KernelError> {
         Ok(Undertaker {
-            containers: Map::from_map_data(containers)
-                .and_then(PerCpuHashMap::try_from)
-                .map_err(|error| KernelError::map("CONTAINERS", &error))?,
+            containers,
             pressure: Map::from_map_data(pressure)
                 .and_then(HashMap::try_from)
                 .map_err(|error| KernelError::map("PRESSURE", &error))?,
@@ -41,13 +40,12 @@ impl Undertaker {
 
     /// Removes what was gone the last time already; `force`: everything that is gone. How many entries it removed.
     pub(super) fn sweep(&mut self, force: bool) -> Result<usize, KernelError> {
-        let containers = self.containers.keys().map(|key| (key, "CONTAINERS"));
-        let pressure = self.pressure.keys().map(|key| (key, "PRESSURE"));
         // Before the cgroups: one that is made meanwhile is in neither.
-        let counted = containers
-            .chain(pressure)
-            .map(|(key, map)| key.map(|key| key.cgroup_id).map_err(|error| KernelError::map(map, &error)))
-            .collect::<Result<BTreeSet<u64>, KernelError>>()?;
+        let taken: Vec<Taken> = self.containers.taken().collect();
+        let mut counted: BTreeSet<u64> = taken.iter().map(|taken| taken.cgroup_id).collect();
+        for key in self.pressure.keys() {
+            counted.insert(key.map_err(|error| KernelError::map("PRESSURE", &error))?.cgroup_id);
+        }
         if counted.is_empty() {
             self.gone.clear();
             return Ok(0);
@@ -55,13 +53,14 @@ impl Undertaker {
         let alive = alive(&self.pods)
             .map_err(|error| KernelError::new(format!("could not look for dead cgroups: {error}")))?;
         let gone: BTreeSet<u64> = counted.difference(&alive).copied().collect();
+        let removable = |id: &u64| gone.contains(id) && (force || self.gone.contains(id));
         let mut removed = 0;
-        for id in &gone {
-            if force || self.gone.contains(id) {
-                let key = CgroupKey { cgroup_id: *id };
-                removed += usize::from(self.containers.remove(&key).is_ok());
-                let _ = self.pressure.remove(&key); // most have none
-            }
+        for taken in taken.into_iter().filter(|taken| removable(&taken.cgroup_id)) {
+            self.containers.free(taken)?;
+            removed += 1;
+        }
+        for id in gone.iter().filter(|id| removable(id)) {
+            let _ = self.pressure.remove(&CgroupKey { cgroup_id: *id }); // most have none
         }
         self.gone = gone;
         Ok(removed)

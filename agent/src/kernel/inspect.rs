@@ -3,10 +3,10 @@
 use super::capability::{Hook, PROGRAMS};
 use super::pins::{self, MAPS};
 use super::{KernelError, MapMemory, sys};
-use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap};
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray};
 use beelet_ebpf_abi::{
     Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,
-    Running, Settings, SocketCookie, TaskKey, TaskState,
+    Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
 };
 use serde_json::{Map as Object, Value, json};
 use std::os::fd::{AsFd, OwnedFd};
@@ -122,7 +122,8 @@ pub fn dump(bpffs: &Path, pin_name: &str, name: &str) -> Result<Vec<Value>, Kern
         "DROPS" => per_cpu_array::<Drops>(map, name),
         "RUNNING" => per_cpu_array::<Running>(map, name),
         "ANCESTRY" => per_cpu_array::<Ancestry>(map, name),
-        "CONTAINERS" => per_cpu_hash::<CgroupKey, Counters>(map, name),
+        "CONTAINERS" => per_cpu_array::<Counters>(map, name),
+        "SLOTS" => slots(map, name),
         "EVENTS" => Err(KernelError::new(
             "EVENTS is the ring buffer: what goes through it is read once, by the agent",
         )),
@@ -148,6 +149,18 @@ fn array<T: aya::Pod>(map: &MapData, name: &str) -> Result<T, KernelError> {
     map.and_then(|map| map.get(&0, 0)).map_err(|error| KernelError::map(name, &error))
 }
 
+fn slots(map: MapData, name: &str) -> Result<Vec<Value>, KernelError> {
+    let map = Map::from_map_data(map).and_then(Array::<MapData, Slot>::try_from);
+    let map = map.map_err(|error| KernelError::map(name, &error))?;
+    let all = (0_u32..).zip(map.iter());
+    let taken = all.filter(|(_, slot)| !matches!(slot, Ok(Slot { cgroup_id: 0 })));
+    entries(
+        name,
+        taken.map(|(index, slot)| Ok((index, slot?))),
+        |(index, slot)| json!({"key": index, "value": slot.show()}),
+    )
+}
+
 fn entries<T>(
     name: &str,
     all: impl Iterator<Item = Result<T, MapError>>,
@@ -160,19 +173,6 @@ fn hash<K: aya::Pod + Show, V: aya::Pod + Show>(map: MapData, name: &str) -> Res
     let map = Map::from_map_data(map).and_then(HashMap::<MapData, K, V>::try_from);
     let map = map.map_err(|error| KernelError::map(name, &error))?;
     entries(name, map.iter(), |(key, value)| json!({"key": key.show(), "value": value.show()}))
-}
-
-fn per_cpu_hash<K: aya::Pod + Show, V: aya::Pod + Show>(
-    map: MapData,
-    name: &str,
-) -> Result<Vec<Value>, KernelError> {
-    let map = Map::from_map_data(map).and_then(PerCpuHashMap::<MapData, K, V>::try_from);
-    let map = map.map_err(|error| KernelError::map(name, &error))?;
-    entries(
-        name,
-        map.iter(),
-        |(key, cpus)| json!({"key": key.show(), "values": cpus.iter().map(Show::show).collect::<Vec<_>>()}),
-    )
 }
 
 fn per_cpu_array<T: aya::Pod + Show + Default + PartialEq>(
@@ -249,8 +249,9 @@ show! {
     Drops { ring_full, listeners_full, addresses_full, containers_full, tasks_full }
     Running { since_ns, ahead_ns, compared_ns, cgroup_id, pod_id, wait_ns, qos, waited }
     Ancestry { cgroup_id, pod_id, qos, generation }
+    Slot { cgroup_id }
     Counters {
-        on_cpu_ns, switches, preempted_by_same_pod, preempted_by_other_pod, preempted_by_system, run_queue_wait_ns,
+        cgroup_id, on_cpu_ns, switches, preempted_by_same_pod, preempted_by_other_pod, preempted_by_system, run_queue_wait_ns,
         run_queue_waits, memcg_reclaim_ns, memcg_reclaims, direct_reclaim_ns, direct_reclaims, oom_kills, established,
         retransmits, rtt_us, rtt_samples, rx_bytes, rx_packets, tx_bytes, tx_packets
     }

@@ -1,8 +1,9 @@
 //! What the programs counted for each container: read on demand, never pushed.
 
 use super::KernelError;
-use aya::maps::{Map, MapData, MapError, PerCpuArray, PerCpuHashMap, PerCpuValues};
-use beelet_ebpf_abi::{CgroupKey, Counters, FIRST_BUCKET_BITS, Running, WAIT_BUCKETS};
+use super::containers::{Containers, add};
+use aya::maps::{Map, MapData, PerCpuArray, PerCpuValues};
+use beelet_ebpf_abi::{Counters, FIRST_BUCKET_BITS, Running, WAIT_BUCKETS};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -22,17 +23,16 @@ impl std::fmt::Debug for Measures {
 }
 
 struct Maps {
-    containers: PerCpuHashMap<MapData, CgroupKey, Counters>,
+    containers: Containers,
     running: PerCpuArray<MapData, Running>,
 }
 
 impl Measures {
-    pub(super) fn new(containers: MapData, running: MapData) -> Result<Measures, MapError> {
-        let maps = Maps {
-            containers: PerCpuHashMap::try_from(Map::PerCpuHashMap(containers))?,
-            running: PerCpuArray::try_from(Map::PerCpuArray(running))?,
-        };
-        Ok(Measures { maps: Arc::new(maps) })
+    pub(super) fn new(containers: Containers, running: MapData) -> Result<Measures, KernelError> {
+        let running = Map::from_map_data(running)
+            .and_then(PerCpuArray::try_from)
+            .map_err(|error| KernelError::map("RUNNING", &error))?;
+        Ok(Measures { maps: Arc::new(Maps { containers, running }) })
     }
 
     /// The counters of every cgroup that did anything yet, by cgroup2 id: all CPUs added up, with what its threads that
@@ -42,10 +42,8 @@ impl Measures {
     /// The kernel refused to read a map.
     pub fn snapshot(&self) -> Result<BTreeMap<u64, Counters>, KernelError> {
         let mut found = BTreeMap::new();
-        for entry in &self.maps.containers {
-            // Where a key is removed under the walk, the kernel begins again: some come twice.
-            let (key, cpus) = entry.map_err(|error| KernelError::map("CONTAINERS", &error))?;
-            found.insert(key.cgroup_id, sum(&cpus));
+        for taken in self.maps.containers.taken() {
+            add(found.entry(taken.cgroup_id).or_default(), &self.maps.containers.read(taken)?);
         }
         for cpu in self.running()?.iter().filter(|cpu| cpu.cgroup_id != 0) {
             if let Some(counters) = self.of(cpu.cgroup_id)? {
@@ -64,15 +62,9 @@ impl Measures {
         loop {
             // A thread that leaves its CPU between two readings would be counted twice, or not at all.
             let before = self.running()?;
-            let key = CgroupKey { cgroup_id };
-            let Some(cpus) =
-                super::listeners::absent_is_none(self.maps.containers.get(&key, 0), "CONTAINERS")?
-            else {
-                return Ok(None);
-            };
+            let Some(mut counters) = self.counted(cgroup_id)? else { return Ok(None) };
             let after = self.running()?;
             let now_ns = super::monotonic_ns();
-            let mut counters = sum(&cpus);
             let mut settled = true;
             for (before, after) in before.iter().zip(after.iter()) {
                 if before == after && before.cgroup_id == cgroup_id {
@@ -87,6 +79,14 @@ impl Measures {
                 return Ok(Some(counters));
             }
         }
+    }
+
+    fn counted(&self, cgroup_id: u64) -> Result<Option<Counters>, KernelError> {
+        let mut found = None;
+        for taken in self.maps.containers.taken().filter(|taken| taken.cgroup_id == cgroup_id) {
+            add(found.get_or_insert_default(), &self.maps.containers.read(taken)?);
+        }
+        Ok(found)
     }
 
     fn running(&self) -> Result<PerCpuValues<Running>, KernelError> {
@@ -107,66 +107,6 @@ pub fn wait_bucket_floor_ns(bucket: usize) -> u64 {
 fn wait_bucket(wait_ns: u64) -> usize {
     let bits = wait_ns.checked_ilog2().unwrap_or(0) + 1;
     (bits.saturating_sub(FIRST_BUCKET_BITS) as usize).min(WAIT_BUCKETS - 1)
-}
-
-fn sum(cpus: &PerCpuValues<Counters>) -> Counters {
-    let mut sum = Counters::default();
-    for cpu in cpus.iter() {
-        add(&mut sum, cpu);
-    }
-    sum
-}
-
-/// Adds each field. Taken apart, so that the compiler finds one that is missing.
-fn add(sum: &mut Counters, other: &Counters) {
-    let Counters {
-        on_cpu_ns,
-        switches,
-        preempted_by_same_pod,
-        preempted_by_other_pod,
-        preempted_by_system,
-        run_queue_wait_ns,
-        run_queue_waits,
-        memcg_reclaim_ns,
-        memcg_reclaims,
-        direct_reclaim_ns,
-        direct_reclaims,
-        oom_kills,
-        established,
-        retransmits,
-        rtt_us,
-        rtt_samples,
-        rx_bytes,
-        rx_packets,
-        tx_bytes,
-        tx_packets,
-    } = sum;
-    for (own, more) in [
-        (on_cpu_ns, other.on_cpu_ns),
-        (switches, other.switches),
-        (preempted_by_same_pod, other.preempted_by_same_pod),
-        (preempted_by_other_pod, other.preempted_by_other_pod),
-        (preempted_by_system, other.preempted_by_system),
-        (run_queue_wait_ns, other.run_queue_wait_ns),
-        (memcg_reclaim_ns, other.memcg_reclaim_ns),
-        (memcg_reclaims, other.memcg_reclaims),
-        (direct_reclaim_ns, other.direct_reclaim_ns),
-        (direct_reclaims, other.direct_reclaims),
-        (oom_kills, other.oom_kills),
-        (established, other.established),
-        (retransmits, other.retransmits),
-        (rtt_us, other.rtt_us),
-        (rtt_samples, other.rtt_samples),
-        (rx_bytes, other.rx_bytes),
-        (rx_packets, other.rx_packets),
-        (tx_bytes, other.tx_bytes),
-        (tx_packets, other.tx_packets),
-    ] {
-        *own = own.wrapping_add(more);
-    }
-    for (own, more) in run_queue_waits.iter_mut().zip(other.run_queue_waits) {
-        *own = own.wrapping_add(more);
-    }
 }
 
 /// Adds what a CPU's current thread has run and waited, which the programs add when it leaves the CPU. `now_ns` is on
@@ -192,37 +132,6 @@ mod tests {
             assert!(wait_bucket_floor_ns(bucket) <= wait_ns);
             assert!(bucket == WAIT_BUCKETS - 1 || wait_ns < wait_bucket_floor_ns(bucket + 1), "{wait_ns} ns");
         }
-    }
-
-    #[test]
-    fn every_field_is_added() {
-        let one = Counters {
-            on_cpu_ns: 1,
-            switches: 2,
-            preempted_by_same_pod: 3,
-            preempted_by_other_pod: 4,
-            preempted_by_system: 5,
-            run_queue_wait_ns: 6,
-            run_queue_waits: std::array::from_fn(|index| index as u64),
-            memcg_reclaim_ns: 7,
-            memcg_reclaims: 8,
-            direct_reclaim_ns: 9,
-            direct_reclaims: 10,
-            oom_kills: 11,
-            established: 12,
-            retransmits: 13,
-            rtt_us: 14,
-            rtt_samples: 15,
-            rx_bytes: 16,
-            rx_packets: 17,
-            tx_bytes: 18,
-            tx_packets: 19,
-        };
-        let mut two = Counters::default();
-        add(&mut two, &one);
-        assert_eq!(two, one);
-        add(&mut two, &one);
-        assert_eq!((two.on_cpu_ns, two.tx_packets, two.run_queue_waits[23]), (2, 38, 46));
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod bpf_log;
 mod btf;
 mod capability;
 mod check;
+mod containers;
 mod dead;
 mod edges;
 mod inspect;
@@ -238,14 +239,11 @@ impl Kernel {
             loader::duplicate(map("LISTENERS")?)?,
             loader::duplicate(map("ADDRESSES")?)?,
         )?;
-        let undertaker = dead::Undertaker::new(
-            loader::duplicate(map("CONTAINERS")?)?,
-            loader::duplicate(map("PRESSURE")?)?,
-            &options.cgroup,
-        )?;
-        let measures =
-            Measures::new(loader::duplicate(map("CONTAINERS")?)?, loader::duplicate(map("RUNNING")?)?)
-                .map_err(|error| KernelError::map("CONTAINERS", &error))?;
+        let containers =
+            || containers::Containers::open(map("SLOTS")?, loader::duplicate(map("CONTAINERS")?)?);
+        let undertaker =
+            dead::Undertaker::new(containers()?, loader::duplicate(map("PRESSURE")?)?, &options.cgroup)?;
+        let measures = Measures::new(containers()?, loader::duplicate(map("RUNNING")?)?)?;
         let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
             aya::maps::Map::from_map_data(data)
                 .and_then(PerCpuArray::try_from)
@@ -455,7 +453,7 @@ fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Ve
                 MapType::RingBuf => (1, 1),
                 // One for each thread, allocated with it; the kernel's bookkeeping is larger than the value.
                 MapType::TaskStorage => (u64::from(info.value_size()), 1),
-                MapType::PerCpuArray | MapType::PerCpuHash => {
+                MapType::PerCpuArray => {
                     (u64::from(info.key_size()) + u64::from(info.value_size()), cpus as u64)
                 }
                 _ => (u64::from(info.key_size()) + u64::from(info.value_size()), 1),

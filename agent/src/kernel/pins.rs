@@ -10,7 +10,7 @@ use aya::maps::{Array, Map, MapData, MapType};
 use beelet_ebpf_abi::{
     ABI_VERSION, ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey,
     ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta,
-    Pressure, RING_BYTES, Running, Settings, SocketCookie, TaskKey, TaskState,
+    Pressure, RING_BYTES, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
 };
 use rustix::mount::{MountFlags, UnmountFlags};
 use std::os::fd::AsFd;
@@ -56,7 +56,8 @@ pub(super) const MAPS: &[MapShape] = &[
     shape("EVENTS", MapType::RingBuf, 0, 0, RING_BYTES),
     shape("DROPS", MapType::PerCpuArray, 4, size_of::<Drops>(), 1),
     shape("SETTINGS", MapType::Array, 4, size_of::<Settings>(), 1),
-    shape("CONTAINERS", MapType::PerCpuHash, size_of::<CgroupKey>(), size_of::<Counters>(), MAX_CONTAINERS),
+    shape("CONTAINERS", MapType::PerCpuArray, 4, size_of::<Counters>(), MAX_CONTAINERS),
+    shape("SLOTS", MapType::Array, 4, size_of::<Slot>(), MAX_CONTAINERS),
     shape("PRESSURE", MapType::Hash, size_of::<CgroupKey>(), size_of::<Pressure>(), MAX_CONTAINERS),
     shape("RUNNING", MapType::PerCpuArray, 4, size_of::<Running>(), 1),
     shape("ANCESTRY", MapType::PerCpuArray, 4, size_of::<Ancestry>(), ANCESTRY_SLOTS),

@@ -4,9 +4,16 @@ use core::mem::{align_of, offset_of, size_of};
 
 use crate::EventHeader;
 
-/// Entries of the `CONTAINERS` and `PRESSURE` maps: cgroups below the pods' root that are alive, or died a short while
-/// ago.
+/// Entries of the `CONTAINERS`, `SLOTS` and `PRESSURE` maps: cgroups below the pods' root that are alive, or died a short
+/// while ago. A power of two: see [`HOME_SHIFT`].
 pub const MAX_CONTAINERS: usize = 2048;
+/// Where the counters of a cgroup are looked for first, its home: the highest bits of its id times [`HOME_FACTOR`], which
+/// takes ids at any regular distance far apart (Knuth, The Art of Computer Programming 3, 6.4, Fibonacci hashing).
+pub const HOME_SHIFT: u32 = u64::BITS - MAX_CONTAINERS.trailing_zeros();
+/// 2^64 divided by the golden ratio, to the next odd number.
+pub const HOME_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+/// How many slots are tried for a cgroup: `n * (n + 1) / 2` behind its home, so all of them are different.
+pub const SLOT_TRIES: u32 = 64;
 /// Entries of the `TASKS` map: threads of the machine. It is used below Linux 6.4 only, and has one entry elsewhere.
 pub const MAX_TASKS: usize = 65_536;
 /// Entries of the `ANCESTRY` cache, for each CPU.
@@ -46,7 +53,7 @@ pub mod pressure {
     pub const KINDS: usize = 2;
 }
 
-/// Key of the `CONTAINERS` and `PRESSURE` maps.
+/// Key of the `PRESSURE` map.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CgroupKey {
@@ -54,10 +61,22 @@ pub struct CgroupKey {
     pub cgroup_id: u64,
 }
 
+/// Value of the `SLOTS` map: whose counters are in the element of the `CONTAINERS` map with the same index. The programs take
+/// slots, the agent gives them back.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Slot {
+    /// The cgroup2 id; 0: free.
+    pub cgroup_id: u64,
+}
+
 /// Value of the per-CPU `CONTAINERS` map: what one cgroup used, waited for and moved. All of it only ever grows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
+    /// Whose they are, on this CPU. If it is another than the slot's, that one has done nothing on this CPU yet, and what is
+    /// here is left from before.
+    pub cgroup_id: u64,
     /// Time on a CPU, nanoseconds.
     pub on_cpu_ns: u64,
     /// How often one of its threads left a CPU.
@@ -256,10 +275,12 @@ pub struct PressureEvent {
 
 const _: () = {
     assert!(size_of::<CgroupKey>() == 8);
-    assert!(size_of::<Counters>() == 8 * (19 + WAIT_BUCKETS) && align_of::<Counters>() == 8);
-    assert!(offset_of!(Counters, run_queue_waits) == 48);
-    assert!(offset_of!(Counters, memcg_reclaim_ns) == 48 + 8 * WAIT_BUCKETS);
-    assert!(offset_of!(Counters, established) == 48 + 8 * WAIT_BUCKETS + 40);
+    assert!(size_of::<Slot>() == 8);
+    assert!(size_of::<Counters>() == 8 * (20 + WAIT_BUCKETS) && align_of::<Counters>() == 8);
+    assert!(offset_of!(Counters, run_queue_waits) == 56);
+    assert!(offset_of!(Counters, memcg_reclaim_ns) == 56 + 8 * WAIT_BUCKETS);
+    assert!(offset_of!(Counters, established) == 56 + 8 * WAIT_BUCKETS + 40);
+    assert!(MAX_CONTAINERS.is_power_of_two() && SLOT_TRIES as usize <= MAX_CONTAINERS);
     assert!(offset_of!(Counters, tx_packets) == size_of::<Counters>() - 8);
 
     assert!(size_of::<Settings>() == 80);

@@ -2,7 +2,7 @@
 
 use crate::{
     Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,
-    Running, Settings, SocketCookie, TaskKey, TaskState,
+    Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
 };
 
 macro_rules! pod {
@@ -26,6 +26,7 @@ pod!(
     Pressure,
     Running,
     Settings,
+    Slot,
     SocketCookie,
     TaskKey,
     TaskState
