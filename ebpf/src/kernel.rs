@@ -71,6 +71,12 @@ offsets! {
     OFF_CFS_RQ_RQ;
     /// `rq.clock`
     OFF_RQ_CLOCK;
+    /// `task_struct.sched_info.run_delay`: how long it has waited for CPUs in its life
+    OFF_TASK_RUN_DELAY;
+    /// `task_struct.sched_info.last_arrival`: when it last got one
+    OFF_TASK_LAST_ARRIVAL;
+    /// `task_struct.sched_info.last_queued`: since when it waits for the one it is queued at
+    OFF_TASK_LAST_QUEUED;
     /// `task_struct.exit_code`
     OFF_TASK_EXIT_CODE;
     /// `task_struct.group_leader`
@@ -140,6 +146,21 @@ pub(crate) fn cgroup_offsets_known() -> bool {
         && OFF_KERNFS_ID.load() != ABSENT
         && OFF_CGROUP_LEVEL.load() != ABSENT
         && (OFF_CGROUP_ANCESTORS.load() != ABSENT || OFF_CGROUP_ANCESTOR_IDS.load() != ABSENT)
+}
+
+/// Whether the kernel has a clock in each run queue, which it has just read whenever one of the scheduler's hooks runs.
+#[inline(always)]
+pub(crate) fn run_queue_clock_known() -> bool {
+    OFF_TASK_CFS_RQ.load() != ABSENT && OFF_CFS_RQ_RQ.load() != ABSENT && OFF_RQ_CLOCK.load() != ABSENT
+}
+
+/// Whether the kernel itself adds up how long each thread waits (`CONFIG_SCHED_INFO`), on that clock.
+#[inline(always)]
+pub(crate) fn kernel_counts_waits() -> bool {
+    run_queue_clock_known()
+        && OFF_TASK_RUN_DELAY.load() != ABSENT
+        && OFF_TASK_LAST_ARRIVAL.load() != ABSENT
+        && OFF_TASK_LAST_QUEUED.load() != ABSENT
 }
 
 /// Whether the agent resolved what no listener program can do without. The verifier drops everything behind it

@@ -17,7 +17,7 @@ use crate::{
     exits::thread_ended,
     kernel::{
         OFF_TASK_PID, OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
-        POS_WAKEUP_TASK, cgroup_offsets_known,
+        POS_WAKEUP_TASK, cgroup_offsets_known, kernel_counts_waits,
     },
     maps::RUNNING,
     pressure::waited,
@@ -58,7 +58,8 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
             thread_ended(previous, cpu.cgroup_id);
         }
     }
-    if runnable
+    if !kernel_counts_waits()
+        && runnable
         && previous.pid() != 0
         && let Some(state) = previous.state()
     {
@@ -93,11 +94,37 @@ fn compare_clocks(cpu: &mut Running, now: u64) {
     }
 }
 
-/// How long a thread that gets the CPU now has waited for it; `None` if nobody saw it begin. Whoever comes was woken or pushed
-/// aside before, so what its state says is always of the current wait. That is of no length if the wake-up is why there is a
-/// switch: then the kernel spares itself another look at its clock (`rq_clock_skip_update`).
+/// How long a thread that gets the CPU now has waited for it; `None` if nobody saw it begin.
 #[inline(always)]
 fn waited_ns(next: Task, now: u64) -> Option<u64> {
+    if kernel_counts_waits() { by_run_delay(next, now) } else { by_wakeup(next, now) }
+}
+
+/// The kernel adds up how long each thread has waited in its life (`run_delay`). What has come to it since the last time
+/// that we saw it get a CPU is this wait, wherever the thread was moved meanwhile.
+#[inline(always)]
+fn by_run_delay(next: Task, now: u64) -> Option<u64> {
+    let waits = next.waits(now);
+    // New to the pods, or its fork was passed over, as may be on newer kernels (see exits.rs); task storage may be made here.
+    let state = next.state_or_new();
+    let Some(state) = state else { return Some(waits.here) };
+    // SAFETY: a live element; only this thread's own hooks write it, one at a time.
+    let state = unsafe { &mut *state };
+    let wait = if state.arrived_ns == waits.arrived {
+        waits.all.saturating_sub(state.waited_ns)
+    } else {
+        waits.here
+    };
+    state.arrived_ns = now;
+    state.waited_ns = waits.all;
+    Some(wait)
+}
+
+/// Whoever comes was woken or pushed aside before, so what its state says is always of the current wait. That is of no length
+/// if the wake-up is why there is a switch: then the kernel spares itself another look at its clock
+/// (`rq_clock_skip_update`).
+#[inline(always)]
+fn by_wakeup(next: Task, now: u64) -> Option<u64> {
     // SAFETY: a live element; only this thread's own hooks write it, one at a time.
     let since = unsafe { (*next.state()?).runnable_since_ns };
     if since != 0 && now >= since { Some(now - since) } else { None }
@@ -164,7 +191,8 @@ fn bucket(wait_ns: u64) -> u64 {
     bits + (rest >> 1) + 1
 }
 
-/// A thread becomes runnable.
+/// A thread becomes runnable. The agent attaches this and the next only where the kernel doesn't count waits itself: two more
+/// hooks would double what the measuring costs (decisions/0015).
 #[btf_tracepoint(function = "sched_wakeup")]
 pub(crate) fn sched_wakeup(ctx: BtfTracePointContext) -> i32 {
     woken(&ctx, Task::state)

@@ -19,7 +19,8 @@ use crate::{
     events::dropped,
     kernel::{
         OFF_CFS_RQ_RQ, OFF_CGROUP_KN, OFF_CSS_SET_CGROUP, OFF_KERNFS_ID, OFF_RQ_CLOCK, OFF_TASK_CFS_RQ,
-        OFF_TASK_CGROUPS, OFF_TASK_FLAGS, OFF_TASK_PID, POS_FORK_CHILD, USE_TASK_STORAGE, read,
+        OFF_TASK_CGROUPS, OFF_TASK_FLAGS, OFF_TASK_LAST_ARRIVAL, OFF_TASK_LAST_QUEUED, OFF_TASK_PID,
+        OFF_TASK_RUN_DELAY, POS_FORK_CHILD, USE_TASK_STORAGE, read, run_queue_clock_known,
     },
     maps::{TASK_STORAGE, TASKS},
 };
@@ -32,6 +33,16 @@ const PF_EXITING: u32 = 4;
 /// A `struct task_struct *` that the verifier knows as such.
 #[derive(Clone, Copy)]
 pub(crate) struct Task(*const u8);
+
+/// What the kernel says of a thread's waiting, nanoseconds on the run queue's clock.
+pub(crate) struct Waits {
+    /// At the run queue where it is now. If it was moved there while it waited, it had waited elsewhere, too.
+    pub(crate) here: u64,
+    /// In its life.
+    pub(crate) all: u64,
+    /// When it last got a CPU.
+    pub(crate) arrived: u64,
+}
 
 impl Task {
     /// # Safety
@@ -77,8 +88,7 @@ impl Task {
     /// (decisions/0013).
     #[inline(always)]
     pub(crate) fn run_queue_clock(self) -> u64 {
-        if OFF_TASK_CFS_RQ.load() == ABSENT || OFF_CFS_RQ_RQ.load() == ABSENT || OFF_RQ_CLOCK.load() == ABSENT
-        {
+        if !run_queue_clock_known() {
             // SAFETY: takes nothing.
             return unsafe { bpf_ktime_get_ns() };
         }
@@ -89,6 +99,16 @@ impl Task {
             let queue: *const u8 = read(group, OFF_CFS_RQ_RQ.load());
             read(queue, OFF_RQ_CLOCK.load())
         }
+    }
+
+    /// How long the kernel says that it waits for the CPU that it gets at `now` (`sched_info_arrive` in
+    /// kernel/sched/stats.h, which comes after the hook).
+    #[inline(always)]
+    pub(crate) fn waits(self, now: u64) -> Waits {
+        let queued: u64 = self.field(OFF_TASK_LAST_QUEUED.load());
+        let here = if queued == 0 { 0 } else { now.saturating_sub(queued) };
+        let before: u64 = self.field(OFF_TASK_RUN_DELAY.load());
+        Waits { here, all: before + here, arrived: self.field(OFF_TASK_LAST_ARRIVAL.load()) }
     }
 
     /// Its state, if it has any.
@@ -158,7 +178,8 @@ impl Task {
 
 /// What a thread begins with. Not made on the stack: the compiler would call `memset`, and before Linux 6.8 a program may
 /// call no function that returns nothing.
-static FRESH: TaskState = TaskState { runnable_since_ns: 0, reclaiming_since_ns: 0, task: 0 };
+static FRESH: TaskState =
+    TaskState { runnable_since_ns: 0, arrived_ns: 0, waited_ns: 0, reclaiming_since_ns: 0, task: 0 };
 
 /// Every new thread of the machine, before it runs for the first time.
 #[btf_tracepoint(function = "sched_process_fork")]

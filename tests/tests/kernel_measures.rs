@@ -68,9 +68,8 @@ fn time_on_the_cpu_is_as_cpu_stat_says_it_over_a_minute() {
     cpu_time_is_as_cpu_stat_says(60);
 }
 
-#[test]
-fn waiting_for_the_cpu_is_as_schedstat_says_it() {
-    require!(bpf);
+/// Compares with the kernel's own account, on a kernel that seems to lack some fields.
+fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
     if !std::path::Path::new("/proc/self/schedstat").exists() {
         requires::skip(&requires::Missing {
             what: "the kernel has no /proc/PID/schedstat".to_owned(),
@@ -79,9 +78,21 @@ fn waiting_for_the_cpu_is_as_schedstat_says_it() {
         return;
     }
     let place = Place::new("bk-wait");
-    let kernel = place.start();
     let container = place.container("pod1/one", &[]);
-    let mut loads: Vec<_> = (0..4).map(|_| container.load(Some(0))).collect();
+    // Some are there before the programs, and have waited before they come to the pod; some come later.
+    let mut loads: Vec<_> = (0..2).map(|_| load(&Seat { cpu: Some(0), ..Seat::default() })).collect();
+    for load in &mut loads {
+        load.begin("burn 300").unwrap();
+    }
+    for load in &mut loads {
+        load.answer().unwrap();
+        std::fs::write(container.dirs[0].join("cgroup.procs"), load.pid().to_string()).unwrap();
+    }
+    let kernel = start(&KernelOptions { without, ..place.options() });
+    let wakeups = kernel.capabilities().iter().find(|row| row.program == "sched_wakeup").unwrap();
+    assert_eq!(wakeups.spared.is_some(), without.is_empty(), "{wakeups:?}");
+    assert_eq!(place.pins().join("links/sched_wakeup").exists(), !without.is_empty());
+    loads.extend((0..2).map(|_| container.load(Some(0))));
     let delays = |loads: &[Load]| -> u64 { loads.iter().map(|l| run_delay(l.pid())).sum() };
     let (before, file_before) = (container.counters(&kernel), delays(&loads));
     for load in &mut loads {
@@ -96,6 +107,60 @@ fn waiting_for_the_cpu_is_as_schedstat_says_it() {
     assert!(apart(ours, files) < 0.05, "programs {ours} ns, schedstat {files} ns");
     let waits = |counters: &Counters| counters.run_queue_waits.iter().sum::<u64>();
     assert!(waits(&after) - waits(&before) > 100, "four threads on one CPU wait often: {after:?}");
+}
+
+#[test]
+fn waiting_for_the_cpu_is_as_schedstat_says_it() {
+    require!(bpf);
+    waiting_is_as_schedstat_says_it(&[]);
+}
+
+#[test]
+fn waiting_is_measured_from_wake_ups_where_the_kernel_does_not_count_it() {
+    require!(bpf);
+    waiting_is_as_schedstat_says_it(&["OFF_TASK_RUN_DELAY"]);
+}
+
+#[test]
+fn waiting_is_measured_where_run_queues_have_no_clock_that_can_be_read() {
+    require!(bpf);
+    waiting_is_as_schedstat_says_it(&["OFF_RQ_CLOCK"]);
+}
+
+#[test]
+fn waiting_of_threads_that_are_moved_is_as_schedstat_says_it() {
+    require!(bpf);
+    let place = Place::new("bk-moved");
+    let kernel = place.start();
+    let container = place.container("pod1/one", &[]);
+    let mut loads: Vec<_> = (0..6).map(|_| container.load(None)).collect();
+    let delays = |loads: &[Load]| -> u64 { loads.iter().map(|l| run_delay(l.pid())).sum() };
+    let (before, file_before) = (container.counters(&kernel), delays(&loads));
+    for load in &mut loads {
+        load.begin("burn 3000").unwrap();
+    }
+    // Back and forth for as long as they run: from one CPU to the other, whether it runs or waits.
+    let cpus = rustix::thread::sched_getaffinity(None).unwrap();
+    let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
+    let started = Instant::now();
+    for round in 0.. {
+        if started.elapsed() > Duration::from_millis(2500) {
+            break;
+        }
+        for (number, load) in loads.iter().enumerate() {
+            let mut one = rustix::thread::CpuSet::new();
+            one.set(all[(round + number) % all.len()]);
+            let pid = rustix::process::Pid::from_raw(load.pid() as i32);
+            rustix::thread::sched_setaffinity(pid, &one).unwrap();
+        }
+    }
+    for load in &mut loads {
+        load.answer().unwrap();
+    }
+    let (after, file_after) = (container.counters(&kernel), delays(&loads));
+    let (ours, files) = (after.run_queue_wait_ns - before.run_queue_wait_ns, file_after - file_before);
+    println!("moved: programs {ours} ns, schedstat {files} ns, {:.2} % apart", 100.0 * apart(ours, files));
+    assert!(apart(ours, files) < 0.05, "programs {ours} ns, schedstat {files} ns");
 }
 
 #[test]

@@ -124,6 +124,19 @@ fn another_object_of_the_same_version_replaces_the_programs_and_keeps_the_maps()
 }
 
 #[test]
+fn a_program_that_is_not_needed_any_more_goes() {
+    require!(bpf);
+    let place = Place::new("bk-spared");
+    let folder = tempfile::tempdir().unwrap();
+    let link = place.pins().join("links/sched_wakeup");
+    start(&KernelOptions { without: &["OFF_TASK_RUN_DELAY"], ..place.options() }).stop(true).unwrap();
+    assert!(link.exists());
+    let kernel = start(&KernelOptions { object: Some(other_object(folder.path())), ..place.options() });
+    assert!(kernel.adopted() && row(&kernel, "sched_wakeup").spared.is_some());
+    assert!(!link.exists(), "nobody needs it");
+}
+
+#[test]
 fn nothing_is_missed_while_programs_are_replaced() {
     require!(bpf);
     let place = Place::new("bk-gapless");
@@ -386,6 +399,7 @@ fn switched_off_it_does_nothing() {
         mode: Mode::Off,
         object: None,
         thresholds: beelet::kernel::Thresholds::default(),
+        without: &[],
     };
     let kernel = Kernel::start(&options);
     is_idle(&kernel, "BPF is switched off");

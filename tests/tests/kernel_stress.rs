@@ -115,19 +115,26 @@ fn a_crowd_of_cgroups_is_counted_each_by_itself_and_so_is_the_next() {
     require!(bpf);
     let place = Place::new("bk-crowd");
     let kernel = place.start();
-    for (command, switches) in [("pingpong 50", 80..u64::MAX), ("burn 0", 1..80)] {
+    let mut before = u64::MAX;
+    for rounds in [100, 2] {
         let crowd: Vec<Container> =
             (0..MAX_CONTAINERS * 3 / 4).map(|n| place.container(&format!("crowd/{n}"), &[])).collect();
         let mut load = place.container("crowd/first", &[]).load(None);
         for container in &crowd {
             std::fs::write(container.dirs[0].join("cgroup.procs"), load.pid().to_string()).unwrap();
-            load.tell(command).unwrap();
+            load.tell(&format!("pingpong {rounds}")).unwrap();
         }
         let counted = kernel.measures().unwrap().snapshot().unwrap();
         for container in &crowd {
-            let found = counted.get(&container.id()).map_or(0, |counters| counters.switches);
-            assert!(switches.contains(&found), "{command}: {found} switches in {:?}", container.dirs[0]);
+            assert!(counted.contains_key(&container.id()), "{:?}", container.dirs[0]);
         }
+        // Whatever the first crowd had counted would be found again here if its places were not cleared.
+        let switches: u64 = counted.values().map(|counters| counters.switches).sum();
+        assert!(
+            switches >= crowd.len() as u64 && switches < before / 4,
+            "{switches}, the crowd before {before}"
+        );
+        before = switches;
         assert_eq!(kernel.drops().unwrap().unwrap().containers_full, 0);
         drop(load);
         remove_cgroups(&[crowd[0].dirs[0].parent().unwrap().to_owned()]).unwrap();
@@ -162,6 +169,7 @@ fn reader_process() {
         mode: programs::Mode::Auto,
         object: None,
         thresholds: programs::Thresholds::default(),
+        without: &[],
     });
     let edges = kernel.subscribe(Interest::LISTENERS);
     say("ready");

@@ -59,6 +59,7 @@ impl Place {
             mode: Mode::Auto,
             object,
             thresholds: Thresholds::default(),
+            without: &[],
         }
     }
 }

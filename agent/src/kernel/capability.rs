@@ -12,11 +12,16 @@ pub struct Capability {
     pub needs: &'static str,
     /// Whether it works; if not, why.
     pub have: Result<(), String>,
+    /// Why it is left out although it would work: the kernel itself does what it is for. `None` where it isn't.
+    pub spared: Option<&'static str>,
     /// What stands in when it doesn't.
     pub fallback: &'static str,
     /// What a person can do about it; empty while it works.
     pub remedy: String,
 }
+
+/// How `beelet doctor` begins its word on a program that is spared.
+pub const NOT_NEEDED: &str = "not needed";
 
 /// How a program gets its events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +48,8 @@ pub(super) struct Program {
     pub(super) fallback: &'static str,
     /// The read-only globals it can't do without.
     pub(super) fields: &'static [&'static [&'static str]],
+    /// With which read-only globals it is spared, and why.
+    pub(super) spared: Option<(&'static [&'static str], &'static str)>,
 }
 
 /// The program whose presence `Meta::tracepoint` tells to the others.
@@ -60,7 +67,13 @@ const fn tracepoint(
     fallback: &'static str,
     fields: &'static [&'static [&'static str]],
 ) -> Program {
-    Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields }
+    Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields, spared: None }
+}
+
+/// A hook that is for nothing but the beginning of waits.
+const fn wakeup(name: &'static str) -> Program {
+    let spared = Some((offsets::RUN_DELAY_FIELDS, "this kernel counts itself how long each thread waits"));
+    Program { spared, ..tracepoint(name, name, NO_WAITS, &[&["POS_WAKEUP_TASK", "OFF_TASK_PID"]]) }
 }
 
 /// Every program, in the order of attaching. The tracepoint sees every listener of the machine, so it comes first; a
@@ -80,6 +93,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once a \
                    probe period. Connections, retransmits and round-trip times are not counted",
         fields: &[offsets::LISTENER_FIELDS],
+        spared: None,
     },
     tracepoint(
         "task_exited",
@@ -118,9 +132,10 @@ pub(super) const PROGRAMS: &[Program] = &[
         needs: TRACING,
         fallback: "run-queue and reclaim times are not counted for threads that were there before",
         fields: &[&["OFF_TASK_PID"]],
+        spared: None,
     },
-    tracepoint("sched_wakeup", "sched_wakeup", NO_WAITS, &[&["POS_WAKEUP_TASK", "OFF_TASK_PID"]]),
-    tracepoint("sched_wakeup_new", "sched_wakeup_new", NO_WAITS, &[&["POS_WAKEUP_TASK", "OFF_TASK_PID"]]),
+    wakeup("sched_wakeup"),
+    wakeup("sched_wakeup_new"),
     tracepoint(
         "sched_switch",
         "sched_switch",
@@ -142,6 +157,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         needs: ON_CGROUP,
         fallback: "the counters of the pod's interface, all its containers together",
         fields: &[],
+        spared: None,
     },
     Program {
         name: "traffic_out",
@@ -149,6 +165,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         needs: ON_CGROUP,
         fallback: "the counters of the pod's interface, all its containers together",
         fields: &[],
+        spared: None,
     },
 ];
 
@@ -194,6 +211,7 @@ pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
         program: program.name,
         needs: program.needs,
         have: Err(why.to_owned()),
+        spared: None,
         fallback: off_fallback(program),
         remedy: remedy.to_owned(),
     };
@@ -201,6 +219,7 @@ pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
         program,
         needs,
         have: Err(why.to_owned()),
+        spared: None,
         fallback,
         remedy: remedy.to_owned(),
     };

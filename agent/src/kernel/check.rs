@@ -177,7 +177,7 @@ impl Checker {
             Ok(_) => String::new(),
             Err(error) => super::capability::remedy(&error.message, error.kind),
         };
-        let row = Capability { program: NAME, needs: NEEDS, have, fallback: FALLBACK, remedy };
+        let row = Capability { program: NAME, needs: NEEDS, have, spared: None, fallback: FALLBACK, remedy };
         (loaded.ok(), row)
     }
 

@@ -244,15 +244,15 @@ show! {
     CgroupKey { cgroup_id }
     Pressure { window_ns, waited_ns, above, edge_ns }
     TaskKey { pid }
-    TaskState { runnable_since_ns, reclaiming_since_ns, task }
+    TaskState { runnable_since_ns, arrived_ns, waited_ns, reclaiming_since_ns, task }
     ExitedKey { started_ns, pid, reserved }
     Drops { ring_full, listeners_full, addresses_full, containers_full, tasks_full }
     Running { since_ns, ahead_ns, compared_ns, cgroup_id, pod_id, wait_ns, qos, waited }
     Ancestry { cgroup_id, pod_id, qos, generation }
     Slot { cgroup_id }
     Counters {
-        cgroup_id, on_cpu_ns, switches, preempted_by_same_pod, preempted_by_other_pod, preempted_by_system, run_queue_wait_ns,
-        run_queue_waits, memcg_reclaim_ns, memcg_reclaims, direct_reclaim_ns, direct_reclaims, oom_kills, established,
+        cgroup_id, on_cpu_ns, switches, preempted_by_same_pod, preempted_by_other_pod, preempted_by_system,
+        run_queue_wait_ns, run_queue_waits, memcg_reclaim_ns, memcg_reclaims, direct_reclaim_ns, direct_reclaims, oom_kills, established,
         retransmits, rtt_us, rtt_samples, rx_bytes, rx_packets, tx_bytes, tx_packets
     }
 }

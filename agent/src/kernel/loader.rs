@@ -86,6 +86,8 @@ pub(super) struct Request<'a> {
     pub(super) kernel_btf: &'a super::btf::Btf,
     /// The kernel's release: major and minor.
     pub(super) release: (u32, u32),
+    /// As in [`super::KernelOptions::without`].
+    pub(super) without: &'static [&'static str],
 }
 
 /// Brings the kernel half up.
@@ -109,12 +111,15 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     }
     // The log isn't pinned: an object that logs is loaded again each time.
     let logs = request.object.windows(8).any(|window| window == b"AYA_LOGS");
+    let offsets = Offsets::resolve(request.kernel_btf, request.release).without(request.without);
     if let Some((_, pins)) = earlier
         && same
         && !logs
-        && PROGRAMS.iter().all(|program| is_alive(pins, program, request.cgroup))
+        && PROGRAMS
+            .iter()
+            .all(|program| spared(program, &offsets).is_some() || is_alive(pins, program, request.cgroup))
     {
-        return adopt(pins);
+        return adopt(pins, &offsets);
     }
     let reuse_same = same && !logs;
     let instance = match earlier {
@@ -122,19 +127,10 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         Some((meta, _)) => meta.instance.wrapping_add(1),
         None => 1,
     };
-    let offsets = Offsets::resolve(request.kernel_btf, request.release);
     let mut ebpf = open_object(request, &offsets, instance, earlier.map(|(_, pins)| pins))?;
     let mut maps = take_maps(&mut ebpf)?;
     let log = BpfLog::open(&mut ebpf);
-    let fresh = Meta {
-        magic: MAGIC,
-        abi_version: ABI_VERSION,
-        complete: 0,
-        tracepoint: 0,
-        instance: 0,
-        digest: request.digest,
-    };
-    let mut meta = earlier.map_or(fresh, |(meta, _)| meta);
+    let mut meta = earlier.map_or_else(|| fresh_meta(request.digest), |(meta, _)| meta);
     if earlier.is_none()
         && let Some(pins) = request.pins
     {
@@ -150,24 +146,29 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         reuse_same,
         links: Vec::new(),
     };
-    let mut capabilities = Vec::new();
-    for program in PROGRAMS {
-        capabilities.push(row(program, attach.program(program)));
-        if program.name == LISTENER_STATE {
-            let attached = capabilities.last().is_some_and(|row| row.have.is_ok());
-            meta.tracepoint = u32::from(attached);
-            write_meta(&maps, &meta)?;
-        }
-    }
+    let capabilities = attach.all(&maps, &mut meta)?;
     let links = std::mem::take(&mut attach.links);
     write_meta(&maps, &Meta { complete: 1, instance, digest: request.digest, ..meta })?;
     if let Some(pins) = request.pins {
         pins.promote_links()?;
+        for row in capabilities.iter().filter(|row| row.spared.is_some()) {
+            pins.remove_link(row.program);
+        }
     }
     Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some(), log })
 }
 
-fn row(program: &'static Program, result: Result<(), Failure>) -> Capability {
+/// What the programs find before any of them is attached.
+fn fresh_meta(digest: [u8; 32]) -> Meta {
+    Meta { magic: MAGIC, abi_version: ABI_VERSION, complete: 0, tracepoint: 0, instance: 0, digest }
+}
+
+/// Why a program is left out on this kernel.
+fn spared(program: &Program, offsets: &Offsets) -> Option<&'static str> {
+    program.spared.filter(|(fields, _)| offsets.require(fields).is_ok()).map(|(_, why)| why)
+}
+
+fn row(program: &'static Program, spared: Option<&'static str>, result: Result<(), Failure>) -> Capability {
     let (have, remedy) = match result {
         Ok(()) => (Ok(()), String::new()),
         Err(failure) => {
@@ -175,18 +176,26 @@ fn row(program: &'static Program, result: Result<(), Failure>) -> Capability {
             (Err(failure.message), remedy)
         }
     };
-    Capability { program: program.name, needs: program.needs, have, fallback: program.fallback, remedy }
+    Capability {
+        program: program.name,
+        needs: program.needs,
+        have,
+        spared,
+        fallback: program.fallback,
+        remedy,
+    }
 }
 
 /// Takes over what runs, without loading anything.
-fn adopt(pins: &Pins) -> Result<Loaded, KernelError> {
+fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
     let mut maps = BTreeMap::new();
     for shape in MAPS {
         let map =
             MapData::from_pin(pins.map(shape.name)).map_err(|error| KernelError::map(shape.name, &error))?;
         maps.insert(shape.name, map);
     }
-    let capabilities = PROGRAMS.iter().map(|program| row(program, Ok(()))).collect();
+    let capabilities =
+        PROGRAMS.iter().map(|program| row(program, spared(program, offsets), Ok(()))).collect();
     Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true, log: None })
 }
 
@@ -243,7 +252,6 @@ fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelE
             | Map::HashMap(data)
             | Map::LruHashMap(data)
             | Map::PerCpuArray(data)
-            | Map::PerCpuHashMap(data)
             | Map::RingBuf(data) => data,
             Map::Unsupported(data) => data, // task storage: only the programs use it
             other => {
@@ -305,6 +313,25 @@ struct Attach<'a> {
 }
 
 impl Attach<'_> {
+    /// Attaches what this kernel needs, and tells the programs whether the tracepoint sees the listeners as soon as it does.
+    fn all(
+        &mut self,
+        maps: &BTreeMap<&'static str, MapData>,
+        meta: &mut Meta,
+    ) -> Result<Vec<Capability>, KernelError> {
+        let mut rows = Vec::new();
+        for program in PROGRAMS {
+            let spared = spared(program, self.offsets);
+            let attached = if spared.is_some() { Ok(()) } else { self.program(program) };
+            if program.name == LISTENER_STATE {
+                meta.tracepoint = u32::from(attached.is_ok());
+                write_meta(maps, meta)?;
+            }
+            rows.push(row(program, spared, attached));
+        }
+        Ok(rows)
+    }
+
     fn program(&mut self, program: &Program) -> Result<(), Failure> {
         if self.reuse_same
             && let Some(pins) = self.request.pins

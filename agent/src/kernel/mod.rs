@@ -29,7 +29,7 @@ mod sys;
 pub use sys::{give_memory_back, share_arenas, watched};
 
 pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
-pub use capability::{Capability, ProgramInfo, programs};
+pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
 pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
 pub use edges::{Edge, Edges, Interest, PressureKind};
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
@@ -75,6 +75,9 @@ pub struct KernelOptions {
     pub object: Option<PathBuf>,
     /// From what on waiting is told as an edge.
     pub thresholds: Thresholds,
+    /// Fields of the kernel's to do without, by their names in `offsets.rs`, as if this kernel lacked them: what stands in
+    /// for them can be tried on any kernel.
+    pub without: &'static [&'static str],
 }
 
 /// Why the kernel half could not do something: a sentence.
@@ -202,6 +205,7 @@ impl Kernel {
             current,
             kernel_btf: &kernel_btf,
             release,
+            without: options.without,
         };
         let mut loaded = loader::load(&request).map_err(plain)?;
         self.capabilities = std::mem::take(&mut loaded.capabilities);
@@ -422,6 +426,7 @@ fn find_pins(
         program: capability::PINS,
         needs: capability::PINS_NEED,
         have,
+        spared: None,
         fallback: capability::PINS_FALLBACK,
         remedy,
     };

@@ -51,6 +51,9 @@ pub(super) const FIELDS: &[Wanted] = &[
     field("OFF_TASK_CFS_RQ", "task_struct", "se.cfs_rq"),
     field("OFF_CFS_RQ_RQ", "cfs_rq", "rq"),
     field("OFF_RQ_CLOCK", "rq", "clock"),
+    field("OFF_TASK_RUN_DELAY", "task_struct", "sched_info.run_delay"),
+    field("OFF_TASK_LAST_ARRIVAL", "task_struct", "sched_info.last_arrival"),
+    field("OFF_TASK_LAST_QUEUED", "task_struct", "sched_info.last_queued"),
     field("OFF_TASK_EXIT_CODE", "task_struct", "exit_code"),
     field("OFF_TASK_LEADER", "task_struct", "group_leader"),
     field("OFF_TASK_SIGNAL", "task_struct", "signal"),
@@ -139,6 +142,16 @@ pub(super) const CGROUP_FIELDS: &[&str] = &[
     "OFF_CGROUP_ANCESTORS",
 ];
 
+/// The globals with which the kernel itself says how long threads wait (`kernel_counts_waits` in ebpf/src/kernel.rs).
+pub(super) const RUN_DELAY_FIELDS: &[&str] = &[
+    "OFF_TASK_CFS_RQ",
+    "OFF_CFS_RQ_RQ",
+    "OFF_RQ_CLOCK",
+    "OFF_TASK_RUN_DELAY",
+    "OFF_TASK_LAST_ARRIVAL",
+    "OFF_TASK_LAST_QUEUED",
+];
+
 /// What this kernel has.
 #[derive(Debug, Default)]
 pub(super) struct Offsets {
@@ -202,6 +215,15 @@ impl Offsets {
                 Err(error) => self.missing.push((global, error.clone())),
             }
         }
+    }
+
+    /// As if this kernel lacked some of them.
+    pub(super) fn without(mut self, globals: &[&'static str]) -> Offsets {
+        self.globals.retain(|(global, _)| !globals.contains(global));
+        let left_out =
+            |global: &&'static str| (*global, BtfError::NoField(format!("{global} that may be used")));
+        self.missing.extend(globals.iter().map(left_out));
+        self
     }
 
     /// Fails with the first of `globals` that this kernel lacks.
@@ -275,6 +297,7 @@ mod tests {
         assert!(missing.is_empty(), "{missing:?}");
         assert_eq!(offsets.require(LISTENER_FIELDS), Ok(()));
         assert_eq!(offsets.require(CGROUP_FIELDS), Ok(()));
+        assert_eq!(offsets.require(RUN_DELAY_FIELDS), Ok(()));
         assert_eq!(check_set_state(&btf), Ok(()));
         let value = |name: &str| offsets.globals.iter().find(|(global, _)| *global == name).map(|(_, v)| *v);
         assert_ne!(value("POS_SWITCH_PREV"), value("POS_SWITCH_NEXT"));
@@ -289,6 +312,15 @@ mod tests {
         {
             assert_eq!(has_task_storage(release), expected, "{release:?}");
         }
+    }
+
+    #[test]
+    fn a_field_can_be_done_without() {
+        let offsets = Offsets { globals: vec![("OFF_RQ_CLOCK", 8), ("OFF_SKC_NUM", 4)], missing: Vec::new() };
+        let offsets = offsets.without(&["OFF_RQ_CLOCK"]);
+        assert_eq!(offsets.globals, [("OFF_SKC_NUM", 4)]);
+        let why = offsets.require(RUN_DELAY_FIELDS).unwrap_err();
+        assert!(why.contains("OFF_RQ_CLOCK"), "{why}");
     }
 
     #[test]

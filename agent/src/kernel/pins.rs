@@ -261,6 +261,11 @@ impl Pins {
         Ok(())
     }
 
+    /// Takes away the link of a program that is not needed any more.
+    pub(super) fn remove_link(&self, program: &str) {
+        let _ = std::fs::remove_file(self.link(program)); // most have none
+    }
+
     /// Takes away every new link that has not taken its place.
     pub(super) fn discard_new_links(&self) {
         for program in PROGRAMS {

@@ -628,6 +628,7 @@ async fn start_kernel(config: &Config, cgroups: &Cgroups) -> Result<Kernel> {
         },
         object: config.beelet.bpf_log.clone(),
         thresholds: config.beelet.pressure_edges,
+        without: &[],
     };
     let kernel =
         spawn_blocking(move || Kernel::start(&options)).await.context("the kernel half could not start")?;

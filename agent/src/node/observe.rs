@@ -321,6 +321,7 @@ async fn start_kernel(options: &Options, cgroups: &Arc<Cgroups>) -> Result<Kerne
         mode: options.bpf,
         object: None,
         thresholds: Thresholds::default(),
+        without: &[],
     };
     let kernel = spawn_blocking(move || Kernel::start(&options)).await;
     let kernel = kernel.context("the kernel half could not start")?;

@@ -96,6 +96,7 @@ impl Place {
             cgroup: self.cgroup.dir("unified").context("no cgroup2 hierarchy")?,
             mode,
             thresholds: beelet::kernel::Thresholds::default(),
+            without: &[],
             object: None,
         }))
     }

@@ -188,8 +188,13 @@ pub struct TaskKey {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskState {
-    /// When it last became runnable: nanoseconds on the run queue's clock; 0: not seen yet.
+    /// When it last became runnable: nanoseconds on the run queue's clock; 0: not seen yet. Only where the kernel doesn't count
+    /// how long threads wait.
     pub runnable_since_ns: u64,
+    /// When it last got a CPU in a pod, on that clock. Only where the kernel counts, as the next.
+    pub arrived_ns: u64,
+    /// How long it had waited for CPUs in its life by then, nanoseconds.
+    pub waited_ns: u64,
     /// Since when it reclaims memory; 0 if it doesn't.
     pub reclaiming_since_ns: u64,
     /// Its `task_struct`, where the kernel tells of an OOM kill by number only (`TASKS`); else 0.
@@ -291,7 +296,7 @@ const _: () = {
     assert!(size_of::<Running>() == 56 && offset_of!(Running, qos) == 48);
     assert!(size_of::<Ancestry>() == 24 && offset_of!(Ancestry, qos) == 16);
     assert!(size_of::<TaskKey>() == 4);
-    assert!(size_of::<TaskState>() == 24);
+    assert!(size_of::<TaskState>() == 40);
     assert!(size_of::<Pressure>() == 56 && offset_of!(Pressure, edge_ns) == 48);
     assert!(size_of::<ExitedKey>() == 16);
 

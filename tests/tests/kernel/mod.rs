@@ -47,6 +47,7 @@ impl Place {
             mode: Mode::Auto,
             object: None,
             thresholds: beelet::kernel::Thresholds::default(),
+            without: &[],
         }
     }
 

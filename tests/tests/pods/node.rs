@@ -439,6 +439,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         mode: Mode::Off,
         object: None,
         thresholds: beelet::kernel::Thresholds::default(),
+        without: &[],
     });
     let events = Recorder::load(&state);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));

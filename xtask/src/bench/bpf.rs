@@ -1,6 +1,9 @@
 //! What the kernel programs cost: by the kernel's own count of their runs, and by what a load does with and without them,
 //! in turns, so that whatever else the machine does hits both alike.
 //!
+//! An event of the scheduler is a switch or a wake-up, whether a program hangs on it or not: where the kernel says itself how
+//! long threads wait, wake-ups need none. How many there are is counted with the programs that see them all.
+//!
 //! The socket programs belong to a cgroup, so two loads take turns of some milliseconds, one in a pod and one in a cgroup
 //! beside the pods; hundreds of pairs make one per cent visible on a machine whose speed swings by ten. What belongs to
 //! no cgroup (the tracepoint of the sockets' states) is added by the kernel's count.
@@ -17,9 +20,14 @@ use beelet_tests::workdir::{self, interrupted};
 const EVENT_BOUND: f64 = 150.0;
 /// Per cent of accepted connections and of throughput.
 const SOCKET_BOUND: f64 = 1.0;
-/// A round of ping-pong is two switches and two wake-ups.
-const EVENTS_A_ROUND: f64 = 4.0;
-const SCHEDULER: [&str; 3] = ["sched_switch", "sched_wakeup", "sched_wakeup_new"];
+/// Rounds of ping-pong that are timed as one: some 15 ms, so that most are not hit by anything.
+const PINGPONG: u32 = 2_000;
+/// How often they are played for one figure, the median: what comes right after loading is slow.
+const PLAYED: usize = 30;
+const SWITCHES: &str = "sched_switch";
+const SCHEDULER: [&str; 3] = [SWITCHES, "sched_wakeup", "sched_wakeup_new"];
+/// Without it the programs see the wake-ups.
+const RUN_DELAY: &[&str] = &["OFF_TASK_RUN_DELAY"];
 /// The socket program that runs for every cgroup.
 const EVERYWHERE: [&str; 1] = ["listener_state"];
 
@@ -58,6 +66,7 @@ impl Place {
             mode: Mode::Auto,
             object: None,
             thresholds: Thresholds::default(),
+            without: &[],
         };
         let load_in = |dir| {
             let seat = Seat { cgroups: vec![dir], netns: Some(netns.path()), cpu: Some(0) };
@@ -77,7 +86,11 @@ impl Place {
     }
 
     fn start(&self) -> Result<Kernel> {
-        let kernel = Kernel::start(&self.options);
+        self.start_without(&[])
+    }
+
+    fn start_without(&self, without: &'static [&'static str]) -> Result<Kernel> {
+        let kernel = Kernel::start(&KernelOptions { without, ..self.options.clone() });
         for row in kernel.capabilities() {
             if let Err(why) = &row.have {
                 bail!("{} can't be measured here: {why}", row.program);
@@ -102,7 +115,12 @@ impl Place {
     fn detach_scheduler(&self) -> Result<()> {
         let links = kernel::pinned(&self.options.bpffs, &self.options.pin_name)?.dir.join("links");
         for program in SCHEDULER {
-            std::fs::remove_file(links.join(program)).with_context(|| format!("no link of {program}"))?;
+            match std::fs::remove_file(links.join(program)) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error).with_context(|| format!("the link of {program} is still there"));
+                }
+                _ => {}
+            }
         }
         Ok(())
     }
@@ -126,31 +144,66 @@ pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
 }
 
 fn scheduler(place: &mut Place, rounds: usize) -> Result<Vec<Row>> {
-    const PINGPONG: u32 = 40_000;
     let step = Step::start("bpf: the scheduler's programs, under ping-pong on one CPU");
-    let command = format!("pingpong {PINGPONG}");
     let (mut counted, mut added, mut base) = (Vec::new(), Vec::new(), Vec::new());
-    place.timed(&command)?; // warm
+    played(place)?; // warm
+    let events = events(place)?;
     for round in 0..rounds {
         step.detail(&format!("{round} of {rounds} rounds"));
-        let without = place.timed(&command)?;
+        let without = played(place)?;
         let kernel = place.start()?;
-        let with = place.timed(&command)?;
-        let statistics = kernel::count_runs()?;
-        let before = place.runs(&SCHEDULER)?;
-        place.timed(&command)?;
-        let after = place.runs(&SCHEDULER)?;
-        drop(statistics);
+        let with = played(place)?;
+        let (switches, ns) = counted_runs(place)?;
         kernel.stop(false)?;
-        counted.push((after.1 - before.1) as f64 / (after.0 - before.0) as f64);
-        added.push((with - without) / (f64::from(PINGPONG) * EVENTS_A_ROUND));
-        base.push(without / (f64::from(PINGPONG) * 2.0));
+        counted.push(ns / (switches * events.a_switch));
+        added.push((with - without) / events.a_round);
+        base.push(without / events.a_round);
     }
-    step.done(&format!("{rounds} rounds; a switch takes {:.0} ns without them", super::median(&base)));
+    step.done(&format!(
+        "{rounds} rounds of {:.2} events; one takes {:.0} ns without them",
+        events.a_round,
+        super::median(&base)
+    ));
     Ok(vec![
         Row::by_median("bpf", "scheduler_event_counted", "ns", counted, EVENT_BOUND),
         Row::by_median("bpf", "scheduler_event_added", "ns", added, EVENT_BOUND),
     ])
+}
+
+/// Nanoseconds of a round of ping-pong.
+fn played(place: &mut Place) -> Result<f64> {
+    let command = format!("pingpong {PINGPONG}");
+    let times = (0..PLAYED).map(|_| place.timed(&command)).collect::<Result<Vec<f64>>>()?;
+    Ok(super::median(&times) / f64::from(PINGPONG))
+}
+
+/// How many events of the scheduler there are.
+struct Events {
+    a_switch: f64,
+    a_round: f64,
+}
+
+/// Counts them, with the programs that see the wake-ups too.
+fn events(place: &mut Place) -> Result<Events> {
+    let kernel = place.start_without(RUN_DELAY)?;
+    let statistics = kernel::count_runs()?;
+    let before = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.0);
+    played(place)?;
+    let after = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.0);
+    drop(statistics);
+    kernel.stop(false)?;
+    let (switches, all) = ((after.0 - before.0) as f64, (after.1 - before.1) as f64);
+    Ok(Events { a_switch: all / switches, a_round: all / (f64::from(PINGPONG) * PLAYED as f64) })
+}
+
+/// Plays ping-pong while the kernel counts: the switches, and what the scheduler's programs took in all.
+fn counted_runs(place: &mut Place) -> Result<(f64, f64)> {
+    let statistics = kernel::count_runs()?;
+    let before = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.1);
+    played(place)?;
+    let after = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.1);
+    drop(statistics);
+    Ok(((after.0 - before.0) as f64, (after.1 - before.1) as f64))
 }
 
 fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {

@@ -3,8 +3,8 @@
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// What the doctor found, by the name of the check: all is well, or what isn't.
-pub(super) type Findings = BTreeMap<String, Result<(), String>>;
+/// What the doctor found, by the name of the check: what is well, or what isn't.
+pub(super) type Findings = BTreeMap<String, Result<String, String>>;
 
 #[derive(Deserialize)]
 struct Report {
@@ -23,7 +23,7 @@ pub(super) fn read(json: &str) -> Findings {
     let report = serde_json::from_str(json).unwrap_or(Report { findings: Vec::new() });
     let mut findings = Findings::new();
     for Finding { check, state, detail } in report.findings {
-        let entry = findings.entry(check).or_insert(Ok(()));
+        let entry = findings.entry(check).or_insert_with(|| Ok(detail.clone()));
         if state != "ok" && entry.is_ok() {
             *entry = Err(detail);
         }
@@ -42,7 +42,7 @@ mod tests {
             {"check":"b","state":"ok","detail":"fine"},
             {"check":"b","state":"degraded","detail":"no BTF","consequence":"c","remedy":"r"},
             {"check":"b","state":"missing","detail":"second","consequence":"c","remedy":"r"}]}"#;
-        let expected = [("a".to_owned(), Ok(())), ("b".to_owned(), Err("no BTF".to_owned()))];
+        let expected = [("a".to_owned(), Ok("fine".to_owned())), ("b".to_owned(), Err("no BTF".to_owned()))];
         assert_eq!(read(json), Findings::from(expected));
     }
 

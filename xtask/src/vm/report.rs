@@ -165,7 +165,8 @@ impl Summary {
         let mut reasons = Vec::new();
         for ProgramInfo { name, .. } in kernel::programs() {
             let cell = |findings: &Findings| match findings.get(name) {
-                Some(Ok(())) => "yes".to_owned(),
+                Some(Ok(detail)) if detail.starts_with(kernel::NOT_NEEDED) => kernel::NOT_NEEDED.to_owned(),
+                Some(Ok(_)) => "yes".to_owned(),
                 Some(Err(_)) => "**fallback**".to_owned(),
                 None => "-".to_owned(),
             };

@@ -111,9 +111,14 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     let findings = kernel
         .capabilities()
         .iter()
-        .map(|capability| match &capability.have {
-            Ok(()) => Finding::ok(capability.program, format!("works (it needs {})", capability.needs)),
-            Err(why) => Finding::degraded(capability.program, why, capability.fallback, &capability.remedy),
+        .map(|capability| match (&capability.have, capability.spared) {
+            (Ok(()), Some(why)) => Finding::ok(capability.program, format!("{}: {why}", kernel::NOT_NEEDED)),
+            (Ok(()), None) => {
+                Finding::ok(capability.program, format!("works (it needs {})", capability.needs))
+            }
+            (Err(why), _) => {
+                Finding::degraded(capability.program, why, capability.fallback, &capability.remedy)
+            }
         })
         .collect();
     let mut found = Costs::default();
@@ -188,6 +193,7 @@ impl Sandbox {
             mode: Mode::Auto,
             object: None,
             thresholds: Thresholds::default(),
+            without: &[],
         }
     }
 }
