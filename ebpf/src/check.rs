@@ -75,6 +75,8 @@ offsets! {
 
 /// include/net/tcp_states.h
 const TCP_ESTABLISHED: u8 = 1;
+/// include/net/tcp_states.h: a connection's own socket has just been made, and isn't in the accept queue yet.
+const TCP_SYN_RECV: u8 = 3;
 /// include/net/tcp_states.h
 const TCP_LISTEN: u8 = 10;
 /// include/net/tcp_states.h
@@ -174,6 +176,8 @@ fn describe(sk: *mut bpf_sock) -> Answer {
         // accept() gives the connection its `struct socket` (sock_graft, include/net/sock.h).
         let socket: u64 = read(tcp, &CHECK_SK_SOCKET);
         answer.found = if socket == 0 { found::WAITING } else { found::ACCEPTED };
+    } else if state == TCP_SYN_RECV {
+        answer.found = found::HALF_OPEN;
     } else {
         answer.found = found::CLOSING;
     }

@@ -6,6 +6,7 @@ mod kernel;
 
 use beelet::kernel::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found, Kernel};
 use beelet_tests::require;
+use beelet_tests::workdir::{PATIENCE, wait_for};
 use kernel::{Place, Process, Socket, lists_sockets};
 use std::net::SocketAddr;
 
@@ -165,15 +166,21 @@ fn a_connection_is_seen_waiting_and_accepted_and_closed() {
     let connection = process.socket("hold 127.0.0.1:80");
     let target = looking.target("127.0.0.1:80", Some(end_of(connection)));
     let look = || looking.checker.look(&[target]).unwrap()[0];
-    assert_eq!(look(), Found::Waiting);
+    // Who connects goes on when the handshake's second packet is there; the third may still be under way.
+    wait_for("the handshake to be over", PATIENCE, || match look() {
+        Found::HalfOpen => Err("it is half open".to_owned()),
+        found => {
+            assert_eq!(found, Found::Waiting);
+            Ok(())
+        }
+    })
+    .unwrap();
     process.tell(&format!("serve {}", listener.id)).unwrap();
     // The thread that accepts closes at once, so it may be seen on its way out.
-    beelet_tests::workdir::wait_for("the connection to be accepted", beelet_tests::workdir::PATIENCE, || {
-        match look() {
-            Found::Waiting => Err("it waits".to_owned()),
-            Found::Accepted | Found::Closing | Found::Nothing => Ok(()),
-            other => panic!("{other:?}"),
-        }
+    wait_for("the connection to be accepted", PATIENCE, || match look() {
+        Found::Waiting => Err("it waits".to_owned()),
+        Found::Accepted | Found::Closing | Found::Nothing => Ok(()),
+        other => panic!("{other:?}"),
     })
     .unwrap();
     let nobody = looking.target("127.0.0.1:80", Some("127.0.0.1:1".parse().unwrap()));
