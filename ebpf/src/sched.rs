@@ -192,7 +192,7 @@ fn bucket(wait_ns: u64) -> u64 {
 }
 
 /// A thread becomes runnable. The agent attaches this and the next only where the kernel doesn't count waits itself: two more
-/// hooks would double what the measuring costs (decisions/0015).
+/// hooks would cost half as much again (decisions/0015).
 #[btf_tracepoint(function = "sched_wakeup")]
 pub(crate) fn sched_wakeup(ctx: BtfTracePointContext) -> i32 {
     woken(&ctx, Task::state)

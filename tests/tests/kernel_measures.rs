@@ -3,7 +3,9 @@
 
 mod kernel;
 
-use beelet::kernel::{ByQos, Counters, Edge, Edges, Interest, KernelOptions, PressureKind, Thresholds};
+use beelet::kernel::{
+    ByQos, Counters, Edge, Edges, Interest, Kernel, KernelOptions, PressureKind, Thresholds,
+};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{require, requires};
@@ -68,13 +70,45 @@ fn time_on_the_cpu_is_as_cpu_stat_says_it_over_a_minute() {
     cpu_time_is_as_cpu_stat_says(60);
 }
 
-/// Compares with the kernel's own account, on a kernel that seems to lack some fields.
-fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
-    if !std::path::Path::new("/proc/self/schedstat").exists() {
+/// A loud skip where the kernel doesn't count waits itself.
+fn has_schedstat() -> bool {
+    let has = std::path::Path::new("/proc/self/schedstat").exists();
+    if !has {
         requires::skip(&requires::Missing {
             what: "the kernel has no /proc/PID/schedstat".to_owned(),
             remedy: "use a kernel built with CONFIG_SCHED_INFO".to_owned(),
         });
+    }
+    has
+}
+
+/// Lets all of them compute, while something is done to them, and compares how long they waited with what the kernel says;
+/// the counters before and after.
+fn compared_with_schedstat(
+    container: &Container,
+    kernel: &Kernel,
+    loads: &mut [Load],
+    meanwhile: impl FnOnce(),
+) -> (Counters, Counters) {
+    let delays = |loads: &[Load]| -> u64 { loads.iter().map(|l| run_delay(l.pid())).sum() };
+    let (before, file_before) = (container.counters(kernel), delays(loads));
+    for load in &mut *loads {
+        load.begin("burn 3000").unwrap();
+    }
+    meanwhile();
+    for load in &mut *loads {
+        load.answer().unwrap();
+    }
+    let (after, file_after) = (container.counters(kernel), delays(loads));
+    let (ours, files) = (after.run_queue_wait_ns - before.run_queue_wait_ns, file_after - file_before);
+    println!("waiting: programs {ours} ns, schedstat {files} ns, {:.2} % apart", 100.0 * apart(ours, files));
+    assert!(apart(ours, files) < 0.05, "programs {ours} ns, schedstat {files} ns");
+    (before, after)
+}
+
+/// Compares with the kernel's own account, on a kernel that seems to lack some fields.
+fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
+    if !has_schedstat() {
         return;
     }
     let place = Place::new("bk-wait");
@@ -93,18 +127,7 @@ fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
     assert_eq!(wakeups.spared.is_some(), without.is_empty(), "{wakeups:?}");
     assert_eq!(place.pins().join("links/sched_wakeup").exists(), !without.is_empty());
     loads.extend((0..2).map(|_| container.load(Some(0))));
-    let delays = |loads: &[Load]| -> u64 { loads.iter().map(|l| run_delay(l.pid())).sum() };
-    let (before, file_before) = (container.counters(&kernel), delays(&loads));
-    for load in &mut loads {
-        load.begin("burn 3000").unwrap();
-    }
-    for load in &mut loads {
-        load.answer().unwrap();
-    }
-    let (after, file_after) = (container.counters(&kernel), delays(&loads));
-    let (ours, files) = (after.run_queue_wait_ns - before.run_queue_wait_ns, file_after - file_before);
-    println!("waiting: programs {ours} ns, schedstat {files} ns, {:.2} % apart", 100.0 * apart(ours, files));
-    assert!(apart(ours, files) < 0.05, "programs {ours} ns, schedstat {files} ns");
+    let (before, after) = compared_with_schedstat(&container, &kernel, &mut loads, || ());
     let waits = |counters: &Counters| counters.run_queue_waits.iter().sum::<u64>();
     assert!(waits(&after) - waits(&before) > 100, "four threads on one CPU wait often: {after:?}");
 }
@@ -130,37 +153,31 @@ fn waiting_is_measured_where_run_queues_have_no_clock_that_can_be_read() {
 #[test]
 fn waiting_of_threads_that_are_moved_is_as_schedstat_says_it() {
     require!(bpf);
+    if !has_schedstat() {
+        return;
+    }
     let place = Place::new("bk-moved");
     let kernel = place.start();
     let container = place.container("pod1/one", &[]);
     let mut loads: Vec<_> = (0..6).map(|_| container.load(None)).collect();
-    let delays = |loads: &[Load]| -> u64 { loads.iter().map(|l| run_delay(l.pid())).sum() };
-    let (before, file_before) = (container.counters(&kernel), delays(&loads));
-    for load in &mut loads {
-        load.begin("burn 3000").unwrap();
-    }
-    // Back and forth for as long as they run: from one CPU to the other, whether it runs or waits.
-    let cpus = rustix::thread::sched_getaffinity(None).unwrap();
-    let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
-    let started = Instant::now();
-    for round in 0.. {
-        if started.elapsed() > Duration::from_millis(2500) {
-            break;
+    let pids: Vec<u32> = loads.iter().map(Load::pid).collect();
+    compared_with_schedstat(&container, &kernel, &mut loads, || {
+        // Back and forth for as long as they run: from one CPU to the other, whether it runs or waits.
+        let cpus = rustix::thread::sched_getaffinity(None).unwrap();
+        let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
+        let started = Instant::now();
+        for round in 0.. {
+            if started.elapsed() > Duration::from_millis(2500) {
+                break;
+            }
+            for (number, pid) in pids.iter().enumerate() {
+                let mut one = rustix::thread::CpuSet::new();
+                one.set(all[(round + number) % all.len()]);
+                let pid = rustix::process::Pid::from_raw(*pid as i32);
+                rustix::thread::sched_setaffinity(pid, &one).unwrap();
+            }
         }
-        for (number, load) in loads.iter().enumerate() {
-            let mut one = rustix::thread::CpuSet::new();
-            one.set(all[(round + number) % all.len()]);
-            let pid = rustix::process::Pid::from_raw(load.pid() as i32);
-            rustix::thread::sched_setaffinity(pid, &one).unwrap();
-        }
-    }
-    for load in &mut loads {
-        load.answer().unwrap();
-    }
-    let (after, file_after) = (container.counters(&kernel), delays(&loads));
-    let (ours, files) = (after.run_queue_wait_ns - before.run_queue_wait_ns, file_after - file_before);
-    println!("moved: programs {ours} ns, schedstat {files} ns, {:.2} % apart", 100.0 * apart(ours, files));
-    assert!(apart(ours, files) < 0.05, "programs {ours} ns, schedstat {files} ns");
+    });
 }
 
 #[test]

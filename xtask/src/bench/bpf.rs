@@ -145,7 +145,7 @@ pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
 
 fn scheduler(place: &mut Place, rounds: usize) -> Result<Vec<Row>> {
     let step = Step::start("bpf: the scheduler's programs, under ping-pong on one CPU");
-    let (mut counted, mut added, mut base) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut by_count, mut added, mut base) = (Vec::new(), Vec::new(), Vec::new());
     played(place)?; // warm
     let events = events(place)?;
     for round in 0..rounds {
@@ -153,9 +153,9 @@ fn scheduler(place: &mut Place, rounds: usize) -> Result<Vec<Row>> {
         let without = played(place)?;
         let kernel = place.start()?;
         let with = played(place)?;
-        let (switches, ns) = counted_runs(place)?;
+        let counted = counted(place)?;
         kernel.stop(false)?;
-        counted.push(ns / (switches * events.a_switch));
+        by_count.push(counted.ns / (counted.switches * events.a_switch));
         added.push((with - without) / events.a_round);
         base.push(without / events.a_round);
     }
@@ -165,7 +165,7 @@ fn scheduler(place: &mut Place, rounds: usize) -> Result<Vec<Row>> {
         super::median(&base)
     ));
     Ok(vec![
-        Row::by_median("bpf", "scheduler_event_counted", "ns", counted, EVENT_BOUND),
+        Row::by_median("bpf", "scheduler_event_counted", "ns", by_count, EVENT_BOUND),
         Row::by_median("bpf", "scheduler_event_added", "ns", added, EVENT_BOUND),
     ])
 }
@@ -186,24 +186,33 @@ struct Events {
 /// Counts them, with the programs that see the wake-ups too.
 fn events(place: &mut Place) -> Result<Events> {
     let kernel = place.start_without(RUN_DELAY)?;
-    let statistics = kernel::count_runs()?;
-    let before = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.0);
-    played(place)?;
-    let after = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.0);
-    drop(statistics);
+    let counted = counted(place)?;
     kernel.stop(false)?;
-    let (switches, all) = ((after.0 - before.0) as f64, (after.1 - before.1) as f64);
-    Ok(Events { a_switch: all / switches, a_round: all / (f64::from(PINGPONG) * PLAYED as f64) })
+    Ok(Events {
+        a_switch: counted.runs / counted.switches,
+        a_round: counted.runs / (f64::from(PINGPONG) * PLAYED as f64),
+    })
 }
 
-/// Plays ping-pong while the kernel counts: the switches, and what the scheduler's programs took in all.
-fn counted_runs(place: &mut Place) -> Result<(f64, f64)> {
+/// What the kernel counted of the scheduler's programs.
+struct Counted {
+    switches: f64,
+    runs: f64,
+    ns: f64,
+}
+
+/// Plays ping-pong while the kernel counts.
+fn counted(place: &mut Place) -> Result<Counted> {
     let statistics = kernel::count_runs()?;
-    let before = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.1);
+    let before = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?);
     played(place)?;
-    let after = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?.1);
+    let after = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?);
     drop(statistics);
-    Ok(((after.0 - before.0) as f64, (after.1 - before.1) as f64))
+    Ok(Counted {
+        switches: (after.0 - before.0) as f64,
+        runs: (after.1.0 - before.1.0) as f64,
+        ns: (after.1.1 - before.1.1) as f64,
+    })
 }
 
 fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
