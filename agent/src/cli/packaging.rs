@@ -62,6 +62,9 @@ fn the_units_start_commands_that_there_are() {
         // What `node::systemd` tells.
         assert_eq!(setting(&text, "Type"), "notify");
         assert!(!setting(&text, "WatchdogSec").is_empty());
+        // However often it fails it is started again, and it stops no other unit.
+        assert_eq!((setting(&text, "Restart"), setting(&text, "StartLimitIntervalSec")), ("always", "0"));
+        assert!(!text.contains("\nConflicts="));
     }
 }
 
