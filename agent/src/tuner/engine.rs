@@ -1,7 +1,7 @@
 //! One tick after the other: look, decide, do. Blocking; knows no clock but the one it is told.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     sync::Arc,
     time::Instant,
 };
@@ -15,6 +15,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     Settings,
+    history::History,
     journal::{self, Journal},
     knobs::{self, Setting},
     metrics::Metrics,
@@ -31,8 +32,6 @@ use crate::{
 
 /// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
-/// Steps that are remembered; the oldest are forgotten.
-const HISTORY: usize = 500;
 
 /// Puts back what an agent that ended without doing it had set. For the start, before anything else writes cgroups: while
 /// one is idle the kernel refuses its weight. How many settings were.
@@ -79,9 +78,7 @@ pub struct Engine {
     /// In the mode `advise`: what is advised now, so that it isn't advised anew at each tick.
     advised: BTreeMap<Knob, u64>,
     blocked: BTreeMap<Knob, Block>,
-    history: VecDeque<Record>,
-    /// The same for readers, made anew when something is added.
-    shown: Arc<Vec<Record>>,
+    history: History,
 }
 
 impl std::fmt::Debug for Engine {
@@ -105,6 +102,7 @@ impl Engine {
     ) -> Self {
         Self {
             journal: Journal::load(&durable),
+            history: History::load(&durable),
             cgroups,
             durable,
             waits,
@@ -118,8 +116,6 @@ impl Engine {
             why: BTreeMap::new(),
             advised: BTreeMap::new(),
             blocked: BTreeMap::new(),
-            history: VecDeque::new(),
-            shown: Arc::default(),
         }
     }
 
@@ -182,6 +178,7 @@ impl Engine {
             self.advise(decision.state, decision.steps);
         }
         self.metrics.hold(&self.state.held.keys().map(|knob| &knob.kind));
+        self.history.keep(&self.durable);
         self.view(decision.findings, seen.supports, now)
     }
 
@@ -468,12 +465,8 @@ impl Engine {
         reason: String,
         outcome: Outcome,
     ) {
-        if self.history.len() == HISTORY {
-            self.history.pop_front();
-        }
         let at = Timestamp::now();
-        self.history.push_back(Record { at, knob: knob.clone(), from, to, reason, outcome });
-        self.shown = Arc::new(self.history.iter().cloned().collect());
+        self.history.add(Record { at, knob: knob.clone(), from, to, reason, outcome });
     }
 
     fn view(&self, findings: Vec<String>, supports: Supports, now: Instant) -> View {
@@ -506,7 +499,7 @@ impl Engine {
             },
             held: held.collect(),
             blocked: blocked.collect(),
-            history: Arc::clone(&self.shown),
+            history: self.history.shown(),
         }
     }
 }

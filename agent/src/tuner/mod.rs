@@ -7,6 +7,7 @@
 
 mod engine;
 mod foreign;
+mod history;
 mod journal;
 mod knobs;
 mod metrics;
@@ -89,7 +90,8 @@ impl std::fmt::Debug for Parts {
 /// Runs until `shutdown`, then gives back all that is held.
 pub async fn run(parts: Parts, shutdown: CancellationToken) {
     if parts.settings.mode == TunerMode::Off {
-        parts.view.send_replace(Arc::new(View::off()));
+        let history = history::History::load(&parts.state).shown();
+        parts.view.send_replace(Arc::new(View { history, ..View::off() }));
         return;
     }
     let (mut engine, mut finder) = (parts.engine(), parts.finder());

@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use beelet_policy::tuner::Knob;
 use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
 
 use crate::config::TunerMode;
 
@@ -59,7 +60,7 @@ pub struct Blocked {
 }
 
 /// Something that was done, or advised.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// When.
     pub at: Timestamp,
@@ -76,7 +77,7 @@ pub struct Record {
 }
 
 /// What came of a step.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     /// It was done.
     Done,
