@@ -118,6 +118,7 @@ const CHECKS: &[fn(&Patient) -> Vec<Finding>] = &[
     node::running,
     node::manifests,
     node::space,
+    node::quotas,
     node::inotify,
     node::processes,
     node::port,

@@ -227,25 +227,63 @@ fn set_attributes(file: BorrowedFd<'_>, attributes: &Attributes) -> io::Result<(
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Why volumes in a folder are measured by walking through them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Uncounted {
+    /// Their file system counts no projects: as a rule, it could.
+    Off(String),
+    /// It may, but the agent isn't allowed to ask.
+    Refused(String),
+}
+
+/// Whether the kernel counts what volumes in `folder`, or in the nearest folder above it that is there, take.
+///
+/// # Errors
+/// It doesn't: why, and what to do, in a sentence.
+pub fn counted(folder: &Path) -> Result<(), Uncounted> {
+    let nearest = folder.ancestors().find(|path| path.is_dir()).unwrap_or(folder);
+    let off = |error: io::Error| {
+        Uncounted::Off(format!(
+            "the file system of {} counts nothing by project ({error}): mount XFS or ext4 with prjquota to have it counted",
+            nearest.display()
+        ))
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let opened = openat(CWD, nearest, flags, Mode::empty()).map_err(|error| off(error.into()))?;
+    match quotactl::<Info>(opened.as_fd(), GET_INFO, 0) {
+        Ok(_) => Ok(()),
+        // The question itself needs no privilege (fs/quota/quota.c, `check_quotactl_permission`): something filters it.
+        Err(Errno::PERM | Errno::ACCESS) => Err(Uncounted::Refused(
+            "the system call quotactl_fd is refused to the agent: allow it (SystemCallFilter= of the unit, the container's \
+             seccomp profile)"
+                .to_owned(),
+        )),
+        Err(error) => Err(off(error.into())),
+    }
+}
+
 /// Whether project quotas are switched on for the file system of `file`.
 fn counts_projects(file: BorrowedFd<'_>) -> bool {
-    quotactl::<Info>(file, GET_INFO, 0).is_some()
+    quotactl::<Info>(file, GET_INFO, 0).is_ok()
 }
 
 fn usage(file: BorrowedFd<'_>, project: u32) -> Option<Counted> {
-    let quota = quotactl::<Quota>(file, GET_QUOTA, project)?;
+    let quota = quotactl::<Quota>(file, GET_QUOTA, project).ok()?;
     Some(Counted { bytes: quota.bytes, inodes: quota.inodes })
 }
 
 /// quotactl_fd(2), Linux 5.14: the file system is that of the descriptor, wherever its device is.
-fn quotactl<T>(file: BorrowedFd<'_>, command: u32, id: u32) -> Option<T> {
+fn quotactl<T>(file: BorrowedFd<'_>, command: u32, id: u32) -> Result<T, Errno> {
     let mut answer = MaybeUninit::<T>::zeroed();
     // SAFETY: the descriptor is open for the call, and the kernel writes the structure that the command is for to the
     // pointer, which is to zeroed memory of its size and alignment (fs/quota/quota.c, `do_quotactl`).
     let result =
         unsafe { libc::syscall(libc::SYS_quotactl_fd, file.as_raw_fd(), command, id, answer.as_mut_ptr()) };
+    if result != 0 {
+        return Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO));
+    }
     // SAFETY: all bytes were zeroed or written by the kernel, and both structures are plain numbers.
-    (result == 0).then(|| unsafe { answer.assume_init() })
+    Ok(unsafe { answer.assume_init() })
 }
 
 #[cfg(test)]
@@ -265,6 +303,10 @@ mod tests {
         // procfs has no quotas anywhere.
         assert_eq!(measure(Path::new("/proc/self")), None);
         assert_eq!(measure(Path::new("/nonexistent")), None);
+        for path in ["/proc/self", "/proc/self/not/yet/there"] {
+            let Err(Uncounted::Off(why)) = counted(Path::new(path)) else { panic!("{path} counts") };
+            assert!(why.contains("/proc/self counts nothing") && why.contains("prjquota"), "{why}");
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use super::machine::existing;
 use super::{Finding, Patient};
+use crate::kernel::quota::{self, Uncounted};
 
 const MIB: u64 = 1 << 20;
 /// The kubelet's default of maxPods.
@@ -68,6 +69,18 @@ pub(super) fn space(patient: &Patient) -> Vec<Finding> {
         }
     })
     .collect()
+}
+
+/// How the sizes of pods' volumes are found.
+pub(super) fn quotas(patient: &Patient) -> Vec<Finding> {
+    let walked = "volumes are measured by walking through them, within 1 % of a core";
+    vec![match quota::counted(&patient.config.beelet.pods_dir) {
+        Ok(()) => Finding::ok("volume sizes", "counted by the kernel, by project"),
+        Err(Uncounted::Off(why)) => Finding::ok("volume sizes", format!("{walked}: {why}")),
+        Err(Uncounted::Refused(why)) => {
+            Finding::degraded("volume sizes", why, walked, "allow the system call quotactl_fd")
+        }
+    }]
 }
 
 fn judge_space(check: &'static str, path: &Path, free: u64, inodes: u64, consequence: &str) -> Finding {
