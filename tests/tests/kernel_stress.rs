@@ -283,3 +283,41 @@ fn exits_are_told_once_while_programs_are_replaced() {
     let missing: Vec<_> = later.iter().filter(|pid| !told.contains_key(pid)).collect();
     assert!(missing.is_empty(), "not told: {missing:?}");
 }
+
+/// Processor time of this process' reader of kernel events, seconds.
+fn reader_seconds() -> f64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+    let is_reader = |task: &PathBuf| {
+        std::fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim() == "kernel-events")
+    };
+    let reader = tasks.filter(is_reader).last().unwrap();
+    let text = std::fs::read_to_string(reader.join("schedstat")).unwrap();
+    text.split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9
+}
+
+#[test]
+fn listeners_that_come_and_go_all_over_the_machine_hide_none_that_matters() {
+    require!(bpf);
+    let place = Place::new("bk-storm");
+    let kernel = place.start();
+    let edges = kernel.subscribe(Interest::LISTENERS);
+    let (before, started) = (reader_seconds(), Instant::now());
+    for _ in 0..50_000 {
+        drop(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    }
+    let (took, used) = (started.elapsed().as_secs_f64(), reader_seconds() - before);
+    println!(
+        "50000 listeners in {took:.2} s; the reader took {used:.2} s, {:.0} % of a core",
+        100.0 * used / took
+    );
+    let mut process = place.process();
+    process.socket("listen 127.0.0.1:51");
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match edges.recv_deadline(deadline).unwrap() {
+            Edge::ListenerOpened { listener, .. } if listener.port == 51 => break,
+            Edge::Lost if place.listens(&kernel, 51, LOOPBACK) => break,
+            _ => {}
+        }
+    }
+}

@@ -19,6 +19,7 @@ mod measures;
 mod netns;
 mod nsid;
 mod offsets;
+mod pace;
 mod pins;
 pub mod quota;
 mod reader;
@@ -310,6 +311,17 @@ impl Kernel {
     #[must_use]
     pub fn checker(&self) -> Option<Checker> {
         self.checker.clone()
+    }
+
+    /// Waits until the kernel's events can be read no longer, though nobody ended that, and says why. Never without programs.
+    pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
+        let failed = self.reader.as_ref().map(Reader::failed);
+        async move {
+            match failed {
+                Some(failed) => failed.await,
+                None => std::future::pending().await,
+            }
+        }
     }
 
     /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed. Without programs

@@ -8,15 +8,18 @@ use super::bpf_log::BpfLog;
 use super::dead::Undertaker;
 use super::edges::{Edge, Hub, PressureKind};
 use super::listeners::Listener;
+use super::pace::{PAUSE, Seldom, Wakes};
 use super::sweep::Sweeper;
 use super::{KernelError, monotonic_ns};
 use aya::maps::{MapData, PerCpuArray, RingBuf};
 use beelet_ebpf_abi::{Address, Drops, EventHeader, ExitEvent, ListenerEvent, OomEvent, PressureEvent, kind};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use tokio::sync::SetOnce;
 
 /// Edges that are handed on together: whoever gets them is woken once.
 const BATCH: usize = 256;
@@ -31,6 +34,7 @@ const SWEEP_AFTER: Duration = Duration::from_secs(30);
 pub(super) struct Reader {
     thread: Option<JoinHandle<()>>,
     stop_poll: Arc<OwnedFd>,
+    failed: Arc<SetOnce<String>>,
 }
 
 /// What the thread works with.
@@ -42,7 +46,11 @@ struct Work {
     log: Option<BpfLog>,
     hub: Hub,
     stop_poll: Arc<OwnedFd>,
-    seen_drops: Drops,
+    /// The drops that were told, and made up for.
+    told_drops: Drops,
+    losses: Seldom,
+    sweeps: Seldom,
+    wakes: Wakes,
     /// Listeners opened since the last sweep.
     opened: u32,
     /// Processes that ended since the last look for dead cgroups; and when to look at the latest.
@@ -67,7 +75,7 @@ impl Reader {
         };
         let stop_poll =
             Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("no eventfd", &error))?);
-        let seen_drops = sum(&drops)?;
+        let told_drops = sum(&drops)?;
         while ring.next().is_some() {}
         let (sweeper, undertaker) = sweepers;
         let work = Work {
@@ -78,16 +86,27 @@ impl Reader {
             log,
             hub,
             stop_poll: Arc::clone(&stop_poll),
-            seen_drops,
+            told_drops,
+            losses: Seldom::default(),
+            sweeps: Seldom::default(),
+            wakes: Wakes::default(),
             opened: 0,
             exited: 0,
             look_at: None,
         };
+        let reason = Arc::new(SetOnce::new());
+        let told = Arc::clone(&reason);
         let thread = std::thread::Builder::new()
             .name("kernel-events".to_owned())
-            .spawn(move || work.run())
+            .spawn(move || tell_failure(&told, || work.run()))
             .map_err(|error| failed("no thread", &error))?;
-        Ok(Reader { thread: Some(thread), stop_poll })
+        Ok(Reader { thread: Some(thread), stop_poll, failed: reason })
+    }
+
+    /// Waits until the thread has ended unasked, and says why.
+    pub(super) fn failed(&self) -> impl Future<Output = String> + Send + use<> {
+        let failed = Arc::clone(&self.failed);
+        async move { failed.wait().await.clone() }
     }
 
     /// Ends the thread and waits for it.
@@ -96,10 +115,9 @@ impl Reader {
             tracing::warn!("the reader of kernel events could not be woken to stop: {error}");
             return;
         }
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the reader of kernel events had panicked");
+        if let Some(thread) = self.thread.take() {
+            // A panic was told where it happened.
+            let _ = thread.join();
         }
     }
 }
@@ -110,36 +128,52 @@ impl Drop for Reader {
     }
 }
 
+/// Tells why `work` ended, unless it was told to.
+fn tell_failure(failed: &SetOnce<String>, work: impl FnOnce() -> Result<(), String>) {
+    let reason = match std::panic::catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => return,
+        Ok(Err(reason)) => reason,
+        Err(panic) => {
+            let text = panic.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+            format!("panicked: {}", text.unwrap_or("without a word"))
+        }
+    };
+    // There is one thread, and it ends once.
+    let _ = failed.set(reason);
+}
+
 impl Work {
-    fn run(mut self) {
+    /// An error says why there are no events any more.
+    fn run(mut self) -> Result<(), String> {
         loop {
-            self.drain();
+            let owes = self.drain();
             if let Some(log) = &mut self.log {
                 log.flush();
             }
-            let mut fds = vec![
-                PollFd::from_borrowed_fd(self.stop_poll.as_fd(), PollFlags::IN),
-                PollFd::from_borrowed_fd(self.ring.as_fd(), PollFlags::IN),
-            ];
-            fds.extend(self.log.iter().map(|log| PollFd::from_borrowed_fd(log.as_fd(), PollFlags::IN)));
-            let wait = self.look_at.map(|at| at.saturating_duration_since(Instant::now()));
+            let now = Instant::now();
+            let mut fds = vec![PollFd::from_borrowed_fd(self.stop_poll.as_fd(), PollFlags::IN)];
+            let wait = if self.wakes.are_too_many(now) {
+                Some(PAUSE)
+            } else {
+                fds.push(PollFd::from_borrowed_fd(self.ring.as_fd(), PollFlags::IN));
+                fds.extend(self.log.iter().map(|log| PollFd::from_borrowed_fd(log.as_fd(), PollFlags::IN)));
+                let owed_at = self.losses.next().filter(|_| owes);
+                self.look_at.into_iter().chain(owed_at).min().map(|at| at.saturating_duration_since(now))
+            };
             let wait = wait.and_then(|wait| Timespec::try_from(wait).ok());
             match poll(&mut fds, wait.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => {
-                    tracing::error!("no kernel events any more: poll on the ring buffer failed: {error}");
-                    self.hub.send(&[Edge::Lost]); // whoever listens looks once more
-                    return;
-                }
+                Err(error) => return Err(format!("ended: poll on the ring buffer failed: {error}")),
             }
             if !fds[0].revents().is_empty() {
-                return;
+                return Ok(());
             }
         }
     }
 
-    /// Hands on what is in the ring.
-    fn drain(&mut self) {
+    /// Hands on what is in the ring. Whether a loss is still to be told.
+    fn drain(&mut self) -> bool {
         let mut batch = Vec::new();
         while let Some(edge) = self.ring.next().map(|record| decode(&record)) {
             let edge = edge.unwrap_or_else(|unknown| {
@@ -157,21 +191,25 @@ impl Work {
         }
         self.hub.send(&batch);
         // After the ring: a drop means that it was full, so there was something to read.
-        let before = self.seen_drops;
-        match sum(&self.drops) {
-            Ok(drops) => self.seen_drops = drops,
-            Err(error) => tracing::warn!("{error}"),
-        }
+        let before = self.told_drops;
+        let seen = sum(&self.drops).unwrap_or_else(|error| {
+            tracing::warn!("{error}");
+            before
+        });
+        let is_told = seen != before && self.losses.is_due(Instant::now());
+        let new = if is_told { seen } else { before };
         // Before anyone is told to read the maps again: they are right when this is done.
-        self.sweep(self.seen_drops.addresses_full != before.addresses_full);
-        self.bury(self.seen_drops.containers_full != before.containers_full);
-        if self.seen_drops != before {
-            tracing::warn!("the kernel programs lost something: {:?} in all", self.seen_drops);
+        self.sweep(new.addresses_full != before.addresses_full);
+        self.bury(new.containers_full != before.containers_full);
+        if is_told {
+            tracing::warn!("the kernel programs lost something: {new:?} in all");
+            self.told_drops = new;
         }
         let edges = |drops: Drops| (drops.ring_full, drops.listeners_full, drops.addresses_full);
-        if edges(self.seen_drops) != edges(before) {
+        if edges(new) != edges(before) {
             self.hub.send(&[Edge::Lost]);
         }
+        seen != new
     }
 
     /// Looks for dead cgroups once enough processes have ended, or a while after one has.
@@ -196,7 +234,7 @@ impl Work {
 
     /// Makes room for new addresses, now and then.
     fn sweep(&mut self, full: bool) {
-        if self.opened < OPENS_PER_SWEEP && !full {
+        if !full && (self.opened < OPENS_PER_SWEEP || !self.sweeps.is_due(Instant::now())) {
             return;
         }
         self.opened = 0;
@@ -351,6 +389,18 @@ mod tests {
         bytes.extend(0_u32.to_ne_bytes());
         assert_eq!(bytes.len(), size_of::<ListenerEvent>());
         bytes
+    }
+
+    #[test]
+    fn a_thread_that_ends_unasked_says_why() {
+        let check = |work: fn() -> Result<(), String>, expected: Option<&str>| {
+            let failed = SetOnce::new();
+            tell_failure(&failed, work);
+            assert_eq!(failed.get().map(String::as_str), expected);
+        };
+        check(|| Ok(()), None);
+        check(|| Err("ended: poll".to_owned()), Some("ended: poll"));
+        check(|| std::panic::panic_any("a slot that is none"), Some("panicked: a slot that is none"));
     }
 
     #[test]
