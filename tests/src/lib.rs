@@ -16,6 +16,7 @@ pub mod load;
 pub mod machine;
 pub mod manifests;
 pub mod oom;
+pub mod pages;
 pub mod pods;
 pub mod requires;
 pub mod workdir;

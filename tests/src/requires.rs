@@ -160,12 +160,24 @@ pub fn python_grpc() -> Result<(), Missing> {
     ))
 }
 
+/// The test reads pages of metrics with Prometheus' own Python parser.
+pub fn python_prometheus() -> Result<(), Missing> {
+    if python_with("prometheus_client", None).is_some() {
+        return Ok(());
+    }
+    Err(missing("no Python has prometheus_client", "cargo xtask setup --for test"))
+}
+
 /// A Python that has grpcio: the one that `PYTHON_GRPC` names (of a virtual environment, say), or the machine's.
 pub fn python_with_grpc() -> Option<PathBuf> {
-    let named = std::env::var_os("PYTHON_GRPC").map(PathBuf::from);
+    python_with("grpc", std::env::var_os("PYTHON_GRPC").map(PathBuf::from))
+}
+
+/// A Python that has a module: the one that was named, or one of the machine's.
+pub fn python_with(module: &str, named: Option<PathBuf>) -> Option<PathBuf> {
     let machines = [find_program("python3"), Some(PathBuf::from("/usr/bin/python3"))].into_iter().flatten();
     let has_it = |python: &PathBuf| {
-        let asked = std::process::Command::new(python).args(["-c", "import grpc"]).output();
+        let asked = std::process::Command::new(python).arg("-c").arg(format!("import {module}")).output();
         asked.is_ok_and(|output| output.status.success())
     };
     named.into_iter().chain(machines).find(has_it)

@@ -55,6 +55,8 @@ const TEST: &[Need] = &[
     need("bpftool", "bpftool"),
     // A device plugin in another language than ours.
     need("/usr/lib/python3/dist-packages/grpc/__init__.py", "python3-grpcio"),
+    // Another reader of our pages of metrics than ourselves.
+    need("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
     need("pkg-config", "pkg-config"),
     need("/usr/include/libelf.h", "libelf-dev"),
     need("/usr/include/zlib.h", "zlib1g-dev"),

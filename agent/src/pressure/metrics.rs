@@ -422,7 +422,7 @@ fn buckets(counts: &[u64; RUNQ_BUCKETS]) -> Vec<(f64, u64)> {
         match merged.last_mut().filter(|_| bucket % 2 == 0 && bucket > 0) {
             // An even bucket is joined with the odd one before it.
             Some(before) if !last => *before = (bucket_bounds(bucket).1 / 1e9, before.1 + count),
-            _ if last => merged.push((f64::MAX, count)),
+            _ if last => merged.push((f64::INFINITY, count)),
             _ => merged.push((bucket_bounds(bucket).1 / 1e9, count)),
         }
     }
@@ -509,7 +509,7 @@ mod tests {
         assert_eq!(buckets.len(), RUNQ_BUCKETS / 2 + 1);
         assert_eq!(buckets.iter().map(|(_, count)| count).sum::<u64>(), counts.iter().sum::<u64>());
         assert!(buckets.is_sorted_by(|a, b| a.0 < b.0), "{buckets:?}");
-        assert!((buckets[0].0 - 1.024e-6).abs() < 1e-12 && buckets[RUNQ_BUCKETS / 2].0 == f64::MAX);
+        assert!((buckets[0].0 - 1.024e-6).abs() < 1e-12 && buckets[RUNQ_BUCKETS / 2].0.is_infinite());
     }
 
     #[test]

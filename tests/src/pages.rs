@@ -1,0 +1,44 @@
+//! Pages of metrics, read by a parser that nobody here wrote: Prometheus' own for Python.
+
+use anyhow::{Context as _, Result, bail};
+use std::io::Write as _;
+use std::process::{Command, Stdio};
+
+use crate::requires::python_with;
+
+/// Prints the families; the first argument says in which format they are.
+const SCRIPT: &str = "
+import sys
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics
+parse = {'openmetrics': openmetrics, 'text': parser}[sys.argv[1]].text_string_to_metric_families
+for family in parse(sys.stdin.read()):
+    print(family.name, family.type, len(family.samples))
+";
+
+/// The pages, and the format of each.
+pub const PAGES: [(&str, &str); 4] = [
+    ("/metrics", "openmetrics"),
+    ("/metrics/probes", "openmetrics"),
+    ("/metrics/cadvisor", "text"),
+    ("/metrics/resource", "text"),
+];
+
+/// What the parser finds on a page: a line for each family, with its type and the number of its samples. An error is what
+/// it does not take.
+pub fn families(page: &str, format: &str) -> Result<Vec<String>> {
+    let python = python_with("prometheus_client", None).context("no Python has prometheus_client")?;
+    let mut child = Command::new(python)
+        .args(["-c", SCRIPT, format])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    // It reads all before it prints anything.
+    child.stdin.take().context("no standard input")?.write_all(page.as_bytes())?;
+    let output = child.wait_with_output()?;
+    if !output.status.success() {
+        bail!("{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+}
