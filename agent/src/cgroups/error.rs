@@ -28,6 +28,18 @@ pub enum CgroupError {
          and cgroupDriver: cgroupfs in ours"
     )]
     SystemdDriver,
+    /// The cgroup root is not there.
+    #[error(
+        "cgroupRoot: there is no cgroup {root} ({} is missing): beelet makes only what is below it. Correct the path, or make \
+         the cgroup first, in every hierarchy",
+        .missing.display()
+    )]
+    NoRoot {
+        /// As configured.
+        root: String,
+        /// Where it should be.
+        missing: PathBuf,
+    },
     /// A path that leads somewhere else.
     #[error("{0:?} is not a cgroup path below the cgroup root")]
     Path(String),

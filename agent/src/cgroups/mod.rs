@@ -78,7 +78,7 @@ enum Store {
 }
 
 impl Cgroups {
-    /// Finds the machine's hierarchies. `cgroup_root` is `/` or a path; what is missing of it is made when first needed.
+    /// Finds the machine's hierarchies. `cgroup_root` is `/` or a path.
     ///
     /// # Errors
     /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or the driver is systemd's.
@@ -128,6 +128,21 @@ impl Cgroups {
     /// As for [`Cgroups::with_layout`].
     pub fn over_folders(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
         Ok(Self { store: Store::Folders, ..Self::with_layout(layout, cgroup_root)? })
+    }
+
+    /// Makes sure that the root is there, where pods get their CPU and memory: a typing mistake must not give them another
+    /// place. The kubelet wants it so, too (`cgroupManager.Validate`, pkg/kubelet/cm/container_manager_linux.go).
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn require_root(&self) -> Result<(), CgroupError> {
+        for hierarchy in ["cpu", "memory"].into_iter().filter_map(|name| self.hierarchy_of(name)) {
+            let missing = hierarchy.mount.join(self.root.trim_start_matches('/'));
+            if !missing.is_dir() {
+                return Err(CgroupError::NoRoot { root: self.root.clone(), missing });
+            }
+        }
+        Ok(())
     }
 
     /// How this machine mounts cgroups.

@@ -70,6 +70,21 @@ fn v2_controllers_are_passed_down_and_values_written() {
 }
 
 #[test]
+fn a_root_that_is_missing_where_cpu_and_memory_are_is_refused_by_its_name() {
+    let dir = TempDir::new().unwrap();
+    for cgroups in [fake_v1(&dir), fake_v2(&dir)] {
+        cgroups.require_root().unwrap();
+        let layout = Layout { version: cgroups.version(), hierarchies: cgroups.hierarchies().to_vec() };
+        Cgroups::with_layout(layout.clone(), "/").unwrap().require_root().unwrap();
+        let error = Cgroups::with_layout(layout, "/tset").unwrap().require_root().unwrap_err().to_string();
+        assert!(
+            error.starts_with("cgroupRoot: there is no cgroup /tset (") && error.contains("make the cgroup"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn v2_memory_below_what_is_in_use_is_refused() {
     let dir = TempDir::new().unwrap();
     let cgroups = fake_v2(&dir);

@@ -120,6 +120,10 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
             )];
         }
     };
+    if let Err(error) = cgroups.require_root() {
+        let remedy = "correct cgroupRoot, or make the cgroup in every hierarchy";
+        return vec![Finding::missing("cgroups", error.to_string(), "the agent refuses to start", remedy)];
+    }
     let version = cgroups.version();
     let names: Vec<String> = cgroups.controllers().into_iter().collect();
     let mut findings = vec![Finding::ok("cgroups", format!("{version}, with {}", names.join(" ")))];
