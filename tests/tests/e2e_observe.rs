@@ -14,7 +14,8 @@ use beelet_tests::agent::{self, Agent, Options, http_get};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::machine::{cpu_seconds_of, stolen_seconds};
-use beelet_tests::requires::{self, Missing};
+use beelet_tests::pages::{PAGES, families};
+use beelet_tests::requires::{self, Missing, python_prometheus};
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
 use beelet_tests::{manifests, require};
 use rustix::process::{Pid, Signal, kill_process};
@@ -222,11 +223,17 @@ fn pages(observer: &Observer) {
         ("/metrics/cadvisor", "container_memory_working_set_bytes{container=\"main\""),
         ("/metrics/resource", "container_cpu_usage_seconds_total{container=\"main\""),
         ("/stats/summary", "\"podRef\":{\"name\":\"busy-"),
-        ("/pods", "\"name\":\"busy-"),
     ] {
         let (status, body) = observer.get(page).unwrap();
         assert!(status == 200 && body.contains(expected), "{page}: {status}\n{body}");
+        let format = PAGES.iter().find_map(|(path, format)| (*path == page).then_some(format));
+        if let Some(format) = format.filter(|_| python_prometheus().is_ok()) {
+            families(&body, format).unwrap_or_else(|error| panic!("{page}: {error:#}\n{body}"));
+        }
     }
+    // What pods are made of is for root alone.
+    let (status, body) = observer.get("/pods").unwrap();
+    assert!(status == 403 && !body.contains("busy"), "{status}\n{body}");
 }
 
 /// A kubelet as a child process, in a mount namespace of its own (its device plugin folder is fixed).

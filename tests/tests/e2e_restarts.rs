@@ -253,7 +253,8 @@ fn a_second_agent_on_the_same_state_or_the_same_runtime_is_refused() {
 fn health_metrics_and_pods_are_served_over_http() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
+    let options = Options::on(&containerd).http().unwrap().beelet("unauthenticatedPods", true);
+    let agent = Agent::start(options).unwrap();
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     ready(&agent, "web");
     let (status, body) = workdir::wait_for("healthz to be ok", workdir::PATIENCE, || {

@@ -1,5 +1,6 @@
-//! `/healthz`, `/metrics` and its parts, `/pods` and `/stats/summary`, as the kubelet serves them, without authentication and therefore on loopback only
-//! (the configuration sees to that).
+//! `/healthz`, `/metrics` and its parts and `/stats/summary`, as the kubelet serves them, but without authentication: on
+//! loopback only (the configuration sees to that), and numbers and names only. What pods are made of (environment variables,
+//! arguments) is nobody's business who isn't root: `/pods` is served only where the configuration asks for it.
 //!
 //! Any local user can connect, so a connection is short and there are few: whoever opens many or says nothing waits for
 //! himself, not for others' next minute.
@@ -46,8 +47,10 @@ pub struct ApiState {
     pub registry: Arc<Registry>,
     /// Containers' numbers.
     pub pressure: Pressure,
-    /// Leave out what tells more than numbers: `/pods` and `/stats/summary`.
-    pub numbers_only: bool,
+    /// Serve `/pods`: all specs, to whoever can connect.
+    pub specs: bool,
+    /// Serve `/stats/summary`: names and numbers of this machine.
+    pub summary: bool,
     /// Whether the agent is well, and if not, why.
     pub health: Arc<dyn Fn() -> Result<(), String> + Send + Sync>,
 }
@@ -118,24 +121,30 @@ async fn answer(stream: TcpStream, router: Router) {
 }
 
 fn router(state: ApiState) -> Router {
-    Router::new()
+    let mut router = Router::new()
         .route("/", get(index))
         .route("/healthz", get(healthz))
         .route("/metrics", get(numbers::metrics))
         .route("/metrics/cadvisor", get(numbers::cadvisor))
         .route("/metrics/probes", get(numbers::probes))
-        .route("/metrics/resource", get(numbers::resource))
-        .merge(if state.numbers_only { Router::new() } else { details() })
-        .with_state(state)
+        .route("/metrics/resource", get(numbers::resource));
+    if state.summary {
+        router = router.route("/stats/summary", get(summary::summary));
+    }
+    router.route("/pods", if state.specs { get(pods) } else { get(no_pods) }).with_state(state)
 }
 
-/// What is for this machine alone.
-fn details() -> Router<ApiState> {
-    Router::new().route("/pods", get(pods)).route("/stats/summary", get(summary::summary))
+async fn index(State(state): State<ApiState>) -> String {
+    let more = [(state.summary, " /stats/summary"), (state.specs, " /pods")];
+    let more: String = more.into_iter().filter_map(|(is_served, path)| is_served.then_some(path)).collect();
+    format!("beelet: /healthz /metrics /metrics/cadvisor /metrics/probes /metrics/resource{more}\n")
 }
 
-async fn index() -> &'static str {
-    "beelet: /healthz /metrics /metrics/cadvisor /metrics/probes /metrics/resource /pods /stats/summary\n"
+/// Says where they are instead.
+async fn no_pods() -> Response {
+    let sentence = "pods' specs are not served without authentication: use `beelet get pods -o json` as root. \
+                    (For `beelet run` there is unauthenticatedPods in the BeeletConfiguration.)\n";
+    (StatusCode::FORBIDDEN, sentence).into_response()
 }
 
 async fn healthz(State(state): State<ApiState>) -> Response {

@@ -39,6 +39,7 @@ pub(super) struct BeeletWire {
     pub(super) max_measured_containers: Option<i64>,
     #[serde(rename = "metricsPodUID")]
     pub(super) metrics_pod_uid: Option<bool>,
+    pub(super) unauthenticated_pods: Option<bool>,
     pub(super) tuner: Option<TunerWire>,
 }
 

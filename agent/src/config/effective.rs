@@ -156,6 +156,7 @@ fn beelet(config: &Config) -> BeeletWire {
         pressure_interval: Some(GoDuration(ours.pressure_interval)),
         max_measured_containers: i64::try_from(ours.max_measured_containers).ok(),
         metrics_pod_uid: Some(ours.metrics_pod_uid),
+        unauthenticated_pods: Some(ours.unauthenticated_pods),
         tuner: Some(TunerWire::of(&ours.tuner)),
     }
 }

@@ -51,7 +51,7 @@ pub struct Config {
     pub image_endpoint: String,
     /// Deadline of a runtime call that should be quick.
     pub runtime_request_timeout: Duration,
-    /// Where `/healthz`, `/metrics` and `/pods` are served. A loopback address.
+    /// Where `/healthz`, `/metrics` and the like are served. A loopback address.
     pub healthz_address: IpAddr,
     /// The port for it; 0: not served.
     pub healthz_port: u16,
@@ -172,6 +172,8 @@ pub struct Beelet {
     pub max_measured_containers: usize,
     /// Whether metrics of containers carry their pod's UID.
     pub metrics_pod_uid: bool,
+    /// Whether `/pods` is served beside the numbers: all specs, to whoever can connect.
+    pub unauthenticated_pods: bool,
     /// The closed loop that protects latency.
     pub tuner: Tuner,
 }

@@ -140,6 +140,7 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
             100_000,
         )?,
         metrics_pod_uid: wire.metrics_pod_uid.unwrap_or(false),
+        unauthenticated_pods: wire.unauthenticated_pods.unwrap_or(false),
         tuner: super::tuner::resolve(wire.tuner.as_ref())?,
     })
 }
@@ -238,8 +239,8 @@ fn healthz_address(value: Option<&str>) -> Result<IpAddr, Problem> {
         return Err(Problem::new(
             field,
             format!(
-                "{address} is not a loopback address: /pods and /metrics have no authentication, so they are served \
-                 on 127.0.0.0/8 or ::1 only; put an authenticating proxy before it to reach it from elsewhere"
+                "{address} is not a loopback address: what is served there has no authentication, so it is \
+                 served on 127.0.0.0/8 or ::1 only; put an authenticating proxy before it to reach it from elsewhere"
             ),
         ));
     }

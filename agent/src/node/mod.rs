@@ -301,7 +301,8 @@ async fn serve(
             pods,
             registry,
             pressure: signals.pressure.clone(),
-            numbers_only: false,
+            specs: config.beelet.unauthenticated_pods,
+            summary: true,
             health: Arc::new(move || health.check()),
         };
         servers.spawn(http::serve(listener, state, serving.clone()));

@@ -287,8 +287,9 @@ async fn serve(
             registry,
             pressure: signals.pressure.clone(),
             health: Arc::new(move || pulse.check()),
-            // Numbers may be scraped from elsewhere where somebody asked for that; what pods are is for this machine.
-            numbers_only: !address.ip().is_loopback(),
+            specs: false,
+            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
+            summary: address.ip().is_loopback(),
         };
         servers.spawn(http::serve(listener, state, serving.clone()));
     }

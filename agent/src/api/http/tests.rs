@@ -23,6 +23,10 @@ async fn start(health: Result<(), String>) -> Server {
 }
 
 async fn start_with(health: Result<(), String>, registry: Registry, pressure: Pressure) -> Server {
+    start_as(health, registry, pressure, false).await
+}
+
+async fn start_as(health: Result<(), String>, registry: Registry, pressure: Pressure, specs: bool) -> Server {
     let pod: Pod = serde_json::from_value(serde_json::json!({
         "metadata": {"name": "web-node", "namespace": "default"},
         "status": {"phase": "Running"},
@@ -35,7 +39,8 @@ async fn start_with(health: Result<(), String>, registry: Registry, pressure: Pr
         pods: receiver,
         registry: Arc::new(registry),
         pressure,
-        numbers_only: false,
+        specs,
+        summary: true,
         health: Arc::new(move || health.clone()),
     };
     let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.unwrap();
@@ -156,6 +161,27 @@ async fn who_prefers_protobuf_gets_the_waits_as_a_native_histogram_with_the_clas
 }
 
 #[tokio::test]
+async fn the_last_bucket_of_waits_has_no_bound_in_text_either() {
+    let mut pressure = fixtures::pressure();
+    pressure.by_kernel = true;
+    let counters = &mut pressure.pods[0].containers[0].reading.as_mut().unwrap().counters;
+    counters.kernel = Some(Box::new(KernelCounters { runq: WAITS, ..KernelCounters::default() }));
+    let pressure = Pressure::fixed(pressure);
+    let mut registry = Registry::default();
+    let containers = Containers { pressure: pressure.clone(), pod_uid: false };
+    registry.register_collector(Box::new(containers));
+    let (_, body) = start_with(Ok(()), registry, pressure).await.get("/metrics").await;
+    let buckets: Vec<&str> = body
+        .lines()
+        .filter(|line| line.starts_with("beelet_container_runqueue_latency_seconds_bucket"))
+        .collect();
+    let total: u64 = WAITS.iter().sum();
+    let last = buckets.last().unwrap();
+    assert!(last.contains("le=\"+Inf\"") && last.ends_with(&format!(" {total}")), "{last}");
+    assert_eq!(buckets.iter().filter(|line| line.contains("+Inf")).count(), 1, "{buckets:#?}");
+}
+
+#[tokio::test]
 async fn before_anything_was_read_the_pages_of_numbers_say_so() {
     let server = start(Ok(())).await;
     let (head, body) = server.get("/metrics/resource").await;
@@ -167,8 +193,18 @@ async fn before_anything_was_read_the_pages_of_numbers_say_so() {
 }
 
 #[tokio::test]
-async fn pods_are_a_pod_list_with_status() {
-    let (head, body) = start(Ok(())).await.get("/pods").await;
+async fn specs_are_for_root_unless_the_configuration_says_otherwise() {
+    let server = start(Ok(())).await;
+    let (head, body) = server.get("/pods").await;
+    assert!(head.starts_with("http/1.1 403") && body.contains("beelet get pods -o json"), "{head}\n{body}");
+    assert!(body.contains("unauthenticatedPods") && !body.contains("web-node"), "{body}");
+    assert!(!server.get("/").await.1.contains("/pods"));
+}
+
+#[tokio::test]
+async fn pods_are_a_pod_list_with_status_where_they_are_asked_for() {
+    let server = start_as(Ok(()), Registry::default(), crate::pressure::channel().0, true).await;
+    let (head, body) = server.get("/pods").await;
     assert!(head.contains("content-type: application/json"), "{head}");
     let list: serde_json::Value = serde_json::from_str(&body).unwrap();
     assert_eq!((&list["kind"], &list["apiVersion"]), (&"PodList".into(), &"v1".into()));
