@@ -426,8 +426,10 @@ impl Manager {
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = self.remembered(&uid);
-        let (probes, hooked, oom, status, failure) = match record {
-            Some(record) => (record.probes, record.hooked, record.oom, record.status, record.failure),
+        let (probes, hooked, oom, status, failure, edge) = match record {
+            Some(record) => {
+                (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
+            }
             None => Default::default(),
         };
         if terminate {
@@ -457,7 +459,7 @@ impl Manager {
             oom,
             probes,
             status,
-            edge: None,
+            edge,
             failure,
             retry,
             resize: ResizeFacts::default(),
@@ -657,7 +659,8 @@ impl Manager {
         };
         let failure = managed.failure.clone();
         let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());
-        let record = PodRecord { origin, status: Some(status), probes, hooked, oom, failure };
+        let edge = managed.edge.clone();
+        let record = PodRecord { origin, status: Some(status), probes, hooked, oom, failure, edge };
         let changed = self.parts.table.send_if_modified(|table| {
             if table.pods.get(&name).is_some_and(|known| **known == entry) {
                 return false;

@@ -4,8 +4,9 @@
 //!
 //! Writers never wait: the newest records replace those that were not written yet, and one task writes
 //! them out, without waiting for the disk: after a reboot no container runs that they could speak of.
-//! Losing the last ones costs a probe's period, no more. Only a pod's failure must survive a power cut too, or
-//! an evicted pod would come back: where one is new or gone, the disk is waited for.
+//! Losing the last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or
+//! an evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
+//! disk may be lost whole, with ends that were safe before: as long as there are any, each write waits.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,7 +23,8 @@ use super::{
     failure::Failure,
     manager::RuntimePod,
     metrics::Metrics,
-    status::{OomFacts, ProbeFacts},
+    status::{OomFacts, ProbeFacts, has_ended},
+    table::ReadinessEdge,
 };
 use crate::state::{Loaded, State};
 
@@ -49,6 +51,9 @@ pub struct PodRecord {
     /// Set if the pod was ended for good: it must not start again by itself.
     #[serde(default)]
     pub failure: Option<Failure>,
+    /// The last readiness change that a kernel event caused. Its times mean nothing after a reboot.
+    #[serde(default)]
+    pub edge: Option<ReadinessEdge>,
 }
 
 type Map = BTreeMap<String, Arc<PodRecord>>;
@@ -63,7 +68,11 @@ impl Records {
     /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
     pub fn load(state: &State) -> Self {
         let map = match state.load::<Map>(NAME) {
-            Ok(Loaded::Value { value, .. }) => value,
+            Ok(Loaded::Value { value, same_boot: true }) => value,
+            Ok(Loaded::Value { mut value, same_boot: false }) => {
+                value.values_mut().for_each(|record| Arc::make_mut(record).edge = None);
+                value
+            }
             Ok(Loaded::Absent) => Map::new(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
                 warn!(?moved_to, %reason, "the records of pods were damaged and set aside; probes start anew");
@@ -108,19 +117,21 @@ impl Records {
         let mut newest = self.newest.subscribe();
         async move {
             let mut failing = false;
-            let mut failures_on_disk = None;
+            // Of those that an earlier instance left nobody knows whether they were waited for.
+            let mut ends_on_disk = true;
             loop {
                 let mut changed = newest.changed().await.is_ok();
                 let mut map = newest.borrow_and_update().clone();
                 loop {
                     let (state, snapshot) = (Arc::clone(&state), map.clone());
-                    let failures = failures_of(&map);
-                    let settled = failures_on_disk.as_ref() == Some(&failures);
+                    let ends = has_ends(&map);
+                    // One that is there for the last time must not come back either.
+                    let durable = ends || ends_on_disk;
                     let written = spawn_blocking(move || {
-                        let written = if settled {
-                            state.store_for_this_boot(NAME, &snapshot)
-                        } else {
+                        let written = if durable {
                             state.store(NAME, &snapshot)
+                        } else {
+                            state.store_for_this_boot(NAME, &snapshot)
                         };
                         written.map_err(|e| e.to_string())
                     });
@@ -130,7 +141,7 @@ impl Records {
                             info!("the records of pods can be written again");
                         }
                         failing = false;
-                        failures_on_disk = Some(failures);
+                        ends_on_disk = ends;
                         break;
                     };
                     metrics.state_write_errors.inc();
@@ -160,7 +171,63 @@ impl Records {
     }
 }
 
-/// The pods that were ended for good, and why.
-fn failures_of(map: &Map) -> BTreeMap<String, Failure> {
-    map.iter().filter_map(|(uid, record)| Some((uid.clone(), record.failure.clone()?))).collect()
+/// Whether any pod has ended, by itself or for good.
+fn has_ends(map: &Map) -> bool {
+    map.values().any(|record| record.failure.is_some() || has_ended(record.status.as_ref()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::pods::table::PodName;
+
+    fn record(phase: &str, failure: Option<Failure>) -> PodRecord {
+        let status = json!({ "phase": phase });
+        let edge = ReadinessEdge { container: "c".to_owned(), ready: true, kernel_ns: 1, published_ns: 2 };
+        PodRecord {
+            origin: RuntimePod {
+                name: PodName { namespace: "default".to_owned(), name: "web-n1".to_owned() },
+                grace: Duration::from_secs(30),
+                manifest: None,
+                hash: None,
+                shape: None,
+            },
+            status: serde_json::from_value(status).unwrap(),
+            probes: BTreeMap::new(),
+            hooked: BTreeSet::new(),
+            oom: BTreeMap::new(),
+            failure,
+            edge: Some(edge),
+        }
+    }
+
+    fn map(records: &[PodRecord]) -> Map {
+        (0..)
+            .zip(records)
+            .map(|(uid, record): (u32, _)| (uid.to_string(), Arc::new(record.clone())))
+            .collect()
+    }
+
+    #[test]
+    fn as_long_as_any_pod_has_ended_each_write_waits_for_the_disk() {
+        let failure = || Some(Failure::new("Evicted".to_owned(), "short of memory".to_owned(), None));
+        let running = record("Running", None);
+        assert!(!has_ends(&map(&[running.clone(), record("Pending", None)])));
+        for ended in [record("Succeeded", None), record("Failed", None), record("Running", failure())] {
+            assert!(has_ends(&map(&[running.clone(), ended])));
+        }
+    }
+
+    #[test]
+    fn a_readiness_change_is_known_after_a_restart_of_the_agent_and_means_nothing_after_a_reboot() {
+        let dir = tempfile::tempdir().unwrap();
+        State::open_in_boot(dir.path(), "a").unwrap().store(NAME, &map(&[record("Running", None)])).unwrap();
+        let edge_in = |boot: &str| {
+            let records = Records::load(&State::open_in_boot(dir.path(), boot).unwrap());
+            records.get("0").unwrap().edge.map(|edge| edge.kernel_ns)
+        };
+        assert_eq!((edge_in("a"), edge_in("b")), (Some(1), None));
+    }
 }

@@ -94,7 +94,7 @@ impl PodEntry {
 }
 
 /// A readiness change that the kernel reported. Times are `CLOCK_MONOTONIC` nanoseconds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadinessEdge {
     /// The container whose readiness changed.
     pub container: String,
