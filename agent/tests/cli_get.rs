@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use assert_cmd::assert::OutputAssertExt;
 use beelet::api::grpc;
-use beelet::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
+use beelet::pods::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
 use tempfile::TempDir;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -26,7 +26,10 @@ fn start() -> Api {
     let (table, receiver) = watch::channel(Arc::default());
     let shutdown = CancellationToken::new();
     let listener = runtime.block_on(grpc::bind(&dir.path().join("beelet.sock"))).unwrap();
-    let services = tonic::service::Routes::new(grpc::node_service(receiver, shutdown.clone()));
+    let complete = Complete::default();
+    complete.set(()).unwrap();
+    let outlook = grpc::Outlook::new(complete, || None);
+    let services = tonic::service::Routes::new(grpc::node_service(receiver, outlook, shutdown.clone()));
     runtime.spawn(grpc::serve(listener, services, shutdown.clone()));
     let api = Api { dir, table, shutdown, _runtime: runtime };
     api.set("default", "web-node", "Running", true);

@@ -115,6 +115,7 @@ impl Watch {
             }
             Type::Rejected => self.rejected = event.rejected,
             Type::Synced => self.rejected.extend(event.rejected),
+            Type::Notice => {}
             Type::Unspecified => bail!("the agent sent an event of no type"),
         }
         Ok(kind)

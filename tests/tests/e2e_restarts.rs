@@ -10,6 +10,7 @@ use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::PodView;
 use beelet_tests::{require, workdir};
+use rustix::process::{Pid, Signal, kill_process};
 
 fn start() -> (Containerd, Agent) {
     let containerd = Containerd::start_for_test().unwrap();
@@ -277,4 +278,32 @@ fn health_metrics_and_pods_are_served_over_http() {
     // Whoever may not be root may not ask on the socket either.
     use std::os::unix::fs::MetadataExt as _;
     assert_eq!(std::fs::metadata(agent.socket()).unwrap().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn a_containerd_that_hangs_or_dies_makes_the_node_not_ready_and_costs_no_pod_anything() {
+    require!(containerd);
+    let mut containerd = Containerd::start_for_test().unwrap();
+    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
+    agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
+    let before = identity(&ready(&agent, "web"));
+    let until_health_is = |wanted: u16, words: &str| {
+        let look = || match agent.get("/healthz") {
+            Ok((status, body)) if status == wanted && body.contains(words) => Ok(()),
+            other => Err(format!("{other:?}")),
+        };
+        workdir::wait_for(&format!("/healthz to say {words:?}"), workdir::PATIENCE, look).unwrap();
+    };
+    let silent = format!("the container runtime at {} has not answered since", containerd.endpoint());
+    let pid = containerd.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?)).unwrap();
+    until_health_is(200, "ok");
+    kill_process(pid, Signal::STOP).unwrap();
+    until_health_is(500, &silent);
+    kill_process(pid, Signal::CONT).unwrap();
+    until_health_is(200, "ok");
+    containerd.kill9();
+    until_health_is(500, &silent);
+    containerd.resume().unwrap();
+    until_health_is(200, "ok");
+    assert_eq!(identity(&ready(&agent, "web")), before);
 }

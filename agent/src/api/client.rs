@@ -82,6 +82,8 @@ pub enum Event {
     Synced,
     /// These manifests, and only these, cannot become pods.
     Rejected(Arc<Vec<RejectedManifest>>),
+    /// Why pods may not be as they were told; empty: they are again.
+    Notice(String),
 }
 
 impl Client {
@@ -129,14 +131,14 @@ impl Client {
         Ok(self.garbage.collect_containers(request).await?.into_inner())
     }
 
-    /// All pods as they are now.
+    /// All pods as they are now, and why they may not be as they are shown; empty if there is no reason.
     ///
     /// # Errors
-    /// The agent stopped or refused.
-    pub async fn pods(&mut self) -> Result<PodTable, ClientError> {
+    /// The agent stopped or refused, or knows nothing yet.
+    pub async fn pods(&mut self) -> Result<(PodTable, String), ClientError> {
         let list = self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner();
         let pods = list.pods.into_iter().map(decode_pod).collect::<Result<_, _>>()?;
-        Ok(PodTable { pods, rejected: decode_rejected(list.rejected) })
+        Ok((PodTable { pods, rejected: decode_rejected(list.rejected) }, list.notice))
     }
 
     /// All pods as they are now, and then every change.
@@ -293,6 +295,7 @@ impl Watch {
                 (Type::Modified, Some((name, entry))) => return Ok(Some(Event::Modified(name, entry))),
                 (Type::Deleted, Some((name, entry))) => return Ok(Some(Event::Deleted(name, entry))),
                 (Type::Synced, _) => return Ok(Some(Event::Synced)),
+                (Type::Notice, _) => return Ok(Some(Event::Notice(event.notice))),
                 (Type::Rejected, _) => return Ok(Some(Event::Rejected(decode_rejected(event.rejected)))),
                 // A newer agent may have events that we don't know.
                 _ => {}
@@ -313,7 +316,7 @@ impl Event {
                 table.pods.remove(name);
             }
             Self::Rejected(rejected) => table.rejected = Arc::clone(rejected),
-            Self::Synced => {}
+            Self::Synced | Self::Notice(_) => {}
         }
     }
 }

@@ -23,7 +23,7 @@ use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
 
 use super::socket::Socket;
-use crate::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
+use crate::pods::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
 
 pub mod containers;
 pub mod devices;
@@ -32,6 +32,10 @@ pub mod manifests;
 pub mod probes;
 pub mod tuner;
 
+/// How long a client waits for the first look at the runtime, before it is told what there is so far.
+const FIRST_LOOK: Duration = Duration::from_secs(5);
+/// How often it is looked whether a watcher must be told that what it sees may be old.
+const NOTICE_PERIOD: Duration = Duration::from_secs(2);
 /// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.
 const WATCH_QUEUE: usize = 16;
 /// Requests at a time on one connection.
@@ -53,13 +57,49 @@ pub async fn bind(path: &Path) -> anyhow::Result<Listener> {
     Ok(Listener { listener, socket })
 }
 
+/// How far the pods that are known can be trusted.
+#[derive(Clone)]
+pub struct Outlook {
+    complete: Complete,
+    notice: Arc<dyn Fn() -> Option<String> + Send + Sync>,
+}
+
+impl std::fmt::Debug for Outlook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outlook").finish_non_exhaustive()
+    }
+}
+
+impl Outlook {
+    /// `notice` says in a sentence why they may not be as they are shown.
+    #[must_use]
+    pub fn new(complete: Complete, notice: impl Fn() -> Option<String> + Send + Sync + 'static) -> Self {
+        Self { complete, notice: Arc::new(notice) }
+    }
+
+    /// Waits for a moment until all pods are known, unless it is clear that this takes longer.
+    async fn settled(&self) {
+        if (self.notice)().is_none() {
+            let _ = tokio::time::timeout(FIRST_LOOK, self.complete.wait()).await;
+        }
+    }
+
+    /// Why pods may be missing or old; empty if there is no reason.
+    fn notice(&self) -> String {
+        let early = "not everything that runs here has been looked at yet";
+        let incomplete = (!self.complete.initialized()).then(|| early.to_owned());
+        (self.notice)().or(incomplete).unwrap_or_default()
+    }
+}
+
 /// The service of the pods: what every agent that runs pods offers. Other parts add theirs to what this returns.
 #[must_use]
 pub fn node_service(
     pods: watch::Receiver<Arc<PodTable>>,
+    outlook: Outlook,
     shutdown: CancellationToken,
 ) -> NodeServer<impl Node> {
-    NodeServer::new(NodeService { pods, shutdown })
+    NodeServer::new(NodeService { pods, outlook, shutdown })
 }
 
 /// Serves all of `services` until `shutdown`, then removes the socket.
@@ -95,6 +135,7 @@ pub(super) fn only_the_owner(request: Request<()>) -> Result<Request<()>, Status
 #[derive(Debug)]
 struct NodeService {
     pods: watch::Receiver<Arc<PodTable>>,
+    outlook: Outlook,
     shutdown: CancellationToken,
 }
 
@@ -104,11 +145,16 @@ impl Node for NodeService {
         &self,
         _request: Request<proto::ListPodsRequest>,
     ) -> Result<Response<proto::ListPodsResponse>, Status> {
+        self.outlook.settled().await;
+        let notice = self.outlook.notice();
         let table = Arc::clone(&self.pods.borrow());
+        if table.pods.is_empty() && !self.outlook.complete.initialized() {
+            return Err(Status::unavailable(format!("what runs here is not known yet: {notice}")));
+        }
         let encode = move || {
             let pods =
                 table.pods.iter().map(|(name, entry)| encode_pod(name, entry)).collect::<Result<_, _>>()?;
-            Ok(proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected) })
+            Ok(proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected), notice })
         };
         let encoded: Result<_, Status> =
             tokio::task::spawn_blocking(encode).await.map_err(|error| Status::internal(error.to_string()))?;
@@ -122,8 +168,14 @@ impl Node for NodeService {
         _request: Request<proto::WatchPodsRequest>,
     ) -> Result<Response<Self::WatchPodsStream>, Status> {
         let (events, receiver) = mpsc::channel(WATCH_QUEUE);
-        let mut watcher =
-            Watcher { pods: self.pods.clone(), events, sent: BTreeMap::new(), rejected: Arc::default() };
+        let mut watcher = Watcher {
+            pods: self.pods.clone(),
+            outlook: self.outlook.clone(),
+            events,
+            sent: BTreeMap::new(),
+            rejected: Arc::default(),
+            noticed: false,
+        };
         let shutdown = self.shutdown.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -144,6 +196,9 @@ struct Watcher {
     events: mpsc::Sender<Result<proto::PodEvent, Status>>,
     sent: BTreeMap<PodName, Arc<PodEntry>>,
     rejected: Arc<Vec<RejectedManifest>>,
+    /// It was told that what it sees may be old.
+    noticed: bool,
+    outlook: Outlook,
 }
 
 /// The client is gone, or the agent stops.
@@ -151,15 +206,29 @@ struct Over;
 
 impl Watcher {
     async fn run(&mut self) -> Result<(), Over> {
+        self.outlook.settled().await;
         self.catch_up().await?;
         self.send(|_| Some(event(Type::Synced))).await?;
+        let mut looks = tokio::time::interval(NOTICE_PERIOD);
         loop {
             tokio::select! {
                 changed = self.pods.changed() => changed.map_err(|_| Over)?,
                 () = self.events.closed() => return Err(Over),
+                _ = looks.tick() => {}
             }
             self.catch_up().await?;
+            self.send_notice().await?;
         }
+    }
+
+    /// Tells when there begins to be a reason why what the client sees may be old, and when there is none any more.
+    async fn send_notice(&mut self) -> Result<(), Over> {
+        let notice = self.outlook.notice();
+        if notice.is_empty() == self.noticed {
+            self.noticed = !self.noticed;
+            self.send(|_| Some(proto::PodEvent { notice, ..event(Type::Notice) })).await?;
+        }
+        Ok(())
     }
 
     /// Sends the difference between what the client knows and the table. Each pod's state is read when there is room for
@@ -219,7 +288,7 @@ impl Watcher {
 }
 
 fn event(kind: Type) -> proto::PodEvent {
-    proto::PodEvent { r#type: kind.into(), pod: None, rejected: Vec::new() }
+    proto::PodEvent { r#type: kind.into(), pod: None, rejected: Vec::new(), notice: String::new() }
 }
 
 #[allow(clippy::result_large_err)] // tonic's own error type

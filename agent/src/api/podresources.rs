@@ -26,13 +26,16 @@ use crate::pods::table::{PodEntry, PodName, PodTable};
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said why.
 pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutdown: CancellationToken) {
     let socket = devices.settings().pod_resources_socket();
-    let served = async {
-        let listener = grpc::bind(&socket).await?;
-        let service = PodResourcesListerServer::new(Lister { devices, pods });
-        local::serve(listener, Routes::new(service), shutdown).await
+    let listener = match grpc::bind(&socket).await {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!("pod resources are not served: {error:#}");
+            return shutdown.cancelled().await;
+        }
     };
-    if let Err(error) = served.await {
-        tracing::error!("pod resources are not served: {error:#}");
+    let service = PodResourcesListerServer::new(Lister { devices, pods });
+    if let Err(error) = local::serve(listener, Routes::new(service), shutdown).await {
+        tracing::error!("pod resources are not served any more: {error:#}");
     }
 }
 

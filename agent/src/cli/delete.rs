@@ -125,6 +125,13 @@ async fn wait_until_gone(client: &mut Client, uids: &[String]) -> anyhow::Result
     let (mut table, mut synced) = (PodTable::default(), false);
     while let Some(event) = watch.next().await? {
         synced |= event == Event::Synced;
+        match &event {
+            Event::Notice(notice) if notice.is_empty() => {
+                eprintln!("the wait goes on: the container runtime answers again")
+            }
+            Event::Notice(notice) => eprintln!("waiting: {notice}"),
+            _ => {}
+        }
         event.apply(&mut table);
         let there = table
             .pods

@@ -11,7 +11,7 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 
 use super::failed;
-use super::get::{is_broken_pipe, print};
+use super::get::{is_broken_pipe, print, show_notice};
 use crate::api::client::Client;
 
 /// Arguments of `beelet describe`.
@@ -55,7 +55,7 @@ pub fn run(args: &DescribeArgs) -> ExitCode {
 
 async fn describe(args: &PodArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.socket).await?;
-    let table = client.pods().await?;
+    let (table, notice) = client.pods().await?;
     let of_namespace = |namespace: &str| args.namespace.as_ref().is_none_or(|wanted| wanted == namespace);
     let mut found: Vec<_> = table
         .pods
@@ -88,5 +88,6 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
         events.push(event);
     }
     print(&pod::text(&entry.pod, &events, Timestamp::now()))?;
+    show_notice(&notice);
     Ok(())
 }

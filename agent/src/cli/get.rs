@@ -94,7 +94,10 @@ pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
 async fn get(args: &PodsArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.socket).await?;
     if !args.watch {
-        return show(args, &client.pods().await?);
+        let (table, notice) = client.pods().await?;
+        show(args, &table)?;
+        show_notice(&notice);
+        return Ok(());
     }
     let watch = client.watch().await?;
     tokio::select! {
@@ -170,6 +173,8 @@ async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
                 show_rejected(&table.rejected);
             }
             Event::Rejected(rejected) if synced => show_rejected(rejected),
+            Event::Notice(notice) if notice.is_empty() => eprintln!("Pods are shown as they are again."),
+            Event::Notice(notice) => show_notice(notice),
             Event::Added(name, entry) | Event::Modified(name, entry) | Event::Deleted(name, entry)
                 if synced && args.wants(name) =>
             {
@@ -201,6 +206,13 @@ pub(super) fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     out.flush()
+}
+
+/// Why pods may not be as they are shown goes to standard error, too.
+pub(super) fn show_notice(notice: &str) {
+    if !notice.is_empty() {
+        eprintln!("Pods are shown as they were last known: {notice}");
+    }
 }
 
 /// Manifests that could not become pods go to standard error, so that standard output has only pods.

@@ -35,11 +35,9 @@ use beelet_policy::devices::{
     registration::is_extended_resource_name,
     topology::{TopologyPolicy, TopologyScope},
 };
+use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
-use tokio::{
-    sync::{mpsc, watch},
-    task::JoinSet,
-};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use self::{admit::Admitter, ledger::Shared};
@@ -271,14 +269,17 @@ impl Devices {
 }
 
 impl Tasks {
-    /// Runs until `shutdown`: serves plugins, follows their lists, admits pods, writes the checkpoint.
-    pub fn spawn(self, tasks: &mut JoinSet<()>, shutdown: &CancellationToken) {
+    /// What must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows plugins' lists, serves them.
+    #[must_use]
+    pub fn named(self, shutdown: &CancellationToken) -> [(&'static str, BoxFuture<'static, ()>); 5] {
         let shared = &self.devices.shared;
-        tasks.spawn(self.writer.run(shutdown.clone()));
-        tasks.spawn(self.admitter.run(shutdown.clone()));
-        tasks.spawn(ledger::expire(Arc::clone(shared), shutdown.clone()));
-        tasks.spawn(register::serve(Arc::clone(shared), shutdown.clone()));
-        tasks.spawn(registry::watch(Arc::clone(shared), shutdown.clone()));
+        [
+            ("device checkpoint", Box::pin(self.writer.run(shutdown.clone()))),
+            ("device admission", Box::pin(self.admitter.run(shutdown.clone()))),
+            ("device expiry", Box::pin(ledger::expire(Arc::clone(shared), shutdown.clone()))),
+            ("device plugins", Box::pin(register::serve(Arc::clone(shared), shutdown.clone()))),
+            ("device plugin registry", Box::pin(registry::watch(Arc::clone(shared), shutdown.clone()))),
+        ]
     }
 }
 

@@ -51,7 +51,7 @@ pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
         Err(cause) => {
             error!("device plugins can't register: {cause}");
             shared.look(|ledger| ledger.trouble = Some(cause));
-            return;
+            return shutdown.cancelled().await;
         }
     };
     let tracker = TaskTracker::new();

@@ -89,8 +89,10 @@ async fn register(socket: &std::path::Path, authority: &str) -> (String, String)
 async fn clients_whose_authority_is_a_path_are_answered() {
     let dir = tempfile::tempdir().unwrap();
     let (devices, tasks) = Devices::open(parts(dir.path()), Vec::new);
-    let (mut running, shutdown) = (JoinSet::new(), CancellationToken::new());
-    tasks.spawn(&mut running, &shutdown);
+    let (mut running, shutdown) = (tokio::task::JoinSet::new(), CancellationToken::new());
+    for (_, part) in tasks.named(&shutdown) {
+        running.spawn(part);
+    }
     let socket = devices.settings().registration_socket();
     while !socket.exists() {
         tokio::time::sleep(Duration::from_millis(5)).await;

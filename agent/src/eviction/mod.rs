@@ -172,6 +172,12 @@ impl Eviction {
         tokio::select! {
             () = shutdown.cancelled() => {}
             () = work => {}
+            // None ends by itself, and without one eviction would be blind.
+            Some(Err(failed)) = gauges.join_next() => {
+                if let Ok(panic) = failed.try_into_panic() {
+                    std::panic::resume_unwind(panic);
+                }
+            }
         }
     }
 

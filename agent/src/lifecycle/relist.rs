@@ -39,8 +39,11 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 pub const PERIOD_MAX: Duration = Duration::from_secs(5);
 /// However often somebody asks for a look, there is one in this time at most.
 const GAP: Duration = Duration::from_millis(100);
-/// With no answer for this long the agent calls itself unhealthy, as the kubelet does.
-const UNHEALTHY_AFTER: Duration = Duration::from_secs(180);
+/// With no answer for this long the agent calls itself unhealthy and its node not ready, as the kubelet does
+/// (`maxWaitForContainerRuntime`, pkg/kubelet/kubelet.go).
+pub const UNHEALTHY_AFTER: Duration = Duration::from_secs(30);
+/// With no answer for this long whoever looks at pods is told: twice the longest time between two looks.
+pub const NOTICED_AFTER: Duration = Duration::from_secs(10);
 
 /// When the runtime last answered; clones share it.
 #[derive(Clone, Debug)]
@@ -72,16 +75,13 @@ impl Pulse {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An error sentence once the runtime has been silent for too long.
-    pub fn check(&self) -> Result<(), String> {
-        let silent = self.get().last.elapsed();
-        if silent < UNHEALTHY_AFTER {
-            return Ok(());
-        }
-        Err(format!("the container runtime has not listed its containers for {} s", silent.as_secs()))
+    /// For how long the runtime has not answered.
+    #[must_use]
+    pub fn silence(&self) -> Duration {
+        self.get().last.elapsed()
     }
 
-    /// For how long [`Pulse::check`] has said what it says now.
+    /// For how long the silence has been shorter than [`UNHEALTHY_AFTER`], or longer.
     #[must_use]
     pub fn lasted(&self) -> Duration {
         let beat = self.get();
@@ -262,14 +262,15 @@ mod tests {
     async fn the_pulse_knows_since_when_it_is_as_it_is() {
         let pulse = Pulse::now();
         let check = |well: bool, seconds: u64| {
-            assert_eq!((pulse.check().is_ok(), pulse.lasted().as_secs()), (well, seconds));
+            let is_well = pulse.silence() < UNHEALTHY_AFTER;
+            assert_eq!((is_well, pulse.lasted().as_secs()), (well, seconds));
         };
         let wait = async |seconds| tokio::time::advance(Duration::from_secs(seconds)).await;
-        wait(100).await;
+        wait(20).await;
         pulse.beat();
-        check(true, 100);
-        wait(179).await;
-        check(true, 279);
+        check(true, 20);
+        wait(29).await;
+        check(true, 49);
         wait(11).await;
         check(false, 10);
         pulse.beat();

@@ -18,12 +18,12 @@ use k8s_openapi::api::core::v1 as core;
 use prometheus_client::registry::Registry;
 use tokio::{
     sync::{mpsc, watch},
-    task::{JoinSet, spawn_blocking},
+    task::spawn_blocking,
 };
 use tokio_util::sync::CancellationToken;
-use tracing::warn;
+use tracing::{info, warn};
 
-use super::{Health, conditions, facts};
+use super::{Health, conditions, facts, parts};
 use crate::{
     admission::{self, Admission, Comeback, Conditions, NodeResources},
     api::grpc::garbage::Collectors,
@@ -32,7 +32,10 @@ use crate::{
     events::{NodeEvents, Recorder},
     eviction::{self, DiskUsages, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges},
     images::{self, ImageGc, Leases, space},
-    kernel::{Interest, Kernel},
+    kernel::{
+        Interest, Kernel,
+        quota::{self, Uncounted},
+    },
     pods::{
         garbage::{self, ContainerGc},
         manager::Request,
@@ -87,7 +90,7 @@ pub(super) struct Alive {
     eviction: Eviction,
     local_storage: LocalStorage,
     /// What eviction listens to.
-    sources: Vec<BoxFuture<'static, ()>>,
+    sources: [(&'static str, BoxFuture<'static, ()>); 3],
 }
 
 impl Alive {
@@ -132,6 +135,7 @@ impl Alive {
             requests: requests.clone(),
             transition: config.eviction.pressure_transition,
         };
+        tell_of_quotas(config).await;
         let disk = DiskUsages::default();
         let local_storage = LocalStorage {
             table: table.clone(),
@@ -166,10 +170,12 @@ impl Alive {
             metrics: early.eviction.clone(),
         });
         let edges = kernel.subscribe(Interest::OOM_KILLS | Interest::PRESSURE);
-        let sources: Vec<BoxFuture<'static, ()>> = vec![
-            Box::pin(edges::listen_to_kernel(edges, hints.clone(), early.eviction.clone())),
-            Box::pin(edges::listen(cgroups, config.eviction.thresholds.clone(), hints)),
-            Box::pin(filesystems.follow(runtime.clone(), layout_out)),
+        let to_kernel = edges::listen_to_kernel(edges, hints.clone(), early.eviction.clone());
+        let to_cgroups = edges::listen(cgroups, config.eviction.thresholds.clone(), hints);
+        let sources: [(_, BoxFuture<'static, ()>); 3] = [
+            ("eviction hints of the kernel", Box::pin(to_kernel)),
+            ("eviction hints of cgroups", Box::pin(to_cgroups)),
+            ("file systems", Box::pin(filesystems.follow(runtime.clone(), layout_out))),
         ];
         let _ = early.collectors.set(Collectors { images, containers });
         Ok(Self {
@@ -189,25 +195,25 @@ impl Alive {
     pub(super) fn conditions(
         &self,
         health: &Health,
-        tasks: &mut JoinSet<()>,
+        tasks: &mut parts::Parts,
     ) -> Box<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync> {
         let (since, noting) = conditions::follow(self.pressures.clone());
-        tasks.spawn(noting);
+        tasks.spawn("node conditions", noting);
         let health = health.clone();
         Box::new(move || conditions::list(&since.borrow(), &health))
     }
 
     /// Runs them until `working` ends.
-    pub(super) fn spawn(self, tasks: &mut JoinSet<()>, working: &CancellationToken) {
-        tasks.spawn(self.image_gc.run(working.clone()));
-        tasks.spawn(self.container_gc.run(working.clone()));
-        tasks.spawn(self.comeback.run(working.clone()));
-        tasks.spawn(self.eviction.run(working.clone()));
-        tasks.spawn(self.local_storage.run(working.clone()));
-        for source in self.sources {
+    pub(super) fn spawn(self, tasks: &mut parts::Parts, working: &CancellationToken) {
+        tasks.spawn("image collection", self.image_gc.run(working.clone()));
+        tasks.spawn("container collection", self.container_gc.run(working.clone()));
+        tasks.spawn("comeback", self.comeback.run(working.clone()));
+        tasks.spawn("eviction", self.eviction.run(working.clone()));
+        tasks.spawn("local storage", self.local_storage.run(working.clone()));
+        for (name, source) in self.sources {
             let working = working.clone();
-            tasks.spawn(async move {
-                // The last of them ends with the agent.
+            // A kernel may have none of what one of them listens to.
+            tasks.spawn_optional(name, async move {
                 let _ = working.run_until_cancelled(source).await;
             });
         }
@@ -231,6 +237,17 @@ fn reclaimer(images: images::Handle, containers: garbage::Handle) -> Reclaimer {
             }
         })
     })
+}
+
+/// Says how the sizes of volumes are found.
+async fn tell_of_quotas(config: &Config) {
+    let dir = config.beelet.pods_dir.clone();
+    match spawn_blocking(move || quota::counted(&dir)).await {
+        Ok(Ok(())) => info!("the kernel counts what volumes take, by project"),
+        Ok(Err(Uncounted::Off(why))) => info!("volumes are measured by walking through them: {why}"),
+        Ok(Err(Uncounted::Refused(why))) => warn!("volumes are measured by walking through them: {why}"),
+        Err(failed) => warn!(%failed, "whether the kernel counts what volumes take can't be said"),
+    }
 }
 
 /// What the node has for pods.

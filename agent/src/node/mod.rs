@@ -8,6 +8,7 @@ mod docs;
 mod facts;
 pub mod observe;
 pub mod ownership;
+mod parts;
 pub mod process;
 mod signals;
 pub mod systemd;
@@ -22,21 +23,27 @@ use std::{
 use anyhow::{Context, Result, bail};
 use beelet_policy::cgroups::{CgroupConfig, CgroupValues};
 use beelet_proto::cri;
+use jiff::Timestamp;
 use prometheus_client::registry::Registry;
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{SetOnce, mpsc, watch},
-    task::{JoinHandle, JoinSet, spawn_blocking},
+    task::spawn_blocking,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tracing::{error, info, warn};
 
-use self::{alive::Alive, ownership::Ownership, signals::Signals};
+use self::{
+    alive::Alive,
+    ownership::Ownership,
+    parts::{Failures, Parts},
+    signals::Signals,
+};
 use crate::{
     api::{
-        grpc::{self, manifests::Running},
+        grpc::{self, Outlook, manifests::Running},
         http::{self, ApiState},
         podresources,
         signals::Mode,
@@ -50,7 +57,7 @@ use crate::{
     lifecycle::{
         self, Pace,
         exits::{self, Exits},
-        relist::{self, Pulse, Relist},
+        relist::{self, NOTICED_AFTER, Pulse, Relist, UNHEALTHY_AFTER},
         stream,
     },
     pods::{
@@ -64,7 +71,7 @@ use crate::{
         },
         qos_tree,
         records::Records,
-        table::PodTable,
+        table::{Complete, PodTable},
         volumes,
     },
     pressure,
@@ -81,6 +88,10 @@ const CONFIG_TRIES: usize = 30;
 const CONFIG_RETRY: Duration = Duration::from_secs(1);
 /// The program that tells of exits, as the table of capabilities names it.
 const EXIT_PROGRAM: &str = "task_exited";
+/// A signal that comes again within this time is the same wish: timeout(1) tells both its child and its group.
+const SAME_WISH: Duration = Duration::from_secs(1);
+/// What stopping a pod may take beyond its grace period, before the service manager may lose its patience.
+const STOP_MARGIN: Duration = Duration::from_secs(30);
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
 /// How often freed memory goes back to the system.
@@ -92,7 +103,8 @@ const MEMORY_PERIOD: Duration = Duration::from_secs(60);
 /// Something that the agent can't do without isn't to be had; the sentence says what, and what to do.
 pub async fn run(config: Config) -> Result<()> {
     let shutdown = CancellationToken::new();
-    stop_on_signals(&shutdown)?;
+    // Killed or ended at once, it leaves the kernel programs to the next start, as it is meant to.
+    stop_on_signals(&shutdown, || {})?;
     run_until(config, shutdown).await
 }
 
@@ -117,6 +129,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             cgroups.version()
         );
     }
+    cgroups.require_root()?;
 
     let metrics = Metrics::default();
     let (signals, inbox) = Signals::new();
@@ -124,24 +137,39 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     signals.register(&mut registry, config.beelet.metrics_pod_uid);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let health = Health::new(&config.runtime_endpoint);
+    let failures = Failures::default();
     // The others end before these two: what they do last can still be seen.
     let serving = CancellationToken::new();
     let (events, tuner) = (Recorder::load(&state), metrics.tuner_view.subscribe());
     let late = Late::default();
     let (probing, probe_commands) = probes::handle();
-    let services = services(&config, &table, &runtime, &events, &late, &serving)
+    let services = services(&config, &table, &runtime, (&events, &late, &health), &serving)
         .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)))
         .add_service(grpc::tuner::service(tuner))
         .add_service(grpc::probes::service(probing))
         .add_service(signals.service(Mode::Run, &serving));
-    let mut servers =
-        serve(&config, table.clone(), (Arc::new(registry), &signals), services, &health, &serving).await?;
-    let log = tokio::spawn(events.writer(Arc::clone(&state), serving.clone()));
-    servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
+    let mut servers = Parts::new(&serving, &failures);
+    serve(
+        &config,
+        table.clone(),
+        (Arc::new(registry), &signals),
+        services,
+        &health,
+        (&mut servers, &serving),
+    )
+    .await?;
+    servers.spawn("event log", events.writer(Arc::clone(&state), serving.clone()));
+    let patience = stopping_time(config.beelet.stop_pods_on_exit, table.clone());
+    servers.spawn("service manager", systemd::follow(shutdown.clone(), serving.clone(), patience));
 
-    let ran = match runtime.wait_ready(&shutdown).await {
-        None => Ok(()),
-        Some(version) => {
+    let answered = tokio::select! {
+        version = runtime.wait_ready(&shutdown) => Ok(version),
+        failed = failures.first() => Err(failed),
+    };
+    let ran = match answered {
+        Err(failed) => Err(failed),
+        Ok(None) => Ok(()),
+        Ok(Some(version)) => {
             info!(
                 name = version.runtime_name,
                 version = version.runtime_version,
@@ -152,16 +180,15 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
             match Node::build(config, runtime, version, cgroups, state, events, metrics).await {
                 Ok(node) => {
                     let inputs = (signals, inbox, probe_commands);
-                    node.run(table_out, table, inputs, &health, &late, shutdown).await
+                    node.run((table_out, table), inputs, (&health, &late, &failures), shutdown).await
                 }
                 Err(error) => Err(error),
             }
         }
     };
     serving.cancel();
-    while servers.join_next().await.is_some() {}
-    // It writes once more and ends.
-    let _ = log.await;
+    // The event log writes once more.
+    servers.ended().await;
     drop(ownership);
     ran
 }
@@ -172,21 +199,37 @@ async fn own(runtime: &Runtime) -> Result<Ownership> {
     Ok(spawn_blocking(move || Ownership::take(&socket)).await.context("the runtime could not be taken")??)
 }
 
-/// The first signal ends the agent in order, the second at once.
-fn stop_on_signals(shutdown: &CancellationToken) -> Result<()> {
+/// How long pods may take to stop with the agent, as of when it is told to end; nothing where they go on without it.
+fn stopping_time(stop_pods: bool, table: watch::Receiver<Arc<PodTable>>) -> impl Fn() -> Duration {
+    move || {
+        let table = table.borrow();
+        let graces = table.pods.values().map(|entry| pods::cri_config::grace_period(&entry.pod));
+        graces.max().filter(|_| stop_pods).map_or(Duration::ZERO, |longest| longest + STOP_MARGIN)
+    }
+}
+
+/// The first signal ends the agent in order. One that comes later ends it at once, after `at_once`.
+fn stop_on_signals(shutdown: &CancellationToken, at_once: impl Fn() + Send + 'static) -> Result<()> {
     let mut term = signal(SignalKind::terminate()).context("cannot handle SIGTERM")?;
     let mut int = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;
     let shutdown = shutdown.clone();
     tokio::spawn(async move {
+        let mut told: Option<Instant> = None;
         loop {
             let name = tokio::select! {
                 _ = term.recv() => "SIGTERM",
                 _ = int.recv() => "SIGINT",
             };
-            if shutdown.is_cancelled() {
-                warn!("{name} again: ending at once");
-                std::process::exit(130);
+            match told {
+                Some(at) if at.elapsed() < SAME_WISH => continue,
+                Some(_) => {
+                    warn!("{name} again: ending at once");
+                    at_once();
+                    std::process::exit(130);
+                }
+                None => {}
             }
+            told = Some(Instant::now());
             info!("{name}: ending");
             shutdown.cancel();
         }
@@ -232,18 +275,41 @@ struct Health {
     endpoint: Arc<str>,
     pulse: Arc<OnceLock<Pulse>>,
     began: Instant,
+    complete: Complete,
 }
 
 impl Health {
     fn new(endpoint: &str) -> Self {
-        Self { endpoint: endpoint.into(), pulse: Arc::default(), began: Instant::now() }
+        let (pulse, complete) = (Arc::default(), Arc::default());
+        Self { endpoint: endpoint.into(), pulse, began: Instant::now(), complete }
     }
 
     fn check(&self) -> Result<(), String> {
-        match self.pulse.get() {
-            Some(pulse) => pulse.check(),
-            None => Err(format!("the container runtime at {} has not answered yet", self.endpoint)),
+        self.check_within(UNHEALTHY_AFTER)
+    }
+
+    /// An error sentence once the runtime has been silent for so long.
+    fn check_within(&self, patience: Duration) -> Result<(), String> {
+        let endpoint = &self.endpoint;
+        let Some(pulse) = self.pulse.get() else {
+            return Err(format!("the container runtime at {endpoint} has not answered yet"));
+        };
+        let silent = pulse.silence();
+        if silent < patience {
+            return Ok(());
         }
+        let since = Timestamp::now().saturating_sub(silent).map(|at| format!(" since {at:.0}"));
+        Err(format!(
+            "the container runtime at {endpoint} has not answered{} ({} s): is it running?",
+            since.unwrap_or_default(),
+            silent.as_secs()
+        ))
+    }
+
+    /// What clients are told beside the pods.
+    fn outlook(&self) -> Outlook {
+        let health = self.clone();
+        Outlook::new(Arc::clone(&self.complete), move || health.check_within(NOTICED_AFTER).err())
     }
 
     /// For how long [`Health::check`] has said what it says now.
@@ -264,13 +330,12 @@ fn services(
     config: &Config,
     table: &watch::Receiver<Arc<PodTable>>,
     runtime: &Runtime,
-    events: &Recorder,
-    late: &Late,
+    (events, late, health): (&Recorder, &Late, &Health),
     serving: &CancellationToken,
 ) -> Routes {
     let logs = config.pod_logs_dir.clone();
     let (folder, node_name) = (config.static_pod_path.clone(), config.node_name.clone());
-    Routes::new(grpc::node_service(table.clone(), serving.clone()))
+    Routes::new(grpc::node_service(table.clone(), health.outlook(), serving.clone()))
         .add_service(grpc::events::service(events, serving.clone()))
         .add_service(grpc::containers::service(table.clone(), runtime.clone(), logs, serving.clone()))
         .add_service(grpc::devices::service(Arc::clone(&late.devices), table.clone()))
@@ -284,12 +349,11 @@ async fn serve(
     (registry, signals): (Arc<Registry>, &Signals),
     services: Routes,
     health: &Health,
-    serving: &CancellationToken,
-) -> Result<JoinSet<()>> {
-    let mut servers = JoinSet::new();
+    (servers, serving): (&mut Parts, &CancellationToken),
+) -> Result<()> {
     let socket = grpc::bind(&config.socket()).await?;
     let until = serving.clone();
-    servers.spawn(async move {
+    servers.spawn("gRPC server", async move {
         if let Err(error) = grpc::serve(socket, services, until).await {
             error!("{error:#}");
         }
@@ -305,9 +369,9 @@ async fn serve(
             summary: true,
             health: Arc::new(move || health.check()),
         };
-        servers.spawn(http::serve(listener, state, serving.clone()));
+        servers.spawn("HTTP server", http::serve(listener, state, serving.clone()));
     }
-    Ok(servers)
+    Ok(())
 }
 
 /// All parts that the runtime's presence allows to be built, not running yet.
@@ -364,11 +428,9 @@ impl Node {
     /// Connects the parts and runs them until `shutdown`.
     async fn run(
         self,
-        table_out: watch::Sender<Arc<PodTable>>,
-        table: watch::Receiver<Arc<PodTable>>,
+        (table_out, table): (watch::Sender<Arc<PodTable>>, watch::Receiver<Arc<PodTable>>),
         (signals, inbox, probe_commands): (Signals, pressure::Inbox, probes::Commands),
-        health: &Health,
-        late: &Late,
+        (health, late, failures): (&Health, &Late, &Failures),
         shutdown: CancellationToken,
     ) -> Result<()> {
         // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
@@ -386,7 +448,9 @@ impl Node {
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests_out.clone()).await?;
         let records = Records::load(&self.state);
-        let writer = tokio::spawn(records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
+        let mut tasks = Parts::new(&working, failures);
+        // It ends when the manager has.
+        tasks.spawn_optional("records", records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
         let alive = Alive::build(alive::Parts {
             config: &self.config,
             runtime: &self.runtime,
@@ -401,10 +465,9 @@ impl Node {
         })
         .await?;
         let resources = facts::node_resources(&self.config, alive.admission.resources());
-        let mut tasks = JoinSet::new();
         let conditions = alive.conditions(health, &mut tasks);
         let _ = late.devices.set(grpc::devices::Known { devices: devices.clone(), resources, conditions });
-        let desired = self.manifests(&working).await;
+        let desired = self.manifests(&mut tasks, &working).await;
         let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
         let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
         let manager = Manager::new(manager::Parts {
@@ -418,6 +481,7 @@ impl Node {
             active: active_out,
             metrics: self.metrics.pods.clone(),
             stop_pods_on_exit: self.config.beelet.stop_pods_on_exit,
+            complete: Arc::clone(&health.complete),
         });
         let exit_requests = requests_out.clone();
         let probes = Probes::new(probes::Parts {
@@ -448,30 +512,37 @@ impl Node {
         alive.spawn(&mut tasks, &working);
         let measuring = (Arc::clone(&self.cgroups), table.clone(), &self.kernel);
         signals.start(inbox, self.measuring(), measuring, &mut tasks, &working);
-        tasks.spawn(relist.run(working.clone()));
-        tasks.spawn(probes.run(working.clone()));
-        device_tasks.spawn(&mut tasks, &working);
-        tasks.spawn(podresources::serve(devices, table.clone(), working.clone()));
-        tasks.spawn(volumes::follow(table.clone(), launcher, working.clone()));
-        tasks.spawn(self.rotator(table).run(working.clone()));
-        tasks.spawn(tuner::run(tuning, working.clone()));
-        tasks.spawn(qos_tree::follow(keeper, working.clone()));
-        tasks.spawn(give_memory_back(working.clone()));
-        manager.run(shutdown).await;
+        tasks.spawn("relist", relist.run(working.clone()));
+        tasks.spawn("probes", probes.run(working.clone()));
+        for (name, part) in device_tasks.named(&working) {
+            tasks.spawn(name, part);
+        }
+        tasks.spawn("pod resources", podresources::serve(devices, table.clone(), working.clone()));
+        tasks.spawn("volumes", volumes::follow(table.clone(), launcher, working.clone()));
+        tasks.spawn("log rotation", self.rotator(table).run(working.clone()));
+        tasks.spawn_optional("tuner", tuner::run(tuning, working.clone()));
+        tasks.spawn("cgroup keeper", qos_tree::follow(keeper, working.clone()));
+        tasks.spawn("memory", give_memory_back(working.clone()));
+        tasks.watch("kernel events", self.kernel.failed());
+        let failed = tokio::select! {
+            () = manager.run(shutdown) => None,
+            failed = failures.first() => Some(failed),
+        };
         working.cancel();
-        farewell(tasks, writer).await;
-        // Pinned, the kernel's listener table goes on while the agent is away.
-        if let Err(error) = self.kernel.stop(!self.config.beelet.stop_pods_on_exit) {
+        farewell(tasks).await;
+        // Pinned, the kernel's listener table goes on while the agent is away. Pods that were not stopped need it.
+        let keep_pins = failed.is_some() || !self.config.beelet.stop_pods_on_exit;
+        if let Err(error) = self.kernel.stop(keep_pins) {
             warn!(%error, "the kernel half was not left in order");
         }
         info!("ended");
-        Ok(())
+        failed.map_or(Ok(()), Err)
     }
 
     /// Starts what hears of containers' ends before the relist does.
     fn follow_exits(
         &self,
-        tasks: &mut JoinSet<()>,
+        tasks: &mut Parts,
         requests: mpsc::Sender<manager::Request>,
         processes: watch::Receiver<pods::processes::Shared>,
         pace: &Pace,
@@ -481,9 +552,10 @@ impl Node {
         let tells = |c: &kernel::Capability| c.program == EXIT_PROGRAM && c.have.is_ok();
         pace.set_kernel(self.kernel.capabilities().iter().any(tells));
         let edges = self.kernel.subscribe(kernel::Interest::EXITS | kernel::Interest::OOM_KILLS);
-        tasks.spawn(lifecycle::forward(edges, signals_out.clone(), working.clone()));
+        tasks.spawn("kernel exits", lifecycle::forward(edges, signals_out.clone(), working.clone()));
         let runtime = self.runtime.clone();
-        tasks.spawn(stream::follow(runtime, signals_out, pace.clone(), working.clone()));
+        let stream = stream::follow(runtime, signals_out, pace.clone(), working.clone());
+        tasks.spawn_optional("runtime events", stream);
         let exits = Exits::new(exits::Parts {
             runtime: self.runtime.clone(),
             requests,
@@ -493,11 +565,15 @@ impl Node {
             cgroups: Arc::clone(&self.cgroups),
             metrics: self.metrics.exits.clone(),
         });
-        tasks.spawn(exits.run(working.clone()));
+        tasks.spawn("exits", exits.run(working.clone()));
     }
 
     /// The desired pods. Without a static pod path there are none, and none that runs is unwanted either.
-    async fn manifests(&self, working: &CancellationToken) -> watch::Receiver<Arc<Desired>> {
+    async fn manifests(
+        &self,
+        tasks: &mut Parts,
+        working: &CancellationToken,
+    ) -> watch::Receiver<Arc<Desired>> {
         let Some(path) = &self.config.static_pod_path else {
             warn!("staticPodPath is not set: no pods are started, and those that run are left alone");
             let nothing = Desired { folder_unread: true, ..Desired::default() };
@@ -509,7 +585,10 @@ impl Node {
             allowed_unsafe_sysctls: self.config.allowed_unsafe_sysctls.clone(),
             cancel: working.clone(),
         };
-        ManifestSource::start(path.clone(), self.config.node_name.clone(), options).await
+        let (desired, watching) =
+            ManifestSource::open(path.clone(), self.config.node_name.clone(), options).await;
+        tasks.spawn_optional("manifests", watching);
+        desired
     }
 
     fn measuring(&self) -> signals::Options {
@@ -664,12 +743,8 @@ async fn give_memory_back(shutdown: CancellationToken) {
 }
 
 /// Lets the parts end by themselves, but not for ever.
-async fn farewell(mut tasks: JoinSet<()>, writer: JoinHandle<()>) {
-    let all = async {
-        while tasks.join_next().await.is_some() {}
-        let _ = writer.await;
-    };
-    if tokio::time::timeout(FAREWELL, all).await.is_err() {
+async fn farewell(mut tasks: Parts) {
+    if tokio::time::timeout(FAREWELL, tasks.ended()).await.is_err() {
         warn!("some parts did not end within {} s and are dropped", FAREWELL.as_secs());
     }
 }

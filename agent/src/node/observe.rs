@@ -8,18 +8,20 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use anyhow::{Context, Result};
 use beelet_policy::image_gc::ImageGcPolicy;
 use prometheus_client::registry::Registry;
-use tokio::{
-    sync::watch,
-    task::{JoinSet, spawn_blocking},
-};
+use tokio::{sync::watch, task::spawn_blocking};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tracing::{error, info, warn};
 
-use super::{process, signals, signals::Signals, stop_on_signals, systemd};
+use super::{
+    parts::{Failures, Parts},
+    process, signals,
+    signals::Signals,
+    stop_on_signals, systemd,
+};
 use crate::{
     api::{
-        grpc,
+        grpc::{self, Outlook},
         http::{self, ApiState},
         signals::Mode,
     },
@@ -29,7 +31,7 @@ use crate::{
     images::{self, ImageGc, Leases},
     kernel::{self, Kernel, KernelOptions, Thresholds},
     observe::{self, Observer, Pulse},
-    pods::table::PodTable,
+    pods::table::{Complete, PodTable},
     runtime::Runtime,
     state::State,
     tuner,
@@ -101,7 +103,14 @@ const OPEN_FILES: u64 = 65_536;
 /// Something that can't be done without isn't to be had; the sentence says what, and what to do.
 pub async fn run(options: Options) -> Result<()> {
     let shutdown = CancellationToken::new();
-    stop_on_signals(&shutdown)?;
+    let (bpffs, pin_name, keep_pins) = (options.bpffs.clone(), options.pin_name.clone(), options.keep_pins);
+    // However it ends, kernel programs must not stay without an owner.
+    let at_once = move || {
+        if !keep_pins && let Err(error) = Kernel::remove_pins(&bpffs, &pin_name) {
+            warn!(%error, "what was loaded into the kernel could not be taken back");
+        }
+    };
+    stop_on_signals(&shutdown, at_once)?;
     run_until(options, shutdown).await
 }
 
@@ -122,47 +131,85 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     runtime.register_metrics(&mut registry);
     signals.register(&mut registry, options.pod_uid);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
-    let mut tasks = JoinSet::new();
+    let failures = Failures::default();
+    let mut tasks = Parts::new(&shutdown, &failures);
     let allowed = Allowed::new(&options, &mut registry);
     let pulse = Pulse::default();
     let serving = CancellationToken::new();
-    let mut servers =
-        serve(&options, table.clone(), (Arc::new(registry), &signals), &allowed, &pulse, &serving).await?;
-    servers.spawn(systemd::follow(shutdown.clone(), serving.clone()));
+    let mut servers = Parts::new(&serving, &failures);
+    let complete = Complete::default();
+    let outlook = outlook(&complete, &pulse);
+    let registry = Arc::new(registry);
+    serve(
+        &options,
+        table.clone(),
+        (registry, &signals),
+        (&allowed, &pulse, outlook),
+        (&mut servers, &serving),
+    )
+    .await?;
+    // Nothing stops with it.
+    let patience = || Duration::ZERO;
+    servers.spawn("service manager", systemd::follow(shutdown.clone(), serving.clone(), patience));
 
-    if let Some(version) = runtime.wait_ready(&shutdown).await {
-        info!(name = version.runtime_name, version = version.runtime_version, "container runtime answers");
-        let kernel = start_kernel(&options, &cgroups).await?;
-        let seen = (&runtime, &cgroups, &kernel, table.clone());
-        allowed.start(&options, seen, &mut tasks, &shutdown).await?;
-        let measuring = signals::Options {
-            node: options.node_name.clone(),
-            interval: options.interval,
-            most: options.most,
-        };
-        signals.start(inbox, measuring, (Arc::clone(&cgroups), table, &kernel), &mut tasks, &shutdown);
-        let observer = Observer::new(
-            observe::Parts {
-                runtime,
-                runtime_name: version.runtime_name,
-                node: options.node_name,
-                cgroups,
-                table: table_out,
-                metrics,
-            },
-            pulse,
-        );
-        observer.run(shutdown).await;
-        while tasks.join_next().await.is_some() {}
-        let stopped = spawn_blocking(move || kernel.stop(options.keep_pins)).await;
-        if let Err(error) = stopped.context("the kernel half was dropped")? {
-            warn!(%error, "what was loaded into the kernel could not be taken back");
+    let answered = tokio::select! {
+        version = runtime.wait_ready(&shutdown) => Ok(version),
+        failed = failures.first() => Err(failed),
+    };
+    let mut failed = None;
+    match answered {
+        Err(error) => failed = Some(error),
+        Ok(None) => {}
+        Ok(Some(version)) => {
+            info!(
+                name = version.runtime_name,
+                version = version.runtime_version,
+                "container runtime answers"
+            );
+            let kernel = start_kernel(&options, &cgroups).await?;
+            let seen = (&runtime, &cgroups, &kernel, table.clone());
+            allowed.start(&options, seen, &mut tasks, &shutdown).await?;
+            let measuring = signals::Options {
+                node: options.node_name.clone(),
+                interval: options.interval,
+                most: options.most,
+            };
+            signals.start(inbox, measuring, (Arc::clone(&cgroups), table, &kernel), &mut tasks, &shutdown);
+            let observer = Observer::new(
+                observe::Parts {
+                    runtime,
+                    runtime_name: version.runtime_name,
+                    node: options.node_name,
+                    cgroups,
+                    table: table_out,
+                    complete,
+                    metrics,
+                },
+                pulse,
+            );
+            tasks.watch("kernel events", kernel.failed());
+            tokio::select! {
+                () = observer.run(shutdown.clone()) => {}
+                error = failures.first() => failed = Some(error),
+            }
+            shutdown.cancel();
+            super::farewell(tasks).await;
+            let stopped = spawn_blocking(move || kernel.stop(options.keep_pins)).await;
+            if let Err(error) = stopped.context("the kernel half was dropped")? {
+                warn!(%error, "what was loaded into the kernel could not be taken back");
+            }
         }
     }
     serving.cancel();
-    while servers.join_next().await.is_some() {}
+    servers.ended().await;
     info!("ended");
-    Ok(())
+    failed.map_or(Ok(()), Err)
+}
+
+/// What clients are told beside the pods.
+fn outlook(complete: &Complete, pulse: &Pulse) -> Outlook {
+    let pulse = pulse.clone();
+    Outlook::new(Arc::clone(complete), move || pulse.check().err())
 }
 
 /// What acts, where it is allowed by name.
@@ -197,7 +244,7 @@ impl Allowed {
         self,
         options: &Options,
         (runtime, cgroups, kernel, table): (&Runtime, &Arc<Cgroups>, &Kernel, watch::Receiver<Arc<PodTable>>),
-        tasks: &mut JoinSet<()>,
+        tasks: &mut Parts,
         shutdown: &CancellationToken,
     ) -> Result<()> {
         if options.tune.is_none() && options.state_dir.join("tuner.json").exists() {
@@ -228,7 +275,7 @@ impl Allowed {
                 view: self.view,
             };
             info!(mode = ?settings.mode, state = %options.state_dir.display(), "pods' cgroups are tuned, as allowed");
-            tasks.spawn(tuner::run(parts, shutdown.clone()));
+            tasks.spawn_optional("tuner", tuner::run(parts, shutdown.clone()));
         }
         Ok(())
     }
@@ -240,7 +287,7 @@ fn collect_images(
     node: &str,
     state: &Arc<State>,
     (runtime, table, metrics): (&Runtime, watch::Receiver<Arc<PodTable>>, images::Metrics),
-    tasks: &mut JoinSet<()>,
+    tasks: &mut Parts,
     shutdown: &CancellationToken,
 ) {
     let recorder = Recorder::load(state);
@@ -256,25 +303,23 @@ fn collect_images(
         metrics,
     });
     info!(state = %state.dir().display(), "unused images are removed, as allowed");
-    tasks.spawn(image_gc.run(shutdown.clone()));
-    tasks.spawn(recorder.writer(Arc::clone(state), shutdown.clone()));
+    tasks.spawn("image collection", image_gc.run(shutdown.clone()));
+    tasks.spawn("event log", recorder.writer(Arc::clone(state), shutdown.clone()));
 }
 
 async fn serve(
     options: &Options,
     pods: watch::Receiver<Arc<PodTable>>,
     (registry, signals): (Arc<Registry>, &Signals),
-    allowed: &Allowed,
-    pulse: &Pulse,
-    serving: &CancellationToken,
-) -> Result<JoinSet<()>> {
-    let mut servers = JoinSet::new();
+    (allowed, pulse, outlook): (&Allowed, &Pulse, Outlook),
+    (servers, serving): (&mut Parts, &CancellationToken),
+) -> Result<()> {
     let socket = grpc::bind(&options.socket).await?;
-    let services = Routes::new(grpc::node_service(pods.clone(), serving.clone()))
+    let services = Routes::new(grpc::node_service(pods.clone(), outlook, serving.clone()))
         .add_service(signals.service(Mode::Observe, serving))
         .add_service(grpc::tuner::service(allowed.view.subscribe()));
     let until = serving.clone();
-    servers.spawn(async move {
+    servers.spawn("gRPC server", async move {
         if let Err(error) = grpc::serve(socket, services, until).await {
             error!("{error:#}");
         }
@@ -291,9 +336,9 @@ async fn serve(
             // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
             summary: address.ip().is_loopback(),
         };
-        servers.spawn(http::serve(listener, state, serving.clone()));
+        servers.spawn("HTTP server", http::serve(listener, state, serving.clone()));
     }
-    Ok(servers)
+    Ok(())
 }
 
 /// The counting programs, for everything below the pods' root.

@@ -9,7 +9,6 @@ use std::time::Duration;
 use beelet_proto::beelet::signals_server::{Signals as Service, SignalsServer};
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::signals::feed::Feed;
@@ -64,7 +63,7 @@ impl Signals {
         inbox: Inbox,
         options: Options,
         (cgroups, table, kernel): (Arc<Cgroups>, watch::Receiver<Arc<PodTable>>, &Kernel),
-        tasks: &mut JoinSet<()>,
+        tasks: &mut super::parts::Parts,
         working: &CancellationToken,
     ) {
         let parts = Parts {
@@ -76,9 +75,9 @@ impl Signals {
             most: options.most,
             metrics: self.metrics,
         };
-        tasks.spawn(Sampling::new(parts, inbox).run(working.clone()));
+        tasks.spawn("sampling", Sampling::new(parts, inbox).run(working.clone()));
         let edges = kernel.subscribe(Interest::ALL);
-        tasks.spawn(forward::run(edges, self.feed, self.pressure, working.clone()));
+        tasks.spawn("signals", forward::run(edges, self.feed, self.pressure, working.clone()));
     }
 }
 

@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::hints::Hints;
 use crate::cgroups::Cgroups;
-use crate::pods::table::PodTable;
+use crate::pods::table::{Complete, PodTable};
 use crate::runtime::{Error, Runtime};
 
 /// The runtime is asked at least this often, and at most this often.
@@ -31,8 +31,8 @@ const AT_MOST: Duration = Duration::from_secs(1);
 const SETTLE: Duration = Duration::from_millis(150);
 /// Statuses asked for at a time.
 const STATUSES: usize = 16;
-/// Without an answer for this long, the node is not observed any more.
-const UNHEALTHY: Duration = Duration::from_secs(180);
+/// Without an answer for this long, the node is not observed any more: three looks.
+const UNHEALTHY: Duration = Duration::from_secs(30);
 
 /// What observing tells of itself. Clones count together.
 #[derive(Debug, Clone, Default)]
@@ -88,6 +88,8 @@ pub struct Parts {
     pub cgroups: Arc<Cgroups>,
     /// Where the pods are put.
     pub table: watch::Sender<Arc<PodTable>>,
+    /// Set when they all are there.
+    pub complete: Complete,
     /// What it tells of itself.
     pub metrics: Metrics,
 }
@@ -100,6 +102,7 @@ pub struct Observer {
     node: String,
     hints: Hints,
     table: watch::Sender<Arc<PodTable>>,
+    complete: Complete,
     metrics: Metrics,
     pulse: Pulse,
     known: Known,
@@ -116,9 +119,9 @@ impl Observer {
     /// An observer that hasn't looked yet; `pulse` beats when it does.
     #[must_use]
     pub fn new(parts: Parts, pulse: Pulse) -> Self {
-        let Parts { runtime, runtime_name, node, cgroups, table, metrics } = parts;
+        let Parts { runtime, runtime_name, node, cgroups, table, complete, metrics } = parts;
         let (hints, known) = (Hints::new(cgroups), Known::default());
-        Self { runtime, runtime_name, node, hints, table, metrics, pulse, known }
+        Self { runtime, runtime_name, node, hints, table, complete, metrics, pulse, known }
     }
 
     /// Keeps the table up to date until `shutdown`.
@@ -169,6 +172,8 @@ impl Observer {
         if let Some(table) = look.table(&before) {
             self.table.send_replace(Arc::new(table));
         }
+        // Only the first time.
+        let _ = self.complete.set(());
         Ok(())
     }
 

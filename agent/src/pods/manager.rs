@@ -41,7 +41,7 @@ use super::{
     records::{PodRecord, Records},
     resize::{self, ResizeFacts},
     status::{Inputs, OomFacts, ProbeFacts, Waiting, has_ended, whole_second},
-    table::{PodEntry, PodName, PodTable, ReadinessEdge},
+    table::{Complete, PodEntry, PodName, PodTable, ReadinessEdge},
     worker::{Control, Report, Stage, Terminate, Worker},
 };
 use crate::{
@@ -184,6 +184,8 @@ pub struct Parts {
     pub metrics: Metrics,
     /// The pods go when the agent ends.
     pub stop_pods_on_exit: bool,
+    /// Set when the table has all that runs.
+    pub complete: Complete,
 }
 
 /// A pod with a worker.
@@ -289,12 +291,22 @@ impl Manager {
                 Ok(()) = self.devices.changed() => self.on_devices(),
                 () = until(deadline), if !stopping => self.fail_overdue(),
             }
+            self.note_complete();
             if stopping && self.pods.is_empty() {
                 break;
             }
         }
         for managed in self.pods.values() {
             managed.task.abort();
+        }
+    }
+
+    /// Tells once that every pod was looked at.
+    fn note_complete(&self) {
+        let is_known = |managed: &Managed| managed.status.is_some() || managed.terminating();
+        if self.runtime.is_some() && !self.parts.complete.initialized() && self.pods.values().all(is_known) {
+            // Nobody else sets it.
+            let _ = self.parts.complete.set(());
         }
     }
 

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, fmt, path::PathBuf, sync::Arc};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
+use tokio::sync::SetOnce;
 
 /// A pod's full name, unique on a node. Prints as `namespace/name`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -31,6 +32,9 @@ impl fmt::Display for PodName {
         write!(f, "{}/{}", self.namespace, self.name)
     }
 }
+
+/// Set once all that runs is in the table. Before that a pod that is missing in it may only not have been looked at.
+pub type Complete = Arc<SetOnce<()>>;
 
 /// All pods of the node, and the manifests that could not become one.
 #[derive(Clone, Debug, Default)]

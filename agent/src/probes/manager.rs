@@ -2,12 +2,14 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    panic::AssertUnwindSafe,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
 
 use beelet_policy::probe::{Held, Outcome, ProbeKind, Transition};
+use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
@@ -453,14 +455,21 @@ impl Probes {
         }
         let (doors, finished) = (self.doors.clone(), self.finished_out.clone());
         self.parts.asking.spawn(async move {
-            let (answer, latency) = match canary {
-                Some((((netns, port), ip), checker)) => {
-                    let started = Instant::now();
-                    let address = (ip, port).into();
-                    (canary::send(&checker, &netns, address, question.within).await, started.elapsed())
+            let started = Instant::now();
+            let asked = async {
+                match canary {
+                    Some((((netns, port), ip), checker)) => {
+                        let address = (ip, port).into();
+                        (canary::send(&checker, &netns, address, question.within).await, started.elapsed())
+                    }
+                    None => doors.ask(&question).await,
                 }
-                None => doors.ask(&question).await,
             };
+            // An answer comes in any case: without one this probe would never be run again.
+            let asked = AssertUnwindSafe(asked).catch_unwind().await;
+            let (answer, latency) = asked.unwrap_or_else(|_| {
+                (Answer::error("the probe panicked, which is a bug: the log says where"), started.elapsed())
+            });
             let container_id = question.container_id;
             // Nobody waits for it any more if the agent ends.
             let _ = finished.send(Finished { id, container_id, answer, latency }).await;

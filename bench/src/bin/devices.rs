@@ -245,7 +245,9 @@ fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
         let (devices, tasks) = Devices::open(parts, Vec::new);
         let (mut running, shutdown) =
             (tokio::task::JoinSet::new(), tokio_util::sync::CancellationToken::new());
-        tasks.spawn(&mut running, &shutdown);
+        for (_, part) in tasks.named(&shutdown) {
+            running.spawn(part);
+        }
         while !registration.exists() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }

@@ -7,7 +7,7 @@ use beelet::pods::labels;
 use beelet_proto::cri;
 use beelet_tests::cri::{Asked, Op};
 
-use crate::node::{CHANGES, Node, Settings, of_everything, pod, with};
+use crate::node::{CHANGES, Node, Settings, of_everything, pod, until_seen, with};
 
 #[tokio::test]
 async fn a_pod_comes_up_in_the_right_order() {
@@ -235,4 +235,20 @@ async fn told_to_take_its_pods_along_the_agent_ends_after_them() {
     node.stop().await;
     assert_eq!(node.cri.world().sandboxes.len(), 0);
     node.until_nothing_is_left(&web).await;
+}
+
+#[tokio::test]
+async fn the_table_is_complete_once_all_that_runs_was_looked_at_and_not_before() {
+    let mut node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    node.kill().await;
+    // Of what runs nothing is remembered.
+    std::fs::remove_dir_all(node.path("state")).unwrap();
+    let held = node.cri.on(Op::PodSandboxStatus).hold();
+    node.start().await;
+    held.reached().await;
+    assert!(!node.is_complete() && node.table().pods.is_empty());
+    held.release();
+    node.until_ready("web").await;
+    until_seen("the table to be complete", || node.is_complete().then_some(()).ok_or("not yet")).await;
 }

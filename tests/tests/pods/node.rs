@@ -29,7 +29,7 @@ use beelet::pods::observe::managed;
 use beelet::pods::processes::Shared as Processes;
 use beelet::pods::qos_tree;
 use beelet::pods::records::Records;
-use beelet::pods::table::{PodEntry, PodName, PodTable};
+use beelet::pods::table::{Complete, PodEntry, PodName, PodTable};
 use beelet::pods::volumes;
 use beelet::probes::{self, ProbeView, Probes};
 use beelet::runtime::Runtime;
@@ -98,6 +98,7 @@ struct Agent {
     // Its tasks have a runtime of their own, so that they can all die at once.
     runtime: Option<tokio::runtime::Runtime>,
     table: watch::Receiver<Arc<PodTable>>,
+    complete: Complete,
     metrics: Metrics,
     keeping: qos_tree::Metrics,
     requests: mpsc::Sender<Request>,
@@ -283,6 +284,11 @@ impl Node {
 
     pub(crate) fn table(&self) -> Arc<PodTable> {
         self.agent.as_ref().unwrap().table.borrow().clone()
+    }
+
+    /// Whether the agent says that all that runs is in the table.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.agent.as_ref().unwrap().complete.initialized()
     }
 
     /// A receiver of its own, for tests that must see every change.
@@ -510,6 +516,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         metrics: keeping.clone(),
         check: Duration::from_millis(50),
     };
+    let complete = Complete::default();
     let manager = Manager::new(Parts {
         launcher,
         runtime_name: "fake".to_owned(),
@@ -521,6 +528,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         active: active_out,
         metrics: metrics.clone(),
         stop_pods_on_exit: settings.stop_pods_on_exit,
+        complete: Arc::clone(&complete),
     });
     let (probes_handle, commands) = probes::handle();
     let probes = Probes::new(probes::Parts {
@@ -550,7 +558,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     tokio::spawn(probes.run(working.clone()));
     let mut tasks = tokio::task::JoinSet::new();
     if let Some(device_tasks) = device_tasks {
-        device_tasks.spawn(&mut tasks, &working);
+        device_tasks.named(&working).into_iter().for_each(|(_, part)| drop(tasks.spawn(part)));
     }
     let until = shutdown.clone();
     let ended = tokio::spawn(async move {
@@ -564,6 +572,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
     Agent {
         runtime: None,
         table,
+        complete,
         metrics,
         keeping,
         requests,

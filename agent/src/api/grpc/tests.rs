@@ -17,11 +17,17 @@ struct Agent {
 }
 
 async fn start() -> Agent {
+    let complete = Complete::default();
+    complete.set(()).unwrap();
+    start_with(Outlook::new(complete, || None)).await
+}
+
+async fn start_with(outlook: Outlook) -> Agent {
     let dir = TempDir::new().unwrap();
     let (table, receiver) = watch::channel(Arc::default());
     let shutdown = CancellationToken::new();
     let listener = bind(&dir.path().join("run/beelet.sock")).await.unwrap();
-    let services = Routes::new(node_service(receiver, shutdown.clone()));
+    let services = Routes::new(node_service(receiver, outlook, shutdown.clone()));
     let task = tokio::spawn(serve(listener, services, shutdown.clone()));
     Agent { dir, table, shutdown, task }
 }
@@ -76,6 +82,7 @@ async fn next(watch: &mut crate::api::client::Watch) -> String {
         Event::Deleted(name, entry) => describe("deleted", name, entry),
         Event::Synced => "synced".into(),
         Event::Rejected(list) => format!("rejected {}", list.len()),
+        Event::Notice(notice) => format!("notice {notice}"),
     }
 }
 
@@ -85,7 +92,8 @@ async fn pods_are_listed_with_all_that_is_known_of_them() {
     agent.set("web", "Running");
     let rejected = RejectedManifest { file: "/m/a.yaml".into(), message: "3:1: no".into() };
     agent.table.send_modify(|table| Arc::make_mut(table).rejected = Arc::new(vec![rejected.clone()]));
-    let table = agent.client().await.pods().await.unwrap();
+    let (table, notice) = agent.client().await.pods().await.unwrap();
+    assert_eq!(notice, "");
     assert_eq!(table.pods, [(name("web"), entry("web", "Running"))].into());
     assert_eq!(*table.rejected, [rejected]);
 }
@@ -208,4 +216,46 @@ fn only_root_and_the_agents_own_user_may_ask() {
     // Without credentials nobody may; a unix socket's connection always has them.
     let status = only_the_owner(Request::new(())).unwrap_err();
     assert_eq!(status.code(), tonic::Code::PermissionDenied);
+}
+
+#[tokio::test]
+async fn who_asks_before_the_first_look_waits_for_it() {
+    let complete = Complete::default();
+    let agent = start_with(Outlook::new(Arc::clone(&complete), || None)).await;
+    let mut client = agent.client().await;
+    let asked = tokio::spawn(async move { client.pods().await });
+    let mut watch = agent.client().await.watch().await.unwrap();
+    agent.set("web", "Running");
+    complete.set(()).unwrap();
+    let (table, notice) = asked.await.unwrap().unwrap();
+    assert_eq!((table.pods.len(), notice.as_str()), (1, ""));
+    assert_eq!(next(&mut watch).await, "added default/web Running");
+    assert_eq!(next(&mut watch).await, "synced");
+}
+
+#[tokio::test]
+async fn while_nothing_is_known_the_list_says_why_instead_of_being_empty() {
+    let outlook = Outlook::new(Complete::default(), || Some("the runtime has not answered yet".to_owned()));
+    let agent = start_with(outlook).await;
+    let error = agent.client().await.pods().await.unwrap_err().to_string();
+    assert_eq!(error, "the agent: what runs here is not known yet: the runtime has not answered yet");
+}
+
+#[tokio::test]
+async fn a_watcher_is_told_when_what_it_sees_gets_old_and_when_it_is_true_again() {
+    let (complete, silent) = (Complete::default(), Arc::new(std::sync::atomic::AtomicBool::new(false)));
+    complete.set(()).unwrap();
+    let told = Arc::clone(&silent);
+    let is_silent = move || told.load(std::sync::atomic::Ordering::SeqCst).then(|| "silence".to_owned());
+    let agent = start_with(Outlook::new(complete, is_silent)).await;
+    agent.set("web", "Running");
+    let mut watch = agent.client().await.watch().await.unwrap();
+    assert_eq!(next(&mut watch).await, "added default/web Running");
+    assert_eq!(next(&mut watch).await, "synced");
+    silent.store(true, std::sync::atomic::Ordering::SeqCst);
+    assert_eq!(next(&mut watch).await, "notice silence");
+    let (table, notice) = agent.client().await.pods().await.unwrap();
+    assert_eq!((table.pods.len(), notice.as_str()), (1, "silence"));
+    silent.store(false, std::sync::atomic::Ordering::SeqCst);
+    assert_eq!(next(&mut watch).await, "notice ");
 }

@@ -45,7 +45,11 @@ pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
         Output::Json => format!("{}\n", serde_json::to_string_pretty(&v1(&node))?),
         Output::Yaml => serde_saphyr::to_string(&v1(&node)).context("the node cannot be written as YAML")?,
     };
-    Ok(print(&text)?)
+    print(&text)?;
+    if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {
+        eprintln!("The node is not ready: {}", ready.message);
+    }
+    Ok(())
 }
 
 fn table(node: &proto::GetNodeResponse, now: Timestamp) -> String {

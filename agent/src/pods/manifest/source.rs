@@ -49,6 +49,17 @@ impl ManifestSource {
     /// the receiver holds at first is what was read. Never fails: what is wrong with the folder is among the
     /// rejected, and mended without help when it is.
     pub async fn start(path: PathBuf, node_name: String, options: Options) -> watch::Receiver<Arc<Desired>> {
+        let (desired, watching) = Self::open(path, node_name, options).await;
+        tokio::spawn(watching);
+        desired
+    }
+
+    /// The same, with the watching as a task for the caller to run.
+    pub async fn open(
+        path: PathBuf,
+        node_name: String,
+        options: Options,
+    ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send + use<>) {
         let mut folder = Folder::new(path.clone(), node_name, options.critical_static_pods);
         folder.allow_sysctls(options.allowed_unsafe_sysctls.clone());
         let mut source = ManifestSource { path, folder, watcher: None, watch_failed: None };
@@ -56,8 +67,7 @@ impl ManifestSource {
         let desired = source.folder.desired();
         log_changes(&Desired::default(), &desired);
         let (sender, receiver) = watch::channel(Arc::new(desired));
-        tokio::spawn(source.run(sender, options));
-        receiver
+        (receiver, source.run(sender, options))
     }
 
     async fn run(mut self, sender: watch::Sender<Arc<Desired>>, options: Options) {

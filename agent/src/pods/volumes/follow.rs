@@ -41,7 +41,13 @@ pub async fn follow(
             let (worker, known) = (Arc::clone(&launcher), std::mem::take(&mut current));
             let refreshed =
                 tokio::task::spawn_blocking(move || refresh_all(&pods, &known, &worker, &objects)).await;
-            told = tell(&refreshed.unwrap_or_default(), &told);
+            let failures = match refreshed.map_err(tokio::task::JoinError::try_into_panic) {
+                Ok(failures) => failures,
+                // The part's own panic: without it no volume would be brought up to date, and nobody would know.
+                Err(Ok(panic)) => std::panic::resume_unwind(panic),
+                Err(Err(_cancelled)) => return,
+            };
+            told = tell(&failures, &told);
         }
         current = here;
         tokio::select! {

@@ -1,0 +1,176 @@
+//! The parts that run beside each other, by name. One that panics, or ends before it is told to, ends the agent with the
+//! reason: half an agent would look well and do half its work. A new start is safe at any instant, and finds the pods as
+//! they are.
+
+use std::{any::Any, future::pending, panic::AssertUnwindSafe, time::Duration};
+
+use anyhow::anyhow;
+use futures::FutureExt;
+use tokio::{sync::watch, task::JoinSet, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::error;
+
+/// What a part worked for may have ended a moment before all parts are told to.
+const MOMENT: Duration = Duration::from_secs(1);
+
+/// The first failure of any part. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Failures(watch::Sender<Option<String>>);
+
+impl Failures {
+    /// Keeps the first one; all are logged.
+    fn add(&self, name: &str, what: &str) {
+        let sentence = format!(
+            "the agent's part {name:?} {what}: the agent ends, so that it can be started anew. Pods go on running meanwhile. \
+             This is a bug, please report it with the lines before"
+        );
+        error!("{sentence}");
+        self.0.send_if_modified(|first| {
+            let is_first = first.is_none();
+            first.get_or_insert(sentence);
+            is_first
+        });
+    }
+
+    /// Waits for the first one.
+    pub(super) async fn first(&self) -> anyhow::Error {
+        let mut failed = self.0.subscribe();
+        let first = failed.wait_for(Option::is_some).await.ok().and_then(|first| first.clone());
+        match first {
+            Some(sentence) => anyhow!(sentence),
+            None => pending().await,
+        }
+    }
+}
+
+/// Parts that are told to end together.
+#[derive(Debug)]
+pub(super) struct Parts {
+    tasks: JoinSet<()>,
+    until: CancellationToken,
+    failures: Failures,
+}
+
+impl Parts {
+    /// None yet. They are to run until `until`.
+    pub(super) fn new(until: &CancellationToken, failures: &Failures) -> Self {
+        Self { tasks: JoinSet::new(), until: until.clone(), failures: failures.clone() }
+    }
+
+    /// Runs one that must not end by itself.
+    pub(super) fn spawn(&mut self, name: &'static str, part: impl Future<Output = ()> + Send + 'static) {
+        self.run(name, async move {
+            part.await;
+            Some("ended by itself (the log says why)".to_owned())
+        });
+    }
+
+    /// Runs one that may find that there is nothing for it to do (any more), and end.
+    pub(super) fn spawn_optional(
+        &mut self,
+        name: &'static str,
+        part: impl Future<Output = ()> + Send + 'static,
+    ) {
+        self.run(name, part.map(|()| None));
+    }
+
+    /// Watches one that runs elsewhere; `ended` says what became of it.
+    pub(super) fn watch(&mut self, name: &'static str, ended: impl Future<Output = String> + Send + 'static) {
+        let until = self.until.clone();
+        self.run(name, async move { until.run_until_cancelled(ended).await });
+    }
+
+    fn run(&mut self, name: &'static str, part: impl Future<Output = Option<String>> + Send + 'static) {
+        let (until, failures) = (self.until.clone(), self.failures.clone());
+        let part = on_demand(name, part);
+        self.tasks.spawn(async move {
+            match AssertUnwindSafe(part).catch_unwind().await {
+                Err(panic) => failures.add(name, &format!("panicked: {}", message(&*panic))),
+                Ok(None) => {}
+                Ok(Some(ended)) => {
+                    if timeout(MOMENT, until.cancelled()).await.is_err() {
+                        failures.add(name, &ended);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Waits until all have ended.
+    pub(super) async fn ended(&mut self) {
+        while self.tasks.join_next().await.is_some() {}
+    }
+}
+
+/// What a panic said.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a word")
+}
+
+/// In debug builds a part panics if `BEELET_PANIC` has its name: tests see what comes of it.
+async fn on_demand<T>(name: &str, part: impl Future<Output = T>) -> T {
+    if cfg!(debug_assertions) && std::env::var_os("BEELET_PANIC").is_some_and(|wanted| wanted == name) {
+        std::panic::panic_any("BEELET_PANIC has its name");
+    }
+    part.await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts() -> (Parts, Failures, CancellationToken) {
+        let (failures, until) = (Failures::default(), CancellationToken::new());
+        (Parts::new(&until, &failures), failures, until)
+    }
+
+    #[tokio::test]
+    async fn a_part_that_panics_is_a_failure_with_its_name_and_what_it_said() {
+        let (mut parts, failures, until) = parts();
+        parts.spawn("relist", async move { until.cancelled().await });
+        parts.spawn("probes", async { std::panic::panic_any(format!("index {} of 3", 7)) });
+        let said = failures.first().await.to_string();
+        assert!(said.contains("part \"probes\" panicked: index 7 of 3"), "{said}");
+        // The first one stays.
+        parts.spawn("eviction", async { std::panic::panic_any("too late") });
+        while parts.tasks.len() > 1 {
+            parts.tasks.join_next().await;
+        }
+        assert_eq!(failures.first().await.to_string(), said);
+    }
+
+    #[tokio::test]
+    async fn a_part_that_ends_unasked_is_a_failure_unless_it_may() {
+        let (mut parts, failures, until) = parts();
+        parts.spawn_optional("event stream", async {});
+        let told = until.clone();
+        parts.spawn("relist", async move { told.cancelled().await });
+        parts.spawn("exits", async {});
+        let said = failures.first().await.to_string();
+        assert!(said.contains("part \"exits\" ended by itself"), "{said}");
+        until.cancel();
+        parts.ended().await;
+    }
+
+    #[tokio::test]
+    async fn what_ends_when_it_is_told_to_is_no_failure_but_a_panic_is() {
+        let (mut parts, failures, until) = parts();
+        let told = until.clone();
+        parts.spawn("relist", async move { told.cancelled().await });
+        parts.watch("kernel events", pending());
+        until.cancel();
+        parts.ended().await;
+        assert!(failures.first().now_or_never().is_none());
+        parts.spawn("probes", async { std::panic::panic_any("in the end") });
+        assert!(failures.first().await.to_string().contains("in the end"));
+    }
+
+    #[tokio::test]
+    async fn what_runs_elsewhere_says_itself_what_became_of_it() {
+        let (mut parts, failures, _until) = parts();
+        parts.watch("kernel events", async { "panicked: poll".to_owned() });
+        let said = failures.first().await.to_string();
+        assert!(said.contains("part \"kernel events\" panicked: poll"), "{said}");
+    }
+}

@@ -1,0 +1,420 @@
+//! `beelet run` and `beelet observe` on a fake runtime, in trouble: a part that panics, a runtime that dies or hangs, signals
+//! that come twice, a cgroup root that isn't there. What they say, how they end, and what they leave.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::Duration;
+
+use beelet_tests::agent::{Agent, Options, binary};
+use beelet_tests::cri::{FakeCri, Op};
+use beelet_tests::guards::{CgroupRoot, Mount, Process};
+use beelet_tests::pages::{PAGES, families};
+use beelet_tests::pods::PodView;
+use beelet_tests::workdir::{PATIENCE, wait_for};
+use beelet_tests::{images, manifests, require, workdir};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// An agent, and what goes with it at the end of the test, in this order.
+struct Daemon {
+    agent: Agent,
+    cri: FakeCri,
+    cgroup: CgroupRoot,
+    _dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    /// One that waits for nothing; without kernel programs, and with an HTTP server.
+    fn spawn(change: impl FnOnce(&Path, Options) -> Options) -> Daemon {
+        let dir = tempfile::tempdir().unwrap();
+        let cri = FakeCri::start();
+        cri.add_image(images::APP);
+        let cgroup = CgroupRoot::new(&workdir::unique("bt")).unwrap();
+        let mut options = Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup);
+        options.mount_bpffs = false;
+        let options = options.beelet("bpf", "off").http().unwrap();
+        let agent = Agent::spawn(change(dir.path(), options)).unwrap();
+        Daemon { agent, cri, cgroup, _dir: dir }
+    }
+
+    /// One with a pod that runs.
+    fn with_a_pod(change: impl FnOnce(&Path, Options) -> Options) -> Daemon {
+        let mut daemon = Daemon::spawn(change);
+        daemon.agent.wait_until_up().unwrap();
+        daemon.agent.apply("web.yaml", manifests::pod("web", &["/bin/testapp"]).to_string()).unwrap();
+        daemon.until_ready();
+        daemon
+    }
+
+    fn until_ready(&self) {
+        let ready = self.agent.until("the pod to be ready", |watch| {
+            watch.pod("web").filter(|pod| pod.ready()).map(PodView::name)
+        });
+        ready.unwrap_or_else(|error| panic!("{error:#}\n{}", self.agent.log()));
+    }
+
+    fn pid(&self) -> Pid {
+        self.agent.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?)).unwrap()
+    }
+
+    /// What `/healthz` says, once it has this status.
+    fn until_health_is(&self, wanted: u16) -> String {
+        let look = || match self.agent.get("/healthz") {
+            Ok((status, body)) if status == wanted => Ok(body),
+            other => Err(format!("{other:?}")),
+        };
+        wait_for("another health", PATIENCE, look).unwrap()
+    }
+
+    fn beelet(&self, arguments: &[&str]) -> (Output, String) {
+        let output = self.agent.cli(arguments).output().unwrap();
+        let text = String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned();
+        (output, text)
+    }
+}
+
+// ---- Parts ----
+
+#[test]
+fn a_part_that_panics_ends_the_agent_with_its_name_and_its_words() {
+    require!(root);
+    let parts = [
+        "relist",
+        "probes",
+        "exits",
+        "records",
+        "event log",
+        "eviction",
+        "cgroup keeper",
+        "manifests",
+        "volumes",
+        "log rotation",
+        "device plugins",
+        "HTTP server",
+    ];
+    for part in parts {
+        let mut daemon = Daemon::spawn(|_, mut options| {
+            options.environment = vec![("BEELET_PANIC".to_owned(), part.to_owned())];
+            options
+        });
+        let status = daemon.agent.wait_for_exit().unwrap();
+        let log = daemon.agent.log();
+        assert_eq!(status.code(), Some(1), "{part}:\n{log}");
+        let said = format!("part {part:?} panicked: BEELET_PANIC has its name");
+        assert!(log.contains(&said), "{part}:\n{log}");
+    }
+}
+
+#[test]
+fn pods_go_on_while_the_agent_ends_for_a_part_and_the_next_start_has_them() {
+    require!(root);
+    let mut daemon = Daemon::with_a_pod(|_, options| options);
+    daemon.agent.terminate().unwrap();
+    let started = daemon.cri.count(Op::StartContainer);
+    // As a service manager starts it again: each time the same part panics.
+    let config = daemon.agent.config();
+    for _ in 0..2 {
+        let failed = Command::new(binary().unwrap())
+            .args(["run", "--config"])
+            .arg(&config)
+            .env("BEELET_PANIC", "relist")
+            .env_remove("NOTIFY_SOCKET")
+            .output()
+            .unwrap();
+        assert_eq!(failed.status.code(), Some(1), "{}", String::from_utf8_lossy(&failed.stderr));
+    }
+    daemon.agent.resume().unwrap();
+    daemon.until_ready();
+    assert_eq!((daemon.cri.count(Op::StartContainer), daemon.cri.count(Op::StopContainer)), (started, 0));
+}
+
+#[test]
+fn an_observers_part_that_panics_ends_it_with_its_name_and_its_words() {
+    require!(root);
+    for part in ["sampling", "gRPC server", "HTTP server", "service manager"] {
+        let cri = FakeCri::start();
+        let dir = tempfile::tempdir().unwrap();
+        let output = observer(&cri, dir.path(), &["--bpf", "off", "--listen", "127.0.0.1:0"])
+            .env("BEELET_PANIC", part)
+            .output()
+            .unwrap();
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{part}:\n{log}");
+        assert!(log.contains(&format!("part {part:?} panicked: BEELET_PANIC")), "{part}:\n{log}");
+    }
+}
+
+// ---- The runtime ----
+
+#[test]
+fn a_runtime_that_dies_is_told_everywhere_and_all_recovers_by_itself() {
+    require!(root);
+    let daemon = Daemon::with_a_pod(|_, options| options);
+    daemon.cri.crash();
+    is_told_everywhere(&daemon);
+    daemon.cri.come_back();
+    all_recovers(&daemon);
+}
+
+#[test]
+fn a_runtime_that_hangs_is_told_everywhere_and_all_recovers_by_itself() {
+    require!(root);
+    let daemon = Daemon::with_a_pod(|_, options| options);
+    let held = daemon.cri.on_any().always().hold();
+    is_told_everywhere(&daemon);
+    daemon.cri.heal();
+    held.release();
+    all_recovers(&daemon);
+}
+
+fn is_told_everywhere(daemon: &Daemon) {
+    let silent = format!("the container runtime at {} has not answered since", daemon.cri.endpoint());
+    // A pod that comes now waits; and so does whoever deletes one.
+    daemon.agent.apply("late.yaml", manifests::pod("late", &["/bin/testapp"]).to_string()).unwrap();
+    let watched = daemon.agent.until("the new pod", |watch| watch.pod("late").map(PodView::name));
+    watched.unwrap_or_else(|error| panic!("{error:#}\n{}", daemon.agent.log()));
+    let deleting = daemon
+        .agent
+        .cli(&["delete", "pod", "web", "--keep-manifest"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let deleting = Process(deleting);
+    assert!(daemon.until_health_is(500).contains(&silent), "{}", daemon.until_health_is(500));
+    let (node, text) = daemon.beelet(&["get", "node"]);
+    let ready = text.lines().find(|line| line.starts_with("Ready")).unwrap_or_default();
+    assert!(node.status.success() && ready.contains("False") && text.contains(&silent), "{text}");
+    for arguments in [&["get", "pods"][..], &["describe", "pod", "late"]] {
+        let (output, text) = daemon.beelet(arguments);
+        assert!(output.status.success() && text.contains("late") && text.contains(&silent), "{text}");
+    }
+    let said = says(deleting, &silent);
+    assert!(said.starts_with("waiting: "), "{said}");
+}
+
+/// The first line of a process' standard error that has these words.
+fn says(mut process: Process, words: &str) -> String {
+    use std::io::{BufRead as _, BufReader};
+    let lines = BufReader::new(process.0.stderr.take().unwrap()).lines();
+    lines.map_while(Result::ok).find(|line| line.contains(words)).unwrap_or_default()
+}
+
+fn all_recovers(daemon: &Daemon) {
+    assert_eq!(daemon.until_health_is(200), "ok");
+    let recovered = daemon.agent.until("the waiting pod to be ready, and the deleted one gone", |watch| {
+        (watch.pod("late").is_some_and(PodView::ready) && watch.pod("web").is_none()).then_some(())
+    });
+    recovered
+        .unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemon.agent.log(), daemon.cri.transcript()));
+    let (_, text) = daemon.beelet(&["get", "pods"]);
+    assert!(text.contains("late") && !text.contains("has not answered"), "{text}");
+}
+
+#[test]
+fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so() {
+    require!(root);
+    let mut daemon = Daemon::spawn(|_, options| options);
+    daemon.cri.crash();
+    // From the start again, without the runtime.
+    daemon.agent.kill9();
+    let config = daemon.agent.config();
+    let log = daemon.agent.dir().join("second.log");
+    let child = Command::new(binary().unwrap())
+        .args(["run", "--config"])
+        .arg(config)
+        .env_remove("NOTIFY_SOCKET")
+        .stderr(std::fs::File::create(&log).unwrap())
+        .spawn()
+        .unwrap();
+    let _running = Process(child);
+    let said = || {
+        let (output, text) = daemon.beelet(&["get", "pods"]);
+        if text.contains("what runs here is not known yet") && text.contains("has not answered yet") {
+            assert!(!output.status.success());
+            Ok(())
+        } else {
+            Err(text)
+        }
+    };
+    wait_for("a list that says that nothing is known", PATIENCE, said).unwrap();
+}
+
+// ---- Starting ----
+
+#[test]
+fn a_cgroup_root_that_is_not_there_is_refused_and_not_made() {
+    require!(root);
+    let name = workdir::unique("bt-nosuchroot");
+    let mut daemon = Daemon::spawn(|_, options| options.kubelet("cgroupRoot", format!("/{name}")));
+    let status = daemon.agent.wait_for_exit().unwrap();
+    let log = daemon.agent.log();
+    assert!(!status.success() && log.contains(&format!("cgroupRoot: there is no cgroup /{name}")), "{log}");
+    let made = CgroupRoot::existing(&name).unwrap();
+    assert!(made.dirs().iter().all(|dir| !dir.exists()), "it was made all the same");
+    let (doctor, text) = daemon.beelet(&["doctor"]);
+    assert!(!doctor.status.success() && text.contains(&format!("there is no cgroup /{name}")), "{text}");
+}
+
+#[test]
+fn an_observer_and_an_agent_share_a_node_but_no_socket() {
+    require!(root);
+    let daemon = Daemon::with_a_pod(|_, options| options);
+    let dir = tempfile::tempdir().unwrap();
+    let refused = observer(&daemon.cri, dir.path(), &["--bpf", "off", "--listen", "off"])
+        .arg("--socket")
+        .arg(daemon.agent.socket())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("another process serves"), "{said}");
+    let socket = dir.path().join("own.sock");
+    let mut command = observer(&daemon.cri, dir.path(), &["--bpf", "off", "--listen", "off"]);
+    let _observing = Process(command.arg("--socket").arg(&socket).spawn().unwrap());
+    let seen = || {
+        let output = Command::new(binary().unwrap()).args(["get", "pods", "--socket"]).arg(&socket).output();
+        let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+        text.map_err(|error| error.to_string())
+            .and_then(|text| if text.contains("web-") { Ok(()) } else { Err(text) })
+    };
+    wait_for("the observer's view of the pod", PATIENCE, seen).unwrap();
+    daemon.until_ready();
+}
+
+// ---- What others read ----
+
+#[test]
+fn every_page_of_metrics_is_taken_by_prometheus_own_parser() {
+    require!(root, python_prometheus);
+    let daemon = Daemon::with_a_pod(|_, options| options);
+    for (page, format) in PAGES {
+        let (status, body) = daemon.agent.get(page).unwrap();
+        let families = families(&body, format).unwrap_or_else(|error| panic!("{page}: {error:#}\n{body}"));
+        assert!(status == 200 && !families.is_empty(), "{page}: {status}");
+    }
+}
+
+// ---- Ending ----
+
+fn observer(cri: &FakeCri, dir: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(binary().unwrap());
+    command.args(["observe", "--runtime-endpoint", &cri.endpoint()]).args(arguments);
+    if !arguments.contains(&"--socket") {
+        command.env("BEELET_SOCKET", dir.join("beelet.sock"));
+    }
+    command.env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
+    command
+}
+
+fn wait(child: &mut Child) -> ExitStatus {
+    wait_for("the end of a process", PATIENCE, || match child.try_wait() {
+        Ok(Some(status)) => Ok(status),
+        other => Err(format!("{other:?}")),
+    })
+    .unwrap()
+}
+
+#[test]
+fn however_often_an_observer_is_told_to_end_it_leaves_no_kernel_programs_behind() {
+    require!(bpf);
+    let dir = tempfile::tempdir().unwrap();
+    let bpffs = Mount::bpffs(&dir.path().join("bpf")).unwrap();
+    let cri = FakeCri::start();
+    let pins = dir.path().join("bpf/watching");
+    // Twice at once, as by timeout(1), and once more while it ends, if it still does.
+    for pauses in [&[0][..], &[500], &[0, 1100], &[1100, 0]] {
+        let arguments = ["--pin-name", "watching", "--listen", "off", "--bpffs"];
+        let mut command = observer(&cri, dir.path(), &arguments);
+        let mut observing =
+            Process(command.arg(dir.path().join("bpf")).stderr(Stdio::null()).spawn().unwrap());
+        let pinned = || {
+            if pins.read_dir().is_ok_and(|mut all| all.next().is_some()) { Ok(()) } else { Err("no pins") }
+        };
+        wait_for("the pins", PATIENCE, pinned).unwrap();
+        let pid = Pid::from_child(&observing.0);
+        kill_process(pid, Signal::TERM).unwrap();
+        for pause in pauses {
+            std::thread::sleep(Duration::from_micros(500 + pause * 1000));
+            // It may have ended meanwhile; it is not waited for yet, so the id is still its own.
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        let status = wait(&mut observing.0);
+        assert!(status.signal().is_none(), "{status}");
+        assert!(!pins.exists(), "after {pauses:?}: {:?}", std::fs::read_dir(&pins).map(Iterator::count));
+    }
+    drop(bpffs);
+}
+
+#[test]
+fn while_pods_stop_with_the_agent_the_service_manager_is_asked_for_more_time() {
+    require!(root);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("notify");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    manager.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut daemon = Daemon::with_a_pod(|_, mut options| {
+        options.environment = vec![("NOTIFY_SOCKET".to_owned(), path.display().to_string())];
+        options.beelet("stopPodsOnExit", true)
+    });
+    let held = daemon.cri.on(Op::StopContainer).hold();
+    kill_process(daemon.pid(), Signal::TERM).unwrap();
+    let mut told = Vec::new();
+    while !told.iter().any(|line: &String| line.starts_with("EXTEND_TIMEOUT_USEC=")) {
+        let mut buffer = [0; 4096];
+        let length = manager.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: told {told:?}"));
+        told.extend(String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned));
+    }
+    assert!(told.contains(&"STOPPING=1".to_owned()), "{told:?}");
+    held.release();
+    assert!(daemon.agent.wait_for_exit().unwrap().success());
+}
+
+/// The commands of docs/operating.md that take everything away, with this test's folders and cgroups for the real ones.
+fn uninstall_commands(daemon: &Daemon) -> Vec<String> {
+    let page = workdir::read(&workdir::repository().join("docs/operating.md")).unwrap();
+    let section = page.split_once("\n## Uninstall\n").unwrap().1;
+    let section = section.split_once("\n## ").unwrap().0;
+    let dir = daemon.agent.dir().display().to_string();
+    let commands = section.lines().filter_map(|line| line.strip_prefix("    "));
+    let ours = commands.filter(|line| {
+        ["/etc/kubernetes/", "systemctl", "/usr/bin/beelet"].iter().all(|other| !line.contains(other))
+    });
+    ours.map(|line| {
+        line.replace("/sys/fs/bpf/beelet", &format!("{dir}/bpf/beelet"))
+            .replace("/var/lib/beelet", &format!("{dir}/state"))
+            .replace("/run/beelet", &format!("{dir}/run"))
+            .replace("/var/lib/kubelet", &format!("{dir}/kubelet"))
+            .replace("/etc/beelet", &format!("{dir}/config.yaml"))
+            .replace("/kubepods", &format!("{}/kubepods", daemon.cgroup.path()))
+            .replace("/run/lock/beelet", &format!("{dir}/lock"))
+    })
+    .collect()
+}
+
+#[test]
+fn the_documented_commands_leave_nothing_of_the_agent() {
+    require!(root);
+    let mut daemon = Daemon::with_a_pod(|dir, options| {
+        options.beelet("podsDir", dir.join("agent/state/pods").display().to_string())
+    });
+    daemon.agent.remove("web.yaml").unwrap();
+    let gone = daemon.agent.until("the pod to be gone", |watch| watch.pods.is_empty().then_some(()));
+    gone.unwrap_or_else(|error| panic!("{error:#}"));
+    daemon.agent.terminate().unwrap();
+    let left = |daemon: &Daemon| -> Vec<PathBuf> {
+        let cgroups = daemon.cgroup.dirs().into_iter().map(|dir| dir.join("kubepods"));
+        let folders = ["state", "run", "kubelet"].map(|name| daemon.agent.dir().join(name));
+        cgroups.chain(folders).filter(|path| path.exists()).collect()
+    };
+    assert!(left(&daemon).len() > 3, "{:?}", left(&daemon));
+    let commands = uninstall_commands(&daemon);
+    assert!(commands.len() >= 3, "{commands:?}");
+    for command in &commands {
+        let output = Command::new("sh").args(["-c", command]).output().unwrap();
+        println!("{command}\n{}", String::from_utf8_lossy(&output.stderr));
+    }
+    assert_eq!(left(&daemon), Vec::<PathBuf>::new(), "{commands:#?}");
+}
