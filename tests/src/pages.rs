@@ -24,8 +24,8 @@ pub const PAGES: [(&str, &str); 4] = [
     ("/metrics/resource", "text"),
 ];
 
-/// What the parser finds on a page: a line for each family, with its type and the number of its samples. An error is what
-/// it does not take.
+/// What the parser finds on a page: a line for each family, with its type and the number of its samples. An
+/// error is what it does not take.
 pub fn families(page: &str, format: &str) -> Result<Vec<String>> {
     let python = python_with("prometheus_client", None).context("no Python has prometheus_client")?;
     let mut child = Command::new(python)

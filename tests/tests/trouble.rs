@@ -1,5 +1,6 @@
-//! `beelet run` and `beelet observe` on a fake runtime, in trouble: a part that panics, a runtime that dies or hangs, signals
-//! that come twice, a cgroup root that isn't there. What they say, how they end, and what they leave.
+//! `beelet run` and `beelet observe` on a fake runtime, in trouble: a part that panics, a runtime that dies
+//! or hangs, signals that come twice, a cgroup root that isn't there. What they say, how they end, and what
+//! they leave.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
@@ -372,7 +373,8 @@ fn while_pods_stop_with_the_agent_the_service_manager_is_asked_for_more_time() {
     assert!(daemon.agent.wait_for_exit().unwrap().success());
 }
 
-/// The commands of docs/operating.md that take everything away, with this test's folders and cgroups for the real ones.
+/// The commands of docs/operating.md that take everything away, with this test's folders and cgroups for the
+/// real ones.
 fn uninstall_commands(daemon: &Daemon) -> Vec<String> {
     let page = workdir::read(&workdir::repository().join("docs/operating.md")).unwrap();
     let section = page.split_once("\n## Uninstall\n").unwrap().1;

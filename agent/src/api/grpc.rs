@@ -221,7 +221,8 @@ impl Watcher {
         }
     }
 
-    /// Tells when there begins to be a reason why what the client sees may be old, and when there is none any more.
+    /// Tells when there begins to be a reason why what the client sees may be old, and when there is none any
+    /// more.
     async fn send_notice(&mut self) -> Result<(), Over> {
         let notice = self.outlook.notice();
         if notice.is_empty() == self.noticed {

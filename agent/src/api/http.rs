@@ -1,6 +1,7 @@
-//! `/healthz`, `/metrics` and its parts and `/stats/summary`, as the kubelet serves them, but without authentication: on
-//! loopback only (the configuration sees to that), and numbers and names only. What pods are made of (environment variables,
-//! arguments) is nobody's business who isn't root: `/pods` is served only where the configuration asks for it.
+//! `/healthz`, `/metrics` and its parts and `/stats/summary`, as the kubelet serves them, but without
+//! authentication: on loopback only (the configuration sees to that), and numbers and names only. What pods
+//! are made of (environment variables, arguments) is nobody's business who isn't root: `/pods` is served only
+//! where the configuration asks for it.
 //!
 //! Any local user can connect, so a connection is short and there are few: whoever opens many or says nothing waits for
 //! himself, not for others' next minute.

@@ -130,8 +130,9 @@ impl Cgroups {
         Ok(Self { store: Store::Folders, ..Self::with_layout(layout, cgroup_root)? })
     }
 
-    /// Makes sure that the root is there, where pods get their CPU and memory: a typing mistake must not give them another
-    /// place. The kubelet wants it so, too (`cgroupManager.Validate`, pkg/kubelet/cm/container_manager_linux.go).
+    /// Makes sure that the root is there, where pods get their CPU and memory: a typing mistake must not give
+    /// them another place. The kubelet wants it so, too (`cgroupManager.Validate`,
+    /// pkg/kubelet/cm/container_manager_linux.go).
     ///
     /// # Errors
     /// It is not.

@@ -269,7 +269,8 @@ impl Devices {
 }
 
 impl Tasks {
-    /// What must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows plugins' lists, serves them.
+    /// What must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows plugins'
+    /// lists, serves them.
     #[must_use]
     pub fn named(self, shutdown: &CancellationToken) -> [(&'static str, BoxFuture<'static, ()>); 5] {
         let shared = &self.devices.shared;

@@ -313,7 +313,8 @@ impl Kernel {
         self.checker.clone()
     }
 
-    /// Waits until the kernel's events can be read no longer, though nobody ended that, and says why. Never without programs.
+    /// Waits until the kernel's events can be read no longer, though nobody ended that, and says why. Never
+    /// without programs.
     pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
         let failed = self.reader.as_ref().map(Reader::failed);
         async move {

@@ -1,13 +1,13 @@
-//! How much work others can make for the reader of the ring. Any process of the machine makes it wake up by listen() and
-//! close(), and look at everything again by more listeners than the maps hold. Both have a bound here; what comes meanwhile
-//! waits in the ring or in the maps, and none of it is lost for good.
+//! How much work others can make for the reader of the ring. Any process of the machine makes it wake up by
+//! listen() and close(), and look at everything again by more listeners than the maps hold. Both have a bound
+//! here; what comes meanwhile waits in the ring or in the maps, and none of it is lost for good.
 
 use std::time::{Duration, Instant};
 
 /// Wake-ups within a second that cost no pause: more than any node's pods cause.
 const FREE_WAKES: u32 = 1000;
-/// The pause between two of those that come on top. The ring holds the events of a hundred thousand sockets a second for
-/// as long as that.
+/// The pause between two of those that come on top. The ring holds the events of a hundred thousand sockets a
+/// second for as long as that.
 pub(super) const PAUSE: Duration = Duration::from_millis(10);
 /// Between two times at which losses are told and made up for.
 pub(super) const LOSS_PERIOD: Duration = Duration::from_secs(5);

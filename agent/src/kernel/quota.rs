@@ -252,7 +252,8 @@ pub fn counted(folder: &Path) -> Result<(), Uncounted> {
     let opened = openat(CWD, nearest, flags, Mode::empty()).map_err(|error| off(error.into()))?;
     match quotactl::<Info>(opened.as_fd(), GET_INFO, 0) {
         Ok(_) => Ok(()),
-        // The question itself needs no privilege (fs/quota/quota.c, `check_quotactl_permission`): something filters it.
+        // The question itself needs no privilege (fs/quota/quota.c, `check_quotactl_permission`): something
+        // filters it.
         Err(Errno::PERM | Errno::ACCESS) => Err(Uncounted::Refused(
             "the system call quotactl_fd is refused to the agent: allow it (SystemCallFilter= of the unit, the container's \
              seccomp profile)"

@@ -88,7 +88,8 @@ const CONFIG_TRIES: usize = 30;
 const CONFIG_RETRY: Duration = Duration::from_secs(1);
 /// The program that tells of exits, as the table of capabilities names it.
 const EXIT_PROGRAM: &str = "task_exited";
-/// A signal that comes again within this time is the same wish: timeout(1) tells both its child and its group.
+/// A signal that comes again within this time is the same wish: timeout(1) tells both its child and its
+/// group.
 const SAME_WISH: Duration = Duration::from_secs(1);
 /// What stopping a pod may take beyond its grace period, before the service manager may lose its patience.
 const STOP_MARGIN: Duration = Duration::from_secs(30);
@@ -199,7 +200,8 @@ async fn own(runtime: &Runtime) -> Result<Ownership> {
     Ok(spawn_blocking(move || Ownership::take(&socket)).await.context("the runtime could not be taken")??)
 }
 
-/// How long pods may take to stop with the agent, as of when it is told to end; nothing where they go on without it.
+/// How long pods may take to stop with the agent, as of when it is told to end; nothing where they go on
+/// without it.
 fn stopping_time(stop_pods: bool, table: watch::Receiver<Arc<PodTable>>) -> impl Fn() -> Duration {
     move || {
         let table = table.borrow();
@@ -530,7 +532,8 @@ impl Node {
         };
         working.cancel();
         farewell(tasks).await;
-        // Pinned, the kernel's listener table goes on while the agent is away. Pods that were not stopped need it.
+        // Pinned, the kernel's listener table goes on while the agent is away. Pods that were not stopped
+        // need it.
         let keep_pins = failed.is_some() || !self.config.beelet.stop_pods_on_exit;
         if let Err(error) = self.kernel.stop(keep_pins) {
             warn!(%error, "the kernel half was not left in order");

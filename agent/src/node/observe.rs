@@ -333,7 +333,8 @@ async fn serve(
             pressure: signals.pressure.clone(),
             health: Arc::new(move || pulse.check()),
             specs: false,
-            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
+            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this
+            // machine.
             summary: address.ip().is_loopback(),
         };
         servers.spawn("HTTP server", http::serve(listener, state, serving.clone()));

@@ -1,6 +1,6 @@
-//! The parts that run beside each other, by name. One that panics, or ends before it is told to, ends the agent with the
-//! reason: half an agent would look well and do half its work. A new start is safe at any instant, and finds the pods as
-//! they are.
+//! The parts that run beside each other, by name. One that panics, or ends before it is told to, ends the
+//! agent with the reason: half an agent would look well and do half its work. A new start is safe at any
+//! instant, and finds the pods as they are.
 
 use std::{any::Any, future::pending, panic::AssertUnwindSafe, time::Duration};
 

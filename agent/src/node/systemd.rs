@@ -13,8 +13,8 @@ const EXTENSION: Duration = Duration::from_secs(30);
 /// Tells systemd that the agent is up, feeds the watchdog at half its period as the kubelet does, tells that the agent
 /// ends once `ending` says so, and returns at `ended`.
 ///
-/// What stops with the agent may take longer than the unit's `TimeoutStopSec`: for as long as `stopping_time` says, asked
-/// once it ends, systemd is asked for more time.
+/// What stops with the agent may take longer than the unit's `TimeoutStopSec`: for as long as `stopping_time`
+/// says, asked once it ends, systemd is asked for more time.
 ///
 /// The watchdog learns that the agent's threads get on with their work, and no more: to start the agent again because
 /// the container runtime is down would help nobody.

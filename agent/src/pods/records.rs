@@ -2,10 +2,10 @@
 //! condition times, probe results, and which pods were ended for good. Everything else is seen again in the
 //! runtime.
 //!
-//! Writers never wait: the newest records replace those that were not written yet, and one task writes
-//! them out, without waiting for the disk: after a reboot no container runs that they could speak of.
-//! Losing the last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or
-//! an evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
+//! Writers never wait: the newest records replace those that were not written yet, and one task writes them
+//! out, without waiting for the disk: after a reboot no container runs that they could speak of. Losing the
+//! last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or an
+//! evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
 //! disk may be lost whole, with ends that were safe before: as long as there are any, each write waits.
 
 use std::{

@@ -33,7 +33,8 @@ impl fmt::Display for PodName {
     }
 }
 
-/// Set once all that runs is in the table. Before that a pod that is missing in it may only not have been looked at.
+/// Set once all that runs is in the table. Before that a pod that is missing in it may only not have been
+/// looked at.
 pub type Complete = Arc<SetOnce<()>>;
 
 /// All pods of the node, and the manifests that could not become one.

@@ -43,7 +43,8 @@ pub async fn follow(
                 tokio::task::spawn_blocking(move || refresh_all(&pods, &known, &worker, &objects)).await;
             let failures = match refreshed.map_err(tokio::task::JoinError::try_into_panic) {
                 Ok(failures) => failures,
-                // The part's own panic: without it no volume would be brought up to date, and nobody would know.
+                // The part's own panic: without it no volume would be brought up to date, and nobody would
+                // know.
                 Err(Ok(panic)) => std::panic::resume_unwind(panic),
                 Err(Err(_cancelled)) => return,
             };
