@@ -26,6 +26,12 @@ const STACK: usize = 32 << 20;
 /// Longest cause shown to the user, in characters: a message that quotes a text from outside stays readable.
 const MAX_MESSAGE: usize = 300;
 
+/// Most values that aliases stand for.
+const MAX_ALIASED: usize = 200_000;
+
+/// Deepest nesting of aliases.
+const MAX_ALIAS_DEPTH: usize = 16;
+
 /// What one text may cost.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -208,8 +214,8 @@ fn options(limits: Limits) -> serde_saphyr::Options {
             max_anchors: 10_000,
         },
         alias_limits: serde_saphyr::alias_limits! {
-            max_total_replayed_events: limits.nodes.min(200_000),
-            max_replay_stack_depth: 16,
+            max_total_replayed_events: limits.nodes.min(MAX_ALIASED),
+            max_replay_stack_depth: MAX_ALIAS_DEPTH,
         },
         emit_comments: false,
         legacy_octal_numbers: true,
@@ -221,10 +227,23 @@ fn options(limits: Limits) -> serde_saphyr::Options {
 fn describe(error: &serde_saphyr::Error, limits: Limits) -> DocumentError {
     let at = error.location();
     let (line, column) = at.map_or((1, 1), |at| (at.line().max(1), at.column().max(1)));
-    let mut message = match error.without_snippet() {
+    let mut cause = error.without_snippet();
+    // What is wrong in what an alias stands for is told at the alias.
+    while let serde_saphyr::Error::AliasError { error, .. } = cause {
+        cause = error;
+    }
+    let mut message = match cause {
         serde_saphyr::Error::Budget { .. } => {
             format!("too large or too deep: at most {MAX_DEPTH} levels and {} values are read", limits.nodes)
         }
+        serde_saphyr::Error::AliasReplayLimitExceeded { .. }
+        | serde_saphyr::Error::AliasReplayCounterOverflow { .. }
+        | serde_saphyr::Error::AliasExpansionLimitExceeded { .. }
+        | serde_saphyr::Error::AliasReplayStackDepthExceeded { .. } => format!(
+            "the aliases (*name) stand for more than {} values, or for each other over more than {MAX_ALIAS_DEPTH} levels; \
+             write out what they stand for",
+            limits.nodes.min(MAX_ALIASED)
+        ),
         serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. } => {
             format!("the key {key:?} is there twice")
         }
@@ -514,7 +533,8 @@ spec:
             let refs = vec![format!("*a{}", i - 1); 9].join(", ");
             text += &format!("a{i}: &a{i} [{refs}]\n");
         }
-        assert!(parse(&text).is_err());
+        let message = parse(&text).unwrap_err().message;
+        assert!(message.starts_with("the aliases (*name) stand for more than 200000 values"), "{message}");
     }
 
     #[test]

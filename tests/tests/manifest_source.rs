@@ -51,6 +51,7 @@ impl Watched {
             check_frequency,
             critical_static_pods: false,
             allowed_unsafe_sysctls: Vec::new(),
+            state: None,
             cancel: cancel.clone(),
         };
         let desired = ManifestSource::start(dir.clone(), "n1".to_owned(), options).await;
@@ -271,15 +272,17 @@ async fn a_manifest_of_ten_thousand_lines_is_a_pod() {
 }
 
 #[tokio::test]
-async fn the_first_file_by_name_keeps_a_name_and_the_other_gets_it_back() {
+async fn a_copy_is_rejected_and_takes_over_when_the_original_goes() {
     let watched = Watched::with(&[("b.yaml", &pod("web"))]).await;
+    let before = watched.now();
     watched.write("a.yaml", &pod("web"));
     let desired =
-        watched.until("the clash", is_rejected("b.yaml: metadata.name: the pod default/web-n1 is in")).await;
-    assert_eq!(pods(&desired), ["web"]);
-    fs::remove_file(watched.path("a.yaml")).unwrap();
+        watched.until("the clash", is_rejected("a.yaml: metadata.name: the Pod default/web-n1 is in")).await;
+    assert!(rejected(&desired)[0].contains("/b.yaml already"), "{:?}", rejected(&desired));
+    assert_eq!(desired.pods, before.pods);
+    fs::remove_file(watched.path("b.yaml")).unwrap();
     let desired = watched.until("its end", |desired| desired.rejected.is_empty()).await;
-    assert_eq!(pods(&desired), ["web"]);
+    assert_eq!(desired.file("Pod", "default", "web-n1"), Some(watched.path("a.yaml")));
 }
 
 #[tokio::test]

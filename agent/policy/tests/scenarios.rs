@@ -55,6 +55,21 @@ fn while_sources_are_not_ready_running_pods_keep_their_devices_and_nothing_is_fr
 }
 
 #[test]
+fn a_pod_that_was_refused_is_not_taken_for_running_after_a_restart() {
+    let results = devices(&json!([
+        register(), list(&["a"]), admit("p", 1), admit("q", 1), admit("r", 1),
+        {"op": "restart", "running": ["default/p", "default/q"]}, admit("p", 1), admit("q", 1),
+        register(), list(&["a", "b"]), admit("q", 1),
+        {"op": "restart", "running": ["default/q"]}, admit("q", 1),
+    ]));
+    assert_eq!(results[3]["ok"], false, "there is one device");
+    assert_eq!(results[6]["allocations"]["c"][GPU], json!(["a"]));
+    assert_eq!(results[7]["ok"], false, "nothing of q was ever given anything: {}", results[7]);
+    assert_eq!(results[10]["allocations"]["c"][GPU], json!(["b"]));
+    assert_eq!(results[12]["ok"], true, "since then it was admitted");
+}
+
+#[test]
 fn a_plugin_that_fails_to_allocate_takes_nothing() {
     let failing = json!({"op": "register", "resource": GPU, "failAllocate": true});
     let results = devices(&json!([failing, list(&["a"]), admit("p", 1), register(), admit("q", 1)]));

@@ -9,7 +9,7 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::apply_response::Result as Applied;
 use clap::Args;
 
-use super::{USAGE, failed};
+use super::{USAGE, failed, plain};
 use crate::api::client::Client;
 use crate::document::{self, Limits};
 use crate::pods::manifest;
@@ -41,7 +41,7 @@ pub fn run(args: &ApplyArgs) -> ExitCode {
     let texts = match read_all(&args.files) {
         Ok(texts) => texts,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", plain::lines(&format!("{error:#}")));
             return ExitCode::from(USAGE);
         }
     };
@@ -51,7 +51,7 @@ pub fn run(args: &ApplyArgs) -> ExitCode {
         .filter_map(|text| manifest::read(&text.text, &text.name).err().map(|error| error.to_string()))
         .collect();
     if !errors.is_empty() {
-        errors.iter().for_each(|error| eprintln!("error: {error}"));
+        errors.iter().for_each(|error| eprintln!("error: {}", plain::lines(&error.to_string())));
         return ExitCode::from(USAGE);
     }
     if args.dry_run {
@@ -72,7 +72,7 @@ async fn apply(args: &ApplyArgs, texts: Vec<Text>) -> anyhow::Result<()> {
         let request = proto::ApplyRequest { text, name: name.clone(), dry_run: false };
         let applied = client.apply(request).await?;
         for warning in &applied.warnings {
-            eprintln!("warning: {name}: {warning}");
+            eprintln!("warning: {}", plain::line(&format!("{name}: {warning}")));
         }
         let result = match applied.result() {
             Applied::Created => "created",

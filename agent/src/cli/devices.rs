@@ -7,9 +7,9 @@ use beelet_proto::beelet as proto;
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use super::failed;
 use super::get::columns::Columns;
 use super::get::{is_broken_pipe, print};
+use super::{failed, plain};
 use crate::api::client::Client;
 
 const TITLES: &[&str] = &["RESOURCE", "DEVICE", "HEALTH", "NUMA", "POD", "CONTAINER"];
@@ -122,7 +122,8 @@ fn remarks(listed: &proto::ListDevicesResponse) {
         }
     }
     for pod in &listed.waiting {
-        eprintln!("pod {}/{} has waited for {} s: {}", pod.namespace, pod.pod, pod.seconds, pod.message);
+        let message = plain::line(&pod.message);
+        eprintln!("pod {}/{} has waited for {} s: {message}", pod.namespace, pod.pod, pod.seconds);
     }
     if !listed.trouble.is_empty() {
         eprintln!("device plugins can't register: {}", listed.trouble);

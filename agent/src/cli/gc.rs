@@ -7,7 +7,7 @@ use anyhow::bail;
 use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 
-use super::{failed, get::columns::Columns};
+use super::{failed, get::columns::Columns, plain};
 use crate::api::client::Client;
 
 /// Arguments of `beelet gc`.
@@ -65,13 +65,13 @@ async fn collect(what: &What) -> anyhow::Result<()> {
         What::Images { all_unused, common } => {
             let mut client = Client::connect(&common.socket).await?;
             let collected = client.collect_images(*all_unused, common.dry_run).await?;
-            print!("{}", images(&collected, common.dry_run));
+            print!("{}", plain::lines(&images(&collected, common.dry_run)));
             if collected.error.is_empty() { Ok(()) } else { bail!("{}", collected.error) }
         }
         What::Containers { terminated, common } => {
             let mut client = Client::connect(&common.socket).await?;
             let collected = client.collect_containers(*terminated, common.dry_run).await?;
-            print!("{}", containers(&collected, common.dry_run));
+            print!("{}", plain::lines(&containers(&collected, common.dry_run)));
             if collected.errors.is_empty() { Ok(()) } else { bail!("{}", collected.errors.join("; ")) }
         }
     }

@@ -16,7 +16,7 @@ use k8s_openapi::List;
 use k8s_openapi::api::core::v1::Pod;
 
 use self::columns::Columns;
-use super::failed;
+use super::{failed, plain};
 use crate::api::client::{Client, Event, Watch};
 use crate::pods::table::{PodEntry, PodName, PodTable, RejectedManifest};
 
@@ -223,7 +223,37 @@ fn show_rejected(rejected: &[RejectedManifest]) {
     let style = console::Style::new().for_stderr().red();
     let style = if io::stderr().is_terminal() { style } else { console::Style::new() };
     eprintln!("{}", style.apply_to("Rejected manifests:"));
-    for manifest in rejected {
-        eprintln!("  {}: {}", manifest.file.display(), manifest.message);
+    rejected.iter().flat_map(reasons).for_each(|line| eprintln!("  {line}"));
+}
+
+/// A line for each reason, each with the file's whole path, which the message abbreviates to its name.
+fn reasons(rejected: &RejectedManifest) -> Vec<String> {
+    let path = rejected.file.display().to_string();
+    let name = rejected.file.file_name().unwrap_or_default().to_string_lossy();
+    let one = |line: &str| match line.strip_prefix(&*name) {
+        Some(rest) if rest.starts_with(':') => format!("{path}{rest}"),
+        _ if line.starts_with(&format!("{path}:")) => line.to_owned(),
+        _ => format!("{path}: {line}"),
+    };
+    rejected.message.lines().map(|line| plain::line(&one(line)).into_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_of_a_rejected_manifest_is_a_line_that_names_the_path_once() {
+        let check = |message: &str, expected: &[&str]| {
+            let rejected = RejectedManifest { file: "/m/web.yaml".into(), message: message.to_owned() };
+            assert_eq!(reasons(&rejected), expected);
+        };
+        check(
+            "web.yaml:3:1: metadata.name: must be there\nweb.yaml: and 3 more",
+            &["/m/web.yaml:3:1: metadata.name: must be there", "/m/web.yaml: and 3 more"],
+        );
+        check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
+        check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
+        check("web.yaml: \u{1b}[2J", &["/m/web.yaml: \\u{1b}[2J"]);
     }
 }

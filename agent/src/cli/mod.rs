@@ -21,6 +21,7 @@ pub mod manual;
 pub mod observe;
 #[cfg(test)]
 mod packaging;
+mod plain;
 pub mod plan;
 pub mod probe;
 pub mod run;
@@ -109,6 +110,6 @@ pub fn main() -> ExitCode {
 
 /// Prints `error: …` with all its causes, and is the exit code for it.
 fn failed(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {error:#}");
+    eprintln!("error: {}", plain::lines(&format!("{error:#}")));
     ExitCode::FAILURE
 }

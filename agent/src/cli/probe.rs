@@ -10,10 +10,10 @@ use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::failed;
 use super::get::columns::Columns;
 use super::get::pod::age;
 use super::get::{is_broken_pipe, print};
+use super::{failed, plain};
 use crate::api::client::Client;
 
 const TITLES: &[&str] =
@@ -159,10 +159,10 @@ fn notes(probes: &[&proto::Probe]) {
     for probe in probes {
         let name = format!("{}/{} {} {}", probe.namespace, probe.pod, probe.container, probe.kind);
         if !probe.fallback.is_empty() {
-            eprintln!("{} {name} connects: {}", style.apply_to("note:"), probe.fallback);
+            eprintln!("{} {name} connects: {}", style.apply_to("note:"), plain::line(&probe.fallback));
         }
         for problem in &probe.problems {
-            eprintln!("{} {name}: {problem}", style.apply_to("note:"));
+            eprintln!("{} {name}: {}", style.apply_to("note:"), plain::line(problem));
         }
     }
 }
@@ -242,7 +242,7 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
             "" => ", and looks every ".to_owned() + &time(Duration::from_millis(probe.period_ms)) + ".\n",
             held => format!("; at present nothing counts: {held}.\n"),
         };
-        print(&text)?;
+        print(&plain::lines(&text))?;
     }
     Ok(if look.outcome == "success" { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

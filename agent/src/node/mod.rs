@@ -586,6 +586,7 @@ impl Node {
             check_frequency: self.config.file_check_frequency,
             critical_static_pods: self.config.beelet.critical_static_pods,
             allowed_unsafe_sysctls: self.config.allowed_unsafe_sysctls.clone(),
+            state: Some(Arc::clone(&self.state)),
             cancel: working.clone(),
         };
         let (desired, watching) =

@@ -191,8 +191,8 @@ mod tests {
         let secret = json!({"metadata": {"name": "s", "namespace": "shop"}, "data": {"word": "c2VzYW1l", "raw": "/w=="}});
         let map = Object::ConfigMap(Arc::new(serde_json::from_value(map).unwrap()));
         let secret = Object::Secret(Arc::new(serde_json::from_value(secret).unwrap()));
-        objects.add(Path::new("/m/m"), &map).unwrap();
-        objects.add(Path::new("/m/s"), &secret).unwrap();
+        objects.add(Path::new("/m/m"), &map);
+        objects.add(Path::new("/m/s"), &secret);
         objects
     }
 

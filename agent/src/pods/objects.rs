@@ -80,8 +80,8 @@ impl fmt::Debug for Objects {
 }
 
 impl Objects {
-    /// Adds an object; where its name is taken, it is left out and the file that has the name comes back.
-    pub fn add(&mut self, file: &Path, object: &Object) -> Result<(), PathBuf> {
+    /// Adds an object, in the place of one of its kind and name.
+    pub fn add(&mut self, file: &Path, object: &Object) {
         let metadata = object.metadata();
         let name = metadata.name.clone().unwrap_or_default();
         let key = (metadata.namespace.clone().unwrap_or_default(), name);
@@ -127,17 +127,8 @@ impl Objects {
     }
 }
 
-fn insert<T>(
-    all: &mut ByName<T>,
-    key: (String, String),
-    file: &Path,
-    object: &Arc<T>,
-) -> Result<(), PathBuf> {
-    if let Some(first) = all.get(&key) {
-        return Err(first.file.clone());
-    }
+fn insert<T>(all: &mut ByName<T>, key: (String, String), file: &Path, object: &Arc<T>) {
     all.insert(key, Kept { file: file.to_owned(), object: Arc::clone(object) });
-    Ok(())
 }
 
 fn get<'a, T>(all: &'a ByName<T>, namespace: &str, name: &str) -> Option<&'a T> {
@@ -157,20 +148,19 @@ mod tests {
             serde_json::from_value(json!({"metadata": {"name": "s"}, "stringData": {"k": "hidden"}}))
                 .unwrap();
         let object = Object::Secret(Arc::new(secret));
-        objects.add(Path::new("/m/s.yaml"), &object).unwrap();
+        objects.add(Path::new("/m/s.yaml"), &object);
         let shown = format!("{objects:?} {object:?}");
         assert!(shown.contains("\"s\"") && !shown.contains("hidden"), "{shown}");
     }
 
     #[test]
-    fn the_first_of_a_name_keeps_it_and_a_class_gives_its_handler() {
+    fn a_class_gives_its_handler() {
         let class = |handler: &str| {
             let class = json!({"metadata": {"name": "sandboxed"}, "handler": handler});
             Object::RuntimeClass(Arc::new(serde_json::from_value(class).unwrap()))
         };
         let mut objects = Objects::default();
-        assert_eq!(objects.add(Path::new("/m/a"), &class("runsc")), Ok(()));
-        assert_eq!(objects.add(Path::new("/m/b"), &class("kata")), Err(PathBuf::from("/m/a")));
+        objects.add(Path::new("/m/a"), &class("runsc"));
         let check = |spec: serde_json::Value, handler: &str| {
             let pod: Pod = serde_json::from_value(json!({ "spec": spec })).unwrap();
             assert_eq!(objects.runtime_handler(&pod), handler);

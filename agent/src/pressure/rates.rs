@@ -17,10 +17,10 @@ pub struct Share {
 /// How long runnable tasks waited for a CPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RunQueue {
-    /// Half of the waits were shorter, in nanoseconds.
-    pub p50_ns: f64,
+    /// Half of the waits were shorter, in nanoseconds. `None` if nobody waited.
+    pub p50_ns: Option<f64>,
     /// All but one in a hundred were shorter.
-    pub p99_ns: f64,
+    pub p99_ns: Option<f64>,
     /// Seconds waited a second, over all tasks.
     pub waiting: f64,
     /// Waits a second.
@@ -132,8 +132,8 @@ pub fn share(then: Option<Stalls>, now: Option<Stalls>, over: Duration) -> Optio
 fn run_queue(then: &KernelCounters, now: &KernelCounters, seconds: f64) -> RunQueue {
     let waits: [u64; RUNQ_BUCKETS] = std::array::from_fn(|bucket| grown(then.runq[bucket], now.runq[bucket]));
     RunQueue {
-        p50_ns: percentile(&waits, 0.50).unwrap_or(0.0),
-        p99_ns: percentile(&waits, 0.99).unwrap_or(0.0),
+        p50_ns: percentile(&waits, 0.50),
+        p99_ns: percentile(&waits, 0.99),
         waiting: grown(then.runq_wait_ns, now.runq_wait_ns) as f64 / 1e9 / seconds,
         waits: waits.iter().sum::<u64>() as f64 / seconds,
     }

@@ -3,7 +3,7 @@
 use beelet_tests::cri::{Asked, Op};
 use serde_json::json;
 
-use crate::node::{CHANGES, Node, View, of_everything, pod, view, with};
+use crate::node::{CHANGES, Node, View, of_everything, pod, until_seen, view, with};
 
 /// The calls that changed something, from call number `first` on, with the grace of stops.
 fn changes(node: &Node, first: usize) -> Vec<String> {
@@ -59,6 +59,35 @@ async fn a_manifest_that_changes_under_the_same_uid_replaces_its_pod_too() {
     node.until_pod("web", "to be a third", |pod| hostname(pod).as_deref() == Some("three") && pod.ready())
         .await;
     assert_eq!(changes(&node, first), REPLACED, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn a_copy_of_a_manifest_leaves_the_running_pod_alone_after_a_restart_too() {
+    let mut node = Node::with(&[pod("web")]).await;
+    let web = node.until_ready("web").await;
+    let first = node.cri.calls().len();
+    let text = std::fs::read_to_string(node.manifest("web")).unwrap();
+    let rejection = |table: &beelet::pods::table::PodTable| table.rejected.first().cloned();
+    // It comes first by name; and by its time, to the agent that starts again.
+    node.apply_text("a-copy-of-web", &text);
+    let rejected = node.until("the rejection", rejection).await;
+    assert_eq!(rejected.file, node.manifest("a-copy-of-web"));
+    let original = node.manifest("web").display().to_string();
+    assert!(rejected.message.contains(&original), "{}", rejected.message);
+    let record = node.path("state/manifests.json");
+    until_seen("the record of manifests", || match std::fs::read_to_string(&record) {
+        Ok(text) if text.contains(&original) => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await;
+    node.kill().await;
+    std::fs::remove_file(node.manifest("web")).unwrap();
+    node.apply_text("web", &text);
+    node.start().await;
+    let rejected = node.until("the rejection", rejection).await;
+    assert_eq!(rejected.file, node.manifest("a-copy-of-web"));
+    assert_eq!(node.until_ready("web").await.uid(), web.uid());
+    assert_eq!(changes(&node, first), [""; 0], "{}", node.cri.transcript());
 }
 
 #[tokio::test]

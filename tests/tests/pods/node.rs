@@ -492,6 +492,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         check_frequency: NEVER,
         critical_static_pods: false,
         allowed_unsafe_sysctls: Vec::new(),
+        state: Some(Arc::clone(&state)),
         cancel: working.clone(),
     };
     let desired = ManifestSource::start(dir.join("manifests"), "n1".to_owned(), options).await;

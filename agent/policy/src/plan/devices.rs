@@ -155,6 +155,8 @@ struct Node {
     plugins: BTreeMap<String, Plugin>,
     /// The active pods: name and uid.
     active: BTreeMap<String, String>,
+    /// The pods whose last admission failed: they are ended for good, so nothing of them counts as running.
+    refused: BTreeSet<String>,
     /// After a restart, while it isn't yet known which pods are wanted: the pods that run.
     running: Option<BTreeSet<String>>,
     /// A pod that holds devices may have ceased to be active: looking for such pods takes time where there are many.
@@ -219,7 +221,9 @@ impl Node {
     fn restart(&mut self, running: Option<&[String]>) -> Result<(), FieldError> {
         let round_trip = self.devices.checkpoint().write().and_then(|file| Devices::read(&file, self.now));
         self.devices = round_trip.map_err(|error| FieldError::new("", error.to_string()))?;
-        self.running = running.map(|names| names.iter().cloned().collect());
+        // The runtime may still list containers of a pod that was refused: no admission has given them anything.
+        let admitted = |name: &&String| !self.refused.contains(*name);
+        self.running = running.map(|names| names.iter().filter(admitted).cloned().collect());
         self.plugins.clear();
         Ok(())
     }
@@ -236,9 +240,11 @@ impl Node {
         if let Err(error) = self.serve(&name, &uid, requests) {
             // What it got before that is freed with other pods that are gone.
             self.active.remove(&name);
+            self.refused.insert(name);
             self.stale |= self.devices.held(&uid).is_some();
             return Ok(json!({"ok": false, "error": error}));
         }
+        self.refused.remove(&name);
         let mut allocations: BTreeMap<&str, BTreeMap<&str, BTreeSet<String>>> = BTreeMap::new();
         for (container, held) in self.devices.held(&uid).into_iter().flatten() {
             let ids = held.iter().map(|(resource, held)| (resource.as_str(), held.ids()));

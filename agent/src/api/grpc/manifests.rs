@@ -308,6 +308,7 @@ mod tests {
             check_frequency: Duration::from_secs(3600),
             critical_static_pods: false,
             allowed_unsafe_sysctls: Vec::new(),
+            state: None,
             cancel: cancel.clone(),
         };
         let desired = ManifestSource::start(dir.path().to_owned(), "N1".to_owned(), options).await;

@@ -1,7 +1,6 @@
 //! A pod as text, laid out as `kubectl describe pod` does it.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
@@ -15,6 +14,7 @@ use serde_json::Value;
 
 use crate::cli::events::last_seen;
 use crate::cli::get::columns::Columns;
+use crate::cli::plain;
 
 /// The width of the first column of a level.
 const LABEL: usize = 22;
@@ -24,11 +24,24 @@ const LABEL: usize = 22;
 struct Text(String);
 
 impl Text {
+    /// Of a value with several lines, each begins where the first one does.
     fn line(&mut self, level: usize, label: &str, value: &str) {
-        let label = format!("{label}:");
-        let line =
-            format!("{:indent$}{label:<width$}{value}", "", indent = level * 2, width = LABEL - level * 2);
-        self.0.push_str(line.trim_end());
+        let (label, mut values) = (format!("{label}:"), value.lines());
+        let first = values.next().unwrap_or_default();
+        self.push(&format!(
+            "{:indent$}{label:<width$}{first}",
+            "",
+            indent = level * 2,
+            width = LABEL - level * 2
+        ));
+        for value in values {
+            self.push(&format!("{:LABEL$}{value}", ""));
+        }
+    }
+
+    /// A line, whatever is in it, without blanks at its end.
+    fn push(&mut self, line: &str) {
+        self.0.push_str(plain::line(line).trim_end());
         self.0.push('\n');
     }
 
@@ -42,9 +55,8 @@ impl Text {
     fn list(&mut self, level: usize, label: &str, values: impl IntoIterator<Item = String>) {
         let mut values = values.into_iter();
         self.line(level, label, &values.next().unwrap_or_else(|| "<none>".to_owned()));
-        for value in values {
-            // Writing to a String cannot fail.
-            let _ = writeln!(self.0, "{:LABEL$}{value}", "");
+        for value in values.collect::<Vec<_>>().iter().flat_map(|value| value.lines()) {
+            self.push(&format!("{:LABEL$}{value}", ""));
         }
     }
 }
@@ -105,7 +117,7 @@ fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
 }
 
 fn container(text: &mut Text, container: &Container, status: Option<&ContainerStatus>) {
-    let _ = writeln!(text.0, "  {}:", container.name);
+    text.push(&format!("  {}:", container.name));
     text.line(2, "Container ID", status.and_then(|s| s.container_id.as_deref()).unwrap_or_default());
     text.line(2, "Image", container.image.as_deref().unwrap_or_default());
     text.line(2, "Image ID", status.map(|s| s.image_id.as_str()).unwrap_or_default());
@@ -142,7 +154,7 @@ fn container(text: &mut Text, container: &Container, status: Option<&ContainerSt
     let mounts: Vec<String> = mounts.collect();
     text.line(2, "Mounts", if mounts.is_empty() { "<none>" } else { "" });
     for mount in mounts {
-        let _ = writeln!(text.0, "      {mount}");
+        text.push(&format!("      {mount}"));
     }
 }
 
@@ -151,7 +163,7 @@ fn words(text: &mut Text, label: &str, words: Option<&[String]>) {
     text.line(2, label, "");
     for word in words {
         for line in word.trim_end().lines() {
-            let _ = writeln!(text.0, "      {line}");
+            text.push(&format!("      {line}"));
         }
     }
 }
@@ -258,17 +270,16 @@ fn conditions(text: &mut Text, status: &PodStatus) {
 fn table(text: &mut Text, titles: &'static [&'static str], rows: &[Vec<String>]) {
     let mut columns = Columns::new(titles);
     rows.iter().for_each(|row| columns.fit(row));
-    let _ = write!(text.0, "  {}", columns.header());
-    for row in rows {
-        let _ = write!(text.0, "  {}", columns.line(row));
-    }
+    let header = columns.header();
+    let lines = rows.iter().map(|row| columns.line(row));
+    std::iter::once(header).chain(lines).for_each(|line| text.push(&format!("  {}", line.trim_end())));
 }
 
 fn volumes(text: &mut Text, spec: &PodSpec) {
     let volumes = spec.volumes.as_deref().unwrap_or_default();
     text.line(0, "Volumes", if volumes.is_empty() { "<none>" } else { "" });
     for volume in volumes {
-        let _ = writeln!(text.0, "  {}:", volume.name);
+        text.push(&format!("  {}:", volume.name));
         // Each kind of volume is one field, which says what it is.
         let Ok(Value::Object(fields)) = serde_json::to_value(volume) else { continue };
         for (kind, source) in fields.iter().filter(|(key, _)| *key != "name") {
@@ -326,7 +337,10 @@ mod tests {
                 "containerStatuses": [{
                     "name": "main", "ready": false, "restartCount": 2, "image": "busybox", "imageID": "i",
                     "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 20s"}},
-                    "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+                    "lastState": {"terminated": {
+                        "exitCode": 137, "reason": "OOMKilled",
+                        "message": "panic: no room\n\u{1b}[2J  Ready: True\r\n"
+                    }}
                 }]
             }
         }))
@@ -345,7 +359,8 @@ mod tests {
             "Labels:               a=1\n                      b=2\n",
             "Containers:\n  main:\n    Container ID:\n    Image:            busybox\n",
             "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",
-            "    Last State:       Terminated\n      Reason:         OOMKilled\n      Exit Code:      137\n",
+            "    Last State:       Terminated\n      Reason:         OOMKilled\n      Message:        panic: no room\n",
+            "\n                      \\u{1b}[2J  Ready: True\n      Exit Code:      137\n",
             "    Limits:\n      memory:         64Mi\n",
             "tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3\n",
             "      /v from v (ro)\n",

@@ -1,6 +1,9 @@
-//! Lines in columns, as kubectl aligns them: left, three spaces apart, nothing cut.
+//! Lines in columns, as kubectl aligns them: left, three spaces apart, nothing cut. A cell is text from anywhere, and stays
+//! on its line.
 
 use console::measure_text_width;
+
+use crate::cli::plain;
 
 /// The columns of a table that grows line by line: a column never gets narrower.
 #[derive(Debug)]
@@ -17,7 +20,7 @@ impl Columns {
     /// Makes every column wide enough for `row`.
     pub(in crate::cli) fn fit(&mut self, row: &[String]) {
         for (width, cell) in self.widths.iter_mut().zip(row) {
-            *width = (*width).max(measure_text_width(cell));
+            *width = (*width).max(measure_text_width(&plain::line(cell)));
         }
     }
 
@@ -35,8 +38,9 @@ impl Columns {
     pub(in crate::cli) fn line(&self, row: &[String]) -> String {
         let mut line = String::new();
         for (cell, width) in row.iter().zip(&self.widths) {
-            line += cell;
-            line += &" ".repeat(width.saturating_sub(measure_text_width(cell)) + 3);
+            let cell = plain::line(cell);
+            line += &cell;
+            line += &" ".repeat(width.saturating_sub(measure_text_width(&cell)) + 3);
         }
         line.truncate(line.trim_end().len());
         line.push('\n');
@@ -55,5 +59,12 @@ mod tests {
         rows.iter().for_each(|row| columns.fit(row));
         let text = columns.header() + &columns.line(&rows[0]) + &columns.line(&rows[1]);
         assert_eq!(text, "NAME           AGE\na              5m\na-longer-one   1d\n");
+    }
+
+    #[test]
+    fn a_cell_cannot_leave_its_line_or_steer_the_terminal() {
+        let rows = [vec!["a\nweb   Running".to_owned(), "\u{1b}[1Ax".to_owned()]];
+        let text = Columns::new(&["NAME", "AGE"]).table(&rows);
+        assert_eq!(text, "NAME               AGE\na\\nweb   Running   \\u{1b}[1Ax\n");
     }
 }

@@ -138,7 +138,7 @@ pub(super) const COLUMNS: &[Info] = &[
         "PRE/s",
         6,
         8,
-        "times a second that another pod or the system took the CPU away",
+        "times a second another pod or the system took the CPU away",
         |row| known(row.numbers.preempted, |rate| (rate_of(rate), heat(rate, 0.05, 1000.0, f64::MAX))),
     ),
     info(Column::Processes, "PIDS", 4, 9, "processes and threads", |row| {

@@ -326,11 +326,14 @@ fn details(row: &Row) -> Line<'static> {
     ])
 }
 
+/// The width of the help, its frame included: it fits the smallest usual terminal.
+const HELP: u16 = 78;
+
 fn draw_help(app: &mut App, frame: &mut Frame<'_>) {
     let lines = help_lines();
     let area = frame.area();
     let height = u16::try_from(lines.len() + 2).unwrap_or(u16::MAX).min(area.height);
-    let width = 78.min(area.width);
+    let width = HELP.min(area.width);
     let popup = Rect { x: (area.width - width) / 2, y: (area.height - height) / 2, width, height };
     let hidden = u16::try_from(lines.len()).unwrap_or(u16::MAX).saturating_sub(height.saturating_sub(2));
     app.help_offset = app.help_offset.min(hidden);
@@ -453,6 +456,13 @@ mod tests {
             app.event(&Event::Key(KeyEvent::from(KeyCode::Down)));
         }
         assert!(screen(&mut app, 80, 24).join("\n").contains("AGE"));
+    }
+
+    #[test]
+    fn no_line_of_the_help_is_cut() {
+        for line in help_lines() {
+            assert!(line.width() <= usize::from(HELP) - 2, "{} characters: {line}", line.width());
+        }
     }
 
     #[test]

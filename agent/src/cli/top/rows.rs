@@ -6,6 +6,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use beelet_proto::beelet::{SignalContainer, SignalPod, SignalRates, SignalSnapshot};
 
 use super::columns::Column;
+use crate::cli::plain;
 
 /// Values that a trend remembers: what the widest column shows.
 pub(super) const TREND: usize = 40;
@@ -133,7 +134,7 @@ impl Trends {
         let mut next = HashMap::with_capacity(rows.len());
         for row in rows {
             let mut values = self.0.remove(&row.key).unwrap_or_default();
-            values.push_back(value(&row.numbers));
+            values.push_back(value(&row.numbers, snapshot.by_kernel));
             if values.len() > TREND {
                 values.pop_front();
             }
@@ -148,9 +149,11 @@ impl Trends {
 }
 
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // nanoseconds and shares: not negative, not large
-fn value(numbers: &Numbers) -> u64 {
+fn value(numbers: &Numbers, by_kernel: bool) -> u64 {
     let pressure = || numbers.stalled[0].map(|(some, _)| some * 1e6);
-    numbers.p99.or_else(pressure).unwrap_or(0.0) as u64
+    // Where programs measure, no percentile means that nothing waited.
+    let value = if by_kernel { numbers.p99 } else { pressure() };
+    value.unwrap_or(0.0) as u64
 }
 
 /// The rows of a snapshot.
@@ -225,13 +228,14 @@ fn container_row(pod: &SignalPod, container: &SignalContainer, now: i64, window:
         restarts: container.restarts,
         age_seconds: age(container.started_unix_ns, now),
     };
-    let why = if container.running { String::new() } else { container.state.clone() };
+    let state = plain::line(&container.state).into_owned();
+    let why = if container.running { String::new() } else { state.clone() };
     Row {
         key: format!("{}/{}", pod.uid, container.name),
         is_pod: false,
         expanded: false,
-        name: container.name.clone(),
-        state: container.state.clone(),
+        name: plain::line(&container.name).into_owned(),
+        state,
         why,
         numbers,
         trend: Vec::new(),
@@ -284,9 +288,9 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
         key: pod.uid.clone(),
         is_pod: true,
         expanded: false,
-        name: format!("{}/{}", pod.namespace, pod.name),
-        state,
-        why: if pod.ready == Some(false) { pod.not_ready.clone() } else { String::new() },
+        name: plain::line(&format!("{}/{}", pod.namespace, pod.name)).into_owned(),
+        state: plain::line(&state).into_owned(),
+        why: if pod.ready == Some(false) { plain::line(&pod.not_ready).into_owned() } else { String::new() },
         numbers,
         trend: Vec::new(),
     }
@@ -413,6 +417,32 @@ pub(super) mod tests {
         // No window of a minute yet.
         let minute = View { window: Window::Minute, ..view() };
         assert_eq!(rows(&snapshot, &minute, &Trends::default())[0].numbers.cpu, None);
+    }
+
+    #[test]
+    fn who_did_not_wait_has_no_percentile_and_a_flat_trend() {
+        let mut snapshot = snapshot(&[("a", "p", 0.0, 5.0)]);
+        for container in &mut snapshot.pods[0].containers {
+            for rates in [&mut container.last_1s, &mut container.last_10s].into_iter().flatten() {
+                (rates.runqueue_p50_ns, rates.runqueue_p99_ns) = (None, None);
+            }
+        }
+        let mut trends = Trends::default();
+        trends.add(&snapshot);
+        let row = &rows(&snapshot, &view(), &trends)[0];
+        assert_eq!((row.numbers.p50, row.numbers.p99), (None, None));
+        assert_eq!(row.trend, [0], "pressure is another unit");
+        snapshot.by_kernel = false;
+        trends.add(&snapshot);
+        assert_eq!(rows(&snapshot, &view(), &trends)[0].trend, [0, 125_000]);
+    }
+
+    #[test]
+    fn what_a_runtime_says_cannot_leave_its_line() {
+        let mut snapshot = snapshot(&[("a", "p", 0.5, 5.0)]);
+        snapshot.pods[0].ready = Some(false);
+        snapshot.pods[0].not_ready = "a\n\u{1b}[2J".into();
+        assert_eq!(rows(&snapshot, &view(), &Trends::default())[0].why, "a\\n\\u{1b}[2J");
     }
 
     #[test]

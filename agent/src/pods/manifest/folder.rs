@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
@@ -12,6 +13,7 @@ use sha2::{Digest, Sha256};
 
 use super::error::ManifestError;
 use super::identity::{self, Origin};
+use super::owners::{Claims, Owners};
 use super::priority::{Classes, Priority};
 use super::{Manifest, Object, sysctls};
 use crate::pods::objects::{self, Objects};
@@ -66,8 +68,8 @@ impl Desired {
 /// What came of reading a file.
 #[derive(Clone, Debug)]
 pub(super) enum Content {
-    /// Its bytes, all of them.
-    Bytes(Vec<u8>),
+    /// Its bytes, all of them, and when they were last changed.
+    Bytes(Vec<u8>, SystemTime),
     /// It's there, but can't be read or isn't to be read: a sentence that says why.
     Unreadable(String),
 }
@@ -91,32 +93,37 @@ pub(super) struct Folder {
     critical: bool,
     allowed_unsafe_sysctls: Vec<String>,
     files: BTreeMap<PathBuf, File>,
+    owners: Owners,
     standing: Standing,
     was_read: bool,
 }
 
 /// One manifest.
 #[derive(Debug)]
-struct File {
+pub(super) struct File {
     /// Of the bytes; None where they couldn't be read.
     digest: Option<[u8; 32]>,
+    /// When the bytes were last changed.
+    pub(super) modified: Option<SystemTime>,
     /// Why what is in it now can't be used.
     error: Option<String>,
     /// The last valid content.
-    good: Option<Good>,
+    pub(super) good: Option<Good>,
+    /// It wasn't there when it was last looked for, and is looked for again before that counts.
+    missing: bool,
 }
 
 #[derive(Debug)]
-enum Good {
+pub(super) enum Good {
     Pod(Box<GoodPod>),
     Class(Box<PriorityClass>),
     Other(objects::Object),
 }
 
 #[derive(Debug)]
-struct GoodPod {
+pub(super) struct GoodPod {
     content: [u8; 32],
-    pod: Pod,
+    pub(super) pod: Pod,
     /// With the priority and the overhead that were last found for it.
     resolved: Option<((Priority, Overhead), Arc<Pod>)>,
 }
@@ -127,8 +134,18 @@ type Overhead = Option<BTreeMap<String, Amount>>;
 impl Folder {
     pub(super) fn new(path: PathBuf, node_name: String, critical: bool) -> Self {
         let standing = Standing::Missing;
-        let (allowed_unsafe_sysctls, files) = (Vec::new(), BTreeMap::new());
-        Folder { path, node_name, critical, allowed_unsafe_sysctls, files, standing, was_read: false }
+        let (allowed_unsafe_sysctls, files, owners) = (Vec::new(), BTreeMap::new(), Owners::new());
+        Folder { path, node_name, critical, allowed_unsafe_sysctls, files, owners, standing, was_read: false }
+    }
+
+    /// Says which files had which names before, as an earlier instance of the agent knew it.
+    pub(super) fn remember(&mut self, owners: Owners) {
+        self.owners = owners;
+    }
+
+    /// Which file has which name, by the last [`Self::desired`].
+    pub(super) fn owners(&self) -> &Owners {
+        &self.owners
     }
 
     /// Lets pods have these kernel settings besides the safe ones.
@@ -146,9 +163,20 @@ impl Folder {
         self.standing = standing;
     }
 
-    /// Forgets all files but these.
-    pub(super) fn keep_only(&mut self, files: &BTreeSet<PathBuf>) {
-        self.files.retain(|file, _| files.contains(file));
+    /// What came of reading the folder itself, at last.
+    pub(super) fn standing(&self) -> &Standing {
+        &self.standing
+    }
+
+    /// The files that are known.
+    pub(super) fn files(&self) -> impl Iterator<Item = &Path> {
+        self.files.keys().map(PathBuf::as_path)
+    }
+
+    /// Notes that a file isn't there now. It takes nothing away yet: an editor may be about to put it back. Whether
+    /// it was known.
+    pub(super) fn miss(&mut self, file: &Path) -> bool {
+        self.files.get_mut(file).map(|file| file.missing = true).is_some()
     }
 
     /// Forgets a file that is gone.
@@ -159,17 +187,20 @@ impl Folder {
     /// Takes in what a file holds now; `now` is the time, RFC 3339. Returns warnings for the log. The same
     /// content again costs a digest.
     pub(super) fn update(&mut self, path: PathBuf, content: Content, now: &str) -> Vec<String> {
-        let digest = match &content {
-            Content::Bytes(bytes) => Some(Sha256::digest(bytes).into()),
-            Content::Unreadable(_) => None,
+        let (digest, modified) = match &content {
+            Content::Bytes(bytes, modified) => (Some(Sha256::digest(bytes).into()), Some(*modified)),
+            Content::Unreadable(_) => (None, None),
         };
-        let known = self.files.get(&path);
-        if digest.is_some() && known.is_some_and(|file| file.digest == digest) {
-            return Vec::new();
+        if let Some(known) = self.files.get_mut(&path) {
+            known.missing = false;
+            known.modified = modified.or(known.modified);
+            if digest.is_some() && known.digest == digest {
+                return Vec::new();
+            }
         }
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let result = match content {
-            Content::Bytes(bytes) => read(&bytes, &name),
+            Content::Bytes(bytes, _) => read(&bytes, &name),
             Content::Unreadable(why) => Err(ManifestError::whole(&name, why)),
         };
         let result = result.and_then(|manifest| self.admit(manifest, &path, &name, now));
@@ -177,7 +208,8 @@ impl Folder {
             Ok((warnings, good)) => (warnings, None, Some(good)),
             Err(error) => (Vec::new(), Some(error.to_string()), None),
         };
-        let file = self.files.entry(path).or_insert(File { digest: None, error: None, good: None });
+        let new = File { digest, modified, error: None, good: None, missing: false };
+        let file = self.files.entry(path).or_insert(new);
         (file.digest, file.error) = (digest, error);
         match (good, &file.good) {
             // Only comments or layout changed: it is the same pod, seen when it was first seen.
@@ -227,12 +259,10 @@ impl Folder {
     pub(super) fn desired(&mut self) -> Desired {
         let mut desired = Desired { folder_unread: self.folder_unread(), ..Desired::default() };
         desired.rejected.extend(self.complaint());
-        // The files are moved out while classes borrow from them.
-        let mut files = std::mem::take(&mut self.files);
-        let objects = gather(&files, &mut desired);
-        let priorities = resolve_all(&files, &mut desired);
-        let mut owners = Owners::default();
-        for ((path, file), priority) in files.iter_mut().zip(priorities) {
+        let mut claims = Claims::of(&self.files, &self.owners);
+        let objects = gather(&self.files, &claims);
+        let priorities = resolve_all(&self.files, &claims, &mut desired);
+        for ((path, file), priority) in self.files.iter_mut().zip(priorities) {
             if let Some(error) = &file.error {
                 reject(&mut desired, path, error.clone());
             }
@@ -250,14 +280,21 @@ impl Folder {
                 desired.unreadable.insert(path.clone());
                 continue;
             };
-            match owners.claim(path, pod) {
-                Ok(name) => {
-                    desired.pods.insert(name, Arc::clone(pod));
-                }
-                Err(sentence) => reject(&mut desired, path, with_file(path, &sentence)),
+            if !claims.refused.contains_key(path) {
+                desired.pods.insert(PodName::of(pod), Arc::clone(pod));
             }
         }
-        self.files = files;
+        for (path, (winner, sentence)) in std::mem::take(&mut claims.refused) {
+            // A file that is just being renamed is not another one of the same name.
+            if self.files.get(&winner).is_none_or(|file| !file.missing) {
+                reject(&mut desired, &path, with_file(&path, &sentence));
+            }
+        }
+        desired.rejected.sort_by(|a, b| a.file.cmp(&b.file));
+        // What was not read says nothing about who has a name.
+        if !desired.folder_unread {
+            self.owners = claims.owners;
+        }
         desired.objects = Arc::new(objects);
         desired
     }
@@ -305,17 +342,17 @@ fn with_file(path: &Path, sentence: &str) -> String {
 }
 
 /// The priority of each file's pod, in the files' order; files that hold no pod have the default one.
-fn resolve_all(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Vec<Result<Priority, String>> {
+fn resolve_all(
+    files: &BTreeMap<PathBuf, File>,
+    claims: &Claims,
+    desired: &mut Desired,
+) -> Vec<Result<Priority, String>> {
     let mut classes = Classes::default();
-    for (path, file) in files {
+    for (path, file) in files.iter().filter(|(path, _)| !claims.refused.contains_key(*path)) {
         if let Some(Good::Class(class)) = &file.good {
             let name = class.metadata.name.as_deref().unwrap_or_default();
-            if let Err(first) = classes.add(path, class) {
-                let sentence = format!("the PriorityClass {name:?} is in {} already", first.display());
-                reject(desired, path, with_file(path, &sentence));
-            } else {
-                desired.class_files.insert(name.to_owned(), path.clone());
-            }
+            classes.add(class);
+            desired.class_files.insert(name.to_owned(), path.clone());
         }
     }
     let none = Pod::default();
@@ -327,14 +364,11 @@ fn resolve_all(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Vec<Re
 }
 
 /// What pods refer to by name, but priority classes.
-fn gather(files: &BTreeMap<PathBuf, File>, desired: &mut Desired) -> Objects {
+fn gather(files: &BTreeMap<PathBuf, File>, claims: &Claims) -> Objects {
     let mut objects = Objects::default();
-    for (path, file) in files {
-        let Some(Good::Other(object)) = &file.good else { continue };
-        if let Err(first) = objects.add(path, object) {
-            let name = object.metadata().name.as_deref().unwrap_or_default();
-            let sentence = format!("the {} {name:?} is in {} already", object.kind(), first.display());
-            reject(desired, path, with_file(path, &sentence));
+    for (path, file) in files.iter().filter(|(path, _)| !claims.refused.contains_key(*path)) {
+        if let Some(Good::Other(object)) = &file.good {
+            objects.add(path, object);
         }
     }
     objects
@@ -360,30 +394,6 @@ fn apply(good: &mut GoodPod, resolved: Result<(Priority, Overhead), String>) -> 
     Ok(())
 }
 
-/// Which file has which name and UID: the first by name keeps them.
-#[derive(Default)]
-struct Owners<'a> {
-    names: BTreeMap<PodName, &'a Path>,
-    uids: BTreeMap<String, &'a Path>,
-}
-
-impl<'a> Owners<'a> {
-    fn claim(&mut self, path: &'a Path, pod: &Pod) -> Result<PodName, String> {
-        let name = PodName::of(pod);
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let rule = "the file that comes first by name keeps it; change the other";
-        if let Some(first) = self.names.get(&name) {
-            return Err(format!("metadata.name: the pod {name} is in {} already: {rule}", first.display()));
-        }
-        if let Some(first) = self.uids.get(&uid) {
-            return Err(format!("metadata.uid: {uid} is in {} already: {rule}", first.display()));
-        }
-        self.names.insert(name.clone(), path);
-        self.uids.insert(uid, path);
-        Ok(name)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -407,7 +417,14 @@ mod tests {
     }
 
     fn put(folder: &mut Folder, name: &str, text: &str) {
-        folder.update(Path::new("/m").join(name), Content::Bytes(text.into()), "2026-11-21T00:00:00Z");
+        put_at(folder, name, text, 0);
+    }
+
+    /// A file that was changed so many seconds after another.
+    fn put_at(folder: &mut Folder, name: &str, text: &str, seconds: u64) {
+        let modified = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+        let content = Content::Bytes(text.into(), modified);
+        folder.update(Path::new("/m").join(name), content, "2026-11-21T00:00:00Z");
     }
 
     fn unread(folder: &mut Folder, name: &str) {
@@ -517,19 +534,89 @@ mod tests {
     }
 
     #[test]
-    fn the_first_file_by_name_keeps_a_name() {
+    fn a_copy_does_not_take_the_name_from_the_pod_that_runs() {
         let mut folder = folder();
-        put(&mut folder, "b.yaml", &pod("web", ""));
+        put_at(&mut folder, "b.yaml", &pod("web", ""), 9);
         check(&mut folder, &["web-node1@/m/b.yaml"], &[]);
-        put(&mut folder, "a.yaml", &pod("web", ""));
-        let desired = check(
+        // Whatever its name and its time say.
+        put_at(&mut folder, "a.yaml", &pod("web", ""), 1);
+        let clash = "a.yaml: metadata.name: the Pod default/web-node1 is in /m/b.yaml already: the file that had it first";
+        let desired = check(&mut folder, &["web-node1@/m/b.yaml"], &[clash]);
+        assert!(desired.unreadable.is_empty());
+        put(&mut folder, "b.yaml", "kind: [");
+        check(&mut folder, &["web-node1@/m/b.yaml"], &[clash, "b.yaml:1:7:"]);
+        put(&mut folder, "b.yaml", &pod("web", "hostNetwork: true"));
+        check(&mut folder, &["web-node1@/m/b.yaml"], &[clash]);
+        folder.forget(Path::new("/m/b.yaml"));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &[]);
+        put(&mut folder, "b.yaml", &pod("web", ""));
+        check(
             &mut folder,
             &["web-node1@/m/a.yaml"],
-            &["b.yaml: metadata.name: the pod default/web-node1 is in /m/a.yaml already"],
+            &["b.yaml: metadata.name: the Pod default/web-node1 is in /m/a.yaml"],
         );
-        assert!(desired.unreadable.is_empty());
+    }
+
+    #[test]
+    fn after_a_restart_the_recorded_file_has_the_name_else_the_one_that_was_changed_first() {
+        let files = |recorded: Option<&str>| {
+            let mut folder = folder();
+            let owner = recorded.map(|file| ("Pod default/web-node1".to_owned(), Path::new("/m").join(file)));
+            folder.remember(owner.into_iter().collect());
+            put_at(&mut folder, "a.yaml", &pod("web", ""), 5);
+            put_at(&mut folder, "b.yaml", &pod("web", ""), 2);
+            put_at(&mut folder, "c.yaml", &pod("web", ""), 2);
+            folder
+        };
+        let check = |recorded, owner: &str| {
+            let pods = shown(&files(recorded).desired()).0;
+            assert_eq!(pods, [format!("web-node1@/m/{owner}")], "{recorded:?}");
+        };
+        check(Some("c.yaml"), "c.yaml");
+        check(Some("a.yaml"), "a.yaml");
+        check(None, "b.yaml");
+        check(Some("gone.yaml"), "b.yaml");
+    }
+
+    #[test]
+    fn a_file_that_can_not_be_read_after_a_restart_still_has_its_pods_name() {
+        let mut folder = folder();
+        let owner = ("Pod default/web-node1".to_owned(), "/m/b.yaml".into());
+        folder.remember([owner].into());
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        put(&mut folder, "b.yaml", "kind: [");
+        let desired = check(
+            &mut folder,
+            &[],
+            &["a.yaml: metadata.name: the Pod default/web-node1 is in /m/b.yaml", "b.yaml:1:7:"],
+        );
+        assert!(!desired.may_remove(Some(Path::new("/m/b.yaml"))));
+        put(&mut folder, "b.yaml", &pod("other", ""));
+        check(&mut folder, &["other-node1@/m/b.yaml", "web-node1@/m/a.yaml"], &[]);
+    }
+
+    #[test]
+    fn a_folder_that_was_not_read_does_not_change_who_has_a_name() {
+        let mut folder = Folder::new("/m".into(), "Node1".to_owned(), false);
+        let owners: Owners = [("Pod default/web-node1".to_owned(), "/m/b.yaml".into())].into();
+        folder.remember(owners.clone());
+        folder.set_standing(Standing::Unreadable("no".to_owned()));
+        folder.desired();
+        assert_eq!(folder.owners(), &owners);
+    }
+
+    #[test]
+    fn a_file_that_is_being_renamed_clashes_with_nothing() {
+        let mut folder = folder();
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &[]);
+        assert!(folder.miss(Path::new("/m/a.yaml")) && !folder.miss(Path::new("/m/never.yaml")));
+        put(&mut folder, "z.yaml", &pod("web", ""));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &[]);
+        put(&mut folder, "a.yaml", &pod("web", ""));
+        check(&mut folder, &["web-node1@/m/a.yaml"], &["z.yaml: metadata.name"]);
         folder.forget(Path::new("/m/a.yaml"));
-        check(&mut folder, &["web-node1@/m/b.yaml"], &[]);
+        check(&mut folder, &["web-node1@/m/z.yaml"], &[]);
     }
 
     #[test]
@@ -617,7 +704,7 @@ mod tests {
         check(
             &mut folder,
             &["web-node1@/m/web.yaml"],
-            &["zz.yaml: the PriorityClass \"high\" is in /m/z.yaml already"],
+            &["zz.yaml: metadata.name: the PriorityClass high is in /m/z.yaml already"],
         );
         folder.forget(Path::new("/m/z.yaml"));
         folder.forget(Path::new("/m/zz.yaml"));
@@ -639,12 +726,13 @@ mod tests {
         assert_eq!(value(&mut folder).as_deref(), Some("1"));
         put(&mut folder, "b.yaml", &map("m", "2"));
         assert_eq!(value(&mut folder).as_deref(), Some("2"));
-        // One that can't be read takes nothing away; of two of a name the first file's counts.
+        // One that can't be read takes nothing away; of two of a name that of the file which had it counts.
         put(&mut folder, "b.yaml", "kind: [");
         assert_eq!(value(&mut folder).as_deref(), Some("2"));
         put(&mut folder, "b.yaml", &map("m", "3"));
-        put(&mut folder, "c.yaml", &map("m", "4"));
-        let desired = check(&mut folder, &[], &["c.yaml: the ConfigMap \"m\" is in /m/b.yaml already"]);
+        put(&mut folder, "a.yaml", &map("m", "4"));
+        let clash = "a.yaml: metadata.name: the ConfigMap default/m is in /m/b.yaml already";
+        let desired = check(&mut folder, &[], &[clash]);
         assert_eq!(desired.file("ConfigMap", "default", "m"), Some("/m/b.yaml".into()));
         assert_eq!(value(&mut folder).as_deref(), Some("3"));
         folder.forget(Path::new("/m/b.yaml"));
@@ -694,7 +782,9 @@ mod tests {
         let mut folder = folder();
         let warned = pod("web", "nodeSelector: {a: b}");
         let update = |folder: &mut Folder, text: &str| {
-            folder.update("/m/a.yaml".into(), Content::Bytes(text.into()), "now").len()
+            folder
+                .update("/m/a.yaml".into(), Content::Bytes(text.into(), SystemTime::UNIX_EPOCH), "now")
+                .len()
         };
         assert_eq!(update(&mut folder, &warned), 1);
         assert_eq!(update(&mut folder, &warned), 0);
@@ -704,7 +794,8 @@ mod tests {
     #[test]
     fn bytes_that_are_no_text_are_rejected() {
         let mut folder = folder();
-        folder.update("/m/a.yaml".into(), Content::Bytes(vec![b'a', 0xff]), "now");
+        let content = Content::Bytes(vec![b'a', 0xff], SystemTime::UNIX_EPOCH);
+        folder.update("/m/a.yaml".into(), content, "now");
         check(&mut folder, &[], &["a.yaml: is not UTF-8 text (byte 1)"]);
     }
 

@@ -14,6 +14,7 @@ mod folder;
 mod identity;
 mod names;
 mod objects;
+mod owners;
 mod priority;
 pub mod source;
 mod support;

@@ -2,7 +2,6 @@
 //! What the API server's admission does for a cluster's pods (`plugin/pkg/admission/priority`).
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
@@ -57,7 +56,7 @@ pub(super) fn preemption_policy(path: &str, policy: Option<&str>) -> Option<Prob
 /// The classes that pods may refer to.
 #[derive(Debug, Default)]
 pub(super) struct Classes<'a> {
-    by_name: BTreeMap<&'a str, (&'a Path, &'a PriorityClass)>,
+    by_name: BTreeMap<&'a str, &'a PriorityClass>,
 }
 
 /// What a class gives to a pod.
@@ -69,16 +68,9 @@ pub(super) struct Priority {
 }
 
 impl<'a> Classes<'a> {
-    /// Adds a class; the file that has the name already, if any.
-    pub(super) fn add(&mut self, file: &'a Path, class: &'a PriorityClass) -> Result<(), &'a Path> {
-        let name = class.metadata.name.as_deref().unwrap_or_default();
-        match self.by_name.get(name) {
-            Some((first, _)) => Err(first),
-            None => {
-                self.by_name.insert(name, (file, class));
-                Ok(())
-            }
-        }
+    /// Adds a class.
+    pub(super) fn add(&mut self, class: &'a PriorityClass) {
+        self.by_name.insert(class.metadata.name.as_deref().unwrap_or_default(), class);
     }
 
     /// The priority of a pod; a sentence where its class isn't there.
@@ -105,7 +97,7 @@ impl<'a> Classes<'a> {
 
     fn named(&self, name: &str) -> Result<Priority, String> {
         let system = SYSTEM.iter().find(|(system, _)| *system == name).map(|(_, value)| *value);
-        let class = self.by_name.get(name).map(|(_, class)| *class);
+        let class = self.by_name.get(name).copied();
         match (system, class) {
             (Some(value), _) => Ok(Priority { class: Some(name.to_owned()), value, preemption_policy: None }),
             (None, Some(class)) => Ok(of_class(class)),
@@ -119,9 +111,9 @@ impl<'a> Classes<'a> {
 
     /// The class for pods that name none: of several, the one with the lowest value, as in the API server.
     fn of_nobody(&self) -> Priority {
-        let defaults = self.by_name.values().filter(|(_, class)| class.global_default == Some(true));
-        match defaults.min_by_key(|(_, class)| class.value) {
-            Some((_, class)) => of_class(class),
+        let defaults = self.by_name.values().filter(|class| class.global_default == Some(true));
+        match defaults.min_by_key(|class| class.value) {
+            Some(class) => of_class(class),
             None => Priority { class: None, value: 0, preemption_policy: None },
         }
     }
@@ -163,7 +155,7 @@ mod tests {
     fn check(classes: &[PriorityClass], spec: &Value, expected: Result<i32, &str>) {
         let mut all = Classes::default();
         for class in classes {
-            all.add(Path::new("x"), class).unwrap();
+            all.add(class);
         }
         let mut pod: Pod = serde_json::from_value(json!({"spec": spec})).unwrap();
         match (all.resolve(&pod), expected) {

@@ -3,25 +3,34 @@
 //!
 //! Events only say where to look; what is there is always read anew, and read whole again where events were lost
 //! (an overflow), the folder was replaced, and every `check_frequency` in any case. A file is read when its
-//! writing ends; one that is half written nevertheless is reported, and read again when it is closed.
+//! writing ends; one that is half written nevertheless is reported, and read again when it is closed. One that is not
+//! there is looked for again before it counts as removed: many editors move a file away before they put the new one in its
+//! place, and a pod must not end for that.
 //!
 //! This module must never decide what becomes of a pod, and never write into the folder.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::folder::{Content, Desired, Folder, Standing};
+use super::owners::{self, Owners};
 use super::watch::{Changes, Watcher, is_manifest_name};
 use crate::document::Limits;
+use crate::state::State;
+
+/// How long after a file was missed it is looked for again. An editor needs some 100 us between moving the old one away
+/// and making the new one; on a busy machine it may lose the CPU in between.
+const SECOND_LOOK: Duration = Duration::from_millis(200);
 
 /// How the folder is watched.
 #[derive(Clone, Debug)]
@@ -32,6 +41,8 @@ pub struct Options {
     pub critical_static_pods: bool,
     /// Kernel settings that pods may have besides the safe ones (`allowedUnsafeSysctls`).
     pub allowed_unsafe_sysctls: Vec<String>,
+    /// Where it is kept which file has which name.
+    pub state: Option<Arc<State>>,
     /// Ends the watching.
     pub cancel: CancellationToken,
 }
@@ -42,6 +53,10 @@ pub struct ManifestSource {
     folder: Folder,
     watcher: Option<Watcher>,
     watch_failed: Option<String>,
+    /// Files, or the folder itself, that were there and are not now, and when they are looked for again.
+    missing: BTreeMap<PathBuf, Instant>,
+    /// Which file has which name, for those who keep it.
+    owners: watch::Sender<Owners>,
 }
 
 impl ManifestSource {
@@ -62,9 +77,20 @@ impl ManifestSource {
     ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send + use<>) {
         let mut folder = Folder::new(path.clone(), node_name, options.critical_static_pods);
         folder.allow_sysctls(options.allowed_unsafe_sysctls.clone());
-        let mut source = ManifestSource { path, folder, watcher: None, watch_failed: None };
+        let mut known = Owners::new();
+        if let Some(state) = options.state.clone() {
+            let loaded = tokio::task::spawn_blocking(move || owners::load(&state)).await;
+            known = loaded.unwrap_or_default();
+            folder.remember(known.clone());
+        }
+        let (owners, kept) = watch::channel(known);
+        if let Some(state) = options.state.clone() {
+            tokio::spawn(owners::keep(kept, state));
+        }
+        let (watch_failed, missing) = (None, BTreeMap::new());
+        let mut source = ManifestSource { path, folder, watcher: None, watch_failed, missing, owners };
         source.read_everything().await;
-        let desired = source.folder.desired();
+        let desired = source.desired();
         log_changes(&Desired::default(), &desired);
         let (sender, receiver) = watch::channel(Arc::new(desired));
         (receiver, source.run(sender, options))
@@ -72,21 +98,23 @@ impl ManifestSource {
 
     async fn run(mut self, sender: watch::Sender<Arc<Desired>>, options: Options) {
         let period = options.check_frequency.max(Duration::from_millis(10));
-        let mut check = tokio::time::interval_at(tokio::time::Instant::now() + period, period);
+        let mut check = tokio::time::interval_at(Instant::now() + period, period);
         check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
+            let second_look = self.missing.values().min().copied();
             let changes = tokio::select! {
                 () = options.cancel.cancelled() => return,
                 () = sender.closed() => return,
                 changes = next_changes(&mut self.watcher) => changes,
                 _ = check.tick() => Changes { everything: true, ..Changes::default() },
+                () = until(second_look) => self.missed(),
             };
             if changes.everything {
                 self.read_everything().await;
             } else {
                 self.read_files(changes).await;
             }
-            let desired = self.folder.desired();
+            let desired = self.desired();
             sender.send_if_modified(|current| {
                 let modified = **current != desired;
                 if modified {
@@ -106,13 +134,65 @@ impl ManifestSource {
             Ok(scan) => scan,
             Err(error) => Scan { standing: Standing::Unreadable(error.to_string()), files: Vec::new() },
         };
+        let was_there = *self.folder.standing() == Standing::Read;
+        if scan.standing == Standing::Missing && was_there && !self.is_gone(&self.path.clone()) {
+            return;
+        }
+        self.missing.remove(&self.path);
         let read = scan.standing == Standing::Read;
         self.folder.set_standing(scan.standing);
         if read {
-            let there: BTreeSet<PathBuf> = scan.files.iter().map(|(path, _)| path.clone()).collect();
-            self.folder.keep_only(&there);
+            let there: BTreeSet<&Path> = scan.files.iter().map(|(path, _)| path.as_path()).collect();
+            let absent = self.folder.files().filter(|file| !there.contains(file)).map(Path::to_owned);
+            absent.collect::<Vec<_>>().iter().for_each(|file| self.not_there(file));
             scan.files.into_iter().for_each(|(path, content)| self.update(path, content));
         }
+    }
+
+    /// What is to be looked for again now.
+    fn missed(&self) -> Changes {
+        let now = Instant::now();
+        let mut changes = Changes::default();
+        for (path, _) in self.missing.iter().filter(|(_, due)| **due <= now) {
+            match path.file_name() {
+                Some(name) if *path != self.path => drop(changes.files.insert(name.to_owned())),
+                _ => changes.everything = true,
+            }
+        }
+        changes
+    }
+
+    /// A file is not there.
+    fn not_there(&mut self, file: &Path) {
+        if !self.folder.miss(file) {
+            self.missing.remove(file);
+        } else if self.is_gone(file) {
+            self.folder.forget(file);
+        }
+    }
+
+    /// Whether a path that isn't there is gone: it wasn't there either when it was first missed.
+    fn is_gone(&mut self, path: &Path) -> bool {
+        let now = Instant::now();
+        let gone = *self.missing.entry(path.to_owned()).or_insert(now + SECOND_LOOK) <= now;
+        if gone {
+            self.missing.remove(path);
+        }
+        gone
+    }
+
+    /// What the manifests add up to.
+    fn desired(&mut self) -> Desired {
+        let desired = self.folder.desired();
+        let owners = self.folder.owners();
+        self.owners.send_if_modified(|known| {
+            let modified = known != owners;
+            if modified {
+                known.clone_from(owners);
+            }
+            modified
+        });
+        desired
     }
 
     /// Reads the files that events named.
@@ -133,7 +213,7 @@ impl ManifestSource {
                 for (path, content) in files {
                     match content {
                         Some(content) => self.update(path, content),
-                        None => self.folder.forget(&path),
+                        None => self.not_there(&path),
                     }
                 }
             }
@@ -142,6 +222,7 @@ impl ManifestSource {
     }
 
     fn update(&mut self, path: PathBuf, content: Content) {
+        self.missing.remove(&path);
         let now = jiff::Timestamp::now().to_string();
         for warning in self.folder.update(path, content, &now) {
             tracing::warn!("{warning}");
@@ -167,6 +248,14 @@ impl ManifestSource {
             );
         }
         self.watch_failed = failed;
+    }
+}
+
+/// Waits for that instant; for ever where there is none.
+async fn until(instant: Option<Instant>) {
+    match instant {
+        Some(instant) => tokio::time::sleep_until(instant).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -257,21 +346,148 @@ fn read_file(path: &Path) -> Option<Content> {
         }
         Err(error) => return unreadable(format!("cannot be opened ({error})")),
     };
-    match file.metadata() {
+    let modified = match file.metadata() {
         Ok(metadata) if metadata.is_dir() => return None,
         Ok(metadata) if !metadata.is_file() => {
             return unreadable("is not a regular file; move it out of the folder".to_owned());
         }
-        Ok(_) => {}
+        Ok(metadata) => metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH),
         Err(error) => return unreadable(format!("cannot be read ({error})")),
-    }
+    };
     let most = Limits::MANIFEST.bytes;
     let mut bytes = Vec::new();
     match file.by_ref().take(most as u64 + 1).read_to_end(&mut bytes) {
         Ok(read) if read > most => {
             unreadable(format!("has more than {most} bytes, the most that a manifest may have"))
         }
-        Ok(_) => Some(Content::Bytes(bytes)),
+        Ok(_) => Some(Content::Bytes(bytes, modified)),
         Err(error) => unreadable(format!("cannot be read ({error})")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Watched {
+        folder: tempfile::TempDir,
+        desired: watch::Receiver<Arc<Desired>>,
+        cancel: CancellationToken,
+    }
+
+    impl Drop for Watched {
+        fn drop(&mut self) {
+            self.cancel.cancel();
+        }
+    }
+
+    impl Watched {
+        /// A folder with the pod `web` in `a.yaml`, watched; what was read is seen.
+        async fn with_a_pod() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let manifests = folder.path().join("manifests");
+            fs::create_dir(&manifests).unwrap();
+            fs::write(manifests.join("a.yaml"), pod("")).unwrap();
+            let cancel = CancellationToken::new();
+            let options = Options {
+                check_frequency: Duration::from_secs(3600),
+                critical_static_pods: false,
+                allowed_unsafe_sysctls: Vec::new(),
+                state: None,
+                cancel: cancel.clone(),
+            };
+            let desired = ManifestSource::start(manifests, "n1".to_owned(), options).await;
+            assert_eq!(desired.borrow().pods.len(), 1);
+            Watched { folder, desired, cancel }
+        }
+
+        fn file(&self, name: &str) -> PathBuf {
+            self.folder.path().join("manifests").join(name)
+        }
+
+        /// Half the time after which a missing file is looked for again. The clock goes on only when all that the kernel
+        /// told has been heard.
+        async fn half_a_look(&self) {
+            tokio::time::sleep(SECOND_LOOK / 2).await;
+        }
+
+        /// Long after all that was missed was looked for again.
+        async fn settle(&self) {
+            tokio::time::sleep(SECOND_LOOK * 10).await;
+        }
+
+        fn has_changed(&self) -> bool {
+            self.desired.has_changed().unwrap()
+        }
+    }
+
+    fn pod(more: &str) -> String {
+        format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: web}}\nspec:\n  containers: [{{name: c, image: 'x:1'}}]\n{more}"
+        )
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_file_that_an_editor_moves_away_and_makes_anew_was_never_gone() {
+        let watched = Watched::with_a_pod().await;
+        fs::rename(watched.file("a.yaml"), watched.file("a.yaml~")).unwrap();
+        watched.half_a_look().await;
+        assert!(!watched.has_changed());
+        fs::write(watched.file("a.yaml"), pod("# only a comment\n")).unwrap();
+        watched.settle().await;
+        assert!(!watched.has_changed(), "{:?}", watched.desired.borrow());
+        // Deleted and made again, as install(1) does it.
+        fs::remove_file(watched.file("a.yaml")).unwrap();
+        watched.half_a_look().await;
+        fs::write(watched.file("a.yaml"), pod("")).unwrap();
+        watched.settle().await;
+        assert!(!watched.has_changed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_absence_is_given_its_own_time() {
+        let watched = Watched::with_a_pod().await;
+        for _ in 0..5 {
+            fs::rename(watched.file("a.yaml"), watched.file("a.yaml~")).unwrap();
+            watched.half_a_look().await;
+            fs::rename(watched.file("a.yaml~"), watched.file("a.yaml")).unwrap();
+            watched.half_a_look().await;
+        }
+        assert!(!watched.has_changed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_manifest_that_is_removed_is_gone_after_the_second_look() {
+        let mut watched = Watched::with_a_pod().await;
+        let began = Instant::now();
+        fs::remove_file(watched.file("a.yaml")).unwrap();
+        watched.desired.changed().await.unwrap();
+        assert!(watched.desired.borrow().pods.is_empty());
+        assert!(began.elapsed() >= SECOND_LOOK && began.elapsed() < SECOND_LOOK * 2, "{:?}", began.elapsed());
+        assert!(watched.desired.borrow().may_remove(Some(&watched.file("a.yaml"))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_manifest_under_another_name_is_another_pod_and_no_clash() {
+        let mut watched = Watched::with_a_pod().await;
+        fs::rename(watched.file("a.yaml"), watched.file("z.yaml")).unwrap();
+        watched.desired.changed().await.unwrap();
+        let desired = watched.desired.borrow_and_update().clone();
+        assert!(desired.rejected.is_empty(), "{:?}", desired.rejected);
+        assert_eq!(desired.file("Pod", "default", "web-n1"), Some(watched.file("z.yaml")));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_folder_that_is_put_back_at_once_was_never_gone() {
+        let mut watched = Watched::with_a_pod().await;
+        let (folder, away) = (watched.folder.path().join("manifests"), watched.folder.path().join("away"));
+        fs::rename(&folder, &away).unwrap();
+        watched.half_a_look().await;
+        fs::rename(&away, &folder).unwrap();
+        watched.settle().await;
+        assert!(!watched.has_changed());
+        fs::rename(&folder, &away).unwrap();
+        watched.desired.changed().await.unwrap();
+        assert!(watched.desired.borrow().pods.is_empty());
     }
 }

@@ -58,22 +58,29 @@ pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr
     }
 }
 
-/// Whether a file of that name may be a manifest: not hidden (`.x`, also the `..data` of a mounted ConfigMap),
-/// and none of the files that editors and package managers leave beside the real one.
+/// Whether a file of that name may be a manifest. The kubelet reads every file whose name doesn't begin with a dot, so a
+/// manifest may be called anything here too; but what editors, `sed -i` and package managers leave beside the real one, and
+/// what is written for people, is none.
 pub(super) fn is_manifest_name(name: &OsStr) -> bool {
-    const LEFT_BEHIND: [&str; 13] = [
+    const NO_MANIFESTS: [&str; 19] = [
         "~",
         ".swp",
         ".swo",
         ".swx",
         ".tmp",
+        ".part",
         ".bak",
+        ".old",
+        ".save",
         ".orig",
         ".rej",
+        ".md",
+        ".txt",
         ".dpkg-new",
         ".dpkg-old",
         ".dpkg-dist",
         ".rpmnew",
+        ".rpmorig",
         ".rpmsave",
     ];
     let name = name.to_string_lossy();
@@ -81,7 +88,18 @@ pub(super) fn is_manifest_name(name: &OsStr) -> bool {
     !(name.starts_with('.')
         || name.starts_with('#')
         || name == "4913"
-        || LEFT_BEHIND.iter().any(|end| name.ends_with(end)))
+        || name.starts_with("README")
+        || is_of_sed(&name)
+        || NO_MANIFESTS.iter().any(|end| name.ends_with(end)))
+}
+
+/// `sed -i` writes to "sed" and six characters of mkstemp(3), and renames that. Nearly all such names have a capital or a
+/// digit in them; a word such as "sedentary" has not, and may be a manifest.
+fn is_of_sed(name: &str) -> bool {
+    let made_up = name.strip_prefix("sed").unwrap_or_default();
+    made_up.len() == 6
+        && made_up.bytes().all(|byte| byte.is_ascii_alphanumeric())
+        && !made_up.bytes().all(|byte| byte.is_ascii_lowercase())
 }
 
 /// What a batch of events asks for.
@@ -245,6 +263,10 @@ mod tests {
         check("web.json", true);
         check("web", true);
         check("web.v2.yml", true);
+        check("sedation", true);
+        check("sed.yaml", true);
+        check("sedentary", true);
+        check("readme", true);
         check(".web.yaml", false);
         check("..data", false);
         check(".web.yaml.swp", false);
@@ -255,5 +277,10 @@ mod tests {
         check("web.yaml.bak", false);
         check("web.yaml.tmp", false);
         check("web.yaml.dpkg-old", false);
+        check("sedaOFnQG", false);
+        check("README", false);
+        check("README.txt", false);
+        check("NOTES.md", false);
+        check("web.yaml.old", false);
     }
 }

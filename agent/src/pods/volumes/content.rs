@@ -195,8 +195,8 @@ mod tests {
         let secret = json!({"metadata": {"name": "s", "namespace": "shop"}, "data": {"key": "aHVzaA=="}});
         let map = Object::ConfigMap(Arc::new(serde_json::from_value(map).unwrap()));
         let secret = Object::Secret(Arc::new(serde_json::from_value(secret).unwrap()));
-        objects.add(Path::new("/m/m"), &map).unwrap();
-        objects.add(Path::new("/m/s"), &secret).unwrap();
+        objects.add(Path::new("/m/m"), &map);
+        objects.add(Path::new("/m/s"), &secret);
         objects
     }
 

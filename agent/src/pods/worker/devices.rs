@@ -53,7 +53,9 @@ impl Worker {
             self.devices.sandbox = Some(wanted);
             return None;
         }
-        let running = current.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
+        // In a sandbox that is still to be made nothing runs, whatever the old one's containers do.
+        let kept = current.filter(|_| actions.create_sandbox.is_none());
+        let running = kept.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
         let restarting = !seen.pod.sandboxes.is_empty();
         self.devices.changes.borrow_and_update();
         match devices.admit(&self.pod, Circumstances { running, ended, restarting }).await {
