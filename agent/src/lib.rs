@@ -26,3 +26,4 @@ pub mod runtime;
 pub mod state;
 mod tls;
 pub mod tuner;
+mod walk;

@@ -90,7 +90,7 @@ fn make_target(target: &Path, is_folder: bool) -> Result<(), String> {
         if there.is_dir() == is_folder {
             return Ok(());
         }
-        super::remove_folder(target)?;
+        crate::walk::remove_folder(target)?;
     }
     if is_folder {
         return make_folder(target);
