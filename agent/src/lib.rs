@@ -5,6 +5,8 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod admission;
+#[cfg(test)]
+mod again;
 pub mod api;
 pub mod cgroups;
 pub mod cli;
@@ -17,6 +19,7 @@ pub mod eviction;
 pub mod images;
 pub mod kernel;
 pub mod lifecycle;
+mod mountinfo;
 pub mod node;
 pub mod observe;
 pub mod pods;
@@ -26,3 +29,4 @@ pub mod runtime;
 pub mod state;
 mod tls;
 pub mod tuner;
+mod walk;

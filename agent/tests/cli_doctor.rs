@@ -106,7 +106,8 @@ fn bpf_programs_are_tried_and_taken_away_again() {
 /// What is there of the mounts and cgroups that the doctor `pid` made; other tests' doctors run beside it.
 fn leftovers(pid: u32) -> Vec<String> {
     let name = format!("beelet-doctor-{pid}");
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    let mounts = std::fs::read("/proc/self/mounts").unwrap();
+    let mounts = String::from_utf8_lossy(&mounts);
     let mut found: Vec<String> =
         mounts.lines().filter(|line| line.contains(&name)).map(str::to_owned).collect();
     let hierarchies =

@@ -1,9 +1,9 @@
-//! Which cgroup hierarchies this machine has, read from the text of `/proc/self/mountinfo` (proc(5)).
+//! Which cgroup hierarchies this machine has, read from the table of mounts.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
+
+use crate::mountinfo::{self, Mount};
 
 /// Controllers of version 1 as they stand among a mount's options (kernel: include/linux/cgroup_subsys.h).
 const V1_CONTROLLERS: [&str; 15] = [
@@ -71,27 +71,26 @@ pub struct Layout {
 
 /// The layout that `mountinfo` describes; None if no cgroup file system is mounted.
 #[must_use]
-pub fn parse(mountinfo: &str) -> Option<Layout> {
-    parse_where(mountinfo, |root| root == "/")
+pub fn parse(mountinfo: &[u8]) -> Option<Layout> {
+    parse_where(mountinfo, |root| root == b"/")
 }
 
 /// The same, for reading alone: a mount of the hierarchy's root counts also where it is seen from inside a cgroup
 /// namespace (`/../..`), as a container that has the machine's `/sys/fs/cgroup` mounted sees it.
 #[must_use]
-pub fn parse_for_reading(mountinfo: &str) -> Option<Layout> {
-    let from_inside = |root: &str| root.len() > 1 && root.split('/').skip(1).all(|part| part == "..");
+pub fn parse_for_reading(mountinfo: &[u8]) -> Option<Layout> {
+    let from_inside =
+        |root: &[u8]| root.len() > 1 && root.split(|byte| *byte == b'/').skip(1).all(|part| part == b"..");
     // Beside those, a root of `/` is only the namespace's own.
-    let inside = mountinfo
-        .lines()
-        .filter_map(Mount::parse)
-        .any(|mount| mount.fs_type.starts_with("cgroup") && from_inside(mount.root));
-    parse_where(mountinfo, |root| if inside { from_inside(root) } else { root == "/" })
+    let inside = mountinfo::mounts(mountinfo)
+        .any(|mount| mount.fs_type.starts_with(b"cgroup") && from_inside(mount.root));
+    parse_where(mountinfo, |root| if inside { from_inside(root) } else { root == b"/" })
 }
 
-fn parse_where(mountinfo: &str, whole: impl Fn(&str) -> bool) -> Option<Layout> {
+fn parse_where(mountinfo: &[u8], whole: impl Fn(&[u8]) -> bool) -> Option<Layout> {
     let mut v1: Vec<(String, Hierarchy)> = Vec::new();
     let mut v2: Option<Hierarchy> = None;
-    for mount in mountinfo.lines().filter_map(Mount::parse) {
+    for mount in mountinfo::mounts(mountinfo) {
         // A mount whose root is not the hierarchy's own shows a part of it (a container's view, a bind mount): the paths
         // we give the runtime would mean something else there. `/..` is a root outside our cgroup namespace.
         if !whole(mount.root) {
@@ -99,12 +98,12 @@ fn parse_where(mountinfo: &str, whole: impl Fn(&str) -> bool) -> Option<Layout> 
         }
         let hierarchy = |is_v2, controllers| Hierarchy { mount: mount.point.clone(), is_v2, controllers };
         match mount.fs_type {
-            "cgroup2" if v2.is_none() => v2 = Some(hierarchy(true, BTreeSet::new())),
-            "cgroup" => {
-                let identity = mount.v1_identity();
+            b"cgroup2" if v2.is_none() => v2 = Some(hierarchy(true, BTreeSet::new())),
+            b"cgroup" => {
+                let identity = v1_identity(&mount);
                 // The same hierarchy may be mounted twice; the first is as good as any.
                 if !v1.iter().any(|(known, _)| *known == identity) {
-                    v1.push((identity, hierarchy(false, mount.v1_controllers())));
+                    v1.push((identity, hierarchy(false, v1_controllers(&mount))));
                 }
             }
             _ => {}
@@ -126,52 +125,19 @@ fn parse_where(mountinfo: &str, whole: impl Fn(&str) -> bool) -> Option<Layout> 
     Some(Layout { version, hierarchies })
 }
 
-struct Mount<'a> {
-    root: &'a str,
-    point: PathBuf,
-    fs_type: &'a str,
-    super_options: &'a str,
+fn options<'a>(mount: &Mount<'a>) -> impl Iterator<Item = &'a str> {
+    mount.super_options.split(|byte| *byte == b',').filter_map(|option| std::str::from_utf8(option).ok())
 }
 
-impl<'a> Mount<'a> {
-    /// `ID PARENT DEV ROOT POINT OPTIONS [TAG…] - TYPE SOURCE SUPER_OPTIONS`
-    fn parse(line: &'a str) -> Option<Self> {
-        let (before, after) = line.split_once(" - ")?;
-        let mut before = before.split(' ').skip(3);
-        let (root, point) = (before.next()?, before.next()?);
-        let mut after = after.split(' ');
-        let fs_type = after.next()?;
-        let super_options = after.nth(1).unwrap_or_default();
-        Some(Self { root, point: unescape(point), fs_type, super_options })
-    }
-
-    fn v1_controllers(&self) -> BTreeSet<String> {
-        let options = self.super_options.split(',');
-        options.filter(|option| V1_CONTROLLERS.contains(option)).map(str::to_owned).collect()
-    }
-
-    /// What tells one version 1 hierarchy from another: its controllers and its name.
-    fn v1_identity(&self) -> String {
-        let name =
-            self.super_options.split(',').find(|option| option.starts_with("name=")).unwrap_or_default();
-        let controllers: Vec<String> = self.v1_controllers().into_iter().collect();
-        format!("{} {name}", controllers.join(","))
-    }
+fn v1_controllers(mount: &Mount<'_>) -> BTreeSet<String> {
+    options(mount).filter(|option| V1_CONTROLLERS.contains(option)).map(str::to_owned).collect()
 }
 
-/// Undoes the kernel's `\040` for a space and its like.
-fn unescape(text: &str) -> PathBuf {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((&first, tail)) = rest.split_first() {
-        let octal = tail
-            .get(..3)
-            .filter(|_| first == b'\\')
-            .and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
-        bytes.push(octal.unwrap_or(first));
-        rest = if octal.is_some() { &tail[3..] } else { tail };
-    }
-    OsString::from_vec(bytes).into()
+/// What tells one version 1 hierarchy from another: its controllers and its name.
+fn v1_identity(mount: &Mount<'_>) -> String {
+    let name = options(mount).find(|option| option.starts_with("name=")).unwrap_or_default();
+    let controllers: Vec<String> = v1_controllers(mount).into_iter().collect();
+    format!("{} {name}", controllers.join(","))
 }
 
 #[cfg(test)]
@@ -211,7 +177,7 @@ mod tests {
 
     #[track_caller]
     fn check(mountinfo: &str, version: Version, expected: &[&str]) {
-        let layout = parse(mountinfo).unwrap();
+        let layout = parse(mountinfo.as_bytes()).unwrap();
         assert_eq!(layout.version, version);
         assert_eq!(describe(&layout), expected.join("\n"));
     }
@@ -249,41 +215,42 @@ mod tests {
     #[test]
     fn a_hierarchy_mounted_twice_counts_once() {
         let text = format!("{LEGACY}90 1 0:26 / /mnt/cpu rw - cgroup cgroup rw,cpu,cpuacct\n{V2}{V2}");
-        assert_eq!(parse(&text).unwrap().hierarchies.len(), 4);
+        assert_eq!(parse(text.as_bytes()).unwrap().hierarchies.len(), 4);
     }
 
     #[test]
     fn a_part_of_a_hierarchy_is_not_taken_for_the_whole() {
-        assert_eq!(parse("30 23 0:26 /docker/x /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
-        assert_eq!(parse("30 23 0:26 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
+        assert_eq!(parse(b"30 23 0:26 /docker/x /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
+        assert_eq!(parse(b"30 23 0:26 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"), None);
     }
 
     #[test]
     fn for_reading_the_machines_hierarchy_may_be_seen_from_a_namespace() {
         let seen = "30 23 0:26 /../../.. /host/cgroup rw - cgroup2 cgroup2 rw\n";
         let layout =
-            parse_for_reading(&format!("29 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n{seen}"));
+            parse_for_reading(format!("29 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n{seen}").as_bytes());
         assert_eq!(describe(&layout.unwrap()), "/host/cgroup: cgroup2");
-        assert_eq!(parse_for_reading(V2), parse(V2));
+        assert_eq!(parse_for_reading(V2.as_bytes()), parse(V2.as_bytes()));
     }
 
     #[test]
     fn without_cgroups_there_is_no_layout() {
         for text in ["", "\n", " - ", "23 1 259:1 / / rw - ext4 /dev/root rw\n", "x - cgroup2"] {
-            assert_eq!(parse(text), None, "{text:?}");
+            assert_eq!(parse(text.as_bytes()), None, "{text:?}");
         }
     }
 
     #[test]
-    fn mount_points_may_have_spaces() {
+    fn mount_points_may_have_any_name() {
         check("30 23 0:26 / /a\\040b\\134c rw - cgroup2 none rw", Version::V2, &["/a b\\c: cgroup2"]);
-        check("30 23 0:26 / /a\\9 rw - cgroup2 none rw", Version::V2, &["/a\\9: cgroup2"]);
+        let stick = b"40 23 8:1 /d\xff /media/caf\xe9 rw - vfat /dev/sdb1 rw,x=\xff\n";
+        assert_eq!(parse(&[&stick[..], V2.as_bytes()].concat()), parse(V2.as_bytes()));
     }
 
     proptest::proptest! {
         #[test]
-        fn no_text_makes_it_panic(text in "([0-9:/ a-z-]|\\\\|cgroup2?| - |\n|\\PC){0,200}") {
-            let _ = parse(&text);
+        fn no_bytes_make_it_panic(bytes: Vec<u8>, text in "([0-9:/ a-z-]|\\\\|cgroup2?| - |\n|\\PC){0,200}") {
+            let _ = (parse(&bytes), parse(text.as_bytes()), parse_for_reading(text.as_bytes()));
         }
     }
 }

@@ -36,6 +36,7 @@ pub use stats::{CpuUse, Pressure};
 
 use self::order::Change;
 use crate::config::CgroupDriver;
+use crate::mountinfo;
 
 /// What one cgroup's files must hold, by file name.
 pub type Files = BTreeMap<String, String>;
@@ -77,6 +78,11 @@ enum Store {
     Folders,
 }
 
+/// The table of mounts.
+fn mounts() -> Result<Vec<u8>, CgroupError> {
+    mountinfo::read().map_err(|error| CgroupError::io("read", Path::new(mountinfo::PATH), error))
+}
+
 impl Cgroups {
     /// Finds the machine's hierarchies. `cgroup_root` is `/` or a path.
     ///
@@ -86,9 +92,7 @@ impl Cgroups {
         if driver == CgroupDriver::Systemd {
             return Err(CgroupError::SystemdDriver);
         }
-        let path = Path::new("/proc/self/mountinfo");
-        let mountinfo = fs::read_to_string(path).map_err(|error| CgroupError::io("read", path, error))?;
-        Self::with_layout(layout::parse(&mountinfo).ok_or(CgroupError::NotMounted)?, cgroup_root)
+        Self::with_layout(layout::parse(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)
     }
 
     /// Finds the hierarchies for reading alone. Unlike [`Cgroups::discover`] it takes any driver's tree as it is, and the
@@ -97,9 +101,7 @@ impl Cgroups {
     /// # Errors
     /// As for [`Cgroups::discover`].
     pub fn for_reading(cgroup_root: &str) -> Result<Self, CgroupError> {
-        let path = Path::new("/proc/self/mountinfo");
-        let mountinfo = fs::read_to_string(path).map_err(|error| CgroupError::io("read", path, error))?;
-        Self::with_layout(layout::parse_for_reading(&mountinfo).ok_or(CgroupError::NotMounted)?, cgroup_root)
+        Self::with_layout(layout::parse_for_reading(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)
     }
 
     /// The same for a layout that is known already.

@@ -158,8 +158,8 @@ fn host_ip() -> IpAddr {
 
 /// A resolver configuration. A file that isn't there is an empty one, as for the C library.
 fn resolver(path: &Path) -> Result<cri::DnsConfig> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(parse_resolver(&text)),
+    match fs::read(path) {
+        Ok(bytes) => Ok(parse_resolver(&String::from_utf8_lossy(&bytes))),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(cri::DnsConfig::default()),
         Err(e) => Err(e).with_context(|| format!("resolvConf: cannot read {}", path.display())),
     }

@@ -155,7 +155,8 @@ fn kubelets() -> Vec<Kubelet> {
 
 /// The name of `pid`'s program, if it is a kubelet's.
 fn kubelet_program(pid: u32) -> Option<String> {
-    let comm = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim().to_owned();
+    let comm = fs::read(format!("/proc/{pid}/comm")).ok()?;
+    let comm = String::from_utf8_lossy(&comm).trim().to_owned();
     let exe = fs::read_link(format!("/proc/{pid}/exe")).ok();
     let file = exe.as_deref().and_then(Path::file_name).and_then(|name| name.to_str()).map(str::to_owned);
     [file, Some(comm)].into_iter().flatten().find(|name| is_kubelet(name))

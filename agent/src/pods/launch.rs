@@ -21,7 +21,7 @@ use super::{
     observe::SandboxDetail,
     table::PodName,
     termination,
-    volumes::{self, Volumes, remove_folder},
+    volumes::{self, Volumes},
 };
 use crate::{
     admission::Admission,
@@ -33,6 +33,7 @@ use crate::{
         pull::{Image, PullError, Puller},
     },
     runtime::{self, Runtime},
+    walk::remove_folder,
 };
 
 /// Why a container could not be started.

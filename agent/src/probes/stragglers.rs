@@ -202,11 +202,12 @@ fn processes(proc: &Path) -> Result<Vec<Process>, String> {
 }
 
 fn read(proc: &Path, pid: u32) -> Option<Process> {
-    parse(&fs::read_to_string(proc.join(pid.to_string()).join("stat")).ok()?)
+    parse(&fs::read(proc.join(pid.to_string()).join("stat")).ok()?)
 }
 
-/// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold anything, parentheses too. `None` for a zombie.
-fn parse(stat: &str) -> Option<Process> {
+/// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold any bytes, parentheses too. `None` for a zombie.
+fn parse(stat: &[u8]) -> Option<Process> {
+    let stat = String::from_utf8_lossy(stat);
     let pid = stat.split_once(' ')?.0.parse().ok()?;
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
@@ -221,8 +222,9 @@ fn parse(stat: &str) -> Option<Process> {
     })
 }
 
-fn cgroup_of(proc: &Path, pid: u32) -> Option<String> {
-    fs::read_to_string(proc.join(pid.to_string()).join("cgroup")).ok()
+/// Which cgroups a process is in, as the kernel says it: containers may name cgroups of their own.
+fn cgroup_of(proc: &Path, pid: u32) -> Option<Vec<u8>> {
+    fs::read(proc.join(pid.to_string()).join("cgroup")).ok()
 }
 
 fn command_of(proc: &Path, pid: u32) -> Vec<String> {
@@ -244,12 +246,13 @@ mod tests {
     #[test]
     fn a_stat_line_is_read_whatever_the_process_is_called() {
         let rest = "S 40 41 42 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 12345 100 200";
-        for name in ["sh", "a b", "x) R 1 1 1", ""] {
-            assert_eq!(parse(&format!("41 ({name}) {rest}")), Some(process(41, 40, 42, 12345)), "{name}");
+        for name in [&b"sh"[..], b"a b", b"x) R 1 1 1", b"", b"\xff\xfe) S"] {
+            let line = [b"41 (", name, b") ", rest.as_bytes()].concat();
+            assert_eq!(parse(&line), Some(process(41, 40, 42, 12345)), "{name:?}");
         }
-        assert_eq!(parse(&format!("41 (sh) {}", rest.replacen('S', "Z", 1))), None);
-        assert_eq!(parse("41"), None);
-        assert_eq!(parse(""), None);
+        assert_eq!(parse(format!("41 (sh) {}", rest.replacen('S', "Z", 1)).as_bytes()), None);
+        assert_eq!(parse(b"41"), None);
+        assert_eq!(parse(b""), None);
     }
 
     #[test]

@@ -12,18 +12,19 @@
 //! killed at any point leaves the old set or the new one, and what it didn't get to remove goes at the next change.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path};
 
 use jiff::Timestamp;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::fs_group::{Access, FsGroup};
-use super::remove::{entries, kind};
+use crate::walk::remove;
 
 /// The link that leads to the set in force.
 pub(super) const DATA: &str = "..data";
@@ -95,7 +96,6 @@ fn check_path(path: &str) -> Result<(), String> {
 fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     match rustix::fs::readlinkat(root, DATA, Vec::new()) {
         Ok(target) => {
-            use std::os::unix::ffi::OsStringExt;
             Ok(Some(OsString::from_vec(target.into_bytes())))
         }
         Err(Errno::NOENT) => Ok(None),
@@ -218,21 +218,30 @@ fn sweep(root: &OwnedFd, in_force: &OsStr) -> Result<(), Errno> {
     for name in entries(root)? {
         let set = name.as_encoded_bytes().starts_with(b"..") && name != DATA && *name != *in_force;
         if set {
-            remove_set(root, &name)?;
+            let name = CString::new(name.into_vec()).map_err(|_| Errno::INVAL)?;
+            remove(root.as_fd(), &name)?;
         }
     }
     Ok(())
 }
 
-fn remove_set(parent: &OwnedFd, name: &OsStr) -> Result<(), Errno> {
-    if kind(parent, name)? != FileType::Directory {
-        return rustix::fs::unlinkat(parent, name, AtFlags::empty());
+/// The names in a folder that only the agent writes to, without `.` and `..`.
+fn entries(folder: &OwnedFd) -> Result<Vec<OsString>, Errno> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name != c"." && name != c".." {
+            names.push(OsStr::from_bytes(name.to_bytes()).to_owned());
+        }
     }
-    let folder = open_folder(parent, name)?;
-    for entry in entries(&folder)? {
-        remove_set(&folder, &entry)?;
-    }
-    rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR)
+    Ok(names)
+}
+
+/// What kind of thing an entry is, a link seen as a link.
+fn kind(parent: impl AsFd, name: &OsStr) -> Result<FileType, Errno> {
+    let stat = rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(FileType::from_raw_mode(stat.st_mode))
 }
 
 fn open_folder(parent: impl AsFd, name: &OsStr) -> Result<OwnedFd, Errno> {

@@ -4,15 +4,16 @@
 //!
 //! Files are opened without following links, and changed by their descriptor, never by their name.
 
-use std::ffi::OsStr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::path::Arg;
 
-use super::remove::{entries, kind};
+use crate::walk::{DEEPEST, Step, Walk};
 
 /// What the group may do with files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,12 +43,19 @@ impl FsGroup {
 
     /// Gives the folder at `path` and all in it to the group.
     pub(super) fn own(&self, path: &Path, access: Access) -> Result<(), String> {
-        let failed = |e: Errno| format!("cannot give {} to the group {}: {e}", path.display(), self.group);
+        let failed = |e: Errno| {
+            let why = match e {
+                Errno::NAMETOOLONG => format!("it has folders more than {DEEPEST} levels deep"),
+                Errno::STALE => "folders in it are moved meanwhile".to_owned(),
+                e => e.to_string(),
+            };
+            format!("cannot give {} to the group {}: {why}", path.display(), self.group)
+        };
         let folder = open(CWD, path.as_os_str(), OFlags::DIRECTORY).map_err(failed)?;
         if self.on_root_mismatch && self.owns(&folder, access).map_err(failed)? {
             return Ok(());
         }
-        self.own_folder(&folder, access).map_err(failed)
+        self.own_all(folder, access).map_err(failed)
     }
 
     /// Whether a folder is as it should be already.
@@ -57,19 +65,28 @@ impl FsGroup {
         Ok(stat.st_gid == self.group.as_raw() && Mode::from_raw_mode(stat.st_mode).contains(wanted))
     }
 
-    /// The children first, so that an interrupted change is seen at the top.
-    fn own_folder(&self, folder: &OwnedFd, access: Access) -> Result<(), Errno> {
-        for name in entries(folder)? {
-            match kind(folder, &name)? {
-                FileType::Directory => self.own_folder(&open(folder, &name, OFlags::DIRECTORY)?, access)?,
-                FileType::RegularFile => {
-                    self.own_file(&open(folder, &name, OFlags::empty())?, FileType::RegularFile, access)?;
+    /// The children first, so that an interrupted change is seen at the top. What goes or is replaced meanwhile is passed
+    /// over, and what is mounted below belongs to somebody else.
+    fn own_all(&self, folder: OwnedFd, access: Access) -> Result<(), Errno> {
+        let mut walk = Walk::of(folder)?;
+        while let Some(step) = walk.step()? {
+            let owned = match step {
+                Step::Entry(name, FileType::Directory) => walk.enter(&name),
+                Step::Entry(name, FileType::RegularFile) => {
+                    open(walk.here(), name.as_c_str(), OFlags::empty())
+                        .and_then(|file| self.own_file(&file, FileType::RegularFile, access))
                 }
                 // Links have no mode; opening pipes, sockets and devices may do something.
-                _ => self.own_name(folder, &name)?,
+                Step::Entry(name, _) => self.own_name(walk.here(), &name),
+                Step::End => self.own_file(walk.here(), FileType::Directory, access),
+                Step::Left(_) => Ok(()),
+            };
+            match owned {
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO | Errno::XDEV) => {}
+                Err(e) => return Err(e),
             }
         }
-        self.own_file(folder, FileType::Directory, access)
+        Ok(())
     }
 
     /// Gives an open file to the group.
@@ -80,7 +97,7 @@ impl FsGroup {
         rustix::fs::fchmod(file, mode | mask(kind, access))
     }
 
-    fn own_name(&self, folder: &OwnedFd, name: &OsStr) -> Result<(), Errno> {
+    fn own_name(&self, folder: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
         rustix::fs::chownat(folder, name, None, Some(self.group), AtFlags::SYMLINK_NOFOLLOW)
     }
 }
@@ -95,7 +112,7 @@ fn mask(kind: FileType, access: Access) -> Mode {
     Mode::from_raw_mode(if kind == FileType::Directory { rights | 0o2110 } else { rights })
 }
 
-fn open(parent: impl AsFd, name: &OsStr, more: OFlags) -> Result<OwnedFd, Errno> {
+fn open(parent: impl AsFd, name: impl Arg, more: OFlags) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | more;
     rustix::fs::openat(parent, name, flags, Mode::empty())
 }
@@ -108,6 +125,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::walk::{remove_folder, tests::{in_memory, make_deep}};
 
     fn group(policy: &str) -> FsGroup {
         // A group that even an ordinary user may give files to: its own.
@@ -142,6 +160,17 @@ mod tests {
         assert_eq!(mode(&volume.join("sub")), 0o2770);
         assert_eq!(mode(&volume), 0o2770);
         assert_eq!(mode(&outside), 0o600, "what a link leads to is left alone");
+    }
+
+    #[test]
+    fn a_volume_of_many_thousand_levels_is_given_to_the_group() {
+        let dir = in_memory();
+        let last = make_deep(dir.path(), 20_000);
+        // No deeper in the stack than a thread's of the agent is.
+        let path = dir.path().to_owned();
+        std::thread::spawn(move || group("Always").own(&path, Access::ReadWrite)).join().unwrap().unwrap();
+        assert_eq!(rustix::fs::fstat(last).unwrap().st_mode & 0o7777, 0o2775);
+        remove_folder(dir.path()).unwrap();
     }
 
     #[test]

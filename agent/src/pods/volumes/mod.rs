@@ -12,7 +12,6 @@ mod follow;
 mod fs_group;
 mod host_path;
 mod mounts;
-mod remove;
 mod sub_path;
 
 use std::collections::BTreeMap;
@@ -24,11 +23,11 @@ use k8s_openapi::api::core::v1 as core;
 
 pub(super) use self::content::Sources;
 pub use self::follow::follow;
-pub(super) use self::remove::remove_folder;
 
 use self::fs_group::FsGroup;
 use super::env::Environment;
 use super::launch::make_folder;
+use crate::walk::remove_folder;
 
 /// A pod's volumes.
 #[derive(Clone, Debug)]

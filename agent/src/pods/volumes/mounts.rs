@@ -1,14 +1,15 @@
 //! The mounts that are ours: file systems in memory and bound parts of volumes, all below the pods' folder.
 
 use std::ffi::CString;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use rustix::mount::{MountFlags, UnmountFlags};
 
+use crate::mountinfo;
+
 /// Mounts a file system in memory on a folder, unless one is there already; `size` in bytes.
 pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(), String> {
-    if below(path)?.iter().any(|point| point == path) {
+    if is_mount_point(path)? {
         return Ok(());
     }
     let mut options = format!("mode=0{mode:o}");
@@ -39,31 +40,57 @@ pub(super) fn unmount(point: &Path) -> Result<(), String> {
         .map_err(|e| format!("cannot unmount {}: {e}; something still uses it", point.display()))
 }
 
+/// Whether something is mounted at `path`.
+pub(super) fn is_mount_point(path: &Path) -> Result<bool, String> {
+    let real = path.canonicalize();
+    let real = real.as_deref().unwrap_or(path);
+    Ok(below(path)?.iter().any(|point| point == real))
+}
+
 /// The mount points at and below `folder`, in the order of mounting.
-pub(super) fn below(folder: &Path) -> Result<Vec<PathBuf>, String> {
-    let table = fs::read_to_string("/proc/self/mountinfo")
-        .map_err(|e| format!("cannot read the mount table: {e}"))?;
+fn below(folder: &Path) -> Result<Vec<PathBuf>, String> {
+    let table = mountinfo::read().map_err(|e| format!("cannot read {}: {e}", mountinfo::PATH))?;
     // The kernel shows real paths; our own may lead through links (/var/run).
     let folder = match folder.canonicalize() {
         Ok(real) => real,
         Err(_) => folder.to_owned(),
     };
-    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(|p| PathBuf::from(unescape(p)));
-    Ok(points.filter(|p| p.starts_with(&folder)).collect())
-}
-
-/// Undoes the octal escapes of mountinfo (proc_pid_mountinfo(5)): space, tab, newline, backslash.
-fn unescape(field: &str) -> String {
-    let escapes = [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")];
-    escapes.iter().fold(field.to_owned(), |text, (code, plain)| text.replace(code, plain))
+    let points = mountinfo::mounts(&table).map(|mount| mount.point);
+    Ok(points.filter(|point| point.starts_with(&folder)).collect())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+    use std::fs;
+    use std::os::unix::ffi::OsStrExt;
+
     use super::*;
+    use crate::again;
 
     #[test]
-    fn mount_points_with_spaces_are_read_right() {
-        assert_eq!(unescape("/a\\040b\\134c"), "/a b\\c");
+    fn a_name_in_the_mount_table_that_is_no_text_is_no_obstacle() {
+        let own_mounts = ["unshare", "--mount", "--propagation", "private"];
+        if !rustix::process::geteuid().is_root()
+            || !again::in_child(module_path!(), "a_name_in_the_mount_table_that_is_no_text_is_no_obstacle", &own_mounts)
+        {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (volume, part, other) = (dir.path().join("volume"), dir.path().join("part"), dir.path().join("other"));
+        [&volume, &part, &other].map(|folder| fs::create_dir(folder).unwrap());
+        mount_tmpfs(&volume, None, 0o755).unwrap();
+        fs::create_dir(volume.join("dir")).unwrap();
+        rustix::mount::mount_bind(volume.join("dir"), &part).unwrap();
+        // What a container does to what was bound, and what somebody calls a stick.
+        fs::rename(volume.join("dir"), volume.join(OsStr::from_bytes(b"\xff"))).unwrap();
+        let stick = dir.path().join(OsStr::from_bytes(b"caf\xe9 \n1"));
+        fs::create_dir(&stick).unwrap();
+        mount_tmpfs(&stick, None, 0o755).unwrap();
+        assert!(is_mount_point(&part).unwrap() && is_mount_point(&stick).unwrap());
+        assert!(!is_mount_point(&other).unwrap());
+        assert!(crate::cgroups::layout::parse(&mountinfo::read().unwrap()).is_some());
+        unmount_below(dir.path()).unwrap();
+        assert!(below(dir.path()).unwrap().is_empty());
     }
 }

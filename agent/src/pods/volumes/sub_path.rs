@@ -72,7 +72,7 @@ fn bind(source: &OwnedFd, target: &Path) -> Result<(), String> {
     let failed = |e: Errno| format!("cannot mount on {}: {e}", target.display());
     let wanted = rustix::fs::fstat(source).map_err(failed)?;
     let is_folder = FileType::from_raw_mode(wanted.st_mode) == FileType::Directory;
-    if mounts::below(target)?.iter().any(|point| point == target) {
+    if mounts::is_mount_point(target)? {
         let there = rustix::fs::stat(target).map_err(failed)?;
         if (there.st_dev, there.st_ino) == (wanted.st_dev, wanted.st_ino) {
             return Ok(());
@@ -90,7 +90,7 @@ fn make_target(target: &Path, is_folder: bool) -> Result<(), String> {
         if there.is_dir() == is_folder {
             return Ok(());
         }
-        super::remove_folder(target)?;
+        crate::walk::remove_folder(target)?;
     }
     if is_folder {
         return make_folder(target);
