@@ -12,7 +12,7 @@
 //! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour: see
 //!   `latency`.
 //!
-//! Commands: `close PORT` and `open PORT` end and begin to listen, `health CODE` sets the HTTP status, `hold MIB` takes
+//! Commands: `close PORT` and `open PORT` end and begin to listen, `child PORT` starts a process that does, `health CODE` sets the HTTP status, `hold MIB` takes
 //! so much more memory and keeps it, `exit CODE` ends the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
 //! call that the command is about, or `error TEXT`.
 //!
@@ -207,6 +207,13 @@ impl App {
             ("ping", None) => Ok(now()),
             ("open", Some(port)) => self.listen(port, hang_up),
             ("close", Some(port)) => self.close(port),
+            ("child", Some(port)) => {
+                let at = now();
+                let words = ["serve", "--tcp", &port.to_string()];
+                let mut child = own()?.args(words).spawn().map_err(|error| error.to_string())?;
+                std::thread::spawn(move || child.wait());
+                Ok(at)
+            }
             ("health", Some(code)) => {
                 let at = now();
                 self.health.store(code, Ordering::Relaxed);
