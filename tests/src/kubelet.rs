@@ -1,5 +1,5 @@
-//! A kubelet on a private containerd, standalone: the peer beside which tests look and benches measure. Which one is said by
-//! `KUBELET`; none is brought along.
+//! A kubelet on a private containerd, standalone: the peer beside which tests look and benches measure. Which
+//! one is said by `KUBELET`; none is brought along.
 
 use crate::containerd::{Containerd, write_pid};
 use crate::guards::Process;

@@ -20,8 +20,8 @@ pub(crate) struct Args {
 pub(crate) enum Part {
     /// `cargo xtask demo`: containerd, runc, CNI plugins, a static busybox
     Demo,
-    /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib for the second
-    /// BPF loader
+    /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib
+    /// for the second BPF loader
     Test,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,

@@ -1,5 +1,6 @@
-//! Which tests `cargo xtask test --strict` lets a machine leave out. A test that is left out passes for the runner, so a CI that
-//! has nothing would be green: whatever is left out for another reason than these is a failure there.
+//! Which tests `cargo xtask test --strict` lets a machine leave out. A test that is left out passes for the
+//! runner, so a CI that has nothing would be green: whatever is left out for another reason than these is a
+//! failure there.
 
 /// A reason that counts, by a part of its text, and why a CI can't be expected to have what is missing.
 struct Allowed {

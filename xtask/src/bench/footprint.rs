@@ -1,6 +1,6 @@
-//! What the agent itself takes, on a node of 1, 20 and 110 idle pods whose TCP readiness probes look once a second:
-//! processor time and resident memory, from /proc. The node's pods are on a real containerd. Where `KUBELET` names one, the
-//! same is measured of a kubelet afterwards, and shown beside.
+//! What the agent itself takes, on a node of 1, 20 and 110 idle pods whose TCP readiness probes look once a
+//! second: processor time and resident memory, from /proc. The node's pods are on a real containerd. Where
+//! `KUBELET` names one, the same is measured of a kubelet afterwards, and shown beside.
 
 use super::Row;
 use crate::progress::Step;
@@ -133,7 +133,8 @@ fn measure(
     Ok(measured)
 }
 
-/// How many pods are ready; of a kubelet's, which is not asked so that it has only its own work, how many run.
+/// How many pods are ready; of a kubelet's, which is not asked so that it has only its own work, how many
+/// run.
 fn ready(owner: &Owner, containerd: &Containerd) -> Result<usize> {
     match owner {
         Owner::Us(agent) => agent.look(|watch| watch.pods.values().filter(|pod| PodView::ready(pod)).count()),

@@ -1,22 +1,27 @@
-//! A container's end and its next start, a pod's start, and an agent's start after kill -9, on a real containerd.
+//! A container's end and its next start, a pod's start, and an agent's start after kill -9, on a real
+//! containerd.
 //!
-//! All is seen from outside: this program reads the agent's log lines and API, and for `running_to_restart` asks the runtime
-//! itself, as fast as it can. These are rounds of their own: an answer costs the runtime half a millisecond of the two CPUs
-//! that it needs to bury the container. Every sample of a restart is a container's first, which has no back-off.
+//! All is seen from outside: this program reads the agent's log lines and API, and for `running_to_restart`
+//! asks the runtime itself, as fast as it can. These are rounds of their own: an answer costs the runtime
+//! half a millisecond of the two CPUs that it needs to bury the container. Every sample of a restart is a
+//! container's first, which has no back-off.
 //!
 //! - `exit_known`: from kill(2) to the agent's log line that the container has ended, whoever told it.
-//! - `exit_to_running`: from kill(2) to the next container's start, by the runtime's stamp: with finding out, and with all that
-//!   the runtime does, which is nearly all of it. Where `KUBELET` names one, a kubelet's is beside.
-//! - `exited_to_restart`: from the agent's hearing EXITED of the runtime to its asking for the next container.
-//! - `running_to_restart`: the same from the runtime's last answer to this program that the container was running: what can
-//!   have passed at most since the runtime knew, the time that it takes for its answers included.
+//! - `exit_to_running`: from kill(2) to the next container's start, by the runtime's stamp: with finding out,
+//!   and with all that the runtime does, which is nearly all of it. Where `KUBELET` names one, a kubelet's is
+//!   beside.
+//! - `exited_to_restart`: from the agent's hearing EXITED of the runtime to its asking for the next
+//!   container.
+//! - `running_to_restart`: the same from the runtime's last answer to this program that the container was
+//!   running: what can have passed at most since the runtime knew, the time that it takes for its answers
+//!   included.
 //! - `exit_to_exited`: from kill(2) to the agent's hearing EXITED; nearly all of it is the runtime's.
-//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, over the time from the first of
-//!   the bare calls of CRI for the same pod to its container's start, both by the runtime's stamp, medians of rounds that
-//!   take turns.
-//! - `kill9_to_converged`: the agent is killed, a container ends and a manifest changes meanwhile. From the agent's next
-//!   start until its API shows both pods ready, one with its container restarted and one replaced, all others as they
-//!   were, and the runtime has no sandbox too many.
+//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, over the time
+//!   from the first of the bare calls of CRI for the same pod to its container's start, both by the runtime's
+//!   stamp, medians of rounds that take turns.
+//! - `kill9_to_converged`: the agent is killed, a container ends and a manifest changes meanwhile. From the
+//!   agent's next start until its API shows both pods ready, one with its container restarted and one
+//!   replaced, all others as they were, and the runtime has no sandbox too many.
 
 use super::{Row, Statistic};
 use crate::progress::Step;
@@ -357,9 +362,9 @@ async fn started_at(socket: &Path, id: &str) -> Result<i64> {
     Ok(status.context("the runtime has no status")?.started_at)
 }
 
-/// The same pod by three calls, one after the other; nanoseconds from the first to the container's start, by the stamp that
-/// counts for the agent's pod too. It is asked for as the agent asks: with a
-/// cgroup of its own where the agent's pods have theirs, the files that are mounted, and what is hidden from it.
+/// The same pod by three calls, one after the other; nanoseconds from the first to the container's start, by
+/// the stamp that counts for the agent's pod too. It is asked for as the agent asks: with a cgroup of its own
+/// where the agent's pods have theirs, the files that are mounted, and what is hidden from it.
 async fn bare_calls(containerd: &Containerd, name: &str) -> Result<i64> {
     let mut cri = Cri::connect(&containerd.socket()).await?;
     let logs = containerd.dir().join("bare-logs").join(name);

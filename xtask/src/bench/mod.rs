@@ -1,12 +1,12 @@
-//! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client of its
-//! API sees it, on a real containerd.
+//! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client
+//! of its API sees it, on a real containerd.
 //!
-//! Each row is one promise, or a number beside one that promises nothing by itself. A promise names the statistic that its bound
-//! is held against: `p99`, the `median` (of differences of two measurements, whose outliers are the machine's and of either
-//! sign, and of ratios), or the `value` where there is one only. `--json` prints one object a line:
-//! `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last three null without a bound, with what it is compared
-//! to, and a note, where there are any.
-//! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
+//! Each row is one promise, or a number beside one that promises nothing by itself. A promise names the
+//! statistic that its bound is held against: `p99`, the `median` (of differences of two measurements, whose
+//! outliers are the machine's and of either sign, and of ratios), or the `value` where there is one only.
+//! `--json` prints one object a line: `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last
+//! three null without a bound, with what it is compared to, and a note, where there are any. The exit code is
+//! 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
 mod bpf;
 mod devices;

@@ -1,13 +1,15 @@
 //! What probes cost and how soon they see.
 //!
-//! On real pods: from a listener's coming or going inside a pod to the change of readiness at a client of the agent: from right
-//! before listen(2) or close(2), by the pod's own clock reading, to the receipt of the event on the WatchPods stream; and from
-//! right before kill(2) of the process that listens. That is a child of the container's first process, which goes on: the
-//! container doesn't end, so the listener's going is all that there is to see.
-//! The probe has the default settings (every 10 s, 3 failures), so a poll can't be the reason.
+//! On real pods: from a listener's coming or going inside a pod to the change of readiness at a client of the
+//! agent: from right before listen(2) or close(2), by the pod's own clock reading, to the receipt of the
+//! event on the WatchPods stream; and from right before kill(2) of the process that listens. That is a child
+//! of the container's first process, which goes on: the container doesn't end, so the listener's going is all
+//! that there is to see. The probe has the default settings (every 10 s, 3 failures), so a poll can't be the
+//! reason.
 //!
-//! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`), where every
-//! connection that is counted is theirs. Shares of a core are of each second: what the agent's probes use, not who answers.
+//! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`),
+//! where every connection that is counted is theirs. Shares of a core are of each second: what the agent's
+//! probes use, not who answers.
 
 use super::{Row, lifecycle};
 use crate::progress::Step;
@@ -81,8 +83,8 @@ async fn first_process_of(containerd: &Containerd, pod: &PodView) -> Result<Pid>
     lifecycle::first_process(&mut cri, &lifecycle::id_of(pod, "main")?).await
 }
 
-/// The process that listens inside the pod, killed again and again: milliseconds from right before kill(2) to the client's
-/// seeing that the pod isn't ready.
+/// The process that listens inside the pod, killed again and again: milliseconds from right before kill(2) to
+/// the client's seeing that the pod isn't ready.
 fn kills(
     control: &mut Control,
     changes: &mpsc::Receiver<Change>,
