@@ -12,6 +12,7 @@ pub mod cri;
 pub mod device_plugin;
 pub mod guards;
 pub mod images;
+pub mod kubelet;
 pub mod load;
 pub mod machine;
 pub mod manifests;

@@ -13,6 +13,7 @@ use beelet::runtime::Runtime;
 use beelet_tests::agent::{self, Agent, Options, http_get};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
+use beelet_tests::kubelet::{self, Kubelet};
 use beelet_tests::machine::{cpu_seconds_of, stolen_seconds};
 use beelet_tests::pages::{PAGES, families};
 use beelet_tests::requires::{self, Missing, python_prometheus};
@@ -236,49 +237,6 @@ fn pages(observer: &Observer) {
     assert!(status == 403 && !body.contains("busy"), "{status}\n{body}");
 }
 
-/// A kubelet as a child process, in a mount namespace of its own (its device plugin folder is fixed).
-struct Kubelet {
-    _process: Process,
-    manifests: PathBuf,
-    log: PathBuf,
-}
-
-impl Kubelet {
-    fn start(binary: &Path, containerd: &Containerd) -> Kubelet {
-        let dir = containerd.dir().join("kubelet");
-        let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
-        std::fs::create_dir_all(&manifests).unwrap();
-        let config = serde_json::json!({
-            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-            "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": "cgroupfs",
-            "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
-            "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
-            "authorization": {"mode": "AlwaysAllow"},
-        });
-        workdir::write(&dir.join("config.yaml"), config.to_string()).unwrap();
-        let version = Command::new(binary).arg("--version").output().unwrap();
-        let version = String::from_utf8_lossy(&version.stdout).into_owned();
-        let minor: u32 = version.split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap();
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-c"]);
-        command.arg("mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"");
-        command.arg("sh").arg(binary).arg("--config").arg(dir.join("config.yaml"));
-        command.arg(format!("--container-runtime-endpoint={}", containerd.endpoint()));
-        command.arg(format!("--root-dir={}", dir.join("root").display())).arg("--hostname-override=observed");
-        if minor < 24 {
-            command.arg("--container-runtime=remote");
-        }
-        let output = std::fs::File::create(&log).unwrap();
-        command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
-        Kubelet { _process: Process(command.spawn().unwrap()), manifests, log }
-    }
-
-    fn apply(&self, manifest: &Value) {
-        let name = manifest["metadata"]["name"].as_str().unwrap();
-        workdir::write(&self.manifests.join(format!("{name}.yaml")), manifest.to_string()).unwrap();
-    }
-}
-
 /// Ours and the kernel's, in per cent of the kernel's.
 fn apart(ours: f64, kernels: f64) -> f64 {
     (ours - kernels).abs() / kernels * 100.0
@@ -413,22 +371,21 @@ const QUIET: Duration = Duration::from_secs(15);
 #[test]
 fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     require!(containerd, bpf);
-    let Some(binary) = std::env::var_os("KUBELET").map(PathBuf::from) else {
-        let (what, remedy) = ("no kubelet is given", "give the path of a kubelet in KUBELET");
-        requires::skip(&Missing { what: what.into(), remedy: remedy.into() });
-        return;
+    let binary = match kubelet::given() {
+        Ok(binary) => binary,
+        Err(missing) => return requires::skip(&missing),
     };
     let length = Duration::from_secs(if requires::long().is_ok() { 600 } else { 45 });
     let containerd = Containerd::start_for_test().unwrap();
     // For its bpffs alone; it has no pods and no part in this.
     let bystander_dir = containerd.dir().join("bystander/bpf");
     let _bpffs = beelet_tests::guards::Mount::bpffs(&bystander_dir).unwrap();
-    let kubelet = Kubelet::start(&binary, &containerd);
-    let why = |kubelet: &Kubelet| workdir::read(&kubelet.log).unwrap_or_default();
-    kubelet.apply(&busy("busy"));
+    let kubelet = Kubelet::start(&binary, &containerd).unwrap();
+    let why = Kubelet::log;
+    kubelet.apply(&busy("busy")).unwrap();
     // Memory that stays: 20 MB in a variable.
     let hold = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); while true; do sleep 1; done";
-    kubelet.apply(&manifests::pod("holder", &["sh", "-c", hold]));
+    kubelet.apply(&manifests::pod("holder", &["sh", "-c", hold])).unwrap();
 
     // How everything is before there is an observer.
     let is_up =
@@ -466,10 +423,10 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     let (mut round, mut worst) = (0, Worst::default());
     while Instant::now() < until {
         let name = format!("churn-{round}");
-        kubelet.apply(&manifests::pod(&name, &["sh", "-c", "sleep 1000"]));
+        kubelet.apply(&manifests::pod(&name, &["sh", "-c", "sleep 1000"])).unwrap();
         observer.measured(&name);
         worst.compare(containerd.cgroup(), &observer);
-        std::fs::remove_file(kubelet.manifests.join(format!("{name}.yaml"))).unwrap();
+        kubelet.remove(&name).unwrap();
         observer.wait(&format!("{name} to be gone"), || match container(&observer.snapshot()?, &name) {
             None => Ok(()),
             Some(still) => Err(format!("{still:#}\n{}", why(&kubelet))),

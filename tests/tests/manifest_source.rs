@@ -281,8 +281,9 @@ async fn a_copy_is_rejected_and_takes_over_when_the_original_goes() {
     assert!(rejected(&desired)[0].contains("/b.yaml already"), "{:?}", rejected(&desired));
     assert_eq!(desired.pods, before.pods);
     fs::remove_file(watched.path("b.yaml")).unwrap();
-    let desired = watched.until("its end", |desired| desired.rejected.is_empty()).await;
-    assert_eq!(desired.file("Pod", "default", "web-n1"), Some(watched.path("a.yaml")));
+    let copy = Some(watched.path("a.yaml"));
+    let desired = watched.until("its turn", |desired| desired.file("Pod", "default", "web-n1") == copy).await;
+    assert!(rejected(&desired).is_empty(), "{:?}", rejected(&desired));
 }
 
 #[tokio::test]

@@ -13,6 +13,7 @@ mod progress;
 mod setup;
 mod setup_ebpf;
 mod shell;
+mod skips;
 mod test;
 mod tidy;
 mod vm;

@@ -20,7 +20,8 @@ pub(crate) struct Args {
 pub(crate) enum Part {
     /// `cargo xtask demo`: containerd, runc, CNI plugins, a static busybox
     Demo,
-    /// `cargo xtask test`: what the demo needs, bpftool, libelf and zlib for the second BPF loader
+    /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib
+    /// for the second BPF loader
     Test,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
@@ -53,6 +54,12 @@ const DEMO: &[Need] = &[
 
 const TEST: &[Need] = &[
     need("bpftool", "bpftool"),
+    // The CNI plugin portmap works by it.
+    need("iptables", "iptables"),
+    // File systems that know projects.
+    need("mkfs.ext4", "e2fsprogs"),
+    need("mkfs.xfs", "xfsprogs"),
+    need("script", "bsdutils"),
     // A device plugin in another language than ours.
     need("/usr/lib/python3/dist-packages/grpc/__init__.py", "python3-grpcio"),
     // Another reader of our pages of metrics than ourselves.

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: every test that this machine can run, and a list of those that it can't.
 
 use crate::setup::{self, Part};
-use crate::{progress::Step, shell, vm};
+use crate::{progress::Step, shell, skips, vm};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, requires, workdir};
 use std::collections::BTreeMap;
@@ -18,6 +18,10 @@ pub(crate) struct Args {
     /// Leave the machine as it is: install nothing
     #[arg(long)]
     no_setup: bool,
+
+    /// Fail if anything was left out that this machine could have had: what `xtask/src/skips.rs` doesn't list
+    #[arg(long)]
+    strict: bool,
 
     /// Leave out the kernel's tests on other kernels, in VMs
     #[arg(long)]
@@ -64,8 +68,24 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     // Arguments for the runner choose tests, and the VMs know nothing of them.
     let passed_in_vms =
         if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&mut left_out) };
-    report(&skipped, &left_out)?;
-    passed.and(passed_in_vms)
+    let skipped = workdir::read(&skipped)?;
+    let reasons = reasons(&skipped)?;
+    report(&reasons, &left_out);
+    let complete = if args.strict { complete(&reasons, &left_out) } else { Ok(()) };
+    passed.and(passed_in_vms).and(complete)
+}
+
+/// An error if something was left out that must not be.
+fn complete(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) -> Result<()> {
+    let all = reasons.keys().copied().chain(left_out.iter().map(String::as_str));
+    let unexpected: Vec<&str> = all.filter(|reason| skips::why(reason).is_none()).collect();
+    if unexpected.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "tests were left out that must not be (what may is in xtask/src/skips.rs):\n  {}",
+        unexpected.join("\n  ")
+    )
 }
 
 /// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through cargo.
@@ -102,24 +122,29 @@ fn libbpf_headers() -> bool {
         && requires::find_program("pkg-config").is_some()
 }
 
-/// What was left out, each reason once with its tests.
-fn report(skipped: &Path, left_out: &[String]) -> Result<()> {
-    let text = workdir::read(skipped)?;
+/// The tests that were left out, by their reason.
+fn reasons(skipped: &str) -> Result<BTreeMap<&str, Vec<&str>>> {
     let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for line in text.lines() {
+    for line in skipped.lines() {
         let Some((test, reason)) = line.strip_prefix("SKIPPED ").and_then(|line| line.split_once(": "))
         else {
-            bail!("{} has a line that no test wrote: {line}", skipped.display());
+            bail!("the list of tests that were left out has a line that no test wrote: {line}");
         };
         reasons.entry(reason).or_default().push(test);
     }
+    Ok(reasons)
+}
+
+/// What was left out, each reason once with its tests.
+fn report(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) {
     if reasons.is_empty() && left_out.is_empty() {
         eprintln!("\nNothing was left out.");
-        return Ok(());
+        return;
     }
     eprintln!("\n{}", console::style("LEFT OUT on this machine:").yellow().bold().for_stderr());
-    for (reason, tests) in &reasons {
-        eprintln!("  {} test(s): {reason}", tests.len());
+    for (reason, tests) in reasons {
+        let why = skips::why(reason).map(|why| format!(" [{why}]")).unwrap_or_default();
+        eprintln!("  {} test(s): {reason}{why}", tests.len());
         for test in tests {
             eprintln!("    {test}");
         }
@@ -127,5 +152,30 @@ fn report(skipped: &Path, left_out: &[String]) -> Result<()> {
     for what in left_out {
         eprintln!("  {what}");
     }
-    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strict_run_fails_for_what_could_have_been_had() {
+        let check = |skipped: &str, left_out: &[&str], expected: Option<&str>| {
+            let left_out: Vec<String> = left_out.iter().map(|what| (*what).to_owned()).collect();
+            let result = complete(&reasons(skipped).unwrap(), &left_out);
+            let said = result.err().map(|error| error.to_string());
+            assert_eq!(said.is_some(), expected.is_some(), "{said:?}");
+            assert!(said.unwrap_or_default().contains(expected.unwrap_or_default()));
+        };
+        let long = "SKIPPED a: it takes minutes (cargo xtask test --long)\n";
+        check("", &[], None);
+        check(long, &[], None);
+        check(
+            &format!("{long}SKIPPED b: it needs root (run the tests as root)\n"),
+            &[],
+            Some("it needs root"),
+        );
+        check(long, &["the libbpf loader: headers are missing"], Some("libbpf"));
+        assert!(reasons("nonsense\n").is_err());
+    }
 }

@@ -1,5 +1,6 @@
-//! Text from outside for a terminal: what a container says of its end, what a manifest calls things, what a runtime answers.
-//! No control character of it gets through: it could move the cursor, hide lines, or pretend to be another column or line.
+//! Text from outside for a terminal: what a container says of its end, what a manifest calls things, what a
+//! runtime answers. No control character of it gets through: it could move the cursor, hide lines, or pretend
+//! to be another column or line.
 
 use std::borrow::Cow;
 

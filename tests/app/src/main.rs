@@ -1,19 +1,20 @@
 //! The program inside the test pods. Linked statically, so that it runs in an image that holds nothing else.
 //!
 //! - `testapp pause` waits until it is told to stop: the sandbox image's program.
-//! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then closes), on
-//!   the HTTP port (answers every path with the health it is told to have), and takes commands on the control port:
-//!   one line each, one line of answer.
-//! - `testapp probe ok | fail` is a probe by command; `testapp probe hang | become | leave WORD` are some that never end:
-//!   the first starts a process of its own and waits for it, the second becomes the first (exec), the third starts one
-//!   that has no parent and a session of its own.
-//! - `testapp script FILE …` is what a script with `#!/bin/testapp script` is run by: the words behind the file's name are
-//!   its own.
-//! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour: see
-//!   `latency`.
+//! - `testapp serve [--tcp PORT] [--http PORT] [--control PORT]` listens on the TCP port (accepts, then
+//!   closes), on the HTTP port (answers every path with the health it is told to have), and takes commands on
+//!   the control port: one line each, one line of answer.
+//! - `testapp probe ok | fail` is a probe by command; `testapp probe hang | become | leave WORD` are some
+//!   that never end: the first starts a process of its own and waits for it, the second becomes the first
+//!   (exec), the third starts one that has no parent and a session of its own.
+//! - `testapp script FILE …` is what a script with `#!/bin/testapp script` is run by: the words behind the
+//!   file's name are its own.
+//! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour:
+//!   see `latency`.
 //!
-//! Commands: `close PORT` and `open PORT` end and begin to listen, `health CODE` sets the HTTP status, `hold MIB` takes
-//! so much more memory and keeps it, `exit CODE` ends the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
+//! Commands: `close PORT` and `open PORT` end and begin to listen, `child PORT` starts a process that does,
+//! `health CODE` sets the HTTP status, `hold MIB` takes so much more memory and keeps it, `exit CODE` ends
+//! the program, `ping` does nothing. The answer is `ok NANOSECONDS`, CLOCK_MONOTONIC right before the system
 //! call that the command is about, or `error TEXT`.
 //!
 //! It stops at once on SIGTERM, which a container's first process must ask for itself.
@@ -207,6 +208,13 @@ impl App {
             ("ping", None) => Ok(now()),
             ("open", Some(port)) => self.listen(port, hang_up),
             ("close", Some(port)) => self.close(port),
+            ("child", Some(port)) => {
+                let at = now();
+                let words = ["serve", "--tcp", &port.to_string()];
+                let mut child = own()?.args(words).spawn().map_err(|error| error.to_string())?;
+                std::thread::spawn(move || child.wait());
+                Ok(at)
+            }
             ("health", Some(code)) => {
                 let at = now();
                 self.health.store(code, Ordering::Relaxed);

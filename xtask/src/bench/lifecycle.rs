@@ -1,27 +1,36 @@
-//! A container's end and its next start, a pod's start, and an agent's start after kill -9, on a real containerd.
+//! A container's end and its next start, a pod's start, and an agent's start after kill -9, on a real
+//! containerd.
 //!
-//! All is seen from outside: this program reads the agent's log lines and API, and for `running_to_restart` asks the runtime
-//! itself, as fast as it can. These are rounds of their own: an answer costs the runtime half a millisecond of the two CPUs
-//! that it needs to bury the container. Every sample of a restart is a container's first, which has no back-off.
+//! All is seen from outside: this program reads the agent's log lines and API, and for `running_to_restart`
+//! asks the runtime itself, as fast as it can. These are rounds of their own: an answer costs the runtime
+//! half a millisecond of the two CPUs that it needs to bury the container. Every sample of a restart is a
+//! container's first, which has no back-off.
 //!
 //! - `exit_known`: from kill(2) to the agent's log line that the container has ended, whoever told it.
-//! - `exited_to_restart`: from the agent's hearing EXITED of the runtime to its asking for the next container.
-//! - `running_to_restart`: the same from the runtime's last answer to this program that the container was running: what can
-//!   have passed at most since the runtime knew, the time that it takes for its answers included.
+//! - `exit_to_running`: from kill(2) to the next container's start, by the runtime's stamp: with finding out,
+//!   and with all that the runtime does, which is nearly all of it. Where `KUBELET` names one, a kubelet's is
+//!   beside.
+//! - `exited_to_restart`: from the agent's hearing EXITED of the runtime to its asking for the next
+//!   container.
+//! - `running_to_restart`: the same from the runtime's last answer to this program that the container was
+//!   running: what can have passed at most since the runtime knew, the time that it takes for its answers
+//!   included.
 //! - `exit_to_exited`: from kill(2) to the agent's hearing EXITED; nearly all of it is the runtime's.
-//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, over the sum of the bare
-//!   calls of CRI for the same pod, medians of rounds that take turns.
-//! - `kill9_to_converged`: the agent is killed, a container ends and a manifest changes meanwhile. From the agent's next
-//!   start until its API shows both pods ready, one with its container restarted and one replaced, all others as they
-//!   were, and the runtime has no sandbox too many.
+//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, over the time
+//!   from the first of the bare calls of CRI for the same pod to its container's start, both by the runtime's
+//!   stamp, medians of rounds that take turns.
+//! - `kill9_to_converged`: the agent is killed, a container ends and a manifest changes meanwhile. From the
+//!   agent's next start until its API shows both pods ready, one with its container restarted and one
+//!   replaced, all others as they were, and the runtime has no sandbox too many.
 
-use super::Row;
+use super::{Row, Statistic};
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use beelet::pods::cri_config::{MASKED_PATHS, READONLY_PATHS};
 use beelet_proto::cri;
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::containerd::{Containerd, Cri, block_on};
+use beelet_tests::kubelet::{self, Kubelet};
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
 use beelet_tests::{images, manifests};
@@ -55,7 +64,55 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     rows.extend(exits(&containerd, &agent, if quick { 3 } else { 21 }, if quick { 1 } else { 5 })?);
     rows.push(starts(&containerd, &agent, if quick { 8 } else { 40 })?);
     rows.push(kills(&containerd, &mut agent, if quick { 3 } else { 20 })?);
+    drop((agent, containerd));
+    let Some(row) = rows.iter_mut().find(|row| row.row == "exit_to_running") else { return Ok(()) };
+    match kubelet::given() {
+        Ok(kubelet) => {
+            let samples = peers(&kubelet, if quick { 2 } else { 20 })?;
+            row.compare.insert("kubelet", super::median(&samples));
+        }
+        Err(missing) => eprintln!("not measured beside: {missing}"),
+    }
     Ok(())
+}
+
+/// `exit_to_running` of a kubelet's pods, a container each.
+fn peers(binary: &Path, pods: usize) -> Result<Vec<f64>> {
+    let step = Step::start("lifecycle: containers ended and started again by the kubelet");
+    let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
+    let kubelet = Kubelet::start(binary, &containerd)?;
+    let socket = containerd.socket();
+    let mut samples = Vec::new();
+    for round in 0..pods {
+        step.detail(&format!("{round} of {pods} pods"));
+        let name = format!("ends{round}");
+        kubelet.apply(&manifests::pod(&name, &["/bin/testapp", "pause"]))?;
+        let other_than = |before: &str| {
+            workdir::wait_for(&format!("a container of {name} to run"), PATIENCE, || {
+                let runs = block_on(running(&socket, &name))?;
+                runs.into_iter().find(|id| id != before).context("none does")
+            })
+        };
+        let id = other_than("")?;
+        let end = block_on(end(&socket, &id, false))?;
+        let started = block_on(started_at(&socket, &other_than(&id)?))?;
+        samples.push((started - end.killed) as f64 / 1e6);
+        kubelet.remove(&name)?;
+    }
+    step.done(&format!("{} restarts", samples.len()));
+    Ok(samples)
+}
+
+/// The containers of a static pod that run.
+async fn running(socket: &Path, name: &str) -> Result<Vec<String>> {
+    let mut cri = Cri::connect(socket).await?;
+    let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
+    let of_pod = |container: &cri::Container| {
+        let pod = container.labels.get("io.kubernetes.pod.name").map(String::as_str).unwrap_or_default();
+        pod.strip_prefix(name).is_some_and(|rest| rest.starts_with('-'))
+            && container.state() == cri::ContainerState::ContainerRunning
+    };
+    Ok(listed.into_inner().containers.into_iter().filter(of_pod).map(|container| container.id).collect())
 }
 
 /// Nanoseconds since the epoch: the clock of the runtime and of the agent's log.
@@ -69,7 +126,7 @@ fn now_ns() -> i64 {
 fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) -> Result<Vec<Row>> {
     let step = Step::start("lifecycle: containers ended and started again");
     let (mut to_known, mut to_exited) = (Vec::new(), Vec::new());
-    let (mut to_restart, mut at_most) = (Vec::new(), Vec::new());
+    let (mut to_restart, mut at_most, mut to_running) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..pods + watched {
         let name = format!("ends{round}");
         let mut pod = manifests::pod(&name, &["/bin/testapp", "pause"]);
@@ -100,11 +157,14 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
                 to_restart.push((asked - told) as f64 / 1e6);
             }
             // A pod's containers are started one after the other: one that ends meanwhile would wait for that.
-            agent.until(&format!("c{n} of {name} to run again"), |watch| {
+            let again = agent.until(&format!("c{n} of {name} to run again"), |watch| {
                 let pod = watch.pod(&name)?;
-                let again = id_of(pod, &format!("c{n}")).is_ok_and(|now| now != id) && pod.ready();
-                again.then_some(())
+                id_of(pod, &format!("c{n}")).ok().filter(|now| *now != id && pod.ready())
             })?;
+            if !watch {
+                let started = block_on(started_at(&containerd.socket(), &again))?;
+                to_running.push((started - end.killed) as f64 / 1e6);
+            }
         }
         agent.remove(&format!("{name}.yaml"))?;
         agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
@@ -112,15 +172,16 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
     step.done(&format!("{} restarts", to_restart.len()));
     Ok(vec![
         Row::by_median("lifecycle", "exit_known", "ms", to_known, KNOWN),
+        // How long the runtime takes to start a container, or for its answers, is its own.
+        Row::unbound("lifecycle", "exit_to_running", "ms", to_running),
         Row::new("lifecycle", "exited_to_restart", "ms", to_restart, TO_RESTART),
-        // How long the runtime takes for its answers is its own.
-        Row::new("lifecycle", "running_to_restart", "ms", at_most, f64::INFINITY),
+        Row::unbound("lifecycle", "running_to_restart", "ms", at_most),
         Row::new("lifecycle", "exit_to_exited", "ms", to_exited, TO_EXITED),
     ])
 }
 
 /// The runtime's identifier of a pod's container.
-fn id_of(pod: &PodView, container: &str) -> Result<String> {
+pub(super) fn id_of(pod: &PodView, container: &str) -> Result<String> {
     let id = pod.container(container).and_then(|c| c.container_id.as_deref()?.split("//").nth(1));
     Ok(id.context("a container has no id")?.to_owned())
 }
@@ -148,7 +209,7 @@ async fn state(cri: &mut Cri, id: &str) -> Result<Option<cri::ContainerState>> {
 }
 
 /// A container's first process.
-async fn first_process(cri: &mut Cri, id: &str) -> Result<Pid> {
+pub(super) async fn first_process(cri: &mut Cri, id: &str) -> Result<Pid> {
     let verbose = status(cri, id, true).await?;
     let info = verbose.info.get("info").context("the runtime names no process")?;
     let info: serde_json::Value = serde_json::from_str(info)?;
@@ -284,13 +345,14 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
         // The first round warms caches.
         if round > 0 {
             by_agent.push((started - began) as f64 / 1e6);
-            bare.push(alone.as_secs_f64() * 1e3);
+            bare.push(alone as f64 / 1e6);
         }
     }
     let (ours, theirs) = (super::median(&by_agent), super::median(&bare));
     step.done(&format!("{ours:.0} ms by the agent, {theirs:.0} ms by bare calls"));
     let ratio = ours / theirs;
-    Ok(Row::of("lifecycle", "manifest_to_running", "of bare CRI calls", (rounds, (ratio, ratio)), OVER_BARE))
+    let row = Row::of("lifecycle", "manifest_to_running", "of bare CRI calls", rounds, (ratio, ratio));
+    Ok(row.within(Statistic::Median, OVER_BARE))
 }
 
 /// When the runtime had started a container.
@@ -300,9 +362,10 @@ async fn started_at(socket: &Path, id: &str) -> Result<i64> {
     Ok(status.context("the runtime has no status")?.started_at)
 }
 
-/// The same pod by three calls, one after the other; how long they took together. It is asked for as the agent asks: with a
-/// cgroup of its own where the agent's pods have theirs, the files that are mounted, and what is hidden from it.
-async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Duration> {
+/// The same pod by three calls, one after the other; nanoseconds from the first to the container's start, by
+/// the stamp that counts for the agent's pod too. It is asked for as the agent asks: with a cgroup of its own
+/// where the agent's pods have theirs, the files that are mounted, and what is hidden from it.
+async fn bare_calls(containerd: &Containerd, name: &str) -> Result<i64> {
     let mut cri = Cri::connect(&containerd.socket()).await?;
     let logs = containerd.dir().join("bare-logs").join(name);
     std::fs::create_dir_all(logs.join("main"))?;
@@ -359,7 +422,7 @@ async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Duration> {
         }),
         ..Default::default()
     };
-    let began = Instant::now();
+    let began = now_ns();
     let request =
         cri::RunPodSandboxRequest { config: Some(sandbox_config.clone()), runtime_handler: String::new() };
     let sandbox = cri.runtime.run_pod_sandbox(request).await?.into_inner().pod_sandbox_id;
@@ -369,8 +432,9 @@ async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Duration> {
         sandbox_config: Some(sandbox_config),
     };
     let container_id = cri.runtime.create_container(request).await?.into_inner().container_id;
-    cri.runtime.start_container(cri::StartContainerRequest { container_id }).await?;
-    let took = began.elapsed();
+    cri.runtime.start_container(cri::StartContainerRequest { container_id: container_id.clone() }).await?;
+    let status = status(&mut cri, &container_id, false).await?.status;
+    let took = status.context("the runtime has no status")?.started_at - began;
     cri.runtime.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id: sandbox.clone() }).await?;
     cri.runtime.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: sandbox }).await?;
     Ok(took)

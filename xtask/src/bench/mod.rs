@@ -1,9 +1,12 @@
-//! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client of its
-//! API sees it, on a real containerd.
+//! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client
+//! of its API sees it, on a real containerd.
 //!
-//! Each row is one promise. `--json` prints one object a line: `{"what","row","unit","n","p50","p99","bound","ok"}`,
-//! with what it is compared to, and a note, where there are any.
-//! The exit code is 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
+//! Each row is one promise, or a number beside one that promises nothing by itself. A promise names the
+//! statistic that its bound is held against: `p99`, the `median` (of differences of two measurements, whose
+//! outliers are the machine's and of either sign, and of ratios), or the `value` where there is one only.
+//! `--json` prints one object a line: `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last
+//! three null without a bound, with what it is compared to, and a note, where there are any. The exit code is
+//! 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
 mod bpf;
 mod devices;
@@ -61,6 +64,26 @@ enum What {
     Tuner,
 }
 
+/// What of the samples a bound is held against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Statistic {
+    P99,
+    Median,
+    /// There is one sample.
+    Value,
+}
+
+impl Statistic {
+    fn name(self) -> &'static str {
+        match self {
+            Self::P99 => "p99",
+            Self::Median => "median",
+            Self::Value => "value",
+        }
+    }
+}
+
 /// One promise and what was measured.
 #[derive(Debug, Serialize)]
 struct Row {
@@ -70,8 +93,10 @@ struct Row {
     n: usize,
     p50: f64,
     p99: f64,
-    bound: f64,
-    ok: bool,
+    /// What must not be above the bound; none without one.
+    held: Option<Statistic>,
+    bound: Option<f64>,
+    ok: Option<bool>,
     /// The same, done otherwise.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     compare: BTreeMap<&'static str, f64>,
@@ -82,27 +107,49 @@ struct Row {
 
 impl Row {
     /// The row of these samples; its 99th percentile must not be above `bound`.
-    fn new(
+    fn new(what: &'static str, row: &'static str, unit: &'static str, samples: Vec<f64>, bound: f64) -> Row {
+        Row::unbound(what, row, unit, samples).within(Statistic::P99, bound)
+    }
+
+    /// The row of these samples; half of them must not be above `bound`.
+    fn by_median(
         what: &'static str,
         row: &'static str,
         unit: &'static str,
-        mut samples: Vec<f64>,
+        samples: Vec<f64>,
         bound: f64,
     ) -> Row {
-        samples.sort_by(f64::total_cmp);
-        let percentiles = (percentile(&samples, 50), percentile(&samples, 99));
-        Row::of(what, row, unit, (samples.len(), percentiles), bound)
+        Row::unbound(what, row, unit, samples).within(Statistic::Median, bound)
     }
 
-    /// The row of so many samples with this median and this 99th percentile, which must not be above `bound`.
+    /// The row of one sample, which must not be above `bound`.
+    fn one(what: &'static str, row: &'static str, unit: &'static str, sample: f64, bound: f64) -> Row {
+        Row::unbound(what, row, unit, vec![sample]).within(Statistic::Value, bound)
+    }
+
+    /// The row of these samples, of which nothing is promised.
+    fn unbound(what: &'static str, row: &'static str, unit: &'static str, mut samples: Vec<f64>) -> Row {
+        samples.sort_by(f64::total_cmp);
+        let percentiles = (percentile(&samples, 50), percentile(&samples, 99));
+        Row::of(what, row, unit, samples.len(), percentiles)
+    }
+
+    /// The row of `n` samples with this median and this 99th percentile, of which nothing is promised.
     fn of(
         what: &'static str,
         row: &'static str,
         unit: &'static str,
-        (n, (p50, p99)): (usize, (f64, f64)),
-        bound: f64,
+        n: usize,
+        (p50, p99): (f64, f64),
     ) -> Row {
-        Row { what, row, unit, n, p50, p99, bound, ok: p99 <= bound, compare: BTreeMap::new(), note: None }
+        let (held, bound, ok) = (None, None, None);
+        Row { what, row, unit, n, p50, p99, held, bound, ok, compare: BTreeMap::new(), note: None }
+    }
+
+    /// The row, with a promise.
+    fn within(self, held: Statistic, bound: f64) -> Row {
+        let value = if held == Statistic::Median { self.p50 } else { self.p99 };
+        Row { held: Some(held), bound: Some(bound), ok: Some(value <= bound), ..self }
     }
 
     /// The row, with the same thing done otherwise beside it (its median).
@@ -115,19 +162,6 @@ impl Row {
     /// The row, with a sentence about its numbers.
     fn noting(self, note: &'static str) -> Row {
         Row { note: Some(note), ..self }
-    }
-
-    /// The row of these samples; half of them must not be above `bound`. For differences of two measurements, whose
-    /// outliers are the machine's and of either sign.
-    fn by_median(
-        what: &'static str,
-        row: &'static str,
-        unit: &'static str,
-        samples: Vec<f64>,
-        bound: f64,
-    ) -> Row {
-        let row = Row::new(what, row, unit, samples, bound);
-        Row { ok: row.p50 <= bound, ..row }
     }
 }
 
@@ -164,9 +198,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     // What was measured in many minutes counts, whatever came after it.
     print(&rows, args.json)?;
     measured?;
-    match rows.iter().filter(|row| !row.ok).count() {
+    verdict(&rows)
+}
+
+/// An error if a bound doesn't hold.
+fn verdict(rows: &[Row]) -> Result<()> {
+    let held: Vec<bool> = rows.iter().filter_map(|row| row.ok).collect();
+    match held.iter().filter(|ok| !**ok).count() {
         0 => Ok(()),
-        broken => bail!("{broken} of {} bounds do not hold", rows.len()),
+        broken => bail!("{broken} of {} bounds do not hold", held.len()),
     }
 }
 
@@ -185,7 +225,7 @@ impl Disturbance {
     fn row(&self, measured: &[Row]) -> Result<Option<Row>> {
         let stolen = (stolen_seconds()? - self.stolen) / self.began.elapsed().as_secs_f64();
         let Some(first) = measured.first() else { return Ok(None) };
-        let row = Row::new(first.what, "stolen", "CPUs", vec![stolen], f64::INFINITY);
+        let row = Row::unbound(first.what, "stolen", "CPUs", vec![stolen]);
         Ok(Some(row.noting("a hypervisor had them for others meanwhile: no tail above is better than that")))
     }
 }
@@ -228,17 +268,26 @@ fn print(rows: &[Row], json: bool) -> Result<()> {
         }
         return Ok(());
     }
-    println!("{:<10} {:<22} {:>6} {:>10} {:>10} {:>10} unit", "WHAT", "ROW", "N", "P50", "P99", "BOUND");
-    for row in rows {
-        let mark = if row.ok { style("ok").green() } else { style("ABOVE").red().bold() };
-        let Row { what, row, unit, n, p50, p99, bound, compare, note, .. } = row;
-        let beside: String = compare.iter().map(|(name, value)| format!("; {name}: {value:.3}")).collect();
-        let note = note.map(|note| format!("; {note}")).unwrap_or_default();
-        println!(
-            "{what:<10} {row:<22} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>10.3} {unit} {mark}{beside}{note}"
-        );
-    }
+    println!("{:<10} {:<24} {:>6} {:>10} {:>10} {:>17} unit", "WHAT", "ROW", "N", "P50", "P99", "BOUND");
+    rows.iter().for_each(|row| println!("{}", line(row)));
     Ok(())
+}
+
+/// A row of the table.
+fn line(row: &Row) -> String {
+    let mark = match row.ok {
+        Some(true) => style("ok").green(),
+        Some(false) => style("ABOVE").red().bold(),
+        None => style("-"),
+    };
+    let bound = match row.held.zip(row.bound) {
+        Some((held, bound)) => format!("{} {bound:.3}", held.name()),
+        None => "-".to_owned(),
+    };
+    let Row { what, row: name, unit, n, p50, p99, compare, note, .. } = row;
+    let beside: String = compare.iter().map(|(name, value)| format!("; {name}: {value:.3}")).collect();
+    let note = note.map(|note| format!("; {note}")).unwrap_or_default();
+    format!("{what:<10} {name:<24} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>17} {unit} {mark}{beside}{note}")
 }
 
 #[cfg(test)]
@@ -262,8 +311,35 @@ mod tests {
     #[test]
     fn a_bound_holds_up_to_the_bound_itself() {
         let row = |bound| Row::new("probes", "x", "ms", vec![3.0, 1.0, 2.0], bound);
-        assert!(row(3.0).ok && !row(2.9).ok);
+        assert_eq!((row(3.0).ok, row(2.9).ok), (Some(true), Some(false)));
         assert_eq!((row(3.0).p50, row(3.0).n), (2.0, 3));
-        assert!(!Row::new("probes", "x", "ms", Vec::new(), 5.0).ok, "nothing measured is nothing proved");
+        let nothing = Row::new("probes", "x", "ms", Vec::new(), 5.0);
+        assert_eq!(nothing.ok, Some(false), "nothing measured is nothing proved");
+    }
+
+    #[test]
+    fn a_row_names_the_statistic_that_its_bound_is_held_against() {
+        let samples = || vec![1.0, 2.0, 9.0];
+        let check = |row: Row, ok: bool, shown: &str, json: &str| {
+            assert_eq!(row.ok, Some(ok), "{row:?}");
+            let line = console::strip_ansi_codes(&line(&row)).into_owned();
+            assert!(line.contains(shown), "{line}");
+            assert_eq!(serde_json::to_value(&row).unwrap()["held"], json);
+        };
+        check(Row::new("bpf", "x", "ms", samples(), 5.0), false, "p99 5.000 ms ABOVE", "p99");
+        check(Row::by_median("bpf", "x", "ms", samples(), 5.0), true, "median 5.000 ms ok", "median");
+        check(Row::one("bpf", "x", "ms", 1.0, 5.0), true, "value 5.000 ms ok", "value");
+    }
+
+    #[test]
+    fn a_row_without_a_bound_neither_holds_nor_breaks() {
+        let row = Row::unbound("bpf", "stolen", "CPUs", vec![0.5]);
+        let line = console::strip_ansi_codes(&line(&row)).into_owned();
+        assert!(line.ends_with(" - CPUs -"), "{line}");
+        let json = serde_json::to_value(&row).unwrap();
+        assert!(["held", "bound", "ok"].iter().all(|field| json[field].is_null()), "{json}");
+        let above = Row::one("bpf", "x", "ms", 2.0, 1.0);
+        assert_eq!(verdict(&[row, above]).unwrap_err().to_string(), "1 of 1 bounds do not hold");
+        assert!(verdict(&[Row::unbound("bpf", "stolen", "CPUs", vec![0.5])]).is_ok());
     }
 }

@@ -52,7 +52,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
             (names[2], "% core", watched, cpu),
             (names[3], "MiB", resident, memory),
         ] {
-            rows.push(Row::new("footprint", name, unit, vec![value], bound));
+            rows.push(Row::one("footprint", name, unit, value, bound));
         }
         step.done("");
     }
@@ -108,8 +108,8 @@ fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let cleared = text.matches("\u{1b}[2J").count();
     step.done("");
     Ok(vec![
-        Row::new("footprint", "top_200_churning", "% core", vec![used], 2.0),
-        Row::new("footprint", "top_200_full_redraws", "", vec![cleared as f64], 1.0),
+        Row::one("footprint", "top_200_churning", "% core", used, 2.0),
+        Row::one("footprint", "top_200_full_redraws", "", cleared as f64, 1.0),
     ])
 }
 

@@ -1,21 +1,26 @@
 //! What probes cost and how soon they see.
 //!
-//! On real pods: from a listener's coming or going inside a pod to the change of readiness at a client of the agent: from right
-//! before listen(2) or close(2), by the pod's own clock reading, to the receipt of the event on the WatchPods stream.
-//! The probe has the default settings (every 10 s, 3 failures), so a poll can't be the reason.
+//! On real pods: from a listener's coming or going inside a pod to the change of readiness at a client of the
+//! agent: from right before listen(2) or close(2), by the pod's own clock reading, to the receipt of the
+//! event on the WatchPods stream; and from right before kill(2) of the process that listens. That is a child
+//! of the container's first process, which goes on: the container doesn't end, so the listener's going is all
+//! that there is to see. The probe has the default settings (every 10 s, 3 failures), so a poll can't be the
+//! reason.
 //!
-//! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`), where every
-//! connection that is counted is theirs. Shares of a core are of each second: what the agent's probes use, not who answers.
+//! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`),
+//! where every connection that is counted is theirs. Shares of a core are of each second: what the agent's
+//! probes use, not who answers.
 
-use super::Row;
+use super::{Row, lifecycle};
 use crate::progress::Step;
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options, monotonic_ns};
-use beelet_tests::containerd::{Containerd, block_on};
+use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -55,6 +60,8 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         }
     }
     step.done(&format!("{rounds} rounds"));
+    let first = block_on(first_process_of(&containerd, &pod))?;
+    let to_dead = kills(&mut control, &changes, first, if quick { 20 } else { 500 })?;
     drop((control, agent, containerd));
     let driver = Driver::build()?;
     let polled = driver.run(&["edges", "connect", if quick { "2" } else { "20" }])?;
@@ -63,15 +70,62 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
             .beside("connect, 1 s", field(&polled, "listen_ms")),
         Row::new("probes", "close_to_not_ready", "ms", to_not_ready, BOUND)
             .beside("connect, 1 s", field(&polled, "close_ms")),
+        Row::new("probes", "kill9_to_not_ready", "ms", to_dead, BOUND)
+            .beside("connect, 1 s", field(&polled, "kill_ms")),
     ]);
-    rows.extend(latencies(&driver, &polled, quick)?);
+    rows.extend(latencies(&driver, quick)?);
     costs(&driver, quick, rows)
 }
 
+/// The first process of the pod's container, as this machine numbers it.
+async fn first_process_of(containerd: &Containerd, pod: &PodView) -> Result<Pid> {
+    let mut cri = Cri::connect(&containerd.socket()).await?;
+    lifecycle::first_process(&mut cri, &lifecycle::id_of(pod, "main")?).await
+}
+
+/// The process that listens inside the pod, killed again and again: milliseconds from right before kill(2) to
+/// the client's seeing that the pod isn't ready.
+fn kills(
+    control: &mut Control,
+    changes: &mpsc::Receiver<Change>,
+    first: Pid,
+    rounds: usize,
+) -> Result<Vec<f64>> {
+    let step = Step::start("probes: listening processes killed");
+    control.send(&format!("close {PORT}"))?;
+    next_change(changes, false)?;
+    let mut samples = Vec::new();
+    for round in 0..WARM_UP + rounds {
+        step.detail(&format!("{round} of {} rounds", WARM_UP + rounds));
+        control.send(&format!("child {PORT}"))?;
+        next_change(changes, true)?;
+        let listener = child_of(first)?;
+        let killed = monotonic_ns();
+        kill_process(listener, Signal::KILL)?;
+        let received = next_change(changes, false)?;
+        if round >= WARM_UP {
+            samples.push(received.saturating_sub(killed) as f64 / 1e6);
+        }
+    }
+    step.done(&format!("{rounds} rounds"));
+    Ok(samples)
+}
+
+/// The only child of a process.
+fn child_of(parent: Pid) -> Result<Pid> {
+    let tasks = PathBuf::from(format!("/proc/{}/task", parent.as_raw_nonzero()));
+    let mut children = String::new();
+    for task in std::fs::read_dir(&tasks)? {
+        children += &workdir::read(&task?.path().join("children"))?;
+    }
+    // One that was killed before may still be there until its parent has looked.
+    let newest = children.split_whitespace().filter_map(|pid| pid.parse().ok()).max();
+    newest.and_then(Pid::from_raw).context("no process listens in the pod")
+}
+
 /// Rows of the probes alone that are times.
-fn latencies(driver: &Driver, polled: &[Value], quick: bool) -> Result<Vec<Row>> {
+fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
     let rounds = |many: usize, few: usize| if quick { few.to_string() } else { many.to_string() };
-    let told = driver.run(&["edges", "kernel", &rounds(200, 20)])?;
     let hang = driver.run(&["hang", "kernel", &rounds(20, 2)])?;
     let hang_connect = driver.run(&["hang", "connect", &rounds(10, 1)])?;
     let jitter = |mode: &str, others: &str| driver.run(&["jitter", mode, others, &rounds(600, 15)]);
@@ -79,8 +133,6 @@ fn latencies(driver: &Driver, polled: &[Value], quick: bool) -> Result<Vec<Row>>
         (jitter("connect", "0")?, jitter("kernel", "0")?, jitter("kernel", "1000")?);
     let look = driver.run(&["look", "1000"])?;
     Ok(vec![
-        Row::new("probes", "kill9_to_not_ready", "ms", field(&told, "kill_ms"), BOUND)
-            .beside("connect, 1 s", field(polled, "kill_ms")),
         // At most a period until the look that finds the connection, and the timeout until it is judged. connect() sees
         // nothing before the queue (128) is full, and there it gets calls to fill it.
         Row::new("probes", "hang_to_not_ready", "ms", field(&hang, "ms"), 2250.0)

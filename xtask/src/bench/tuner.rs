@@ -7,7 +7,7 @@
 //! its rows have no bound, and say so.
 //! The whole node's cgroup gets the highest weight, so that other work of this machine counts little.
 
-use super::Row;
+use super::{Row, Statistic};
 use crate::progress::Step;
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
@@ -90,13 +90,13 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     }
     let cpus = std::thread::available_parallelism()?.get() as f64;
     let lost = 100.0 - 100.0 * tuned.neighbour / (cpus - tuned.server);
-    let (any, bound) = (f64::INFINITY, WORSE * alone.at(99.0));
+    let bound = Some(WORSE * alone.at(99.0));
     let runs = [
-        ("alone", "alone_p99.9", &alone, any),
-        ("busy_neighbour_off", "busy_off_p99.9", &noisy, any),
+        ("alone", "alone_p99.9", &alone, None),
+        ("busy_neighbour_off", "busy_off_p99.9", &noisy, None),
         ("busy_neighbour_enforce", "busy_enforce_p99.9", &tuned, bound),
-        ("memory_neighbour_off", "memory_off_p99.9", &thirsty, any),
-        ("memory_neighbour_enforce", "memory_enforce_p99.9", &watered, if memory_high { bound } else { any }),
+        ("memory_neighbour_off", "memory_off_p99.9", &thirsty, None),
+        ("memory_neighbour_enforce", "memory_enforce_p99.9", &watered, bound.filter(|_| memory_high)),
     ];
     let mut rows: Vec<Row> =
         runs.into_iter().flat_map(|(name, tail, run, bound)| of_run(name, tail, run, bound)).collect();
@@ -106,8 +106,8 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
             row.note = Some("not bounded: cgroup version 1 has no memory.high to hold the neighbour by");
         }
     }
-    rows.push(Row::new("tuner", "idle_cpu_lost", "%", vec![lost], LOST));
-    let reaction = Row::new("tuner", "first_step_after", "ms", tuned.reaction.into_iter().collect(), any);
+    rows.push(Row::one("tuner", "idle_cpu_lost", "%", lost, LOST));
+    let reaction = Row::unbound("tuner", "first_step_after", "ms", tuned.reaction.into_iter().collect());
     rows.push(if tuned.reaction.is_none() { reaction.noting("the tuner made no step") } else { reaction });
     Ok(rows)
 }
@@ -134,10 +134,14 @@ fn undisturbed(name: &str, seconds: u32, run: impl Fn() -> Result<Run>) -> Resul
 }
 
 /// The rows of a run: its median and 99th percentile, which the bound is for, and its 99.9th, one number in both columns.
-fn of_run(name: &'static str, tail: &'static str, run: &Run, bound: f64) -> [Row; 2] {
-    let row = |name, p50, p99, bound| Row::of("tuner", name, "ms", (run.requests, (p50, p99)), bound);
-    let (p999, any) = (run.at(99.9), f64::INFINITY);
-    [row(name, run.at(50.0), run.at(99.0), bound), row(tail, p999, p999, any)]
+fn of_run(name: &'static str, tail: &'static str, run: &Run, bound: Option<f64>) -> [Row; 2] {
+    let row = |name, p50, p99| Row::of("tuner", name, "ms", run.requests, (p50, p99));
+    let (main, p999) = (row(name, run.at(50.0), run.at(99.0)), run.at(99.9));
+    let main = match bound {
+        Some(bound) => main.within(Statistic::P99, bound),
+        None => main,
+    };
+    [main, row(tail, p999, p999)]
 }
 
 /// Whether the tuner can hold anybody back from memory here.

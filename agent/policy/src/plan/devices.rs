@@ -221,7 +221,8 @@ impl Node {
     fn restart(&mut self, running: Option<&[String]>) -> Result<(), FieldError> {
         let round_trip = self.devices.checkpoint().write().and_then(|file| Devices::read(&file, self.now));
         self.devices = round_trip.map_err(|error| FieldError::new("", error.to_string()))?;
-        // The runtime may still list containers of a pod that was refused: no admission has given them anything.
+        // The runtime may still list containers of a pod that was refused: no admission has given them
+        // anything.
         let admitted = |name: &&String| !self.refused.contains(*name);
         self.running = running.map(|names| names.iter().filter(admitted).cloned().collect());
         self.plugins.clear();

@@ -1,5 +1,5 @@
-//! Lines in columns, as kubectl aligns them: left, three spaces apart, nothing cut. A cell is text from anywhere, and stays
-//! on its line.
+//! Lines in columns, as kubectl aligns them: left, three spaces apart, nothing cut. A cell is text from
+//! anywhere, and stays on its line.
 
 use console::measure_text_width;
 

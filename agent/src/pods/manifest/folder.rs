@@ -173,8 +173,8 @@ impl Folder {
         self.files.keys().map(PathBuf::as_path)
     }
 
-    /// Notes that a file isn't there now. It takes nothing away yet: an editor may be about to put it back. Whether
-    /// it was known.
+    /// Notes that a file isn't there now. It takes nothing away yet: an editor may be about to put it back.
+    /// Whether it was known.
     pub(super) fn miss(&mut self, file: &Path) -> bool {
         self.files.get_mut(file).map(|file| file.missing = true).is_some()
     }

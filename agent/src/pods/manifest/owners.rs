@@ -1,8 +1,8 @@
-//! Which file has which name, over restarts of the agent too: a copy of a manifest must not take the name from the file that
-//! a pod runs from.
+//! Which file has which name, over restarts of the agent too: a copy of a manifest must not take the name
+//! from the file that a pod runs from.
 //!
-//! What is kept is written without waiting for the disk. A power cut ends every pod; the record may be lost with it, and then
-//! the file that was changed first has a name.
+//! What is kept is written without waiting for the disk. A power cut ends every pod; the record may be lost
+//! with it, and then the file that was changed first has a name.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,8 +22,9 @@ const NAME: &str = "manifests";
 /// Which file has an object's name, by kind and name ([`key`]).
 pub(super) type Owners = BTreeMap<String, PathBuf>;
 
-/// Which file has which name and UID. A copy of a manifest must not take the name from the pod that runs: the file that
-/// had a name keeps it, also while it can't be read; of files of which none had it, the one that was changed first.
+/// Which file has which name and UID. A copy of a manifest must not take the name from the pod that runs: the
+/// file that had a name keeps it, also while it can't be read; of files of which none had it, the one that
+/// was changed first.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     pub(super) owners: Owners,

@@ -1,11 +1,11 @@
 //! The folder of static pods, watched: whenever a manifest comes, changes or goes, readers get the new
 //! [`Desired`] set, within milliseconds, without polling.
 //!
-//! Events only say where to look; what is there is always read anew, and read whole again where events were lost
-//! (an overflow), the folder was replaced, and every `check_frequency` in any case. A file is read when its
-//! writing ends; one that is half written nevertheless is reported, and read again when it is closed. One that is not
-//! there is looked for again before it counts as removed: many editors move a file away before they put the new one in its
-//! place, and a pod must not end for that.
+//! Events only say where to look; what is there is always read anew, and read whole again where events were
+//! lost (an overflow), the folder was replaced, and every `check_frequency` in any case. A file is read when
+//! its writing ends; one that is half written nevertheless is reported, and read again when it is closed. One
+//! that is not there is looked for again before it counts as removed: many editors move a file away before
+//! they put the new one in its place, and a pod must not end for that.
 //!
 //! This module must never decide what becomes of a pod, and never write into the folder.
 
@@ -28,8 +28,8 @@ use super::watch::{Changes, Watcher, is_manifest_name};
 use crate::document::Limits;
 use crate::state::State;
 
-/// How long after a file was missed it is looked for again. An editor needs some 100 us between moving the old one away
-/// and making the new one; on a busy machine it may lose the CPU in between.
+/// How long after a file was missed it is looked for again. An editor needs some 100 us between moving the
+/// old one away and making the new one; on a busy machine it may lose the CPU in between.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 
 /// How the folder is watched.
@@ -405,8 +405,8 @@ mod tests {
             self.folder.path().join("manifests").join(name)
         }
 
-        /// Half the time after which a missing file is looked for again. The clock goes on only when all that the kernel
-        /// told has been heard.
+        /// Half the time after which a missing file is looked for again. The clock goes on only when all that
+        /// the kernel told has been heard.
         async fn half_a_look(&self) {
             tokio::time::sleep(SECOND_LOOK / 2).await;
         }

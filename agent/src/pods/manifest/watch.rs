@@ -58,9 +58,9 @@ pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr
     }
 }
 
-/// Whether a file of that name may be a manifest. The kubelet reads every file whose name doesn't begin with a dot, so a
-/// manifest may be called anything here too; but what editors, `sed -i` and package managers leave beside the real one, and
-/// what is written for people, is none.
+/// Whether a file of that name may be a manifest. The kubelet reads every file whose name doesn't begin with
+/// a dot, so a manifest may be called anything here too; but what editors, `sed -i` and package managers
+/// leave beside the real one, and what is written for people, is none.
 pub(super) fn is_manifest_name(name: &OsStr) -> bool {
     const NO_MANIFESTS: [&str; 19] = [
         "~",
@@ -93,8 +93,8 @@ pub(super) fn is_manifest_name(name: &OsStr) -> bool {
         || NO_MANIFESTS.iter().any(|end| name.ends_with(end)))
 }
 
-/// `sed -i` writes to "sed" and six characters of mkstemp(3), and renames that. Nearly all such names have a capital or a
-/// digit in them; a word such as "sedentary" has not, and may be a manifest.
+/// `sed -i` writes to "sed" and six characters of mkstemp(3), and renames that. Nearly all such names have a
+/// capital or a digit in them; a word such as "sedentary" has not, and may be a manifest.
 fn is_of_sed(name: &str) -> bool {
     let made_up = name.strip_prefix("sed").unwrap_or_default();
     made_up.len() == 6

@@ -1,0 +1,109 @@
+//! A kubelet on a private containerd, standalone: the peer beside which tests look and benches measure. Which
+//! one is said by `KUBELET`; none is brought along.
+
+use crate::containerd::{Containerd, write_pid};
+use crate::guards::Process;
+use crate::requires::{Missing, missing};
+use crate::workdir;
+use anyhow::{Context as _, Result};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The program that `KUBELET` names.
+///
+/// # Errors
+/// It names none.
+pub fn given() -> Result<PathBuf, Missing> {
+    let named = std::env::var_os("KUBELET").filter(|path| !path.is_empty()).map(PathBuf::from);
+    named.ok_or_else(|| missing("no kubelet is given", "give the path of a kubelet in KUBELET"))
+}
+
+/// A running kubelet. Dropped, it is killed; its pods go with the containerd they are on.
+#[derive(Debug)]
+pub struct Kubelet {
+    process: Process,
+    manifests: PathBuf,
+    log: PathBuf,
+}
+
+impl Kubelet {
+    /// Starts it with a folder of static pods, without an API server, in a mount namespace of its own, where
+    /// /var/lib/kubelet is empty.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub fn start(binary: &Path, containerd: &Containerd) -> Result<Kubelet> {
+        let dir = containerd.dir().join("kubelet");
+        let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
+        std::fs::create_dir_all(&manifests)?;
+        let config = json!({
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": "cgroupfs",
+            "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
+            "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
+            "authorization": {"mode": "AlwaysAllow"}, "maxPods": 500,
+        });
+        workdir::write(&dir.join("config.yaml"), config.to_string())?;
+        let version = version(binary)?;
+        let minor = version.split('.').nth(1).and_then(|minor| minor.parse::<u32>().ok());
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c"]);
+        command.arg("mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"");
+        command.arg("sh").arg(binary).arg("--config").arg(dir.join("config.yaml"));
+        command.arg(format!("--container-runtime-endpoint={}", containerd.endpoint()));
+        command.arg(format!("--root-dir={}", dir.join("root").display())).arg("--hostname-override=observed");
+        if minor.with_context(|| format!("{version:?} is no kubelet's version"))? < 24 {
+            command.arg("--container-runtime=remote");
+        }
+        let output = std::fs::File::create(&log)?;
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        let process = Process(command.spawn().context("could not start the kubelet")?);
+        // One that ended at once has nothing to be written down.
+        let _ = write_pid(containerd.dir(), "kubelet", process.0.id());
+        Ok(Kubelet { process, manifests, log })
+    }
+
+    /// The process's id: each program before it became the next.
+    pub fn pid(&self) -> u32 {
+        self.process.0.id()
+    }
+
+    /// Everything that it has printed so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Puts a pod's manifest into the folder.
+    ///
+    /// # Errors
+    /// It can't be written.
+    pub fn apply(&self, manifest: &Value) -> Result<()> {
+        workdir::write(
+            &self.manifest(manifest["metadata"]["name"].as_str().unwrap_or_default()),
+            manifest.to_string(),
+        )
+    }
+
+    /// Takes a pod's manifest out of the folder.
+    ///
+    /// # Errors
+    /// It isn't there.
+    pub fn remove(&self, name: &str) -> Result<()> {
+        std::fs::remove_file(self.manifest(name)).with_context(|| format!("could not remove {name}"))
+    }
+
+    fn manifest(&self, name: &str) -> PathBuf {
+        self.manifests.join(format!("{name}.yaml"))
+    }
+}
+
+/// What it says it is: `Kubernetes v1.36.2`.
+///
+/// # Errors
+/// It can't be run.
+pub fn version(binary: &Path) -> Result<String> {
+    let said = Command::new(binary).arg("--version").output();
+    let said = said.with_context(|| format!("could not run {}", binary.display()))?;
+    Ok(String::from_utf8_lossy(&said.stdout).trim().to_owned())
+}

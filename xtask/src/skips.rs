@@ -1,0 +1,79 @@
+//! Which tests `cargo xtask test --strict` lets a machine leave out. A test that is left out passes for the
+//! runner, so a CI that has nothing would be green: whatever is left out for another reason than these is a
+//! failure there.
+
+/// A reason that counts, by a part of its text, and why a CI can't be expected to have what is missing.
+struct Allowed {
+    reason: &'static str,
+    why: &'static str,
+}
+
+const fn allowed(reason: &'static str, why: &'static str) -> Allowed {
+    Allowed { reason, why }
+}
+
+const BY_CHOICE: &str = "by choice: cargo xtask test --long runs it";
+const ONE_VERSION: &str = "a machine has one version of cgroups; cargo xtask vm boots the other";
+const KERNEL: &str = "no package changes the running kernel; cargo xtask vm boots others";
+const NO_PACKAGE: &str = "the distribution has no package of it: its path must be given";
+
+const ALLOWED: &[Allowed] = &[
+    allowed("it takes minutes (", BY_CHOICE),
+    allowed("kills fitted into", BY_CHOICE),
+    allowed("the memory controller is version 1's", ONE_VERSION),
+    allowed("the memory controller is version 2's", ONE_VERSION),
+    allowed("cgroup version 1 has no memory.", ONE_VERSION),
+    allowed("cgroup version 2 has no such rule", ONE_VERSION),
+    allowed("this kernel lets everybody have a window of a second", KERNEL),
+    allowed("no cgroup2 counts stalls", KERNEL),
+    allowed("the kernel has no pressure information", KERNEL),
+    allowed("the kernel counts no pressure", KERNEL),
+    allowed("the kernel has no cpu.idle", KERNEL),
+    allowed("the kernel has no null_blk device", KERNEL),
+    allowed("the kernel has no /proc/PID/schedstat", KERNEL),
+    allowed("the kernel counts nothing by project", KERNEL),
+    allowed("a kernel with CONFIG_QFMT_V2 or CONFIG_XFS_QUOTA", KERNEL),
+    allowed("(modprobe tcp_diag)", KERNEL),
+    allowed("(modprobe veth, or a kernel built with CONFIG_VETH)", KERNEL),
+    allowed("iptables can't list its nat table", KERNEL),
+    allowed("it needs containerd 2 (", NO_PACKAGE),
+    allowed("no kubelet is given", NO_PACKAGE),
+    allowed("it needs a device plugin written in Go", NO_PACKAGE),
+    allowed(
+        "there is no Python with grpcio-tools",
+        "the distribution's is too old for optional fields; .ci/run asks pip",
+    ),
+    allowed(
+        "the object that logs is not built",
+        "it is a tool for people who look for a fault in the programs",
+    ),
+];
+
+/// Why a test may be left out for this reason; none if it may not.
+pub(crate) fn why(reason: &str) -> Option<&'static str> {
+    ALLOWED.iter().find(|allowed| reason.contains(allowed.reason)).map(|allowed| allowed.why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use beelet_tests::requires::missing;
+
+    #[test]
+    fn what_a_package_or_root_would_mend_is_not_let_pass() {
+        let check = |what: &str, remedy: &str, expected: bool| {
+            let reason = missing(what, remedy).to_string();
+            assert_eq!(why(&reason).is_some(), expected, "{reason}");
+        };
+        check("it takes minutes", "cargo xtask test --long", true);
+        check("the kernel counts no pressure", "boot it with psi=1", true);
+        check("it needs containerd 2", "give the path of a containerd 2 binary", true);
+        check("CONTAINERD names a containerd 1.6", "give the path of a containerd 2 binary", false);
+        check("it needs root", "run the tests as root", false);
+        check("containerd is not installed", "cargo xtask setup --for test", false);
+        check("bpftool is not installed", "apt-get install bpftool", false);
+        check("no Python has grpcio", "cargo xtask setup --for test", false);
+        check("the kernel has no BTF", "use a kernel built with CONFIG_DEBUG_INFO_BTF", false);
+        check("DEVICE_PLUGIN names /x, which is not a file", "name one", false);
+    }
+}
