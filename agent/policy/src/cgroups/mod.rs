@@ -58,7 +58,7 @@ pub enum MemoryReservationPolicy {
     /// Not at all; what was written before is taken back.
     #[default]
     None,
-    /// `memory.min` for Guaranteed pods, `memory.low` for Burstable ones.
+    /// `memory.min` for Guaranteed pods, `memory.low` for the others.
     TieredReservation,
 }
 

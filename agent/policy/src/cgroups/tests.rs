@@ -81,6 +81,25 @@ fn a_pod_is_limited_to_so_many_processes() {
 }
 
 #[test]
+fn what_a_pod_takes_beside_its_containers_is_protected_in_every_class() {
+    let qos =
+        MemoryQos { throttling_factor: Some(0.9), reservation: MemoryReservationPolicy::TieredReservation };
+    let config = CgroupConfig { memory_qos: Some(qos), ..config(CgroupVersion::V2) };
+    let check = |overhead: &Value, config: &CgroupConfig, expected: (Option<&str>, Option<&str>)| {
+        let pod = pod(&json!({"overhead": overhead, "containers": [{"name": "c"}]}));
+        let values = pod_cgroup(&pod, config).unwrap();
+        assert!(values.path.starts_with("/kubepods/besteffort/"), "{}", values.path);
+        let file = |name: &str| values.files.get(name).map(String::as_str);
+        assert_eq!((file("memory.low"), file("memory.min")), expected, "{overhead}");
+    };
+    check(&json!({"memory": "120Mi"}), &config, (Some("125829120"), None));
+    check(&json!({"cpu": "100m"}), &config, (None, None));
+    let unprotected = MemoryQos { reservation: MemoryReservationPolicy::None, ..qos };
+    let config = CgroupConfig { memory_qos: Some(unprotected), ..config };
+    check(&json!({"memory": "120Mi"}), &config, (None, None));
+}
+
+#[test]
 fn guaranteed_pods_share_the_cgroup_of_all_pods() {
     let config = config(CgroupVersion::V2);
     assert_eq!(qos_path(QosClass::Guaranteed, &config), kubepods_path(&config));
