@@ -58,6 +58,20 @@ fn memory_that_a_pod_requests_beyond_its_containers_counts_for_each_of_them() {
 }
 
 #[test]
+fn a_kill_for_want_of_memory_takes_the_whole_container_where_the_kernel_can() {
+    let check = |version: CgroupVersion, oom_group: bool, expected: Option<&str>| {
+        let pod = pod(&json!({"containers": [{"name": "c"}]}));
+        let container = &pod.spec.as_ref().unwrap().containers[0];
+        let config = CgroupConfig { oom_group, ..config(version) };
+        let unified = container_resources(&pod, container, &config).unwrap().unified;
+        assert_eq!(unified.get("memory.oom.group").map(String::as_str), expected, "{version:?}");
+    };
+    check(CgroupVersion::V2, true, Some("1"));
+    check(CgroupVersion::V2, false, None);
+    check(CgroupVersion::V1, true, None);
+}
+
+#[test]
 fn daemons_that_something_is_reserved_for_get_just_that() {
     let mut reserve = crate::resources::ResourceList::default();
     reserve.set("cpu", Quantity::from_millis(500));
