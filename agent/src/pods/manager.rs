@@ -201,6 +201,8 @@ struct Managed {
     oom: BTreeMap<String, OomFacts>,
     probes: BTreeMap<String, ProbeFacts>,
     status: Option<core::PodStatus>,
+    /// Since when it has been active.
+    lifetime: Option<failing::Lifetime>,
     edge: Option<ReadinessEdge>,
     /// Set if it was ended for good.
     failure: Option<Failure>,
@@ -457,6 +459,7 @@ impl Manager {
             oom,
             probes,
             status,
+            lifetime: None,
             edge: None,
             failure,
             retry,
@@ -636,6 +639,7 @@ impl Manager {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
         managed.status = Some(status.clone());
+        managed.note_start();
         if has_ended(Some(&status)) {
             // What has ended needs no room, and does not start again when the runtime forgets how it ended.
             if managed.failure.is_none() {
