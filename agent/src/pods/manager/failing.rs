@@ -67,6 +67,7 @@ impl Manager {
         managed.probes.clear();
         managed.hooked.clear();
         managed.oom.clear();
+        managed.oom_told.clear();
         managed.control.send_modify(|c| {
             c.failed = None;
             c.ended = false;
