@@ -143,7 +143,7 @@ fn a_container_above_its_memory_limit_is_restarted_and_the_kernels_numbers_are_t
     assert!((16..=32).contains(&own.unwrap()), "{told}");
     let (code, events, error) = node.cli(&["events", "--for", "hungry-testnode"]);
     assert_eq!(code, Some(0), "{error}");
-    assert!(events.contains("OOMKilled") && events.contains("for want of memory"), "{events}");
+    assert!(events.contains("OOMKilling") && events.contains("for want of memory"), "{events}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use crate::duration;
@@ -125,6 +125,19 @@ pub fn detect<'a, S: BuildHasher>(
             record.last_used = Some(now);
         }
         records.insert(record.id.clone(), record);
+    }
+}
+
+/// Moves remembered times by `step`, by which the wall's clock was set since they were written, so that ages stay what they
+/// are. One that is yet to come even so becomes `now`: that clock was set while nobody looked, and an image would be too
+/// young to go until it is caught up.
+pub fn follow_clock<'a>(
+    times: impl IntoIterator<Item = &'a mut Timestamp>,
+    step: SignedDuration,
+    now: Timestamp,
+) {
+    for time in times {
+        *time = time.saturating_add(step).unwrap_or(*time).min(now);
     }
 }
 

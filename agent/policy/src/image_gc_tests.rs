@@ -283,3 +283,18 @@ proptest! {
         prop_assert!(outcome.usage_percent.is_none_or(|p| p <= 100));
     }
 }
+
+#[test]
+fn ages_are_what_they_were_after_the_clock_was_set() {
+    let check = |step: i64, now: i64, expectation: [i64; 3]| {
+        let mut times = [at(-90), at(-60), at(0)];
+        follow_clock(&mut times, SignedDuration::from_secs(step), at(now));
+        assert_eq!(times, expectation.map(at), "{step}");
+    };
+    check(0, 5, [-90, -60, 0]);
+    check(3600, 3605, [3510, 3540, 3600]);
+    check(-3600, -3595, [-3690, -3660, -3600]);
+    // It was set back while nobody looked.
+    check(0, -70, [-90, -70, -70]);
+    check(i64::MAX, 5, [5, 5, 5]);
+}

@@ -12,6 +12,7 @@ pub mod expand;
 pub mod field;
 pub mod image_gc;
 pub mod local_storage;
+pub mod moment;
 pub mod plan;
 pub mod pod;
 pub mod preemption;

@@ -15,6 +15,8 @@ use std::{
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
 
+use crate::moment::Moment;
+
 mod restart;
 
 pub use restart::{
@@ -148,7 +150,7 @@ pub struct Backoff {
     /// The whole delay.
     pub delay: Duration,
     /// When it is over.
-    pub until: Timestamp,
+    pub until: Moment,
 }
 
 /// How a pod that has nothing more to do ended.
@@ -205,15 +207,24 @@ impl Actions {
     }
 
     /// When to decide again though nothing changed.
-    pub fn wake_at(&self) -> Option<Timestamp> {
+    pub fn wake_at(&self) -> Option<Moment> {
         self.backoff.values().map(|b| b.until).min()
     }
 }
 
-/// When a pod that started at `start` must have ended, by its activeDeadlineSeconds.
-pub fn deadline(spec: &PodSpec, start: Timestamp) -> Option<Timestamp> {
-    let seconds = u64::try_from(spec.active_deadline_seconds?).ok()?;
-    Some(start.saturating_add(Duration::from_secs(seconds)).unwrap_or(Timestamp::MAX))
+/// How long the pod may be active, by its activeDeadlineSeconds.
+pub fn active_limit(spec: &PodSpec) -> Option<Duration> {
+    u64::try_from(spec.active_deadline_seconds?).ok().map(Duration::from_secs)
+}
+
+/// When containers ended, by the runtime's identifiers, and what time it is: on one clock, which nobody sets. The runtime's
+/// own times are the wall's, and a delay that is measured by them lasts hours where that clock is set back.
+#[derive(Clone, Copy, Debug)]
+pub struct Times<'a> {
+    /// When containers ended. One that isn't here ends now.
+    pub ended: &'a BTreeMap<String, Moment>,
+    /// The time of the decision.
+    pub now: Moment,
 }
 
 /// What to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
@@ -222,10 +233,10 @@ pub fn actions(
     observed: &Observed,
     verdicts: &Verdicts,
     max_restart_delay: Duration,
-    now: Timestamp,
+    times: Times<'_>,
 ) -> Actions {
     let Some(spec) = &pod.spec else { return Actions::default() };
-    let mut decision = Decision::new(spec, observed, verdicts, now);
+    let mut decision = Decision::new(spec, observed, verdicts, times);
     decision.max_restart_delay = max_restart_delay;
     decision.retire_old_sandboxes();
     if let Some(outcome) = decision.outcome() {
@@ -247,7 +258,7 @@ struct Decision<'a> {
     spec: &'a PodSpec,
     observed: &'a Observed,
     verdicts: &'a Verdicts,
-    now: Timestamp,
+    times: Times<'a>,
     max_restart_delay: Duration,
     /// The sandbox that containers run in, or none if a new one is needed.
     current: Option<&'a Sandbox>,
@@ -257,7 +268,7 @@ struct Decision<'a> {
 }
 
 impl<'a> Decision<'a> {
-    fn new(spec: &'a PodSpec, observed: &'a Observed, verdicts: &'a Verdicts, now: Timestamp) -> Self {
+    fn new(spec: &'a PodSpec, observed: &'a Observed, verdicts: &'a Verdicts, times: Times<'a>) -> Self {
         let current = observed.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
         let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
         for container in &observed.containers {
@@ -268,7 +279,7 @@ impl<'a> Decision<'a> {
         }
         let max_restart_delay = RESTART_DELAY_MAX;
         let actions = Actions::default();
-        Self { spec, observed, verdicts, now, max_restart_delay, current, newest, actions }
+        Self { spec, observed, verdicts, times, max_restart_delay, current, newest, actions }
     }
 
     /// The container of this name in the sandbox that counts: attempts in earlier sandboxes are history.
@@ -446,8 +457,9 @@ impl<'a> Decision<'a> {
                 let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, *finished_at));
                 let delay =
                     restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
-                let until = finished_at.saturating_add(delay).unwrap_or(Timestamp::MAX);
-                if until > self.now {
+                let ended = self.times.ended.get(&container.id).copied().unwrap_or(self.times.now);
+                let until = ended.plus(delay);
+                if until > self.times.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
                 } else {
                     self.start(spec, container.attempt + 1, delay, None);

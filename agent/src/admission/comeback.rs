@@ -4,12 +4,15 @@
 //!
 //! Must never bring back a pod for which there is no room: it would be refused, and then it would stay so.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use beelet_policy::critical::priority;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
-use tokio::sync::{mpsc, watch};
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
@@ -40,11 +43,12 @@ pub struct Comeback {
 impl Comeback {
     /// Works until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        // What was short before the agent began isn't known: only from here on nothing has been.
-        let began = Timestamp::now();
+        // What was short before the agent began isn't known: only from here on nothing has been. So it doesn't matter either
+        // when by the wall's clock, which may have been set, a pod was ended.
+        let mut ended = HashMap::new();
         loop {
-            let pods = self.candidates();
-            let wait = self.bring_back(&pods, began).await;
+            let pods = self.candidates(&mut ended);
+            let wait = self.bring_back(&pods).await;
             let timer = async {
                 match wait {
                     Some(wait) => tokio::time::sleep(wait).await,
@@ -60,32 +64,35 @@ impl Comeback {
         }
     }
 
-    /// The pods that the node ended, the most important first, with the time of it.
-    fn candidates(&mut self) -> Vec<(Arc<core::Pod>, Timestamp)> {
+    /// The pods that the node ended, the most important first, with the time at which that was first seen. `ended` has that
+    /// time from one look to the next, by UID and by when the pod says that it was ended: it can be ended again.
+    fn candidates(
+        &mut self,
+        ended: &mut HashMap<(String, Timestamp), Instant>,
+    ) -> Vec<(Arc<core::Pod>, Instant)> {
         let table = Arc::clone(&self.table.borrow_and_update());
+        let before = std::mem::take(ended);
         let mut pods: Vec<_> = table
             .pods
             .values()
             .filter(|entry| entry.pod.metadata.deletion_timestamp.is_none())
-            .filter_map(|entry| Some((&entry.pod, ended_at(&entry.pod)?)))
-            .map(|(pod, at)| (Arc::new(core::Pod { status: None, ..pod.clone() }), at))
+            .filter_map(|entry| {
+                let key = (entry.pod.metadata.uid.clone()?, ended_at(&entry.pod)?);
+                let at = before.get(&key).copied().unwrap_or_else(Instant::now);
+                ended.insert(key, at);
+                Some((Arc::new(core::Pod { status: None, ..entry.pod.clone() }), at))
+            })
             .collect();
         pods.sort_by_cached_key(|(pod, _)| (std::cmp::Reverse(priority(pod)), PodName::of(pod)));
         pods
     }
 
     /// Asks for those that may; when to look again, if there are others.
-    async fn bring_back(
-        &mut self,
-        pods: &[(Arc<core::Pod>, Timestamp)],
-        began: Timestamp,
-    ) -> Option<Duration> {
-        let now = Timestamp::now();
+    async fn bring_back(&mut self, pods: &[(Arc<core::Pod>, Instant)]) -> Option<Duration> {
         let short = !self.conditions.borrow_and_update().is_empty();
         let mut wait: Option<Duration> = None;
         for (pod, ended) in pods {
-            let since = Duration::try_from(now.duration_since((*ended).max(began))).unwrap_or(Duration::ZERO);
-            let left = self.transition.saturating_sub(since);
+            let left = self.transition.saturating_sub(ended.elapsed());
             if !left.is_zero() {
                 wait = Some(wait.map_or(left, |known| known.min(left)));
             } else if short {

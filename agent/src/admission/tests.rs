@@ -297,3 +297,35 @@ async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
     assert!(node.admission.resize(&plain("a", "3")).is_ok());
     assert!(node.admission.resize(&critical("b", "2")).is_err(), "nobody goes for it");
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the_clock_was_set_to() {
+    use crate::pods::table::{PodEntry, PodName, PodTable};
+
+    let mut node = Node::new();
+    let condition =
+        json!({"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2199-01-01T00:00:00Z"});
+    let status = json!({"phase": "Failed", "reason": EVICTED, "conditions": [condition]});
+    let pod = core::Pod { status: serde_json::from_value(status).unwrap(), ..(*plain("a", "1")).clone() };
+    let name = PodName::of(&pod);
+    let (_table, table) = watch::channel(Arc::new(PodTable {
+        pods: [(name, Arc::new(PodEntry::of(pod)))].into(),
+        ..PodTable::default()
+    }));
+    let (requests, mut asked) = mpsc::channel(8);
+    std::mem::swap(&mut node.requests, &mut asked);
+    let comeback = Comeback {
+        table,
+        conditions: node.conditions.subscribe(),
+        admission: Arc::clone(&node.admission),
+        requests,
+        transition: 300 * SECOND,
+    };
+    let shutdown = tokio_util::sync::CancellationToken::new();
+    let working = tokio::spawn(comeback.run(shutdown.clone()));
+    assert!(tokio::time::timeout(299 * SECOND, node.requests.recv()).await.is_err());
+    let request = tokio::time::timeout(2 * SECOND, node.requests.recv()).await.unwrap();
+    assert!(matches!(request, Some(Request::Retry { uid }) if uid == "a"));
+    shutdown.cancel();
+    working.await.unwrap();
+}

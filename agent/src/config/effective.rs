@@ -83,6 +83,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         container_log_monitor_interval: Some(GoDuration(config.container_log_monitor_interval)),
         seccomp_default: Some(config.seccomp_default),
         allowed_unsafe_sysctls: Some(config.allowed_unsafe_sysctls.clone()),
+        single_process_oom_kill: config.single_process_oom_kill,
         oom_score_adj: Some(config.oom_score_adj.into()),
         max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
         max_pods: Some(config.max_pods.into()),

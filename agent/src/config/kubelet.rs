@@ -39,6 +39,8 @@ pub(super) struct KubeletWire {
     pub(super) memory_throttling_factor: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) memory_reservation_policy: Option<String>,
+    #[serde(rename = "singleProcessOOMKill", skip_serializing_if = "Option::is_none")]
+    pub(super) single_process_oom_kill: Option<bool>,
     pub(super) qos_reserved: Option<Amounts>,
     #[serde(rename = "clusterDNS")]
     pub(super) cluster_dns: Option<Vec<String>>,

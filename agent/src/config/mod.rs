@@ -77,6 +77,9 @@ pub struct Config {
     pub kube_reserved_cgroup: Option<ReservedCgroup>,
     /// Whether memory requests are protected and use is throttled before its limit (cgroup v2 only); None: not at all.
     pub memory_qos: Option<MemoryQos>,
+    /// The kernel kills one process for want of memory, not its container. None: as the machine's cgroups have it, which is
+    /// one process on version 1 and the container on version 2.
+    pub single_process_oom_kill: Option<bool>,
     /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
     pub qos_reserved: BTreeMap<String, u8>,
     /// Name servers for pods with `dnsPolicy: ClusterFirst`.

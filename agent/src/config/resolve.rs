@@ -66,6 +66,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         system_reserved_cgroup: reserved_cgroup(wire, "system", wire.system_reserved_cgroup.as_deref())?,
         kube_reserved_cgroup: reserved_cgroup(wire, "kube", wire.kube_reserved_cgroup.as_deref())?,
         memory_qos: memory_qos(wire)?,
+        single_process_oom_kill: wire.single_process_oom_kill,
         qos_reserved: qos_reserved(wire.qos_reserved.as_ref())?,
         cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default())?,
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),

@@ -60,6 +60,7 @@ fn an_empty_file_is_the_kubelets_defaults() {
     assert_eq!(config.beelet.pods_dir, Path::new("/var/lib/beelet/pods"));
     assert_eq!(config.socket(), Path::new("/run/beelet/beelet.sock"));
     assert!(config.cpu_cfs_quota && !config.fail_cgroup_v1);
+    assert_eq!(config.single_process_oom_kill, None);
     assert!(!config.node_name.is_empty());
 }
 
@@ -438,6 +439,7 @@ fn the_effective_configuration_reads_back_as_itself() {
              systemReservedCgroup: /system\nkubeReservedCgroup: /kube/lets\nmemoryReservationPolicy: TieredReservation",
         ),
         kubelet("memoryThrottlingFactor: 0.8"),
+        kubelet("singleProcessOOMKill: true"),
         beelet("tuner: {mode: off, interval: 1s, cpuWaitPerMille: 30, cpuWaitP99: 2ms, memoryFloor: 32Mi}"),
         beelet(
             "tuner: {mode: enforce, hotTicks: 3, burstPercent: 0, backOff: 1m, helplessSteps: 0, gainPercent: 20}",

@@ -91,10 +91,6 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        reason: "on cgroup version 2 the runtime decides whether an out-of-memory kill takes the whole container",
-        fields: &["singleProcessOOMKill"],
-    },
-    Group {
         reason: "cgroups outside the pods' own are left alone in this version",
         fields: &["kubeletCgroups", "systemCgroups"],
     },

@@ -30,7 +30,7 @@ use super::{
     space::{Space, image_mountpoint},
     usage::{Usage, names, sandbox_image},
 };
-use crate::{events::NodeEvents, pods::table::PodTable, runtime::Runtime, state::State};
+use crate::{clock::WallClock, events::NodeEvents, pods::table::PodTable, runtime::Runtime, state::State};
 
 /// Between two looks at all images, and between two collections, as the kubelet's.
 pub const PERIOD: Duration = Duration::from_secs(300);
@@ -129,6 +129,8 @@ pub struct ImageGc {
     parts: Parts,
     commands: mpsc::Receiver<Command>,
     known: Known,
+    /// Ages are told by the wall's clock, for they outlive the machine's run. It may be set.
+    clock: WallClock,
     /// Where images are, once the runtime has said it.
     mountpoint: Option<PathBuf>,
     sandbox_image: Option<String>,
@@ -152,6 +154,7 @@ impl ImageGc {
             parts,
             commands,
             known: Known::default(),
+            clock: WallClock::default(),
             mountpoint: None,
             sandbox_image: None,
             failed_before: false,
@@ -261,6 +264,7 @@ impl ImageGc {
         self.note_list(&images);
         let first = self.known.began.is_none();
         let before = self.known.clone();
+        image_gc::follow_clock(self.known.times(), self.clock.step(now), now);
         self.known.began.get_or_insert(now);
         let listed = images.iter().map(|image| ListedImage {
             id: &image.id,

@@ -23,6 +23,17 @@ pub(super) struct Known {
     pub(super) images: BTreeMap<String, ImageRecord>,
 }
 
+impl Known {
+    /// All times in it.
+    pub(super) fn times(&mut self) -> impl Iterator<Item = &mut Timestamp> {
+        let of_images = self.images.values_mut().flat_map(|record| {
+            let ImageRecord { first_detected, last_used, .. } = record;
+            first_detected.iter_mut().chain(last_used)
+        });
+        self.began.iter_mut().chain(of_images)
+    }
+}
+
 /// Reads what an earlier instance knew. Without it every image is as if it were seen for the first time.
 pub(super) async fn load(state: &Arc<State>) -> Known {
     let state = Arc::clone(state);

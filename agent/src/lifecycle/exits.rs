@@ -372,6 +372,8 @@ impl Exits {
     }
 
     async fn on_oom(&mut self, kill: OomKill) {
+        // First of all: it will be gone soon.
+        let command = spawn_blocking(move || command_of(kill.pid)).await.unwrap_or_default();
         let pid = self.cgroup_ids.get(&kill.cgroup_id).copied().unwrap_or(kill.pid);
         let Some(process) = self.known.get(&pid).filter(|process| !process.sandbox) else {
             debug!(?kill, "an OOM kill outside of all known containers");
@@ -382,6 +384,7 @@ impl Exits {
             id: process.id.clone(),
             facts: OomFacts {
                 pid: kill.pid,
+                command,
                 // The container's own end follows only if it was its first process.
                 first: kill.pid == pid,
                 anon_rss: kill.anon_rss,
@@ -395,10 +398,38 @@ impl Exits {
     }
 }
 
+/// What a process calls itself, for people; empty if it is gone. Containers choose that: any bytes may come.
+fn command_of(pid: u32) -> String {
+    let name = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let name = name.strip_suffix(b"\n").unwrap_or(&name);
+    let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    String::from_utf8_lossy(name).chars().map(shown).collect()
+}
+
 /// Remembers, and forgets the oldest.
 fn push<T>(queue: &mut VecDeque<T>, item: T) {
     if queue.len() >= STRANGERS {
         queue.pop_front();
     }
     queue.push_back(item);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_called_what_it_calls_itself_as_far_as_that_can_be_shown() {
+        let named = |name: &'static [u8]| {
+            std::thread::spawn(move || {
+                rustix::thread::set_name(&std::ffi::CString::new(name).unwrap()).unwrap();
+                command_of(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())
+            })
+            .join()
+            .unwrap()
+        };
+        assert_eq!(named(b"worker 1"), "worker 1");
+        assert_eq!(named(b"\x1b[2J\xff\n"), "\u{fffd}[2J\u{fffd}\u{fffd}");
+        assert_eq!(command_of(u32::MAX), "");
+    }
 }

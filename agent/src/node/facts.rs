@@ -47,6 +47,7 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
         qos_reserved_memory_percent: config.qos_reserved.get("memory").copied(),
         cpu_weight_formula: formula,
         memory_qos: config.memory_qos,
+        oom_group: config.single_process_oom_kill != Some(true),
         pod_pids_limit: (config.pod_pids_limit > 0).then_some(config.pod_pids_limit),
         ..CgroupConfig::new(version, node)
     })

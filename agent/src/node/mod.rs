@@ -131,6 +131,13 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
         );
     }
     cgroups.require_root()?;
+    if config.single_process_oom_kill == Some(false) && cgroups.version() != Version::V2 {
+        bail!(
+            "this machine's cgroups are {}, and singleProcessOOMKill is false: the kernel kills a whole container for want \
+             of memory on version 2 alone; take singleProcessOOMKill out of the configuration",
+            cgroups.version()
+        );
+    }
 
     let metrics = Metrics::default();
     let (signals, inbox) = Signals::new();

@@ -329,7 +329,8 @@ fn choose(
             pod_uid: uid,
             name: container.metadata.as_ref().map_or("", |metadata| &metadata.name),
             attempt: container.metadata.as_ref().map_or(0, |metadata| metadata.attempt),
-            created_at: timestamp(container.created_at).unwrap_or(now),
+            // The clock may have been set back since: it was made just now then, and not in an hour.
+            created_at: timestamp(container.created_at).map_or(now, |at| at.min(now)),
             state: match container.state() {
                 cri::ContainerState::ContainerExited => ContainerState::Exited,
                 // One that was created and not started is its worker's next step.
@@ -435,6 +436,20 @@ mod tests {
         };
         check(false, &["a0"], &[]);
         check(true, &["b0", "a0"], &["s-b"]);
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_keeps_no_dead_container() {
+        let now = Timestamp::from_second(1_700_000_000).unwrap();
+        let in_an_hour = (now.as_second() + 3600) * 1_000_000_000;
+        let made = |attempt| cri::Container {
+            created_at: in_an_hour,
+            ..container(&format!("a{attempt}"), "a", attempt, cri::ContainerState::ContainerExited)
+        };
+        let policy =
+            ContainerGcPolicy { min_age: Duration::ZERO, max_per_pod_container: 1, max_containers: -1 };
+        let chosen = choose(&policy, now, Wish::default(), &HashSet::new(), &[made(0), made(1)], &[]);
+        assert_eq!(chosen.containers.iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a0"]);
     }
 
     #[test]

@@ -201,8 +201,12 @@ struct Managed {
     hooked: BTreeSet<String>,
     /// OOM kills in containers, the last one of each.
     oom: BTreeMap<String, OomFacts>,
+    /// What of them was told.
+    oom_told: BTreeMap<String, exits::OomTold>,
     probes: BTreeMap<String, ProbeFacts>,
     status: Option<core::PodStatus>,
+    /// Since when it has been active.
+    lifetime: Option<failing::Lifetime>,
     edge: Option<ReadinessEdge>,
     /// Set if it was ended for good.
     failure: Option<Failure>,
@@ -469,8 +473,10 @@ impl Manager {
             waiting: BTreeMap::new(),
             hooked,
             oom,
+            oom_told: BTreeMap::new(),
             probes,
             status,
+            lifetime: None,
             edge,
             failure,
             retry,
@@ -537,10 +543,13 @@ impl Manager {
             c.verdicts.hooked.clone_from(&report.hooked);
             false // the worker that reports has seen it all
         });
+        managed.tell_of_unseen_oom(&report.seen, &self.parts.launcher.events);
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
         managed.hooked = report.hooked;
-        managed.oom.retain(|id, _| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id)));
+        let known = |id: &String| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id));
+        managed.oom.retain(|id, _| known(id));
+        managed.oom_told.retain(|id, _| known(id));
         self.publish_processes();
         self.publish(&report.uid);
     }
@@ -650,6 +659,7 @@ impl Manager {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
         managed.status = Some(status.clone());
+        managed.note_start();
         if has_ended(Some(&status)) {
             // What has ended needs no room, and does not start again when the runtime forgets how it ended.
             if managed.failure.is_none() {

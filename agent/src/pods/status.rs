@@ -54,7 +54,10 @@ pub struct ProbeFacts {
 pub struct OomFacts {
     /// The process, on the host.
     pub pid: u32,
-    /// Whether it was the container's first process, with which the container ends.
+    /// What it called itself; empty if unknown.
+    #[serde(default)]
+    pub command: String,
+    /// Whether the container's first process was killed, with which the container ends: this one, or one beside it.
     pub first: bool,
     /// Its anonymous memory.
     pub anon_rss: u64,
@@ -67,6 +70,11 @@ pub struct OomFacts {
 }
 
 impl OomFacts {
+    /// All memory that it had.
+    pub fn size(&self) -> u64 {
+        self.anon_rss.saturating_add(self.file_rss).saturating_add(self.shmem_rss)
+    }
+
     /// What the kernel saw, for people. `limit` is the container's memory limit as its manifest has it.
     pub fn sentence(&self, limit: Option<&str>) -> String {
         let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
@@ -74,8 +82,10 @@ impl OomFacts {
             || "the container has no memory limit: the node or the pod ran out".to_owned(),
             |limit| format!("the container's memory limit is {limit}"),
         );
+        let command = if self.command.is_empty() { String::new() } else { format!(" ({})", self.command) };
         format!(
-            "the kernel killed process {} for want of memory: it had {} of its own, {} of files and {} shared; {limit}",
+            "the kernel killed process {}{command} for want of memory: it had {} of its own, {} of files and {} shared; \
+             {limit}",
             self.pid,
             mib(self.anon_rss),
             mib(self.file_rss),

@@ -29,11 +29,13 @@ use super::{
 use crate::{events::Object, runtime::Runtime};
 
 mod devices;
+mod ends;
 mod hooks;
 mod stop;
 mod supervise;
 
 use devices::Grant;
+use ends::Ends;
 use stop::Window;
 
 /// The first pause after a failed step; it doubles up to [`RETRY_MAX`].
@@ -132,6 +134,7 @@ pub(super) struct Worker {
     failed_hooks: BTreeSet<String>,
     /// Containers that were held back by a restart delay at the last look.
     backing_off: BTreeSet<String>,
+    ends: Ends,
     /// The time in which the pod must have ended, once it must.
     ending: Option<Window>,
     /// The last look, if nothing was done since, and the changes that were known then.
@@ -176,6 +179,7 @@ impl Worker {
             hooked,
             failed_hooks: BTreeSet::new(),
             backing_off: BTreeSet::new(),
+            ends: Ends::new(),
             ending: None,
             last_look: None,
             last_done: None,
@@ -272,9 +276,11 @@ impl Worker {
     /// One look, one decision, and what it asks for.
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, String> {
         let seen = self.look(control).await?;
-        let now = Timestamp::now();
         let verdicts = self.verdicts(&control.verdicts, &seen);
-        let mut actions = pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, now);
+        self.ends.note(&seen.pod, Timestamp::now());
+        let times = pod::Times { ended: self.ends.known(), now: self.ends.now() };
+        let mut actions =
+            pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, times);
         if control.ended {
             // Without records of its containers it would look as if it had never run.
             actions.create_sandbox = None;
@@ -291,7 +297,7 @@ impl Worker {
         let due = actions.start.iter().any(|s| self.may_start(&s.name));
         if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
             self.last_look = Some((Arc::clone(&seen), control.changes));
-            let backoff = actions.wake_at().map(|at| instant(at, now));
+            let backoff = actions.wake_at().map(|at| self.ends.instant(at));
             return Ok(Some(Step::Idle(backoff.into_iter().chain(retry_at).min())));
         }
         let doing = (seen.pod.clone(), actions.clone());
@@ -556,11 +562,6 @@ fn in_go(duration: Duration) -> String {
         (0, seconds) => format!("{seconds}s"),
         (minutes, seconds) => format!("{minutes}m{seconds}s"),
     }
-}
-
-/// A wall-clock time on the timer's clock.
-fn instant(at: Timestamp, now: Timestamp) -> Instant {
-    Instant::now() + Duration::try_from(at.duration_since(now)).unwrap_or(Duration::ZERO)
 }
 
 /// What is gone already needs no removal.

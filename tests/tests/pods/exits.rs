@@ -185,7 +185,7 @@ async fn an_oom_kill_is_told_with_the_kernels_numbers_and_kept() {
     };
     let pod = node.until_pod("web", "to be OOMKilled", told).await;
     assert_eq!(pod.phase(), "Failed");
-    assert!(node.events().iter().any(|event| event.starts_with("OOMKilled: ")), "{:#?}", node.events());
+    assert!(node.events().iter().any(|event| event.starts_with("OOMKilling: ")), "{:#?}", node.events());
     let record = node.path("state/pods.json");
     let written = || {
         let text = std::fs::read_to_string(&record).unwrap_or_default();
@@ -195,4 +195,31 @@ async fn an_oom_kill_is_told_with_the_kernels_numbers_and_kept() {
     node.kill_and_start().await;
     node.until_relisted().await;
     node.until_pod("web", "to be OOMKilled", told).await;
+}
+
+#[tokio::test]
+async fn children_that_are_killed_again_and_again_are_told_of_once_and_the_container_goes_on() {
+    let node = Node::with_settings(AT_ONCE, &[pod("web")]).await;
+    node.until_ready("web").await;
+    let main = main_of(&node, "web");
+    // Its children are in its cgroup; the scriptable runtime has none, so the first process stands for it.
+    for child in 0..50 {
+        let (anon_rss, file_rss) = (u64::from(child) << 20, 0);
+        node.signal(Signal::OomKilled(OomKill {
+            cgroup_id: 0,
+            pid: main.pid,
+            total_vm: 0,
+            anon_rss,
+            file_rss,
+            shmem_rss: 0,
+        }))
+        .await;
+    }
+    node.signal(exited(&main)).await;
+    node.cri.exit(&main.id, 137);
+    until_restarted(&node, 1).await;
+    let told: Vec<String> =
+        node.events().into_iter().filter(|event| event.starts_with("OOMKilling: ")).collect();
+    assert_eq!(told.len(), 1, "{told:#?}");
+    assert!(told[0].contains(&format!("killed process {}", main.pid)), "{told:#?}");
 }

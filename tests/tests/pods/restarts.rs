@@ -149,6 +149,8 @@ async fn a_container_that_is_out_of_memory_says_so() {
     let pod = node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     let ended = pod.container("main").last_state.unwrap().terminated.unwrap();
     assert_eq!((ended.exit_code, ended.reason.as_deref()), (137, Some("OOMKilled")));
+    let told = |event: &String| event.starts_with("OOMKilling: ") && event.contains("the runtime says");
+    assert!(node.events().iter().any(told), "{:#?}", node.events());
 }
 
 #[tokio::test]

@@ -62,6 +62,9 @@ pub fn container_resources(
     put("memory.min", settings.memory_min);
     put("memory.low", settings.memory_low);
     put("memory.high", settings.memory_high);
+    if config.version == CgroupVersion::V2 && config.oom_group {
+        unified.insert("memory.oom.group".to_owned(), "1".to_owned());
+    }
     if config.version == CgroupVersion::V2 && config.cpu_weight_formula == CpuWeightFormula::Proportional {
         unified.insert("cpu.weight".to_owned(), proportional_weight(facts.cpu_millis()).to_string());
     }

@@ -58,7 +58,7 @@ pub enum MemoryReservationPolicy {
     /// Not at all; what was written before is taken back.
     #[default]
     None,
-    /// `memory.min` for Guaranteed pods, `memory.low` for Burstable ones.
+    /// `memory.min` for Guaranteed pods, `memory.low` for the others.
     TieredReservation,
 }
 
@@ -114,6 +114,8 @@ pub struct CgroupConfig {
     pub cpu_weight_formula: CpuWeightFormula,
     /// `podPidsLimit`, where there is one.
     pub pod_pids_limit: Option<i64>,
+    /// Does a kill for want of memory take the whole container, not one of its processes (v2; not `singleProcessOOMKill`)?
+    pub oom_group: bool,
     /// The node's amounts.
     pub node: NodeAmounts,
 }
@@ -131,6 +133,7 @@ impl CgroupConfig {
             memory_qos: None,
             cpu_weight_formula: CpuWeightFormula::default(),
             pod_pids_limit: None,
+            oom_group: false,
             node,
         }
     }

@@ -45,7 +45,8 @@ fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> S
         period: with_quota.then_some(config.cpu_cfs_quota_period_us),
         memory_max: with_memory.then(|| limits.amount(MEMORY).value()),
         memory_min: request.filter(|_| tiered && class == QosClass::Guaranteed),
-        memory_low: request.filter(|_| tiered && class == QosClass::Burstable),
+        // A BestEffort pod requests memory where its runtime class has an overhead.
+        memory_low: request.filter(|_| tiered && class != QosClass::Guaranteed),
         memory_high: None,
         pids_max: config.pod_pids_limit.filter(|limit| *limit > 0),
     }

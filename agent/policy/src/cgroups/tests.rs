@@ -58,6 +58,20 @@ fn memory_that_a_pod_requests_beyond_its_containers_counts_for_each_of_them() {
 }
 
 #[test]
+fn a_kill_for_want_of_memory_takes_the_whole_container_where_the_kernel_can() {
+    let check = |version: CgroupVersion, oom_group: bool, expected: Option<&str>| {
+        let pod = pod(&json!({"containers": [{"name": "c"}]}));
+        let container = &pod.spec.as_ref().unwrap().containers[0];
+        let config = CgroupConfig { oom_group, ..config(version) };
+        let unified = container_resources(&pod, container, &config).unwrap().unified;
+        assert_eq!(unified.get("memory.oom.group").map(String::as_str), expected, "{version:?}");
+    };
+    check(CgroupVersion::V2, true, Some("1"));
+    check(CgroupVersion::V2, false, None);
+    check(CgroupVersion::V1, true, None);
+}
+
+#[test]
 fn daemons_that_something_is_reserved_for_get_just_that() {
     let mut reserve = crate::resources::ResourceList::default();
     reserve.set("cpu", Quantity::from_millis(500));
@@ -78,6 +92,25 @@ fn a_pod_is_limited_to_so_many_processes() {
     assert_eq!(files.get("pids.max").map(String::as_str), Some("100"));
     let unlimited = CgroupConfig { pod_pids_limit: Some(-1), ..config };
     assert_eq!(pod_cgroup(&pod(&json!({"containers": []})), &unlimited).unwrap().files.get("pids.max"), None);
+}
+
+#[test]
+fn what_a_pod_takes_beside_its_containers_is_protected_in_every_class() {
+    let qos =
+        MemoryQos { throttling_factor: Some(0.9), reservation: MemoryReservationPolicy::TieredReservation };
+    let config = CgroupConfig { memory_qos: Some(qos), ..config(CgroupVersion::V2) };
+    let check = |overhead: &Value, config: &CgroupConfig, expected: (Option<&str>, Option<&str>)| {
+        let pod = pod(&json!({"overhead": overhead, "containers": [{"name": "c"}]}));
+        let values = pod_cgroup(&pod, config).unwrap();
+        assert!(values.path.starts_with("/kubepods/besteffort/"), "{}", values.path);
+        let file = |name: &str| values.files.get(name).map(String::as_str);
+        assert_eq!((file("memory.low"), file("memory.min")), expected, "{overhead}");
+    };
+    check(&json!({"memory": "120Mi"}), &config, (Some("125829120"), None));
+    check(&json!({"cpu": "100m"}), &config, (None, None));
+    let unprotected = MemoryQos { reservation: MemoryReservationPolicy::None, ..qos };
+    let config = CgroupConfig { memory_qos: Some(unprotected), ..config };
+    check(&json!({"memory": "120Mi"}), &config, (None, None));
 }
 
 #[test]

@@ -18,7 +18,7 @@ fn pod(policy: &str, init: &[&str], main: &[&str]) -> Pod {
     }
 }
 
-const NOW: i64 = 100_000;
+const NOW: u64 = 100_000;
 
 fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
@@ -85,8 +85,24 @@ fn line(actions: &Actions) -> String {
     out.join("; ")
 }
 
+fn moment(second: u64) -> Moment {
+    Moment::after_start(Duration::from_secs(second))
+}
+
+/// The decision at this second, by a clock that always showed what the runtime's did.
+fn decided_at(second: u64, pod: &Pod, observed: &Observed, verdicts: &Verdicts) -> Actions {
+    let ended = observed.containers.iter().filter_map(|c| match c.state {
+        ContainerState::Exited { finished_at, .. } => {
+            Some((c.id.clone(), moment(finished_at.as_second().try_into().unwrap())))
+        }
+        _ => None,
+    });
+    let times = Times { ended: &ended.collect(), now: moment(second) };
+    actions(pod, observed, verdicts, RESTART_DELAY_MAX, times)
+}
+
 fn check(pod: &Pod, observed: &Observed, verdicts: &Verdicts, expect: &str) {
-    assert_eq!(line(&actions(pod, observed, verdicts, RESTART_DELAY_MAX, at(NOW))), expect);
+    assert_eq!(line(&decided_at(NOW, pod, observed, verdicts)), expect);
 }
 
 #[test]
@@ -268,13 +284,30 @@ fn a_container_in_backoff_waits_until_its_delay_has_passed() {
     let mut crashed = container("a", 3, 0, "exit 1 @99990");
     crashed.restart_delay = Duration::from_secs(20);
     let o = observed(&[(0, true)], vec![crashed]);
-    let decided = actions(&p, &o, &verdicts(&[], &[]), RESTART_DELAY_MAX, at(NOW));
+    let decided = decided_at(NOW, &p, &o, &verdicts(&[], &[]));
     assert_eq!(line(&decided), "wait a");
     assert!(decided.is_idle());
-    assert_eq!(decided.wake_at(), Some(at(99_990 + 40)));
-    let later = actions(&p, &o, &verdicts(&[], &[]), RESTART_DELAY_MAX, at(99_990 + 40));
+    assert_eq!(decided.wake_at(), Some(moment(99_990 + 40)));
+    let later = decided_at(99_990 + 40, &p, &o, &verdicts(&[], &[]));
     assert_eq!(line(&later), "start a/4");
     assert_eq!(later.start[0].restart_delay, Duration::from_secs(40));
+}
+
+#[test]
+fn a_delay_does_not_ask_what_the_runtimes_clock_shows() {
+    let p = pod("Always", &[], &["a"]);
+    // It ended an hour from now, or a day ago: that clock was set meanwhile.
+    for state in ["exit 1 @103600", "exit 1 @13600"] {
+        let mut crashed = container("a", 3, 0, state);
+        crashed.restart_delay = Duration::from_secs(20);
+        let o = observed(&[(0, true)], vec![crashed]);
+        let ended = [("a-3".to_owned(), moment(NOW))].into();
+        let decided = |second: u64| {
+            let times = Times { ended: &ended, now: moment(second) };
+            line(&actions(&p, &o, &verdicts(&[], &[]), RESTART_DELAY_MAX, times))
+        };
+        assert_eq!((decided(NOW + 39).as_str(), decided(NOW + 40).as_str()), ("wait a", "start a/4"));
+    }
 }
 
 #[test]

@@ -135,6 +135,14 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
             "boot with systemd.unified_cgroup_hierarchy=1, or take failCgroupV1 out",
         ));
     }
+    if version != Version::V2 && config.single_process_oom_kill == Some(false) {
+        findings.push(Finding::missing(
+            "cgroups",
+            format!("{version}, and the configuration says singleProcessOOMKill: false"),
+            "the agent refuses to start",
+            "boot with systemd.unified_cgroup_hierarchy=1, or take singleProcessOOMKill out",
+        ));
+    }
     if version == Version::V1 {
         findings.push(Finding::degraded(
             "cgroups",

@@ -67,6 +67,7 @@ impl Manager {
         managed.probes.clear();
         managed.hooked.clear();
         managed.oom.clear();
+        managed.oom_told.clear();
         managed.control.send_modify(|c| {
             c.failed = None;
             c.ended = false;
@@ -102,14 +103,12 @@ impl Manager {
 
     /// When the next pod's activeDeadlineSeconds are over.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let now = Timestamp::now();
-        let next = self.pods.values().filter_map(super::Managed::deadline).min()?;
-        Some(Instant::now() + Duration::try_from(next.duration_since(now)).unwrap_or(Duration::ZERO))
+        self.pods.values().filter_map(super::Managed::deadline).min()
     }
 
     /// Ends the pods whose activeDeadlineSeconds are over.
     pub(super) fn fail_overdue(&mut self) {
-        let now = Timestamp::now();
+        let now = Instant::now();
         let overdue = |m: &super::Managed| m.deadline().is_some_and(|deadline| deadline <= now);
         let uids: Vec<String> =
             self.pods.iter().filter(|(_, m)| overdue(m)).map(|(uid, _)| uid.clone()).collect();
@@ -128,11 +127,58 @@ impl super::Managed {
     }
 
     /// When it must have ended, if it has a deadline that still means anything.
-    fn deadline(&self) -> Option<Timestamp> {
+    fn deadline(&self) -> Option<Instant> {
         if self.failure.is_some() || self.terminating() || self.ended() {
             return None;
         }
-        let start = self.status.as_ref()?.start_time.as_ref()?;
-        pod::deadline(self.pod.spec.as_ref()?, start.0)
+        self.lifetime.as_ref()?.end(pod::active_limit(self.pod.spec.as_ref()?)?)
+    }
+
+    /// Remembers since when the pod has been active, by its status.
+    pub(super) fn note_start(&mut self) {
+        let start = self.status.as_ref().and_then(|status| status.start_time.as_ref()).map(|time| time.0);
+        if self.lifetime.as_ref().map(|lifetime| lifetime.start) != start {
+            self.lifetime = start.map(|start| Lifetime::new(start, Timestamp::now()));
+        }
+    }
+}
+
+/// Since when a pod has been active. Its status tells that by the wall's clock, which may be set; from when that was first
+/// seen the time that passes is a timer's.
+#[derive(Debug)]
+pub(super) struct Lifetime {
+    start: Timestamp,
+    seen: Instant,
+    /// How old it was then.
+    age: Duration,
+}
+
+impl Lifetime {
+    fn new(start: Timestamp, now: Timestamp) -> Self {
+        let age = Duration::try_from(now.duration_since(start)).unwrap_or(Duration::ZERO);
+        Self { start, seen: Instant::now(), age }
+    }
+
+    /// When it must end that may be active for so long; None if that is never.
+    fn end(&self, limit: Duration) -> Option<Instant> {
+        self.seen.checked_add(limit.saturating_sub(self.age))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_deadline_counts_from_the_start_and_never_by_a_clock_that_was_set_back() {
+        let start = Timestamp::from_second(1_700_000_000).unwrap();
+        let (second, now) = (Duration::from_secs(1), Instant::now());
+        let end = |ago: i64, limit: Duration| {
+            Lifetime::new(start, Timestamp::from_second(1_700_000_000 + ago).unwrap()).end(limit)
+        };
+        assert_eq!(end(20, 60 * second), Some(now + 40 * second));
+        assert_eq!(end(90, 60 * second), Some(now));
+        assert_eq!(end(-3600, 60 * second), Some(now + 60 * second));
+        assert_eq!(end(0, Duration::MAX), None);
     }
 }

@@ -1,0 +1,111 @@
+//! When containers ended, on the clock of timers. The runtime tells it by the wall's clock, which people and NTP set: a delay
+//! that is counted by that clock could last for hours, or be none.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use beelet_policy::{
+    moment::Moment,
+    pod::{ContainerState, Observed},
+};
+use jiff::Timestamp;
+use tokio::time::Instant;
+
+/// A container may have ended so long before its worker began; more doesn't matter to any delay.
+const BEFORE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// What a worker remembers of ends.
+#[derive(Debug)]
+pub(super) struct Ends {
+    began: Instant,
+    known: BTreeMap<String, Moment>,
+}
+
+impl Ends {
+    pub(super) fn new() -> Self {
+        Self { began: Instant::now(), known: BTreeMap::new() }
+    }
+
+    /// Takes the ends in that are new. Only of those the wall's clock (which shows `wall` now) says how long ago they were,
+    /// and an end that is yet to come by it was just now.
+    pub(super) fn note(&mut self, observed: &Observed, wall: Timestamp) {
+        let now = self.now();
+        let ended = observed.containers.iter().filter_map(|container| match container.state {
+            ContainerState::Exited { finished_at, .. } => Some((container.id.clone(), finished_at)),
+            _ => None,
+        });
+        let before = std::mem::take(&mut self.known);
+        self.known = ended
+            .map(|(id, finished_at)| {
+                let age = || Duration::try_from(wall.duration_since(finished_at)).unwrap_or(Duration::ZERO);
+                let at = before.get(&id).copied().unwrap_or_else(|| now.minus(age()));
+                (id, at)
+            })
+            .collect();
+    }
+
+    /// The ends, by the runtime's identifiers.
+    pub(super) fn known(&self) -> &BTreeMap<String, Moment> {
+        &self.known
+    }
+
+    pub(super) fn now(&self) -> Moment {
+        Moment::after_start(BEFORE + self.began.elapsed())
+    }
+
+    /// A moment on the clock of timers; one that has passed is now.
+    pub(super) fn instant(&self, at: Moment) -> Instant {
+        Instant::now() + at.since(self.now())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::pod::Container;
+
+    use super::*;
+
+    fn wall(seconds: i64) -> Timestamp {
+        Timestamp::from_second(1_700_000_000 + seconds).unwrap()
+    }
+
+    fn ended(id: &str, finished: i64) -> Observed {
+        let container = Container {
+            id: id.to_owned(),
+            name: "a".to_owned(),
+            attempt: 0,
+            sandbox_id: "s".to_owned(),
+            state: ContainerState::Exited { exit_code: 1, started_at: None, finished_at: wall(finished) },
+            restart_delay: Duration::ZERO,
+        };
+        Observed { sandboxes: Vec::new(), containers: vec![container] }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_stays_where_it_was_however_the_clock_is_set() {
+        let (mut ends, second) = (Ends::new(), Duration::from_secs(1));
+        ends.note(&ended("a", 0), wall(5));
+        let at = ends.known()["a"];
+        assert_eq!(ends.now().since(at), 5 * second);
+        for shown in [-10_000, 10_000] {
+            tokio::time::sleep(10 * second).await;
+            ends.note(&ended("a", 0), wall(shown));
+            assert_eq!(ends.known()["a"], at);
+        }
+        assert_eq!(ends.now().since(at), 25 * second);
+        assert_eq!(ends.instant(at.plus(30 * second)), Instant::now() + 5 * second);
+        assert_eq!(ends.instant(at), Instant::now());
+        // Gone, it is forgotten.
+        ends.note(&ended("b", 0), wall(5));
+        assert_eq!(ends.known().keys().collect::<Vec<_>>(), ["b"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_that_is_yet_to_come_was_just_now() {
+        let mut ends = Ends::new();
+        ends.note(&ended("a", 10_800), wall(0));
+        assert_eq!(ends.known()["a"], ends.now());
+        // An older one than any delay is as old as that.
+        ends.note(&ended("b", -1_000_000), wall(0));
+        assert_eq!(ends.now().since(ends.known()["b"]), BEFORE);
+    }
+}
