@@ -49,7 +49,7 @@ impl Moment {
 
 /// A process, as `/proc/<pid>/stat` tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Process {
+pub(super) struct Process {
     pid: u32,
     parent: u32,
     session: u32,
@@ -206,7 +206,7 @@ fn read(proc: &Path, pid: u32) -> Option<Process> {
 }
 
 /// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold anything, parentheses too. `None` for a zombie.
-fn parse(stat: &str) -> Option<Process> {
+pub(super) fn parse(stat: &str) -> Option<Process> {
     let pid = stat.split_once(' ')?.0.parse().ok()?;
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
