@@ -3,6 +3,11 @@
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
+// A fuzz target says by a panic what it has found. What is shipped is checked without these.
+#![cfg_attr(
+    any(test, feature = "fuzzing"),
+    allow(clippy::unwrap_used, clippy::panic, clippy::missing_panics_doc)
+)]
 
 pub mod admission;
 #[cfg(test)]
@@ -16,6 +21,8 @@ pub mod devices;
 pub mod document;
 pub mod events;
 pub mod eviction;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 pub mod images;
 pub mod kernel;
 pub mod lifecycle;

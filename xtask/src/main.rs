@@ -9,6 +9,7 @@ mod bench;
 mod build_and_load;
 mod build_ebpf;
 mod demo;
+mod fuzz;
 mod progress;
 mod setup;
 mod setup_ebpf;
@@ -35,6 +36,7 @@ enum Command {
     BuildAndLoad(build_and_load::Args),
     Unload(build_and_load::UnloadArgs),
     Demo(demo::Args),
+    Fuzz(fuzz::Args),
     Setup(setup::Args),
     Test(test::Args),
     Bench(bench::Args),
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         Command::Unload(args) => build_and_load::unload(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Demo(args) => demo::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
         Command::Setup(args) => setup::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),

@@ -25,6 +25,8 @@ pub(crate) enum Part {
     Test,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
+    /// `cargo xtask fuzz`: a C++ compiler, for libFuzzer
+    Fuzz,
     /// `cargo xtask vm`: QEMU, what unpacks kernels, a static busybox
     Vm,
 }
@@ -69,6 +71,8 @@ const TEST: &[Need] = &[
     need("/usr/include/zlib.h", "zlib1g-dev"),
 ];
 
+const FUZZ: &[Need] = &[need("c++", "g++")];
+
 const VM: &[Need] = &[
     need("qemu-system-x86_64", "qemu-system-x86"),
     need("zstd", "zstd"),
@@ -83,6 +87,7 @@ impl Part {
             Part::Demo => BUILD.iter().chain(DEMO).collect(),
             Part::Test => BUILD.iter().chain(DEMO).chain(TEST).collect(),
             Part::Ebpf => BUILD.iter().collect(),
+            Part::Fuzz => BUILD.iter().chain(FUZZ).collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),
         }
     }

@@ -300,5 +300,7 @@ impl<S: Connected, T> Connected for AnyAuthority<S, T> {
     }
 }
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 #[cfg(test)]
 mod tests;

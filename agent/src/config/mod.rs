@@ -22,6 +22,8 @@ mod beelet;
 mod effective;
 mod error;
 mod fields;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod kubelet;
 mod load;
 mod pressure;

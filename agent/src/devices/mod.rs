@@ -14,6 +14,8 @@ mod annotation;
 mod checkpoint;
 mod folder;
 mod follow;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod ledger;
 mod metrics;
 mod options;

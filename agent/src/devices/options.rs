@@ -51,7 +51,7 @@ pub(super) async fn of_container(
     Ok(merge(&held))
 }
 
-fn merge(held: &HeldByResource) -> ContainerOptions {
+pub(super) fn merge(held: &HeldByResource) -> ContainerOptions {
     let mut all = ContainerOptions::default();
     let mut cdi = BTreeSet::new();
     for (resource, held) in held {

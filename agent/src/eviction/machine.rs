@@ -16,7 +16,7 @@ pub(super) fn memory() -> Result<Observation, String> {
     meminfo(&text).ok_or_else(|| "/proc/meminfo lacks MemTotal, MemFree or Inactive(file)".to_owned())
 }
 
-fn meminfo(text: &str) -> Option<Observation> {
+pub(super) fn meminfo(text: &str) -> Option<Observation> {
     let kib = |name: &str| -> Option<i64> {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
@@ -46,7 +46,7 @@ pub(super) fn pids() -> Result<Observation, String> {
 }
 
 /// proc_loadavg(5): `0.20 0.18 0.12 1/80 11206`, the fourth field is running/all.
-fn threads(load: &str) -> Option<i64> {
+pub(super) fn threads(load: &str) -> Option<i64> {
     load.split_whitespace().nth(3)?.split_once('/')?.1.parse().ok()
 }
 

@@ -14,6 +14,8 @@
 mod decide;
 mod disk;
 pub mod edges;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 pub mod gauges;
 mod local_storage;
 mod machine;

@@ -4,6 +4,8 @@
 //! container has, is about to have ([`lease`]), or that is mounted as a volume.
 
 pub mod credentials;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 pub mod gc;
 pub mod lease;
 mod metrics;
@@ -13,6 +15,8 @@ mod reference;
 pub mod space;
 mod usage;
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use self::records::Known;
 pub use self::{
     gc::{Collected, Handle, ImageGc, Parts, Wish},
     lease::{Lease, Leases},

@@ -16,7 +16,7 @@ const NAME: &str = "images";
 /// What is kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Known {
+pub(crate) struct Known {
     /// When images were first looked at on this machine; None: never yet.
     pub(super) began: Option<Timestamp>,
     /// By id.

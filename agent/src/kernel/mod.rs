@@ -12,6 +12,8 @@ mod check;
 mod containers;
 mod dead;
 mod edges;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod inspect;
 mod listeners;
 mod loader;

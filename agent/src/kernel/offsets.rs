@@ -200,6 +200,7 @@ impl Offsets {
 
     /// Linux 6.2 turned the numbers into per-CPU counters, which keep the bulk of their sum in one place.
     fn rss(&mut self, btf: &Btf) {
+        let too_large = || BtfError::NoField("mm_struct.rss_stat at an offset below 4 GiB".to_owned());
         let plain = btf.field("mm_struct", "rss_stat.count").map(|field| (field.offset, 8));
         let place = plain.or_else(|_| {
             let array = btf.array("mm_struct", "rss_stat")?;
@@ -207,12 +208,16 @@ impl Offsets {
             if array.element != "percpu_counter" {
                 return Err(BtfError::NoField("mm_struct.rss_stat of percpu_counters".to_owned()));
             }
-            Ok((array.offset + count.offset, array.element_bytes))
+            let offset = array.offset.checked_add(count.offset);
+            Ok((offset.ok_or_else(too_large)?, array.element_bytes))
         });
         for (global, index) in RSS {
-            match &place {
-                Ok((offset, stride)) => self.globals.push((global, offset + index * stride)),
-                Err(error) => self.missing.push((global, error.clone())),
+            let offset = place.clone().and_then(|(offset, stride)| {
+                index.checked_mul(stride).and_then(|more| offset.checked_add(more)).ok_or_else(too_large)
+            });
+            match offset {
+                Ok(offset) => self.globals.push((global, offset)),
+                Err(error) => self.missing.push((global, error)),
             }
         }
     }
@@ -233,6 +238,21 @@ impl Offsets {
             None => Ok(()),
         }
     }
+}
+
+/// For fuzzing: every name that is looked for.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) fn names() -> impl Iterator<Item = String> {
+    let fields =
+        FIELDS.iter().flat_map(|wanted| std::iter::once(wanted.structure).chain(wanted.path.split('.')));
+    let others =
+        ["ancestors", "ancestor_ids", "rss_stat", "count", "percpu_counter"].into_iter().chain(fields);
+    let tracepoints = ARGUMENTS.iter().map(|wanted| wanted.tracepoint).chain(["inet_sock_set_state"]);
+    let of = |tracepoint: &str| ["btf_trace_", "__traceiter_"].map(|prefix| format!("{prefix}{tracepoint}"));
+    let mut names: Vec<String> = others.map(str::to_owned).chain(tracepoints.flat_map(of)).collect();
+    names.sort_unstable();
+    names.dedup();
+    names.into_iter()
 }
 
 /// Whether threads have task storage on this kernel, not the hash.

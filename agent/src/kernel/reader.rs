@@ -259,7 +259,7 @@ pub(super) fn sum(drops: &PerCpuArray<MapData, Drops>) -> Result<Drops, KernelEr
 }
 
 /// Reads one record; `Err` with the kind of one that this version doesn't know, or that is too short for its kind.
-fn decode(record: &[u8]) -> Result<Edge, u32> {
+pub(super) fn decode(record: &[u8]) -> Result<Edge, u32> {
     let mut bytes = Bytes(record);
     let header = EventHeader {
         kind: bytes.u32().unwrap_or(0),

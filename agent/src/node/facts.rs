@@ -107,10 +107,10 @@ pub(super) fn reserved_cgroups(
 }
 
 /// MemTotal in bytes.
-fn memory_total(meminfo: &str) -> Option<u64> {
+pub(super) fn memory_total(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
+    kib.checked_mul(1024)
 }
 
 /// What the node adds to every pod.
@@ -167,7 +167,7 @@ fn resolver(path: &Path) -> Result<cri::DnsConfig> {
 }
 
 /// resolv.conf(5): all name servers, the last search line, all options.
-fn parse_resolver(text: &str) -> cri::DnsConfig {
+pub(super) fn parse_resolver(text: &str) -> cri::DnsConfig {
     let mut dns = cri::DnsConfig::default();
     for line in text.lines() {
         let mut words = line.split_whitespace();
@@ -189,6 +189,7 @@ mod tests {
     fn the_machines_memory_is_in_bytes() {
         assert_eq!(memory_total("MemTotal:       16384 kB\nMemFree: 1 kB\n"), Some(16_777_216));
         assert_eq!(memory_total("MemFree: 1 kB\n"), None);
+        assert_eq!(memory_total("MemTotal: 18446744073709551615 kB\n"), None);
     }
 
     #[test]

@@ -6,6 +6,8 @@ mod devices;
 #[cfg(test)]
 mod docs;
 mod facts;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 pub mod observe;
 pub mod ownership;
 mod parts;

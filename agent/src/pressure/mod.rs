@@ -10,6 +10,8 @@
 //! CPU time, memory, throttling and OOM kills come from the files always: they count from the cgroup's birth.
 
 mod files;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod history;
 mod inventory;
 mod kernel;

@@ -54,21 +54,26 @@ fn hundredths(text: &str) -> Option<u16> {
     whole.parse::<u16>().ok()?.checked_mul(100)?.checked_add(rest.parse().ok()?)
 }
 
-/// `io.stat` of version 2: bytes and operations, read and written, over all devices.
+/// `io.stat` of version 2: bytes and operations, read and written, over all devices. Sums here stop at the largest number:
+/// the kernel's own never come near it, but a file system in user space may be mounted over any of these files.
 pub(super) fn io_stat(text: &str) -> ([u64; 2], [u64; 2]) {
     let (mut bytes, mut operations) = ([0; 2], [0; 2]);
     let fields = text.lines().flat_map(|line| line.split(' ').skip(1));
     for (name, value) in fields.filter_map(|field| field.split_once('=')) {
         let Ok(value) = value.parse::<u64>() else { continue };
         match name {
-            "rbytes" => bytes[0] += value,
-            "wbytes" => bytes[1] += value,
-            "rios" => operations[0] += value,
-            "wios" => operations[1] += value,
+            "rbytes" => add(&mut bytes[0], value),
+            "wbytes" => add(&mut bytes[1], value),
+            "rios" => add(&mut operations[0], value),
+            "wios" => add(&mut operations[1], value),
             _ => {}
         }
     }
     (bytes, operations)
+}
+
+fn add(sum: &mut u64, value: u64) {
+    *sum = sum.saturating_add(value);
 }
 
 /// `blkio.throttle.io_service_bytes` or `…io_serviced` of version 1: read and written, over all devices.
@@ -80,8 +85,8 @@ pub(super) fn blkio(text: &str) -> [u64; 2] {
             continue;
         };
         match kind {
-            "Read" => sums[0] += value,
-            "Write" => sums[1] += value,
+            "Read" => add(&mut sums[0], value),
+            "Write" => add(&mut sums[1], value),
             _ => {}
         }
     }
@@ -146,7 +151,7 @@ pub(super) fn retransmits(text: &str) -> Option<u64> {
 pub(super) fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
     let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(':');
     let kib: u64 = text.lines().find_map(value)?.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
+    kib.checked_mul(1024)
 }
 
 /// `/proc/stat`: nanoseconds that all CPUs were busy, and the seconds since the epoch at which the machine was started.
@@ -154,9 +159,8 @@ pub(super) fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
 pub(super) fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i64>) {
     let busy = text.lines().find_map(|line| line.strip_prefix("cpu ")).map(|line| {
         let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
-        let busy: u64 =
-            ticks.iter().enumerate().filter(|(at, _)| !matches!(at, 3 | 4)).map(|(_, ticks)| ticks).sum();
-        busy * (1_000_000_000 / ticks_per_second.max(1))
+        let busy = ticks.iter().enumerate().filter(|(at, _)| !matches!(at, 3 | 4)).map(|(_, ticks)| *ticks);
+        busy.fold(0, u64::saturating_add).saturating_mul(1_000_000_000 / ticks_per_second.max(1))
     });
     let booted = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());
     (busy, booted)
@@ -204,6 +208,16 @@ mod tests {
         assert_eq!(io_stat(v2), ([15, 20], [2, 2]));
         let v1 = "8:0 Read 10\n8:0 Write 20\n8:0 Sync 30\n8:0 Total 30\n8:16 Read 5\nTotal 35\n";
         assert_eq!(blkio(v1), [15, 20]);
+    }
+
+    #[test]
+    fn numbers_near_the_largest_are_no_overflow() {
+        let most = u64::MAX;
+        let v2 = format!("8:0 rbytes={most} wios={most}\n8:16 rbytes={most} wios=1\n");
+        assert_eq!(io_stat(&v2), ([most, 0], [0, most]));
+        assert_eq!(blkio(&format!("8:0 Read {most}\n8:16 Read 1\n")), [most, 0]);
+        assert_eq!(meminfo(&format!("MemFree: {most} kB\n"), "MemFree"), None);
+        assert_eq!(machine_cpu(&format!("cpu  {most} 1\n"), 100), (Some(most), None));
     }
 
     #[test]

@@ -147,6 +147,16 @@ fn next_stop(from: &Stop, host: &str, location: &str) -> Result<Option<Stop>, St
     Ok(Some(Stop { tls, port, path, own_host: false }))
 }
 
+/// For fuzzing: follows one redirect, which must stay on the host and lead to what can be asked for.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) fn redirect(tls: bool, path: &str, host: &str, location: &str) {
+    let from = Stop { tls, port: 80, path: path.to_owned(), own_host: true };
+    if let Ok(Some(next)) = next_stop(&from, host, location) {
+        assert!(next.port != 0 || location.contains(":0"), "{location:?} leads to no port");
+        let _ = Request::builder().uri(&next.path).body(Empty::<Bytes>::new());
+    }
+}
+
 /// A path without its query.
 fn folderless(path: &str) -> &str {
     path.split('?').next().unwrap_or_default()

@@ -11,6 +11,8 @@ mod answer;
 mod ask;
 mod canary;
 mod exec;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod grpc;
 mod http;
 mod listening;

@@ -49,7 +49,7 @@ impl Moment {
 
 /// A process, as `/proc/<pid>/stat` tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Process {
+pub(super) struct Process {
     pid: u32,
     parent: u32,
     session: u32,
@@ -206,7 +206,7 @@ fn read(proc: &Path, pid: u32) -> Option<Process> {
 }
 
 /// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold any bytes, parentheses too. `None` for a zombie.
-fn parse(stat: &[u8]) -> Option<Process> {
+pub(super) fn parse(stat: &[u8]) -> Option<Process> {
     let stat = String::from_utf8_lossy(stat);
     let pid = stat.split_once(' ')?.0.parse().ok()?;
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();

@@ -13,6 +13,8 @@ mod channel;
 mod error;
 mod events;
 mod exec;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod metrics;
 mod operation;
 mod spdy;

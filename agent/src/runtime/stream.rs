@@ -117,7 +117,7 @@ async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u
 }
 
 /// The numbers of a command's streams.
-struct Session {
+pub(super) struct Session {
     opening: Vec<u8>,
     error: u32,
     stdin: Option<u32>,
@@ -127,7 +127,7 @@ struct Session {
 }
 
 impl Session {
-    fn new(streams: Streams) -> Self {
+    pub(super) fn new(streams: Streams) -> Self {
         let mut writer = Writer::default();
         let mut opening = Vec::new();
         let mut open = |kind: &str| {
@@ -191,7 +191,7 @@ impl Session {
         }
     }
 
-    async fn read(
+    pub(super) async fn read(
         &self,
         mut from: impl AsyncRead + Unpin,
         outputs: &mpsc::Sender<Output>,

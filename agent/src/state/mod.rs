@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 mod foreign;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod lock;
 
 pub use foreign::ForeignFile;

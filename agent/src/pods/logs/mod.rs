@@ -4,6 +4,8 @@
 //!
 //! What is in them comes from containers: any bytes, any length. Nothing here may rely on a line's form.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 pub mod read;
 pub mod rotate;
 

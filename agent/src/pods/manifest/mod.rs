@@ -11,6 +11,8 @@ mod decode;
 mod defaults;
 mod error;
 mod folder;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod identity;
 mod names;
 mod objects;

@@ -1,0 +1,4 @@
+//! The table of mounts.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::mountinfo(input));

@@ -1,0 +1,4 @@
+//! Records of the kernel programs' ring buffer.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::ring_records(input));
