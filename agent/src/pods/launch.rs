@@ -11,6 +11,10 @@ use std::{
 use beelet_policy::{cgroups as values, pod::Start, qos::QosClass};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
 use tokio::{sync::watch, task::spawn_blocking};
 
 use super::{
@@ -106,7 +110,7 @@ impl Launcher {
         let volumes = Volumes::of(pod, &self.pods_dir);
         let (objects, node, of_pod) = (self.objects(), self.node.clone(), pod.clone());
         let folders = run_blocking(move || {
-            make_folder(&logs)?;
+            make_folder(&logs, READABLE)?;
             volumes.set_up(&volumes::Sources { pod: &of_pod, objects: &objects, node: &node })
         });
         // Both to their end: nothing may still be made when what was made is taken away.
@@ -308,7 +312,7 @@ impl Launcher {
             cri_config::log_folder(&self.node.pod_logs_dir, &PodName::of(pod), &uid).join(&container.name);
         let (pod, container, node) = (pod.clone(), container.clone(), self.node.clone());
         run_blocking(move || {
-            make_folder(&logs)?;
+            make_folder(&logs, READABLE)?;
             logs::rotate::forget_older(&logs, attempt);
             let mut mounts = volumes.mounts(&container, &facts)?;
             let hosts = hosts::write(&folder, &pod, &pod_ips, &node)?;
@@ -366,8 +370,30 @@ async fn run_blocking<T: Send + 'static>(
     spawn_blocking(work).await.unwrap_or_else(|e| Err(format!("an internal task failed: {e}")))
 }
 
-pub(super) fn make_folder(path: &Path) -> Result<(), String> {
-    std::fs::create_dir_all(path).map_err(|e| format!("cannot create the folder {}: {e}", path.display()))
+/// The mode of folders that anybody may look into: logs, and volumes, which containers of any user read.
+pub(super) const READABLE: u32 = 0o755;
+/// The mode of the folders that lead to what pods have: on the machine it is the agent's and the runtime's business alone.
+pub(super) const PRIVATE: u32 = 0o750;
+
+/// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask.
+pub(super) fn make_folder(path: &Path, mode: u32) -> Result<(), String> {
+    let failed = |e: Errno| format!("cannot create the folder {}: {e}", path.display());
+    let missing: Vec<&Path> =
+        path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
+    let mode = Mode::from_raw_mode(mode);
+    for folder in missing.into_iter().rev() {
+        match rustix::fs::mkdir(folder, mode) {
+            Ok(()) => {
+                // By descriptor: something else may be in its place by now.
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let made = rustix::fs::open(folder, flags, Mode::empty()).map_err(failed)?;
+                rustix::fs::fchmod(made, mode).map_err(failed)?;
+            }
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+    if path.is_dir() { Ok(()) } else { Err(failed(Errno::NOTDIR)) }
 }
 
 /// Who to be at the registry of an image: what the pod's secrets say. A secret that isn't there is passed over, as by
@@ -402,6 +428,27 @@ fn mounts_images(name: &str, version: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn folders_have_the_mode_that_was_said_whatever_the_umask() {
+        use std::os::unix::fs::PermissionsExt;
+        let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+        let name = "folders_have_the_mode_that_was_said_whatever_the_umask";
+        if !crate::again::in_child(module_path!(), name, &strict) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        make_folder(&dir.path().join("a/b"), PRIVATE).unwrap();
+        make_folder(&dir.path().join("a/b/c/d"), READABLE).unwrap();
+        let mode = |path: &str| dir.path().join(path).metadata().unwrap().permissions().mode() & 0o7777;
+        assert_eq!((mode("a"), mode("a/b"), mode("a/b/c"), mode("a/b/c/d")), (0o750, 0o750, 0o755, 0o755));
+        // What is there stays as it is.
+        make_folder(&dir.path().join("a/b/c"), PRIVATE).unwrap();
+        assert_eq!(mode("a/b/c"), 0o755);
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        assert!(make_folder(&dir.path().join("file"), READABLE).is_err());
+        assert!(make_folder(&dir.path().join("file/x"), READABLE).is_err());
+    }
 
     #[test]
     fn runtimes_that_mount_images_are_known_by_their_version() {

@@ -15,18 +15,23 @@ mod mounts;
 mod sub_path;
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use beelet_policy::expand::expand_strict;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 pub(super) use self::content::Sources;
 pub use self::follow::follow;
 
 use self::fs_group::FsGroup;
 use super::env::Environment;
-use super::launch::make_folder;
+use super::launch::{PRIVATE, READABLE, make_folder};
 use crate::walk::remove_folder;
 
 /// A pod's volumes.
@@ -80,11 +85,14 @@ impl Volumes {
         } else if let Some(source) = &volume.host_path {
             host_path::check(source)?;
         } else if let Some(payload) = content::payload(volume, sources)? {
-            make_folder(&path)?;
-            if content::in_memory(volume) {
+            make_top(&path)?;
+            let in_memory = content::in_memory(volume);
+            if in_memory {
                 mounts::mount_tmpfs(&path, None, 0o755)?;
             }
-            atomic::write(&path, &payload, self.fs_group.as_ref())?;
+            let top = open_top(&path, in_memory)?
+                .ok_or_else(|| format!("{} was taken away while it was made", path.display()))?;
+            atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
         }
         Ok(())
     }
@@ -95,11 +103,11 @@ impl Volumes {
         for volume in &self.volumes {
             let path = self.path(&volume.name);
             // One that isn't set up yet, or is being taken away, is left alone.
-            if !path.join(atomic::DATA).exists() {
+            let Some(top) = open_top(&path, content::in_memory(volume))?.filter(atomic::is_set_up) else {
                 continue;
-            }
+            };
             let refreshed = content::payload(volume, sources).and_then(|payload| match payload {
-                Some(payload) => atomic::write(&path, &payload, self.fs_group.as_ref()),
+                Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
                 None => Ok(false),
             });
             changed += usize::from(refreshed.map_err(|e| format!("volume {}: {e}", volume.name))?);
@@ -197,6 +205,39 @@ impl Volumes {
         mounts::unmount_below(&self.folder)?;
         remove_folder(&self.folder)
     }
+}
+
+/// Makes a volume's top folder. Containers of any user may look into it.
+fn make_top(path: &Path) -> Result<(), String> {
+    if let Some(parent) = path.parent() {
+        make_folder(parent, PRIVATE)?;
+    }
+    make_folder(path, READABLE)?;
+    // An earlier instance of the agent may have made it, under another umask.
+    add_mode(path, READABLE)
+}
+
+/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays.
+fn add_mode(path: &Path, more: u32) -> Result<(), String> {
+    let metadata =
+        fs::symlink_metadata(path).map_err(|e| format!("cannot look at {}: {e}", path.display()))?;
+    let mode = (metadata.permissions().mode() | more) & 0o7777;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
+        .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
+}
+
+/// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory though it should
+/// be: a volume's memory may be unmounted at any time, and a secret must not be written to the disk below.
+fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, String> {
+    let failed = |e: Errno| format!("cannot open {}: {e}", path.display());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let top = match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(top) => top,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    };
+    let there = !in_memory || mounts::is_tmpfs(&top).map_err(failed)?;
+    Ok(there.then_some(top))
 }
 
 /// A path in the container: one that is relative means one below its root, as to the kubelet.
