@@ -83,6 +83,8 @@ const CONFIG_RETRY: Duration = Duration::from_secs(1);
 const EXIT_PROGRAM: &str = "task_exited";
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// How often folders of pods that nobody knows are looked for, and how long they must have been that.
+const ORPHANS: Duration = Duration::from_secs(60);
 /// How often freed memory goes back to the system.
 const MEMORY_PERIOD: Duration = Duration::from_secs(60);
 
@@ -406,6 +408,14 @@ impl Node {
         let desired = self.manifests(&working).await;
         let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
         let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
+        let sweep = volumes::Sweep {
+            pods_dir: self.config.beelet.pods_dir.clone(),
+            table: table.clone(),
+            known: records.known(),
+            desired: desired.clone(),
+            runtime: self.runtime.clone(),
+            period: ORPHANS,
+        };
         let manager = Manager::new(manager::Parts {
             launcher: Arc::clone(&launcher),
             runtime_name: self.version.runtime_name.clone(),
@@ -452,6 +462,7 @@ impl Node {
         device_tasks.spawn(&mut tasks, &working);
         tasks.spawn(podresources::serve(devices, table.clone(), working.clone()));
         tasks.spawn(volumes::follow(table.clone(), launcher, working.clone()));
+        tasks.spawn(volumes::sweep(sweep, working.clone()));
         tasks.spawn(self.rotator(table).run(working.clone()));
         tasks.spawn(tuner::run(tuning, working.clone()));
         tasks.spawn(qos_tree::follow(keeper, working.clone()));

@@ -12,6 +12,7 @@ mod follow;
 mod fs_group;
 mod host_path;
 mod mounts;
+mod orphans;
 mod sub_path;
 
 use std::collections::BTreeMap;
@@ -28,11 +29,16 @@ use rustix::io::Errno;
 
 pub(super) use self::content::Sources;
 pub use self::follow::follow;
+pub use self::orphans::{Sweep, sweep};
 
 use self::fs_group::FsGroup;
 use super::env::Environment;
 use super::launch::{PRIVATE, READABLE, make_folder};
 use crate::walk::remove_folder;
+
+/// What the folders in a pod's folder are called.
+const VOLUMES: &str = "volumes";
+const SUB_PATHS: &str = "volume-subpaths";
 
 /// A pod's volumes.
 #[derive(Clone, Debug)]
@@ -64,7 +70,7 @@ impl Volumes {
     }
 
     fn path(&self, volume: &str) -> PathBuf {
-        self.folder.join("volumes").join(volume)
+        self.folder.join(VOLUMES).join(volume)
     }
 
     /// Makes what must be there before the first container runs. Harmless to repeat.
@@ -190,7 +196,7 @@ impl Volumes {
         let source = match sub_path {
             Some(part) => {
                 let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
-                let target = self.folder.join("volume-subpaths").join(name);
+                let target = self.folder.join(SUB_PATHS).join(name);
                 sub_path::mount(&whole, &part, &target)?;
                 target
             }
@@ -198,6 +204,14 @@ impl Volumes {
         };
         made.host_path = source.to_string_lossy().into_owned();
         Ok(made)
+    }
+
+    /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
+    /// folder.
+    pub(super) fn give_back(&self) -> Result<(), String> {
+        mounts::unmount_below(&self.folder)?;
+        remove_folder(&self.folder.join(SUB_PATHS))?;
+        remove_folder(&self.folder.join(VOLUMES))
     }
 
     /// Unmounts and removes the pod's folder. Symbolic links in it are removed, not followed.
@@ -226,8 +240,9 @@ fn add_mode(path: &Path, more: u32) -> Result<(), String> {
         .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
 }
 
-/// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory though it should
-/// be: a volume's memory may be unmounted at any time, and a secret must not be written to the disk below.
+/// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory
+/// though it should be: a volume's memory may be unmounted at any time, and a secret must not be written to
+/// the disk below.
 fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, String> {
     let failed = |e: Errno| format!("cannot open {}: {e}", path.display());
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
