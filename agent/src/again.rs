@@ -13,7 +13,8 @@ pub(crate) fn in_child(module: &str, name: &str, wrapper: &[&str]) -> bool {
     let path = module.split_once("::").map_or(module, |(_, path)| path);
     let mut command = Command::new(wrapper[0]);
     command.args(&wrapper[1..]).arg(std::env::current_exe().unwrap());
-    let ran = command.args([&format!("{path}::{name}"), "--exact", "--nocapture"]).env(MARK, "1").output().unwrap();
+    let ran =
+        command.args([&format!("{path}::{name}"), "--exact", "--nocapture"]).env(MARK, "1").output().unwrap();
     let said = String::from_utf8_lossy(&ran.stdout);
     assert!(
         ran.status.success() && said.contains("1 passed"),

@@ -156,7 +156,7 @@ pub fn proc_files(input: &[u8]) {
     crate::pressure::fuzz::files(text);
     crate::eviction::fuzz::machine(text);
     crate::node::fuzz::machine(text);
-    crate::probes::fuzz::process(text);
+    crate::probes::fuzz::process(input);
 }
 
 /// What an earlier agent left: a record's file, and each kind of record's value in JSON.

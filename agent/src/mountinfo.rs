@@ -1,5 +1,6 @@
-//! The table of mounts, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). It is bytes: of all that is in a name the kernel
-//! escapes space, tab, newline and backslash alone, and anybody may name what is bound or mounted somewhere.
+//! The table of mounts, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). It is bytes: of all that is in a name
+//! the kernel escapes space, tab, newline and backslash alone, and anybody may name what is bound or mounted
+//! somewhere.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;

@@ -158,7 +158,10 @@ impl Agent {
         let log = self.log_path();
         let log = std::fs::OpenOptions::new().append(true).create(true).open(&log);
         let log = log.context("could not open the agent's log")?;
-        let child = Command::new(&self.binary)
+        // With the umask that its unit gives it.
+        let child = Command::new("sh")
+            .args(["-c", "umask 077; exec \"$0\" \"$@\""])
+            .arg(&self.binary)
             .args(["run", "--config"])
             .arg(config)
             .args(&self.options.arguments)

@@ -192,6 +192,9 @@ pub struct Actions {
     pub backoff: BTreeMap<String, Backoff>,
     /// Set once the pod has nothing more to do.
     pub outcome: Option<Outcome>,
+    /// Set once nothing of a pod with an outcome runs: its volumes and its cgroup are nobody's any more.
+    /// Harmless to repeat.
+    pub release: bool,
 }
 
 impl Actions {
@@ -353,12 +356,14 @@ impl<'a> Decision<'a> {
         all.then(|| outcome_of(&codes))
     }
 
-    /// A finished pod's sandbox stops, with the sidecars in it.
+    /// A finished pod's sandbox stops, with the sidecars in it. Then the pod gives back what it has, but its
+    /// containers and their logs (the kubelet's `SyncTerminatedPod`).
     fn finish(&mut self, outcome: Outcome) {
         self.actions.outcome = Some(outcome);
         if let Some(current) = self.current {
             self.actions.stop_sandboxes.push(current.id.clone());
         }
+        self.actions.release = self.actions.stop_sandboxes.is_empty();
     }
 
     fn kill(&mut self, container: &Container, reason: KillReason) {

@@ -4,8 +4,7 @@ use super::layout::{Version, parse, parse_for_reading};
 
 /// `/proc/self/mountinfo`: a layout has hierarchies, the unified one last, and none twice.
 pub fn mountinfo(input: &[u8]) {
-    let text = String::from_utf8_lossy(input);
-    for layout in [parse(&text), parse_for_reading(&text)].into_iter().flatten() {
+    for layout in [parse(input), parse_for_reading(input)].into_iter().flatten() {
         let (v1, v2): (Vec<_>, Vec<_>) = layout.hierarchies.iter().partition(|h| !h.is_v2);
         assert!(v2.len() <= 1 && v2.iter().all(|h| h.controllers.is_empty()));
         assert_eq!(v2.first().copied(), layout.hierarchies.last().filter(|h| h.is_v2));

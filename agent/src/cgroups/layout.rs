@@ -227,8 +227,9 @@ mod tests {
     #[test]
     fn for_reading_the_machines_hierarchy_may_be_seen_from_a_namespace() {
         let seen = "30 23 0:26 /../../.. /host/cgroup rw - cgroup2 cgroup2 rw\n";
-        let layout =
-            parse_for_reading(format!("29 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n{seen}").as_bytes());
+        let layout = parse_for_reading(
+            format!("29 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n{seen}").as_bytes(),
+        );
         assert_eq!(describe(&layout.unwrap()), "/host/cgroup: cgroup2");
         assert_eq!(parse_for_reading(V2.as_bytes()), parse(V2.as_bytes()));
     }

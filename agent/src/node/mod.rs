@@ -97,6 +97,8 @@ const SAME_WISH: Duration = Duration::from_secs(1);
 const STOP_MARGIN: Duration = Duration::from_secs(30);
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// How often folders of pods that nobody knows are looked for, and how long they must have been that.
+const ORPHANS: Duration = Duration::from_secs(60);
 /// How often freed memory goes back to the system.
 const MEMORY_PERIOD: Duration = Duration::from_secs(60);
 
@@ -481,6 +483,14 @@ impl Node {
         let desired = self.manifests(&mut tasks, &working).await;
         let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
         let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
+        let sweep = volumes::Sweep {
+            pods_dir: self.config.beelet.pods_dir.clone(),
+            table: table.clone(),
+            known: records.known(),
+            desired: desired.clone(),
+            runtime: self.runtime.clone(),
+            period: ORPHANS,
+        };
         let manager = Manager::new(manager::Parts {
             launcher: Arc::clone(&launcher),
             runtime_name: self.version.runtime_name.clone(),
@@ -530,6 +540,7 @@ impl Node {
         }
         tasks.spawn("pod resources", podresources::serve(devices, table.clone(), working.clone()));
         tasks.spawn("volumes", volumes::follow(table.clone(), launcher, working.clone()));
+        tasks.spawn("pod folders", volumes::sweep(sweep, working.clone()));
         tasks.spawn("log rotation", self.rotator(table).run(working.clone()));
         tasks.spawn_optional("tuner", tuner::run(tuning, working.clone()));
         tasks.spawn("cgroup keeper", qos_tree::follow(keeper, working.clone()));

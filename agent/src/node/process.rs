@@ -2,14 +2,22 @@
 
 use std::fs;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::fs::Mode;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit, umask};
 
 /// Protects the agent from the OOM killer by `oom_score_adj` and lets it open `max_open_files`. What cannot be done is
 /// said in sentences, and no reason not to run.
+///
+/// The umask becomes 022, whatever the unit or the shell gave: pods' files are for containers of any user.
+/// What is nobody else's business says its mode where it is made.
 #[must_use]
 pub fn prepare(oom_score_adj: i32, max_open_files: u64) -> Vec<String> {
+    umask(UMASK);
     [set_oom_score_adj(oom_score_adj), raise_open_files(max_open_files)].into_iter().flatten().collect()
 }
+
+/// The owner's alone: to write.
+const UMASK: Mode = Mode::from_raw_mode(0o022);
 
 /// Lets the agent open `files` files, and nothing else.
 #[must_use]
@@ -52,6 +60,17 @@ mod tests {
     fn what_holds_already_is_no_trouble() {
         let value = fs::read_to_string("/proc/self/oom_score_adj").unwrap().trim().parse().unwrap();
         assert_eq!(prepare(value, 1), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_the_agent_makes_is_readable_whatever_umask_it_was_given() {
+        let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+        let name = "what_the_agent_makes_is_readable_whatever_umask_it_was_given";
+        if !crate::again::in_child(module_path!(), name, &strict) {
+            return;
+        }
+        let _ = prepare(0, 1);
+        assert_eq!(umask(Mode::empty()), UMASK);
     }
 
     #[test]

@@ -25,11 +25,11 @@ fe00::2\tip6-allrouters
 ";
 
 /// What the file says; `of_host` is the machine's own, for pods on its network.
-pub(super) fn content(pod: &core::Pod, pod_ips: &[String], of_host: &str, node: &NodeFacts) -> String {
+fn content(pod: &core::Pod, pod_ips: &[String], of_host: &[u8], node: &NodeFacts) -> Vec<u8> {
     let default_spec = core::PodSpec::default();
     let spec = pod.spec.as_ref().unwrap_or(&default_spec);
     let mut text = if spec.host_network == Some(true) {
-        format!("# Kubernetes-managed hosts file (host network).\n{of_host}")
+        [&b"# Kubernetes-managed hosts file (host network).\n"[..], of_host].concat()
     } else {
         let host = HostName::of(spec, &PodName::of(pod), node);
         let names = match host.qualified() {
@@ -37,15 +37,15 @@ pub(super) fn content(pod: &core::Pod, pod_ips: &[String], of_host: &str, node: 
             None => host.name,
         };
         let own: String = pod_ips.iter().map(|ip| format!("{ip}\t{names}\n")).collect();
-        format!("# Kubernetes-managed hosts file.\n{LOCAL}{own}")
+        format!("# Kubernetes-managed hosts file.\n{LOCAL}{own}").into_bytes()
     };
     let aliases = spec.host_aliases.as_deref().unwrap_or_default();
     if !aliases.is_empty() {
-        text.push_str("\n# Entries added by HostAliases.\n");
+        text.extend_from_slice(b"\n# Entries added by HostAliases.\n");
     }
     for alias in aliases {
         let names = alias.hostnames.as_deref().unwrap_or_default().join("\t");
-        text.push_str(&format!("{}\t{names}\n", alias.ip));
+        text.extend_from_slice(format!("{}\t{names}\n", alias.ip).as_bytes());
     }
     text
 }
@@ -58,13 +58,13 @@ pub(super) fn write(
     node: &NodeFacts,
 ) -> Result<PathBuf, String> {
     let on_host = pod.spec.as_ref().and_then(|s| s.host_network) == Some(true);
-    let of_host = if on_host { read_host()? } else { String::new() };
+    let of_host = if on_host { read_host()? } else { Vec::new() };
     let wanted = content(pod, pod_ips, &of_host, node);
     let path = folder.join("etc-hosts");
     let failed = |e: std::io::Error| format!("cannot write {}: {e}", path.display());
-    let there = std::fs::read(&path).is_ok_and(|bytes| bytes == wanted.as_bytes());
+    let there = std::fs::read(&path).is_ok_and(|bytes| bytes == wanted);
     if !there {
-        super::launch::make_folder(folder)?;
+        super::launch::make_folder(folder, super::launch::PRIVATE)?;
         std::fs::write(&path, wanted).map_err(failed)?;
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
         std::fs::set_permissions(&path, mode).map_err(failed)?;
@@ -72,12 +72,13 @@ pub(super) fn write(
     Ok(path)
 }
 
-fn read_host() -> Result<String, String> {
+/// Bytes: nobody says in what encoding somebody wrote the comments.
+fn read_host() -> Result<Vec<u8>, String> {
     use std::io::Read as _;
-    let mut text = String::new();
+    let mut text = Vec::new();
     match std::fs::File::open(ON_HOST) {
         Ok(file) => {
-            let read = file.take(HOST_MAX).read_to_string(&mut text);
+            let read = file.take(HOST_MAX).read_to_end(&mut text);
             read.map(|_| text).map_err(|e| format!("cannot read {ON_HOST}: {e}"))
         }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(text),
@@ -112,7 +113,17 @@ mod tests {
         let pod = json!({"metadata": {"name": "web-n1", "namespace": "shop", "uid": "u1"}, "spec": spec});
         let pod: core::Pod = serde_json::from_value(pod).unwrap();
         let ips = ["10.0.0.7".to_owned(), "fd00::7".to_owned()];
-        content(&pod, &ips, "192.0.2.9 printer\n", &super::super::cri_config::tests::node())
+        let content = content(&pod, &ips, b"192.0.2.9 printer\n", &super::super::cri_config::tests::node());
+        String::from_utf8(content).unwrap()
+    }
+
+    #[test]
+    fn the_hosts_own_file_need_not_be_text() {
+        let pod: core::Pod =
+            serde_json::from_value(json!({"spec": {"hostNetwork": true, "containers": []}})).unwrap();
+        let of_host = b"192.0.2.9 printer # \xfcber\n";
+        let content = content(&pod, &[], of_host, &super::super::cri_config::tests::node());
+        assert!(content.ends_with(of_host));
     }
 
     #[test]

@@ -11,7 +11,12 @@ use std::{
 use beelet_policy::{cgroups as values, pod::Start, qos::QosClass};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
-use tokio::{sync::watch, task::spawn_blocking};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
+use tokio::sync::watch;
+use tokio_util::task::TaskTracker;
 
 use super::{
     cri_config::{self, ContainerFacts, Features, NodeFacts},
@@ -96,17 +101,22 @@ pub struct Launcher {
 
 impl Launcher {
     /// Makes the pod's cgroup and folders and runs its sandbox; the sandbox's identifier.
-    pub async fn create_sandbox(&self, pod: &core::Pod, attempt: u32) -> Result<String, String> {
+    pub(super) async fn create_sandbox(
+        &self,
+        pod: &core::Pod,
+        attempt: u32,
+        chores: &Chores,
+    ) -> Result<String, String> {
         let decided = values::pod_cgroup(pod, &self.cgroup_config).map_err(|e| e.to_string())?;
         let config = cri_config::sandbox(pod, attempt, self.cgroups.cri_parent(&decided.path), &self.node)?;
         let cgroups = Arc::clone(&self.cgroups);
         let cgroups =
-            run_blocking(move || cgroups.ensure(&decided.path, &decided.files).map_err(|e| e.to_string()));
+            chores.run(move || cgroups.ensure(&decided.path, &decided.files).map_err(|e| e.to_string()));
         let logs = PathBuf::from(&config.log_directory);
         let volumes = Volumes::of(pod, &self.pods_dir);
         let (objects, node, of_pod) = (self.objects(), self.node.clone(), pod.clone());
-        let folders = run_blocking(move || {
-            make_folder(&logs)?;
+        let folders = chores.run(move || {
+            make_folder(&logs, READABLE)?;
             volumes.set_up(&volumes::Sources { pod: &of_pod, objects: &objects, node: &node })
         });
         // Both to their end: nothing may still be made when what was made is taken away.
@@ -117,11 +127,12 @@ impl Launcher {
     }
 
     /// Starts a container in `sandbox`; its identifier.
-    pub async fn start(
+    pub(super) async fn start(
         &self,
         pod: &core::Pod,
         sandbox: &SandboxDetail,
         start: &Start,
+        chores: &Chores,
     ) -> Result<String, StartError> {
         if let Some(id) = &start.created {
             self.start_created(pod, &start.name, id).await?;
@@ -135,7 +146,7 @@ impl Launcher {
             cri_config::sandbox(pod, 0, self.cgroups.cri_parent(&path), &self.node).map_err(config_error)?;
         // Until the container exists, nobody may remove its images.
         let (mut config, _leases) =
-            self.container_config(pod, container, sandbox, start, &sandbox_config).await?;
+            self.container_config(pod, container, sandbox, start, &sandbox_config, chores).await?;
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let devices = self.devices.container_options(uid, &start.name).await.map_err(config_error)?;
         devices.apply(&mut config, self.cdi_by_annotation);
@@ -161,6 +172,7 @@ impl Launcher {
         sandbox: &SandboxDetail,
         start: &Start,
         sandbox_config: &cri::PodSandboxConfig,
+        chores: &Chores,
     ) -> Result<(cri::ContainerConfig, Vec<Lease>), StartError> {
         let objects = self.objects();
         let pod_ips = self.pod_ips(pod, sandbox);
@@ -175,7 +187,7 @@ impl Launcher {
             images,
             recursive_read_only: features.recursive_read_only,
         };
-        let mounts = self.prepare(pod, container, pod_ips, start.attempt, mount_facts).await?;
+        let mounts = self.prepare(pod, container, pod_ips, start.attempt, mount_facts, chores).await?;
         let facts = ContainerFacts {
             attempt: start.attempt,
             restart_delay: start.restart_delay,
@@ -300,6 +312,7 @@ impl Launcher {
         pod_ips: Vec<String>,
         attempt: u32,
         facts: volumes::MountFacts,
+        chores: &Chores,
     ) -> Result<Vec<cri::Mount>, StartError> {
         let volumes = Volumes::of(pod, &self.pods_dir);
         let uid = pod.metadata.uid.clone().unwrap_or_default();
@@ -307,44 +320,60 @@ impl Launcher {
         let logs =
             cri_config::log_folder(&self.node.pod_logs_dir, &PodName::of(pod), &uid).join(&container.name);
         let (pod, container, node) = (pod.clone(), container.clone(), self.node.clone());
-        run_blocking(move || {
-            make_folder(&logs)?;
+        let prepared = chores.run(move || {
+            make_folder(&logs, READABLE)?;
             logs::rotate::forget_older(&logs, attempt);
             let mut mounts = volumes.mounts(&container, &facts)?;
             let hosts = hosts::write(&folder, &pod, &pod_ips, &node)?;
             mounts.extend(hosts::mount(&hosts, &container));
             mounts.extend(termination::prepare(&folder, &container, attempt)?);
             Ok(mounts)
-        })
-        .await
-        .map_err(config_error)
+        });
+        prepared.await.map_err(config_error)
     }
 
-    /// Takes away the cgroup and the volumes of a pod whose containers and sandboxes are gone.
-    pub async fn release(&self, pod: &core::Pod) -> Result<(), String> {
+    /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.
+    pub(super) async fn release(&self, pod: &core::Pod, chores: &Chores) -> Result<(), String> {
+        self.give_back(pod, chores, Volumes::tear_down).await?;
+        self.devices.forget(pod.metadata.uid.as_deref().unwrap_or_default());
+        Ok(())
+    }
+
+    /// Takes away the cgroup and the volumes of a pod that has ended, whose containers stay to be looked at.
+    /// Its devices are free as soon as somebody else wants them.
+    pub(super) async fn release_ended(&self, pod: &core::Pod, chores: &Chores) -> Result<(), String> {
+        self.give_back(pod, chores, Volumes::give_back).await
+    }
+
+    async fn give_back(
+        &self,
+        pod: &core::Pod,
+        chores: &Chores,
+        of_volumes: fn(&Volumes) -> Result<(), String>,
+    ) -> Result<(), String> {
+        // What a cancelled step has begun makes things still.
+        chores.done().await;
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let volumes = Volumes::of(pod, &self.pods_dir);
         let cgroups = Arc::clone(&self.cgroups);
         // An adopted pod whose manifest is gone has no spec: its cgroup is looked for by its UID.
         let classes = [QosClass::Guaranteed, QosClass::Burstable, QosClass::BestEffort];
         let paths = classes.map(|class| values::pod_path(Some(&uid), class, &self.cgroup_config));
-        run_blocking(move || {
+        let work = chores.run(move || {
             for path in paths.iter().flatten() {
                 // Not asked first whether it exists: a part of it may be gone already.
                 cgroups.destroy(path).map_err(|e| e.to_string())?;
             }
-            volumes.tear_down()
-        })
-        .await?;
-        self.devices.forget(pod.metadata.uid.as_deref().unwrap_or_default());
-        Ok(())
+            of_volumes(&volumes)
+        });
+        work.await
     }
 
     /// Takes away the logs of a pod that is gone.
-    pub async fn remove_logs(&self, pod: &core::Pod) -> Result<(), String> {
+    pub(super) async fn remove_logs(&self, pod: &core::Pod, chores: &Chores) -> Result<(), String> {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let logs = cri_config::log_folder(&self.node.pod_logs_dir, &PodName::of(pod), &uid);
-        run_blocking(move || remove_folder(&logs)).await
+        chores.run(move || remove_folder(&logs)).await
     }
 }
 
@@ -359,15 +388,58 @@ fn config_error(error: impl std::fmt::Display) -> StartError {
     StartError::new("CreateContainerConfigError", &error)
 }
 
-/// Runs blocking work off the async threads.
-async fn run_blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, String> + Send + 'static,
-) -> Result<T, String> {
-    spawn_blocking(work).await.unwrap_or_else(|e| Err(format!("an internal task failed: {e}")))
+/// A pod's blocking work, which runs off the async threads, and to its end also where nobody waits for it any
+/// more. Clones are of the same pod.
+#[derive(Clone, Debug)]
+pub(super) struct Chores(TaskTracker);
+
+impl Chores {
+    pub(super) fn new() -> Self {
+        let tracker = TaskTracker::new();
+        // A closed one takes work all the same, and can be waited for.
+        tracker.close();
+        Self(tracker)
+    }
+
+    async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
+        let work = self.0.spawn_blocking(work);
+        work.await.unwrap_or_else(|e| Err(format!("an internal task failed: {e}")))
+    }
+
+    /// Waits until all that was begun has ended.
+    async fn done(&self) {
+        self.0.wait().await;
+    }
 }
 
-pub(super) fn make_folder(path: &Path) -> Result<(), String> {
-    std::fs::create_dir_all(path).map_err(|e| format!("cannot create the folder {}: {e}", path.display()))
+/// The mode of folders that anybody may look into: logs, and volumes, which containers of any user read.
+pub(super) const READABLE: u32 = 0o755;
+/// The mode of the folders that lead to what pods have: on the machine it is the agent's and the runtime's
+/// business alone.
+pub(super) const PRIVATE: u32 = 0o750;
+
+/// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask.
+pub(super) fn make_folder(path: &Path, mode: u32) -> Result<(), String> {
+    let failed = |e: Errno| format!("cannot create the folder {}: {e}", path.display());
+    let missing: Vec<&Path> =
+        path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
+    let mode = Mode::from_raw_mode(mode);
+    for folder in missing.into_iter().rev() {
+        match rustix::fs::mkdir(folder, mode) {
+            Ok(()) => {
+                // By descriptor: something else may be in its place by now.
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let made = rustix::fs::open(folder, flags, Mode::empty()).map_err(failed)?;
+                rustix::fs::fchmod(made, mode).map_err(failed)?;
+            }
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+    if path.is_dir() { Ok(()) } else { Err(failed(Errno::NOTDIR)) }
 }
 
 /// Who to be at the registry of an image: what the pod's secrets say. A secret that isn't there is passed over, as by
@@ -402,6 +474,27 @@ fn mounts_images(name: &str, version: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn folders_have_the_mode_that_was_said_whatever_the_umask() {
+        use std::os::unix::fs::PermissionsExt;
+        let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+        let name = "folders_have_the_mode_that_was_said_whatever_the_umask";
+        if !crate::again::in_child(module_path!(), name, &strict) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        make_folder(&dir.path().join("a/b"), PRIVATE).unwrap();
+        make_folder(&dir.path().join("a/b/c/d"), READABLE).unwrap();
+        let mode = |path: &str| dir.path().join(path).metadata().unwrap().permissions().mode() & 0o7777;
+        assert_eq!((mode("a"), mode("a/b"), mode("a/b/c"), mode("a/b/c/d")), (0o750, 0o750, 0o755, 0o755));
+        // What is there stays as it is.
+        make_folder(&dir.path().join("a/b/c"), PRIVATE).unwrap();
+        assert_eq!(mode("a/b/c"), 0o755);
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        assert!(make_folder(&dir.path().join("file"), READABLE).is_err());
+        assert!(make_folder(&dir.path().join("file/x"), READABLE).is_err());
+    }
 
     #[test]
     fn runtimes_that_mount_images_are_known_by_their_version() {

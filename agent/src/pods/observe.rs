@@ -29,6 +29,16 @@ pub struct Observation {
 }
 
 impl Observation {
+    /// Whether anything in a sandbox may still run, itself included.
+    pub(super) fn may_run_in(&self, sandbox: &str) -> bool {
+        let ready = self.pod.sandboxes.iter().any(|s| s.id == sandbox && s.ready);
+        let alive = |c: &pod::Container| {
+            c.sandbox_id == sandbox
+                && matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
+        };
+        ready || self.pod.containers.iter().any(alive)
+    }
+
     /// The newest container of a name: the one the pod's status speaks of.
     pub fn newest(&self, name: &str) -> Option<&pod::Container> {
         self.pod.containers.iter().filter(|c| c.name == name).max_by_key(|c| (c.attempt, &c.id))

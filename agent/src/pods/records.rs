@@ -64,6 +64,18 @@ pub struct Records {
     newest: watch::Sender<Map>,
 }
 
+/// Who is in the records, for others.
+#[derive(Clone, Debug)]
+pub struct Known(watch::Receiver<Map>);
+
+impl Known {
+    /// Whether anything is known of a pod.
+    #[must_use]
+    pub fn has(&self, uid: &str) -> bool {
+        self.0.borrow().contains_key(uid)
+    }
+}
+
 impl Records {
     /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
     pub fn load(state: &State) -> Self {
@@ -89,6 +101,12 @@ impl Records {
     /// What is known of a pod.
     pub fn get(&self, uid: &str) -> Option<PodRecord> {
         self.newest.borrow().get(uid).map(|record| (**record).clone())
+    }
+
+    /// Who is in them, now and later.
+    #[must_use]
+    pub fn known(&self) -> Known {
+        Known(self.newest.subscribe())
     }
 
     /// All pods of which anything is known.

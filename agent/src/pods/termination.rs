@@ -31,7 +31,7 @@ pub(super) fn prepare(
         return Ok(None);
     }
     let folder = folder.join("containers").join(&container.name);
-    super::launch::make_folder(&folder)?;
+    super::launch::make_folder(&folder, super::launch::PRIVATE)?;
     forget_older(&folder, attempt);
     let file = folder.join(attempt.to_string());
     let failed = |e: std::io::Error| format!("cannot make {}: {e}", file.display());

@@ -21,7 +21,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     cri_config,
-    launch::{Launcher, StartError},
+    launch::{Chores, Launcher, StartError},
     observe::{self, Observation, Observer},
     status::Waiting,
     table::PodName,
@@ -142,6 +142,10 @@ pub(super) struct Worker {
     /// What was seen when something was last done, and what was done.
     last_done: Option<(pod::Observed, Actions)>,
     devices: Grant,
+    /// What blocks, also what was begun for this pod by a worker before this one.
+    chores: Chores,
+    /// The pod has ended, and has given back all but its containers and logs.
+    released: bool,
 }
 
 /// How a step ended.
@@ -159,6 +163,7 @@ impl Worker {
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
         reports: mpsc::Sender<Report>,
+        chores: Chores,
     ) -> Self {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let runtime = launcher.runtime.clone();
@@ -184,6 +189,8 @@ impl Worker {
             last_look: None,
             last_done: None,
             devices,
+            chores,
+            released: false,
         }
     }
 
@@ -195,9 +202,10 @@ impl Worker {
         reports: mpsc::Sender<Report>,
     ) {
         let name = PodName::of(&pod).to_string();
+        let chores = Chores::new();
         let start = || {
             let (pod, control, reports) = (Arc::clone(&pod), control.clone(), reports.clone());
-            Self::new(Arc::clone(&launcher), pod, control, reports).run()
+            Self::new(Arc::clone(&launcher), pod, control, reports, chores.clone()).run()
         };
         supervise::keep(&name, start).await;
     }
@@ -286,6 +294,8 @@ impl Worker {
             actions.create_sandbox = None;
             actions.start.clear();
             actions.backoff.clear();
+            actions.stop_sandboxes.retain(|id| seen.may_run_in(id));
+            actions.release = actions.stop_sandboxes.is_empty();
         }
         self.release_ended(&seen);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
@@ -293,6 +303,7 @@ impl Worker {
         if !self.report(&seen, &actions, Stage::Here).await {
             return Ok(None);
         }
+        self.release_volumes(&actions).await?;
         let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
         let due = actions.start.iter().any(|s| self.may_start(&s.name));
         if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
@@ -322,6 +333,16 @@ impl Worker {
         self.execute(actions, &seen).await?;
         self.last_done = Some(doing);
         Ok(Some(Step::Done))
+    }
+
+    /// A pod that has ended gives back its volumes and its cgroup, once.
+    async fn release_volumes(&mut self, actions: &Actions) -> Result<(), String> {
+        if actions.release && !self.released {
+            self.launcher.release_ended(&self.pod, &self.chores).await?;
+            info!(pod = %self.name, "pod has ended, and its volumes and its cgroup are given back");
+        }
+        self.released = actions.release;
+        Ok(())
     }
 
     /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't asked again.
@@ -392,7 +413,7 @@ impl Worker {
         if attempt > 0 {
             events.normal(pod(), "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
         }
-        match self.launcher.create_sandbox(&self.pod, attempt).await {
+        match self.launcher.create_sandbox(&self.pod, attempt, &self.chores).await {
             Ok(id) => {
                 info!(pod = %self.name, sandbox = id, attempt, "sandbox runs");
                 Ok(())
@@ -435,7 +456,7 @@ impl Worker {
                 return Err("the sandbox is gone that its containers were to run in".to_owned());
             };
             info!(pod = %self.name, container = start.name, attempt = start.attempt, "container is asked for");
-            match self.launcher.start(&self.pod, sandbox, start).await {
+            match self.launcher.start(&self.pod, sandbox, start, &self.chores).await {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.name, container = start.name, id, attempt = start.attempt, "container runs");
@@ -499,13 +520,13 @@ impl Worker {
         self.failed_starts.clear();
         (self.last_done, self.ending) = (None, None);
         self.devices.revoke();
-        self.launcher.release(&self.pod).await?;
+        self.launcher.release(&self.pod, &self.chores).await?;
         if control.terminate.is_none() {
             info!(pod = %self.name, uid = self.uid, "pod has given back everything it had");
             let told = self.report(&seen, &nothing, Stage::Cleared).await;
             return Ok(told.then_some(Step::Idle(None)));
         }
-        self.launcher.remove_logs(&self.pod).await?;
+        self.launcher.remove_logs(&self.pod, &self.chores).await?;
         info!(pod = %self.name, uid = self.uid, "pod is gone");
         self.report(&seen, &nothing, Stage::Gone).await;
         Ok(None)

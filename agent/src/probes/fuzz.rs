@@ -28,6 +28,6 @@ pub fn probes(input: &[u8]) {
 }
 
 /// `/proc/<pid>/stat`.
-pub(crate) fn process(stat: &str) {
+pub(crate) fn process(stat: &[u8]) {
     let _ = stragglers::parse(stat);
 }

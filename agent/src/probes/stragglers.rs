@@ -205,7 +205,8 @@ fn read(proc: &Path, pid: u32) -> Option<Process> {
     parse(&fs::read(proc.join(pid.to_string()).join("stat")).ok()?)
 }
 
-/// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold any bytes, parentheses too. `None` for a zombie.
+/// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold any bytes, parentheses too. `None` for a
+/// zombie.
 pub(super) fn parse(stat: &[u8]) -> Option<Process> {
     let stat = String::from_utf8_lossy(stat);
     let pid = stat.split_once(' ')?.0.parse().ok()?;

@@ -1,9 +1,11 @@
-//! Walks a tree that containers have written to, by descriptors: no symbolic link is followed, no mount is crossed, and no
-//! depth and no number of names is too much. A walk has one folder open at a time. It goes down by opening a name in that
-//! folder, and up through `..`, where it must find the folder that it came from.
+//! Walks a tree that containers have written to, by descriptors: no symbolic link is followed, no mount is
+//! crossed, and no depth and no number of names is too much. A walk has one folder open at a time. It goes
+//! down by opening a name in that folder, and up through `..`, where it must find the folder that it came
+//! from.
 //!
-//! Memory is bounded too: names are read in batches, and a level of the way takes some hundred bytes. A walk can be set
-//! aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such walks. Blocking, all of it.
+//! Memory is bounded too: names are read in batches, and a level of the way takes some hundred bytes. A walk
+//! can be set aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such
+//! walks. Blocking, all of it.
 
 mod remove;
 
@@ -18,7 +20,8 @@ pub(crate) use self::remove::{remove, remove_folder};
 
 /// Bytes of names that are read at once.
 const BATCH: usize = 32 << 10;
-/// Names that may wait in all levels together before those of a level are dropped, to be read again on the way back.
+/// Names that may wait in all levels together before those of a level are dropped, to be read again on the
+/// way back.
 const WAITING: usize = 1 << 16;
 /// Levels of the deepest tree that is walked: a bound for the memory of the way, 100 MiB.
 pub(crate) const DEEPEST: usize = 1 << 20;
@@ -37,7 +40,8 @@ pub(crate) struct Walk {
 /// What a walk comes to.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// A name in [`Walk::here`], and what it was when it was read. A folder is walked only if it is [entered](Walk::enter).
+    /// A name in [`Walk::here`], and what it was when it was read. A folder is walked only if it is
+    /// [entered](Walk::enter).
     Entry(CString, FileType),
     /// Everything in [`Walk::here`] was given, and all that was entered below it.
     End,
@@ -112,8 +116,8 @@ impl Walk {
         }
     }
 
-    /// Enters the folder that the last step named. Fails where it is none (any more), a mount point (`XDEV`), or deeper than
-    /// [`DEEPEST`] (`NAMETOOLONG`).
+    /// Enters the folder that the last step named. Fails where it is none (any more), a mount point (`XDEV`),
+    /// or deeper than [`DEEPEST`] (`NAMETOOLONG`).
     pub(crate) fn enter(&mut self, name: &CStr) -> Result<(), Errno> {
         if self.levels.len() > DEEPEST {
             return Err(Errno::NAMETOOLONG);
@@ -185,8 +189,7 @@ impl Level {
 }
 
 /// How folders are opened.
-const FOLDER: OFlags =
-    OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
+const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
 
 /// What kind of thing a name stands for, a link seen as a link. What is gone is of no kind.
 fn kind_of(folder: &OwnedFd, name: &CStr) -> Result<FileType, Errno> {

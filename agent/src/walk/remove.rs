@@ -1,8 +1,9 @@
-//! Removes a folder with all in it, whatever containers have put there: no symbolic link is followed, and no mount
-//! point is crossed. A file system that is still mounted somewhere below makes it fail, and keeps what is in it.
+//! Removes a folder with all in it, whatever containers have put there: no symbolic link is followed, and no
+//! mount point is crossed. A file system that is still mounted somewhere below makes it fail, and keeps what
+//! is in it.
 //!
-//! Neither depth nor number is too much, and memory is bounded: a tree deeper than [`DEEP`] is hung up at the top by a name
-//! of its own, level by level, until it is not deep any more.
+//! Neither depth nor number is too much, and memory is bounded: a tree deeper than [`DEEP`] is hung up at the
+//! top by a name of its own, level by level, until it is not deep any more.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,11 +17,12 @@ use super::{Step, Walk};
 
 /// Levels below which a tree is hung up at the top.
 const DEEP: usize = 4096;
-/// How often a folder is walked because something was in it still. Deep trees need it: this times [`DEEP`] levels go. So
-/// do kernels whose positions in a folder of a tmpfs shift while names go (before 6.6).
+/// How often a folder is walked because something was in it still. Deep trees need it: this times [`DEEP`]
+/// levels go. So do kernels whose positions in a folder of a tmpfs shift while names go (before 6.6).
 const ROUNDS: usize = 10_000;
 
-/// Removes the folder at `path`. One that isn't there is removed already; so is one whose name is too long to be there.
+/// Removes the folder at `path`. One that isn't there is removed already; so is one whose name is too long to
+/// be there.
 pub(crate) fn remove_folder(path: &Path) -> Result<(), String> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(format!("{} is not a folder that can be removed", path.display()));
@@ -116,8 +118,8 @@ fn remove_empty(parent: BorrowedFd<'_>, name: &CStr) -> Result<bool, Errno> {
     }
 }
 
-/// Moves a folder to `top`, by a name that nothing has there. False if the file system doesn't want to (projects that
-/// differ): then the walk goes on down.
+/// Moves a folder to `top`, by a name that nothing has there. False if the file system doesn't want to
+/// (projects that differ): then the walk goes on down.
 fn hang_up(parent: BorrowedFd<'_>, name: &CStr, top: BorrowedFd<'_>, hung: &mut u64) -> bool {
     for _ in 0..ROUNDS {
         *hung += 1;

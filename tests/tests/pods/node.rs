@@ -506,6 +506,15 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         desired.clone(),
     ));
     tokio::spawn(volumes::follow(table.clone(), Arc::clone(&launcher), working.clone()));
+    let sweep = volumes::Sweep {
+        pods_dir: dir.join("pods"),
+        table: table.clone(),
+        known: records.known(),
+        desired: desired.clone(),
+        runtime: runtime.clone(),
+        period: Duration::from_millis(200),
+    };
+    tokio::spawn(volumes::sweep(sweep, working.clone()));
     let keeping = qos_tree::Metrics::default();
     let keeper = qos_tree::Parts {
         table: table.clone(),

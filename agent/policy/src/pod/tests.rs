@@ -82,6 +82,7 @@ fn line(actions: &Actions) -> String {
     }));
     out.extend(actions.backoff.keys().map(|name| format!("wait {name}")));
     out.extend(actions.outcome.map(|o| format!("{o:?}")));
+    out.extend(actions.release.then(|| "release".to_owned()));
     out.join("; ")
 }
 
@@ -178,7 +179,7 @@ fn a_finished_pods_sidecars_end_with_its_sandbox() {
 fn a_finished_pod_keeps_its_stopped_sandbox_and_containers() {
     let p = pod("Never", &[], &["a"]);
     let o = observed(&[(0, false)], vec![container("a", 0, 0, "exit 0 @99999")]);
-    check(&p, &o, &verdicts(&[], &[]), "Succeeded");
+    check(&p, &o, &verdicts(&[], &[]), "Succeeded; release");
 }
 
 #[test]
@@ -229,7 +230,7 @@ fn of_two_ready_sandboxes_the_older_one_goes() {
 fn a_pod_never_restarted_whose_sandbox_died_has_failed() {
     let p = pod("Never", &[], &["a"]);
     let o = observed(&[(0, false)], vec![container("a", 0, 0, "exit 137 @99999")]);
-    check(&p, &o, &verdicts(&[], &[]), "Failed");
+    check(&p, &o, &verdicts(&[], &[]), "Failed; release");
     // Nothing ever ran in it: it may try again.
     check(&p, &observed(&[(0, false)], vec![]), &verdicts(&[], &[]), "stop s0; create 1");
 }

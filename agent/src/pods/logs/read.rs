@@ -285,7 +285,7 @@ fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, ReadError> {
         Ok(file) if compressed => Ok(Some(Box::new(BufReader::new(GzDecoder::new(BufReader::new(file)))))),
         Ok(file) => Ok(Some(Box::new(BufReader::new(file)))),
         Err(e) if e.kind() == io::ErrorKind::NotFound && !compressed => {
-            open(&rotate::with_end(path, rotate::COMPRESSED))
+            open(Path::new(&rotate::with_end(path, rotate::COMPRESSED)))
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(e.into()),

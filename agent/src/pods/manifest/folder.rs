@@ -16,8 +16,12 @@ use super::identity::{self, Origin};
 use super::owners::{Claims, Owners};
 use super::priority::{Classes, Priority};
 use super::{Manifest, Object, sysctls};
+use crate::pods::cri_config::log_folder;
 use crate::pods::objects::{self, Objects};
 use crate::pods::table::{PodName, RejectedManifest};
+
+/// Bytes of the longest name that a file may have, on any file system in use (NAME_MAX).
+const FILE_NAME_MAX: usize = 255;
 
 /// The pods that should run, by the folder's manifests.
 ///
@@ -236,13 +240,8 @@ impl Folder {
                 let origin =
                     Origin { node_name: &self.node_name, file: path, seen: now, critical: self.critical };
                 identity::assign(&mut pod, &content, &origin);
-                let on_node = pod.metadata.name.as_deref().unwrap_or_default();
-                if on_node.len() > 253 {
-                    let message = format!(
-                        "metadata.name: with the node's name behind it, it has {} characters; 253 are allowed",
-                        on_node.len()
-                    );
-                    return Err(ManifestError::whole(name, message));
+                if let Some(why) = too_long_for_logs(&pod) {
+                    return Err(ManifestError::whole(name, why));
                 }
                 let spec = pod.spec.as_ref();
                 if let Some(why) = spec.and_then(|spec| sysctls::refused(spec, &self.allowed_unsafe_sysctls))
@@ -321,6 +320,19 @@ impl Folder {
         };
         Some(RejectedManifest { file: self.path.clone(), message })
     }
+}
+
+/// Why no file system has a folder for a pod's logs, if so: its name has the pod's name, namespace and UID in
+/// it.
+fn too_long_for_logs(pod: &Pod) -> Option<String> {
+    let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+    let folder = log_folder(Path::new(""), &PodName::of(pod), uid);
+    let excess = folder.as_os_str().len().checked_sub(FILE_NAME_MAX).filter(|excess| *excess > 0)?;
+    Some(format!(
+        "metadata.name: the folder of the pod's logs is called <namespace>_<name>_<uid>, with the node's name behind the \
+         pod's; that is {} characters, and file systems allow {FILE_NAME_MAX}: make the name shorter by {excess}",
+        folder.as_os_str().len()
+    ))
 }
 
 fn read(bytes: &[u8], name: &str) -> Result<Manifest, ManifestError> {
@@ -408,6 +420,20 @@ mod tests {
         format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  {more}\n  containers: [{{name: c, image: 'x:1'}}]\n"
         )
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_for_the_folder_of_its_logs_is_refused() {
+        let mut folder = folder();
+        // "default", "-node1", the UID's 32 digits and two "_".
+        let longest = 255 - 7 - 6 - 32 - 2;
+        put(&mut folder, "fits.yaml", &pod(&"a".repeat(longest), ""));
+        put(&mut folder, "long.yaml", &pod(&"b".repeat(longest + 12), ""));
+        let desired = folder.desired();
+        assert_eq!((desired.pods.len(), desired.rejected.len()), (1, 1));
+        let message = &desired.rejected[0].message;
+        assert!(message.starts_with("long.yaml: metadata.name: "), "{message}");
+        assert!(message.ends_with("make the name shorter by 12"), "{message}");
     }
 
     fn class(name: &str, value: i32) -> String {
@@ -797,21 +823,5 @@ mod tests {
         let content = Content::Bytes(vec![b'a', 0xff], SystemTime::UNIX_EPOCH);
         folder.update("/m/a.yaml".into(), content, "now");
         check(&mut folder, &[], &["a.yaml: is not UTF-8 text (byte 1)"]);
-    }
-
-    #[test]
-    fn a_name_that_gets_too_long_with_the_nodes_is_rejected() {
-        let long = vec!["a".repeat(60); 4].join(".");
-        let mut folder = folder();
-        put(&mut folder, "a.yaml", &pod(&format!("{long}.aaa"), ""));
-        check(&mut folder, &[&format!("{long}.aaa-node1@/m/a.yaml")], &[]);
-        put(&mut folder, "b.yaml", &pod(&format!("{long}.aaaa"), ""));
-        check(
-            &mut folder,
-            &[&format!("{long}.aaa-node1@/m/a.yaml")],
-            &[
-                "b.yaml: metadata.name: with the node's name behind it, it has 254 characters; 253 are allowed",
-            ],
-        );
     }
 }

@@ -20,14 +20,14 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path};
 
 use jiff::Timestamp;
-use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::fs_group::{Access, FsGroup};
 use crate::walk::remove;
 
 /// The link that leads to the set in force.
-pub(super) const DATA: &str = "..data";
+const DATA: &str = "..data";
 const DATA_NEXT: &str = "..data_tmp";
 /// Longest path of a file in a volume, in bytes, as in the kubelet.
 const PATH_MAX: usize = 4096;
@@ -51,28 +51,37 @@ impl std::fmt::Debug for PayloadFile {
     }
 }
 
-/// Makes the folder at `path` show these files. Says whether anything changed.
-pub(super) fn write(path: &Path, payload: &Payload, group: Option<&FsGroup>) -> Result<bool, String> {
+/// Whether a folder shows any files already.
+pub(super) fn is_set_up(root: &OwnedFd) -> bool {
+    current(root).is_ok_and(|set| set.is_some())
+}
+
+/// Makes the open folder `root` show these files; `path` is its name in errors. Says whether anything
+/// changed.
+pub(super) fn write(
+    path: &Path,
+    root: &OwnedFd,
+    payload: &Payload,
+    group: Option<&FsGroup>,
+) -> Result<bool, String> {
     for file in payload.keys() {
         check_path(file)?;
     }
     let failed = |e: std::io::Error| format!("cannot write to {}: {e}", path.display());
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let root = rustix::fs::openat(CWD, path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
     if group.is_some() {
-        give(group, &root, FileType::Directory).map_err(|e| failed(e.into()))?;
+        give(group, root, FileType::Directory).map_err(|e| failed(e.into()))?;
     }
-    let current = current(&root).map_err(|e| failed(e.into()))?;
+    let current = current(root).map_err(|e| failed(e.into()))?;
     if let Some(current) = &current
-        && holds(&root, current, payload).unwrap_or(false)
+        && holds(root, current, payload).unwrap_or(false)
     {
         return Ok(false);
     }
-    let set = write_set(&root, payload, group).map_err(failed)?;
+    let set = write_set(root, payload, group).map_err(failed)?;
     let finish = || -> Result<(), Errno> {
-        publish(&root, &set)?;
-        link_names(&root, payload)?;
-        sweep(&root, &set)
+        publish(root, &set)?;
+        link_names(root, payload)?;
+        sweep(root, &set)
     };
     finish().map_err(|e| failed(e.into()))?;
     Ok(true)
@@ -95,9 +104,7 @@ fn check_path(path: &str) -> Result<(), String> {
 /// The set in force.
 fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     match rustix::fs::readlinkat(root, DATA, Vec::new()) {
-        Ok(target) => {
-            Ok(Some(OsString::from_vec(target.into_bytes())))
-        }
+        Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes()))),
         Err(Errno::NOENT) => Ok(None),
         Err(e) => Err(e),
     }
@@ -266,6 +273,10 @@ mod tests {
     fn payload(files: &[(&str, &str)]) -> Payload {
         let file = |text: &str| PayloadFile { bytes: text.into(), mode: 0o644 };
         files.iter().map(|(path, text)| ((*path).to_owned(), file(text))).collect()
+    }
+
+    fn write(dir: &Path, payload: &Payload, group: Option<&FsGroup>) -> Result<bool, String> {
+        super::write(dir, &File::open(dir).unwrap().into(), payload, group)
     }
 
     fn names(dir: &Path) -> Vec<String> {

@@ -1,7 +1,5 @@
 //! emptyDir: a folder of the pod's own, on disk or in memory.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use beelet_policy::quantity::Quantity;
@@ -9,7 +7,6 @@ use beelet_policy::resources::{self, MEMORY};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Sources, mounts};
-use crate::pods::launch::make_folder;
 
 /// Makes the folder, and mounts the memory. Harmless to repeat.
 pub(super) fn set_up(
@@ -17,7 +14,7 @@ pub(super) fn set_up(
     source: &core::EmptyDirVolumeSource,
     sources: &Sources<'_>,
 ) -> Result<(), String> {
-    make_folder(path)?;
+    super::make_top(path)?;
     match source.medium.as_deref().unwrap_or_default() {
         "" => {}
         "Memory" => {
@@ -28,11 +25,7 @@ pub(super) fn set_up(
     }
     // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was given to a
     // group has more in it, which stays.
-    let metadata =
-        fs::symlink_metadata(path).map_err(|e| format!("cannot look at {}: {e}", path.display()))?;
-    let mode = metadata.permissions().mode() | 0o777;
-    fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o7777))
-        .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
+    super::add_mode(path, 0o777)
 }
 
 /// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has for

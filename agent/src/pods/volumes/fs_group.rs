@@ -65,8 +65,8 @@ impl FsGroup {
         Ok(stat.st_gid == self.group.as_raw() && Mode::from_raw_mode(stat.st_mode).contains(wanted))
     }
 
-    /// The children first, so that an interrupted change is seen at the top. What goes or is replaced meanwhile is passed
-    /// over, and what is mounted below belongs to somebody else.
+    /// The children first, so that an interrupted change is seen at the top. What goes or is replaced
+    /// meanwhile is passed over, and what is mounted below belongs to somebody else.
     fn own_all(&self, folder: OwnedFd, access: Access) -> Result<(), Errno> {
         let mut walk = Walk::of(folder)?;
         while let Some(step) = walk.step()? {
@@ -125,7 +125,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::walk::{remove_folder, tests::{in_memory, make_deep}};
+    use crate::walk::{
+        remove_folder,
+        tests::{in_memory, make_deep},
+    };
 
     fn group(policy: &str) -> FsGroup {
         // A group that even an ordinary user may give files to: its own.

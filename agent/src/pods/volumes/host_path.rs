@@ -1,10 +1,12 @@
 //! hostPath: a file or folder of the machine's, checked against its type.
 
 use std::fs;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 
 use k8s_openapi::api::core::v1 as core;
+
+use crate::pods::launch::make_folder;
 
 /// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files 0644).
 pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), String> {
@@ -14,12 +16,10 @@ pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), String> {
         // Nothing is asked; what isn't there the runtime makes a folder of.
         "" => return Ok(()),
         "DirectoryOrCreate" if !path.exists() => {
-            let made = fs::DirBuilder::new().recursive(true).mode(0o755).create(path);
-            made.map_err(|e| format!("cannot make the folder {}: {e}", path.display()))?;
+            make_folder(path, 0o755)?;
         }
         "FileOrCreate" if !path.exists() => {
-            let made = fs::OpenOptions::new().create(true).append(true).mode(0o644).open(path);
-            made.map_err(|e| format!("cannot make the file {}: {e}", path.display()))?;
+            make_file(path).map_err(|e| format!("cannot make the file {}: {e}", path.display()))?;
         }
         _ => {}
     }
@@ -37,9 +37,37 @@ pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), String> {
     if fits { Ok(()) } else { Err(format!("hostPath {} is not a {kind}", path.display())) }
 }
 
+/// Makes an empty file, unless somebody else was faster.
+fn make_file(path: &Path) -> std::io::Result<()> {
+    match fs::OpenOptions::new().create_new(true).write(true).open(path) {
+        Ok(file) => file.set_permissions(fs::Permissions::from_mode(0o644)),
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        Err(e) => Err(e),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_made_has_the_kubelets_modes_whatever_the_umask() {
+        let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+        let name = "what_is_made_has_the_kubelets_modes_whatever_the_umask";
+        if !crate::again::in_child(module_path!(), name, &strict) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        for (name, kind, mode) in [("d/e", "DirectoryOrCreate", 0o755), ("f", "FileOrCreate", 0o644)] {
+            let path = dir.path().join(name);
+            let host = core::HostPathVolumeSource {
+                path: path.to_string_lossy().into_owned(),
+                type_: Some(kind.to_owned()),
+            };
+            check(&host).unwrap();
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, mode, "{kind}");
+        }
+    }
 
     #[test]
     fn host_paths_are_checked_against_their_type() {

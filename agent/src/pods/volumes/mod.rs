@@ -12,22 +12,33 @@ mod follow;
 mod fs_group;
 mod host_path;
 mod mounts;
+mod orphans;
 mod sub_path;
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use beelet_policy::expand::expand_strict;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 pub(super) use self::content::Sources;
 pub use self::follow::follow;
+pub use self::orphans::{Sweep, sweep};
 
 use self::fs_group::FsGroup;
 use super::env::Environment;
-use super::launch::make_folder;
+use super::launch::{PRIVATE, READABLE, make_folder};
 use crate::walk::remove_folder;
+
+/// What the folders in a pod's folder are called.
+const VOLUMES: &str = "volumes";
+const SUB_PATHS: &str = "volume-subpaths";
 
 /// A pod's volumes.
 #[derive(Clone, Debug)]
@@ -59,7 +70,7 @@ impl Volumes {
     }
 
     fn path(&self, volume: &str) -> PathBuf {
-        self.folder.join("volumes").join(volume)
+        self.folder.join(VOLUMES).join(volume)
     }
 
     /// Makes what must be there before the first container runs. Harmless to repeat.
@@ -80,11 +91,14 @@ impl Volumes {
         } else if let Some(source) = &volume.host_path {
             host_path::check(source)?;
         } else if let Some(payload) = content::payload(volume, sources)? {
-            make_folder(&path)?;
-            if content::in_memory(volume) {
+            make_top(&path)?;
+            let in_memory = content::in_memory(volume);
+            if in_memory {
                 mounts::mount_tmpfs(&path, None, 0o755)?;
             }
-            atomic::write(&path, &payload, self.fs_group.as_ref())?;
+            let top = open_top(&path, in_memory)?
+                .ok_or_else(|| format!("{} was taken away while it was made", path.display()))?;
+            atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
         }
         Ok(())
     }
@@ -95,11 +109,11 @@ impl Volumes {
         for volume in &self.volumes {
             let path = self.path(&volume.name);
             // One that isn't set up yet, or is being taken away, is left alone.
-            if !path.join(atomic::DATA).exists() {
+            let Some(top) = open_top(&path, content::in_memory(volume))?.filter(atomic::is_set_up) else {
                 continue;
-            }
+            };
             let refreshed = content::payload(volume, sources).and_then(|payload| match payload {
-                Some(payload) => atomic::write(&path, &payload, self.fs_group.as_ref()),
+                Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
                 None => Ok(false),
             });
             changed += usize::from(refreshed.map_err(|e| format!("volume {}: {e}", volume.name))?);
@@ -182,7 +196,7 @@ impl Volumes {
         let source = match sub_path {
             Some(part) => {
                 let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
-                let target = self.folder.join("volume-subpaths").join(name);
+                let target = self.folder.join(SUB_PATHS).join(name);
                 sub_path::mount(&whole, &part, &target)?;
                 target
             }
@@ -192,11 +206,53 @@ impl Volumes {
         Ok(made)
     }
 
+    /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
+    /// folder.
+    pub(super) fn give_back(&self) -> Result<(), String> {
+        mounts::unmount_below(&self.folder)?;
+        remove_folder(&self.folder.join(SUB_PATHS))?;
+        remove_folder(&self.folder.join(VOLUMES))
+    }
+
     /// Unmounts and removes the pod's folder. Symbolic links in it are removed, not followed.
     pub(super) fn tear_down(&self) -> Result<(), String> {
         mounts::unmount_below(&self.folder)?;
         remove_folder(&self.folder)
     }
+}
+
+/// Makes a volume's top folder. Containers of any user may look into it.
+fn make_top(path: &Path) -> Result<(), String> {
+    if let Some(parent) = path.parent() {
+        make_folder(parent, PRIVATE)?;
+    }
+    make_folder(path, READABLE)?;
+    // An earlier instance of the agent may have made it, under another umask.
+    add_mode(path, READABLE)
+}
+
+/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays.
+fn add_mode(path: &Path, more: u32) -> Result<(), String> {
+    let metadata =
+        fs::symlink_metadata(path).map_err(|e| format!("cannot look at {}: {e}", path.display()))?;
+    let mode = (metadata.permissions().mode() | more) & 0o7777;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
+        .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
+}
+
+/// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory
+/// though it should be: a volume's memory may be unmounted at any time, and a secret must not be written to
+/// the disk below.
+fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, String> {
+    let failed = |e: Errno| format!("cannot open {}: {e}", path.display());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let top = match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(top) => top,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    };
+    let there = !in_memory || mounts::is_tmpfs(&top).map_err(failed)?;
+    Ok(there.then_some(top))
 }
 
 /// A path in the container: one that is relative means one below its root, as to the kubelet.

@@ -1,8 +1,11 @@
 //! The mounts that are ours: file systems in memory and bound parts of volumes, all below the pods' folder.
 
 use std::ffi::CString;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{AtFlags, StatxAttributes, StatxFlags};
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::mountinfo;
@@ -20,6 +23,13 @@ pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(
     let flags = MountFlags::NOSUID | MountFlags::NODEV;
     rustix::mount::mount("tmpfs", path, "tmpfs", flags, data.as_c_str())
         .map_err(|e| format!("cannot mount a tmpfs on {}: {e}", path.display()))
+}
+
+/// Whether a folder is the top of a file system in memory.
+pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
+    let top = rustix::fs::statx(folder, c"", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+    let mounted = top.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
+    Ok(mounted && rustix::fs::fstatfs(folder)?.f_type == libc::TMPFS_MAGIC)
 }
 
 /// Unmounts everything at and below `folder`, the innermost first.
@@ -72,13 +82,20 @@ mod tests {
     fn a_name_in_the_mount_table_that_is_no_text_is_no_obstacle() {
         let own_mounts = ["unshare", "--mount", "--propagation", "private"];
         if !rustix::process::geteuid().is_root()
-            || !again::in_child(module_path!(), "a_name_in_the_mount_table_that_is_no_text_is_no_obstacle", &own_mounts)
+            || !again::in_child(
+                module_path!(),
+                "a_name_in_the_mount_table_that_is_no_text_is_no_obstacle",
+                &own_mounts,
+            )
         {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        let (volume, part, other) = (dir.path().join("volume"), dir.path().join("part"), dir.path().join("other"));
-        [&volume, &part, &other].map(|folder| fs::create_dir(folder).unwrap());
+        let (volume, part, other) =
+            (dir.path().join("volume"), dir.path().join("part"), dir.path().join("other"));
+        for folder in [&volume, &part, &other] {
+            fs::create_dir(folder).unwrap();
+        }
         mount_tmpfs(&volume, None, 0o755).unwrap();
         fs::create_dir(volume.join("dir")).unwrap();
         rustix::mount::mount_bind(volume.join("dir"), &part).unwrap();

@@ -12,7 +12,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::mounts;
-use crate::pods::launch::make_folder;
+use crate::pods::launch::{PRIVATE, make_folder};
 
 /// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the volume's own
 /// mode. Harmless to repeat; a part that was replaced since is bound anew.
@@ -93,10 +93,10 @@ fn make_target(target: &Path, is_folder: bool) -> Result<(), String> {
         crate::walk::remove_folder(target)?;
     }
     if is_folder {
-        return make_folder(target);
+        return make_folder(target, PRIVATE);
     }
     if let Some(parent) = target.parent() {
-        make_folder(parent)?;
+        make_folder(parent, PRIVATE)?;
     }
     std::fs::write(target, "").map_err(|e| format!("cannot make {}: {e}", target.display()))
 }

@@ -48,6 +48,46 @@ fn a_volume_that_misses_its_object_says_so() {
     );
 }
 
+#[test]
+fn a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not() {
+    use std::os::unix::fs::PermissionsExt;
+    let name = "a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not";
+    let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+    if !crate::again::in_child(module_path!(), name, &strict) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let top = dir.path().join("pods/u1/volumes/conf");
+    for made_before in [false, true] {
+        if made_before {
+            fs::set_permissions(&top, fs::Permissions::from_mode(0o700)).unwrap();
+        }
+        make_top(&top).unwrap();
+        assert_eq!(top.metadata().unwrap().permissions().mode() & 0o7777, 0o755);
+    }
+    for above in ["pods/u1/volumes", "pods/u1", "pods"] {
+        let mode = dir.path().join(above).metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o750, "{above}");
+    }
+}
+
+#[test]
+fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
+    let dir = tempfile::tempdir().unwrap();
+    let pod = pod(json!({"containers": [], "volumes": [
+        {"name": "about", "downwardAPI": {"items": [{"path": "uid", "fieldRef": {"fieldPath": "metadata.uid"}}]}},
+    ]}));
+    let volumes = Volumes::of(&pod, dir.path());
+    let path = volumes.path("about");
+    fs::create_dir_all(&path).unwrap();
+    std::os::unix::fs::symlink("..old", path.join("..data")).unwrap();
+    let (objects, node) = (Objects::default(), crate::pods::cri_config::tests::node());
+    let sources = Sources { pod: &pod, objects: &objects, node: &node };
+    assert_eq!(volumes.refresh(&sources), Ok(0));
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
+    assert!(open_top(&path, true).unwrap().is_none() && open_top(&path, false).unwrap().is_some());
+}
+
 fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
     let pod = pod(json!({
         "containers": [{"name": "c", "volumeMounts": [mount]}],
