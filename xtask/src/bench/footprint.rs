@@ -32,7 +32,7 @@ const REST: Duration = Duration::from_secs(15);
 
 /// Who has the node.
 enum Owner {
-    Us(Agent),
+    Us(Box<Agent>),
     Kubelet(Kubelet),
 }
 
@@ -60,7 +60,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
         let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
         let mut options = Options::on(&containerd);
         options.binary = Some(binary.to_path_buf());
-        measure(&Owner::Us(Agent::start(options)?), &containerd, nodes, quick)?
+        measure(&Owner::Us(Box::new(Agent::start(options)?)), &containerd, nodes, quick)?
     };
     let peer = match kubelet::given() {
         Ok(binary) => {
