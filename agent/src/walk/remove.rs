@@ -76,11 +76,11 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
     while let Some(step) = walk.step()? {
         match step {
             Step::Entry(name, kind) => {
-                if kind != FileType::Directory && unlink(walk.here(), &name)? {
-                    *removed = true;
-                } else if remove_empty(walk.here(), &name)? {
-                    *removed = true;
-                } else if walk.depth() >= DEEP && hang_up(walk.here(), &name, top.as_fd(), &mut hung) {
+                let here = walk.here();
+                let gone = (kind != FileType::Directory && unlink(here, &name)?)
+                    || remove_empty(here, &name)?
+                    || (walk.depth() >= DEEP && hang_up(here, &name, top.as_fd(), &mut hung));
+                if gone {
                     *removed = true;
                 } else {
                     match walk.enter(&name) {
