@@ -309,6 +309,7 @@ impl Launcher {
         run_blocking(move || {
             make_folder(&logs)?;
             logs::rotate::forget_older(&logs, attempt);
+            logs::clear(&logs, attempt)?;
             let mut mounts = volumes.mounts(&container, &facts)?;
             let hosts = hosts::write(&folder, &pod, &pod_ips, &node)?;
             mounts.extend(hosts::mount(&hosts, &container));
