@@ -1,12 +1,12 @@
 //! emptyDir: a folder of the pod's own, on disk or in memory.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::{self, MEMORY};
 use k8s_openapi::api::core::v1 as core;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 use super::{Sources, mounts};
 use crate::pods::launch::make_folder;
@@ -27,12 +27,12 @@ pub(super) fn set_up(
         medium => return Err(format!("emptyDir: the medium {medium:?} is not supported")),
     }
     // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was given to a
-    // group has more in it, which stays.
-    let metadata =
-        fs::symlink_metadata(path).map_err(|e| format!("cannot look at {}: {e}", path.display()))?;
-    let mode = metadata.permissions().mode() | 0o777;
-    fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o7777))
-        .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
+    // group has more in it, which stays. By its descriptor: a container may have put a link in its place.
+    let failed = |e: Errno| format!("cannot set the mode of {}: {e}", path.display());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+    let mode = rustix::fs::fstat(&folder).map_err(failed)?.st_mode & 0o7777;
+    rustix::fs::fchmod(&folder, Mode::from_raw_mode(mode | 0o777)).map_err(failed)
 }
 
 /// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has for
