@@ -18,4 +18,5 @@ pub mod manifests;
 pub mod oom;
 pub mod pods;
 pub mod requires;
+pub mod traces;
 pub mod workdir;
