@@ -4,6 +4,8 @@
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
@@ -35,24 +37,37 @@ pub struct MountPoint {
 
 /// Every mount that this process sees, in the order of mounting.
 pub fn mounts() -> Result<Vec<MountPoint>> {
-    let table = std::fs::read("/proc/self/mountinfo").context("could not read /proc/self/mountinfo")?;
-    // Names that are no text are nobody's here.
-    let text = String::from_utf8_lossy(&table);
-    Ok(text.lines().filter_map(parse_mount).collect())
+    // Containers name what is mounted: any bytes.
+    let table = std::fs::read("/proc/self/mountinfo").context("could not read the mount table")?;
+    Ok(table.split(|byte| *byte == b'\n').filter_map(parse_mount).collect())
 }
 
-fn parse_mount(line: &str) -> Option<MountPoint> {
-    let (before, after) = line.split_once(" - ")?;
-    let path = before.split(' ').nth(4)?;
-    let mut after = after.split(' ');
-    let kind = after.next()?.to_owned();
-    let options = after.nth(1).unwrap_or_default().to_owned();
-    Some(MountPoint { path: PathBuf::from(unescape(path)), kind, options })
+fn parse_mount(line: &[u8]) -> Option<MountPoint> {
+    let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+    let path = PathBuf::from(OsString::from_vec(unescape(fields.get(4)?)));
+    let end = fields.iter().position(|field| *field == b"-")?;
+    let text = |at: usize| fields.get(at).map(|field| String::from_utf8_lossy(field).into_owned());
+    Some(MountPoint { path, kind: text(end + 1)?, options: text(end + 3).unwrap_or_default() })
 }
 
 /// mountinfo writes space, tab, newline and backslash as a backslash and three octal digits.
-fn unescape(text: &str) -> String {
-    text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let digits = after.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()).filter(|_| *first == b'\\') {
+            Some(byte) => {
+                plain.push(byte);
+                rest = &after[3..];
+            }
+            None => {
+                plain.push(*first);
+                rest = after;
+            }
+        }
+    }
+    plain
 }
 
 /// The cgroup hierarchies that are mounted here: one on pure cgroup2, several on v1 and hybrid.
@@ -160,6 +175,7 @@ impl Drop for CgroupRoot {
 pub fn remove_cgroups(dirs: &[PathBuf]) -> Result<()> {
     wait_regardless("the cgroups to be empty and removed", TEARDOWN, || -> Result<()> {
         for dir in dirs {
+            thaw_below(dir);
             for pid in processes_below(dir) {
                 let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have gone by itself
             }
@@ -177,6 +193,16 @@ pub fn processes_below(dir: &Path) -> Vec<Pid> {
     let own = text.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?));
     let below = subfolders(dir).into_iter().flat_map(|child| processes_below(&child));
     own.chain(below).collect()
+}
+
+/// Frozen by a killed test, processes can't be killed.
+fn thaw_below(dir: &Path) {
+    for (file, thawed) in [("freezer.state", "THAWED"), ("cgroup.freeze", "0")] {
+        if dir.join(file).exists() {
+            let _ = std::fs::write(dir.join(file), thawed); // the hierarchy's root has no state
+        }
+    }
+    subfolders(dir).iter().for_each(|child| thaw_below(child));
 }
 
 fn subfolders(dir: &Path) -> Vec<PathBuf> {
@@ -346,15 +372,14 @@ impl Drop for Process {
 mod tests {
     use super::*;
     use crate::require;
+    use std::os::unix::ffi::OsStrExt as _;
 
     #[test]
     fn mountinfo_lines_are_read_with_their_escapes() {
-        let line = r"31 24 0:27 / /tmp/a\040b rw,relatime shared:5 - cgroup cgroup rw,cpuset";
+        let line = b"31 24 0:27 / /tmp/a\\040b\\134040\xff rw,relatime shared:5 - cgroup cgroup rw,cpuset";
         let mount = parse_mount(line).unwrap();
-        assert_eq!(
-            (mount.path.as_path(), &*mount.kind, &*mount.options),
-            (Path::new("/tmp/a b"), "cgroup", "rw,cpuset")
-        );
+        let path = Path::new(std::ffi::OsStr::from_bytes(b"/tmp/a b\\040\xff"));
+        assert_eq!((mount.path.as_path(), &*mount.kind, &*mount.options), (path, "cgroup", "rw,cpuset"));
     }
 
     #[test]

@@ -20,4 +20,5 @@ pub mod oom;
 pub mod pages;
 pub mod pods;
 pub mod requires;
+pub mod traces;
 pub mod workdir;

@@ -1,5 +1,7 @@
 //! A pod's `/etc/hosts`, as the kubelet writes it: the pod's own names, and the manifest's `hostAliases`.
 
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
@@ -7,6 +9,7 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
 use super::cri_config::{HostName, NodeFacts};
+use super::own_file;
 use super::table::PodName;
 
 /// Where the file is in a container.
@@ -61,27 +64,33 @@ pub(super) fn write(
     let of_host = if on_host { read_host()? } else { Vec::new() };
     let wanted = content(pod, pod_ips, &of_host, node);
     let path = folder.join("etc-hosts");
-    let failed = |e: std::io::Error| format!("cannot write {}: {e}", path.display());
-    let there = std::fs::read(&path).is_ok_and(|bytes| bytes == wanted);
-    if !there {
-        super::launch::make_folder(folder, super::launch::PRIVATE)?;
-        std::fs::write(&path, wanted).map_err(failed)?;
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
-        std::fs::set_permissions(&path, mode).map_err(failed)?;
-    }
+    super::launch::make_folder(folder, super::launch::PRIVATE)?;
+    let written = own_file::own(&path).and_then(|mut file| make_say(&mut file, &wanted));
+    written.map_err(|e| format!("cannot write {}: {e}", path.display()))?;
     Ok(path)
+}
+
+fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
+    let mut there = Vec::new();
+    file.take(wanted.len() as u64 + 1).read_to_end(&mut there)?;
+    if there != wanted {
+        file.set_len(0)?;
+        file.rewind()?;
+        file.write_all(wanted)?;
+        own_file::permit(file, 0o644)?;
+    }
+    Ok(())
 }
 
 /// Bytes: nobody says in what encoding somebody wrote the comments.
 fn read_host() -> Result<Vec<u8>, String> {
-    use std::io::Read as _;
     let mut text = Vec::new();
-    match std::fs::File::open(ON_HOST) {
+    match File::open(ON_HOST) {
         Ok(file) => {
             let read = file.take(HOST_MAX).read_to_end(&mut text);
             read.map(|_| text).map_err(|e| format!("cannot read {ON_HOST}: {e}"))
         }
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(text),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(text),
         Err(e) => Err(format!("cannot read {ON_HOST}: {e}")),
     }
 }

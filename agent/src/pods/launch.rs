@@ -323,6 +323,7 @@ impl Launcher {
         let prepared = chores.run(move || {
             make_folder(&logs, READABLE)?;
             logs::rotate::forget_older(&logs, attempt);
+            logs::clear(&logs, attempt)?;
             let mut mounts = volumes.mounts(&container, &facts)?;
             let hosts = hosts::write(&folder, &pod, &pod_ips, &node)?;
             mounts.extend(hosts::mount(&hosts, &container));

@@ -15,6 +15,7 @@ pub mod manifest;
 pub mod metrics;
 pub mod objects;
 pub mod observe;
+mod own_file;
 pub mod processes;
 pub mod qos_tree;
 pub mod records;

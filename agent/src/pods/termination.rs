@@ -2,14 +2,12 @@
 //! the end of its log. Bounded as in the kubelet: a container must not fill the pod's status.
 
 use std::io::Read;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
-use rustix::fs::OFlags;
 
-use super::{labels, logs};
+use super::{labels, logs, own_file};
 
 /// Most bytes of a message (`MaxContainerTerminationMessageLength`).
 const MESSAGE_MAX: usize = 4096;
@@ -34,10 +32,12 @@ pub(super) fn prepare(
     super::launch::make_folder(&folder, super::launch::PRIVATE)?;
     forget_older(&folder, attempt);
     let file = folder.join(attempt.to_string());
-    let failed = |e: std::io::Error| format!("cannot make {}: {e}", file.display());
-    std::fs::write(&file, "").map_err(failed)?;
     // Whoever the container runs as may write it.
-    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o666)).map_err(failed)?;
+    let made = own_file::own(&file).and_then(|file| {
+        file.set_len(0)?;
+        own_file::permit(&file, 0o666)
+    });
+    made.map_err(|e| format!("cannot make {}: {e}", file.display()))?;
     Ok(Some(cri::Mount {
         container_path: path.to_owned(),
         host_path: file.to_string_lossy().into_owned(),
@@ -78,12 +78,7 @@ fn file_of(status: &cri::ContainerStatus) -> Option<PathBuf> {
 
 /// The beginning of a file that a container wrote: never through a link, never of anything but a plain file.
 fn read_file(path: &Path) -> Option<String> {
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let flags = i32::try_from(flags.bits()).unwrap_or_default();
-    let mut file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
-    if !file.metadata().ok()?.is_file() {
-        return None;
-    }
+    let mut file = own_file::read(path).ok()?;
     let mut bytes = vec![0; MESSAGE_MAX];
     let mut length = 0;
     while length < bytes.len() {
@@ -98,6 +93,8 @@ fn read_file(path: &Path) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use serde_json::json;
 
     use super::*;

@@ -11,7 +11,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::{
-    answer::Answer,
+    answer::{Answer, MAX_OUTPUT},
     stragglers::{self, Moment},
 };
 use crate::runtime::{Kind, Runtime};
@@ -48,7 +48,8 @@ pub(super) async fn run(
     };
     match output {
         Ok(output) => {
-            let said = [output.stdout, output.stderr].concat();
+            // The runtime hands on megabytes; no more is told than of any answer.
+            let said: Vec<u8> = output.stdout.into_iter().chain(output.stderr).take(MAX_OUTPUT).collect();
             let said = String::from_utf8_lossy(&said).into_owned();
             match output.exit_code {
                 0 => Answer::success(said),

@@ -9,6 +9,7 @@
 //!   (exec), the third starts one that has no parent and a session of its own.
 //! - `testapp script FILE …` is what a script with `#!/bin/testapp script` is run by: the words behind the
 //!   file's name are its own.
+//! - `testapp hurt …` harms the node as far as it may: see `hurt`.
 //! - `testapp latency …` measures its own answers under open-loop load, `testapp hog …` is a noisy neighbour:
 //!   see `latency`.
 //!
@@ -19,6 +20,7 @@
 //!
 //! It stops at once on SIGTERM, which a container's first process must ask for itself.
 
+mod hurt;
 mod latency;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -40,15 +42,21 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     }
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    // Some are no text at all, on purpose.
+    let words = std::env::args_os().skip(1);
+    let arguments: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
+    if arguments.first().is_some_and(|word| word == "hurt") {
+        stop.store(false, Ordering::Relaxed);
+    }
     let done = match arguments.first().map(String::as_str) {
         Some("pause") => forever(),
         Some("serve") => serve(&arguments[1..]),
         Some("probe") => probe(&arguments[1..]),
         Some("script") => probe(arguments.get(2..).unwrap_or_default()),
+        Some("hurt") => hurt::run(&arguments[1..]),
         Some("latency") => latency::run(&arguments[1..]),
         Some("hog") => latency::hog(&arguments[1..]),
-        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | script FILE … | latency … | hog … | serve [--tcp PORT] [--http PORT] \
+        _ => Err("usage: testapp pause | probe ok|fail|hang WORD | script FILE … | hurt … | latency … | hog … | serve [--tcp PORT] [--http PORT] \
                   [--control PORT]"
             .to_owned()),
     };

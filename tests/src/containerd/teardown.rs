@@ -3,9 +3,10 @@
 use super::Names;
 use crate::guards::{self, CgroupRoot};
 use crate::workdir::{self, wait_regardless};
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 /// A file that says: this folder is an instance's.
@@ -49,12 +50,12 @@ pub fn teardown(dir: &Path) -> Result<()> {
         let _ = std::fs::remove_file(file); // only a cache
     }
     CgroupRoot::existing(&names.cgroup())?.remove()?;
-    match std::fs::remove_dir_all(dir) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("could not remove {}", dir.display()))
-        }
-        _ => Ok(()),
+    // Not by the standard library, which goes down by recursion: a container may have made a tree of any depth.
+    let removed = Command::new("rm").arg("-rf").arg("--").arg(dir).output().context("could not start rm")?;
+    if !removed.status.success() {
+        bail!("could not remove {}: {}", dir.display(), String::from_utf8_lossy(&removed.stderr).trim());
     }
+    Ok(())
 }
 
 /// Takes away what of an instance's a reboot of the machine would take: processes, mounts, network namespaces, and the

@@ -9,9 +9,10 @@ pub(crate) mod fuzz;
 pub mod read;
 pub mod rotate;
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
+
+use super::own_file;
 
 /// Where a line was written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +58,7 @@ pub(super) fn parse(line: &[u8]) -> Option<Line<'_>> {
 
 /// The last lines of a log as a container wrote them, at most so many lines and bytes. None where there are none.
 pub(super) fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> {
-    let mut file = File::open(path).ok()?;
+    let mut file = own_file::read(path).ok()?;
     // A line has some 40 bytes that aren't the container's.
     let most = u64::try_from(bytes + lines * 64).ok()?;
     let length = file.metadata().ok()?.len();
@@ -77,6 +78,13 @@ pub(super) fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> 
     let cut = text.len().saturating_sub(bytes);
     let text = lossy(&text[cut..], bytes);
     (!text.is_empty()).then_some(text)
+}
+
+/// Makes the runtime open a plain file for a container's instance, whatever a container put in its log's place: to open
+/// a FIFO nobody reads would hold the runtime up for ever. Blocking.
+pub(super) fn clear(folder: &Path, attempt: u32) -> Result<(), String> {
+    let log = folder.join(format!("{attempt}.log"));
+    own_file::clear(&log).map_err(|e| format!("cannot make room for the log {}: {e}", log.display()))
 }
 
 /// Bytes of a container's as text of at most so many bytes.

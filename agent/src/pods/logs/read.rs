@@ -13,7 +13,7 @@ use inotify::{Inotify, WatchMask};
 use jiff::Timestamp;
 use tokio::sync::mpsc;
 
-use super::{Stream, parse, rotate};
+use super::{Stream, own_file, parse, rotate};
 
 /// Most bytes of a piece that is handed on.
 const PIECE: usize = 32 << 10;
@@ -133,7 +133,7 @@ impl Reader {
     /// What there is now.
     fn all(mut self) -> Result<Self, ReadError> {
         // Opened first: what is rotated from now on is still read here, and must not be read twice.
-        let current = match File::open(&self.path) {
+        let current = match own_file::read(&self.path) {
             Ok(file) => Some(file),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => return Err(e.into()),
@@ -159,8 +159,9 @@ impl Reader {
         let ours = current.map(File::metadata).transpose()?.map(|found| (found.dev(), found.ino()));
         let mut files = rotate::rotated(&self.path)?;
         files.retain(|path| {
-            let found = fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
-            found.is_none() || found != ours
+            // One that is gone may have been compressed; what is no plain file, no runtime and nobody here has made.
+            let Ok(found) = fs::symlink_metadata(path) else { return true };
+            found.is_file() && Some((found.dev(), found.ino())) != ours
         });
         Ok(files)
     }
@@ -203,7 +204,7 @@ impl Reader {
             }
         }
         if self.open.is_none() {
-            match File::open(&self.path) {
+            match own_file::read(&self.path) {
                 Ok(file) => {
                     let mut file = BufReader::new(file);
                     self.lines(&mut file, &mut none)?;
@@ -281,7 +282,7 @@ impl Reader {
 /// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
 fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, ReadError> {
     let compressed = path.extension().is_some_and(|end| end == "gz");
-    match File::open(path) {
+    match own_file::read(path) {
         Ok(file) if compressed => Ok(Some(Box::new(BufReader::new(GzDecoder::new(BufReader::new(file)))))),
         Ok(file) => Ok(Some(Box::new(BufReader::new(file)))),
         Err(e) if e.kind() == io::ErrorKind::NotFound && !compressed => {
