@@ -153,7 +153,7 @@ impl Runtime {
             .await
     }
 
-    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0).
+    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0) or names none that there is.
     ///
     /// # Errors
     /// As for every call: [`Error`].
@@ -165,9 +165,11 @@ impl Runtime {
             })
             .await;
         match answer {
-            Ok(response) => Ok(response.linux.map(|linux| match linux.cgroup_driver() {
-                cri::CgroupDriver::Systemd => CgroupDriver::Systemd,
-                cri::CgroupDriver::Cgroupfs => CgroupDriver::Cgroupfs,
+            // A number that stands for no driver is no word on it. (The generated getter would make it systemd.)
+            Ok(response) => Ok(response.linux.and_then(|linux| match linux.cgroup_driver.try_into() {
+                Ok(cri::CgroupDriver::Systemd) => Some(CgroupDriver::Systemd),
+                Ok(cri::CgroupDriver::Cgroupfs) => Some(CgroupDriver::Cgroupfs),
+                Err(_) => None,
             })),
             Err(error) if error.kind == Kind::Unimplemented => Ok(None),
             Err(error) => Err(error),
