@@ -63,7 +63,7 @@ impl Records {
     /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
     pub fn load(state: &State) -> Self {
         let map = match state.load::<Map>(NAME) {
-            Ok(Loaded::Value { value, .. }) => value,
+            Ok(Loaded::Value { value, .. }) => sound(value),
             Ok(Loaded::Absent) => Map::new(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
                 warn!(?moved_to, %reason, "the records of pods were damaged and set aside; probes start anew");
@@ -158,6 +158,18 @@ impl Records {
             }
         }
     }
+}
+
+/// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
+fn sound(mut map: Map) -> Map {
+    map.retain(|uid, record| {
+        let sound = record.origin.is_sound(uid);
+        if !sound {
+            warn!(uid, pod = %record.origin.name, "a record that names no pod is passed over");
+        }
+        sound
+    });
+    map
 }
 
 /// The pods that were ended for good, and why.

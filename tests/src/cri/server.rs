@@ -221,7 +221,7 @@ service! { RuntimeService {
     attach: Attach(AttachRequest) -> AttachResponse = lacking;
     port_forward: PortForward(PortForwardRequest) -> PortForwardResponse = lacking;
     container_stats: ContainerStats(ContainerStatsRequest) -> ContainerStatsResponse = lacking;
-    list_container_stats: ListContainerStats(ListContainerStatsRequest) -> ListContainerStatsResponse = lacking;
+    list_container_stats: ListContainerStats(ListContainerStatsRequest) -> ListContainerStatsResponse = World::list_container_stats;
     pod_sandbox_stats: PodSandboxStats(PodSandboxStatsRequest) -> PodSandboxStatsResponse = lacking;
     list_pod_sandbox_stats: ListPodSandboxStats(ListPodSandboxStatsRequest) -> ListPodSandboxStatsResponse = lacking;
     checkpoint_container: CheckpointContainer(CheckpointContainerRequest) -> CheckpointContainerResponse = lacking;

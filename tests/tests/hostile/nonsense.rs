@@ -363,6 +363,19 @@ fn times_numbers_and_states_that_cannot_be_true_harm_nobody() {
                 inodes_used: Some(cri::UInt64Value { value: u64::MAX }),
             });
         });
+        scene.cri.on(Op::ListContainerStats).always().alter(
+            move |answer: &mut cri::ListContainerStatsResponse| {
+                for stats in &mut answer.stats {
+                    stats.writable_layer = Some(cri::FilesystemUsage {
+                        timestamp: time,
+                        used_bytes: Some(cri::UInt64Value { value: u64::MAX }),
+                        inodes_used: Some(cri::UInt64Value { value: u64::MAX }),
+                        ..cri::FilesystemUsage::default()
+                    });
+                }
+                answer.stats.push(cri::ContainerStats::default());
+            },
+        );
         scene.cri.on(Op::ListImages).always().alter(move |answer: &mut cri::ListImagesResponse| {
             let odd = cri::Image { size: u64::MAX, ..answer.images.first().cloned().unwrap_or_default() };
             answer.images.extend([odd.clone(), odd, cri::Image::default()]);

@@ -94,7 +94,7 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
     scene.is_well();
 
     drop(filler);
-    scene.until_ready("late");
+    let late = scene.until_ready("late");
     let web = scene.until_pod("web", "to run again", |pod| pod.ready() && pod.restarts() == 1);
     assert_eq!(web.uid(), before.uid(), "{what}");
     for name in ["web", "late"] {
@@ -106,8 +106,10 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
     // What is known now is on disk, whole.
     scene.look_until(&format!("{what}: the pods' records"), || {
         let records = scene.agent.record("pods").unwrap_or(Value::Null);
-        let known = |uid: &str| records.get(uid).is_some();
-        if known(web.uid()) { Ok(()) } else { Err(records.to_string()) }
+        let of_web = &records[web.uid()]["status"]["containerStatuses"][0];
+        let well =
+            of_web["restartCount"] == 1 && of_web["ready"] == true && records.get(late.uid()).is_some();
+        if well { Ok(()) } else { Err(records.to_string()) }
     });
     let changes = scene.changes();
     scene.agent.kill9();
