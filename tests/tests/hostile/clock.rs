@@ -84,7 +84,7 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
         scene.until_relisted();
         assert_eq!(steady(&scene.until_ready("web")), before, "{ahead}");
         assert_eq!(conditions.map(|name| scene.condition(name)), usual, "{ahead}");
-        assert_eq!(scene.changes(), changes, "{ahead}: {}", scene.describe());
+        assert_eq!(scene.changes(), changes, "{ahead}");
     }
     // They come and go at any time, and the agent really has this one: it names it as the pod's start.
     for ahead in STEPS {
@@ -280,7 +280,7 @@ fn a_soft_threshold_keeps_its_grace_period_wherever_the_clock_is_set() {
             tight.scene.until_relisted();
         }
         let web = tight.scene.until_pod("web", "to be there", |_| true);
-        assert!(web.ready(), "{ahead}: {}", tight.scene.describe());
+        assert!(web.ready(), "{ahead}");
     }
     // The hard one does not wait for anything.
     tight.take(14);

@@ -72,7 +72,7 @@ fn starts_well(scene: &mut Scene, what: &str) {
     scene.is_well();
     // The runtime knows it too.
     assert_eq!(crashed.restarts(), 1, "{what}");
-    assert_eq!(scene.changes(), changes, "{what}: {}", scene.describe());
+    assert_eq!(scene.changes(), changes, "{what}");
 }
 
 /// How many copies of a damaged file were kept.
@@ -146,7 +146,7 @@ fn records_of_the_right_form_and_wrong_content_are_no_worse() {
     assert_eq!(names_in(&scene.path("pods")), known);
     for name in ["web", "crashed"] {
         let running = scene.containers(name).matches('+').count();
-        assert_eq!(running, 1, "{}", scene.describe());
+        assert_eq!(running, 1);
     }
 }
 
@@ -216,5 +216,5 @@ fn a_state_folder_that_is_gone_while_the_agent_runs_costs_nothing_but_the_record
     scene.until_ready("web");
     scene.until_ready("new");
     scene.until_relisted();
-    assert_eq!(scene.changes(), changes, "{}", scene.describe());
+    assert_eq!(scene.changes(), changes);
 }

@@ -17,7 +17,8 @@ use crate::scene::{Scene, config_map, names_in, pod, through, with_volumes};
 /// What puts something in its place, or takes it away.
 const PLACING: &str = "rename,renameat,renameat2,unlink,unlinkat";
 /// The same, and what goes before and after it.
-const ALL: &str = "rename,renameat,renameat2,unlink,unlinkat,fsync,fdatasync,mkdir,mkdirat,rmdir,symlink,symlinkat,mount,umount2";
+const ALL: &str =
+    "rename,renameat,renameat2,unlink,unlinkat,rmdir,symlink,symlinkat,fsync,fdatasync,mount,umount2";
 
 /// What somebody at the node does, in this order; each waits until the agent has said that it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,8 +35,9 @@ enum Step {
 /// The agent, stopped at the end of each such call.
 fn traced(dir: &Path, options: Options, calls: &str) -> Options {
     let trace = dir.join("trace");
+    // Without --seccomp-bpf: with it, strace 6.1 stops each thread but once.
     let command = format!(
-        "strace -D -f --seccomp-bpf -qq -o '{}' -e trace={calls} -e inject={calls}:signal=STOP:when=1+ {{}}",
+        "strace -D -f -qq -o '{}' -e trace={calls} -e inject={calls}:signal=STOP:when=1+ {{}}",
         trace.display()
     );
     through(dir, options, "", &command)
@@ -201,7 +203,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
     }
     // What should run does, once.
     let rejected = scene.agent.look(|watch| watch.rejected.len()).unwrap();
-    assert_eq!(rejected, 0, "{what}: {}", scene.describe());
+    assert_eq!(rejected, 0, "{what}");
     let has_conf = manifest("configmap.conf.yaml").is_some();
     match manifest("web.yaml") {
         Some(text) if has_conf => {
@@ -247,7 +249,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
         let left: Vec<PathBuf> = crate::scene::files_below(&scene.path("pods"));
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     });
-    assert!(scene.cri.world().sandboxes.is_empty(), "{what}: {}", scene.describe());
+    assert!(scene.cri.world().sandboxes.is_empty(), "{what}");
 }
 
 /// Every `step`th stop, from number `first` on.
@@ -262,7 +264,7 @@ fn each(calls: &str, first: usize, step: usize) -> usize {
 #[test]
 fn killed_after_a_write_the_agent_goes_on_with_all_that_it_had_acknowledged() {
     require!(strace);
-    let last = each(PLACING, 1, 4);
+    let last = each(PLACING, 1, 2);
     // Records were written, manifests put in place, volumes' links exchanged.
     assert!(last > 12, "only {last} writes");
 }

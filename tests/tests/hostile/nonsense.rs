@@ -135,7 +135,7 @@ fn a_runtime_that_hangs_at_every_call_is_waited_for_and_nothing_is_done_twice() 
     scene.until_ready("new");
     assert_eq!(scene.containers("new"), "main/0+");
     let asked = |op: Op| scene.cri.calls().iter().skip(first).filter(|call| call.op() == op).count();
-    assert_eq!((asked(Op::RunPodSandbox), asked(Op::StartContainer)), (1, 1), "{}", scene.describe());
+    assert_eq!((asked(Op::RunPodSandbox), asked(Op::StartContainer)), (1, 1));
     scene.remove("new");
     scene.until_gone("new");
     all_is_well(&scene, &sandbox, "hanging calls");
@@ -236,8 +236,8 @@ fn a_pod_comes_up_though_each_call_is_answered_once_with_noise() {
     scene.apply(&pod("web"));
     scene.until_ready("web");
     scene.is_well();
-    assert_eq!(scene.containers("web"), "main/0+", "{}", scene.describe());
-    assert_eq!(scene.cri.world().sandboxes.len(), 1, "{}", scene.describe());
+    assert_eq!(scene.containers("web"), "main/0+");
+    assert_eq!(scene.cri.world().sandboxes.len(), 1);
 }
 
 /// A container of somebody else: not ours by any label.

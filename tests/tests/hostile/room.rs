@@ -99,7 +99,7 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
     assert_eq!(web.uid(), before.uid(), "{what}");
     for name in ["web", "late"] {
         let running = scene.containers(name).matches('+').count();
-        assert_eq!(running, 1, "{what}: {}\n{}", scene.containers(name), scene.describe());
+        assert_eq!(running, 1, "{what}: {}", scene.containers(name));
     }
     scene.is_well();
 
@@ -118,7 +118,7 @@ fn goes_and_comes_back(folder: &str, lack: Lack, told: &[&str]) {
     assert_eq!((again.uid(), again.restarts()), (web.uid(), 1), "{what}");
     scene.until_ready("late");
     scene.until_relisted();
-    assert_eq!(scene.changes(), changes, "{what}: {}", scene.describe());
+    assert_eq!(scene.changes(), changes, "{what}");
     let odd = |name: &std::ffi::OsString| {
         let name = name.to_string_lossy();
         name.contains("corrupt") || name.ends_with(".tmp")

@@ -45,6 +45,14 @@ impl Drop for Mounts {
     }
 }
 
+impl Drop for Scene {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.describe());
+        }
+    }
+}
+
 impl Scene {
     /// An agent that is up.
     pub(crate) fn start(change: impl FnOnce(&Path, Options) -> Options) -> Scene {
@@ -84,7 +92,7 @@ impl Scene {
     /// Waits until the pods are as `found` says.
     pub(crate) fn until<T: Send>(&self, what: &str, found: impl FnMut(&Watch) -> Option<T> + Send) -> T {
         let found = self.agent.until(what, found);
-        found.unwrap_or_else(|error| panic!("{error:#}\n{}", self.describe()))
+        found.unwrap_or_else(|error| panic!("{error:#}"))
     }
 
     pub(crate) fn until_pod(
@@ -179,7 +187,7 @@ impl Scene {
                 |wrong| if self.is_alive() { wrong } else { format!("{wrong}; the agent has ended") },
             )
         })
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", self.describe()));
+        .unwrap_or_else(|error| panic!("{error:#}"));
     }
 
     /// Whether the agent's process runs.
@@ -192,7 +200,7 @@ impl Scene {
 
     /// It runs, and no part of it has panicked.
     pub(crate) fn is_well(&self) {
-        assert!(self.is_alive(), "the agent has ended:\n{}", self.describe());
+        assert!(self.is_alive(), "the agent has ended:");
         let log = self.agent.log();
         assert!(!log.contains("panicked at"), "{log}");
     }
@@ -217,7 +225,7 @@ impl Scene {
         let output = self.cli(arguments);
         let (text, error) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "{arguments:?}: {error}\n{}", self.describe());
+        assert!(output.status.success(), "{arguments:?}: {error}");
         text.into_owned()
     }
 
