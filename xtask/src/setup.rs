@@ -20,7 +20,7 @@ pub(crate) struct Args {
 pub(crate) enum Part {
     /// `cargo xtask demo`: containerd, runc, CNI plugins, a static busybox
     Demo,
-    /// `cargo xtask test`: what the demo needs, bpftool, faketime, strace, libelf and zlib for the second BPF loader
+    /// `cargo xtask test`: what the demo needs, bpftool, libelf and zlib for the second BPF loader
     Test,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
@@ -55,12 +55,12 @@ const TEST: &[Need] = &[
     need("bpftool", "bpftool"),
     // A device plugin in another language than ours.
     need("/usr/lib/python3/dist-packages/grpc/__init__.py", "python3-grpcio"),
-    // Clocks that tests step, and system calls that they stop at.
-    need("faketime", "faketime"),
-    need("strace", "strace"),
     need("pkg-config", "pkg-config"),
     need("/usr/include/libelf.h", "libelf-dev"),
     need("/usr/include/zlib.h", "zlib1g-dev"),
+    // Clocks that tests step, and system calls that they stop at.
+    need("faketime", "faketime"),
+    need("strace", "strace"),
 ];
 
 const VM: &[Need] = &[

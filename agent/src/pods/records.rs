@@ -53,6 +53,18 @@ pub struct PodRecord {
 
 type Map = BTreeMap<String, Arc<PodRecord>>;
 
+/// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
+fn sound(mut map: Map) -> Map {
+    map.retain(|uid, record| {
+        let sound = record.origin.is_sound(uid);
+        if !sound {
+            warn!(uid, pod = %record.origin.name, "a record that names no pod is passed over");
+        }
+        sound
+    });
+    map
+}
+
 /// The records of all pods, by UID.
 #[derive(Debug)]
 pub struct Records {
@@ -63,7 +75,7 @@ impl Records {
     /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
     pub fn load(state: &State) -> Self {
         let map = match state.load::<Map>(NAME) {
-            Ok(Loaded::Value { value, .. }) => sound(value),
+            Ok(Loaded::Value { value, .. }) => value,
             Ok(Loaded::Absent) => Map::new(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
                 warn!(?moved_to, %reason, "the records of pods were damaged and set aside; probes start anew");
@@ -74,7 +86,7 @@ impl Records {
                 Map::new()
             }
         };
-        Self { newest: watch::Sender::new(map) }
+        Self { newest: watch::Sender::new(sound(map)) }
     }
 
     /// What is known of a pod.
@@ -158,18 +170,6 @@ impl Records {
             }
         }
     }
-}
-
-/// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
-fn sound(mut map: Map) -> Map {
-    map.retain(|uid, record| {
-        let sound = record.origin.is_sound(uid);
-        if !sound {
-            warn!(uid, pod = %record.origin.name, "a record that names no pod is passed over");
-        }
-        sound
-    });
-    map
 }
 
 /// The pods that were ended for good, and why.
