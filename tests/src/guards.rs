@@ -307,6 +307,11 @@ impl Mount {
         Mount::new("tmpfs", path, &format!("size={bytes}"))
     }
 
+    /// A tmpfs of so many bytes and so many inodes.
+    pub fn tmpfs_with_inodes(path: &Path, bytes: u64, inodes: u64) -> Result<Mount> {
+        Mount::new("tmpfs", path, &format!("size={bytes},nr_inodes={inodes}"))
+    }
+
     /// A file system of its own in a file: ext4 of so many bytes, mounted by a loop device.
     pub fn ext4(path: &Path, file: &Path, bytes: u64) -> Result<Mount> {
         Mount::in_file(path, file, bytes, &["mkfs.ext4", "-q", "-F", "-m", "0"], "loop")

@@ -191,6 +191,34 @@ pub fn long() -> Result<(), Missing> {
     Err(missing("it takes minutes", "cargo xtask test --long"))
 }
 
+/// The test gives the agent a clock of its own, which it steps: libfaketime.
+pub fn faketime() -> Result<(), Missing> {
+    match faketime_library() {
+        Some(_) => Ok(()),
+        None => Err(missing("libfaketime is not installed", "cargo xtask setup --for test")),
+    }
+}
+
+/// libfaketime for programs with threads, where Debian and upstream install it.
+pub fn faketime_library() -> Option<PathBuf> {
+    let libs = std::fs::read_dir("/usr/lib").into_iter().flatten().flatten().map(|entry| entry.path());
+    let folders = libs.chain(["/usr/lib", "/usr/lib64", "/usr/local/lib"].map(PathBuf::from));
+    folders.map(|dir| dir.join("faketime/libfaketimeMT.so.1")).find(|path| path.is_file())
+}
+
+/// The test stops the agent at its system calls: strace, and leave to trace.
+pub fn strace() -> Result<(), Missing> {
+    root()?;
+    let Some(strace) = find_program("strace") else {
+        return Err(missing("strace is not installed", "cargo xtask setup --for test"));
+    };
+    let tried = std::process::Command::new(strace).args(["-qq", "-e", "trace=none", "true"]).output();
+    if tried.is_ok_and(|output| output.status.success()) {
+        return Ok(());
+    }
+    Err(missing("strace can't trace here", "use a container or shell that has CAP_SYS_PTRACE"))
+}
+
 /// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
 pub fn find_program(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -69,6 +69,9 @@ const TEST: &[Need] = &[
     need("pkg-config", "pkg-config"),
     need("/usr/include/libelf.h", "libelf-dev"),
     need("/usr/include/zlib.h", "zlib1g-dev"),
+    // Clocks that tests step, and system calls that they stop at.
+    need("faketime", "faketime"),
+    need("strace", "strace"),
 ];
 
 const FUZZ: &[Need] = &[need("c++", "g++")];

@@ -12,10 +12,11 @@ use anyhow::Context;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::node_server::{Node, NodeServer};
 use beelet_proto::beelet::pod_event::Type;
+use futures::stream;
 use rustix::process::geteuid;
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, watch};
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::{InterceptorLayer, Routes};
 use tonic::transport::Server;
@@ -107,15 +108,33 @@ pub fn node_service(
 /// # Errors
 /// The server fails as a whole; a failed connection is only its own.
 pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationToken) -> anyhow::Result<()> {
+    let incoming = stream::unfold(listener.listener, |listener| async move {
+        let accepted = accept(&listener).await;
+        Some((std::io::Result::Ok(accepted), listener))
+    });
     let served = Server::builder()
         .max_concurrent_streams(MAX_STREAMS)
         .http2_keepalive_interval(Some(Duration::from_secs(30)))
         .layer(InterceptorLayer::new(only_the_owner))
         .add_routes(services)
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener.listener), shutdown.cancelled_owned())
+        .serve_with_incoming_shutdown(incoming, shutdown.cancelled_owned())
         .await;
     drop(listener.socket);
     served.context("the gRPC server failed")
+}
+
+/// The next connection. Where none can be accepted (out of file descriptors, mostly) others must end before another try makes
+/// sense; tonic would take the error for the end of the server.
+pub(super) async fn accept(listener: &UnixListener) -> UnixStream {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => return stream,
+            Err(error) => {
+                tracing::warn!("a connection can't be accepted: {error}");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        }
+    }
 }
 
 /// The socket's mode keeps others out already; this also holds where somebody changed it.

@@ -14,7 +14,7 @@ use tonic::service::{InterceptorLayer, Routes};
 use tonic::transport::Server;
 
 use super::authority::AnyAuthority;
-use super::grpc::{Listener, only_the_owner};
+use super::grpc::{self, Listener, only_the_owner};
 
 /// Connections at a time. One more waits in the kernel's queue until another has ended.
 const MAX_CONNECTIONS: usize = 256;
@@ -46,14 +46,5 @@ pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationT
 
 async fn accept(listener: &UnixListener, connections: &Arc<Semaphore>) -> std::io::Result<Connection> {
     let permit = Arc::clone(connections).acquire_owned().await.map_err(std::io::Error::other)?;
-    loop {
-        match listener.accept().await {
-            Ok((stream, _)) => return Ok(AnyAuthority::new(stream, permit)),
-            // Out of file descriptors, mostly: others must end before another try makes sense.
-            Err(error) => {
-                tracing::warn!("a connection can't be accepted: {error}");
-                tokio::time::sleep(Duration::from_secs(1)).await;
-            }
-        }
-    }
+    Ok(AnyAuthority::new(grpc::accept(listener).await, permit))
 }

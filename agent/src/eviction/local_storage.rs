@@ -50,6 +50,9 @@ use crate::{
 
 /// How old the measurement of a pod with limits may get, as the kubelet's monitoring interval.
 const LIMITED_PERIOD: Duration = Duration::from_secs(10);
+/// More than any writable layer has, of bytes or inodes: a runtime that says more than this of one says nothing, and the sum
+/// of many is a number all the same.
+const MOST: u64 = 1 << 50;
 /// Least time between two rounds over all pods.
 const ROUND: Duration = Duration::from_secs(1);
 /// The part of a core that walking may take: one in so many.
@@ -297,7 +300,7 @@ impl LocalStorage {
         let layer = |stats: cri::ContainerStats| {
             let id = stats.attributes?.id;
             let layer = stats.writable_layer?;
-            let value = |value: Option<cri::UInt64Value>| value.map_or(0, |value| value.value);
+            let value = |value: Option<cri::UInt64Value>| value.map_or(0, |value| value.value.min(MOST));
             Some((id, Taken { bytes: value(layer.used_bytes), inodes: value(layer.inodes_used) }))
         };
         stats.into_iter().filter_map(layer).collect()

@@ -210,7 +210,8 @@ impl ImageGc {
     }
 
     fn note_list(&self, images: &[cri::Image]) {
-        self.parts.metrics.listed(images.len(), images.iter().map(|image| image.size).sum());
+        let bytes = images.iter().fold(0_u64, |sum, image| sum.saturating_add(image.size));
+        self.parts.metrics.listed(images.len(), bytes);
     }
 
     async fn collect_by_itself(&mut self) {

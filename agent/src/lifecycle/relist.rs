@@ -219,15 +219,17 @@ fn group(
     let mut seen = Seen::new();
     let uid = |labels: &std::collections::HashMap<String, String>| labels.get(labels::POD_UID).cloned();
     for sandbox in sandboxes {
-        let Some(uid) = uid(&sandbox.labels) else { continue };
+        let pod = pod_of(&sandbox.labels, &sandbox.annotations);
+        let Some(uid) = uid(&sandbox.labels).filter(|uid| pod.is_sound(uid)) else { continue };
         seen.entry(uid.clone()).or_default().insert((sandbox.id.clone(), sandbox.state));
-        pods.insert(uid, pod_of(&sandbox.labels, &sandbox.annotations));
+        pods.insert(uid, pod);
     }
     for container in containers {
-        let Some(uid) = uid(&container.labels) else { continue };
+        let pod = pod_of(&container.labels, &container.annotations);
+        let Some(uid) = uid(&container.labels).filter(|uid| pod.is_sound(uid)) else { continue };
         seen.entry(uid.clone()).or_default().insert((container.id.clone(), container.state));
         // A container whose sandbox is gone still belongs to a pod that must be cleaned up.
-        pods.entry(uid).or_insert_with(|| pod_of(&container.labels, &container.annotations));
+        pods.entry(uid).or_insert(pod);
     }
     (pods, seen)
 }
@@ -293,6 +295,24 @@ mod tests {
     fn check(before: &str, now: &str, expect: &[&str]) {
         let changed = differences(&seen(before), &seen(now));
         assert_eq!(changed.iter().map(String::as_str).collect::<Vec<_>>(), expect, "{before} -> {now}");
+    }
+
+    #[test]
+    fn what_names_no_pod_of_ours_is_nobodys() {
+        let labels = |uid: &str, name: &str| {
+            let all = [(labels::POD_UID, uid), (labels::POD_NAME, name), (labels::POD_NAMESPACE, "default")];
+            all.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+        };
+        let cases = [("u", "web"), ("", "web"), ("../x", "web"), ("..", "web"), ("v", "a/../b"), ("w", "")];
+        let sandboxes =
+            cases.map(|(uid, name)| cri::PodSandbox { labels: labels(uid, name), ..Default::default() });
+        let containers =
+            cases.map(|(uid, name)| cri::Container { labels: labels(uid, name), ..Default::default() });
+        for (sandboxes, containers) in [(&sandboxes[..], &[][..]), (&[], &containers)] {
+            let (pods, seen) = group(sandboxes, containers);
+            assert_eq!(pods.keys().collect::<Vec<_>>(), ["u"]);
+            assert_eq!(seen.keys().collect::<Vec<_>>(), ["u"]);
+        }
     }
 
     #[test]

@@ -131,6 +131,16 @@ pub struct RuntimePod {
     pub shape: Option<String>,
 }
 
+impl RuntimePod {
+    /// Whether this can be a pod of ours with this UID. Folders are named by UID and name, and removed with the pod: what
+    /// would lead out of their place was never ours, whoever says so.
+    #[must_use]
+    pub fn is_sound(&self, uid: &str) -> bool {
+        let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0']);
+        [uid, &self.name.namespace, &self.name.name].into_iter().all(is_name)
+    }
+}
+
 /// A probe's new state for one container instance.
 #[derive(Clone, Debug)]
 pub struct ProbeUpdate {

@@ -58,6 +58,18 @@ pub struct PodRecord {
 
 type Map = BTreeMap<String, Arc<PodRecord>>;
 
+/// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
+fn sound(mut map: Map) -> Map {
+    map.retain(|uid, record| {
+        let sound = record.origin.is_sound(uid);
+        if !sound {
+            warn!(uid, pod = %record.origin.name, "a record that names no pod is passed over");
+        }
+        sound
+    });
+    map
+}
+
 /// The records of all pods, by UID.
 #[derive(Debug)]
 pub struct Records {
@@ -95,7 +107,7 @@ impl Records {
                 Map::new()
             }
         };
-        Self { newest: watch::Sender::new(map) }
+        Self { newest: watch::Sender::new(sound(map)) }
     }
 
     /// What is known of a pod.

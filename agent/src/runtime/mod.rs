@@ -20,6 +20,7 @@ mod operation;
 mod spdy;
 pub mod stream;
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -58,6 +59,12 @@ pub struct Runtime {
     images: Arc<Socket>,
     request_timeout: Duration,
     metrics: Metrics,
+}
+
+/// Whether something has all labels that were asked for. The runtime is asked to look at them, too; but what is taken for
+/// ours is stopped and removed, and that must not hang on somebody else's filter.
+fn has_labels(labels: &HashMap<String, String>, wanted: &HashMap<String, String>) -> bool {
+    wanted.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
 /// How the runtime groups processes: what the cgroup part must do too.
@@ -155,7 +162,7 @@ impl Runtime {
             .await
     }
 
-    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0).
+    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0) or names none that there is.
     ///
     /// # Errors
     /// As for every call: [`Error`].
@@ -167,9 +174,11 @@ impl Runtime {
             })
             .await;
         match answer {
-            Ok(response) => Ok(response.linux.map(|linux| match linux.cgroup_driver() {
-                cri::CgroupDriver::Systemd => CgroupDriver::Systemd,
-                cri::CgroupDriver::Cgroupfs => CgroupDriver::Cgroupfs,
+            // A number that stands for no driver is no word on it. (The generated getter would make it systemd.)
+            Ok(response) => Ok(response.linux.and_then(|linux| match linux.cgroup_driver.try_into() {
+                Ok(cri::CgroupDriver::Systemd) => Some(CgroupDriver::Systemd),
+                Ok(cri::CgroupDriver::Cgroupfs) => Some(CgroupDriver::Cgroupfs),
+                Err(_) => None,
             })),
             Err(error) if error.kind == Kind::Unimplemented => Ok(None),
             Err(error) => Err(error),
@@ -196,13 +205,14 @@ impl Runtime {
         &self,
         filter: Option<cri::PodSandboxFilter>,
     ) -> Result<Vec<cri::PodSandbox>, Error> {
+        let wanted = filter.as_ref().map_or_else(HashMap::new, |filter| filter.label_selector.clone());
         let response = self
             .call(Operation::ListSandboxes, String::new())
             .runtime(cri::ListPodSandboxRequest { filter }, |mut client, request| async move {
                 client.list_pod_sandbox(request).await
             })
             .await?;
-        Ok(response.items)
+        Ok(response.items.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
     }
 
     /// The status of a sandbox; with `verbose`, the runtime's own `info` too (its pid and netns among it).
@@ -272,13 +282,14 @@ impl Runtime {
         &self,
         filter: Option<cri::ContainerFilter>,
     ) -> Result<Vec<cri::Container>, Error> {
+        let wanted = filter.as_ref().map_or_else(HashMap::new, |filter| filter.label_selector.clone());
         let response = self
             .call(Operation::ListContainers, String::new())
             .runtime(cri::ListContainersRequest { filter }, |mut client, request| async move {
                 client.list_containers(request).await
             })
             .await?;
-        Ok(response.containers)
+        Ok(response.containers.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
     }
 
     /// The status of a container; with `verbose`, the runtime's own `info` too (its pid among it).

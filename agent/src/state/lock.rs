@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -14,6 +15,10 @@ pub struct Lock {
     path: PathBuf,
     _file: File,
 }
+
+/// How often, and how long apart, a holder is looked for that does not name itself yet.
+const LOOKS: u32 = 20;
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// Losing the race against a holder that removes its file, time after time, is no race any more.
 const MAX_TRIES: usize = 100;
@@ -51,7 +56,7 @@ fn holder(pid: &Option<u32>) -> String {
 }
 
 impl Lock {
-    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Does not wait.
+    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Does not wait for it.
     ///
     /// # Errors
     /// Another process holds it, or the file cannot be opened.
@@ -62,7 +67,7 @@ impl Lock {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => {
-                    let pid = read_pid(&mut file);
+                    let pid = holder_of(&mut file);
                     return Err(LockError::Held { what: what.to_owned(), path: path.to_owned(), pid });
                 }
                 Err(error) => return Err(fail(error.into())),
@@ -109,8 +114,22 @@ fn write_pid(file: &mut File) -> io::Result<()> {
     writeln!(file, "{}", std::process::id())
 }
 
+/// The process that has the lock. One that has just taken it needs a moment to write itself down: until then the file
+/// names nobody, or one that is dead.
+fn holder_of(file: &mut File) -> Option<u32> {
+    for _ in 0..LOOKS {
+        let pid = read_pid(file);
+        if pid.is_some_and(|pid| Path::new("/proc").join(pid.to_string()).exists()) {
+            return pid;
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+    None
+}
+
 fn read_pid(file: &mut File) -> Option<u32> {
     let mut text = String::new();
+    file.rewind().ok()?;
     file.take(32).read_to_string(&mut text).ok()?;
     text.trim().parse().ok()
 }

@@ -104,6 +104,25 @@ fn a_second_instance_is_refused_and_told_who_has_the_folder() {
 }
 
 #[test]
+fn a_holder_that_has_just_taken_the_lock_is_named_and_not_the_dead_one_before_it() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("lock");
+    let _held = Lock::take(&path, "a test").unwrap();
+    // As it is between the taking and the writing: a process id that no process can have.
+    fs::write(&path, "4194305\n").unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| Lock::take(&path, "a test").unwrap_err().to_string());
+        fs::write(&path, format!("{}\n", std::process::id())).unwrap();
+        let error = second.join().unwrap();
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+    });
+    // One that never says who it is, is not named.
+    fs::write(&path, "4194305\n").unwrap();
+    let error = Lock::take(&path, "a test").unwrap_err().to_string();
+    assert!(error.contains("another beelet (lock"), "{error}");
+}
+
+#[test]
 fn of_many_that_want_the_lock_one_has_it_at_a_time() {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let dir = TempDir::new().unwrap();

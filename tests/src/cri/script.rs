@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use prost::Message;
 use tokio::sync::watch;
 use tonic::{Code, Status};
 
@@ -24,6 +25,21 @@ pub(super) enum Act {
     Hold(Arc<Gate>),
     /// It is done, and its answer waits for the test.
     HoldReply(Arc<Gate>),
+    /// It is done, and the test makes the answer's bytes of those that would be.
+    Rewrite(Rewrite),
+}
+
+/// Makes the body of an answer (one message, framed as gRPC has it) of the encoded message that would be answered.
+pub(super) type Rewrite = Arc<dyn Fn(Vec<u8>) -> Vec<u8> + Send + Sync>;
+
+/// A message as gRPC frames it: not compressed, its length, itself.
+fn framed(message: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
+    let mut frame = Vec::with_capacity(message.len() + 5);
+    frame.push(0);
+    frame.extend(length.to_be_bytes());
+    frame.extend_from_slice(message);
+    frame
 }
 
 type Condition = Box<dyn Fn(&Asked) -> bool + Send + Sync>;
@@ -113,6 +129,28 @@ impl<'a> Script<'a> {
     /// The call is done, and then all connections break, this call's too; new ones are accepted.
     pub fn break_connections(self) {
         self.lay_down(Act::Sever);
+    }
+
+    /// The call is done, but what is answered is not what came of it: `alter` changes the message, which must be of
+    /// the type that the call answers with.
+    pub fn alter<M: Message + Default + 'static>(self, alter: impl Fn(&mut M) + Send + Sync + 'static) {
+        let rewrite = move |honest: Vec<u8>| {
+            let mut message = M::decode(&*honest).unwrap_or_default();
+            alter(&mut message);
+            framed(&message.encode_to_vec())
+        };
+        self.lay_down(Act::Rewrite(Arc::new(rewrite)));
+    }
+
+    /// The call is done, and answered with a message of these bytes, whatever they mean.
+    pub fn answer_message(self, message: Vec<u8>) {
+        let frame = framed(&message);
+        self.lay_down(Act::Rewrite(Arc::new(move |_| frame.clone())));
+    }
+
+    /// The call is done, and the body of the answer is these bytes: not even a message.
+    pub fn answer_body(self, body: Vec<u8>) {
+        self.lay_down(Act::Rewrite(Arc::new(move |_| body.clone())));
     }
 
     /// The call hangs until the test lets it go on: see [`Held`].

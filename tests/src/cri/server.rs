@@ -8,8 +8,11 @@ use std::sync::Arc;
 use beelet_proto::cri;
 use cri::image_service_server::{ImageService, ImageServiceServer};
 use cri::runtime_service_server::{RuntimeService, RuntimeServiceServer};
+use http_body_util::{BodyExt as _, Full};
+use prost::Message;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tonic::body::Body;
 use tonic::{Request, Response, Status};
 
 use super::Shared;
@@ -46,6 +49,7 @@ pub(super) fn serve(
             let calls = RuntimeServiceServer::new(service.clone()).max_decoding_message_size(MAX_MESSAGE);
             let images = ImageServiceServer::new(service).max_decoding_message_size(MAX_MESSAGE);
             let server = tonic::transport::Server::builder()
+                .layer(tower::util::MapResponseLayer::new(rewritten))
                 .add_service(calls.max_encoding_message_size(MAX_MESSAGE))
                 .add_service(images.max_encoding_message_size(MAX_MESSAGE))
                 .serve_with_incoming(UnixListenerStream::new(listener));
@@ -62,6 +66,20 @@ pub(super) fn serve(
     }
 }
 
+/// What an answer's body is to be instead of its message.
+#[derive(Clone)]
+struct Rewritten(Vec<u8>);
+
+/// Puts the body that the test has made in place of the one that tonic has.
+fn rewritten(mut response: http::Response<Body>) -> http::Response<Body> {
+    let Some(Rewritten(bytes)) = response.extensions_mut().remove() else { return response };
+    let mut trailers = http::HeaderMap::new();
+    trailers.insert("grpc-status", http::HeaderValue::from_static("0"));
+    let body =
+        Full::new(prost::bytes::Bytes::from(bytes)).with_trailers(std::future::ready(Some(Ok(trailers))));
+    response.map(|_| Body::new(body))
+}
+
 #[derive(Clone)]
 struct Service {
     shared: Arc<Shared>,
@@ -69,7 +87,7 @@ struct Service {
 
 impl Service {
     /// Records a call, lets the script decide about it, and has the world answer it.
-    async fn answer<const OP: u8, Q: Clone, A>(
+    async fn answer<const OP: u8, Q: Clone, A: Message>(
         &self,
         request: Request<Q>,
         work: fn(&mut World, Q) -> Result<A, Status>,
@@ -85,6 +103,7 @@ impl Service {
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
+        let mut instead = None;
         let result = match act {
             Act::Proceed => self.shared.work(|world| work(world, message)),
             Act::Fail(status) => Err(status),
@@ -107,9 +126,20 @@ impl Service {
                 gate.wait().await;
                 result
             }
+            Act::Rewrite(rewrite) => {
+                let result = self.shared.work(|world| work(world, message));
+                instead = result.as_ref().ok().map(|answer| Rewritten(rewrite(answer.encode_to_vec())));
+                result
+            }
         };
         arrival.finish(&result);
-        result.map(Response::new)
+        result.map(|answer| {
+            let mut response = Response::new(answer);
+            if let Some(instead) = instead {
+                response.extensions_mut().insert(instead);
+            }
+            response
+        })
     }
 }
 
@@ -191,7 +221,7 @@ service! { RuntimeService {
     attach: Attach(AttachRequest) -> AttachResponse = lacking;
     port_forward: PortForward(PortForwardRequest) -> PortForwardResponse = lacking;
     container_stats: ContainerStats(ContainerStatsRequest) -> ContainerStatsResponse = lacking;
-    list_container_stats: ListContainerStats(ListContainerStatsRequest) -> ListContainerStatsResponse = lacking;
+    list_container_stats: ListContainerStats(ListContainerStatsRequest) -> ListContainerStatsResponse = World::list_container_stats;
     pod_sandbox_stats: PodSandboxStats(PodSandboxStatsRequest) -> PodSandboxStatsResponse = lacking;
     list_pod_sandbox_stats: ListPodSandboxStats(ListPodSandboxStatsRequest) -> ListPodSandboxStatsResponse = lacking;
     checkpoint_container: CheckpointContainer(CheckpointContainerRequest) -> CheckpointContainerResponse = lacking;
@@ -205,10 +235,12 @@ service! { RuntimeService {
         request: Request<cri::GetEventsRequest>,
     ) -> Result<Response<Self::GetContainerEventsStream>, Status> {
         let before = self.shared.lock().world.states();
-        self.answer::<{ Op::GetContainerEvents as u8 }, _, _>(request, World::get_container_events).await?;
+        let answered = self
+            .answer::<{ Op::GetContainerEvents as u8 }, _, _>(request, World::get_container_events)
+            .await?;
         let (sender, receiver) = mpsc::channel(64);
         tokio::spawn(tell(Arc::clone(&self.shared), before, sender));
-        Ok(Response::new(ReceiverStream::new(receiver)))
+        Ok(answered.map(|()| ReceiverStream::new(receiver)))
     }
 }
 

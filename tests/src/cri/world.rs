@@ -138,6 +138,8 @@ pub struct World {
     pub cgroup_driver: Option<cri::CgroupDriver>,
     /// The answer to ImageFsInfo.
     pub image_fs: cri::ImageFsInfoResponse,
+    /// By how many seconds its clock is ahead of the machine's.
+    pub clock_ahead: i64,
     made: u64,
 }
 
@@ -196,16 +198,24 @@ impl World {
 
     /// Ends a running container.
     pub(super) fn exit(&mut self, id: &str, code: i32, reason: Option<&str>) -> Result<(), String> {
+        let now = self.now();
         let container = self.containers.get_mut(id).ok_or_else(|| format!("there is no container {id}"))?;
         if container.state != ContainerState::ContainerRunning {
             return Err(format!("container {id} is in {:?}, not running", container.state));
         }
         container.state = ContainerState::ContainerExited;
-        container.finished_at = now();
+        container.finished_at = now;
         container.exit_code = code;
         let usual = if code == 0 { "Completed" } else { "Error" };
         container.reason = reason.unwrap_or(usual).to_owned();
         Ok(())
+    }
+
+    /// Nanoseconds since 1970, by its clock.
+    fn now(&self) -> i64 {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = i64::try_from(since.as_nanos()).unwrap_or(i64::MAX);
+        now.saturating_add(self.clock_ahead.saturating_mul(1_000_000_000))
     }
 
     fn next_id(&mut self, what: &str) -> String {
@@ -286,7 +296,7 @@ impl World {
             id: id.clone(),
             config,
             state: PodSandboxState::SandboxReady,
-            created_at: now(),
+            created_at: self.now(),
             ip,
             info: serde_json::json!({ "pid": 0 }),
             runtime_handler: request.runtime_handler,
@@ -416,7 +426,7 @@ impl World {
             config,
             state: ContainerState::ContainerCreated,
             pid: PID_MAX + u32::try_from(self.made).unwrap_or(0),
-            created_at: now(),
+            created_at: self.now(),
             started_at: 0,
             finished_at: 0,
             exit_code: 0,
@@ -433,6 +443,7 @@ impl World {
         &mut self,
         request: cri::StartContainerRequest,
     ) -> Result<cri::StartContainerResponse, Status> {
+        let now = self.now();
         let container = self.known_container(&request.container_id)?;
         if container.state != ContainerState::ContainerCreated {
             let message =
@@ -440,7 +451,7 @@ impl World {
             return Err(Status::unknown(message));
         }
         container.state = ContainerState::ContainerRunning;
-        container.started_at = now();
+        container.started_at = now;
         let (id, name) = (container.id.clone(), container.name().to_owned());
         if self.ends_at_once.contains(&name) {
             // It was just seen running.
@@ -529,6 +540,30 @@ impl World {
             status: Some(status),
             info: if request.verbose { HashMap::from([info]) } else { HashMap::new() },
         })
+    }
+
+    /// Writable layers, with nothing in them.
+    pub(super) fn list_container_stats(
+        &mut self,
+        request: cri::ListContainerStatsRequest,
+    ) -> Result<cri::ListContainerStatsResponse, Status> {
+        let filter = request.filter.unwrap_or_default();
+        let chosen = self.containers.values().filter(|c| {
+            matches_id(&c.id, &filter.id)
+                && matches_id(&c.sandbox_id, &filter.pod_sandbox_id)
+                && matches_labels(&c.config.labels, &filter.label_selector)
+        });
+        let stats = chosen.map(|c| cri::ContainerStats {
+            attributes: Some(cri::ContainerAttributes {
+                id: c.id.clone(),
+                metadata: c.config.metadata.clone(),
+                labels: c.config.labels.clone(),
+                annotations: c.config.annotations.clone(),
+            }),
+            writable_layer: Some(cri::FilesystemUsage::default()),
+            ..cri::ContainerStats::default()
+        });
+        Ok(cri::ListContainerStatsResponse { stats: stats.collect() })
     }
 
     pub(super) fn exec_sync(
@@ -674,11 +709,6 @@ fn split_tag(full: &str) -> (&str, Option<&str>) {
 
 fn hex(text: &str) -> String {
     Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn now() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]
