@@ -10,10 +10,10 @@ use std::{
     time::Duration,
 };
 
-use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    moment::Moment,
     quantity::Quantity,
     resources::{self, PodDemand},
 };
@@ -305,11 +305,11 @@ pub fn derive_allocatable(thresholds: &mut Vec<Threshold>) {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tracker {
     /// Since when each met threshold has been met.
-    pub first_observed: BTreeMap<usize, Timestamp>,
+    pub first_observed: BTreeMap<usize, Moment>,
     /// The thresholds that were actionable last time: they stay met until their minimum reclaim is there too.
     pub actionable: BTreeSet<usize>,
     /// When each condition was last seen.
-    pub conditions: BTreeMap<NodeCondition, Timestamp>,
+    pub conditions: BTreeMap<NodeCondition, Moment>,
 }
 
 /// How the node stands.
@@ -327,7 +327,7 @@ impl Tracker {
     /// Holds the observations against the thresholds. A signal without an observation is not low.
     pub fn assess(
         &mut self,
-        now: Timestamp,
+        now: Moment,
         thresholds: &[Threshold],
         observations: &BTreeMap<Signal, Observation>,
     ) -> Assessment {
@@ -354,8 +354,7 @@ impl Tracker {
             let (Some(since), Some(threshold)) = (self.first_observed.get(i), thresholds.get(*i)) else {
                 return false;
             };
-            let lasted = now.as_nanosecond() - since.as_nanosecond();
-            lasted >= i128::try_from(threshold.grace.as_nanos()).unwrap_or(i128::MAX)
+            since.plus(threshold.grace) <= now
         };
         let signal = |i: usize| thresholds.get(i).map(|t| t.signal);
         let mut actionable: Vec<usize> = met.iter().copied().filter(lasted).collect();
@@ -369,9 +368,8 @@ impl Tracker {
 
     /// The conditions to report: those seen within `transition` before `now`, so that they don't flap.
     #[must_use]
-    pub fn reported(&self, now: Timestamp, transition: Duration) -> Vec<NodeCondition> {
-        let transition = i128::try_from(transition.as_nanos()).unwrap_or(i128::MAX);
-        let recent = |at: &Timestamp| now.as_nanosecond() - at.as_nanosecond() < transition;
+    pub fn reported(&self, now: Moment, transition: Duration) -> Vec<NodeCondition> {
+        let recent = |at: &Moment| now < at.plus(transition);
         self.conditions.iter().filter(|(_, at)| recent(at)).map(|(condition, _)| *condition).collect()
     }
 }
@@ -473,38 +471,62 @@ pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
     wanted.saturating_sub(seen.available).max(Quantity::ZERO)
 }
 
-/// The pods to evict at once: in the order of `ranked`, critical ones left out, as many as together free `deficit`. The
-/// first goes in any case, as the kubelet's only one; each next one only if those before it cannot be enough and it frees
-/// something. Nobody goes after one without statistics: what that frees must be seen first.
+/// Who is worth ending frees at least one part in so many of what is missing.
+const WORTH: i128 = 100;
+
+/// Whether a pod's end helps, if it frees so much: more than next to nothing of what is missing.
+#[must_use]
+pub fn is_worth_it(frees: Quantity, missing: Quantity) -> bool {
+    frees > Quantity::ZERO && i128::from(frees.value()) * WORTH >= i128::from(missing.value())
+}
+
+/// The pods to evict at once, in the order of `ranked`, critical ones left out. `leaving` says that somebody is on the way
+/// out already; `missing` is what those won't free.
+///
+/// The kubelet ends one pod, looks again, ends the next. Several go at once only where together they free what is missing,
+/// and then only those that this takes: nobody who frees next to nothing while others free enough, and nobody whose place
+/// in the ranking comes before others that must go in any case and free enough without it. Where the pods can't free what
+/// is missing (it is held by something else), or one of them has no statistics, one goes at a time: of those worth it the
+/// first, else the first of all. Nobody does while another one is leaving: what that frees must be seen first.
 #[must_use]
 pub fn victims(
     signal: Signal,
     layout: DiskLayout,
     ranked: &[usize],
     pods: &[Candidate<'_>],
-    deficit: Quantity,
+    missing: Quantity,
+    leaving: bool,
 ) -> Vec<usize> {
-    let mut victims = Vec::new();
+    let frees = |i: &usize| pods.get(*i)?.usage.map(|usage| usage.of(signal, layout));
+    let may_go: Vec<usize> =
+        ranked.iter().copied().filter(|i| pods.get(*i).is_some_and(|pod| !pod.critical)).collect();
+    let mut worth: Vec<(usize, Quantity)> = may_go
+        .iter()
+        // What comes after a pod without statistics waits until it is seen what that has freed.
+        .map_while(|i| Some((*i, frees(i)?)))
+        .filter(|(_, amount)| is_worth_it(*amount, missing))
+        .collect();
     let mut freed = Quantity::ZERO;
-    for (index, pod) in ranked.iter().filter_map(|i| Some((*i, pods.get(*i)?))) {
-        if !victims.is_empty() && freed >= deficit {
-            break;
-        }
-        if pod.critical {
-            continue;
-        }
-        let Some(frees) = pod.usage.map(|usage| usage.of(signal, layout)) else {
-            if victims.is_empty() {
-                victims.push(index);
-            }
-            break;
-        };
-        if victims.is_empty() || !frees.is_zero() {
-            victims.push(index);
-            freed = freed + frees;
+    let enough = worth.iter().position(|(_, amount)| {
+        freed = freed + *amount;
+        freed >= missing
+    });
+    let Some(last) = enough else {
+        let unknown = may_go.first().filter(|i| frees(i).is_none());
+        let first = unknown.or(worth.first().map(|(i, _)| i)).or(may_go.first()).copied();
+        return first.filter(|_| !leaving).into_iter().collect();
+    };
+    worth.truncate(last + 1);
+    // Who gives least stays first.
+    let mut by_amount: Vec<(usize, Quantity)> = worth.clone();
+    by_amount.sort_by_key(|(_, amount)| *amount);
+    for (index, amount) in by_amount {
+        if worth.len() > 1 && freed.saturating_sub(amount) >= missing {
+            freed = freed.saturating_sub(amount);
+            worth.retain(|(i, _)| *i != index);
         }
     }
-    victims
+    worth.into_iter().map(|(i, _)| i).collect()
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use serde_json::json;
 
 use super::*;
 
-fn at(seconds: i64) -> Timestamp {
-    Timestamp::from_second(1_700_000_000 + seconds).unwrap()
+fn at(seconds: u64) -> Moment {
+    Moment::after_start(Duration::from_secs(seconds))
 }
 
 fn units(units: i64) -> Quantity {
@@ -248,39 +248,96 @@ fn critical_pods_are_ranked_but_never_go() {
     check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500)], "CRITICAL -> none");
 }
 
-/// Who goes at once, of pods `(MiB in use or -1 for unknown, critical)`, for so much that is missing.
-fn check_victims(pods: &[(i64, bool)], missing: i64, expectation: &[usize]) {
+fn candidates<'a>(pod: &'a Pod, pods: &[(i64, bool)]) -> Vec<Candidate<'a>> {
+    let candidate = |(used, critical): &(i64, bool)| Candidate {
+        demand: PodDemand::read(pod).unwrap(),
+        priority: 0,
+        critical: *critical,
+        usage: u64::try_from(*used)
+            .ok()
+            .map(|bytes| PodUsage { memory_working_set_bytes: bytes, ..PodUsage::default() }),
+    };
+    pods.iter().map(candidate).collect()
+}
+
+fn chosen(pods: &[(i64, bool)], missing: i64, leaving: bool) -> Vec<usize> {
     let pod: Pod =
         serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": {"containers": []}})).unwrap();
-    let candidates: Vec<Candidate<'_>> = pods
-        .iter()
-        .map(|(used, critical)| Candidate {
-            demand: PodDemand::read(&pod).unwrap(),
-            priority: 0,
-            critical: *critical,
-            usage: u64::try_from(*used)
-                .ok()
-                .map(|bytes| PodUsage { memory_working_set_bytes: bytes, ..PodUsage::default() }),
-        })
-        .collect();
     let ranked: Vec<usize> = (0..pods.len()).collect();
-    let layout = DiskLayout::Single;
-    let chosen = victims(Signal::MemoryAvailable, layout, &ranked, &candidates, units(missing));
-    assert_eq!(chosen, expectation, "{pods:?} for {missing}");
+    let candidates = candidates(&pod, pods);
+    victims(Signal::MemoryAvailable, DiskLayout::Single, &ranked, &candidates, units(missing), leaving)
+}
+
+/// Who goes at once, of pods in their ranking `(MiB in use or -1 for unknown, critical)`, for so much that is missing.
+fn check_victims(pods: &[(i64, bool)], missing: i64, expectation: &[usize]) {
+    assert_eq!(chosen(pods, missing, false), expectation, "{pods:?} for {missing}");
 }
 
 #[test]
 fn as_many_go_at_once_as_it_takes() {
     check_victims(&[(50, false), (40, false), (30, false)], 50, &[0]);
     check_victims(&[(50, false), (40, false), (30, false)], 51, &[0, 1]);
-    check_victims(&[(50, false), (40, false), (30, false)], 1000, &[0, 1, 2]);
+    check_victims(&[(50, false), (40, false), (30, false)], 120, &[0, 1, 2]);
     check_victims(&[(500, true), (40, false), (30, false)], 50, &[1, 2]);
     check_victims(&[(50, false)], 0, &[0]);
-    check_victims(&[(0, false), (0, false), (7, false)], 5, &[0, 2]);
     check_victims(&[(500, true)], 5, &[]);
+}
+
+#[test]
+fn one_at_a_time_goes_where_all_together_are_not_enough() {
+    check_victims(&[(50, false), (40, false), (30, false)], 121, &[0]);
+    check_victims(&[(0, false), (0, false)], 5, &[0]);
+    // The first that is worth it; what it frees must be seen before the next one goes.
+    check_victims(&[(0, false), (0, false), (4, false)], 5, &[2]);
+    assert!(chosen(&[(50, false), (40, false)], 121, true).is_empty());
+    assert_eq!(chosen(&[(50, false), (40, false)], 60, true), [0, 1]);
     // What a pod without statistics frees must be seen first.
     check_victims(&[(-1, false), (40, false)], 50, &[0]);
     check_victims(&[(10, false), (-1, false), (40, false)], 50, &[0]);
+    check_victims(&[(0, false), (-1, false), (40, false)], 50, &[0]);
+    assert!(chosen(&[(-1, false), (40, false)], 50, true).is_empty());
+}
+
+#[test]
+fn who_frees_next_to_nothing_stays_while_a_culprit_can_be_found() {
+    check_victims(&[(0, false), (0, false), (7, false)], 5, &[2]);
+    check_victims(&[(9, false), (990, false), (5, false)], 1000, &[1]);
+    check_victims(&[(9, false), (995, false), (5, false)], 990, &[1]);
+    check_victims(&[(10, false), (990, false), (5, false)], 1000, &[0, 1]);
+    // It goes for one that must go anyway, and alone frees enough.
+    check_victims(&[(124, false), (48, false), (40_000, false)], 4000, &[2]);
+    check_victims(&[(300, false), (500, false), (600, false)], 1100, &[1, 2]);
+}
+
+#[test]
+fn a_pod_that_fills_the_disk_goes_alone_whatever_the_others_have() {
+    const KIB: i64 = 1 << 10;
+    let check = |filler: (i32, i64), missing: i64, expectation: &[&str]| {
+        let rows = [("nginx", 0, 124 * KIB), ("postgres", 0, 48 * KIB), ("redis", 0, 24 * KIB)];
+        let rows = rows.into_iter().chain([("filler", filler.0, filler.1)]);
+        let rows: Vec<(&str, i32, i64)> = rows.filter(|(.., used)| *used >= 0).collect();
+        let pod: Pod =
+            serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": {"containers": []}})).unwrap();
+        let candidate = |(_, priority, used): &(&str, i32, i64)| Candidate {
+            demand: PodDemand::read(&pod).unwrap(),
+            priority: *priority,
+            critical: false,
+            usage: Some(PodUsage { volumes_bytes: u64::try_from(*used).unwrap(), ..PodUsage::default() }),
+        };
+        let candidates: Vec<Candidate<'_>> = rows.iter().map(candidate).collect();
+        let (signal, layout) = (Signal::NodeFsAvailable, DiskLayout::Single);
+        let ranked = rank(signal, layout, &candidates);
+        let chosen = victims(signal, layout, &ranked, &candidates, units(missing), false);
+        let names: Vec<&str> = chosen.iter().map(|i| rows[*i].0).collect();
+        assert_eq!(names, expectation, "{filler:?}");
+    };
+    let missing = 4096 * KIB;
+    check((0, 40_960 * KIB), missing, &["filler"]);
+    // By its priority the last.
+    check((1000, 40_960 * KIB), missing, &["filler"]);
+    // It could not be measured in time, or it is no pod.
+    check((0, 0), missing, &["nginx"]);
+    check((0, -1), missing, &["nginx"]);
 }
 
 #[test]
@@ -320,6 +377,24 @@ proptest! {
     fn any_percentage_of_any_capacity_is_an_amount(percent in "[0-9]{1,3}([.][0-9]{0,9})?%", capacity: i64) {
         if let Ok(Some(value)) = ThresholdValue::threshold(&percent) {
             let _ = value.of(units(capacity));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_more_go_than_it_takes(
+        pods in prop::collection::vec((-1..1000_i64, any::<bool>()), 0..20),
+        missing in 0..5000_i64, leaving: bool,
+    ) {
+        let chosen = chosen(&pods, missing, leaving);
+        prop_assert!(chosen.iter().all(|i| !pods[*i].1), "a critical one");
+        prop_assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]), "not in order");
+        prop_assert!(leaving || chosen.is_empty() == pods.iter().all(|(_, critical)| *critical));
+        if chosen.len() > 1 {
+            let freed: i64 = chosen.iter().map(|i| pods[*i].0).sum();
+            prop_assert!(freed >= missing);
+            prop_assert!(chosen.iter().all(|i| freed - pods[*i].0 < missing), "one could stay");
         }
     }
 }

@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+use jiff::Timestamp;
+
 /// A time on a clock that only goes forward, since a beginning that its owner chose. Moments of two clocks say nothing
 /// of each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -15,6 +17,13 @@ impl Moment {
     #[must_use]
     pub const fn after_start(time: Duration) -> Self {
         Self(time)
+    }
+
+    /// A wall-clock time of a scenario, in which all times are of one clock that nobody sets.
+    pub(crate) fn of_scenario(at: Timestamp) -> Self {
+        let nanos = at.as_nanosecond() - Timestamp::MIN.as_nanosecond();
+        let (seconds, nanos) = (nanos / 1_000_000_000, nanos % 1_000_000_000);
+        Self(Duration::new(u64::try_from(seconds).unwrap_or(0), u32::try_from(nanos).unwrap_or(0)))
     }
 
     /// So much later; the end of all times if there is no such moment.
@@ -33,5 +42,21 @@ impl Moment {
     #[must_use]
     pub const fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scenarios_times_keep_their_distances() {
+        let at = |text: &str| Moment::of_scenario(text.parse().unwrap());
+        let (early, late) = (at("1901-01-01T00:00:00Z"), at("2026-11-21T12:00:00.000000007Z"));
+        assert_eq!(at("2026-11-21T11:59:00Z").plus(Duration::new(60, 7)), late);
+        assert_eq!(
+            (early.since(late), late.since(late.minus(Duration::from_secs(5)))),
+            (Duration::ZERO, Duration::from_secs(5))
+        );
     }
 }

@@ -5,13 +5,13 @@ use std::{sync::Arc, time::Duration};
 use beelet_policy::{
     critical::{is_critical, priority},
     eviction::{
-        Assessment, Candidate, NodeCondition, PodUsage, Reclaim, Signal, Threshold, deficit, rank, reclaim,
-        victims,
+        Assessment, Candidate, DiskLayout, NodeCondition, Observation, PodUsage, Reclaim, Signal, Threshold,
+        deficit, is_worth_it, rank, reclaim, victims,
     },
+    moment::Moment,
     quantity::Quantity,
     resources::PodDemand,
 };
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::mpsc::error::TrySendError, time::Instant};
 use tracing::{info, warn};
@@ -19,6 +19,7 @@ use tracing::{info, warn};
 use super::{
     Eviction, Leaving, ReclaimState,
     gauges::Seen,
+    local_storage::ASKED,
     usage::{ContainerUse, Known},
 };
 use crate::{
@@ -30,22 +31,37 @@ use crate::{
 pub(super) const IMMEDIATE: Duration = Duration::from_secs(1);
 /// How much longer than its grace period a pod may take to be gone before others take its place.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// A time that nobody waits for.
+const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
 /// How long giving back may take before pods go although it has not ended.
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
 /// How long after something was given back nothing more can be expected of doing so again: what is low then costs pods.
 const RECLAIMED: Duration = Duration::from_secs(30);
 
-/// A pod that may go, and what is known of what it uses.
+/// How long measurements of what pods have on disk say something while the disk stays low.
+const DISKS: Duration = Duration::from_secs(60);
+
+/// A pod that holds something, and what is known of what it uses.
 struct Pod {
     uid: String,
     pod: Arc<core::Pod>,
     known: Known,
 }
 
+impl Pod {
+    fn is_deleted(&self) -> bool {
+        self.pod.metadata.deletion_timestamp.is_some()
+    }
+
+    fn frees(&self, signal: Signal, layout: DiskLayout) -> Quantity {
+        self.known.usage.unwrap_or_default().of(signal, layout)
+    }
+}
+
 impl Eviction {
     /// Looks at the newest numbers, and acts.
     pub(super) async fn decide(&mut self) {
-        let now = Timestamp::now();
+        let now = self.now();
         let seen = self.board.current();
         self.parts.metrics.seen(&seen.observations);
         let assessment = self.tracker.assess(now, &self.thresholds, &seen.observations);
@@ -54,21 +70,25 @@ impl Eviction {
         for condition in
             [NodeCondition::MemoryPressure, NodeCondition::PidPressure, NodeCondition::DiskPressure]
         {
-            if let Some(threshold) = self.most_urgent(condition, &assessment) {
-                self.act(&threshold, &seen).await;
+            if let Some(index) = self.most_urgent(condition, &assessment) {
+                self.act(index, &seen).await;
             }
         }
     }
 
-    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever grace a soft
-    /// one gives.
-    fn most_urgent(&self, condition: NodeCondition, assessment: &Assessment) -> Option<Threshold> {
-        let actionable = assessment.actionable.iter().filter_map(|i| self.thresholds.get(*i));
-        let of_condition = actionable.filter(|threshold| threshold.signal.condition() == condition);
-        of_condition.min_by_key(|threshold| !threshold.grace.is_zero()).cloned()
+    fn now(&self) -> Moment {
+        Moment::after_start(self.began.elapsed())
     }
 
-    fn tell_conditions(&mut self, now: Timestamp) {
+    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever grace a soft
+    /// one gives.
+    fn most_urgent(&self, condition: NodeCondition, assessment: &Assessment) -> Option<usize> {
+        let actionable = assessment.actionable.iter().filter_map(|i| Some((*i, self.thresholds.get(*i)?)));
+        let of_condition = actionable.filter(|(_, threshold)| threshold.signal.condition() == condition);
+        of_condition.min_by_key(|(_, threshold)| !threshold.grace.is_zero()).map(|(i, _)| i)
+    }
+
+    fn tell_conditions(&mut self, now: Moment) {
         let reported: Conditions = self.tracker.reported(now, self.parts.transition).into_iter().collect();
         self.parts.metrics.conditions(&reported);
         let before = self.parts.conditions.borrow().clone();
@@ -121,9 +141,12 @@ impl Eviction {
     }
 
     /// Gives back what nobody needs, and if that was not enough ends pods.
-    async fn act(&mut self, threshold: &Threshold, seen: &Seen) {
+    async fn act(&mut self, index: usize, seen: &Seen) {
+        let Some(threshold) = self.thresholds.get(index).cloned() else { return };
         let signal = threshold.signal;
         let Some((observation, read_at)) = seen.get(signal) else { return };
+        // Asked for before anything else: measuring goes on beside giving back.
+        let measured = self.measured_since(index, &threshold);
         if self.must_wait_for_reclaim(signal, read_at) {
             return;
         }
@@ -131,23 +154,32 @@ impl Eviction {
         if self.gone_at.is_some_and(|gone| read_at <= gone) {
             return;
         }
-        let pods = self.pods(signal).await;
+        if measured.is_some_and(|since| since.elapsed() < ASKED && !self.are_measured(since)) {
+            return;
+        }
+        let pods = self.pods(signal, measured).await;
         self.look_at_the_leaving(&pods);
+        let low = deficit(&threshold, observation);
+        self.take_in_the_deleted(&pods, &threshold, low);
+        if threshold.grace.is_zero() {
+            self.hasten(&pods, &threshold, observation, low);
+        }
         let coming = self.coming(signal, read_at);
-        let missing = deficit(threshold, observation).saturating_sub(coming);
+        let missing = low.saturating_sub(coming);
         let anybody = self.leaving.values().any(|leaving| leaving.counts_for(signal));
         // Where it isn't known what those on their way out will free, that must be seen first.
         if anybody && (missing <= Quantity::ZERO || coming.is_zero()) {
             return;
         }
-        let candidates: Vec<&Pod> = pods.iter().filter(|pod| !self.leaving.contains_key(&pod.uid)).collect();
+        let candidates: Vec<&Pod> =
+            pods.iter().filter(|pod| !pod.is_deleted() && !self.leaving.contains_key(&pod.uid)).collect();
         let judged: Vec<Candidate<'_>> = candidates.iter().filter_map(|pod| candidate(pod)).collect();
         if judged.len() != candidates.len() {
             // A manifest with amounts that can't be read is refused long before.
             return;
         }
         let ranked = rank(signal, self.layout, &judged);
-        let chosen = victims(signal, self.layout, &ranked, &judged, missing);
+        let chosen = victims(signal, self.layout, &ranked, &judged, missing, anybody);
         if chosen.is_empty() && !anybody && !self.complained {
             self.complained = true;
             let message = format!("Unable to evict any pods from the node, and {} is low", signal.resource());
@@ -155,9 +187,35 @@ impl Eviction {
         }
         for index in chosen {
             if let Some(pod) = candidates.get(index) {
-                self.evict(pod, threshold, observation);
+                self.evict(pod, &threshold, observation);
             }
         }
+    }
+
+    /// From when on measurements of what pods have on disk count, where the signal is about that: not those from before the
+    /// threshold called for pods, nor from before the last one that went for it was gone. Asks for new ones.
+    fn measured_since(&mut self, index: usize, threshold: &Threshold) -> Option<Instant> {
+        if threshold.signal.condition() != NodeCondition::DiskPressure {
+            return None;
+        }
+        let now = Instant::now();
+        let met = self.tracker.first_observed.get(&index).map(|since| since.plus(threshold.grace));
+        let called = met.and_then(|at| now.checked_sub(self.now().since(at))).max(self.gone_at);
+        let holds = |asked: &Instant| called.is_none_or(|called| *asked >= called) && asked.elapsed() < DISKS;
+        Some(self.disks_asked.filter(holds).unwrap_or_else(|| {
+            self.parts.usage.disk.ask(now);
+            *self.disks_asked.insert(now)
+        }))
+    }
+
+    /// Whether what every pod has on disk was measured since then.
+    fn are_measured(&self, since: Instant) -> bool {
+        let table = Arc::clone(&self.parts.table.borrow());
+        let mut holding = table.pods.values().filter(|entry| !has_ended(entry.pod.status.as_ref()));
+        holding.all(|entry| {
+            let uid = entry.pod.metadata.uid.as_deref();
+            uid.is_none_or(|uid| self.parts.usage.disk.is_measured(uid, since))
+        })
     }
 
     /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it has ended.
@@ -196,20 +254,54 @@ impl Eviction {
         true
     }
 
-    /// The pods that run here, and what they use now; as of before where it can't be said in time.
-    async fn pods(&mut self, signal: Signal) -> Vec<Pod> {
+    /// The pods that hold anything, and what they use now; as of before where it can't be said in time. What is leaving
+    /// stays in sight: what it still uses is what will be free.
+    async fn pods(&mut self, signal: Signal, measured: Option<Instant>) -> Vec<Pod> {
         let table = Arc::clone(&self.parts.table.borrow());
         let pods: Vec<(String, Arc<core::Pod>)> = table
             .pods
             .values()
             .map(|entry| &entry.pod)
-            .filter(|pod| is_evictable(pod))
+            .filter(|pod| !has_ended(pod.status.as_ref()))
             .filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone()))))
             .collect();
-        let mut known = self.survey.look(&pods, signal).await;
+        let mut known = self.survey.look(&pods, signal, measured).await;
         pods.into_iter()
             .map(|(uid, pod)| Pod { known: known.remove(&uid).unwrap_or_default(), uid, pod })
             .collect()
+    }
+
+    /// Counts those that somebody else has deleted among the leaving, where their end helps. A critical one leaves as
+    /// gently as it was told to, and nobody waits for it.
+    fn take_in_the_deleted(&mut self, pods: &[Pod], threshold: &Threshold, low: Quantity) {
+        let signal = threshold.signal;
+        for pod in pods.iter().filter(|pod| pod.is_deleted() && !is_critical(&pod.pod)) {
+            if !self.leaving.contains_key(&pod.uid) && is_worth_it(pod.frees(signal, self.layout), low) {
+                self.leaves(pod, signal, cri_config::grace_period(&pod.pod));
+            }
+        }
+    }
+
+    /// Lets nobody leave gently any more whose end helps: a hard threshold has been crossed.
+    fn hasten(&mut self, pods: &[Pod], threshold: &Threshold, observation: &Observation, low: Quantity) {
+        let signal = threshold.signal;
+        for pod in pods {
+            let Some(leaving) = self.leaving.get(&pod.uid).filter(|leaving| !leaving.overdue) else {
+                continue;
+            };
+            let helps = leaving.counts_for(signal) || is_worth_it(pod.frees(signal, self.layout), low);
+            if leaving.grace <= IMMEDIATE
+                || !helps
+                || self.fail(pod, threshold, observation, IMMEDIATE).is_none()
+            {
+                continue;
+            }
+            info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "hastens a pod that is on its way out");
+            if let Some(leaving) = self.leaving.get_mut(&pod.uid) {
+                (leaving.signal, leaving.grace) = (signal, IMMEDIATE);
+                leaving.by = Instant::now() + IMMEDIATE + PATIENCE;
+            }
+        }
     }
 
     /// Remembers what those use that are on their way out.
@@ -232,18 +324,29 @@ impl Eviction {
     }
 
     /// Tells the pods' manager, and remembers it.
-    fn evict(
-        &mut self,
-        pod: &Pod,
-        threshold: &Threshold,
-        observation: &beelet_policy::eviction::Observation,
-    ) {
+    fn evict(&mut self, pod: &Pod, threshold: &Threshold, observation: &Observation) {
         let own = cri_config::grace_period(&pod.pod);
         let grace = if threshold.grace.is_zero() {
             IMMEDIATE
         } else {
             self.parts.max_pod_grace.map_or(own, |most| most.min(own))
         };
+        let signal = threshold.signal;
+        let Some(message) = self.fail(pod, threshold, observation, grace) else { return };
+        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
+        self.complained = false;
+        self.parts.metrics.evicted(signal.name(), pod.known.read_at.map(|at| at.elapsed()));
+        self.leaves(pod, signal, grace);
+    }
+
+    /// Asks the pods' manager to end the pod; the message, if it heard.
+    fn fail(
+        &self,
+        pod: &Pod,
+        threshold: &Threshold,
+        observation: &Observation,
+        grace: Duration,
+    ) -> Option<String> {
         let signal = threshold.signal;
         let message = message(signal, threshold, observation, pod.known.containers(signal));
         let request = Request::Fail {
@@ -253,21 +356,22 @@ impl Eviction {
             grace: Some(grace),
         };
         match self.parts.requests.try_send(request) {
-            Ok(()) => {}
+            Ok(()) => Some(message),
             // Never waited for: the next decision is soon, and better informed.
             Err(TrySendError::Full(_)) => {
                 warn!("the pods' manager is behind; a pod is evicted a little later");
-                return;
+                None
             }
-            Err(TrySendError::Closed(_)) => return,
+            Err(TrySendError::Closed(_)) => None,
         }
-        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
-        self.complained = false;
-        self.parts.metrics.evicted(signal.name(), pod.known.read_at.map(|at| at.elapsed()));
+    }
+
+    /// Remembers that the pod is on its way out.
+    fn leaves(&mut self, pod: &Pod, signal: Signal, grace: Duration) {
         let now = Instant::now();
         let looks = vec![(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default())];
-        let by = now + grace + PATIENCE;
-        self.leaving.insert(pod.uid.clone(), Leaving { signal, by, looks, overdue: false });
+        let by = now + grace.min(FAR) + PATIENCE;
+        self.leaving.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false });
     }
 }
 
@@ -285,12 +389,6 @@ impl Leaving {
     }
 }
 
-/// Whether a pod holds anything, and is not on its way out already.
-pub(super) fn is_evictable(pod: &core::Pod) -> bool {
-    // What is leaving for eviction stays in sight: what it still uses is what will be free.
-    pod.metadata.deletion_timestamp.is_none() && !has_ended(pod.status.as_ref())
-}
-
 fn candidate(pod: &Pod) -> Option<Candidate<'_>> {
     Some(Candidate {
         demand: PodDemand::read(&pod.pod).ok()?,
@@ -304,7 +402,7 @@ fn candidate(pod: &Pod) -> Option<Candidate<'_>> {
 fn message(
     signal: Signal,
     threshold: &Threshold,
-    observation: &beelet_policy::eviction::Observation,
+    observation: &Observation,
     containers: &[ContainerUse],
 ) -> String {
     let resource = signal.resource();
@@ -337,7 +435,7 @@ pub(super) fn amount(quantity: Quantity) -> String {
 
 #[cfg(test)]
 mod tests {
-    use beelet_policy::eviction::{Observation, ThresholdValue};
+    use beelet_policy::eviction::ThresholdValue;
 
     use super::*;
 

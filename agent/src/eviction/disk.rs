@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     os::unix::fs::MetadataExt,
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -12,7 +12,7 @@ use beelet_policy::{
     eviction::{DiskLayout, Observation, PodUsage, Signal},
     quantity::Quantity,
 };
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::{sync::watch, task::spawn_blocking, time::Instant};
 use tracing::info;
 
 use super::gauges::Gauge;
@@ -157,24 +157,83 @@ pub(super) struct PodDisk {
 }
 
 /// What pods have on disk, by UID. Clones share it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct DiskUsages {
-    pods: Arc<Mutex<HashMap<String, PodDisk>>>,
+    pods: Arc<Mutex<HashMap<String, Measured>>>,
+    /// From when on measurements are wanted that began no earlier.
+    asked: watch::Sender<Option<Instant>>,
+}
+
+/// The measurements of a pod.
+#[derive(Debug, Default)]
+struct Measured {
+    /// The last one that has ended, and when it began.
+    ended: Option<(Instant, PodDisk)>,
+    /// The one under way: there is at least so much.
+    at_least: Option<(Instant, PodDisk)>,
+}
+
+impl Measured {
+    /// The best that is known; if `since` is given, of what was measured since then.
+    fn best(&self, since: Option<Instant>) -> Option<&PodDisk> {
+        let all = self.ended.iter().chain(&self.at_least);
+        all.filter(|(began, _)| since.is_none_or(|since| *began >= since)).map(|(_, disk)| disk).next()
+    }
+}
+
+impl Default for DiskUsages {
+    fn default() -> Self {
+        Self { pods: Arc::default(), asked: watch::Sender::new(None) }
+    }
 }
 
 impl DiskUsages {
-    pub(super) fn put(&self, uid: &str, disk: PodDisk) {
-        self.pods.lock().unwrap_or_else(PoisonError::into_inner).insert(uid.to_owned(), disk);
+    fn pods(&self) -> MutexGuard<'_, HashMap<String, Measured>> {
+        self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks for all pods to be measured anew: measurements that began before `since` don't count.
+    pub(super) fn ask(&self, since: Instant) {
+        self.asked.send_if_modified(|asked| {
+            let new = asked.is_none_or(|before| before < since);
+            if new {
+                *asked = Some(since);
+            }
+            new
+        });
+    }
+
+    /// What was last asked for.
+    pub(super) fn asked(&self) -> watch::Receiver<Option<Instant>> {
+        self.asked.subscribe()
+    }
+
+    /// The pod had `disk` when a measurement ended that began at `began`.
+    pub(super) fn put(&self, uid: &str, began: Instant, disk: PodDisk) {
+        let measured = Measured { ended: Some((began, disk)), at_least: None };
+        self.pods().insert(uid.to_owned(), measured);
+    }
+
+    /// A measurement that began at `began`, and hasn't ended, has found `disk` so far.
+    pub(super) fn put_at_least(&self, uid: &str, began: Instant, disk: PodDisk) {
+        self.pods().entry(uid.to_owned()).or_default().at_least = Some((began, disk));
     }
 
     pub(super) fn keep_only(&self, here: impl Fn(&str) -> bool) {
-        self.pods.lock().unwrap_or_else(PoisonError::into_inner).retain(|uid, _| here(uid));
+        self.pods().retain(|uid, _| here(uid));
     }
 
-    /// The disk's part of what a pod uses.
-    pub(super) fn of(&self, uid: &str) -> PodUsage {
-        let pods = self.pods.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(disk) = pods.get(uid) else { return PodUsage::default() };
+    /// Whether the pod was measured to the end, and that began at `since` or later.
+    pub(super) fn is_measured(&self, uid: &str, since: Instant) -> bool {
+        let pods = self.pods();
+        pods.get(uid).and_then(|pod| pod.ended.as_ref()).is_some_and(|(began, _)| *began >= since)
+    }
+
+    /// The disk's part of what a pod uses. With `since`, what was measured before doesn't count: a pod that could not be
+    /// measured in time has at least what was found so far.
+    pub(super) fn of(&self, uid: &str, since: Option<Instant>) -> PodUsage {
+        let pods = self.pods();
+        let Some(disk) = pods.get(uid).and_then(|pod| pod.best(since)) else { return PodUsage::default() };
         let bytes = |map: &BTreeMap<String, Taken>| map.values().map(|taken| taken.bytes).sum();
         let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
         PodUsage {
@@ -188,12 +247,36 @@ impl DiskUsages {
 
     /// Writable layer and logs of a container, in bytes.
     pub(super) fn container(&self, uid: &str, name: &str) -> Option<u64> {
-        let pods = self.pods.lock().unwrap_or_else(PoisonError::into_inner);
-        let disk = pods.get(uid)?;
+        let pods = self.pods();
+        let disk = pods.get(uid)?.best(None)?;
         let bytes = |map: &BTreeMap<String, Taken>| map.get(name).map(|taken| taken.bytes);
         match (bytes(&disk.rootfs), bytes(&disk.logs)) {
             (None, None) => None,
             (rootfs, logs) => Some(rootfs.unwrap_or(0) + logs.unwrap_or(0)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_measured_too_early_does_not_count() {
+        let (usages, began) = (DiskUsages::default(), Instant::now());
+        let disk = |bytes| PodDisk {
+            volumes: [("v".to_owned(), Taken { bytes, inodes: 1 })].into(),
+            ..PodDisk::default()
+        };
+        let bytes = |since| usages.of("a", since).volumes_bytes;
+        usages.put("a", began, disk(10));
+        assert_eq!((bytes(None), bytes(Some(began))), (10, 10));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let since = Instant::now();
+        assert_eq!((bytes(None), bytes(Some(since))), (10, 0));
+        usages.put_at_least("a", since, disk(7));
+        assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (10, 7, false));
+        usages.put("a", since, disk(20));
+        assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (20, 20, true));
     }
 }

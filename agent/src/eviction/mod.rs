@@ -4,8 +4,9 @@
 //! `beelet_policy::eviction` decides; here it gets numbers, and what it decides is done. [`gauges`] read the numbers, each
 //! in a task of its own, so that one that hangs hides only itself; [`edges`] are the kernel's hints that it is time to read
 //! again. One task decides whenever a number is new. It never waits: not for a pod's end, not for a collection of images,
-//! not for a number. What it ended is remembered until it is gone, so that its memory isn't asked for twice; one that won't
-//! go is given up on, and others take its place.
+//! not for a number. What pods have on disk is measured anew once the disk is low, for a bounded time, before one is chosen.
+//! What it ended is remembered until it is gone, so that its memory isn't asked for twice; one that won't go is given up on,
+//! and others take its place. Who leaves gently, told by a soft threshold or by somebody else, is hastened by a hard one.
 //!
 //! Must never act on a pressure stall alone (a pod that thrashes at its own limit costs others nothing): only available
 //! amounts decide. Must never end a critical pod.
@@ -97,6 +98,10 @@ pub struct Eviction {
     thresholds: Vec<Threshold>,
     layout: DiskLayout,
     tracker: Tracker,
+    /// The beginning of the tracker's clock, which nobody sets.
+    began: Instant,
+    /// From when on measurements of what pods have on disk count.
+    disks_asked: Option<Instant>,
     board: Board,
     /// Pods that were told to go, by UID.
     leaving: HashMap<String, Leaving>,
@@ -118,6 +123,8 @@ pub struct Eviction {
 #[derive(Debug, Clone)]
 struct Leaving {
     signal: beelet_policy::eviction::Signal,
+    /// What it was given.
+    grace: Duration,
     /// By when it should be gone; later it is one that won't go.
     by: Instant,
     /// What it used when it was told, and whenever it was looked at since; as long as it isn't overdue.
@@ -143,6 +150,8 @@ impl Eviction {
             thresholds: derived(&parts.thresholds, layout),
             layout,
             tracker: Tracker::default(),
+            began: Instant::now(),
+            disks_asked: None,
             board: Board::default(),
             leaving: HashMap::new(),
             reclaims: HashMap::new(),

@@ -12,7 +12,11 @@ use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
 
-use super::*;
+use super::{
+    disk::{PodDisk, Taken},
+    local_storage::ASKED,
+    *,
+};
 use crate::{
     cgroups::{Cgroups, Hierarchy, Layout, Version},
     events::Recorder,
@@ -82,6 +86,8 @@ struct Node {
     on_reclaim: OnReclaim,
     hints: Hints,
     metrics: Metrics,
+    /// What pods have on disk.
+    disks: DiskUsages,
     dir: tempfile::TempDir,
     running: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
 }
@@ -100,7 +106,11 @@ impl Node {
     }
 
     /// The same whose eviction doesn't run by itself.
-    fn build(disks: DiskLayout, thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> (Self, Eviction) {
+    fn build(
+        file_systems: DiskLayout,
+        thresholds: Vec<Threshold>,
+        pods: &[(&str, Value, i64)],
+    ) -> (Self, Eviction) {
         let dir = tempfile::tempdir().unwrap();
         for hierarchy in ["cpu", "memory"] {
             std::fs::create_dir_all(dir.path().join(hierarchy)).unwrap();
@@ -136,7 +146,7 @@ impl Node {
                 Ok(())
             })
         });
-        let (hints, metrics) = (Hints::default(), Metrics::default());
+        let (hints, metrics, disks) = (Hints::default(), Metrics::default(), DiskUsages::default());
         let table = watch::Sender::new(Arc::new(PodTable::default()));
         let eviction = Eviction::new(Parts {
             thresholds,
@@ -147,9 +157,9 @@ impl Node {
                 gauge("disk", Signal::NodeFsAvailable, &disk),
                 gauge("images", Signal::ImageFsAvailable, &images),
             ],
-            layout: watch::channel(disks).1,
+            layout: watch::channel(file_systems).1,
             hints: hints.clone(),
-            usage: PodUsages { cgroups, config, disk: DiskUsages::default() },
+            usage: PodUsages { cgroups, config, disk: disks.clone() },
             table: table.subscribe(),
             requests: requests_out,
             reclaimer,
@@ -168,6 +178,7 @@ impl Node {
             on_reclaim,
             hints,
             metrics,
+            disks,
             dir,
             running: None,
         };
@@ -225,6 +236,27 @@ impl Node {
             pods.insert(PodName::of(&pod), Arc::new(entry));
             *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
         });
+    }
+
+    /// So many MiB are found in the pod's volumes by a measurement that began at `began`.
+    fn measured(&self, name: &str, began: Instant, mib: u64) {
+        let taken = Taken { bytes: mib << 20, inodes: 1 };
+        let disk = PodDisk { volumes: [("v".to_owned(), taken)].into(), ..PodDisk::default() };
+        self.disks.put(name, began, disk);
+    }
+
+    /// Waits until all pods are to be measured anew; from when on that counts.
+    async fn asked(&self, asked: &mut watch::Receiver<Option<Instant>>) -> Instant {
+        tokio::time::timeout(600 * SECOND, asked.changed()).await.unwrap().unwrap();
+        asked.borrow_and_update().unwrap()
+    }
+
+    /// Somebody has deleted the pod.
+    fn delete(&self, name: &str) {
+        let mut pod = self.pod(name);
+        let now = jiff::Timestamp::now();
+        pod.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(now));
+        self.publish(pod);
     }
 
     /// The pod has given everything back.
@@ -303,10 +335,12 @@ async fn conditions_last_for_the_transition_period() {
     let mut node = Node::start(hard(), &[]);
     node.set(&node.memory, Shows::Mib(90));
     node.until_condition(NodeCondition::MemoryPressure, true).await;
-    // The policy's clock is the wall's, which no test can move: only that nothing flaps can be seen here.
     node.set(&node.memory, Shows::Mib(500));
-    tokio::time::sleep(20 * SECOND).await;
+    tokio::time::sleep(295 * SECOND).await;
     assert!(node.conditions.borrow().contains(&NodeCondition::MemoryPressure));
+    let fine = Instant::now();
+    node.until_condition(NodeCondition::MemoryPressure, false).await;
+    assert!(fine.elapsed() < 10 * SECOND);
 }
 
 #[tokio::test(start_paused = true)]
@@ -375,6 +409,42 @@ async fn under_a_soft_threshold_a_pod_gets_its_own_grace_period() {
     assert_eq!((name.as_str(), grace), ("big", 40));
 }
 
+fn soft_and_hard() -> Vec<Threshold> {
+    vec![threshold(Signal::MemoryAvailable, "300Mi", 1), threshold(Signal::MemoryAvailable, "100Mi", 0)]
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hard_threshold_hastens_who_leaves_gently_under_a_soft_one() {
+    let mut node = Node::start(soft_and_hard(), &three());
+    node.set(&node.memory, Shows::Mib(200));
+    let (name, grace, _) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("big", 40));
+    assert_eq!(node.within(10).await, Vec::<String>::new());
+    node.set(&node.memory, Shows::Mib(90));
+    let (name, grace, message) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("big", 1));
+    assert!(message.contains("Threshold quantity: 100Mi"), "{message}");
+    assert_eq!(node.metrics.evictions(Signal::MemoryAvailable), 1, "it was evicted once");
+    // Once is enough; and if it doesn't go now, others must.
+    assert_eq!(node.within(10).await, Vec::<String>::new());
+    assert_eq!(node.within(5).await, ["small"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_is_deleted_counts_as_coming_and_is_hastened_by_a_hard_threshold() {
+    let mut node = Node::start(soft_and_hard(), &three());
+    node.delete("big");
+    node.delete("critical");
+    node.set(&node.memory, Shows::Mib(200));
+    assert_eq!(node.within(10).await, Vec::<String>::new());
+    node.set(&node.memory, Shows::Mib(90));
+    let (name, grace, _) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("big", 1));
+    assert_eq!(node.within(5).await, Vec::<String>::new());
+    node.gone("big");
+    assert_eq!(node.within(5).await, ["small"], "what was missing still is");
+}
+
 #[tokio::test(start_paused = true)]
 async fn numbers_that_lie_or_vanish_cost_nobody_anything() {
     let mut node = Node::start(hard(), &three());
@@ -429,6 +499,71 @@ async fn where_giving_back_is_not_enough_a_pod_goes() {
         "{message}"
     );
     assert_eq!(node.reclaims.borrow().len(), 2);
+}
+
+fn four() -> [(&'static str, Value, i64); 4] {
+    [("nginx", json!({}), 0), ("postgres", json!({}), 0), ("redis", json!({}), 0), ("writer", json!({}), 0)]
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_goes_for_the_disk_by_what_was_measured_before_it_was_low() {
+    let mut node = Node::start(hard(), &four());
+    let mut asked = node.disks.asked();
+    for (name, ..) in four() {
+        node.measured(name, Instant::now(), if name == "nginx" { 60 } else { 0 });
+    }
+    tokio::time::sleep(SECOND).await;
+    node.set(&node.disk, Shows::Mib(50));
+    let since = node.asked(&mut asked).await;
+    assert_eq!(node.within(5).await, Vec::<String>::new());
+    for (name, mib) in [("nginx", 1), ("postgres", 0), ("redis", 0), ("writer", 400)] {
+        node.measured(name, since, mib);
+    }
+    assert_eq!(node.within(5).await, ["writer"], "it has what is missing, and was not known to");
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_the_disk_is_filled_by_no_pod_one_goes_at_a_time() {
+    let mut node = Node::start(hard(), &four());
+    let mut asked = node.disks.asked();
+    node.set(&node.disk, Shows::Mib(50));
+    let measure = |node: &Node, since| {
+        for (name, mib) in [("nginx", 4), ("postgres", 3), ("redis", 2), ("writer", 0)] {
+            node.measured(name, since, mib);
+        }
+    };
+    let since = node.asked(&mut asked).await;
+    measure(&node, since);
+    assert_eq!(node.within(5).await, ["nginx"]);
+    node.gone("nginx");
+    // Looked at again, pods too, before the next one.
+    let since = node.asked(&mut asked).await;
+    assert_eq!(node.within(5).await, Vec::<String>::new());
+    measure(&node, since);
+    assert_eq!(node.within(5).await, ["postgres"]);
+    node.set(&node.disk, Shows::Mib(500));
+    node.gone("postgres");
+    assert_eq!(node.within(60).await, Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_can_not_be_measured_in_time_has_at_least_what_was_found() {
+    let mut node = Node::start(hard(), &four());
+    let mut asked = node.disks.asked();
+    node.measured("nginx", Instant::now(), 90);
+    tokio::time::sleep(SECOND).await;
+    node.set(&node.disk, Shows::Mib(50));
+    let since = node.asked(&mut asked).await;
+    for name in ["postgres", "redis"] {
+        node.measured(name, since, 0);
+    }
+    let found = PodDisk {
+        volumes: [("v".to_owned(), Taken { bytes: 70 << 20, inodes: 9 })].into(),
+        ..PodDisk::default()
+    };
+    node.disks.put_at_least("writer", since, found);
+    assert_eq!(node.within(u32::try_from(ASKED.as_secs()).unwrap() - 2).await, Vec::<String>::new());
+    assert_eq!(node.within(5).await, ["writer"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -41,8 +41,9 @@ pub struct PodUsages {
 }
 
 impl PodUsages {
-    /// What the pod uses now; None if that can't be read. A pod without a cgroup uses nothing yet. Blocks for a moment.
-    pub(super) fn of(&self, pod: &core::Pod) -> Option<PodUsage> {
+    /// What the pod uses now; None if that can't be read. A pod without a cgroup uses nothing yet. Of disks counts what was
+    /// measured since `measured`, where that is given. Blocks for a moment.
+    pub(super) fn of(&self, pod: &core::Pod, measured: Option<Instant>) -> Option<PodUsage> {
         let uid = pod.metadata.uid.as_deref()?;
         let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
         let (memory, pids) = match self.cgroups.memory_use(&path) {
@@ -50,7 +51,7 @@ impl PodUsages {
             None if self.cgroups.exists(&path) => return None,
             None => (0, 0),
         };
-        let disk = self.disk.of(uid);
+        let disk = self.disk.of(uid, measured);
         Some(PodUsage { memory_working_set_bytes: memory, pids, ..disk })
     }
 
@@ -116,15 +117,19 @@ impl Survey {
         Self { usage, known: Arc::default(), round: None, hangs: false }
     }
 
-    /// What is known of `pods` (with their UIDs), read now if that doesn't take too long.
+    /// What is known of `pods` (with their UIDs), read now if that doesn't take too long. Of disks counts what was measured
+    /// since `measured`, where that is given.
     pub(super) async fn look(
         &mut self,
         pods: &[(String, Arc<core::Pod>)],
         signal: Signal,
+        measured: Option<Instant>,
     ) -> BTreeMap<String, Known> {
         if self.is_at_rest() {
             let (usage, known, asked) = (self.usage.clone(), Arc::clone(&self.known), pods.to_vec());
-            let round = self.round.insert(spawn_blocking(move || read_all(&usage, &asked, signal, &known)));
+            let round = self.round.insert(spawn_blocking(move || {
+                read_all(&usage, &asked, (signal, measured), &known);
+            }));
             let ended = tokio::time::timeout(DEADLINE, round).await.is_ok();
             if self.hangs && ended {
                 info!("what pods use can be read again");
@@ -155,13 +160,13 @@ impl Survey {
 fn read_all(
     usage: &PodUsages,
     pods: &[(String, Arc<core::Pod>)],
-    signal: Signal,
+    (signal, measured): (Signal, Option<Instant>),
     known: &Mutex<BTreeMap<String, Known>>,
 ) {
     let here: HashSet<&str> = pods.iter().map(|(uid, _)| uid.as_str()).collect();
     lock(known).retain(|uid, _| here.contains(uid.as_str()));
     for (uid, pod) in pods {
-        let used = usage.of(pod);
+        let used = usage.of(pod, measured);
         let mut known = lock(known);
         let entry = known.entry(uid.clone()).or_default();
         (entry.usage, entry.read_at) = (used, Some(Instant::now()));

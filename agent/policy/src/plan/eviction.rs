@@ -16,6 +16,7 @@ use crate::{
         ThresholdValue, Tracker, ValueError, derive_container_fs, rank, reclaim, victim,
     },
     field::FieldError,
+    moment::Moment,
     plan::{Scenario, number, pod_name},
     resources::PodDemand,
 };
@@ -143,7 +144,8 @@ impl Scenario for EvictionScenario {
         }
         let candidates = self.candidates()?;
         let names = self.names()?;
-        let assessment = self.tracker(&thresholds).assess(self.now, &thresholds, &self.observations);
+        let assessment =
+            self.tracker(&thresholds).assess(Moment::of_scenario(self.now), &thresholds, &self.observations);
         let signals = |indices: &[usize]| {
             let mut seen = BTreeSet::new();
             let signals = indices.iter().filter_map(|i| thresholds.get(*i)).map(|threshold| threshold.signal);
@@ -198,7 +200,7 @@ impl EvictionScenario {
                 given.signal == threshold.signal && given.grace_period.unwrap_or_default() == threshold.grace
             };
             if let Some(at) = self.thresholds.iter().find(same).and_then(|given| given.first_observed_at) {
-                tracker.first_observed.insert(i, at);
+                tracker.first_observed.insert(i, Moment::of_scenario(at));
             }
         }
         tracker
