@@ -9,7 +9,7 @@
 use std::{
     ffi::{CStr, CString},
     mem::MaybeUninit,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     path::Path,
     time::Duration,
 };
@@ -224,7 +224,7 @@ impl Walk {
         let Some(left) = self.levels.pop() else { return };
         self.memory = self.memory.saturating_sub(size_of::<Level>());
         let Some(above) = self.levels.last_mut().filter(|above| above.folder.is_none()) else { return };
-        above.folder = left.folder.and_then(|left| parent(left, self.device, above));
+        above.folder = left.folder.and_then(|left| parent(&left, self.device, above));
         if above.folder.is_some() {
             return;
         }
@@ -240,9 +240,9 @@ impl Walk {
 }
 
 /// The folder above the one that was left, where it was read up to; None if it isn't the one that was come from.
-fn parent(left: OwnedFd, device: u64, above: &Level) -> Option<OwnedFd> {
+fn parent(left: &OwnedFd, device: u64, above: &Level) -> Option<OwnedFd> {
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    let folder = openat2(left.as_fd(), c"..", flags(), Mode::empty(), resolve).ok()?;
+    let folder = openat2(left, c"..", flags(), Mode::empty(), resolve).ok()?;
     let stat = fstat(&folder).ok()?;
     if (stat.st_dev, stat.st_ino) != (device, above.inode) {
         return None;
