@@ -203,14 +203,13 @@ async fn children_that_are_killed_again_and_again_are_told_of_once_and_the_conta
     node.until_ready("web").await;
     let main = main_of(&node, "web");
     // Its children are in its cgroup; the scriptable runtime has none, so the first process stands for it.
-    for child in 0..50 {
-        let (anon_rss, file_rss) = (u64::from(child) << 20, 0);
+    for mib in 0..50_u64 {
         node.signal(Signal::OomKilled(OomKill {
             cgroup_id: 0,
             pid: main.pid,
             total_vm: 0,
-            anon_rss,
-            file_rss,
+            anon_rss: mib << 20,
+            file_rss: 0,
             shmem_rss: 0,
         }))
         .await;
