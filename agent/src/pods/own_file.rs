@@ -8,7 +8,7 @@ use std::path::Path;
 
 use rustix::fs::OFlags;
 
-use super::volumes::remove_folder;
+use crate::walk::remove_folder;
 
 /// How often something else is cleared away before the agent gives up: somebody puts it there again and again.
 const TRIES: usize = 3;
