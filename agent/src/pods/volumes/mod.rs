@@ -16,9 +16,7 @@ mod orphans;
 mod sub_path;
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use beelet_policy::expand::expand_strict;
@@ -231,13 +229,14 @@ fn make_top(path: &Path) -> Result<(), String> {
     add_mode(path, READABLE)
 }
 
-/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays.
+/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays. By its
+/// descriptor: a container may have put a link in its place.
 fn add_mode(path: &Path, more: u32) -> Result<(), String> {
-    let metadata =
-        fs::symlink_metadata(path).map_err(|e| format!("cannot look at {}: {e}", path.display()))?;
-    let mode = (metadata.permissions().mode() | more) & 0o7777;
-    fs::set_permissions(path, fs::Permissions::from_mode(mode))
-        .map_err(|e| format!("cannot set the mode of {}: {e}", path.display()))
+    let failed = |e: Errno| format!("cannot set the mode of {}: {e}", path.display());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+    let mode = (rustix::fs::fstat(&folder).map_err(failed)?.st_mode | more) & 0o7777;
+    rustix::fs::fchmod(&folder, Mode::from_raw_mode(mode)).map_err(failed)
 }
 
 /// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory
