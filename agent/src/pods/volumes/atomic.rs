@@ -101,10 +101,18 @@ fn check_path(path: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Whether a link leads to a set beside it. A container with a hostPath may have put another one there.
+fn is_set(target: &OsStr) -> bool {
+    let mut parts = Path::new(target).components();
+    let first = parts.next();
+    let ours = matches!(first, Some(Component::Normal(name)) if name.as_encoded_bytes().starts_with(b".."));
+    ours && parts.next().is_none()
+}
+
 /// The set in force.
 fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     match rustix::fs::readlinkat(root, DATA, Vec::new()) {
-        Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes()))),
+        Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes())).filter(|set| is_set(set))),
         Err(Errno::NOENT) => Ok(None),
         Err(e) => Err(e),
     }
@@ -113,9 +121,7 @@ fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
 /// Whether a set has these files and no others, with their contents and modes' owner part.
 fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io::Error> {
     let folder = open_folder(root, set)?;
-    let mut found = BTreeSet::new();
-    list(&folder, "", &mut found)?;
-    if !found.iter().eq(payload.keys()) {
+    if count(&folder, "", payload)? != Some(payload.len()) {
         return Ok(false);
     }
     for (path, wanted) in payload {
@@ -129,16 +135,26 @@ fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io
     Ok(true)
 }
 
-fn list(folder: &OwnedFd, prefix: &str, found: &mut BTreeSet<String>) -> Result<(), Errno> {
+/// How many files are in a folder and below it. None once there is something that `payload` hasn't: a container may have
+/// put more there than one would like to see.
+fn count(folder: &OwnedFd, prefix: &str, payload: &Payload) -> Result<Option<usize>, Errno> {
+    let mut files = 0;
     for name in entries(folder)? {
         let path = format!("{prefix}{}", name.to_string_lossy());
         if kind(folder, &name)? == FileType::Directory {
-            list(&open_folder(folder, &name)?, &format!("{path}/"), found)?;
+            let below = format!("{path}/");
+            if !payload.keys().any(|file| file.starts_with(&below)) {
+                return Ok(None);
+            }
+            let Some(more) = count(&open_folder(folder, &name)?, &below, payload)? else { return Ok(None) };
+            files += more;
+        } else if payload.contains_key(&path) {
+            files += 1;
         } else {
-            found.insert(path);
+            return Ok(None);
         }
     }
-    Ok(())
+    Ok(Some(files))
 }
 
 /// Writes a new set; its name.
@@ -323,6 +339,39 @@ mod tests {
         write(dir.path(), &[("a".to_owned(), file)].into(), None).unwrap();
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode() & 0o7777;
         assert_eq!((mode("a"), mode("..data/")), (0o466, 0o755));
+    }
+
+    #[test]
+    fn what_leads_out_of_the_folder_is_no_set_and_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let (volume, outside) = (dir.path().join("v"), dir.path().join("outside"));
+        fs::create_dir(&volume).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("a"), "1").unwrap();
+        for target in ["../outside", outside.to_str().unwrap(), "/", "a", "..x/y"] {
+            let _ = fs::remove_file(volume.join(DATA)); // of the case before
+            std::os::unix::fs::symlink(target, volume.join(DATA)).unwrap();
+            assert!(!is_set_up(&File::open(&volume).unwrap().into()), "{target}");
+            assert_eq!(write(&volume, &payload(&[("a", "1")]), None), Ok(true), "{target}");
+            assert_eq!(fs::read_to_string(volume.join("a")).unwrap(), "1");
+        }
+        assert_eq!((names(&outside), sets(&volume)), (vec!["a".to_owned()], 1));
+    }
+
+    #[test]
+    fn a_set_is_not_looked_through_further_than_its_own_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = payload(&[("a", "1"), ("deep/b", "2")]);
+        write(dir.path(), &files, None).unwrap();
+        let set = dir.path().join(fs::read_link(dir.path().join(DATA)).unwrap());
+        for more in ["other/folder", "deep/other"] {
+            fs::create_dir_all(set.join(more)).unwrap();
+            let root = File::open(dir.path()).unwrap().into();
+            assert!(!holds(&root, set.file_name().unwrap(), &files).unwrap(), "{more}");
+            fs::remove_dir(set.join(more)).unwrap();
+        }
+        fs::remove_dir(set.join("other")).unwrap();
+        assert_eq!(write(dir.path(), &files, None), Ok(false));
     }
 
     #[test]
