@@ -284,6 +284,7 @@ fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
         ("next-folder", "testapp hurt plant folder $V/..data_tmp".to_owned()),
         // The set itself, and a name at the top.
         ("set-link", format!("testapp hurt plant link={} $V/$(readlink $V/..data)", outside.display())),
+        ("set-deep", "testapp hurt deep $V/$(readlink $V/..data) 20000".to_owned()),
         ("key-fifo", "testapp hurt plant fifo $V/..data/color $V/color".to_owned()),
         ("key-folder", "testapp hurt plant folder $V/color $V/..2020".to_owned()),
         // The volume's own folder.
