@@ -202,7 +202,7 @@ mod tests {
         let top = dir.path().join("top");
         fs::create_dir_all(top.join("a/b")).unwrap();
         for path in ["a/b", "a", ""] {
-            fs::set_permissions(top.join(path), fs::Permissions::from_mode(0)).unwrap();
+            fs::set_permissions(top.join(path), fs::Permissions::from_mode(0o000)).unwrap();
         }
         remove_folder(&top).unwrap();
         assert!(!top.exists());
