@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    beelet::cli::main()
+    beelet::command::main()
 }

@@ -7,8 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use assert_cmd::assert::OutputAssertExt;
-use beelet::api::grpc;
-use beelet::pods::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
+use beelet_api::grpc;
+use beelet_model::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
 use tempfile::TempDir;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -25,12 +25,12 @@ fn start() -> Api {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (table, receiver) = watch::channel(Arc::default());
     let shutdown = CancellationToken::new();
-    let listener = runtime.block_on(grpc::bind(&dir.path().join("beelet.sock"))).unwrap();
+    let listener = runtime.block_on(beelet_serve::grpc::bind(&dir.path().join("beelet.sock"))).unwrap();
     let complete = Complete::default();
     complete.set(()).unwrap();
     let outlook = grpc::Outlook::new(complete, || None);
     let services = tonic::service::Routes::new(grpc::node_service(receiver, outlook, shutdown.clone()));
-    runtime.spawn(grpc::serve(listener, services, shutdown.clone()));
+    runtime.spawn(beelet_serve::grpc::serve(listener, services, shutdown.clone()));
     let api = Api { dir, table, shutdown, _runtime: runtime };
     api.set("default", "web-node", "Running", true);
     api.set("default", "job-node", "Pending", false);
@@ -98,7 +98,7 @@ fn json_and_yaml_are_pod_lists() {
     let api = start();
     let json: serde_json::Value = serde_json::from_str(&api.text(&["-o", "json"])).unwrap();
     assert_eq!((&json["kind"], json["items"].as_array().unwrap().len()), (&"PodList".into(), 3));
-    let yaml = beelet::document::parse(&api.text(&["-o", "yaml"])).unwrap();
+    let yaml = beelet_codec::document::parse(&api.text(&["-o", "yaml"])).unwrap();
     assert_eq!(yaml[0].value, json);
 }
 

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use beelet::node::ownership::{Ownership, OwnershipError, kubelet_on};
+use beelet_cri::ownership::{Ownership, OwnershipError, kubelet_on};
 use tempfile::TempDir;
 
 struct Kubelet(Child);

@@ -39,7 +39,7 @@ macro_rules! offsets {
     )+};
 }
 
-// Set by the agent from the running kernel's BTF (agent/src/kernel/check.rs has the same names).
+// Set by the agent from the running kernel's BTF (agent/bpf/src/check.rs has the same names).
 offsets! {
     /// `sock_common.skc_state`, 8 bits
     CHECK_SKC_STATE;

@@ -1,7 +1,7 @@
 //! Reading kernel structures whose layout differs from kernel to kernel.
 //!
 //! Rust emits no CO-RE relocations, so each offset is a read-only global that the agent sets from the running kernel's
-//! BTF before loading (`agent/src/kernel/offsets.rs` has the same names). The verifier sees them as constants and checks
+//! BTF before loading (`agent/bpf/src/offsets.rs` has the same names). The verifier sees them as constants and checks
 //! every read against the kernel's own types. [`ABSENT`] means that this kernel has no such field.
 
 use core::intrinsics::{AtomicOrdering, atomic_cxchg, atomic_xadd};

@@ -67,7 +67,7 @@ pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
 #[btf_tracepoint(function = "inet_sock_set_state")]
 pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
     // The positions have been (sk, oldstate, newstate) since the tracepoint came with 4.16; the agent checks that
-    // they still are before it loads this (agent/src/kernel/offsets.rs).
+    // they still are before it loads this (agent/bpf/src/offsets.rs).
     let (old, new): (i32, i32) = (ctx.arg(1), ctx.arg(2));
     let (old, new) = (old as u32, new as u32);
     let opens = new == TCP_LISTEN;

@@ -22,7 +22,7 @@ pub(crate) static LISTENERS: HashMap<SocketCookie, ListenerRecord, MAX_LISTENERS
 ///
 /// An entry whose count fell to zero stays: deleting it here would race with an `open` on another CPU that has just
 /// looked it up, and that listener's count would be lost. The agent sweeps old zero entries and verifies the counts
-/// afterwards (agent/src/kernel/sweep.rs).
+/// afterwards (agent/bpf/src/sweep.rs).
 #[btf_map]
 pub(crate) static ADDRESSES: HashMap<Address, AddressCount, MAX_ADDRESSES> = HashMap::new();
 
@@ -47,7 +47,7 @@ pub(crate) static SETTINGS: Array<Settings, 1> = Array::new();
 #[btf_map]
 pub(crate) static CONTAINERS: PerCpuArray<Counters, MAX_CONTAINERS> = PerCpuArray::new();
 
-/// Whose each of these is. The agent frees those of cgroups that are gone (agent/src/kernel/dead.rs).
+/// Whose each of these is. The agent frees those of cgroups that are gone (agent/bpf/src/dead.rs).
 #[btf_map]
 pub(crate) static SLOTS: Array<Slot, MAX_CONTAINERS, { BPF_F_MMAPABLE as usize }> = Array::new();
 

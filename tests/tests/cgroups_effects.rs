@@ -7,8 +7,8 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use beelet::cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
-use beelet::config::CgroupDriver;
+use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::cgroups::{
     CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts, node_cgroups, pod_cgroup,
 };

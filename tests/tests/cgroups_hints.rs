@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use beelet::cgroups::{Cgroups, Files, Version};
-use beelet::config::CgroupDriver;
-use beelet::eviction::{Hints, edges};
+use beelet_cgroups::{Cgroups, Files, Version};
+use beelet_eviction::{Hints, edges};
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::eviction::{Signal, Threshold, ThresholdValue};
 use beelet_tests::guards::CgroupRoot;
 use beelet_tests::load::{Load, Seat};

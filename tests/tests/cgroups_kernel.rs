@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use beelet::cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
-use beelet::config::CgroupDriver;
+use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::cgroups::{
     CgroupConfig, CgroupValues, CgroupVersion, MemoryQos, MemoryReservationPolicy, NodeAmounts,
     container_cgroup, node_cgroups, pod_cgroup,

@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use beelet::cgroups::{Adjust, Cgroups, Files, Version};
-use beelet::config::CgroupDriver;
+use beelet_cgroups::{Adjust, Cgroups, Files, Version};
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::cgroups::{
     CgroupConfig, CgroupVersion, ContainerResources, NodeAmounts, container_cgroup, container_resources,
     pod_cgroup,

@@ -8,14 +8,15 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use beelet::cgroups::{Cgroups, Files, Version};
-use beelet::config::{CgroupDriver, TunerMode};
-use beelet::state::State;
-use beelet::tuner::{Engine, Metrics, Outcome, Settings, Target, TargetContainer, View, recover};
+use beelet_cgroups::{Cgroups, Files, Version};
+use beelet_config::TunerMode;
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::qos::QosClass;
 use beelet_policy::tuner::{ContainerSample, Law, Observed, PodSample, Supports};
+use beelet_state::State;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::{require, requires, workdir};
+use beelet_tuner::{Engine, Metrics, Outcome, Settings, Target, TargetContainer, View, recover};
 
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const HOG: &str = "/kubepods/besteffort/podhog";

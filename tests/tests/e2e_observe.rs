@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use beelet::runtime::Runtime;
+use beelet_cri::Runtime;
 use beelet_tests::agent::{self, Agent, Options, http_get};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
@@ -229,7 +229,8 @@ fn pages(observer: &Observer) {
         assert!(status == 200 && body.contains(expected), "{page}: {status}\n{body}");
         let format = PAGES.iter().find_map(|(path, format)| (*path == page).then_some(format));
         if let Some(format) = format.filter(|_| python_prometheus().is_ok()) {
-            families(&body, format).unwrap_or_else(|error| panic!("{page}: {error:#}\n{body}"));
+            let judged = families(&body, format);
+            assert!(judged.is_ok(), "{page}: {:?}\n{body}", judged.err());
         }
     }
     // What pods are made of is for root alone.

@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::Result;
-use beelet::state::{Loaded, State};
 use beelet_proto::cri;
+use beelet_state::{Loaded, State};
 use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{PATIENCE, wait_for};

@@ -7,15 +7,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use beelet::events::{NodeEvents, Recorder};
-use beelet::images::pull::{Limits, Puller};
-use beelet::images::space::{Space, Statvfs};
-use beelet::images::{Handle, ImageGc, Leases, Metrics, Parts, Wish};
-use beelet::pods::table::{PodEntry, PodName, PodTable};
-use beelet::runtime::Runtime;
-use beelet::state::State;
+use beelet_base::filesystem::{Space, Statvfs};
+use beelet_cri::Runtime;
+use beelet_images::pull::{Limits, Puller};
+use beelet_images::{Handle, ImageGc, Leases, Metrics, Parts, Wish};
+use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_policy::image_gc::{Collection, FsUsage, ImageGcPolicy, ImageRecord, Mode, Step};
 use beelet_proto::cri;
+use beelet_state::State;
+use beelet_state::events::{NodeEvents, Recorder};
 use beelet_tests::cri::{Asked, FakeCri, Op};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
@@ -199,7 +199,7 @@ async fn a_run_removes_what_the_plan_says_and_ends_at_the_low_mark() {
     let planned = node.gc.collect(Wish { dry_run: true, ..Wish::default() }).await.unwrap();
     assert_eq!(node.left(), 90, "a dry run removes nothing");
     let collected = node.gc.collect(Wish::default()).await.unwrap();
-    let ids = |images: &[beelet::images::gc::CollectedImage]| -> Vec<String> {
+    let ids = |images: &[beelet_images::gc::CollectedImage]| -> Vec<String> {
         images.iter().map(|image| image.id.clone()).collect()
     };
     assert_eq!(ids(&collected.images), ids(&planned.images));

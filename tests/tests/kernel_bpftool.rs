@@ -84,7 +84,7 @@ fn our_own_dump_has_bpftools_names() {
     place.container("pod1/one", &[]).load(None).tell("udp 1 1").unwrap();
     let mut compared = 0;
     for map in kernel.memory() {
-        let Ok(ours) = beelet::kernel::dump(place.bpffs.path(), "beelet", map.map) else {
+        let Ok(ours) = beelet_bpf::dump(place.bpffs.path(), "beelet", map.map) else {
             assert!(matches!(map.map, "EVENTS" | "TASK_STORAGE"), "{}", map.map);
             continue;
         };

@@ -4,7 +4,7 @@
 
 mod kernel;
 
-use beelet::kernel::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found, Kernel};
+use beelet_bpf::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found, Kernel};
 use beelet_tests::require;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use kernel::{Place, Process, Socket, lists_sockets};

@@ -4,7 +4,7 @@
 mod kernel;
 
 use aya::maps::{HashMap, Map, MapData};
-use beelet::kernel::{Edge, Listener};
+use beelet_bpf::{Edge, Listener};
 use beelet_ebpf_abi::{Address, AddressCount};
 use beelet_tests::{require, workdir::PATIENCE};
 use kernel::{LOOPBACK, Place, Process, Seen, Socket, listener_edges, lists_sockets};
@@ -368,13 +368,13 @@ fn a_namespace_handle_works_without_any_bpf() {
     check("listen [::]:80", &["10.0.0.1"], true);
     check("listen [::]:80 v6only", &["10.0.0.1"], false);
     check("listen [::]:80 v6only", &["fd00::1"], true);
-    let own = beelet::kernel::NetnsHandle::of_process(std::process::id()).unwrap();
+    let own = beelet_bpf::NetnsHandle::of_process(std::process::id()).unwrap();
     assert_ne!(own.cookie(), place.handle.cookie());
 }
 
 #[test]
 fn a_namespace_that_is_none_is_named() {
     let error =
-        beelet::kernel::NetnsHandle::open(std::path::Path::new("/no/such/netns")).unwrap_err().to_string();
+        beelet_bpf::NetnsHandle::open(std::path::Path::new("/no/such/netns")).unwrap_err().to_string();
     assert!(error.starts_with("could not open the network namespace /no/such/netns: "), "{error}");
 }

@@ -3,9 +3,7 @@
 
 mod kernel;
 
-use beelet::kernel::{
-    ByQos, Counters, Edge, Edges, Interest, Kernel, KernelOptions, PressureKind, Thresholds,
-};
+use beelet_bpf::{ByQos, Counters, Edge, Edges, Interest, Kernel, KernelOptions, PressureKind, Thresholds};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{require, requires};
@@ -275,7 +273,7 @@ fn every_exit_is_told_once(cgroups: usize, processes: usize) {
         assert_eq!(told.get(process), Some(ends), "cgroup and process {process:?}");
     }
     let options = place.options();
-    let programs = beelet::kernel::pinned(&options.bpffs, &options.pin_name).unwrap().programs;
+    let programs = beelet_bpf::pinned(&options.bpffs, &options.pin_name).unwrap().programs;
     let passed_over = programs.iter().find(|program| program.name == "task_exited").map(|found| found.misses);
     println!("{} exits told, each once; the kernel passed over task_exited: {passed_over:?}", expected.len());
 }

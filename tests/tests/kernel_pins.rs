@@ -5,7 +5,7 @@ mod kernel;
 
 use aya::maps::{Array, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
-use beelet::kernel::{Capability, Interest, Kernel, KernelOptions, Mode};
+use beelet_bpf::{Capability, Interest, Kernel, KernelOptions, Mode};
 use beelet_tests::guards::Mount;
 use beelet_tests::{require, requires, workdir};
 use kernel::{LOOPBACK, Place, Process, listener_edges, other_object, start};
@@ -376,7 +376,7 @@ fn without_the_cgroup_the_tracepoint_still_sees_listeners() {
 
 /// Everything off: the kernel half stands still, answers nothing and says why.
 fn is_idle(kernel: &Kernel, expected: &str) {
-    assert_eq!(kernel.capabilities().len(), beelet::kernel::programs().count());
+    assert_eq!(kernel.capabilities().len(), beelet_bpf::programs().count());
     for row in kernel.capabilities() {
         let why = row.have.as_ref().unwrap_err();
         assert!(why.contains(expected), "{why}");
@@ -398,7 +398,7 @@ fn switched_off_it_does_nothing() {
         cgroup: folder.path().to_path_buf(),
         mode: Mode::Off,
         object: None,
-        thresholds: beelet::kernel::Thresholds::default(),
+        thresholds: beelet_bpf::Thresholds::default(),
         without: &[],
     };
     let kernel = Kernel::start(&options);

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use beelet::kernel::quota::{adopt, measure, project_of};
+use beelet_bpf::quota::{adopt, measure, project_of};
 use beelet_tests::guards::Mount;
 use beelet_tests::require;
 use beelet_tests::requires::{self, Missing};

@@ -4,7 +4,7 @@
 
 mod kernel;
 
-use beelet::kernel::{self as programs, Edge, Interest, Kernel, KernelOptions};
+use beelet_bpf::{self as programs, Edge, Interest, Kernel, KernelOptions};
 use beelet_ebpf_abi::MAX_CONTAINERS;
 use beelet_tests::guards::remove_cgroups;
 use beelet_tests::load::Load;

@@ -17,7 +17,7 @@ use std::rc::Rc;
 /// The content of `.rodata` with this kernel's offsets in it.
 fn read_only_data(bytes: &[u8], mut data: Vec<u8>) -> Vec<u8> {
     let elf = object::File::parse(bytes).unwrap();
-    for (name, value) in beelet::kernel::globals().unwrap() {
+    for (name, value) in beelet_bpf::globals().unwrap() {
         let symbol = elf.symbols().find(|symbol| symbol.name() == Ok(name)).unwrap();
         let at = symbol.address() as usize;
         data[at..at + 4].copy_from_slice(&value.to_ne_bytes());
@@ -28,8 +28,7 @@ fn read_only_data(bytes: &[u8], mut data: Vec<u8>) -> Vec<u8> {
 #[test]
 fn libbpf_loads_the_object_without_knowing_its_globals() {
     require!(bpf);
-    let object =
-        ObjectBuilder::default().open_memory(beelet::kernel::built_in_object()).unwrap().load().unwrap();
+    let object = ObjectBuilder::default().open_memory(beelet_bpf::built_in_object()).unwrap().load().unwrap();
     let programs: Vec<String> = object.progs().map(|p| p.name().to_string_lossy().into_owned()).collect();
     assert_eq!(programs.len(), 15, "{programs:?}");
     for name in ["pod_socket", "listener_state", "sched_switch", "task_exited", "traffic_in"] {
@@ -41,7 +40,7 @@ fn libbpf_loads_the_object_without_knowing_its_globals() {
 fn libbpf_attaches_the_programs_and_reads_what_they_write() {
     require!(bpf);
     let place = Place::new("bk-libbpf");
-    let bytes = beelet::kernel::built_in_object();
+    let bytes = beelet_bpf::built_in_object();
     let mut open = ObjectBuilder::default().open_memory(bytes).unwrap();
     for mut map in open.maps_mut() {
         if map.name().to_string_lossy().ends_with(".rodata") {

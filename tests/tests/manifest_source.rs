@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use beelet::pods::manifest::Desired;
-use beelet::pods::manifest::source::{ManifestSource, Options};
+use beelet_manifests::source::{ManifestSource, Options};
+use beelet_model::desired::Desired;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 

@@ -9,20 +9,21 @@ use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-use beelet::api::client::Client;
-use beelet::cgroups::{Cgroups, Files, Version};
-use beelet::config::{CgroupDriver, TunerMode};
-use beelet::kernel::Mode;
 use beelet::node::observe::{Collecting, Options, run_until};
-use beelet::state::State;
-use beelet::tuner::Settings;
+use beelet_bpf::Mode;
+use beelet_cgroups::{Cgroups, Files, Version};
+use beelet_client::Client;
+use beelet_config::TunerMode;
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::image_gc::ImageGcPolicy;
 use beelet_policy::tuner::Law;
 use beelet_proto::{beelet as api, cri as proto};
+use beelet_state::State;
 use beelet_tests::cri::{Asked, Container, FakeCri, Op, PATIENCE, Sandbox};
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::requires::{self, Missing};
 use beelet_tests::{require, workdir};
+use beelet_tuner::Settings;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -92,7 +93,7 @@ impl Node {
     async fn wait_for(&self, expected: &[(&str, &str)]) {
         let seen = async {
             let mut watch = self.client().await.watch().await.unwrap();
-            let mut table = beelet::pods::table::PodTable::default();
+            let mut table = beelet_model::table::PodTable::default();
             while let Some(event) = watch.next().await.unwrap() {
                 event.apply(&mut table);
                 let pods: Vec<(String, String)> = table

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use beelet::runtime::{CgroupDriver, Kind, Operation, Runtime};
+use beelet_cri::{CgroupDriver, Kind, Operation, Runtime};
 use beelet_proto::cri;
 use beelet_tests::cri::{Asked, FakeCri, Op, Outcome, PATIENCE};
 use prometheus_client::registry::Registry;

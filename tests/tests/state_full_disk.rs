@@ -1,7 +1,7 @@
 //! Durable state where the disk is full.
 #![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
 
-use beelet::state::{Loaded, State, StateError};
+use beelet_state::{Loaded, State, StateError};
 use beelet_tests::guards::Mount;
 use beelet_tests::require;
 

@@ -5,7 +5,7 @@ use crate::build_ebpf;
 use crate::progress::Step;
 use crate::{setup_ebpf, shell};
 use anyhow::{Context as _, Result, bail};
-use beelet::kernel::{Kernel, KernelOptions, Mode, Thresholds};
+use beelet_bpf::{Kernel, KernelOptions, Mode, Thresholds};
 use std::path::{Path, PathBuf};
 
 /// Our cgroup, where none is given.

@@ -98,6 +98,10 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
         eprintln!("cargo-nextest is not installed: `cargo test` runs the tests");
         command.args(["test", "--no-fail-fast"]);
     }
+    // An own choice of packages replaces this one.
+    if !args.runner.iter().any(|argument| argument == "-p" || argument.starts_with("--package")) {
+        command.args(["--workspace", "--exclude", "beelet-ebpf"]);
+    }
     if !features.is_empty() {
         command.args(["--features", &features.join(",")]);
     }

@@ -24,34 +24,34 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{Health, conditions, facts, parts};
-use crate::{
-    admission::{self, Admission, Comeback, Conditions, NodeResources},
-    api::grpc::garbage::Collectors,
-    cgroups::Cgroups,
-    config::Config,
+use beelet_admission::{Admission, Comeback, NodeResources};
+use beelet_api::grpc::garbage::Collectors;
+use beelet_base::filesystem;
+use beelet_bpf::{
+    Interest, Kernel,
+    quota::{self, Uncounted},
+};
+use beelet_cgroups::Cgroups;
+use beelet_config::Config;
+use beelet_cri::Runtime;
+use beelet_eviction::{DiskUsages, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges};
+use beelet_images::{
+    ImageGc, Leases,
+    containers::{self, ContainerGc},
+};
+use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
+use beelet_state::{
+    State,
     events::{NodeEvents, Recorder},
-    eviction::{self, DiskUsages, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges},
-    images::{self, ImageGc, Leases, space},
-    kernel::{
-        Interest, Kernel,
-        quota::{self, Uncounted},
-    },
-    pods::{
-        garbage::{self, ContainerGc},
-        manager::Request,
-        table::PodTable,
-    },
-    runtime::Runtime,
-    state::State,
 };
 
 /// What of them is there before the runtime answers: their counters, and where the collectors will be.
 #[derive(Default)]
 pub(super) struct Early {
-    admission: admission::Metrics,
-    images: images::Metrics,
-    containers: garbage::Metrics,
-    eviction: eviction::Metrics,
+    admission: beelet_admission::Metrics,
+    images: beelet_images::Metrics,
+    containers: containers::Metrics,
+    eviction: beelet_eviction::Metrics,
     pub(super) collectors: Arc<OnceLock<Collectors>>,
 }
 
@@ -100,7 +100,7 @@ impl Alive {
         let Parts { config, runtime, state, table, requests, events, early, .. } = parts;
         let events = NodeEvents::new(events.clone(), &config.node_name);
         let (conditions, watched) = watch::channel(Conditions::new());
-        let admission = Arc::new(Admission::new(admission::Parts {
+        let admission = Arc::new(Admission::new(beelet_admission::Parts {
             resources: resources(config).await?,
             policy: config.beelet.preemption.into(),
             conditions: watched.clone(),
@@ -108,22 +108,22 @@ impl Alive {
             metrics: early.admission.clone(),
         }));
         let leases = Leases::default();
-        let (image_gc, images) = ImageGc::new(images::Parts {
+        let (image_gc, images) = ImageGc::new(beelet_images::Parts {
             runtime: runtime.clone(),
             leases: leases.clone(),
             state: Arc::clone(state),
             table: table.clone(),
             policy: config.image_gc.policy,
-            period: config.image_gc.is_on().then_some(images::gc::PERIOD),
-            space: images::Space::by_statvfs(),
+            period: config.image_gc.is_on().then_some(beelet_images::gc::PERIOD),
+            space: beelet_images::Space::by_statvfs(),
             events: events.clone(),
             metrics: early.images.clone(),
         });
-        let (container_gc, containers) = ContainerGc::new(garbage::Parts {
+        let (container_gc, containers) = ContainerGc::new(containers::Parts {
             runtime: runtime.clone(),
             table: table.clone(),
             policy: config.beelet.container_gc,
-            period: garbage::PERIOD,
+            period: containers::PERIOD,
             pod_logs_dir: config.pod_logs_dir.clone(),
             events: events.clone(),
             metrics: early.containers.clone(),
@@ -148,13 +148,13 @@ impl Alive {
             requests: requests.clone(),
             metrics: early.eviction.clone(),
         };
-        let space = images::Space::by_statvfs();
+        let space = beelet_images::Space::by_statvfs();
         let filesystems = Filesystems::new(config.beelet.state_dir.clone(), space);
         let (layout_out, layout) = watch::channel(DiskLayout::default());
         let hints = Hints::default();
         let mut gauges = filesystems.gauges();
-        gauges.extend(eviction::gauges::of_the_machine(&cgroups));
-        let eviction = Eviction::new(eviction::Parts {
+        gauges.extend(beelet_eviction::gauges::of_the_machine(&cgroups));
+        let eviction = Eviction::new(beelet_eviction::Parts {
             thresholds: config.eviction.thresholds.clone(),
             transition: config.eviction.pressure_transition,
             max_pod_grace: config.eviction.max_pod_grace,
@@ -221,17 +221,17 @@ impl Alive {
 }
 
 /// What eviction asks of the collectors before it ends a pod.
-fn reclaimer(images: images::Handle, containers: garbage::Handle) -> Reclaimer {
+fn reclaimer(images: beelet_images::Handle, containers: containers::Handle) -> Reclaimer {
     Arc::new(move |step| {
         let (images, containers) = (images.clone(), containers.clone());
         Box::pin(async move {
             match step {
                 Reclaim::DeleteUnusedContainers => {
-                    let wish = garbage::Wish { terminated: true, dry_run: false };
+                    let wish = containers::Wish { terminated: true, dry_run: false };
                     containers.collect(wish).await.map(drop)
                 }
                 Reclaim::DeleteUnusedImages => {
-                    let wish = images::Wish { all_unused: true, dry_run: false };
+                    let wish = beelet_images::Wish { all_unused: true, dry_run: false };
                     images.collect(wish).await.map(drop)
                 }
             }
@@ -253,13 +253,13 @@ async fn tell_of_quotas(config: &Config) {
 /// What the node has for pods.
 async fn resources(config: &Config) -> Result<NodeResources> {
     let cpus = thread::available_parallelism()?.get();
-    let mut capacity: BTreeMap<String, Quantity> = admission::hugepages();
+    let mut capacity: BTreeMap<String, Quantity> = beelet_admission::hugepages();
     let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
     capacity.insert(CPU.to_owned(), whole(cpus as u64));
     capacity.insert(MEMORY.to_owned(), whole(facts::memory()?));
     capacity.insert(PODS.to_owned(), whole(config.pod_limit(cpus).into()));
     let dir = config.beelet.state_dir.clone();
-    match spawn_blocking(move || space::statvfs(&dir)).await? {
+    match spawn_blocking(move || filesystem::statvfs(&dir)).await? {
         Ok(disk) => {
             capacity.insert(EPHEMERAL_STORAGE.to_owned(), whole(disk.bytes.capacity_bytes));
         }

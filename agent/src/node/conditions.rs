@@ -9,7 +9,7 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time
 use tokio::sync::watch;
 
 use super::Health;
-use crate::admission::Conditions;
+use beelet_model::pressure::Conditions;
 
 /// In the order in which the kubelet has them.
 const PRESSURES: [NodeCondition; 3] =

@@ -10,10 +10,8 @@ use tokio::{
 use tracing::warn;
 
 use super::Node;
-use crate::{
-    devices::{Active, Devices, Parts, Settings, Tasks, remnants},
-    pods::{manager::Request, observe::managed},
-};
+use beelet_devices::{Active, Devices, Parts, Settings, Tasks, remnants};
+use beelet_model::{pod::managed, request::Request};
 use beelet_proto::cri;
 
 impl Node {

@@ -8,11 +8,11 @@ use std::path::Path;
 use prometheus_client::registry::Registry;
 
 use super::signals::Signals;
-use crate::api::http::{numbers, summary};
-use crate::cgroups::{Cgroups, Hierarchy, Layout, Version};
-use crate::observe;
-use crate::pressure::metrics::{CADVISOR, ContainerMetric, KERNEL, Kind, RUNQUEUE, RUNQUEUE_NATIVE};
-use crate::runtime::Runtime;
+use beelet_api::http::{numbers, summary};
+use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
+
+use beelet_cri::Runtime;
+use beelet_stats::metrics::{CADVISOR, ContainerMetric, KERNEL, Kind, RUNQUEUE, RUNQUEUE_NATIVE};
 
 const HEAD: &str = "\
 # Metrics
@@ -136,7 +136,7 @@ fn page() -> String {
     let mut run = super::Metrics::default().registry(&runtime, &cgroups);
     signals.register(&mut run, false);
     let mut observe = Registry::default();
-    observe::Metrics::default().register(&mut observe);
+    beelet_foreign::Metrics::default().register(&mut observe);
 
     let mut text = HEAD.to_owned();
     table(&mut text, "`/metrics`: the agent itself", &run, |name| !name.starts_with("prober_"));

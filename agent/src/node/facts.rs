@@ -14,13 +14,10 @@ use beelet_policy::{
 };
 use beelet_proto::cri;
 
-use crate::{
-    admission,
-    api::grpc::devices::NodeResources,
-    cgroups::{Cgroups, Version},
-    config::{self, Config},
-    pods::cri_config::{Allocatable, NodeFacts},
-};
+use beelet_api::grpc::devices::NodeResources;
+use beelet_cgroups::{Cgroups, Version};
+use beelet_config::Config;
+use beelet_model::pod::{Allocatable, NodeFacts};
 
 /// How cgroup values are computed on this machine.
 pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupConfig> {
@@ -37,8 +34,8 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
         config.reserved("memory"),
     );
     let formula = match config.beelet.cpu_weight_formula {
-        config::CpuWeightFormula::Kubelet => CpuWeightFormula::Kubelet,
-        config::CpuWeightFormula::Proportional => CpuWeightFormula::Proportional,
+        beelet_config::CpuWeightFormula::Kubelet => CpuWeightFormula::Kubelet,
+        beelet_config::CpuWeightFormula::Proportional => CpuWeightFormula::Proportional,
     };
     Ok(CgroupConfig {
         // `crate::cgroups` puts the configured root in front of every path.
@@ -54,7 +51,7 @@ pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupC
 }
 
 /// What the machine has beside devices, and what pods may have of it, as Kubernetes writes it.
-pub(super) fn node_resources(config: &Config, resources: &admission::NodeResources) -> NodeResources {
+pub(super) fn node_resources(config: &Config, resources: &beelet_admission::NodeResources) -> NodeResources {
     let text = |(name, amount): (&String, &Quantity)| {
         let bytes = name == "memory" || name == "ephemeral-storage" || name.starts_with("hugepages-");
         let kibibytes = bytes && amount.value() % 1024 == 0;
@@ -107,7 +104,7 @@ pub(super) fn reserved_cgroups(
 }
 
 /// MemTotal in bytes.
-pub(super) fn memory_total(meminfo: &str) -> Option<u64> {
+pub fn memory_total(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
@@ -167,7 +164,7 @@ fn resolver(path: &Path) -> Result<cri::DnsConfig> {
 }
 
 /// resolv.conf(5): all name servers, the last search line, all options.
-pub(super) fn parse_resolver(text: &str) -> cri::DnsConfig {
+pub fn parse_resolver(text: &str) -> cri::DnsConfig {
     let mut dns = cri::DnsConfig::default();
     for line in text.lines() {
         let mut words = line.split_whitespace();

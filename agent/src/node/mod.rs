@@ -5,11 +5,8 @@ mod conditions;
 mod devices;
 #[cfg(test)]
 mod docs;
-mod facts;
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) mod fuzz;
+pub mod facts;
 pub mod observe;
-pub mod ownership;
 mod parts;
 pub mod process;
 mod signals;
@@ -39,49 +36,43 @@ use tracing::{error, info, warn};
 
 use self::{
     alive::Alive,
-    ownership::Ownership,
     parts::{Failures, Parts},
     signals::Signals,
 };
-use crate::{
-    api::{
-        grpc::{self, Outlook, manifests::Running},
-        http::{self, ApiState},
-        podresources,
-        signals::Mode,
-    },
-    cgroups::{Cgroups, Version},
-    config::{BpfMode, CgroupDriver, Config, EdgePolicy, TcpProbes},
-    devices::{Devices, cdi_by_annotation},
-    events::Recorder,
-    images::pull::{self, Puller},
-    kernel::{self, Kernel, KernelOptions},
-    lifecycle::{
-        self, Pace,
-        exits::{self, Exits},
-        relist::{self, NOTICED_AFTER, Pulse, Relist, UNHEALTHY_AFTER},
-        stream,
-    },
-    pods::{
-        self,
-        launch::Launcher,
-        logs::rotate::{self, Rotator},
-        manager::{self, Manager},
-        manifest::{
-            Desired,
-            source::{ManifestSource, Options},
-        },
-        qos_tree,
-        records::Records,
-        table::{Complete, PodTable},
-        volumes,
-    },
-    pressure,
-    probes::{self, Probes},
-    runtime::{self, Runtime},
-    state::State,
-    tuner,
+use beelet_api::{
+    grpc::{self, Outlook, manifests::Running},
+    http::{self, ApiState},
+    podresources,
+    signals::Mode,
 };
+use beelet_bpf::{Kernel, KernelOptions};
+use beelet_cgroups::{Cgroups, Version};
+use beelet_config::{BpfMode, Config, EdgePolicy, TcpProbes};
+use beelet_cri::Runtime;
+use beelet_cri::ownership::Ownership;
+use beelet_devices::{Devices, cdi_by_annotation};
+use beelet_images::pull::{self, Puller};
+use beelet_logs::rotate::{self, Rotator};
+use beelet_manifests::source::{ManifestSource, Options};
+use beelet_model::{
+    desired::Desired,
+    table::{Complete, PodTable},
+};
+use beelet_pleg::{
+    Pace,
+    exits::{self, Exits},
+    relist::{self, NOTICED_AFTER, Pulse, Relist, UNHEALTHY_AFTER},
+    stream,
+};
+use beelet_pods::{
+    launch::Launcher,
+    manager::{self, Manager},
+    qos_tree,
+    records::Records,
+};
+use beelet_policy::cgroups::CgroupDriver;
+use beelet_probes::Probes;
+use beelet_state::{State, events::Recorder};
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
@@ -154,7 +145,7 @@ pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()
     let serving = CancellationToken::new();
     let (events, tuner) = (Recorder::load(&state), metrics.tuner_view.subscribe());
     let late = Late::default();
-    let (probing, probe_commands) = probes::handle();
+    let (probing, probe_commands) = beelet_probes::handle();
     let services = services(&config, &table, &runtime, (&events, &late, &health), &serving)
         .add_service(grpc::garbage::service(Arc::clone(&metrics.alive.collectors)))
         .add_service(grpc::tuner::service(tuner))
@@ -216,7 +207,7 @@ async fn own(runtime: &Runtime) -> Result<Ownership> {
 fn stopping_time(stop_pods: bool, table: watch::Receiver<Arc<PodTable>>) -> impl Fn() -> Duration {
     move || {
         let table = table.borrow();
-        let graces = table.pods.values().map(|entry| pods::cri_config::grace_period(&entry.pod));
+        let graces = table.pods.values().map(|entry| beelet_model::pod::grace_period(&entry.pod));
         graces.max().filter(|_| stop_pods).map_or(Duration::ZERO, |longest| longest + STOP_MARGIN)
     }
 }
@@ -253,14 +244,14 @@ fn stop_on_signals(shutdown: &CancellationToken, at_once: impl Fn() + Send + 'st
 /// Every part's counters.
 #[derive(Default)]
 struct Metrics {
-    pods: pods::metrics::Metrics,
+    pods: beelet_pods::metrics::Metrics,
     qos_tree: qos_tree::Metrics,
-    tuner: tuner::Metrics,
+    tuner: beelet_tuner::Metrics,
     /// What the tuner shows: the API is there before the tuner is.
-    tuner_view: watch::Sender<Arc<tuner::View>>,
-    probes: probes::Metrics,
+    tuner_view: watch::Sender<Arc<beelet_tuner::View>>,
+    probes: beelet_probes::Metrics,
     relist: relist::Metrics,
-    devices: crate::devices::Metrics,
+    devices: beelet_devices::Metrics,
     exits: exits::Metrics,
     alive: alive::Early,
 }
@@ -364,10 +355,10 @@ async fn serve(
     health: &Health,
     (servers, serving): (&mut Parts, &CancellationToken),
 ) -> Result<()> {
-    let socket = grpc::bind(&config.socket()).await?;
+    let socket = beelet_serve::grpc::bind(&config.socket()).await?;
     let until = serving.clone();
     servers.spawn("gRPC server", async move {
-        if let Err(error) = grpc::serve(socket, services, until).await {
+        if let Err(error) = beelet_serve::grpc::serve(socket, services, until).await {
             error!("{error:#}");
         }
     });
@@ -411,7 +402,7 @@ impl Node {
         events: Recorder,
         metrics: Metrics,
     ) -> Result<Self> {
-        if cgroup_driver(&runtime).await? == Some(runtime::CgroupDriver::Systemd) {
+        if cgroup_driver(&runtime).await? == Some(beelet_cri::CgroupDriver::Systemd) {
             bail!(
                 "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set \
                  SystemdCgroup = false in the runtime's configuration and restart it"
@@ -419,7 +410,9 @@ impl Node {
         }
         let cgroup_config = facts::cgroup_config(&config, cgroups.version())?;
         let (held, journal) = (Arc::clone(&cgroups), Arc::clone(&state));
-        spawn_blocking(move || tuner::recover(&held, &journal)).await.context("the tuner's journal")?;
+        spawn_blocking(move || beelet_tuner::recover(&held, &journal))
+            .await
+            .context("the tuner's journal")?;
         let values = qos_tree::values(&[], &cgroup_config).map_err(anyhow::Error::msg)?;
         qos_tree::write(&cgroups, values).await.map_err(anyhow::Error::msg)?;
         let reserved = facts::reserved_cgroups(&config, &cgroups, &cgroup_config)?;
@@ -442,7 +435,7 @@ impl Node {
     async fn run(
         self,
         (table_out, table): (watch::Sender<Arc<PodTable>>, watch::Receiver<Arc<PodTable>>),
-        (signals, inbox, probe_commands): (Signals, pressure::Inbox, probes::Commands),
+        (signals, inbox, probe_commands): (Signals, beelet_stats::Inbox, beelet_probes::Commands),
         (health, late, failures): (&Health, &Late, &Failures),
         shutdown: CancellationToken,
     ) -> Result<()> {
@@ -456,7 +449,7 @@ impl Node {
             pace.clone(),
             self.metrics.relist.clone(),
         );
-        let (processes_out, processes) = watch::channel(pods::processes::Shared::default());
+        let (processes_out, processes) = watch::channel(beelet_model::processes::Shared::default());
         let _ = health.pulse.set(pulse);
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests_out.clone()).await?;
@@ -483,7 +476,7 @@ impl Node {
         let desired = self.manifests(&mut tasks, &working).await;
         let launcher = Arc::new(self.launcher(desired.clone(), &devices, &alive)?);
         let _ = late.running.set(Running { desired: desired.clone(), requests: requests_out.clone() });
-        let sweep = volumes::Sweep {
+        let sweep = beelet_pods::orphans::Sweep {
             pods_dir: self.config.beelet.pods_dir.clone(),
             table: table.clone(),
             known: records.known(),
@@ -505,13 +498,13 @@ impl Node {
             complete: Arc::clone(&health.complete),
         });
         let exit_requests = requests_out.clone();
-        let probes = Probes::new(probes::Parts {
+        let probes = Probes::new(beelet_probes::Parts {
             table: table.clone(),
             requests: requests_out,
             runtime: Some(self.runtime.clone()),
             listeners: self.kernel.listeners(),
             checker: self.kernel.checker(),
-            edges: self.kernel.subscribe(kernel::Interest::LISTENERS),
+            edges: self.kernel.subscribe(beelet_bpf::Interest::LISTENERS),
             commands: probe_commands,
             settings: self.probe_settings(),
             events: self.events.clone(),
@@ -539,10 +532,10 @@ impl Node {
             tasks.spawn(name, part);
         }
         tasks.spawn("pod resources", podresources::serve(devices, table.clone(), working.clone()));
-        tasks.spawn("volumes", volumes::follow(table.clone(), launcher, working.clone()));
-        tasks.spawn("pod folders", volumes::sweep(sweep, working.clone()));
+        tasks.spawn("volumes", beelet_pods::refresh::follow(table.clone(), launcher, working.clone()));
+        tasks.spawn("pod folders", beelet_pods::orphans::sweep(sweep, working.clone()));
         tasks.spawn("log rotation", self.rotator(table).run(working.clone()));
-        tasks.spawn_optional("tuner", tuner::run(tuning, working.clone()));
+        tasks.spawn_optional("tuner", beelet_tuner::run(tuning, working.clone()));
         tasks.spawn("cgroup keeper", qos_tree::follow(keeper, working.clone()));
         tasks.spawn("memory", give_memory_back(working.clone()));
         tasks.watch("kernel events", self.kernel.failed());
@@ -566,16 +559,16 @@ impl Node {
     fn follow_exits(
         &self,
         tasks: &mut Parts,
-        requests: mpsc::Sender<manager::Request>,
-        processes: watch::Receiver<pods::processes::Shared>,
+        requests: mpsc::Sender<beelet_model::request::Request>,
+        processes: watch::Receiver<beelet_model::processes::Shared>,
         pace: &Pace,
         working: &CancellationToken,
     ) {
-        let (signals_out, signals) = mpsc::channel(lifecycle::SIGNALS);
-        let tells = |c: &kernel::Capability| c.program == EXIT_PROGRAM && c.have.is_ok();
+        let (signals_out, signals) = mpsc::channel(beelet_pleg::SIGNALS);
+        let tells = |c: &beelet_bpf::Capability| c.program == EXIT_PROGRAM && c.have.is_ok();
         pace.set_kernel(self.kernel.capabilities().iter().any(tells));
-        let edges = self.kernel.subscribe(kernel::Interest::EXITS | kernel::Interest::OOM_KILLS);
-        tasks.spawn("kernel exits", lifecycle::forward(edges, signals_out.clone(), working.clone()));
+        let edges = self.kernel.subscribe(beelet_bpf::Interest::EXITS | beelet_bpf::Interest::OOM_KILLS);
+        tasks.spawn("kernel exits", beelet_pleg::forward(edges, signals_out.clone(), working.clone()));
         let runtime = self.runtime.clone();
         let stream = stream::follow(runtime, signals_out, pace.clone(), working.clone());
         tasks.spawn_optional("runtime events", stream);
@@ -624,15 +617,15 @@ impl Node {
         }
     }
 
-    fn tuning(&self, table: watch::Receiver<Arc<PodTable>>) -> tuner::Parts {
+    fn tuning(&self, table: watch::Receiver<Arc<PodTable>>) -> beelet_tuner::Parts {
         let configured = &self.config.beelet.tuner;
-        tuner::Parts {
+        beelet_tuner::Parts {
             table,
             cgroups: Arc::clone(&self.cgroups),
-            owner: tuner::Owner::Us(self.cgroup_config.clone()),
+            owner: beelet_tuner::Owner::Us(self.cgroup_config.clone()),
             state: Arc::clone(&self.state),
             waits: self.kernel.measures().map(waits),
-            settings: tuner::Settings {
+            settings: beelet_tuner::Settings {
                 mode: configured.mode,
                 interval: configured.interval,
                 back_off: configured.back_off,
@@ -643,8 +636,8 @@ impl Node {
         }
     }
 
-    fn probe_settings(&self) -> probes::Settings {
-        probes::Settings {
+    fn probe_settings(&self) -> beelet_probes::Settings {
+        beelet_probes::Settings {
             tcp_by_kernel: self.config.beelet.tcp_probes == TcpProbes::Kernel,
             edge_policy: match self.config.beelet.edge_policy {
                 EdgePolicy::Immediate => beelet_policy::probe::EdgePolicy::Immediate,
@@ -693,13 +686,13 @@ impl Node {
 }
 
 /// What the kernel programs measure, as the tuner takes it.
-pub(crate) fn waits(measures: kernel::Measures) -> tuner::Source {
+pub(crate) fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
     Arc::new(move || {
         let counters = measures.snapshot().unwrap_or_else(|error| {
             warn!(%error, "the kernel's measures can't be read; the tuner does without");
             BTreeMap::new()
         });
-        let of = |counters: beelet_ebpf_abi::Counters| tuner::Waits {
+        let of = |counters: beelet_ebpf_abi::Counters| beelet_tuner::Waits {
             run_queue_ns: counters.run_queue_wait_ns,
             histogram: counters.run_queue_waits.to_vec(),
             reclaim_ns: counters.memcg_reclaim_ns.saturating_add(counters.direct_reclaim_ns),
@@ -709,7 +702,7 @@ pub(crate) fn waits(measures: kernel::Measures) -> tuner::Source {
 }
 
 /// What the runtime says of its cgroup driver; one that has just come up may need a moment to say it.
-async fn cgroup_driver(runtime: &Runtime) -> Result<Option<runtime::CgroupDriver>> {
+async fn cgroup_driver(runtime: &Runtime) -> Result<Option<beelet_cri::CgroupDriver>> {
     for _ in 0..CONFIG_TRIES {
         match runtime.runtime_config().await {
             Ok(driver) => return Ok(driver),
@@ -727,8 +720,8 @@ async fn start_kernel(config: &Config, cgroups: &Cgroups) -> Result<Kernel> {
         pin_name: config.beelet.pin_name.clone(),
         cgroup: cgroups.cgroup2_path("/kubepods").unwrap_or_default(),
         mode: match config.beelet.bpf {
-            BpfMode::Auto => kernel::Mode::Auto,
-            BpfMode::Off => kernel::Mode::Off,
+            BpfMode::Auto => beelet_bpf::Mode::Auto,
+            BpfMode::Off => beelet_bpf::Mode::Off,
         },
         object: config.beelet.bpf_log.clone(),
         thresholds: config.beelet.pressure_edges,
@@ -760,7 +753,7 @@ async fn give_memory_back(shutdown: CancellationToken) {
             () = tokio::time::sleep(MEMORY_PERIOD) => {}
         }
         // It may take a moment.
-        if spawn_blocking(kernel::give_memory_back).await.is_err() {
+        if spawn_blocking(beelet_bpf::give_memory_back).await.is_err() {
             return;
         }
     }

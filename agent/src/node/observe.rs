@@ -19,22 +19,21 @@ use super::{
     signals::Signals,
     stop_on_signals, systemd,
 };
-use crate::{
-    api::{
-        grpc::{self, Outlook},
-        http::{self, ApiState},
-        signals::Mode,
-    },
-    cgroups::Cgroups,
-    config::{Config, TunerMode},
+use beelet_api::{
+    grpc::{self, Outlook},
+    http::{self, ApiState},
+    signals::Mode,
+};
+use beelet_bpf::{Kernel, KernelOptions, Thresholds};
+use beelet_cgroups::Cgroups;
+use beelet_config::{Config, TunerMode};
+use beelet_cri::Runtime;
+use beelet_foreign::{Observer, Pulse};
+use beelet_images::{ImageGc, Leases};
+use beelet_model::table::{Complete, PodTable};
+use beelet_state::{
+    State,
     events::{NodeEvents, Recorder},
-    images::{self, ImageGc, Leases},
-    kernel::{self, Kernel, KernelOptions, Thresholds},
-    observe::{self, Observer, Pulse},
-    pods::table::{Complete, PodTable},
-    runtime::Runtime,
-    state::State,
-    tuner,
 };
 
 /// What is observed, and how it is told.
@@ -51,7 +50,7 @@ pub struct Options {
     /// Where HTTP is served; `None`: nowhere.
     pub listen: Option<SocketAddr>,
     /// Whether kernel programs are used.
-    pub bpf: kernel::Mode,
+    pub bpf: beelet_bpf::Mode,
     /// Where a BPF file system is.
     pub bpffs: PathBuf,
     /// Our folder in it.
@@ -69,7 +68,7 @@ pub struct Options {
     /// Remove unused images as the kubelet's image garbage collection would.
     pub image_gc: Option<Collecting>,
     /// Tune the pods' cgroups, or say how they would be.
-    pub tune: Option<tuner::Settings>,
+    pub tune: Option<beelet_tuner::Settings>,
 }
 
 /// When images are removed.
@@ -88,7 +87,7 @@ impl Collecting {
     /// Never, unless the defaults contradict each other.
     pub fn by_default() -> Result<Self> {
         let (defaults, _) = Config::with_defaults()?;
-        Ok(Self { policy: defaults.image_gc.policy, period: images::gc::PERIOD })
+        Ok(Self { policy: defaults.image_gc.policy, period: beelet_images::gc::PERIOD })
     }
 }
 
@@ -125,7 +124,7 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
     }
     let cgroups = Arc::new(Cgroups::for_reading(&options.cgroup_root)?);
     let (signals, inbox) = Signals::new();
-    let metrics = observe::Metrics::default();
+    let metrics = beelet_foreign::Metrics::default();
     let mut registry = Registry::default();
     metrics.register(&mut registry);
     runtime.register_metrics(&mut registry);
@@ -176,7 +175,7 @@ pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<
             };
             signals.start(inbox, measuring, (Arc::clone(&cgroups), table, &kernel), &mut tasks, &shutdown);
             let observer = Observer::new(
-                observe::Parts {
+                beelet_foreign::Parts {
                     runtime,
                     runtime_name: version.runtime_name,
                     node: options.node_name,
@@ -214,18 +213,18 @@ fn outlook(complete: &Complete, pulse: &Pulse) -> Outlook {
 
 /// What acts, where it is allowed by name.
 struct Allowed {
-    images: images::Metrics,
-    tuner: tuner::Metrics,
-    view: watch::Sender<Arc<tuner::View>>,
+    images: beelet_images::Metrics,
+    tuner: beelet_tuner::Metrics,
+    view: watch::Sender<Arc<beelet_tuner::View>>,
 }
 
 impl Allowed {
     /// Nothing is done yet.
     fn new(options: &Options, registry: &mut Registry) -> Self {
         let allowed = Self {
-            images: images::Metrics::default(),
-            tuner: tuner::Metrics::default(),
-            view: watch::channel(Arc::new(tuner::View::default())).0,
+            images: beelet_images::Metrics::default(),
+            tuner: beelet_tuner::Metrics::default(),
+            view: watch::channel(Arc::new(beelet_tuner::View::default())).0,
         };
         if options.image_gc.is_some() {
             allowed.images.register(registry);
@@ -233,7 +232,7 @@ impl Allowed {
         match options.tune {
             Some(_) => allowed.tuner.register(registry),
             None => {
-                let off = tuner::View { mode: Some(TunerMode::Off), ..tuner::View::default() };
+                let off = beelet_tuner::View { mode: Some(TunerMode::Off), ..beelet_tuner::View::default() };
                 allowed.view.send_replace(Arc::new(off));
             }
         }
@@ -263,11 +262,13 @@ impl Allowed {
         }
         if let Some(settings) = options.tune {
             let (held, journal) = (Arc::clone(cgroups), Arc::clone(&state));
-            spawn_blocking(move || tuner::recover(&held, &journal)).await.context("the tuner's journal")?;
-            let parts = tuner::Parts {
+            spawn_blocking(move || beelet_tuner::recover(&held, &journal))
+                .await
+                .context("the tuner's journal")?;
+            let parts = beelet_tuner::Parts {
                 table,
                 cgroups: Arc::clone(cgroups),
-                owner: tuner::Owner::Kubelet,
+                owner: beelet_tuner::Owner::Kubelet,
                 state,
                 waits: kernel.measures().map(super::waits),
                 settings,
@@ -275,7 +276,7 @@ impl Allowed {
                 view: self.view,
             };
             info!(mode = ?settings.mode, state = %options.state_dir.display(), "pods' cgroups are tuned, as allowed");
-            tasks.spawn_optional("tuner", tuner::run(parts, shutdown.clone()));
+            tasks.spawn_optional("tuner", beelet_tuner::run(parts, shutdown.clone()));
         }
         Ok(())
     }
@@ -286,19 +287,19 @@ fn collect_images(
     collecting: &Collecting,
     node: &str,
     state: &Arc<State>,
-    (runtime, table, metrics): (&Runtime, watch::Receiver<Arc<PodTable>>, images::Metrics),
+    (runtime, table, metrics): (&Runtime, watch::Receiver<Arc<PodTable>>, beelet_images::Metrics),
     tasks: &mut Parts,
     shutdown: &CancellationToken,
 ) {
     let recorder = Recorder::load(state);
-    let (image_gc, _) = ImageGc::new(images::Parts {
+    let (image_gc, _) = ImageGc::new(beelet_images::Parts {
         runtime: runtime.clone(),
         leases: Leases::default(),
         state: Arc::clone(state),
         table,
         policy: collecting.policy,
         period: Some(collecting.period),
-        space: images::Space::by_statvfs(),
+        space: beelet_images::Space::by_statvfs(),
         events: NodeEvents::new(recorder.clone(), node),
         metrics,
     });
@@ -314,13 +315,13 @@ async fn serve(
     (allowed, pulse, outlook): (&Allowed, &Pulse, Outlook),
     (servers, serving): (&mut Parts, &CancellationToken),
 ) -> Result<()> {
-    let socket = grpc::bind(&options.socket).await?;
+    let socket = beelet_serve::grpc::bind(&options.socket).await?;
     let services = Routes::new(grpc::node_service(pods.clone(), outlook, serving.clone()))
         .add_service(signals.service(Mode::Observe, serving))
         .add_service(grpc::tuner::service(allowed.view.subscribe()));
     let until = serving.clone();
     servers.spawn("gRPC server", async move {
-        if let Err(error) = grpc::serve(socket, services, until).await {
+        if let Err(error) = beelet_serve::grpc::serve(socket, services, until).await {
             error!("{error:#}");
         }
     });

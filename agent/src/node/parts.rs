@@ -109,6 +109,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// In debug builds a part panics if `BEELET_PANIC` has its name: tests see what comes of it.
+#[allow(clippy::panic)] // it is what was asked for
 async fn on_demand<T>(name: &str, part: impl Future<Output = T>) -> T {
     if cfg!(debug_assertions) && std::env::var_os("BEELET_PANIC").is_some_and(|wanted| wanted == name) {
         std::panic::panic_any("BEELET_PANIC has its name");

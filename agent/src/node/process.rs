@@ -66,7 +66,7 @@ mod tests {
     fn what_the_agent_makes_is_readable_whatever_umask_it_was_given() {
         let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
         let name = "what_the_agent_makes_is_readable_whatever_umask_it_was_given";
-        if !crate::again::in_child(module_path!(), name, &strict) {
+        if !beelet_testing::again::in_child(module_path!(), name, &strict) {
             return;
         }
         let _ = prepare(0, 1);

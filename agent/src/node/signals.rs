@@ -11,13 +11,13 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::api::signals::feed::Feed;
-use crate::api::signals::{self, Mode};
-use crate::cgroups::Cgroups;
-use crate::kernel::{Interest, Kernel};
-use crate::pods::table::PodTable;
-use crate::pressure::metrics::{Containers, Metrics};
-use crate::pressure::{self, Inbox, Parts, Pressure, Sampling};
+use beelet_api::signals::feed::Feed;
+use beelet_api::signals::{self, Mode};
+use beelet_bpf::{Interest, Kernel};
+use beelet_cgroups::Cgroups;
+use beelet_model::table::PodTable;
+use beelet_stats::metrics::{Containers, Metrics};
+use beelet_stats::{Inbox, Parts, Pressure, Sampling};
 
 /// What servers need of it, there before anything is measured.
 #[derive(Debug, Clone)]
@@ -42,7 +42,7 @@ pub(super) struct Options {
 impl Signals {
     /// Not measuring yet.
     pub(super) fn new() -> (Self, Inbox) {
-        let (pressure, inbox) = pressure::channel();
+        let (pressure, inbox) = beelet_stats::channel();
         (Self { pressure, feed: Feed::default(), metrics: Metrics::default() }, inbox)
     }
 
@@ -82,7 +82,7 @@ impl Signals {
 }
 
 /// What the kernel programs counted, as the sampling takes it.
-fn snapshot(kernel: &Kernel) -> pressure::Snapshot {
+fn snapshot(kernel: &Kernel) -> beelet_stats::Snapshot {
     let Some(measures) = kernel.measures() else { return Box::new(|| None) };
     let mut said = false;
     Box::new(move || match measures.snapshot() {

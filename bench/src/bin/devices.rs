@@ -12,8 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use beelet::devices::{Circumstances, Devices, Metrics, Parts, Settings};
-use beelet::events::Recorder;
+use beelet_devices::{Circumstances, Devices, Metrics, Parts, Settings};
 use beelet_policy::devices::{
     self as policy, ContainerKind, ContainerRequest, Device, Health, PluginOptions,
     admission::{Admission, Next},
@@ -22,6 +21,7 @@ use beelet_policy::devices::{
 use beelet_proto::deviceplugin as api;
 use beelet_proto::deviceplugin::device_plugin_client::DevicePluginClient;
 use beelet_proto::deviceplugin::device_plugin_server::{DevicePlugin, DevicePluginServer};
+use beelet_state::events::Recorder;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use tokio::net::UnixListener;

@@ -14,14 +14,14 @@
 //! - `probe_load serve NUMBER`, `listen PORT`, `runtime NUMBER`: the other processes.
 
 use anyhow::{Context as _, Result, bail};
-use beelet::events::Recorder;
-use beelet::kernel::{CheckedNetns, Interest, Kernel, KernelOptions, Mode};
-use beelet::pods::manager::Request;
-use beelet::pods::table::{PodEntry, PodName, PodTable};
-use beelet::probes::{self, Handle, ProbeView, Probes, Settings};
-use beelet::runtime::Runtime;
+use beelet_bpf::{CheckedNetns, Interest, Kernel, KernelOptions, Mode};
+use beelet_cri::Runtime;
+use beelet_model::request::Request;
+use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_policy::probe::{EdgePolicy, Outcome, ProbeResult};
+use beelet_probes::{Handle, ProbeView, Probes, Settings};
 use beelet_proto::cri;
+use beelet_state::events::Recorder;
 use beelet_tests::agent::monotonic_ns;
 use beelet_tests::cri::{Container, FakeCri};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs, Process};
@@ -95,7 +95,7 @@ impl Place {
             pin_name: "beelet".to_owned(),
             cgroup: self.cgroup.dir("unified").context("no cgroup2 hierarchy")?,
             mode,
-            thresholds: beelet::kernel::Thresholds::default(),
+            thresholds: beelet_bpf::Thresholds::default(),
             without: &[],
             object: None,
         }))
@@ -229,8 +229,8 @@ impl Probing {
         let table = watch::Sender::new(Arc::new(table));
         let (requests, updates) = mpsc::channel(16_384);
         let door = endpoint.map(|endpoint| Runtime::new(endpoint, Duration::from_secs(120))).transpose()?;
-        let (handle, commands) = probes::handle();
-        let task = Probes::new(probes::Parts {
+        let (handle, commands) = beelet_probes::handle();
+        let task = Probes::new(beelet_probes::Parts {
             table: table.subscribe(),
             requests,
             runtime: door,
@@ -244,7 +244,7 @@ impl Probing {
                 canary: Duration::ZERO,
             },
             events: Recorder::default(),
-            metrics: probes::Metrics::default(),
+            metrics: beelet_probes::Metrics::default(),
             asking: runtime.handle().clone(),
         });
         let shutdown = CancellationToken::new();

@@ -1,4 +1,4 @@
 //! Quantities and durations.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::amounts(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::amounts(input));

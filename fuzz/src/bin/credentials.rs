@@ -1,7 +1,7 @@
 //! Docker's configuration in Secrets, against images.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::credentials(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::credentials(input));
 libfuzzer_sys::fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
     beelet_fuzz::mutate_json(data, size, max_size, seed)
 });

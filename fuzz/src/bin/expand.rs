@@ -1,4 +1,4 @@
 //! $(VAR) references.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::expand(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::expand(input));

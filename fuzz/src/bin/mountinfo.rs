@@ -1,4 +1,4 @@
 //! The table of mounts.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::mountinfo(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::mountinfo(input));

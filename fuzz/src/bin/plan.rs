@@ -1,7 +1,7 @@
 //! Scenarios of `beelet plan`, all kinds.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::plan(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::plan(input));
 libfuzzer_sys::fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
     beelet_fuzz::mutate_json(data, size, max_size, seed)
 });

@@ -1,4 +1,4 @@
 //! Frames of the runtime's streaming server.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet::fuzzing::stream_frames(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::stream_frames(input));

@@ -143,8 +143,8 @@ impl<'a> Script<'a> {
     }
 
     /// The call is done, and answered with a message of these bytes, whatever they mean.
-    pub fn answer_message(self, message: Vec<u8>) {
-        let frame = framed(&message);
+    pub fn answer_message(self, message: &[u8]) {
+        let frame = framed(message);
         self.lay_down(Act::Rewrite(Arc::new(move |_| frame.clone())));
     }
 

@@ -311,7 +311,7 @@ fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
     scene.node.wait_file(&shown, |text| text == "blue");
     scene.another_comes_and_goes();
     secret.check();
-    assert_eq!(listed(outside), [secret.path.clone()]);
+    assert_eq!(listed(outside), std::slice::from_ref(&secret.path));
     let pods: Vec<&str> = cases.iter().map(|(name, _)| *name).chain(["watcher"]).collect();
     scene.node.agent.remove("configmap-colors.yaml").unwrap();
     scene.end(&pods, Allowance::default());
@@ -345,9 +345,9 @@ fn a_volumes_folder_that_gave_way_to_a_link_is_not_set_up_through_it() {
     std::thread::sleep(std::time::Duration::from_secs(5));
     let found = fs::metadata(outside).unwrap();
     assert_eq!((found.mode() & 0o7777, found.gid()), (0o700, 0));
-    assert_eq!(listed(outside), [secret.path.clone()]);
+    assert_eq!(listed(outside), std::slice::from_ref(&secret.path));
     secret.check();
     scene.node.agent.remove("configmap-colors.yaml").unwrap();
     scene.end(&["disk", "content"], Allowance::default());
-    assert_eq!(listed(outside), [secret.path.clone()]);
+    assert_eq!(listed(outside), std::slice::from_ref(&secret.path));
 }

@@ -53,7 +53,12 @@ fn many_files(scene: &Scene, count: usize, per_file: Duration) {
     // Millions take minutes to make.
     let work = per_file * u32::try_from(count).unwrap();
     let deadline = started + Duration::from_secs(120) + work;
-    while !scene.node.agent.look(|watch| watch.pod("many").is_some_and(|pod| pod.ready())).unwrap() {
+    while !scene
+        .node
+        .agent
+        .look(|watch| watch.pod("many").is_some_and(beelet_tests::pods::PodView::ready))
+        .unwrap()
+    {
         assert!(Instant::now() < deadline, "the files are not there yet");
         std::thread::sleep(Duration::from_millis(200));
     }

@@ -75,7 +75,12 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
     require!(root, faketime);
     let mut scene = Scene::start(on_own_clock);
     scene.apply(&pod("web"));
+    // One that may run for ten hours, and a step is none of them.
+    let mut timed = pod("timed");
+    timed["spec"]["activeDeadlineSeconds"] = json!(10 * HOUR);
+    scene.apply(&timed);
     let before = steady(&scene.until_ready("web"));
+    scene.until_ready("timed");
     let changes = scene.changes();
     let conditions = ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"];
     let usual = conditions.map(|name| scene.condition(name));
@@ -85,7 +90,10 @@ fn pods_that_run_do_not_notice_that_the_clock_was_set() {
         assert_eq!(steady(&scene.until_ready("web")), before, "{ahead}");
         assert_eq!(conditions.map(|name| scene.condition(name)), usual, "{ahead}");
         assert_eq!(scene.changes(), changes, "{ahead}");
+        assert!(scene.until_pod("timed", "to be there", |_| true).ready(), "{ahead}");
     }
+    scene.remove("timed");
+    scene.until_gone("timed");
     // They come and go at any time, and the agent really has this one: it names it as the pod's start.
     for ahead in STEPS {
         scene.step(ahead);

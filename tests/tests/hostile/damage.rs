@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use beelet::state::State;
+use beelet_state::State;
 use beelet_tests::require;
 
 use crate::scene::{Scene, config_map, names_in, pod, with_volumes};

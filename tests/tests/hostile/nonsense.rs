@@ -198,7 +198,7 @@ enum Answer {
 impl Answer {
     fn to(self, script: Script<'_>) {
         match self {
-            Answer::Message(message) => script.answer_message(message),
+            Answer::Message(message) => script.answer_message(&message),
             Answer::Body(body) => script.answer_body(body),
         }
     }
@@ -231,7 +231,7 @@ fn a_pod_comes_up_though_each_call_is_answered_once_with_noise() {
     let scene = Scene::start(|_, options| options);
     // The runtime has done what it was asked; what it says of it is lost. So all is looked for and found.
     for op in MADE {
-        scene.cri.on(op).answer_message(vec![0xff; 64]);
+        scene.cri.on(op).answer_message(&[0xff; 64]);
     }
     scene.apply(&pod("web"));
     scene.until_ready("web");
@@ -509,7 +509,7 @@ fn a_runtime_of_unknown_kinds_is_taken_as_far_as_it_goes() {
     require!(root);
     let cri = FakeCri::start();
     cri.change(|world| {
-        world.runtime = ("\u{fffd}".repeat(1000), "v-1.\u{0}.999999999999999999999".to_owned())
+        world.runtime = ("\u{fffd}".repeat(1000), "v-1.\u{0}.999999999999999999999".to_owned());
     });
     cri.on(Op::RuntimeConfig).always().alter(|answer: &mut cri::RuntimeConfigResponse| {
         answer.linux = Some(cri::LinuxRuntimeConfiguration { cgroup_driver: 42 });

@@ -41,7 +41,10 @@ impl Filler {
                 }
             };
             filler.0.push(path);
-            while lack == Lack::Bytes {
+            if lack != Lack::Bytes {
+                continue;
+            }
+            loop {
                 if let Err(error) = file.write_all(&[1; 4096]) {
                     full(error);
                     return filler;

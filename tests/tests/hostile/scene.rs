@@ -156,7 +156,7 @@ impl Scene {
     pub(crate) fn until_relisted(&self) {
         for _ in 0..2 {
             let first = self.cri.calls().len();
-            self.until_called("a relist", first, 1, |asked| is_relist(asked));
+            self.until_called("a relist", first, 1, is_relist);
         }
     }
 

@@ -4,7 +4,7 @@
 #![allow(dead_code)] // each test binary uses its part
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
-use beelet::kernel::{
+use beelet_bpf::{
     Counters, Edge, Edges, Interest, Kernel, KernelOptions, Listener, Mode, NetnsHandle, built_in_object,
 };
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
@@ -46,7 +46,7 @@ impl Place {
             cgroup: self.cgroup_dir(),
             mode: Mode::Auto,
             object: None,
-            thresholds: beelet::kernel::Thresholds::default(),
+            thresholds: beelet_bpf::Thresholds::default(),
             without: &[],
         }
     }

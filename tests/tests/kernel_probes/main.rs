@@ -7,10 +7,10 @@ mod kernel;
 mod scene;
 mod schedule;
 
-use beelet::kernel::{CheckedNetns, Found, Kernel, KernelOptions, Mode, NetnsHandle};
-use beelet::pods::manager::Request;
-use beelet::probes::ProbeView;
+use beelet_bpf::{CheckedNetns, Found, Kernel, KernelOptions, Mode, NetnsHandle};
+use beelet_model::request::Request;
 use beelet_policy::probe::{Outcome, ProbeKind, ProbeResult};
+use beelet_probes::ProbeView;
 use beelet_tests::guards::ip;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{require, requires};

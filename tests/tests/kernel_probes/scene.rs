@@ -1,12 +1,12 @@
 //! The probes' task with the kernel half, fed by hand.
 
 use crate::kernel::Place;
-use beelet::events::Recorder;
-use beelet::kernel::{Interest, Kernel};
-use beelet::pods::manager::{ProbeUpdate, Request};
-use beelet::pods::table::{PodEntry, PodName, PodTable};
-use beelet::probes::{self, Handle, ProbeView, Probes, Settings, Wanted};
+use beelet_bpf::{Interest, Kernel};
+use beelet_model::request::{ProbeUpdate, Request};
+use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult};
+use beelet_probes::{Handle, ProbeView, Probes, Settings, Wanted};
+use beelet_state::events::Recorder;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -233,8 +233,8 @@ fn start(
     shutdown: &CancellationToken,
 ) -> (Handle, mpsc::Receiver<Request>) {
     let (requests, updates) = mpsc::channel(1024);
-    let (handle, commands) = probes::handle();
-    let task = Probes::new(probes::Parts {
+    let (handle, commands) = beelet_probes::handle();
+    let task = Probes::new(beelet_probes::Parts {
         table: table.subscribe(),
         requests,
         runtime: None,
@@ -244,7 +244,7 @@ fn start(
         commands,
         settings: settings(),
         events: events.clone(),
-        metrics: probes::Metrics::default(),
+        metrics: beelet_probes::Metrics::default(),
         asking: runtime.handle().clone(),
     });
     runtime.spawn(task.run(shutdown.clone()));

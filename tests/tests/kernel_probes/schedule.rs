@@ -2,7 +2,7 @@
 
 use crate::kernel::{LOOPBACK, Process};
 use crate::scene::{Pod, Scene, tcp};
-use beelet::kernel::{CheckedNetns, Found};
+use beelet_bpf::{CheckedNetns, Found};
 use beelet_policy::probe::Outcome;
 use beelet_policy::probe::ProbeKind::{Liveness, Readiness};
 use beelet_tests::require;

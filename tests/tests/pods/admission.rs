@@ -106,7 +106,7 @@ async fn a_critical_pod_takes_the_place_of_others_and_a_victim_that_hangs_holds_
     let held = node.cri.on(Op::StopContainer).hold();
     node.apply(&critical("crit", "2"));
     held.reached().await;
-    let gone = |table: &beelet::pods::table::PodTable| {
+    let gone = |table: &beelet_model::table::PodTable| {
         let failed =
             |name: &&&str| crate::node::view(table, name).is_some_and(|pod| failed_with("Preempting")(&pod));
         let names: Vec<&str> = ["a", "b", "c", "d"].iter().filter(failed).copied().collect();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use beelet::pods::labels;
+use beelet_model::labels;
 use beelet_proto::cri;
 use beelet_tests::cri::{Asked, Op};
 

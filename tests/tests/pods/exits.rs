@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use beelet::lifecycle::{OomKill, Signal};
+use beelet_pleg::{OomKill, Signal};
 use beelet_tests::cri::{Asked, Container, Held, Op};
 use serde_json::json;
 

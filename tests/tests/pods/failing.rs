@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use beelet::pods::manager::Request;
+use beelet_model::request::Request;
 use beelet_tests::cri::{Asked, Op};
 use serde_json::json;
 

@@ -1,9 +1,9 @@
 //! Dead containers that are collected, and what must not come of it.
 
-use beelet::events::{NodeEvents, Recorder};
-use beelet::pods::garbage::{self, ContainerGc, Handle, Metrics, Parts, Wish};
-use beelet::runtime::Runtime;
+use beelet_cri::Runtime;
+use beelet_images::containers::{self, ContainerGc, Handle, Metrics, Parts, Wish};
 use beelet_policy::container_gc::ContainerGcPolicy;
+use beelet_state::events::{NodeEvents, Recorder};
 use beelet_tests::cri::{Op, Outcome, PATIENCE};
 use serde_json::json;
 use std::time::Duration;
@@ -42,7 +42,7 @@ impl Collector {
 
     /// One that waits to be asked.
     fn asked(node: &Node, keep: i64) -> Collector {
-        Collector::start(node, keep, garbage::PERIOD)
+        Collector::start(node, keep, containers::PERIOD)
     }
 }
 

@@ -67,7 +67,7 @@ async fn a_copy_of_a_manifest_leaves_the_running_pod_alone_after_a_restart_too()
     let web = node.until_ready("web").await;
     let first = node.cri.calls().len();
     let text = std::fs::read_to_string(node.manifest("web")).unwrap();
-    let rejection = |table: &beelet::pods::table::PodTable| table.rejected.first().cloned();
+    let rejection = |table: &beelet_model::table::PodTable| table.rejected.first().cloned();
     // It comes first by name; and by its time, to the agent that starts again.
     node.apply_text("a-copy-of-web", &text);
     let rejected = node.until("the rejection", rejection).await;

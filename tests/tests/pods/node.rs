@@ -7,37 +7,39 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use beelet::admission::{self, Admission, Conditions, NodeResources};
-use beelet::cgroups::{Cgroups, Hierarchy, Layout, Version};
-use beelet::devices::{self, Devices, Store, StoreError};
-use beelet::events::Recorder;
-use beelet::images::Leases;
-use beelet::images::pull::{Limits, Puller};
-use beelet::kernel::{Kernel, KernelOptions, Mode};
-use beelet::lifecycle::exits::{self, Exits};
-use beelet::lifecycle::relist::{self, Relist};
-use beelet::lifecycle::{Pace, Signal, stream};
-use beelet::pods::cri_config::{Allocatable, NodeFacts};
-use beelet::pods::labels;
-use beelet::pods::launch::Launcher;
-use beelet::pods::logs::rotate::{self, Rotator};
-use beelet::pods::manager::{Manager, Parts, Request};
-use beelet::pods::manifest::Desired;
-use beelet::pods::manifest::source::{ManifestSource, Options};
-use beelet::pods::metrics::Metrics;
-use beelet::pods::observe::managed;
-use beelet::pods::processes::Shared as Processes;
-use beelet::pods::qos_tree;
-use beelet::pods::records::Records;
-use beelet::pods::table::{Complete, PodEntry, PodName, PodTable};
-use beelet::pods::volumes;
-use beelet::probes::{self, ProbeView, Probes};
-use beelet::runtime::Runtime;
-use beelet::state::{ForeignFile, State};
+use beelet_admission::{Admission, NodeResources};
+use beelet_bpf::{Kernel, KernelOptions, Mode};
+use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
+use beelet_devices::{Devices, Store, StoreError};
+use beelet_images::Leases;
+use beelet_images::pull::{Limits, Puller};
+use beelet_logs::rotate::{self, Rotator};
+use beelet_manifests::source::{ManifestSource, Options};
+use beelet_model::desired::Desired;
+use beelet_model::labels;
+use beelet_model::pod::managed;
+use beelet_model::pod::{Allocatable, NodeFacts};
+use beelet_model::pressure::Conditions;
+use beelet_model::processes::Shared as Processes;
+use beelet_model::request::Request;
+use beelet_model::table::{Complete, PodEntry, PodName, PodTable};
+use beelet_pleg::exits::{self, Exits};
+use beelet_pleg::relist::{self, Relist};
+use beelet_pleg::{Pace, Signal, stream};
+use beelet_pods::launch::Launcher;
+use beelet_pods::manager::{Manager, Parts};
+use beelet_pods::metrics::Metrics;
+use beelet_pods::qos_tree;
+use beelet_pods::records::Records;
+use beelet_state::events::Recorder;
+
+use beelet_cri::Runtime;
 use beelet_policy::cgroups::{CgroupConfig, CgroupVersion, NodeAmounts};
 use beelet_policy::probe::EdgePolicy;
 use beelet_policy::quantity::Quantity;
+use beelet_probes::{ProbeView, Probes};
 use beelet_proto::cri;
+use beelet_state::{ForeignFile, State};
 use beelet_tests::cri::{FakeCri, Op, PATIENCE, World};
 use k8s_openapi::api::core::v1::ContainerStatus;
 use serde_json::{Value, json};
@@ -103,7 +105,7 @@ struct Agent {
     keeping: qos_tree::Metrics,
     requests: mpsc::Sender<Request>,
     events: Recorder,
-    probes: probes::Handle,
+    probes: beelet_probes::Handle,
     signals: mpsc::Sender<Signal>,
     shutdown: CancellationToken,
     ended: JoinHandle<()>,
@@ -139,7 +141,7 @@ impl Node {
                 std::fs::write(mount.join(file), content).unwrap();
             }
         }
-        let checkpoint = devices::Settings::new(dir.path().join("kubelet")).checkpoint();
+        let checkpoint = beelet_devices::Settings::new(dir.path().join("kubelet")).checkpoint();
         Node { cri, settings, store: Arc::new(TestStore::new(checkpoint)), agent: None, dir }
     }
 
@@ -444,29 +446,29 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         cgroup: PathBuf::new(),
         mode: Mode::Off,
         object: None,
-        thresholds: beelet::kernel::Thresholds::default(),
+        thresholds: beelet_bpf::Thresholds::default(),
         without: &[],
     });
     let events = Recorder::load(&state);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let (requests_out, requests) = mpsc::channel(64);
     let (active_out, active) = watch::channel(None);
-    let device_settings = devices::Settings::new(dir.join("kubelet"));
+    let device_settings = beelet_devices::Settings::new(dir.join("kubelet"));
     let (devices, device_tasks) = match settings.plugin_wait {
         None => (Devices::none(), None),
         Some(plugin_wait) => {
             let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
             let containers = runtime.list_containers(Some(ours)).await.unwrap();
-            let parts = devices::Parts {
-                settings: devices::Settings { plugin_wait, ..device_settings },
+            let parts = beelet_devices::Parts {
+                settings: beelet_devices::Settings { plugin_wait, ..device_settings },
                 store,
                 active,
                 requests: requests_out.clone(),
-                metrics: devices::Metrics::default(),
+                metrics: beelet_devices::Metrics::default(),
                 events: events.clone(),
                 node_name: "n1".to_owned(),
             };
-            let (devices, tasks) = Devices::open(parts, || devices::remnants(&containers));
+            let (devices, tasks) = Devices::open(parts, || beelet_devices::remnants(&containers));
             (devices, Some(tasks))
         }
     };
@@ -505,8 +507,8 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         admission(&requests_out),
         desired.clone(),
     ));
-    tokio::spawn(volumes::follow(table.clone(), Arc::clone(&launcher), working.clone()));
-    let sweep = volumes::Sweep {
+    tokio::spawn(beelet_pods::refresh::follow(table.clone(), Arc::clone(&launcher), working.clone()));
+    let sweep = beelet_pods::orphans::Sweep {
         pods_dir: dir.join("pods"),
         table: table.clone(),
         known: records.known(),
@@ -514,7 +516,7 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         runtime: runtime.clone(),
         period: Duration::from_millis(200),
     };
-    tokio::spawn(volumes::sweep(sweep, working.clone()));
+    tokio::spawn(beelet_pods::orphans::sweep(sweep, working.clone()));
     let keeping = qos_tree::Metrics::default();
     let keeper = qos_tree::Parts {
         table: table.clone(),
@@ -540,22 +542,22 @@ async fn connect(dir: PathBuf, endpoint: String, settings: Settings, store: Arc<
         stop_pods_on_exit: settings.stop_pods_on_exit,
         complete: Arc::clone(&complete),
     });
-    let (probes_handle, commands) = probes::handle();
-    let probes = Probes::new(probes::Parts {
+    let (probes_handle, commands) = beelet_probes::handle();
+    let probes = Probes::new(beelet_probes::Parts {
         table: table.clone(),
         requests: requests_out.clone(),
         listeners: kernel.listeners(),
-        edges: kernel.subscribe(beelet::kernel::Interest::LISTENERS),
+        edges: kernel.subscribe(beelet_bpf::Interest::LISTENERS),
         runtime: Some(runtime.clone()),
         checker: kernel.checker(),
         commands,
-        settings: probes::Settings {
+        settings: beelet_probes::Settings {
             tcp_by_kernel: false,
             edge_policy: EdgePolicy::Immediate,
             canary: Duration::ZERO,
         },
         events: events.clone(),
-        metrics: probes::Metrics::default(),
+        metrics: beelet_probes::Metrics::default(),
         asking: tokio::runtime::Handle::current(),
     });
     let limits = rotate::Limits { max_size: LOG_MAX, max_files: 5, interval: Duration::from_millis(200) };
@@ -630,12 +632,12 @@ fn cgroups(dir: &Path) -> Arc<Cgroups> {
 fn admission(requests: &mpsc::Sender<Request>) -> Arc<Admission> {
     let amounts = [("cpu", "4"), ("memory", "8Gi"), ("ephemeral-storage", "10Gi"), ("pods", "110")];
     let amounts = amounts.map(|(name, text)| (name.to_owned(), Quantity::parse(text).unwrap()));
-    Arc::new(Admission::new(admission::Parts {
+    Arc::new(Admission::new(beelet_admission::Parts {
         resources: NodeResources::new(amounts.into(), &BTreeMap::new(), &[]),
         policy: beelet_policy::preemption::Policy::Kubelet,
         conditions: watch::channel(Conditions::new()).1,
         requests: requests.clone(),
-        metrics: admission::Metrics::default(),
+        metrics: beelet_admission::Metrics::default(),
     }))
 }
 

@@ -4,8 +4,8 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::time::Duration;
 
-use beelet::pods::manager::Request;
-use beelet::pods::table::PodTable;
+use beelet_model::request::Request;
+use beelet_model::table::PodTable;
 use beelet_policy::probe::{ProbeKind, ProbeResult};
 use beelet_tests::cri::{Asked, FakeCri, Op};
 use serde_json::{Value, json};

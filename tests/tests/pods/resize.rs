@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use beelet_tests::cri::Asked;
 use serde_json::{Value, json};
 
-use beelet::pods::qos_tree::Level;
+use beelet_pods::qos_tree::Level;
 
 use crate::node::{Node, View, pod, until_file, with};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use beelet::pods::labels;
+use beelet_model::labels;
 use beelet_tests::cri::{Asked, Op};
 use serde_json::json;
 

@@ -11,7 +11,7 @@
 use super::Row;
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
-use beelet::kernel::{self, Kernel, KernelOptions, Mode, Thresholds};
+use beelet_bpf::{Kernel, KernelOptions, Mode, Thresholds};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::{self, interrupted};
@@ -106,14 +106,14 @@ impl Place {
 
     /// Runs and nanoseconds of some of the programs, by the kernel's count.
     fn runs(&self, of: &[&str]) -> Result<(u64, u64)> {
-        let pinned = kernel::pinned(&self.options.bpffs, &self.options.pin_name)?;
+        let pinned = beelet_bpf::pinned(&self.options.bpffs, &self.options.pin_name)?;
         let programs = pinned.programs.iter().filter(|program| of.contains(&program.name));
         Ok(programs.fold((0, 0), |(runs, ns), program| (runs + program.runs, ns + program.run_ns)))
     }
 
     /// Takes the scheduler's programs off, which would cost the pod's load more than the other one.
     fn detach_scheduler(&self) -> Result<()> {
-        let links = kernel::pinned(&self.options.bpffs, &self.options.pin_name)?.dir.join("links");
+        let links = beelet_bpf::pinned(&self.options.bpffs, &self.options.pin_name)?.dir.join("links");
         for program in SCHEDULER {
             match std::fs::remove_file(links.join(program)) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -203,7 +203,7 @@ struct Counted {
 
 /// Plays ping-pong while the kernel counts.
 fn counted(place: &mut Place) -> Result<Counted> {
-    let statistics = kernel::count_runs()?;
+    let statistics = beelet_bpf::count_runs()?;
     let before = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?);
     played(place)?;
     let after = (place.runs(&[SWITCHES])?.0, place.runs(&SCHEDULER)?);
@@ -253,7 +253,7 @@ fn called(client: &mut Load, server: &mut Load, port: &str, many: u32, bytes: u3
 /// The share of the load's time that goes into the programs of every cgroup, by the kernel's count.
 fn counted_everywhere(place: &mut Place, port: &str, many: u32, bytes: u32) -> Result<f64> {
     const TIMES: u32 = 20;
-    let statistics = kernel::count_runs()?;
+    let statistics = beelet_bpf::count_runs()?;
     let before = place.runs(&EVERYWHERE)?;
     let mut took = 0.0;
     for _ in 0..TIMES {

@@ -26,8 +26,8 @@
 use super::{Row, Statistic};
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
-use beelet::pods::cri_config::{MASKED_PATHS, READONLY_PATHS};
 use beelet_proto::cri;
+use beelet_spec::cri_config::{MASKED_PATHS, READONLY_PATHS};
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::kubelet::{self, Kubelet};

@@ -7,9 +7,9 @@
 use super::Row;
 use crate::progress::Step;
 use anyhow::{Context as _, Result};
-use beelet::api::signals::client::Client;
-use beelet::cgroups::{Cgroups, Files};
-use beelet::config::CgroupDriver;
+use beelet_cgroups::{Cgroups, Files};
+use beelet_client::signals::Client;
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_proto::cri;
 use beelet_tests::agent::http_get;
 use beelet_tests::containerd::block_on;

@@ -4,7 +4,7 @@
 use super::boot::End;
 use super::doctor::{self, Findings};
 use super::results::{Test, Transcript, Verdict};
-use beelet::kernel::{self, ProgramInfo};
+use beelet_bpf::ProgramInfo;
 use comfy_table::{Table, presets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -163,9 +163,11 @@ impl Summary {
         let _ = writeln!(text, "\n## What works where\n\n{}", row("program", head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
         let mut reasons = Vec::new();
-        for ProgramInfo { name, .. } in kernel::programs() {
+        for ProgramInfo { name, .. } in beelet_bpf::programs() {
             let cell = |findings: &Findings| match findings.get(name) {
-                Some(Ok(detail)) if detail.starts_with(kernel::NOT_NEEDED) => kernel::NOT_NEEDED.to_owned(),
+                Some(Ok(detail)) if detail.starts_with(beelet_bpf::NOT_NEEDED) => {
+                    beelet_bpf::NOT_NEEDED.to_owned()
+                }
                 Some(Ok(_)) => "yes".to_owned(),
                 Some(Err(_)) => "**fallback**".to_owned(),
                 None => "-".to_owned(),
@@ -185,7 +187,7 @@ impl Summary {
             let _ = writeln!(text, "\n`beelet doctor --bpf` gave no answer on {title}.");
         }
         let _ = writeln!(text, "\n| program | needs | where it can't run |\n| --- | --- | --- |");
-        for ProgramInfo { name, needs, fallback } in kernel::programs() {
+        for ProgramInfo { name, needs, fallback } in beelet_bpf::programs() {
             let cells = [needs.to_owned(), fallback.to_owned()];
             let _ = writeln!(text, "{}", row(&format!("`{name}`"), &cells));
         }
@@ -291,7 +293,7 @@ mod tests {
 
     /// What the doctor says of the first program.
     fn doctor(state: &str) -> String {
-        let name = kernel::programs().next().unwrap().name;
+        let name = beelet_bpf::programs().next().unwrap().name;
         format!(
             r#"doctor-json {{"canRun":true,"findings":[{{"check":"{name}","state":"{state}","detail":"as found"}}]}}"#
         )
@@ -347,7 +349,7 @@ mod tests {
     #[test]
     fn the_documentation_has_what_works_what_stands_in_and_what_was_tested() {
         let text = summary(vec![good(), bad()]).markdown();
-        let program = kernel::programs().next().unwrap();
+        let program = beelet_bpf::programs().next().unwrap();
         for line in [
             "| release | 6.1.0-9 | 7.3.4-1-x |",
             "| program | 6.1 | 7.3 (debian) |",

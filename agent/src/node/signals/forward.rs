@@ -9,9 +9,9 @@ use beelet_proto::beelet::signal_edge::Type;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::api::signals::feed::Feed;
-use crate::kernel::{Edge, Edges, Listener, PressureKind};
-use crate::pressure::{NodePressure, Pressure};
+use beelet_api::signals::feed::Feed;
+use beelet_bpf::{Edge, Edges, Listener, PressureKind};
+use beelet_stats::{NodePressure, Pressure};
 
 /// An unknown cgroup makes the containers be looked up again, at most this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);

@@ -1,0 +1,295 @@
+//! Who may run here: room for a pod's requests is found, made (a critical pod preempts) or refused, before anything of
+//! the pod is started.
+//!
+//! The decisions are `beelet_policy::admission` and `::preemption`, the same that `beelet plan` shows; here they meet the
+//! pods that really hold something. A pod's worker asks before it starts anything; the pods' manager says what leaves and
+//! what has left. Room is counted as taken until the pod that had it is really gone, so a new pod may have to wait for
+//! one on its way out, and is not refused for it.
+//!
+//! Must never kill anything by itself (it asks the pods' manager to), never look at what pods use, and never refuse a pod
+//! that runs already.
+
+use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
+mod comeback;
+mod ledger;
+mod metrics;
+mod node;
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use beelet_policy::{
+    critical::is_critical,
+    eviction::NodeCondition,
+    preemption,
+    qos::{QosClass, qos_class},
+};
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
+use tracing::{info, warn};
+
+pub use self::{
+    comeback::Comeback,
+    metrics::Metrics,
+    node::{NodeResources, hugepages},
+};
+
+use self::ledger::{Ledger, Verdict};
+use beelet_model::{request::Request, table::PodName};
+
+const PREEMPTED_MESSAGE: &str = "Preempted in order to admit critical pod";
+/// The taint that a pod must tolerate to be let in without requests while memory is short.
+const MEMORY_PRESSURE_TAINT: &str = "node.kubernetes.io/memory-pressure";
+
+/// Why a pod may not run here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rejection {
+    /// One word, as the kubelet has it: `OutOfcpu`, `NodePorts`, `Evicted`, `UnexpectedAdmissionError`, …
+    pub reason: String,
+    /// A sentence.
+    pub message: String,
+}
+
+/// Why a pod that runs can't have other amounts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deferral {
+    /// Not on this node, whoever goes.
+    pub infeasible: bool,
+    /// A sentence.
+    pub message: String,
+}
+
+/// What admission needs from the rest of the node.
+#[derive(Debug)]
+pub struct Parts {
+    /// What the node has for pods.
+    pub resources: NodeResources,
+    /// How victims are chosen.
+    pub policy: preemption::Policy,
+    /// What the node is short of.
+    pub conditions: watch::Receiver<Conditions>,
+    /// To the pods' manager.
+    pub requests: mpsc::Sender<Request>,
+    /// Counters.
+    pub metrics: Metrics,
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct Admission {
+    parts: Parts,
+    ledger: Mutex<Ledger>,
+    /// Counts what has left, was marked as leaving, or gave up waiting.
+    changes: watch::Sender<u64>,
+}
+
+/// A place in the queue of pods that wait for room. Dropped before it was admitted, the pod gives it up.
+struct Place<'a> {
+    admission: &'a Admission,
+    uid: String,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        if self.admission.ledger().give_up(&self.uid) {
+            self.admission.changed();
+        }
+    }
+}
+
+impl Admission {
+    /// Admission on a node where no pod is yet.
+    #[must_use]
+    pub fn new(parts: Parts) -> Self {
+        let ledger = Mutex::new(Ledger::new(parts.resources.clone(), parts.policy));
+        Self { parts, ledger, changes: watch::Sender::new(0) }
+    }
+
+    /// Admission that lets every pod in: for tests of what runs above it.
+    #[must_use]
+    pub fn unlimited() -> Self {
+        // Nobody is ever preempted, so nobody listens.
+        let requests = mpsc::channel(1).0;
+        Self::new(Parts {
+            resources: NodeResources::unlimited(),
+            policy: preemption::Policy::Kubelet,
+            conditions: watch::channel(Conditions::new()).1,
+            requests,
+            metrics: Metrics::default(),
+        })
+    }
+
+    /// What the node has for pods.
+    #[must_use]
+    pub fn resources(&self) -> &NodeResources {
+        &self.parts.resources
+    }
+
+    /// Counts a pod that runs already: whatever is said of it now, it was let in before the agent's restart.
+    pub fn adopt(&self, pod: &Arc<core::Pod>) {
+        self.ledger().adopt(pod);
+    }
+
+    /// Whether a pod that runs may have other amounts of cpu and memory. If so it is counted with them from now on, and
+    /// those that wait for room look again.
+    ///
+    /// # Errors
+    /// There is no room for them now, or there never is on this node.
+    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), Deferral> {
+        self.ledger().resize(pod, Instant::now())?;
+        self.changed();
+        Ok(())
+    }
+
+    /// The pod is on its way out; what it has is not free yet. Unknown pods are none of ours.
+    pub fn leaving(&self, uid: &str, grace: Duration) {
+        if self.ledger().leaving(uid, Instant::now(), grace) {
+            self.changed();
+        }
+    }
+
+    /// Nothing of the pod runs any more.
+    pub fn released(&self, uid: &str) {
+        if self.ledger().released(uid) {
+            self.changed();
+        }
+    }
+
+    /// Waits until `pod` may run: at once if there is room, later if there will be. Asked again for a pod that was let in
+    /// it says yes at once. Dropped, the pod's place in the queue is given up.
+    ///
+    /// # Errors
+    /// Why it may not run here at all.
+    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), Rejection> {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        if self.ledger().has(&uid) {
+            return Ok(());
+        }
+        if let Some(rejection) = self.refused_by_conditions(pod) {
+            return Err(self.rejected(pod, rejection));
+        }
+        let _place = Place { admission: self, uid };
+        let mut changes = self.changes.subscribe();
+        loop {
+            changes.mark_unchanged();
+            let verdict = self.ledger().decide(pod, Instant::now());
+            let wake = match verdict {
+                Verdict::Admitted => return Ok(()),
+                Verdict::Rejected(rejection) => return Err(self.rejected(pod, rejection)),
+                Verdict::Wait { until } => until,
+                Verdict::Preempt { victims, resource, until } => {
+                    self.preempt(pod, &victims, &resource).await;
+                    until
+                }
+            };
+            let timer = async {
+                match wake {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                // The sender lives as long as this value.
+                _ = changes.changed() => {}
+                () = timer => {}
+            }
+        }
+    }
+
+    /// Has a pod ended that may not run here.
+    pub async fn refuse(&self, uid: &str, rejection: Rejection) {
+        let Rejection { reason, message } = rejection;
+        let request = Request::Fail { uid: uid.to_owned(), reason, message, grace: None };
+        // Without a manager there is nobody to end it, and soon no pod.
+        let _ = self.parts.requests.send(request).await;
+    }
+
+    /// Whether a pod that was ended would find room now, without anybody's going. If so the room is kept for it for a while.
+    pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
+        self.refused_by_conditions(pod).is_none() && self.ledger().reserve(pod, Instant::now())
+    }
+
+    /// All victims at once: none waits for another's end.
+    async fn preempt(&self, pod: &core::Pod, victims: &[Arc<core::Pod>], resource: &str) {
+        for victim in victims {
+            warn!(pod = %PodName::of(pod), victim = %PodName::of(victim), resource, "preempts a pod to make room");
+            self.parts.metrics.preempted(resource);
+            let request = Request::Fail {
+                uid: victim.metadata.uid.clone().unwrap_or_default(),
+                reason: PREEMPTING.to_owned(),
+                message: PREEMPTED_MESSAGE.to_owned(),
+                grace: None,
+            };
+            if self.parts.requests.send(request).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn rejected(&self, pod: &core::Pod, rejection: Rejection) -> Rejection {
+        info!(pod = %PodName::of(pod), reason = rejection.reason, message = rejection.message, "pod is rejected");
+        self.parts.metrics.rejected(&rejection.reason);
+        rejection
+    }
+
+    /// The kubelet's rule (`pkg/kubelet/eviction`, `Admit`): under memory pressure no pod without requests, unless it
+    /// tolerates that; under any other pressure no pod at all. Critical pods come in always.
+    fn refused_by_conditions(&self, pod: &core::Pod) -> Option<Rejection> {
+        let conditions = self.parts.conditions.borrow();
+        if conditions.is_empty() || is_critical(pod) {
+            return None;
+        }
+        let only_memory = conditions.iter().all(|condition| *condition == NodeCondition::MemoryPressure);
+        let best_effort = qos_class(pod).is_ok_and(|class| class == QosClass::BestEffort);
+        if only_memory && (!best_effort || tolerates_memory_pressure(pod)) {
+            return None;
+        }
+        let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
+        let message = format!("Pod was rejected: The node had condition: [{}]", names.join(" "));
+        Some(Rejection { reason: EVICTED.to_owned(), message })
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Never held across an await.
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How long a pod that leaves gets before it counts as one that won't: the kubelet waits half as long again as the pod's
+/// own grace period, and at least 10 s (`pkg/kubelet/pod_workers.go`, `killPodNow`).
+fn patience(grace: Duration) -> Duration {
+    (grace + grace / 2).max(Duration::from_secs(10))
+}
+
+fn grace_of(pod: &core::Pod) -> Duration {
+    beelet_model::pod::grace_period(pod)
+}
+
+fn tolerates_memory_pressure(pod: &core::Pod) -> bool {
+    let tolerations = pod.spec.iter().flat_map(|spec| spec.tolerations.iter().flatten());
+    tolerations.into_iter().any(|toleration| {
+        let effect = toleration.effect.as_deref().is_none_or(|e| e.is_empty() || e == "NoSchedule");
+        let exists = toleration.operator.as_deref() == Some("Exists");
+        let key = match toleration.key.as_deref() {
+            None | Some("") => exists,
+            Some(key) => {
+                // The taint has no value, so only an empty one equals it.
+                key == MEMORY_PRESSURE_TAINT
+                    && (exists || toleration.value.as_deref().is_none_or(str::is_empty))
+            }
+        };
+        effect && key
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,331 @@
+use serde_json::{Value, json};
+
+use super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn pod(name: &str, cpu: &str, spec: &Value) -> Arc<core::Pod> {
+    let mut all = json!({
+        "terminationGracePeriodSeconds": 20,
+        "containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}}}],
+    });
+    for (field, value) in spec.as_object().into_iter().flatten() {
+        all[field] = value.clone();
+    }
+    let pod = json!({"metadata": {"name": name, "namespace": "default", "uid": name}, "spec": all});
+    Arc::new(serde_json::from_value(pod).unwrap())
+}
+
+fn plain(name: &str, cpu: &str) -> Arc<core::Pod> {
+    pod(name, cpu, &json!({}))
+}
+
+fn critical(name: &str, cpu: &str) -> Arc<core::Pod> {
+    pod(name, cpu, &json!({"priority": 2_000_000_000}))
+}
+
+/// A node with 4 CPUs and room for 10 pods, and what it asks of the manager.
+struct Node {
+    admission: Arc<Admission>,
+    requests: mpsc::Receiver<Request>,
+    conditions: watch::Sender<Conditions>,
+}
+
+impl Node {
+    fn new() -> Self {
+        let amounts = [("cpu", "4"), ("memory", "8Gi"), ("pods", "10")];
+        let amounts = amounts
+            .map(|(name, text)| (name.to_owned(), beelet_policy::quantity::Quantity::parse(text).unwrap()));
+        let (requests, receiver) = mpsc::channel(64);
+        let (conditions, watched) = watch::channel(Conditions::new());
+        let admission = Admission::new(Parts {
+            resources: NodeResources::new(amounts.into(), &Default::default(), &[]),
+            policy: preemption::Policy::Kubelet,
+            conditions: watched,
+            requests,
+            metrics: Metrics::default(),
+        });
+        Self { admission: Arc::new(admission), requests: receiver, conditions }
+    }
+
+    /// The answer, if there is one at once.
+    async fn ask(&self, pod: &Arc<core::Pod>) -> Option<Result<(), Rejection>> {
+        tokio::time::timeout(Duration::ZERO, self.admission.admit(pod)).await.ok()
+    }
+
+    async fn admits(&self, pod: &Arc<core::Pod>) {
+        assert_eq!(self.ask(pod).await, Some(Ok(())), "{:?}", pod.metadata.name);
+    }
+
+    async fn rejects(&self, pod: &Arc<core::Pod>, reason: &str, message: &str) {
+        let rejection = self.ask(pod).await.expect("it waits").unwrap_err();
+        assert_eq!((rejection.reason.as_str(), rejection.message.as_str()), (reason, message));
+    }
+
+    /// Lets the pod wait on, as its worker does.
+    fn waits(&self, pod: &Arc<core::Pod>) -> tokio::task::JoinHandle<Result<(), Rejection>> {
+        let (admission, pod) = (Arc::clone(&self.admission), Arc::clone(pod));
+        tokio::spawn(async move { admission.admit(&pod).await })
+    }
+
+    /// Who was told to go, so far.
+    fn told(&mut self) -> Vec<String> {
+        let mut told = Vec::new();
+        while let Ok(Request::Fail { uid, reason, message, grace }) = self.requests.try_recv() {
+            assert_eq!((reason.as_str(), grace), ("Preempting", None));
+            assert_eq!(message, "Preempted in order to admit critical pod");
+            told.push(uid);
+        }
+        told
+    }
+}
+
+/// Lets the tasks that can go on do so.
+async fn settle() {
+    for _ in 0..20 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_does_not_fit_is_refused_in_the_kubelets_words() {
+    let node = Node::new();
+    node.admits(&plain("a", "3")).await;
+    node.admits(&plain("a", "3")).await;
+    let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
+    node.rejects(&plain("b", "2"), "OutOfcpu", words).await;
+    let resources = json!({"requests": {"cpu": "0", "memory": "9Gi"}});
+    let large = pod("large", "0", &json!({"containers": [{"name": "c", "resources": resources}]}));
+    let words = "Pod was rejected: Node didn't have enough resource: memory, requested: 9663676416, used: 0, capacity: 8589934592";
+    node.rejects(&large, "OutOfmemory", words).await;
+    node.admits(&plain("c", "1")).await;
+    for i in 0..8 {
+        node.admits(&plain(&format!("p{i}"), "0")).await;
+    }
+    let words =
+        "Pod was rejected: Node didn't have enough resource: pods, requested: 1, used: 10, capacity: 10";
+    node.rejects(&plain("z", "0"), "OutOfpods", words).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_taken_port_and_another_system_are_reasons_of_their_own() {
+    let node = Node::new();
+    let port = |name: &str| {
+        pod(
+            name,
+            "0",
+            &json!({"containers": [{"name": "c", "ports": [{"containerPort": 1, "hostPort": 80}]}]}),
+        )
+    };
+    node.admits(&port("a")).await;
+    let words = "Pod was rejected: Predicate NodePorts failed: host port 80/TCP is in use by default/a";
+    node.rejects(&port("b"), "NodePorts", words).await;
+    let foreign = pod("w", "0", &json!({"os": {"name": "windows"}}));
+    let words = "Pod was rejected: the pod is for windows, and this node runs linux";
+    node.rejects(&foreign, "PodOSNotSupported", words).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_runs_already_is_never_refused_and_counts() {
+    let node = Node::new();
+    node.admission.adopt(&plain("big", "6"));
+    node.admits(&plain("big", "6")).await;
+    let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 6000, capacity: 4000";
+    node.rejects(&plain("b", "1"), "OutOfcpu", words).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_waits_for_one_on_its_way_out_and_later_ones_wait_behind_it() {
+    let node = Node::new();
+    node.admits(&plain("old", "4")).await;
+    node.admission.leaving("old", SECOND);
+    let first = node.waits(&plain("first", "3"));
+    settle().await;
+    // What the first waits for isn't the second's.
+    let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
+    node.rejects(&plain("second", "2"), "OutOfcpu", words).await;
+    let third = node.waits(&plain("third", "1"));
+    settle().await;
+    assert!(!first.is_finished() && !third.is_finished());
+    node.admission.released("old");
+    assert_eq!(first.await.unwrap(), Ok(()));
+    assert_eq!(third.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_place_in_the_queue_is_given_up_with_the_wait() {
+    let node = Node::new();
+    node.admits(&plain("old", "4")).await;
+    node.admission.leaving("old", SECOND);
+    let first = node.waits(&plain("first", "3"));
+    settle().await;
+    first.abort();
+    settle().await;
+    node.admission.released("old");
+    node.admits(&plain("second", "2")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_critical_pod_has_its_victims_killed_at_once_and_comes_in_when_there_is_room() {
+    let mut node = Node::new();
+    for name in ["a", "b", "c", "d"] {
+        node.admits(&plain(name, "1")).await;
+    }
+    let waiting = node.waits(&critical("critical", "2"));
+    settle().await;
+    let told = node.told();
+    assert_eq!(told.len(), 2, "both are told before either is gone");
+    // Nobody takes the room that is made.
+    node.admission.released(&told[0]);
+    settle().await;
+    assert!(!waiting.is_finished());
+    let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000";
+    node.rejects(&plain("thief", "1"), "OutOfcpu", words).await;
+    node.admission.released(&told[1]);
+    assert_eq!(waiting.await.unwrap(), Ok(()));
+    assert_eq!(node.told(), Vec::<String>::new());
+    assert_eq!(node.admission.parts.metrics.preemptions("cpu"), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_victim_that_will_not_die_is_replaced_by_others() {
+    let mut node = Node::new();
+    for name in ["a", "b", "c", "d"] {
+        node.admits(&plain(name, "1")).await;
+    }
+    let waiting = node.waits(&critical("critical", "2"));
+    settle().await;
+    let told = node.told();
+    node.admission.released(&told[0]);
+    // Its grace period is 20 s, and the kubelet's patience half as long again.
+    tokio::time::sleep(29 * SECOND).await;
+    assert_eq!(node.told(), Vec::<String>::new());
+    tokio::time::sleep(2 * SECOND).await;
+    let instead = node.told();
+    assert_eq!(instead.len(), 1);
+    assert!(!told.contains(&instead[0]));
+    node.admission.released(&instead[0]);
+    assert_eq!(waiting.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_only_one_that_will_not_die_could_make_room_the_critical_pod_waits_on() {
+    let mut node = Node::new();
+    node.admits(&plain("a", "4")).await;
+    let waiting = node.waits(&critical("critical", "2"));
+    settle().await;
+    assert_eq!(node.told(), ["a"]);
+    tokio::time::sleep(300 * SECOND).await;
+    assert!(!waiting.is_finished());
+    node.admission.released("a");
+    assert_eq!(waiting.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_critical_pod_that_nobody_can_make_room_for_costs_nobody_anything() {
+    let mut node = Node::new();
+    node.admits(&plain("a", "1")).await;
+    node.admits(&critical("b", "2")).await;
+    let rejection = node.ask(&critical("c", "3")).await.unwrap().unwrap_err();
+    assert_eq!(rejection.reason, "UnexpectedAdmissionError");
+    let port = json!([{"name": "c", "ports": [{"containerPort": 1, "hostPort": 80}], "resources": {"requests": {"cpu": "1"}}}]);
+    node.admits(&pod("holder", "0", &json!({"containers": port}))).await;
+    let claimer = pod("claimer", "0", &json!({"containers": port, "priority": 2_000_000_000}));
+    let rejection = node.ask(&claimer).await.unwrap().unwrap_err();
+    assert_eq!(rejection.reason, "NodePorts");
+    assert_eq!(node.told(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn under_pressure_only_those_come_in_that_the_kubelet_lets_in() {
+    let node = Node::new();
+    let best_effort = |name: &str, more: &Value| {
+        let mut spec = json!({"containers": [{"name": "c"}]});
+        for (field, value) in more.as_object().into_iter().flatten() {
+            spec[field] = value.clone();
+        }
+        pod(name, "0", &spec)
+    };
+    let short = |conditions: &[NodeCondition]| {
+        node.conditions.send_replace(conditions.iter().copied().collect());
+    };
+    short(&[NodeCondition::MemoryPressure]);
+    let words = "Pod was rejected: The node had condition: [MemoryPressure]";
+    node.rejects(&best_effort("a", &json!({})), EVICTED, words).await;
+    node.admits(&best_effort("b", &json!({"priority": 2_000_000_000}))).await;
+    let toleration =
+        json!({"tolerations": [{"key": "node.kubernetes.io/memory-pressure", "operator": "Exists"}]});
+    node.admits(&best_effort("c", &toleration)).await;
+    node.admits(&plain("d", "1")).await;
+    short(&[NodeCondition::MemoryPressure, NodeCondition::DiskPressure]);
+    let words = "Pod was rejected: The node had condition: [MemoryPressure DiskPressure]";
+    node.rejects(&plain("e", "1"), EVICTED, words).await;
+    node.rejects(&best_effort("f", &toleration), EVICTED, words).await;
+    node.admits(&critical("g", "1")).await;
+    // What was let in before stays so.
+    node.admits(&plain("d", "1")).await;
+    short(&[]);
+    node.admits(&plain("e", "1")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn room_for_a_pod_that_may_come_back_is_kept_for_a_while() {
+    let node = Node::new();
+    node.admits(&plain("a", "2")).await;
+    let (back, other) = (plain("back", "2"), plain("other", "2"));
+    assert!(node.admission.reserve(&back));
+    assert!(!node.admission.reserve(&other));
+    node.admits(&back).await;
+    node.admission.released("back");
+    assert!(node.admission.reserve(&back));
+    tokio::time::sleep(61 * SECOND).await;
+    node.admits(&other).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
+    let node = Node::new();
+    node.admits(&plain("a", "1")).await;
+    node.admits(&plain("b", "2")).await;
+    let refused = node.admission.resize(&plain("a", "3")).unwrap_err();
+    let sentence = "Node didn't have enough resource: cpu, requested: 3000, used: 2000, capacity: 4000";
+    assert_eq!((refused.infeasible, refused.message.as_str()), (false, sentence));
+    assert!(node.admission.resize(&plain("a", "5")).unwrap_err().infeasible, "the node has only four");
+    // What was refused is not counted.
+    assert!(node.admission.resize(&plain("b", "3")).is_ok());
+    assert!(node.admission.resize(&plain("b", "1")).is_ok());
+    assert!(node.admission.resize(&plain("a", "3")).is_ok());
+    assert!(node.admission.resize(&critical("b", "2")).is_err(), "nobody goes for it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the_clock_was_set_to() {
+    use beelet_model::table::{PodEntry, PodName, PodTable};
+
+    let mut node = Node::new();
+    let condition =
+        json!({"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2199-01-01T00:00:00Z"});
+    let status = json!({"phase": "Failed", "reason": EVICTED, "conditions": [condition]});
+    let pod = core::Pod { status: serde_json::from_value(status).unwrap(), ..(*plain("a", "1")).clone() };
+    let name = PodName::of(&pod);
+    let (_table, table) = watch::channel(Arc::new(PodTable {
+        pods: [(name, Arc::new(PodEntry::of(pod)))].into(),
+        ..PodTable::default()
+    }));
+    let (requests, mut asked) = mpsc::channel(8);
+    std::mem::swap(&mut node.requests, &mut asked);
+    let comeback = Comeback {
+        table,
+        conditions: node.conditions.subscribe(),
+        admission: Arc::clone(&node.admission),
+        requests,
+        transition: 300 * SECOND,
+    };
+    let shutdown = tokio_util::sync::CancellationToken::new();
+    let working = tokio::spawn(comeback.run(shutdown.clone()));
+    assert!(tokio::time::timeout(299 * SECOND, node.requests.recv()).await.is_err());
+    let request = tokio::time::timeout(2 * SECOND, node.requests.recv()).await.unwrap();
+    assert!(matches!(request, Some(Request::Retry { uid }) if uid == "a"));
+    shutdown.cancel();
+    working.await.unwrap();
+}

@@ -1,0 +1,268 @@
+//! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600; besides, every request's peer
+//! must be root or the agent's own user.
+
+pub mod garbage;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::node_server::{Node, NodeServer};
+use beelet_proto::beelet::pod_event::Type;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use beelet_model::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
+
+pub mod containers;
+pub mod devices;
+pub mod events;
+pub mod manifests;
+pub mod probes;
+pub mod tuner;
+
+/// How long a client waits for the first look at the runtime, before it is told what there is so far.
+const FIRST_LOOK: Duration = Duration::from_secs(5);
+/// How often it is looked whether a watcher must be told that what it sees may be old.
+const NOTICE_PERIOD: Duration = Duration::from_secs(2);
+/// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.
+const WATCH_QUEUE: usize = 16;
+
+/// How far the pods that are known can be trusted.
+#[derive(Clone)]
+pub struct Outlook {
+    complete: Complete,
+    notice: Arc<dyn Fn() -> Option<String> + Send + Sync>,
+}
+
+impl std::fmt::Debug for Outlook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outlook").finish_non_exhaustive()
+    }
+}
+
+impl Outlook {
+    /// `notice` says in a sentence why they may not be as they are shown.
+    #[must_use]
+    pub fn new(complete: Complete, notice: impl Fn() -> Option<String> + Send + Sync + 'static) -> Self {
+        Self { complete, notice: Arc::new(notice) }
+    }
+
+    /// Waits for a moment until all pods are known, unless it is clear that this takes longer.
+    async fn settled(&self) {
+        if (self.notice)().is_none() {
+            let _ = tokio::time::timeout(FIRST_LOOK, self.complete.wait()).await;
+        }
+    }
+
+    /// Why pods may be missing or old; empty if there is no reason.
+    fn notice(&self) -> String {
+        let early = "not everything that runs here has been looked at yet";
+        let incomplete = (!self.complete.initialized()).then(|| early.to_owned());
+        (self.notice)().or(incomplete).unwrap_or_default()
+    }
+}
+
+/// The service of the pods: what every agent that runs pods offers. Other parts add theirs to what this returns.
+#[must_use]
+pub fn node_service(
+    pods: watch::Receiver<Arc<PodTable>>,
+    outlook: Outlook,
+    shutdown: CancellationToken,
+) -> NodeServer<impl Node> {
+    NodeServer::new(NodeService { pods, outlook, shutdown })
+}
+
+#[derive(Debug)]
+struct NodeService {
+    pods: watch::Receiver<Arc<PodTable>>,
+    outlook: Outlook,
+    shutdown: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl Node for NodeService {
+    async fn list_pods(
+        &self,
+        _request: Request<proto::ListPodsRequest>,
+    ) -> Result<Response<proto::ListPodsResponse>, Status> {
+        self.outlook.settled().await;
+        let notice = self.outlook.notice();
+        let table = Arc::clone(&self.pods.borrow());
+        if table.pods.is_empty() && !self.outlook.complete.initialized() {
+            return Err(Status::unavailable(format!("what runs here is not known yet: {notice}")));
+        }
+        let encode = move || {
+            let pods =
+                table.pods.iter().map(|(name, entry)| encode_pod(name, entry)).collect::<Result<_, _>>()?;
+            Ok(proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected), notice })
+        };
+        let encoded: Result<_, Status> =
+            tokio::task::spawn_blocking(encode).await.map_err(|error| Status::internal(error.to_string()))?;
+        encoded.map(Response::new)
+    }
+
+    type WatchPodsStream = ReceiverStream<Result<proto::PodEvent, Status>>;
+
+    async fn watch_pods(
+        &self,
+        _request: Request<proto::WatchPodsRequest>,
+    ) -> Result<Response<Self::WatchPodsStream>, Status> {
+        let (events, receiver) = mpsc::channel(WATCH_QUEUE);
+        let mut watcher = Watcher {
+            pods: self.pods.clone(),
+            outlook: self.outlook.clone(),
+            events,
+            sent: BTreeMap::new(),
+            rejected: Arc::default(),
+            noticed: false,
+        };
+        let shutdown = self.shutdown.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                // Over when the client or the table has gone: then there is nobody to tell, or nothing.
+                _ = watcher.run() => {}
+                () = shutdown.cancelled() => {
+                    let _ = watcher.events.try_send(Err(Status::unavailable("the agent stops")));
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+/// One client's view of the table, and what is needed to bring it up to date.
+struct Watcher {
+    pods: watch::Receiver<Arc<PodTable>>,
+    events: mpsc::Sender<Result<proto::PodEvent, Status>>,
+    sent: BTreeMap<PodName, Arc<PodEntry>>,
+    rejected: Arc<Vec<RejectedManifest>>,
+    /// It was told that what it sees may be old.
+    noticed: bool,
+    outlook: Outlook,
+}
+
+/// The client is gone, or the agent stops.
+struct Over;
+
+impl Watcher {
+    async fn run(&mut self) -> Result<(), Over> {
+        self.outlook.settled().await;
+        self.catch_up().await?;
+        self.send(|_| Some(event(Type::Synced))).await?;
+        let mut looks = tokio::time::interval(NOTICE_PERIOD);
+        loop {
+            tokio::select! {
+                changed = self.pods.changed() => changed.map_err(|_| Over)?,
+                () = self.events.closed() => return Err(Over),
+                _ = looks.tick() => {}
+            }
+            self.catch_up().await?;
+            self.send_notice().await?;
+        }
+    }
+
+    /// Tells when there begins to be a reason why what the client sees may be old, and when there is none any
+    /// more.
+    async fn send_notice(&mut self) -> Result<(), Over> {
+        let notice = self.outlook.notice();
+        if notice.is_empty() == self.noticed {
+            self.noticed = !self.noticed;
+            self.send(|_| Some(proto::PodEvent { notice, ..event(Type::Notice) })).await?;
+        }
+        Ok(())
+    }
+
+    /// Sends the difference between what the client knows and the table. Each pod's state is read when there is room for
+    /// its event, so that a slow client skips what is old by then.
+    async fn catch_up(&mut self) -> Result<(), Over> {
+        let table = Arc::clone(&self.pods.borrow_and_update());
+        let same = |name: &PodName, entry: &Arc<PodEntry>| {
+            self.sent.get(name).is_some_and(|sent| Arc::ptr_eq(sent, entry))
+        };
+        let changed =
+            table.pods.iter().filter(|(name, entry)| !same(name, entry)).map(|(name, _)| name.clone());
+        let gone = self.sent.keys().filter(|name| !table.pods.contains_key(*name)).cloned();
+        let names: Vec<PodName> = gone.chain(changed).collect();
+        drop(table);
+        for name in names {
+            self.send(|watcher| watcher.next_of(&name)).await?;
+        }
+        self.send(Self::next_rejected).await
+    }
+
+    /// Waits for room, then sends what `next` says, if anything.
+    async fn send(&mut self, next: impl FnOnce(&mut Self) -> Option<proto::PodEvent>) -> Result<(), Over> {
+        let room = self.events.clone().reserve_owned().await.map_err(|_| Over)?;
+        if let Some(event) = next(self) {
+            room.send(Ok(event));
+        }
+        Ok(())
+    }
+
+    fn next_of(&mut self, name: &PodName) -> Option<proto::PodEvent> {
+        let now = self.pods.borrow().pods.get(name).cloned();
+        let sent = self.sent.get(name).cloned();
+        let (kind, entry) = match (now, sent) {
+            (Some(now), Some(sent)) if Arc::ptr_eq(&now, &sent) => return None,
+            (Some(now), Some(_)) => (Type::Modified, now),
+            (Some(now), None) => (Type::Added, now),
+            (None, Some(sent)) => (Type::Deleted, sent),
+            (None, None) => return None,
+        };
+        let pod =
+            encode_pod(name, &entry).inspect_err(|error| tracing::warn!("watch: {name}: {error}")).ok()?;
+        match kind {
+            Type::Deleted => self.sent.remove(name),
+            _ => self.sent.insert(name.clone(), entry),
+        };
+        Some(proto::PodEvent { pod: Some(pod), ..event(kind) })
+    }
+
+    fn next_rejected(&mut self) -> Option<proto::PodEvent> {
+        let now = Arc::clone(&self.pods.borrow().rejected);
+        if now == self.rejected {
+            return None;
+        }
+        self.rejected = now;
+        Some(proto::PodEvent { rejected: encode_rejected(&self.rejected), ..event(Type::Rejected) })
+    }
+}
+
+fn event(kind: Type) -> proto::PodEvent {
+    proto::PodEvent { r#type: kind.into(), pod: None, rejected: Vec::new(), notice: String::new() }
+}
+
+#[allow(clippy::result_large_err)] // tonic's own error type
+fn encode_pod(name: &PodName, entry: &PodEntry) -> Result<proto::Pod, Status> {
+    let json = serde_json::to_vec(&entry.pod).map_err(|error| Status::internal(error.to_string()))?;
+    let edge = entry.readiness_edge.as_ref().map(|edge| proto::ReadinessEdge {
+        container: edge.container.clone(),
+        ready: edge.ready,
+        kernel_ns: edge.kernel_ns,
+        published_ns: edge.published_ns,
+    });
+    Ok(proto::Pod {
+        namespace: name.namespace.clone(),
+        name: name.name.clone(),
+        uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
+        json,
+        readiness_edge: edge,
+    })
+}
+
+fn encode_rejected(rejected: &[RejectedManifest]) -> Vec<proto::RejectedManifest> {
+    rejected
+        .iter()
+        .map(|manifest| proto::RejectedManifest {
+            file: manifest.file.to_string_lossy().into_owned(),
+            message: manifest.message.clone(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests;

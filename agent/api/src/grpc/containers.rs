@@ -1,0 +1,382 @@
+//! Looking into containers: their logs, and commands in them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::containers_server::{Containers, ContainersServer};
+use beelet_proto::beelet::exec_input::Input;
+use beelet_proto::beelet::exec_output::Output;
+use beelet_proto::cri;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, Streaming};
+
+use beelet_cri::{Runtime, stream as exec};
+use beelet_logs::Stream;
+use beelet_logs::read::{self, Piece, ReadError, Wanted};
+use beelet_model::pod::log_folder;
+use beelet_model::status::runtime_id;
+use beelet_model::table::{PodName, PodTable};
+
+/// Pieces on their way to one reader, and from one. A slower one holds the other side up, as a pipe does.
+const QUEUE: usize = 16;
+/// The annotation that says which of a pod's containers is meant by default, as to kubectl.
+const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
+
+/// The service, to be added to the agent's. `logs` is the folder of all pods' logs.
+#[must_use]
+pub fn service(
+    pods: watch::Receiver<Arc<PodTable>>,
+    runtime: Runtime,
+    logs: PathBuf,
+    shutdown: CancellationToken,
+) -> ContainersServer<impl Containers + use<>> {
+    ContainersServer::new(Service { pods, runtime, logs, shutdown })
+}
+
+struct Service {
+    pods: watch::Receiver<Arc<PodTable>>,
+    runtime: Runtime,
+    logs: PathBuf,
+    shutdown: CancellationToken,
+}
+
+/// A container as the table shows it.
+struct Found {
+    pod: PodName,
+    uid: String,
+    status: core::ContainerStatus,
+}
+
+impl Found {
+    /// The runtime's identifier of its newest instance.
+    fn id(&self) -> Option<&str> {
+        runtime_id(&self.status)
+    }
+}
+
+#[tonic::async_trait]
+impl Containers for Service {
+    type LogsStream = ReceiverStream<Result<proto::LogsPiece, Status>>;
+
+    async fn logs(&self, request: Request<proto::LogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
+        let request = request.into_inner();
+        let found = find(&self.pods.borrow(), &request.target.unwrap_or_default())?;
+        let attempt = attempt(&found, request.previous)?;
+        let folder = log_folder(&self.logs, &found.pod, &found.uid).join(&found.status.name);
+        let path = folder.join(format!("{attempt}.log"));
+        if !folder.exists() {
+            return Err(Status::not_found(format!("the logs of {} are gone", found.status.name)));
+        }
+        let since = request.since_ns.and_then(|ns| Timestamp::from_nanosecond(ns.into()).ok());
+        let wanted = Wanted { tail: request.tail, since, timestamps: request.timestamps };
+        let runs = found.status.state.as_ref().is_some_and(|state| state.running.is_some());
+        let ended = (request.follow && !request.previous && runs).then(|| ended(self.pods.clone(), found));
+        let (pieces, read) = mpsc::channel(QUEUE);
+        let (sender, receiver) = mpsc::channel(QUEUE);
+        let shutdown = self.shutdown.clone();
+        tokio::spawn(async move {
+            let reading = read::read(path, wanted, pieces, ended);
+            tokio::select! {
+                () = forward(reading, read, &sender) => {}
+                () = sender.closed() => {}
+                () = shutdown.cancelled() => {
+                    // Where there is no room, the end of the stream says the same.
+                    let _ = sender.try_send(Err(Status::unavailable("the agent stops")));
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type ExecStream = ReceiverStream<Result<proto::ExecOutput, Status>>;
+
+    async fn exec(
+        &self,
+        request: Request<Streaming<proto::ExecInput>>,
+    ) -> Result<Response<Self::ExecStream>, Status> {
+        let mut inputs = request.into_inner();
+        let first = inputs.message().await?.and_then(|input| input.input);
+        let Some(Input::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first input of a command must say which command"));
+        };
+        if start.command.is_empty() {
+            return Err(Status::invalid_argument("there is no command"));
+        }
+        let found = find(&self.pods.borrow(), &start.target.clone().unwrap_or_default())?;
+        let runs = found.status.state.as_ref().is_some_and(|state| state.running.is_some());
+        let id = found.id().filter(|_| runs).ok_or_else(|| {
+            let name = &found.status.name;
+            Status::failed_precondition(format!("the container {name} of {} does not run", found.pod))
+        })?;
+        let command = cri::ExecRequest {
+            container_id: id.to_owned(),
+            cmd: start.command,
+            tty: start.tty,
+            stdin: start.stdin,
+            stdout: true,
+            // With a terminal there is one output.
+            stderr: !start.tty,
+        };
+        let url = self.runtime.exec(command).await.map_err(|e| Status::unavailable(e.to_string()))?;
+        let streams = exec::Streams { stdin: start.stdin, tty: start.tty };
+        let (sender, receiver) = mpsc::channel(QUEUE);
+        tokio::spawn(run(url, streams, inputs, sender, self.shutdown.clone()));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+/// Hands a log's pieces on, and at last why there are no more, if that was an error.
+async fn forward(
+    reading: impl Future<Output = Result<(), ReadError>>,
+    mut pieces: mpsc::Receiver<Piece>,
+    sender: &mpsc::Sender<Result<proto::LogsPiece, Status>>,
+) {
+    let sending = async {
+        while let Some(piece) = pieces.recv().await {
+            let piece = proto::LogsPiece { stderr: piece.stream == Stream::Err, data: piece.bytes };
+            if sender.send(Ok(piece)).await.is_err() {
+                return;
+            }
+        }
+    };
+    let (read, ()) = tokio::join!(reading, sending);
+    if let Err(ReadError::Io(error)) = read {
+        // Whether anybody listens is no matter any more.
+        let _ = sender.send(Err(Status::internal(format!("cannot read the log: {error}")))).await;
+    }
+}
+
+/// Connects a client with a command, both ways, until the command has ended or the client is gone.
+async fn run(
+    url: String,
+    streams: exec::Streams,
+    mut inputs: Streaming<proto::ExecInput>,
+    sender: mpsc::Sender<Result<proto::ExecOutput, Status>>,
+    shutdown: CancellationToken,
+) {
+    let (to_command, input) = mpsc::channel(QUEUE);
+    let (output, mut from_command) = mpsc::channel(QUEUE);
+    let reading = async move {
+        while let Ok(Some(message)) = inputs.message().await {
+            let input = match message.input {
+                Some(Input::Stdin(bytes)) => exec::Input::Stdin(bytes),
+                Some(Input::StdinClosed(_)) => exec::Input::StdinClosed,
+                Some(Input::Resize(size)) => exec::Input::Resize { columns: size.columns, rows: size.rows },
+                Some(Input::Start(_)) | None => continue,
+            };
+            if to_command.send(input).await.is_err() {
+                return;
+            }
+        }
+    };
+    let sending = async {
+        while let Some(output) = from_command.recv().await {
+            let output = match output {
+                exec::Output::Stdout(bytes) => Output::Stdout(bytes),
+                exec::Output::Stderr(bytes) => Output::Stderr(bytes),
+                exec::Output::Exit(code) => Output::ExitCode(code),
+            };
+            if sender.send(Ok(proto::ExecOutput { output: Some(output) })).await.is_err() {
+                return;
+            }
+        }
+    };
+    let session = exec::stream(&url, streams, input, output);
+    let whole = async {
+        // The client may end its side first; the command goes on.
+        let never = async {
+            reading.await;
+            std::future::pending::<()>().await;
+        };
+        let both = async { tokio::join!(session, sending).0 };
+        tokio::select! {
+            ended = both => ended,
+            () = never => Ok(()),
+        }
+    };
+    let failed = tokio::select! {
+        ended = whole => ended.err(),
+        () = sender.closed() => None,
+        () = shutdown.cancelled() => Some("the agent stops".to_owned()),
+    };
+    if let Some(error) = failed {
+        // Whether anybody listens is no matter any more.
+        let _ = sender.try_send(Err(Status::unavailable(error)));
+    }
+}
+
+/// Finds a container by what somebody calls it.
+#[allow(clippy::result_large_err)] // tonic's own error type
+fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Status> {
+    let (name, entry) = table.find(&target.namespace, &target.pod).map_err(Status::not_found)?;
+    let spec = entry.pod.spec.clone().unwrap_or_default();
+    let annotations = entry.pod.metadata.annotations.as_ref();
+    let by_default = annotations.and_then(|all| all.get(DEFAULT_CONTAINER).cloned());
+    let wanted = match target.container.as_str() {
+        "" => by_default
+            .or_else(|| spec.containers.first().map(|container| container.name.clone()))
+            .unwrap_or_default(),
+        container => container.to_owned(),
+    };
+    let status = entry.pod.status.as_ref();
+    let statuses = status
+        .into_iter()
+        .flat_map(|status| status.container_statuses.iter().chain(&status.init_container_statuses).flatten());
+    let statuses: Vec<&core::ContainerStatus> = statuses.collect();
+    let found = statuses.iter().find(|status| status.name == wanted).ok_or_else(|| {
+        let names: Vec<&str> = statuses.iter().map(|status| status.name.as_str()).collect();
+        Status::not_found(format!("{name} has no container {wanted:?}; it has {}", names.join(", ")))
+    })?;
+    let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
+    Ok(Found { pod: name.clone(), uid, status: (*found).clone() })
+}
+
+/// Which instance's log is meant.
+#[allow(clippy::result_large_err)] // tonic's own error type
+fn attempt(found: &Found, previous: bool) -> Result<u32, Status> {
+    let name = &found.status.name;
+    let newest = u32::try_from(found.status.restart_count).unwrap_or(0);
+    if previous {
+        let before = newest.checked_sub(1);
+        return before.ok_or_else(|| {
+            Status::not_found(format!("the container {name} of {} was not restarted yet", found.pod))
+        });
+    }
+    if found.status.container_id.is_none() {
+        let waiting = found.status.state.as_ref().and_then(|state| state.waiting.as_ref());
+        let why = waiting.and_then(|waiting| waiting.reason.clone()).unwrap_or_default();
+        return Err(Status::failed_precondition(format!(
+            "the container {name} of {} has not started yet ({why})",
+            found.pod
+        )));
+    }
+    Ok(newest)
+}
+
+/// Waits until the instance that was found does not run any more.
+async fn ended(mut pods: watch::Receiver<Arc<PodTable>>, found: Found) {
+    let over = |table: &Arc<PodTable>| {
+        let Some(entry) = table.pods.get(&found.pod) else { return true };
+        let status = entry.pod.status.as_ref();
+        let mut statuses = status.into_iter().flat_map(|status| {
+            status.container_statuses.iter().chain(&status.init_container_statuses).flatten()
+        });
+        let now = statuses.find(|status| status.name == found.status.name);
+        let same = now.is_some_and(|now| now.container_id == found.status.container_id);
+        !same || now.is_none_or(|now| now.state.as_ref().is_none_or(|state| state.running.is_none()))
+    };
+    // Nothing is told any more when the table is gone: the agent ends.
+    let _ = pods.wait_for(over).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use tokio_stream::StreamExt;
+
+    use super::*;
+    use beelet_model::table::PodEntry;
+
+    fn table(state: serde_json::Value, restarts: i32) -> PodTable {
+        let id = (state["waiting"] == serde_json::Value::Null || restarts > 0).then_some("fake://c1");
+        let pod = json!({
+            "metadata": {"name": "web-n1", "namespace": "default", "uid": "u1"},
+            "spec": {"nodeName": "n1", "containers": [{"name": "main"}, {"name": "side"}]},
+            "status": {"containerStatuses": [
+                {"name": "main", "image": "", "imageID": "", "ready": true, "restartCount": restarts, "state": state, "containerID": id},
+                {"name": "side", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": {"waiting": {"reason": "ErrImagePull"}}},
+            ]},
+        });
+        let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
+        let mut table = PodTable::default();
+        table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+        table
+    }
+
+    fn running() -> serde_json::Value {
+        json!({"running": {"startedAt": "2026-11-21T19:00:00Z"}})
+    }
+
+    fn target(container: &str) -> proto::ContainerTarget {
+        proto::ContainerTarget {
+            pod: "web".to_owned(),
+            container: container.to_owned(),
+            ..Default::default()
+        }
+    }
+
+    struct Fixture {
+        dir: tempfile::TempDir,
+        table: watch::Sender<Arc<PodTable>>,
+        service: Service,
+    }
+
+    fn fixture(restarts: i32) -> Fixture {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("default_web-n1_u1/main");
+        std::fs::create_dir_all(&folder).unwrap();
+        for attempt in 0..=restarts {
+            let text = format!("2026-11-21T19:00:00Z stdout F attempt {attempt}\n");
+            std::fs::write(folder.join(format!("{attempt}.log")), text).unwrap();
+        }
+        let (table, pods) = watch::channel(Arc::new(table(running(), restarts)));
+        let runtime = Runtime::new("unix:///none.sock", std::time::Duration::from_secs(1)).unwrap();
+        let (logs, shutdown) = (dir.path().to_owned(), CancellationToken::new());
+        Fixture { dir, table, service: Service { pods, runtime, logs, shutdown } }
+    }
+
+    async fn text(mut stream: ReceiverStream<Result<proto::LogsPiece, Status>>) -> String {
+        let mut text = String::new();
+        while let Some(piece) = stream.next().await {
+            text.push_str(&String::from_utf8(piece.unwrap().data).unwrap());
+        }
+        text
+    }
+
+    #[tokio::test]
+    async fn logs_of_the_newest_instance_or_of_the_one_before() {
+        let fixture = fixture(1);
+        let ask = async |container: &str, previous: bool| {
+            let request =
+                proto::LogsRequest { target: Some(target(container)), previous, ..Default::default() };
+            let answer = fixture.service.logs(Request::new(request)).await;
+            match answer {
+                Ok(answer) => Ok(text(answer.into_inner()).await),
+                Err(status) => Err(status.message().to_owned()),
+            }
+        };
+        assert_eq!(ask("", false).await.as_deref(), Ok("attempt 1\n"));
+        assert_eq!(ask("main", true).await.as_deref(), Ok("attempt 0\n"));
+        let error = |answer: Result<String, String>| answer.unwrap_err();
+        assert!(error(ask("side", false).await).contains("has not started yet (ErrImagePull)"));
+        assert!(error(ask("side", true).await).contains("was not restarted yet"));
+        assert!(error(ask("none", false).await).contains("it has main, side"));
+    }
+
+    #[tokio::test]
+    async fn a_followed_log_ends_with_its_container() {
+        let fixture = fixture(0);
+        let request = proto::LogsRequest { target: Some(target("main")), follow: true, ..Default::default() };
+        let mut stream = fixture.service.logs(Request::new(request)).await.unwrap().into_inner();
+        assert_eq!(stream.next().await.unwrap().unwrap().data, b"attempt 0\n");
+        let log = fixture.dir.path().join("default_web-n1_u1/main/0.log");
+        let more = "2026-11-21T19:00:00Z stdout F attempt 0\n2026-11-21T19:00:01Z stderr F last\n";
+        std::fs::write(&log, more).unwrap();
+        let piece = stream.next().await.unwrap().unwrap();
+        assert_eq!((piece.data.as_slice(), piece.stderr), (b"last\n".as_slice(), true));
+        let ended = json!({"terminated": {"exitCode": 0}});
+        fixture.table.send_replace(Arc::new(table(ended, 0)));
+        assert!(stream.next().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn nothing_runs_in_a_container_that_does_not_run() {
+        let found = find(&table(json!({"waiting": {"reason": "CrashLoopBackOff"}}), 1), &target("")).unwrap();
+        assert!(found.status.state.unwrap().running.is_none());
+    }
+}

@@ -1,0 +1,85 @@
+//! `service Garbage` (`garbage.proto`): passes wishes on to the collectors.
+
+use std::sync::{Arc, OnceLock};
+
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::garbage_server::{Garbage, GarbageServer};
+use tonic::{Request, Response, Status};
+
+use beelet_images::containers;
+
+/// Both collectors.
+#[derive(Clone, Debug)]
+pub struct Collectors {
+    /// Of images.
+    pub images: beelet_images::Handle,
+    /// Of containers and sandboxes.
+    pub containers: containers::Handle,
+}
+
+/// The service. Until `collectors` is set it answers that it can't yet.
+#[must_use]
+pub fn service(collectors: Arc<OnceLock<Collectors>>) -> GarbageServer<impl Garbage> {
+    GarbageServer::new(Service { collectors })
+}
+
+#[derive(Debug)]
+struct Service {
+    collectors: Arc<OnceLock<Collectors>>,
+}
+
+impl Service {
+    #[allow(clippy::result_large_err)] // tonic's own error type
+    fn collectors(&self) -> Result<&Collectors, Status> {
+        let waits = "the agent still waits for the container runtime; ask again when it is there";
+        self.collectors.get().ok_or_else(|| Status::unavailable(waits))
+    }
+}
+
+#[tonic::async_trait]
+impl Garbage for Service {
+    async fn collect_images(
+        &self,
+        request: Request<proto::CollectImagesRequest>,
+    ) -> Result<Response<proto::CollectImagesResponse>, Status> {
+        let request = request.into_inner();
+        let wish = beelet_images::Wish { all_unused: request.all_unused, dry_run: request.dry_run };
+        let collected = self.collectors()?.images.collect(wish).await.map_err(Status::internal)?;
+        let image = |image: beelet_images::gc::CollectedImage| proto::CollectedImage {
+            id: image.id,
+            names: image.names,
+            size_bytes: image.size_bytes,
+            freed_bytes: image.freed_bytes,
+            reason: image.reason.to_owned(),
+        };
+        Ok(Response::new(proto::CollectImagesResponse {
+            images: collected.images.into_iter().map(image).collect(),
+            usage_percent: collected.outcome.usage_percent.map(u32::from),
+            bytes_to_free: collected.outcome.bytes_to_free,
+            freed_bytes: collected.outcome.freed_bytes,
+            error: collected.outcome.error.unwrap_or_default(),
+            why: collected.outcome.why,
+        }))
+    }
+
+    async fn collect_containers(
+        &self,
+        request: Request<proto::CollectContainersRequest>,
+    ) -> Result<Response<proto::CollectContainersResponse>, Status> {
+        let request = request.into_inner();
+        let wish = containers::Wish { terminated: request.terminated, dry_run: request.dry_run };
+        let collected = self.collectors()?.containers.collect(wish).await.map_err(Status::internal)?;
+        let container = |container: containers::CollectedContainer| proto::CollectedContainer {
+            id: container.id,
+            namespace: container.pod.namespace,
+            pod: container.pod.name,
+            name: container.name,
+            attempt: container.attempt,
+        };
+        Ok(Response::new(proto::CollectContainersResponse {
+            containers: collected.containers.into_iter().map(container).collect(),
+            sandboxes: collected.sandboxes,
+            errors: collected.errors,
+        }))
+    }
+}

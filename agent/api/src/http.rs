@@ -1,0 +1,175 @@
+//! `/healthz`, `/metrics` and its parts and `/stats/summary`, as the kubelet serves them, but without
+//! authentication: on loopback only (the configuration sees to that), and numbers and names only. What pods
+//! are made of (environment variables, arguments) is nobody's business who isn't root: `/pods` is served only
+//! where the configuration asks for it.
+//!
+//! Any local user can connect, so a connection is short and there are few: whoever opens many or says nothing waits for
+//! himself, not for others' next minute.
+
+pub mod numbers;
+mod protobuf;
+pub mod summary;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use k8s_openapi::List;
+use k8s_openapi::api::core::v1::Pod;
+use prometheus_client::registry::Registry;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+use beelet_model::table::PodTable;
+use beelet_stats::Pressure;
+
+/// Connections at a time. One more waits in the kernel's queue until another has ended.
+const MAX_CONNECTIONS: usize = 64;
+/// What a client has to send its request, and what the whole connection may take.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What is served.
+#[derive(Clone)]
+pub struct ApiState {
+    /// The pods.
+    pub pods: watch::Receiver<Arc<PodTable>>,
+    /// Every metric of the agent.
+    pub registry: Arc<Registry>,
+    /// Containers' numbers.
+    pub pressure: Pressure,
+    /// Serve `/pods`: all specs, to whoever can connect.
+    pub specs: bool,
+    /// Serve `/stats/summary`: names and numbers of this machine.
+    pub summary: bool,
+    /// Whether the agent is well, and if not, why.
+    pub health: Arc<dyn Fn() -> Result<(), String> + Send + Sync>,
+}
+
+impl fmt::Debug for ApiState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApiState").finish_non_exhaustive()
+    }
+}
+
+/// Opens the port.
+///
+/// # Errors
+/// The port is taken, usually by a kubelet; the error says what to do.
+pub async fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|error| {
+        anyhow::anyhow!(
+            "cannot serve health and metrics on {address}: {error}; set another healthzPort (0 for none), or stop what is \
+             on it (a kubelet?)"
+        )
+    })
+}
+
+/// Serves until `shutdown`; answers under way are finished within a second.
+pub async fn serve(listener: TcpListener, state: ApiState, shutdown: CancellationToken) {
+    let router = router(state);
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let accepted = async {
+            let permit = Arc::clone(&connections).acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, stream) = tokio::select! {
+            accepted = accepted => accepted,
+            () = shutdown.cancelled() => break,
+        };
+        match stream {
+            Ok((stream, _)) => {
+                let router = router.clone();
+                tokio::spawn(async move {
+                    let _permit = permit;
+                    answer(stream, router).await;
+                });
+            }
+            // Out of file descriptors, mostly: connections under way must end before another try makes sense.
+            Err(error) => {
+                tracing::warn!("health and metrics: cannot accept a connection: {error}");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        }
+    }
+    let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
+    let _ = tokio::time::timeout(Duration::from_secs(1), connections.acquire_many(all)).await;
+}
+
+/// One connection, one request.
+async fn answer(stream: TcpStream, router: Router) {
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!("health and metrics: a connection failed: {error}"),
+        Err(_) => tracing::debug!("health and metrics: a connection took too long"),
+    }
+}
+
+fn router(state: ApiState) -> Router {
+    let mut router = Router::new()
+        .route("/", get(index))
+        .route("/healthz", get(healthz))
+        .route("/metrics", get(numbers::metrics))
+        .route("/metrics/cadvisor", get(numbers::cadvisor))
+        .route("/metrics/probes", get(numbers::probes))
+        .route("/metrics/resource", get(numbers::resource));
+    if state.summary {
+        router = router.route("/stats/summary", get(summary::summary));
+    }
+    router.route("/pods", if state.specs { get(pods) } else { get(no_pods) }).with_state(state)
+}
+
+async fn index(State(state): State<ApiState>) -> String {
+    let more = [(state.summary, " /stats/summary"), (state.specs, " /pods")];
+    let more: String = more.into_iter().filter_map(|(is_served, path)| is_served.then_some(path)).collect();
+    format!("beelet: /healthz /metrics /metrics/cadvisor /metrics/probes /metrics/resource{more}\n")
+}
+
+/// Says where they are instead.
+async fn no_pods() -> Response {
+    let sentence = "pods' specs are not served without authentication: use `beelet get pods -o json` as root. \
+                    (For `beelet run` there is unauthenticatedPods in the BeeletConfiguration.)\n";
+    (StatusCode::FORBIDDEN, sentence).into_response()
+}
+
+async fn healthz(State(state): State<ApiState>) -> Response {
+    match (state.health)() {
+        Ok(()) => "ok".into_response(),
+        Err(reasons) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{reasons}\n")).into_response(),
+    }
+}
+
+async fn pods(State(state): State<ApiState>) -> Response {
+    let table = Arc::clone(&state.pods.borrow());
+    // Thousands of pods are megabytes of text: not on a thread that others' timers need.
+    let encoded = tokio::task::spawn_blocking(move || {
+        let items: Vec<Pod> = table.pods.values().map(|entry| entry.pod.clone()).collect();
+        serde_json::to_vec(&List { items, ..Default::default() })
+    });
+    match encoded.await {
+        Ok(Ok(body)) => ([(header::CONTENT_TYPE, "application/json")], body).into_response(),
+        Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, format!("pods: {error}\n")).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("pods: {error}\n")).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod fixtures;
+#[cfg(test)]
+mod tests;

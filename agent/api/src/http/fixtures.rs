@@ -1,0 +1,88 @@
+//! A node with one pod, every number of which is known, for tests of the pages.
+
+use jiff::Timestamp;
+
+use beelet_model::table::PodName;
+use beelet_stats::NodePressure;
+use beelet_stats::model::{
+    ContainerPressure, Counters, Gauges, Machine, Net, PodPressure, Reading, Stalls, State,
+};
+use beelet_stats::rates::Rates;
+
+pub(super) fn pressure() -> NodePressure {
+    let reading = Reading {
+        at_ns: 5_000_000_000,
+        counters: Counters {
+            cpu_ns: 2_500_000_000,
+            page_faults: 7,
+            major_faults: 3,
+            cpu_stalls: Some(Stalls {
+                some_us: 250_000,
+                averages: [[1250, 0, 0], [0; 3]],
+                ..Stalls::default()
+            }),
+            ..Counters::default()
+        },
+        gauges: Gauges {
+            memory_usage: 1000,
+            working_set: 900,
+            rss: 500,
+            memory_limit: Some(4096),
+            pids: Some(2),
+            ..Gauges::default()
+        },
+    };
+    let container = ContainerPressure {
+        name: "app".into(),
+        id: "aa".into(),
+        image: "img".into(),
+        state: State::Running,
+        ready: Some(true),
+        started_at: Timestamp::from_second(1_600_000_000).ok(),
+        cgroup: Some("/kubepods/podu/aa".into()),
+        cgroup_id: Some(42),
+        reading: Some(reading.clone()),
+        windows: [Some(Rates { cpu: 0.5, ..Rates::default() }); 3],
+        ..ContainerPressure::default()
+    };
+    let all_pods = reading.clone();
+    let mut whole = reading;
+    whole.counters.cpu_ns = 3_000_000_000;
+    let pod = PodPressure {
+        name: PodName { namespace: "shop".into(), name: "web".into() },
+        uid: "u".into(),
+        qos: "Guaranteed".into(),
+        phase: "Running".into(),
+        ready: Some(true),
+        not_ready: String::new(),
+        started_at: Timestamp::from_second(1_600_000_000).ok(),
+        host_network: false,
+        cgroup: Some("/kubepods/podu".into()),
+        reading: Some(whole),
+        net: vec![("eth0".into(), Net { rx_bytes: 10, tx_bytes: 20, ..Net::default() })],
+        net_windows: [None; 3],
+        containers: vec![container],
+    };
+    NodePressure {
+        at: Timestamp::from_second(1_700_000_000).unwrap_or_default(),
+        at_ns: 5_000_000_000,
+        node: "node-1".into(),
+        machine: Machine {
+            cpus: 2,
+            cpu_ns: 100_000_000_000,
+            cpu: [Some(1.5); 3],
+            memory_total: 8 << 30,
+            memory_available: 6 << 30,
+            working_set: 2 << 30,
+            memory_usage: 3 << 30,
+            booted_at: Timestamp::from_second(1_500_000_000).ok(),
+            rss: Some(1 << 30),
+            faults: Some([9, 4]),
+            net: vec![("eth0".into(), Net { rx_bytes: 30, tx_bytes: 40, ..Net::default() })],
+            all_pods: Some(all_pods),
+            ..Machine::default()
+        },
+        pods: vec![pod],
+        ..NodePressure::nothing_yet()
+    }
+}

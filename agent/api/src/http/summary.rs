@@ -1,0 +1,462 @@
+//! `/stats/summary`: the kubelet's summary of the node, its pods and their containers
+//! (k8s.io/kubelet/pkg/apis/stats/v1alpha1). What is not measured is left out, as the kubelet does.
+
+use std::path::Path;
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use jiff::Timestamp;
+use serde::Serialize;
+
+use super::ApiState;
+use beelet_stats::model::{ContainerPressure, Net, NodePressure, PodPressure, Reading, Stalls};
+
+/// The window whose CPU use is shown: the kubelet's own is about ten seconds.
+const TEN: usize = 1;
+/// The node's file system, as `nodefs` is where nothing else is configured.
+const NODE_FS: &str = "/";
+
+pub(super) async fn summary(State(state): State<ApiState>) -> Response {
+    let pressure = state.pressure.now().await;
+    if pressure.at_ns == 0 {
+        let why = "nothing was read yet: the agent waits for the container runtime\n";
+        return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
+    }
+    // A file system that hangs must not take an async thread with it.
+    let made = tokio::task::spawn_blocking(move || {
+        serde_json::to_vec(&of(&pressure, fs(Path::new(NODE_FS)))).map_err(|error| error.to_string())
+    });
+    match made.await.map_err(|error| error.to_string()).flatten() {
+        Ok(summary) => ([(header::CONTENT_TYPE, "application/json")], summary).into_response(),
+        Err(error) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, format!("stats/summary: {error}\n")).into_response()
+        }
+    }
+}
+
+/// What a kubelet's summary has and this one doesn't, and why: for docs/metrics.md.
+#[cfg(any(test, feature = "test-util"))]
+pub const LACKING: [(&str, &str); 4] = [
+    ("node.runtime", "the images' file system: the runtime would have to be asked at each scrape"),
+    ("node.systemContainers[].startTime", "nobody wrote it down"),
+    ("pods[].containers[].rootfs", "the writable layer: the runtime would have to be asked at each scrape"),
+    ("pods[].containers[].logs", "folders would have to be walked through at each scrape"),
+];
+
+#[derive(Debug, Serialize)]
+struct Summary {
+    node: Node,
+    pods: Vec<Pod>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Node {
+    node_name: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    system_containers: Vec<Container>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    start_time: Option<String>,
+    cpu: Cpu,
+    memory: Memory,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network: Option<Network>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fs: Option<Fs>,
+    rlimit: Rlimit,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Pod {
+    pod_ref: PodRef,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    start_time: Option<String>,
+    containers: Vec<Container>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cpu: Option<Cpu>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory: Option<Memory>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    network: Option<Network>,
+    /// Snake case, in the middle of camels: so it is in the API.
+    #[serde(rename = "process_stats", skip_serializing_if = "Option::is_none")]
+    process_stats: Option<Processes>,
+}
+
+#[derive(Debug, Serialize)]
+struct PodRef {
+    name: String,
+    namespace: String,
+    uid: String,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Container {
+    name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    start_time: Option<String>,
+    cpu: Cpu,
+    memory: Memory,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    swap: Option<Swap>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    io: Option<Io>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Cpu {
+    time: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage_nano_cores: Option<u64>,
+    usage_core_nano_seconds: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    psi: Option<Psi>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Memory {
+    time: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    available_bytes: Option<u64>,
+    usage_bytes: u64,
+    working_set_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rss_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    page_faults: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    major_page_faults: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    psi: Option<Psi>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Io {
+    time: String,
+    psi: Psi,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Swap {
+    time: String,
+    swap_usage_bytes: u64,
+}
+
+/// KEP-4205: the averages in percent, the total in nanoseconds.
+#[derive(Debug, Serialize)]
+struct Psi {
+    full: PsiLine,
+    some: PsiLine,
+}
+
+#[derive(Debug, Serialize)]
+struct PsiLine {
+    total: u64,
+    avg10: f64,
+    avg60: f64,
+    avg300: f64,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Network {
+    time: String,
+    #[serde(flatten)]
+    default: Interface,
+    interfaces: Vec<Interface>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Interface {
+    name: String,
+    rx_bytes: u64,
+    rx_errors: u64,
+    tx_bytes: u64,
+    tx_errors: u64,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Fs {
+    time: String,
+    available_bytes: u64,
+    capacity_bytes: u64,
+    used_bytes: u64,
+    inodes_free: u64,
+    inodes: u64,
+    inodes_used: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Rlimit {
+    time: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    maxpid: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    curproc: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Processes {
+    process_count: u64,
+}
+
+fn of(pressure: &NodePressure, fs: Option<Fs>) -> Summary {
+    let machine = &pressure.machine;
+    let at = time(pressure.at);
+    let node = Node {
+        node_name: pressure.node.to_string(),
+        system_containers: all_pods(pressure, &at).into_iter().collect(),
+        start_time: machine.booted_at.map(time),
+        network: network(&machine.net, &at),
+        cpu: Cpu {
+            time: at.clone(),
+            usage_nano_cores: machine.cpu[TEN].map(nano_cores),
+            usage_core_nano_seconds: machine.cpu_ns,
+            psi: None,
+        },
+        memory: Memory {
+            time: at.clone(),
+            // The kubelet's: capacity without the working set, not the kernel's MemAvailable.
+            available_bytes: Some(machine.memory_total.saturating_sub(machine.working_set)),
+            usage_bytes: machine.memory_usage,
+            working_set_bytes: machine.working_set,
+            rss_bytes: machine.rss,
+            page_faults: machine.faults.map(|[all, _]| all),
+            major_page_faults: machine.faults.map(|[_, major]| major),
+            psi: None,
+        },
+        fs,
+        rlimit: Rlimit { time: at.clone(), maxpid: number("/proc/sys/kernel/pid_max"), curproc: processes() },
+    };
+    Summary { node, pods: pressure.pods.iter().map(|one| pod(one, &at)).collect() }
+}
+
+/// The cgroup of all pods, which the kubelet calls the system container `pods`.
+fn all_pods(pressure: &NodePressure, at: &str) -> Option<Container> {
+    let reading = pressure.machine.all_pods.as_ref()?;
+    let nano_cores =
+        pressure.containers().filter_map(|(_, container)| Some(nano_cores(container.windows[TEN]?.cpu)));
+    Some(Container {
+        name: "pods".to_owned(),
+        start_time: None,
+        cpu: cpu(reading, Some(nano_cores.sum()), None, at),
+        memory: memory(reading, None, at),
+        swap: None,
+        io: None,
+    })
+}
+
+fn pod(pod: &PodPressure, at: &str) -> Pod {
+    let containers: Vec<Container> = pod.containers.iter().filter_map(|one| container(one, at)).collect();
+    let nano_cores = containers.iter().map(|container| container.cpu.usage_nano_cores).sum();
+    Pod {
+        pod_ref: PodRef {
+            name: pod.name.name.clone(),
+            namespace: pod.name.namespace.clone(),
+            uid: pod.uid.clone(),
+        },
+        start_time: pod.started_at.map(time),
+        containers,
+        cpu: pod.reading.as_ref().map(|reading| cpu(reading, nano_cores, None, at)),
+        memory: pod.reading.as_ref().map(|reading| memory(reading, None, at)),
+        network: network(&pod.net, at),
+        process_stats: pod
+            .reading
+            .as_ref()
+            .and_then(|reading| Some(Processes { process_count: reading.gauges.pids? })),
+    }
+}
+
+fn container(container: &ContainerPressure, at: &str) -> Option<Container> {
+    let reading = container.reading.as_ref()?;
+    let ten = container.windows[TEN];
+    let counters = &reading.counters;
+    let io = counters.io_stalls.map(psi);
+    Some(Container {
+        name: container.name.clone(),
+        start_time: container.started_at.map(time),
+        cpu: cpu(reading, ten.map(|rates| nano_cores(rates.cpu)), counters.cpu_stalls.map(psi), at),
+        memory: memory(reading, counters.memory_stalls.map(psi), at),
+        swap: reading.gauges.swap.map(|swap_usage_bytes| Swap { time: at.to_owned(), swap_usage_bytes }),
+        io: io.map(|psi| Io { time: at.to_owned(), psi }),
+    })
+}
+
+fn cpu(reading: &Reading, usage_nano_cores: Option<u64>, psi: Option<Psi>, at: &str) -> Cpu {
+    let usage_core_nano_seconds = reading.counters.cpu_ns;
+    Cpu { time: at.to_owned(), usage_nano_cores, usage_core_nano_seconds, psi }
+}
+
+fn memory(reading: &Reading, psi: Option<Psi>, at: &str) -> Memory {
+    let gauges = &reading.gauges;
+    Memory {
+        time: at.to_owned(),
+        available_bytes: gauges.memory_limit.map(|limit| limit.saturating_sub(gauges.working_set)),
+        usage_bytes: gauges.memory_usage,
+        working_set_bytes: gauges.working_set,
+        rss_bytes: Some(gauges.rss),
+        page_faults: Some(reading.counters.page_faults),
+        major_page_faults: Some(reading.counters.major_faults),
+        psi,
+    }
+}
+
+fn psi(stalls: Stalls) -> Psi {
+    let line = |total_us: u64, averages: [u16; 3]| {
+        let [avg10, avg60, avg300] = averages.map(|hundredths| f64::from(hundredths) / 100.0);
+        PsiLine { total: total_us.saturating_mul(1000), avg10, avg60, avg300 }
+    };
+    let [some, full] = stalls.averages;
+    Psi { full: line(stalls.full_us, full), some: line(stalls.some_us, some) }
+}
+
+fn network(interfaces: &[(String, Net)], at: &str) -> Option<Network> {
+    let interfaces: Vec<Interface> = interfaces
+        .iter()
+        .map(|(name, net)| Interface {
+            name: name.clone(),
+            rx_bytes: net.rx_bytes,
+            rx_errors: net.rx_errors,
+            tx_bytes: net.tx_bytes,
+            tx_errors: net.tx_errors,
+        })
+        .collect();
+    // The kubelet takes eth0 for the default one.
+    let default = interfaces.iter().find(|one| one.name == "eth0").or(interfaces.first())?.clone();
+    Some(Network { time: at.to_owned(), default, interfaces })
+}
+
+fn fs(path: &Path) -> Option<Fs> {
+    let stat = rustix::fs::statvfs(path).ok()?;
+    let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+    Some(Fs {
+        time: time(Timestamp::now()),
+        available_bytes: bytes(stat.f_bavail),
+        capacity_bytes: bytes(stat.f_blocks),
+        used_bytes: bytes(stat.f_blocks.saturating_sub(stat.f_bfree)),
+        inodes_free: stat.f_ffree,
+        inodes: stat.f_files,
+        inodes_used: stat.f_files.saturating_sub(stat.f_ffree),
+    })
+}
+
+/// Threads of the machine: the second number of the fourth field of /proc/loadavg.
+fn processes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/loadavg").ok()?;
+    text.split(' ').nth(3)?.split_once('/')?.1.parse().ok()
+}
+
+fn number(file: &str) -> Option<u64> {
+    std::fs::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // CPUs in use are few and never below 0
+fn nano_cores(cores: f64) -> u64 {
+    (cores * 1e9).round() as u64
+}
+
+/// metav1.Time: whole seconds, UTC.
+fn time(at: Timestamp) -> String {
+    at.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::http::fixtures;
+
+    #[test]
+    fn the_summary_is_the_kubelets() {
+        let summary = serde_json::to_value(of(&fixtures::pressure(), fs(Path::new("/")))).unwrap();
+        assert_eq!(summary["node"]["nodeName"], "node-1");
+        assert_eq!(summary["node"]["cpu"]["usageCoreNanoSeconds"], 100_000_000_000_u64);
+        assert_eq!(summary["node"]["startTime"], "2017-07-14T02:40:00Z");
+        let node = &summary["node"];
+        assert_eq!((&node["network"]["name"], &node["network"]["txBytes"]), (&json!("eth0"), &json!(40)));
+        assert_eq!(
+            (&node["memory"]["pageFaults"], &node["memory"]["rssBytes"]),
+            (&json!(9), &json!(1 << 30))
+        );
+        let system = &node["systemContainers"][0];
+        assert_eq!((&system["name"], &system["memory"]["workingSetBytes"]), (&json!("pods"), &json!(900)));
+        assert_eq!(system["cpu"]["usageNanoCores"], 500_000_000);
+        let pod = &summary["pods"][0];
+        assert_eq!(pod["podRef"], json!({"name": "web", "namespace": "shop", "uid": "u"}));
+        assert_eq!(pod["cpu"]["usageNanoCores"], 500_000_000);
+        assert_eq!(pod["network"]["rxBytes"], 10);
+        assert_eq!(pod["process_stats"]["process_count"], 2);
+        let container = &pod["containers"][0];
+        assert_eq!(
+            (&container["name"], &container["memory"]["availableBytes"]),
+            (&json!("app"), &json!(3196))
+        );
+        assert_eq!(
+            container["cpu"]["psi"]["some"],
+            json!({"total": 250_000_000, "avg10": 12.5, "avg60": 0.0, "avg300": 0.0})
+        );
+    }
+
+    /// Every field is one that a recorded kubelet has at that place, of the same type: a consumer finds nothing strange.
+    #[test]
+    fn no_field_is_unlike_a_recorded_kubelets() {
+        let mut recorded: Value =
+            serde_json::from_str(include_str!("../../../tests/data/stats-summary-kubelet.json")).unwrap();
+        // With numbers from the runtime that kubelet had fewer of them for containers; a type is the same everywhere.
+        recorded["pods"][0]["containers"][0]["memory"] = recorded["node"]["memory"].clone();
+        recorded["pods"][0]["network"] = recorded["node"]["network"].clone();
+        let ours = serde_json::to_value(of(&fixtures::pressure(), fs(Path::new("/")))).unwrap();
+        let mut strange = Vec::new();
+        unlike(&ours, &recorded, "", &mut strange);
+        // What came after that kubelet's version: KEP-4205 (1.36) and KEP-2400 (1.34).
+        strange.retain(|path| !path.ends_with("/psi") && !path.ends_with("/io") && !path.ends_with("/swap"));
+        assert_eq!(strange, Vec::<String>::new());
+    }
+
+    /// And every field of a recorded kubelet is there, but for those that are known to be missing.
+    #[test]
+    fn what_a_recorded_kubelet_has_is_there_or_known_to_be_missing() {
+        let recorded: Value =
+            serde_json::from_str(include_str!("../../../tests/data/stats-summary-kubelet.json")).unwrap();
+        let ours = serde_json::to_value(of(&fixtures::pressure(), fs(Path::new("/")))).unwrap();
+        let mut missing = Vec::new();
+        unlike(&recorded, &ours, "", &mut missing);
+        let dotted = |path: &String| path.trim_start_matches('/').replace("/0", "[]").replace('/', ".");
+        let mut missing: Vec<String> = missing.iter().map(dotted).collect();
+        let mut known: Vec<String> = LACKING.iter().map(|(path, _)| (*path).to_owned()).collect();
+        missing.sort();
+        known.sort();
+        assert_eq!(missing, known);
+    }
+
+    fn unlike(ours: &Value, theirs: &Value, path: &str, strange: &mut Vec<String>) {
+        match (ours, theirs) {
+            (Value::Object(ours), Value::Object(theirs)) => {
+                for (key, value) in ours {
+                    let path = format!("{path}/{key}");
+                    match theirs.get(key) {
+                        Some(theirs) => unlike(value, theirs, &path, strange),
+                        None => strange.push(path),
+                    }
+                }
+            }
+            (Value::Array(ours), Value::Array(theirs)) => {
+                if let (Some(ours), Some(theirs)) = (ours.first(), theirs.first()) {
+                    unlike(ours, theirs, &format!("{path}/0"), strange);
+                }
+            }
+            (Value::String(_), Value::String(_)) | (Value::Number(_), Value::Number(_)) => {}
+            _ => strange.push(path.to_owned()),
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! From the agent's own value to what goes over the wire.
+
+use beelet_proto::beelet as proto;
+use jiff::Timestamp;
+
+use beelet_stats::model::{ContainerPressure, Machine, NetRates, NodePressure, PodPressure, Reading, State};
+use beelet_stats::rates::{Rates, Share};
+
+/// The window that a pod's traffic is shown over: ten seconds.
+const TEN: usize = 1;
+
+pub(super) fn snapshot(pressure: &NodePressure, mode: &str, namespace: &str) -> proto::SignalSnapshot {
+    let wanted = |pod: &&PodPressure| namespace.is_empty() || pod.name.namespace == namespace;
+    proto::SignalSnapshot {
+        at_unix_ns: unix_ns(pressure.at),
+        node: pressure.node.to_string(),
+        by_kernel: pressure.by_kernel,
+        mode: mode.to_owned(),
+        machine: Some(machine(&pressure.machine)),
+        pods: pressure.pods.iter().filter(wanted).map(pod).collect(),
+        left_out: u32::try_from(pressure.left_out).unwrap_or(u32::MAX),
+    }
+}
+
+fn unix_ns(at: Timestamp) -> i64 {
+    i64::try_from(at.as_nanosecond()).unwrap_or(i64::MAX)
+}
+
+fn machine(machine: &Machine) -> proto::SignalMachine {
+    let some = |share: Option<Share>| share.map(|share| share.some);
+    let [cpu, memory, io] = machine.stalled;
+    proto::SignalMachine {
+        cpus: machine.cpus,
+        cpu_1s: machine.cpu[0],
+        cpu_10s: machine.cpu[TEN],
+        load: machine.load.to_vec(),
+        memory_total_bytes: machine.memory_total,
+        memory_available_bytes: machine.memory_available,
+        cpu_some: some(cpu),
+        memory_some: some(memory),
+        io_some: some(io),
+    }
+}
+
+fn pod(pod: &PodPressure) -> proto::SignalPod {
+    let net = pod.net_windows[TEN].or_else(|| sockets(pod));
+    proto::SignalPod {
+        namespace: pod.name.namespace.clone(),
+        name: pod.name.name.clone(),
+        uid: pod.uid.clone(),
+        qos: pod.qos.clone(),
+        phase: pod.phase.clone(),
+        ready: pod.ready,
+        not_ready: pod.not_ready.clone(),
+        started_unix_ns: pod.started_at.map(unix_ns),
+        containers: pod.containers.iter().map(container).collect(),
+        rx_bytes: net.map(|net| net.rx_bytes),
+        tx_bytes: net.map(|net| net.tx_bytes),
+        retransmits: net.map(|net| net.retransmits),
+    }
+}
+
+/// The containers' sockets together, where these are counted.
+fn sockets(pod: &PodPressure) -> Option<NetRates> {
+    let all = pod.containers.iter().filter_map(|container| container.windows[TEN]?.net);
+    all.reduce(|sum, net| NetRates {
+        rx_bytes: sum.rx_bytes + net.rx_bytes,
+        tx_bytes: sum.tx_bytes + net.tx_bytes,
+        retransmits: sum.retransmits + net.retransmits,
+    })
+}
+
+fn container(container: &ContainerPressure) -> proto::SignalContainer {
+    let state = match &container.state {
+        State::Running => "Running",
+        State::Waiting(reason) | State::Ended(reason) => reason.as_str(),
+        State::Unknown => "Unknown",
+    };
+    let [second, ten, minute] = container.windows.map(|rates| rates.map(|of| rates_message(&of)));
+    proto::SignalContainer {
+        name: container.name.clone(),
+        id: container.id.clone(),
+        image: container.image.clone(),
+        state: if state.is_empty() { "Waiting" } else { state }.to_owned(),
+        running: container.state == State::Running,
+        init: container.init,
+        restarts: container.restarts,
+        ready: container.ready,
+        started_unix_ns: container.started_at.map(unix_ns),
+        cgroup: container.cgroup.clone().unwrap_or_default(),
+        cgroup_id: container.cgroup_id,
+        usage: container.reading.as_ref().map(usage),
+        last_1s: second,
+        last_10s: ten,
+        last_60s: minute,
+    }
+}
+
+fn usage(reading: &Reading) -> proto::SignalUsage {
+    let gauges = &reading.gauges;
+    proto::SignalUsage {
+        cpu_seconds: reading.counters.cpu_ns as f64 / 1e9,
+        cpu_limit: gauges.cpu_limit,
+        memory_bytes: gauges.memory_usage,
+        working_set_bytes: gauges.working_set,
+        rss_bytes: gauges.rss,
+        memory_limit_bytes: gauges.memory_limit,
+        swap_bytes: gauges.swap,
+        pids: gauges.pids,
+        pids_limit: gauges.pids_limit,
+        oom_kills: reading.counters.oom_kills,
+    }
+}
+
+fn rates_message(rates: &Rates) -> proto::SignalRates {
+    let some = |share: Option<Share>| share.map(|share| share.some);
+    let full = |share: Option<Share>| share.map(|share| share.full);
+    proto::SignalRates {
+        over_seconds: rates.over_ns as f64 / 1e9,
+        cpu: rates.cpu,
+        throttled: rates.throttled,
+        runqueue_p50_ns: rates.runq.and_then(|runq| runq.p50_ns),
+        runqueue_p99_ns: rates.runq.and_then(|runq| runq.p99_ns),
+        runqueue_wait: rates.runq.map(|runq| runq.waiting),
+        preempted_by_same_pod: rates.preempted.map(|by| by[0]),
+        preempted_by_other_pod: rates.preempted.map(|by| by[1]),
+        preempted_by_system: rates.preempted.map(|by| by[2]),
+        cpu_some: some(rates.cpu_stalled),
+        cpu_full: full(rates.cpu_stalled),
+        memory_some: some(rates.memory_stalled),
+        memory_full: full(rates.memory_stalled),
+        io_some: some(rates.io_stalled),
+        io_full: full(rates.io_stalled),
+        reclaim: rates.reclaim,
+        major_faults: rates.major_faults,
+        read_bytes: rates.read_bytes,
+        written_bytes: rates.written_bytes,
+        rx_bytes: rates.net.map(|net| net.rx_bytes),
+        tx_bytes: rates.net.map(|net| net.tx_bytes),
+        retransmits: rates.net.map(|net| net.retransmits),
+        rtt_us: rates.rtt_us,
+        oom_kills: rates.oom_kills,
+    }
+}

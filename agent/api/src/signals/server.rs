@@ -1,0 +1,138 @@
+//! The server's side: reads the newest value, never waits for the runtime, changes nothing.
+
+use std::sync::Arc;
+
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::signal_edge::Type;
+use beelet_proto::beelet::signals_server::{Signals, SignalsServer};
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::convert;
+use super::feed::Feed;
+use beelet_stats::Pressure;
+
+/// Edges on their way to one watcher. One that is slower hears that it lost some ([`Feed`] has room for more).
+const WATCH_QUEUE: usize = 64;
+
+/// How the agent is run, as a snapshot says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// The pods are its own.
+    Run,
+    /// They are a kubelet's.
+    Observe,
+}
+
+/// The service, until `shutdown`.
+#[must_use]
+pub fn service(
+    pressure: Pressure,
+    feed: Feed,
+    mode: Mode,
+    shutdown: CancellationToken,
+) -> SignalsServer<impl Signals> {
+    let mode = match mode {
+        Mode::Run => "run",
+        Mode::Observe => "observe",
+    };
+    SignalsServer::new(Service { pressure, feed, mode, shutdown })
+}
+
+#[derive(Debug)]
+struct Service {
+    pressure: Pressure,
+    feed: Feed,
+    mode: &'static str,
+    shutdown: CancellationToken,
+}
+
+#[tonic::async_trait]
+impl Signals for Service {
+    async fn snapshot(
+        &self,
+        request: Request<proto::SignalSnapshotRequest>,
+    ) -> Result<Response<proto::SignalSnapshot>, Status> {
+        let namespace = request.into_inner().namespace;
+        let pressure = self.pressure.now().await;
+        if pressure.at_ns == 0 {
+            return Err(Status::unavailable(
+                "the agent has not read anything yet: it waits for the container runtime",
+            ));
+        }
+        Ok(Response::new(convert::snapshot(&pressure, self.mode, &namespace)))
+    }
+
+    type WatchSnapshotsStream = ReceiverStream<Result<proto::SignalSnapshot, Status>>;
+
+    async fn watch_snapshots(
+        &self,
+        request: Request<proto::SignalSnapshotRequest>,
+    ) -> Result<Response<Self::WatchSnapshotsStream>, Status> {
+        let namespace = request.into_inner().namespace;
+        let mut values = self.pressure.subscribe();
+        let (mode, shutdown) = (self.mode, self.shutdown.clone());
+        // One on its way: a reader that is slower gets the newest once it has read that one.
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move {
+            loop {
+                let snapshot = tokio::select! {
+                    changed = values.changed() => match changed {
+                        Ok(()) => Ok(Arc::clone(&values.borrow_and_update())),
+                        Err(_) => return,
+                    },
+                    () = sender.closed() => return,
+                    () = shutdown.cancelled() => Err(Status::unavailable("the agent stops")),
+                };
+                let over = snapshot.is_err();
+                let message = snapshot.map(|pressure| convert::snapshot(&pressure, mode, &namespace));
+                if sender.send(message).await.is_err() || over {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type WatchStream = ReceiverStream<Result<proto::SignalEdge, Status>>;
+
+    async fn watch(
+        &self,
+        request: Request<proto::SignalWatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let wanted = request.into_inner();
+        let mut edges = self.feed.subscribe();
+        let (sender, receiver) = mpsc::channel(WATCH_QUEUE);
+        let shutdown = self.shutdown.clone();
+        tokio::spawn(async move {
+            loop {
+                let edge = tokio::select! {
+                    edge = edges.recv() => match edge {
+                        Ok(edge) if !wants(&wanted, &edge) => continue,
+                        Ok(edge) => Ok((*edge).clone()),
+                        Err(RecvError::Lagged(_)) => {
+                            Ok(proto::SignalEdge { r#type: Type::Lost.into(), ..Default::default() })
+                        }
+                        Err(RecvError::Closed) => return,
+                    },
+                    () = sender.closed() => return,
+                    () = shutdown.cancelled() => Err(Status::unavailable("the agent stops")),
+                };
+                let over = edge.is_err();
+                if sender.send(edge).await.is_err() || over {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+fn wants(request: &proto::SignalWatchRequest, edge: &proto::SignalEdge) -> bool {
+    edge.r#type() == Type::Lost
+        || (request.types.is_empty() || request.types.contains(&edge.r#type))
+            && (request.namespace.is_empty() || request.namespace == edge.namespace)
+}

@@ -1,0 +1,59 @@
+//! Clocks that nobody sets: the one that both halves share, and the one that goes on while the machine sleeps.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use rustix::time::{ClockId, clock_gettime};
+
+/// `CLOCK_MONOTONIC` in nanoseconds, as `bpf_ktime_get_ns` gives it in the kernel.
+pub fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
+
+/// The least difference that says that the wall's clock was set. Less is how it is slewed, and how long looking takes.
+const SET: Duration = Duration::from_secs(1);
+
+/// Notices that the wall's clock was set: it goes another way than the time since boot.
+#[derive(Debug, Default)]
+pub struct WallClock {
+    before: Option<(Timestamp, Duration)>,
+}
+
+impl WallClock {
+    /// By how much the clock was set since this was last asked; zero at first.
+    pub fn step(&mut self, now: Timestamp) -> SignedDuration {
+        let boot = clock_gettime(ClockId::Boottime);
+        let seconds = u64::try_from(boot.tv_sec).unwrap_or(0);
+        self.step_at(now, Duration::new(seconds, u32::try_from(boot.tv_nsec).unwrap_or(0)))
+    }
+
+    fn step_at(&mut self, now: Timestamp, since_boot: Duration) -> SignedDuration {
+        let Some((wall, boot)) = self.before.replace((now, since_boot)) else { return SignedDuration::ZERO };
+        let passed = SignedDuration::try_from(since_boot.saturating_sub(boot)).unwrap_or(SignedDuration::MAX);
+        let step = now.duration_since(wall).saturating_sub(passed);
+        if step.unsigned_abs() < SET { SignedDuration::ZERO } else { step }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_was_set_goes_another_way_than_the_time_since_boot() {
+        let (mut clock, mut boot) = (WallClock::default(), 0);
+        let mut step = |wall_ms: i64, passed_ms: u64| {
+            boot += passed_ms;
+            let now = Timestamp::from_millisecond(1_700_000_000_000 + wall_ms).unwrap();
+            clock.step_at(now, Duration::from_millis(boot)).as_millis()
+        };
+        assert_eq!(step(0, 0), 0);
+        assert_eq!(step(300_000, 300_000), 0);
+        assert_eq!(step(600_900, 300_000), 0);
+        assert_eq!(step(4_500_900, 300_000), 3_600_000);
+        assert_eq!(step(1_200_900, 300_000), -3_600_000);
+        assert_eq!(WallClock::default().step(Timestamp::now()), SignedDuration::ZERO);
+    }
+}

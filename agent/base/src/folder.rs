@@ -1,0 +1,60 @@
+//! Folders that are made with a mode of their own, whatever the umask.
+
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+/// The mode of folders that anybody may look into: logs, and volumes, which containers of any user read.
+pub const READABLE: u32 = 0o755;
+
+/// The mode of the folders that lead to what pods have: on the machine it is the agent's and the runtime's
+/// business alone.
+pub const PRIVATE: u32 = 0o750;
+
+/// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask.
+pub fn make_folder(path: &Path, mode: u32) -> Result<(), String> {
+    let failed = |e: Errno| format!("cannot create the folder {}: {e}", path.display());
+    let missing: Vec<&Path> =
+        path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
+    let mode = Mode::from_raw_mode(mode);
+    for folder in missing.into_iter().rev() {
+        match rustix::fs::mkdir(folder, mode) {
+            Ok(()) => {
+                // By descriptor: something else may be in its place by now.
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let made = rustix::fs::open(folder, flags, Mode::empty()).map_err(failed)?;
+                rustix::fs::fchmod(made, mode).map_err(failed)?;
+            }
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+    if path.is_dir() { Ok(()) } else { Err(failed(Errno::NOTDIR)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_have_the_mode_that_was_said_whatever_the_umask() {
+        use std::os::unix::fs::PermissionsExt;
+        let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+        let name = "folders_have_the_mode_that_was_said_whatever_the_umask";
+        if !beelet_testing::again::in_child(module_path!(), name, &strict) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        make_folder(&dir.path().join("a/b"), PRIVATE).unwrap();
+        make_folder(&dir.path().join("a/b/c/d"), READABLE).unwrap();
+        let mode = |path: &str| dir.path().join(path).metadata().unwrap().permissions().mode() & 0o7777;
+        assert_eq!((mode("a"), mode("a/b"), mode("a/b/c"), mode("a/b/c/d")), (0o750, 0o750, 0o755, 0o755));
+        // What is there stays as it is.
+        make_folder(&dir.path().join("a/b/c"), PRIVATE).unwrap();
+        assert_eq!(mode("a/b/c"), 0o755);
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        assert!(make_folder(&dir.path().join("file"), READABLE).is_err());
+        assert!(make_folder(&dir.path().join("file/x"), READABLE).is_err());
+    }
+}

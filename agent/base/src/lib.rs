@@ -1,0 +1,11 @@
+//! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS, the size of file
+//! systems, counters with the kubelet's names.
+pub mod clock;
+pub mod filesystem;
+pub mod folder;
+pub mod kubelet_counter;
+pub mod lock;
+pub mod mountinfo;
+pub mod own_file;
+pub mod tls;
+pub mod walk;

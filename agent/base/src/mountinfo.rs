@@ -1,0 +1,97 @@
+//! The table of mounts, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). It is bytes: of all that is in a name
+//! the kernel escapes space, tab, newline and backslash alone, and anybody may name what is bound or mounted
+//! somewhere.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+/// Where the kernel shows it.
+pub const PATH: &str = "/proc/self/mountinfo";
+
+/// One mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount<'a> {
+    /// What of the file system is mounted, as it stands in the table.
+    pub root: &'a [u8],
+    /// Where it is mounted.
+    pub point: PathBuf,
+    /// The file system's type.
+    pub fs_type: &'a [u8],
+    /// The options of the file system.
+    pub super_options: &'a [u8],
+}
+
+/// The table as it is now.
+pub fn read() -> std::io::Result<Vec<u8>> {
+    std::fs::read(PATH)
+}
+
+/// The mounts of a table, in the order of mounting.
+pub fn mounts(table: &[u8]) -> impl Iterator<Item = Mount<'_>> {
+    table.split(|byte| *byte == b'\n').filter_map(parse)
+}
+
+/// `ID PARENT DEV ROOT POINT OPTIONS [TAG…] - TYPE SOURCE SUPER_OPTIONS`
+fn parse(line: &[u8]) -> Option<Mount<'_>> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let (root, point) = (fields.nth(3)?, fields.next()?);
+    fields.find(|field| *field == b"-")?;
+    let fs_type = fields.next()?;
+    let super_options = fields.nth(1).unwrap_or_default();
+    Some(Mount { root, point: unescape(point), fs_type, super_options })
+}
+
+/// Undoes the kernel's `\040` for a space and its like.
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&first, tail)) = rest.split_first() {
+        let octal = tail
+            .get(..3)
+            .filter(|_| first == b'\\')
+            .and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        bytes.push(octal.unwrap_or(first));
+        rest = if octal.is_some() { &tail[3..] } else { tail };
+    }
+    OsString::from_vec(bytes).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    #[test]
+    fn a_mount_is_read_whatever_its_optional_fields() {
+        let table = b"29 23 0:26 /a /b rw,relatime shared:1 master:2 - ext4 /dev/x rw,y\n30 23 0:27 / /c rw - tmpfs t\n";
+        let all: Vec<_> = mounts(table).collect();
+        assert_eq!(all[0].point, PathBuf::from("/b"));
+        assert_eq!(
+            (all[0].root, all[0].fs_type, all[0].super_options),
+            (&b"/a"[..], &b"ext4"[..], &b"rw,y"[..])
+        );
+        assert_eq!((all.len(), all[1].fs_type, all[1].super_options), (2, &b"tmpfs"[..], &b""[..]));
+    }
+
+    #[test]
+    fn names_are_bytes_and_every_escape_is_undone() {
+        let point = |name: &[u8]| {
+            let line = [b"1 2 0:3 /\xff ", name, b" rw - ext4 s rw"].concat();
+            let mount = mounts(&line).next().unwrap();
+            mount.point.as_os_str().as_bytes().to_vec()
+        };
+        assert_eq!(point(b"/a\\040b\\011c\\012d\\134e"), b"/a b\tc\nd\\e");
+        assert_eq!(point(b"/a\xff\xfeb\\377"), b"/a\xff\xfeb\xff");
+        assert_eq!(point(b"/a\\9\\04"), b"/a\\9\\04");
+        assert_eq!(point(b"/\\400"), b"/\\400");
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(table: Vec<u8>, line in "([0-9:/ a-z-]|\\\\| - |\n){0,200}") {
+            let _ = mounts(&table).count() + mounts(line.as_bytes()).count();
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! Removes a folder with all in it, whatever containers have put there: no symbolic link is followed, and no
+//! mount point is crossed. A file system that is still mounted somewhere below makes it fail, and keeps what
+//! is in it.
+//!
+//! Neither depth nor number is too much, and memory is bounded: a tree deeper than [`DEEP`] is hung up at the
+//! top by a name of its own, level by level, until it is not deep any more.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+use super::{Step, Walk};
+
+/// Levels below which a tree is hung up at the top.
+const DEEP: usize = 4096;
+/// How often a folder is walked because something was in it still. Deep trees need it: this times [`DEEP`]
+/// levels go. So do kernels whose positions in a folder of a tmpfs shift while names go (before 6.6).
+const ROUNDS: usize = 10_000;
+
+/// Removes the folder at `path`. One that isn't there is removed already; so is one whose name is too long to
+/// be there.
+pub fn remove_folder(path: &Path) -> Result<(), String> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(format!("{} is not a folder that can be removed", path.display()));
+    };
+    let failed = |e: Errno| {
+        let why = if e == Errno::XDEV || e == Errno::BUSY {
+            "something is still mounted in it; unmount it".to_owned()
+        } else if e == Errno::NOTEMPTY || e == Errno::STALE {
+            "somebody changes what is in it meanwhile; find out which process does".to_owned()
+        } else {
+            e.to_string()
+        };
+        format!("cannot remove the folder {}: {why}", path.display())
+    };
+    let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::PATH;
+    let parent = match rustix::fs::openat(CWD, parent, flags, Mode::empty()) {
+        Ok(parent) => parent,
+        Err(Errno::NOENT | Errno::NAMETOOLONG) => return Ok(()),
+        Err(e) => return Err(failed(e)),
+    };
+    let Ok(name) = CString::new(name.as_bytes()) else { return Ok(()) };
+    remove(parent.as_fd(), &name).map_err(failed)
+}
+
+/// Removes the entry `name` of a folder, with all in it.
+pub fn remove(parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
+    if unlink(parent, name)? {
+        return Ok(());
+    }
+    for _ in 0..ROUNDS {
+        let mut removed = false;
+        match Walk::open(parent, OsStr::from_bytes(name.to_bytes())) {
+            Ok(walk) => empty(walk, &mut removed)?,
+            Err(Errno::NOENT) => return Ok(()),
+            Err(e) => return Err(e),
+        }
+        if remove_empty(parent, name)? {
+            return Ok(());
+        }
+        if !removed {
+            break;
+        }
+    }
+    Err(Errno::NOTEMPTY)
+}
+
+/// Removes what is in a folder; something may stay, of which only [`remove_empty`] of the folder tells.
+fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
+    let top = walk.here().try_clone_to_owned().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
+    let mut hung = 0_u64;
+    while let Some(step) = walk.step()? {
+        match step {
+            Step::Entry(name, kind) => {
+                let here = walk.here();
+                let gone = (kind != FileType::Directory && unlink(here, &name)?)
+                    || remove_empty(here, &name)?
+                    || (walk.depth() >= DEEP && hang_up(here, &name, top.as_fd(), &mut hung));
+                if gone {
+                    *removed = true;
+                } else {
+                    match walk.enter(&name) {
+                        // What went or became a link meanwhile is seen in the next round.
+                        Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+                        Err(e) => return Err(e),
+                    }
+                }
+            }
+            Step::Left(name) => *removed |= remove_empty(walk.here(), &name)?,
+            Step::End => {}
+        }
+    }
+    Ok(())
+}
+
+/// Removes what is no folder; false if it is one.
+fn unlink(parent: BorrowedFd<'_>, name: &CStr) -> Result<bool, Errno> {
+    match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT | Errno::NAMETOOLONG) => Ok(true),
+        // Linux says ISDIR of a folder, other file systems (and POSIX) PERM.
+        Err(Errno::ISDIR | Errno::PERM) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Removes a folder if nothing is in it; false if there is.
+fn remove_empty(parent: BorrowedFd<'_>, name: &CStr) -> Result<bool, Errno> {
+    match rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) {
+        Ok(()) | Err(Errno::NOENT) => Ok(true),
+        Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(false),
+        // It is no folder any more.
+        Err(Errno::NOTDIR) => unlink(parent, name),
+        Err(e) => Err(e),
+    }
+}
+
+/// Moves a folder to `top`, by a name that nothing has there. False if the file system doesn't want to
+/// (projects that differ): then the walk goes on down.
+fn hang_up(parent: BorrowedFd<'_>, name: &CStr, top: BorrowedFd<'_>, hung: &mut u64) -> bool {
+    for _ in 0..ROUNDS {
+        *hung += 1;
+        let moved = format!("deep-{hung}");
+        match rustix::fs::renameat_with(parent, name, top, moved, RenameFlags::NOREPLACE) {
+            Ok(()) => return true,
+            Err(Errno::EXIST) => {}
+            Err(_) => return false,
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use beelet_testing::folders::{in_memory, make_deep};
+
+    #[test]
+    fn links_are_removed_and_what_they_lead_to_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let (outside, inside) = (dir.path().join("outside"), dir.path().join("inside"));
+        fs::create_dir_all(inside.join("a/b")).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("kept"), "").unwrap();
+        fs::write(inside.join("a/b/file"), "").unwrap();
+        std::os::unix::fs::symlink(&outside, inside.join("a/link")).unwrap();
+        std::os::unix::fs::symlink(outside.join("kept"), inside.join("link")).unwrap();
+        remove_folder(&inside).unwrap();
+        assert!(!inside.exists() && outside.join("kept").exists());
+        remove_folder(&inside).unwrap();
+        remove_folder(&inside.join("never/there")).unwrap();
+    }
+
+    #[test]
+    fn a_link_in_the_folders_own_place_is_removed_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let (outside, link) = (dir.path().join("outside"), dir.path().join("link"));
+        fs::create_dir(&outside).unwrap();
+        std::os::unix::fs::symlink(&outside, &link).unwrap();
+        remove_folder(&link).unwrap();
+        assert!(outside.exists() && !link.is_symlink());
+    }
+
+    #[test]
+    fn a_tree_of_a_hundred_thousand_levels_is_removed() {
+        let dir = in_memory();
+        let deep = dir.path().join("deep");
+        fs::create_dir(&deep).unwrap();
+        let last = make_deep(&deep, 100_000);
+        rustix::fs::symlinkat("/", last, "link").unwrap();
+        // Names that those of trees hung up would have.
+        fs::write(deep.join("deep-1"), "").unwrap();
+        fs::create_dir_all(deep.join("deep-2/x")).unwrap();
+        remove_folder(&deep).unwrap();
+        assert!(!deep.exists());
+    }
+
+    #[test]
+    fn folders_of_many_names_and_folders_are_removed() {
+        let dir = in_memory();
+        let wide = dir.path().join("wide");
+        for i in 0..5000 {
+            fs::create_dir_all(wide.join(format!("{i:060}/x"))).unwrap();
+            fs::write(wide.join(format!("file-{i:060}")), "").unwrap();
+        }
+        remove_folder(&wide).unwrap();
+        assert!(!wide.exists());
+    }
+
+    #[test]
+    fn read_only_folders_are_no_obstacle_to_root() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("top");
+        fs::create_dir_all(top.join("a/b")).unwrap();
+        for path in ["a/b", "a", ""] {
+            fs::set_permissions(top.join(path), fs::Permissions::from_mode(0o000)).unwrap();
+        }
+        remove_folder(&top).unwrap();
+        assert!(!top.exists());
+    }
+
+    #[test]
+    fn a_name_that_no_folder_can_have_is_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        remove_folder(&dir.path().join("x".repeat(256))).unwrap();
+        remove_folder(&dir.path().join("x".repeat(256)).join("y")).unwrap();
+    }
+}

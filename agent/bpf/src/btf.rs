@@ -1,0 +1,509 @@
+//! Decodes BTF, the kernel's description of its own types: where a field lies, what a tracepoint passes.
+//!
+//! Pure: bytes in, answers out. It never panics and never loops for long, whatever the bytes (they come from the kernel,
+//! but from *any* kernel). Format: Documentation/bpf/btf.rst.
+
+use thiserror::Error;
+
+const MAGIC: u16 = 0xeb9f;
+/// Anonymous members and typedef chains go this deep in no kernel.
+const MAX_DEPTH: u32 = 32;
+/// Members looked at for one question; the largest kernel structs have some 300.
+const MAX_STEPS: u32 = 100_000;
+
+mod kind {
+    pub(super) const INT: u32 = 1;
+    pub(super) const PTR: u32 = 2;
+    pub(super) const ARRAY: u32 = 3;
+    pub(super) const STRUCT: u32 = 4;
+    pub(super) const UNION: u32 = 5;
+    pub(super) const ENUM: u32 = 6;
+    pub(super) const TYPEDEF: u32 = 8;
+    pub(super) const VOLATILE: u32 = 9;
+    pub(super) const CONST: u32 = 10;
+    pub(super) const RESTRICT: u32 = 11;
+    pub(super) const FUNC: u32 = 12;
+    pub(super) const FUNC_PROTO: u32 = 13;
+    pub(super) const VAR: u32 = 14;
+    pub(super) const DATASEC: u32 = 15;
+    pub(super) const DECL_TAG: u32 = 17;
+    pub(super) const TYPE_TAG: u32 = 18;
+    pub(super) const ENUM64: u32 = 19;
+}
+
+/// Why the BTF gave no answer.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum BtfError {
+    /// The bytes are not BTF, or are cut off.
+    #[error("not valid BTF: {0}")]
+    Malformed(&'static str),
+    /// The kernel has no such type.
+    #[error("the kernel's BTF has no {0}")]
+    NoType(String),
+    /// The kernel has the type, but not this field.
+    #[error("the kernel's BTF has no field {0}")]
+    NoField(String),
+}
+
+/// Where a field lies in its outermost struct.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Field {
+    /// The byte at which the field, or the byte that holds a bit field's first bit, begins.
+    pub(super) offset: u32,
+    /// For a bit field of a little-endian kernel: its first bit in that byte. 0 for others.
+    pub(super) bit: u32,
+    /// Width in bits of a bit field; 0 for others.
+    pub(super) bits: u32,
+}
+
+/// A field that is an array of structs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ArrayField {
+    /// The byte at which it begins.
+    pub(super) offset: u32,
+    /// The name of the struct that its elements are.
+    pub(super) element: String,
+    /// The size of one element, in bytes.
+    pub(super) element_bytes: u32,
+}
+
+/// What a tracepoint passes to a program, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Argument {
+    /// Its name, where the kernel's BTF still has it.
+    pub(super) name: Option<String>,
+    /// The struct it points to, if it is a pointer to one.
+    pub(super) points_to: Option<String>,
+    /// Whether it is a plain integer.
+    pub(super) integer: bool,
+}
+
+/// The types of one kernel.
+#[derive(Debug)]
+pub struct Btf {
+    bytes: Vec<u8>,
+    strings: std::ops::Range<usize>,
+    /// Where each type's record begins; the index is its id. Id 0 is `void`.
+    records: Vec<usize>,
+}
+
+/// The fixed part of a type's record.
+#[derive(Clone, Copy)]
+struct Record {
+    at: usize,
+    name: u32,
+    kind: u32,
+    count: u32,
+    kind_flag: bool,
+    /// The id of the type it refers to, or a size.
+    other: u32,
+}
+
+impl Btf {
+    /// Reads the header and finds where each type begins.
+    ///
+    /// # Errors
+    /// The bytes are not little-endian BTF, or are cut off.
+    pub fn parse(bytes: Vec<u8>) -> Result<Btf, BtfError> {
+        let header = |at: usize| read_u32(&bytes, at).ok_or(BtfError::Malformed("the header is cut off"));
+        let magic = header(0)? & 0xffff;
+        if magic != u32::from(MAGIC) {
+            return Err(BtfError::Malformed("it does not begin with BTF's magic number"));
+        }
+        let (header_len, type_off, type_len) = (header(4)?, header(8)?, header(12)?);
+        let (str_off, str_len) = (header(16)?, header(20)?);
+        let section = |off: u32, len: u32| {
+            let start = (header_len as usize).checked_add(off as usize)?;
+            let end = start.checked_add(len as usize)?;
+            (end <= bytes.len()).then_some(start..end)
+        };
+        let types = section(type_off, type_len).ok_or(BtfError::Malformed("the type section is cut off"))?;
+        let strings =
+            section(str_off, str_len).ok_or(BtfError::Malformed("the string section is cut off"))?;
+        let mut records = vec![usize::MAX];
+        let mut at = types.start;
+        while at < types.end {
+            records.push(at);
+            let record = read_record(&bytes, at).ok_or(BtfError::Malformed("a type is cut off"))?;
+            at = at
+                .checked_add(12 + trailing_bytes(record))
+                .filter(|next| *next <= types.end)
+                .ok_or(BtfError::Malformed("a type is cut off"))?;
+        }
+        Ok(Btf { bytes, strings, records })
+    }
+
+    /// Where the field `path` (names joined by dots; anonymous members are looked through) of `struct name` lies.
+    ///
+    /// # Errors
+    /// There is no such struct or field.
+    pub(super) fn field(&self, name: &str, path: &str) -> Result<Field, BtfError> {
+        self.locate(name, path).map(|(field, _)| field)
+    }
+
+    /// Where the array of structs at `path` of `struct name` lies.
+    ///
+    /// # Errors
+    /// There is no such struct or field, or it is something else.
+    pub(super) fn array(&self, name: &str, path: &str) -> Result<ArrayField, BtfError> {
+        let (field, id) = self.locate(name, path)?;
+        let missing = || BtfError::NoField(format!("{name}.{path} that is an array of structs"));
+        let array = self.resolve(id).filter(|record| record.kind == kind::ARRAY).ok_or_else(missing)?;
+        // `struct btf_array` follows: the element's type comes first.
+        let element = read_u32(&self.bytes, array.at + 12).and_then(|id| self.resolve(id));
+        let element = element.filter(|record| record.kind == kind::STRUCT).ok_or_else(missing)?;
+        let named = self.string(element.name).ok_or_else(missing)?;
+        Ok(ArrayField { offset: field.offset, element: named.to_owned(), element_bytes: element.other })
+    }
+
+    /// Where a field lies, and the id of its type.
+    fn locate(&self, name: &str, path: &str) -> Result<(Field, u32), BtfError> {
+        let mut id =
+            self.find(kind::STRUCT, name).ok_or_else(|| BtfError::NoType(format!("struct {name}")))?;
+        let missing = || BtfError::NoField(format!("{name}.{path}"));
+        let (mut bits, mut width) = (0_u32, 0);
+        let mut steps = MAX_STEPS;
+        for part in path.split('.') {
+            let member = self.member(id, part, MAX_DEPTH, &mut steps).ok_or_else(missing)?;
+            bits = bits.checked_add(member.bit_offset).ok_or_else(missing)?;
+            width = member.bits;
+            id = member.id;
+        }
+        if width == 0 && bits % 8 != 0 {
+            return Err(missing());
+        }
+        Ok((Field { offset: bits / 8, bit: if width == 0 { 0 } else { bits % 8 }, bits: width }, id))
+    }
+
+    /// What the tracepoint `name` passes, without the hidden first argument.
+    ///
+    /// The types come from `btf_trace_<name>`, which is also what the kernel checks programs against. Names come from
+    /// `__traceiter_<name>` or `__bpf_trace_<name>`, where the BTF has these functions.
+    ///
+    /// # Errors
+    /// The kernel has no such tracepoint.
+    pub(super) fn tracepoint(&self, name: &str) -> Result<Vec<Argument>, BtfError> {
+        let missing = || BtfError::NoType(format!("tracepoint {name}"));
+        let typedef = self.find(kind::TYPEDEF, &format!("btf_trace_{name}")).ok_or_else(missing)?;
+        let pointer = self.resolve(typedef).filter(|record| record.kind == kind::PTR).ok_or_else(missing)?;
+        let types = self.parameters(pointer.other).ok_or_else(missing)?;
+        let names = ["__traceiter_", "__bpf_trace_"]
+            .iter()
+            .filter_map(|prefix| self.find(kind::FUNC, &format!("{prefix}{name}")))
+            .filter_map(|function| self.parameters(self.record(function)?.other))
+            .find(|parameters| parameters.len() == types.len())
+            .unwrap_or_default();
+        Ok(types
+            .iter()
+            .enumerate()
+            .skip(1)
+            .map(|(index, (_, id))| Argument {
+                name: names
+                    .get(index)
+                    .and_then(|(name, _)| self.string(*name))
+                    .filter(|name| !name.is_empty())
+                    .map(str::to_owned),
+                points_to: self.pointee(*id),
+                integer: self
+                    .resolve(*id)
+                    .is_some_and(|record| matches!(record.kind, kind::INT | kind::ENUM)),
+            })
+            .collect())
+    }
+
+    /// The name and type of each parameter of a function prototype.
+    fn parameters(&self, id: u32) -> Option<Vec<(u32, u32)>> {
+        let record = self.record(id).filter(|record| record.kind == kind::FUNC_PROTO)?;
+        (0..record.count as usize)
+            .map(|index| {
+                let at = record.at + 12 + 8 * index;
+                Some((read_u32(&self.bytes, at)?, read_u32(&self.bytes, at + 4)?))
+            })
+            .collect()
+    }
+
+    /// The name of the struct that a pointer of type `id` points to.
+    fn pointee(&self, id: u32) -> Option<String> {
+        let pointer = self.resolve(id).filter(|record| record.kind == kind::PTR)?;
+        let target = self.resolve(pointer.other).filter(|record| record.kind == kind::STRUCT)?;
+        self.string(target.name).map(str::to_owned)
+    }
+
+    /// The member `name` of a struct or union, found also inside anonymous ones.
+    fn member(&self, id: u32, name: &str, depth: u32, steps: &mut u32) -> Option<Member> {
+        let depth = depth.checked_sub(1)?;
+        let record = self.resolve(id).filter(|record| matches!(record.kind, kind::STRUCT | kind::UNION))?;
+        for index in 0..record.count as usize {
+            *steps = steps.checked_sub(1)?;
+            let at = record.at + 12 + 12 * index;
+            let (member_name, member_id) = (read_u32(&self.bytes, at)?, read_u32(&self.bytes, at + 4)?);
+            let raw = read_u32(&self.bytes, at + 8)?;
+            // With the kind flag the upper byte is a bit field's width.
+            let (bit_offset, bits) = if record.kind_flag { (raw & 0x00ff_ffff, raw >> 24) } else { (raw, 0) };
+            let found = self.string(member_name)?;
+            if found == name {
+                return Some(Member { id: member_id, bit_offset, bits });
+            }
+            if found.is_empty()
+                && let Some(inner) = self.member(member_id, name, depth, steps)
+            {
+                return Some(Member { bit_offset: bit_offset.checked_add(inner.bit_offset)?, ..inner });
+            }
+        }
+        None
+    }
+
+    /// The type itself, behind typedefs and qualifiers.
+    fn resolve(&self, mut id: u32) -> Option<Record> {
+        for _ in 0..MAX_DEPTH {
+            let record = self.record(id)?;
+            match record.kind {
+                kind::TYPEDEF | kind::VOLATILE | kind::CONST | kind::RESTRICT | kind::TYPE_TAG => {
+                    id = record.other;
+                }
+                _ => return Some(record),
+            }
+        }
+        None
+    }
+
+    /// The id of the first type of that kind and name.
+    fn find(&self, kind: u32, name: &str) -> Option<u32> {
+        (1..self.records.len()).find_map(|index| {
+            let id = u32::try_from(index).ok()?;
+            let record = self.record(id).filter(|record| record.kind == kind)?;
+            self.is_named(record.name, name).then_some(id)
+        })
+    }
+
+    fn record(&self, id: u32) -> Option<Record> {
+        let at = *self.records.get(id as usize)?;
+        if at == usize::MAX { None } else { read_record(&self.bytes, at) }
+    }
+
+    fn is_named(&self, offset: u32, name: &str) -> bool {
+        let Some(strings) = self.bytes.get(self.strings.clone()) else { return false };
+        strings
+            .get(offset as usize..)
+            .and_then(|rest| rest.strip_prefix(name.as_bytes()))
+            .is_some_and(|rest| rest.first() == Some(&0))
+    }
+
+    fn string(&self, offset: u32) -> Option<&str> {
+        let rest = self.bytes.get(self.strings.clone())?.get(offset as usize..)?;
+        let end = rest.iter().position(|byte| *byte == 0)?;
+        std::str::from_utf8(&rest[..end]).ok()
+    }
+}
+
+struct Member {
+    id: u32,
+    bit_offset: u32,
+    bits: u32,
+}
+
+fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
+    let slice = bytes.get(at..at.checked_add(4)?)?;
+    Some(u32::from_le_bytes(slice.try_into().ok()?))
+}
+
+fn read_record(bytes: &[u8], at: usize) -> Option<Record> {
+    let info = read_u32(bytes, at + 4)?;
+    Some(Record {
+        at,
+        name: read_u32(bytes, at)?,
+        kind: (info >> 24) & 0x1f,
+        count: info & 0xffff,
+        kind_flag: info >> 31 == 1,
+        other: read_u32(bytes, at + 8)?,
+    })
+}
+
+/// How many bytes follow a type's fixed part.
+fn trailing_bytes(record: Record) -> usize {
+    let count = record.count as usize;
+    match record.kind {
+        kind::INT | kind::VAR | kind::DECL_TAG => 4,
+        kind::ARRAY => 12,
+        kind::STRUCT | kind::UNION | kind::DATASEC | kind::ENUM64 => 12 * count,
+        kind::ENUM | kind::FUNC_PROTO => 8 * count,
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Writes BTF as a compiler would, for tests.
+    #[derive(Default)]
+    struct Writer {
+        types: Vec<u8>,
+        strings: Vec<u8>,
+        next: u32,
+    }
+
+    impl Writer {
+        fn new() -> Writer {
+            Writer { types: Vec::new(), strings: vec![0], next: 1 }
+        }
+
+        fn name(&mut self, name: &str) -> u32 {
+            if name.is_empty() {
+                return 0;
+            }
+            let at = self.strings.len() as u32;
+            self.strings.extend(name.as_bytes());
+            self.strings.push(0);
+            at
+        }
+
+        fn add(&mut self, name: &str, kind: u32, count: u32, flag: u32, other: u32, rest: &[u32]) -> u32 {
+            let name = self.name(name);
+            for word in [name, flag << 31 | kind << 24 | count, other].iter().chain(rest) {
+                self.types.extend(word.to_le_bytes());
+            }
+            self.next += 1;
+            self.next - 1
+        }
+
+        fn strukt(&mut self, name: &str, flag: u32, members: &[(&str, u32, u32)]) -> u32 {
+            let mut rest = Vec::new();
+            for (name, id, offset) in members {
+                rest.extend([self.name(name), *id, *offset]);
+            }
+            self.add(name, kind::STRUCT, members.len() as u32, flag, 64, &rest)
+        }
+
+        fn bytes(&self) -> Vec<u8> {
+            let (types, strings) = (self.types.len() as u32, self.strings.len() as u32);
+            let mut bytes = Vec::new();
+            for word in [u32::from(MAGIC) | 1 << 16, 24, 0, types, types, strings] {
+                bytes.extend(word.to_le_bytes());
+            }
+            bytes.extend(&self.types);
+            bytes.extend(&self.strings);
+            bytes
+        }
+    }
+
+    /// A `sock` with a nested struct, an anonymous union and a bit field, and a tracepoint about it.
+    fn sample() -> Vec<u8> {
+        let mut w = Writer::new();
+        let int = w.add("int", kind::INT, 0, 0, 4, &[0x0100_0020]);
+        let addr = {
+            let (a, b) = (w.name("skc_addrpair"), w.name("skc_daddr"));
+            w.add("", kind::UNION, 2, 0, 8, &[a, int, 0, b, int, 32])
+        };
+        let common = w.strukt(
+            "sock_common",
+            1,
+            &[("", addr, 0), ("skc_flags", int, 4 << 24 | 152), ("skc_num", int, 96)],
+        );
+        let alias = w.add("common_t", kind::TYPEDEF, 0, 0, common, &[]);
+        let several = w.add("", kind::ARRAY, 0, 0, 0, &[alias, int, 4]);
+        let members = [("__sk_common", alias, 64), ("sk_protocol", int, 1024), ("several", several, 2048)];
+        let sock = w.strukt("sock", 0, &members);
+        let constant = w.add("", kind::CONST, 0, 0, sock, &[]);
+        let pointer = w.add("", kind::PTR, 0, 0, constant, &[]);
+        let void = w.add("", kind::PTR, 0, 0, 0, &[]);
+        let proto = w.add("", kind::FUNC_PROTO, 3, 0, 0, &[0, void, 0, pointer, 0, int]);
+        let proto_pointer = w.add("", kind::PTR, 0, 0, proto, &[]);
+        w.add("btf_trace_state", kind::TYPEDEF, 0, 0, proto_pointer, &[]);
+        let (data, sk, new) = (w.name("__data"), w.name("sk"), w.name("newstate"));
+        let named = w.add("", kind::FUNC_PROTO, 3, 0, int, &[data, void, sk, pointer, new, int]);
+        w.add("__traceiter_state", kind::FUNC, 0, 0, named, &[]);
+        w.bytes()
+    }
+
+    #[test]
+    fn fields_are_found_through_typedefs_anonymous_unions_and_nested_structs() {
+        let btf = Btf::parse(sample()).unwrap();
+        let check = |name: &str, path: &str, expected: Result<(u32, u32, u32), &str>| {
+            let found = btf.field(name, path).map(|field| (field.offset, field.bit, field.bits));
+            assert_eq!(found.map_err(|e| e.to_string()), expected.map_err(str::to_owned), "{name}.{path}");
+        };
+        check("sock", "sk_protocol", Ok((128, 0, 0)));
+        check("sock", "__sk_common.skc_num", Ok((20, 0, 0)));
+        check("sock", "__sk_common.skc_daddr", Ok((12, 0, 0)));
+        check("sock_common", "skc_daddr", Ok((4, 0, 0)));
+        check("sock_common", "skc_flags", Ok((19, 0, 4)));
+        check("sock", "nothing", Err("the kernel's BTF has no field sock.nothing"));
+        check("sock", "sk_protocol.deeper", Err("the kernel's BTF has no field sock.sk_protocol.deeper"));
+        check("dock", "sk_protocol", Err("the kernel's BTF has no struct dock"));
+    }
+
+    #[test]
+    fn an_array_of_structs_has_a_stride() {
+        let btf = Btf::parse(sample()).unwrap();
+        let expected = ArrayField { offset: 256, element: "sock_common".to_owned(), element_bytes: 64 };
+        assert_eq!(btf.array("sock", "several"), Ok(expected));
+        let error = btf.array("sock", "sk_protocol").unwrap_err().to_string();
+        assert_eq!(error, "the kernel's BTF has no field sock.sk_protocol that is an array of structs");
+    }
+
+    #[test]
+    fn tracepoint_arguments_have_types_and_names() {
+        let btf = Btf::parse(sample()).unwrap();
+        let arguments = btf.tracepoint("state").unwrap();
+        assert_eq!(arguments.len(), 2);
+        assert_eq!(arguments[0].name.as_deref(), Some("sk"));
+        assert_eq!(arguments[0].points_to.as_deref(), Some("sock"));
+        assert!(!arguments[0].integer);
+        assert_eq!(arguments[1].name.as_deref(), Some("newstate"));
+        assert!(arguments[1].integer);
+        assert_eq!(btf.tracepoint("other"), Err(BtfError::NoType("tracepoint other".to_owned())));
+    }
+
+    #[test]
+    fn a_struct_that_contains_itself_ends() {
+        let mut w = Writer::new();
+        w.strukt("loop", 0, &[("", 1, 0), ("", 1, 0), ("", 1, 0)]);
+        let btf = Btf::parse(w.bytes()).unwrap();
+        assert_eq!(btf.field("loop", "x"), Err(BtfError::NoField("loop.x".to_owned())));
+    }
+
+    #[test]
+    fn what_is_no_btf_is_said_to_be_none() {
+        let check = |bytes: &[u8], expected: &str| {
+            assert_eq!(Btf::parse(bytes.to_vec()).unwrap_err().to_string(), expected);
+        };
+        check(b"", "not valid BTF: the header is cut off");
+        check(b"\x7fELF", "not valid BTF: it does not begin with BTF's magic number");
+        check(&sample()[..23], "not valid BTF: the header is cut off");
+        check(&sample()[..60], "not valid BTF: the type section is cut off");
+    }
+
+    fn ask(bytes: Vec<u8>) {
+        if let Ok(btf) = Btf::parse(bytes) {
+            let _ = btf.field("sock", "__sk_common.skc_flags");
+            let _ = btf.field("sock_common", "skc_none");
+            let _ = btf.array("sock", "several");
+            let _ = btf.tracepoint("state");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..512)) {
+            ask(bytes);
+        }
+
+        #[test]
+        fn damaged_btf_never_panics(
+            damage in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..12),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let mut bytes = sample();
+            for (index, value) in damage {
+                let at = index.index(bytes.len());
+                bytes[at] = value;
+            }
+            let whole = bytes.clone();
+            ask(whole);
+            bytes.truncate(cut.index(bytes.len()));
+            ask(bytes);
+        }
+    }
+}

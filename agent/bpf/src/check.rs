@@ -1,0 +1,418 @@
+//! Asks the kernel which socket would take a connection, and whether its application accepts what it is given: many
+//! addresses at a time, without a packet. The other half is `ebpf/src/check.rs`.
+//!
+//! The program is loaded from an object of its own and run by hand (`BPF_PROG_TEST_RUN`); nothing of it is pinned or
+//! outlives the agent. Docs: docs/decisions/0007-socket-check.md.
+
+use super::btf::Btf;
+use super::capability::Capability;
+use super::{KernelError, NetnsHandle, nsid, sys};
+use aya::EbpfLoader;
+use aya::programs::SchedClassifier;
+use beelet_ebpf_abi::check::{Answer, Asked, CURRENT_NETNS, Check, HEAD, MAX_CHECKS, found};
+use beelet_ebpf_abi::{FAMILY_IPV4, FAMILY_IPV6};
+use std::mem::offset_of;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
+static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../ebpf/prebuilt/beelet-check.bpf.o"
+));
+
+/// The program's name, in the object and in the table of capabilities.
+pub(super) const NAME: &str = "socket_check";
+pub(super) const NEEDS: &str = "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux), no lockdown=confidentiality; CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
+pub(super) const FALLBACK: &str = "sock_diag confirms listeners, one call a look; only a full accept queue counts as stalled, and liveness probes send \
+     no canary; where that fails too, probes connect";
+
+/// A read-only global of the program: the field whose offset it gets, and whether the program can do without.
+struct Field {
+    global: &'static str,
+    structure: &'static str,
+    path: &'static str,
+    required: bool,
+}
+
+const fn field(global: &'static str, structure: &'static str, path: &'static str, required: bool) -> Field {
+    Field { global, structure, path, required }
+}
+
+const FIELDS: &[Field] = &[
+    field("CHECK_SKC_STATE", "sock_common", "skc_state", true),
+    field("CHECK_SKC_NET", "sock_common", "skc_net.net", true),
+    field("CHECK_SKC_COOKIE", "sock_common", "skc_cookie.counter", false),
+    field("CHECK_NET_COOKIE", "net", "net_cookie", true),
+    field("CHECK_SOCK_CGROUP", "sock", "sk_cgrp_data.cgroup", false),
+    field("CHECK_CGROUP_KN", "cgroup", "kn", false),
+    field("CHECK_KERNFS_ID", "kernfs_node", "id", false),
+    field("CHECK_SK_SOCKET", "sock", "sk_socket", true),
+    field("CHECK_ACK_BACKLOG", "sock", "sk_ack_backlog", true),
+    field("CHECK_MAX_ACK_BACKLOG", "sock", "sk_max_ack_backlog", true),
+    field("CHECK_REUSEPORT", "sock", "sk_reuseport_cb", true),
+    field("CHECK_NUM_SOCKS", "sock_reuseport", "num_socks", true),
+    field("CHECK_SOCKS", "sock_reuseport", "socks", true),
+    field("CHECK_ACCEPT_HEAD", "inet_connection_sock", "icsk_accept_queue.rskq_accept_head", false),
+    field("CHECK_SENT_ISN", "tcp_request_sock", "snt_isn", false),
+];
+
+/// A network namespace that lookups can be made in, for as long as this value lives.
+#[derive(Debug)]
+pub struct CheckedNetns {
+    handle: NetnsHandle,
+    number: Option<i32>,
+}
+
+impl CheckedNetns {
+    /// Opens the namespace that a file stands for. Without `checker` it can only be asked through sock_diag.
+    ///
+    /// # Errors
+    /// There is no such file, it is no network namespace, or we may not enter it.
+    pub fn open(path: &Path, checker: Option<&Checker>) -> Result<CheckedNetns, KernelError> {
+        let handle = NetnsHandle::open(path)?;
+        let Some(checker) = checker else { return Ok(CheckedNetns { handle, number: None }) };
+        if handle.cookie() == checker.inner.own_netns {
+            return Ok(CheckedNetns { handle, number: Some(CURRENT_NETNS) });
+        }
+        // After the handle: it keeps the namespace, and so its number, alive.
+        let number = std::fs::File::open(path)
+            .map_err(|error| KernelError::new(format!("could not open {}: {error}", path.display())))
+            .and_then(|file| nsid::number_of(file.as_fd()));
+        let number = match number {
+            Ok(number) => Some(number),
+            Err(error) => {
+                tracing::warn!("{error}; listeners of {} are confirmed by sock_diag", path.display());
+                None
+            }
+        };
+        Ok(CheckedNetns { handle, number })
+    }
+
+    /// The sock_diag side of it.
+    #[must_use]
+    pub fn handle(&self) -> &NetnsHandle {
+        &self.handle
+    }
+
+    /// Whether lookups can be made in it.
+    #[must_use]
+    pub fn is_numbered(&self) -> bool {
+        self.number.is_some()
+    }
+
+    /// A lookup in it, if it has a number: of whoever listens at `local`, or with `remote`, of the connection between
+    /// the two.
+    #[must_use]
+    pub fn target(&self, local: SocketAddr, remote: Option<SocketAddr>) -> Option<CheckTarget> {
+        Some(CheckTarget { netns_id: self.number?, netns_cookie: self.handle.cookie(), local, remote })
+    }
+}
+
+/// A lookup to make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CheckTarget {
+    netns_id: i32,
+    netns_cookie: u64,
+    local: SocketAddr,
+    remote: Option<SocketAddr>,
+}
+
+/// What a lookup found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// Nothing: a connection would be refused (or goes to a listener bound to one device).
+    Nothing,
+    /// Something listens.
+    Listener(AcceptQueues),
+    /// A connection, established, that the application has not accepted.
+    Waiting,
+    /// A connection that it has accepted.
+    Accepted,
+    /// A connection whose handshake isn't over, as the listener sees it.
+    HalfOpen,
+    /// A connection that is being closed.
+    Closing,
+}
+
+/// A listener and the accept queues at its address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AcceptQueues {
+    /// The kernel's number for the socket that was found.
+    pub cookie: u64,
+    /// The cgroup2 id that it was made in; 0 if unknown.
+    pub cgroup_id: u64,
+    /// Listeners at the address: more than one in a `SO_REUSEPORT` group.
+    pub listeners: u32,
+    /// Those with connections that wait.
+    pub waiting: u32,
+    /// Those that take no more.
+    pub full: u32,
+    /// Stands for the connections at the heads of the queues: any accept changes it. 0 if unknown.
+    pub heads: u64,
+    /// Connections that wait, in all queues.
+    pub backlog: u32,
+    /// The backlog that the found listener asked for.
+    pub max_backlog: u32,
+}
+
+/// Runs the program. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Checker {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    program: OwnedFd,
+    own_netns: u64,
+}
+
+impl Checker {
+    /// Loads the program; the second value is its row in the table of capabilities.
+    pub(super) fn start(kernel_btf: &Btf) -> (Option<Checker>, Capability) {
+        let loaded = Checker::load(kernel_btf);
+        let have = loaded.as_ref().map(|_| ()).map_err(|error| error.message.clone());
+        let remedy = match &loaded {
+            Ok(_) => String::new(),
+            Err(error) => super::capability::remedy(&error.message, error.kind),
+        };
+        let row = Capability { program: NAME, needs: NEEDS, have, spared: None, fallback: FALLBACK, remedy };
+        (loaded.ok(), row)
+    }
+
+    fn load(kernel_btf: &Btf) -> Result<Checker, KernelError> {
+        let mut offsets = Vec::new();
+        for one in FIELDS {
+            match kernel_btf.field(one.structure, one.path) {
+                Ok(at) => offsets.push((one.global, at.offset)),
+                Err(error) if one.required => return Err(KernelError::new(error.to_string())),
+                Err(error) => tracing::debug!("{NAME} does without: {error}"),
+            }
+        }
+        let mut loader = EbpfLoader::new();
+        for (global, offset) in &offsets {
+            loader.override_global(global, offset, true);
+        }
+        let mut ebpf =
+            loader.load(OBJECT).map_err(|error| refused("the object could not be loaded", &error))?;
+        let program: &mut SchedClassifier = ebpf
+            .program_mut(NAME)
+            .ok_or_else(|| KernelError::new(format!("the BPF object has no program {NAME}")))?
+            .try_into()
+            .map_err(|error| refused("the object's program is of another kind", &error))?;
+        program.load().map_err(|error| refused("the kernel refused the program", &error))?;
+        let fd = program.fd().map_err(|error| refused("the program has no descriptor", &error))?;
+        let program = fd
+            .as_fd()
+            .try_clone_to_owned()
+            .map_err(|error| KernelError::new(format!("no second descriptor for {NAME}: {error}")))?;
+        let own_netns = own_netns()?;
+        let checker = Checker { inner: Arc::new(Inner { program, own_netns }) };
+        // Loaded is not yet allowed to run: better known now than at the first probe.
+        let nobody = CheckTarget {
+            netns_id: CURRENT_NETNS,
+            netns_cookie: own_netns,
+            local: SocketAddr::from(([127, 0, 0, 1], 1)),
+            remote: Some(SocketAddr::from(([127, 0, 0, 1], 1))),
+        };
+        checker.look(&[nobody])?;
+        Ok(checker)
+    }
+
+    /// Looks all `targets` up, in order. Some tenths of a microsecond each, and a few for each 32 of them.
+    ///
+    /// # Errors
+    /// The kernel refused to run the program.
+    pub fn look(&self, targets: &[CheckTarget]) -> Result<Vec<Found>, KernelError> {
+        let mut all = Vec::with_capacity(targets.len());
+        for some in targets.chunks(MAX_CHECKS) {
+            let mut packet = vec![0; HEAD + some.len() * size_of::<Check>()];
+            for (target, place) in some.iter().zip(packet[HEAD..].chunks_exact_mut(size_of::<Check>())) {
+                write_asked(&target.asked(), place);
+            }
+            let runs = u32::try_from(some.len()).unwrap_or(u32::MAX);
+            sys::program_test_run(self.inner.program.as_fd(), &mut packet, runs).map_err(|error| {
+                KernelError {
+                    message: format!("the kernel would not run {NAME}: {error}"),
+                    kind: Some(error.kind()),
+                }
+            })?;
+            let answers = packet[HEAD..].chunks_exact(size_of::<Check>()).map(read_answer);
+            all.extend(some.iter().zip(answers).map(|(target, answer)| target.found(&answer)));
+        }
+        Ok(all)
+    }
+}
+
+impl CheckTarget {
+    fn asked(&self) -> Asked {
+        let (family, local) = bytes(self.local.ip());
+        let remote = self.remote.map_or([0; 16], |remote| bytes(remote.ip()).1);
+        Asked {
+            netns_id: self.netns_id,
+            family,
+            local_port: self.local.port(),
+            remote_port: self.remote.map_or(0, |remote| remote.port()),
+            reserved: [0; 3],
+            local,
+            remote,
+        }
+    }
+
+    fn found(&self, answer: &Answer) -> Found {
+        // A socket of another namespace would mean that our number for it is stale: nothing can be said then. Sockets
+        // without a namespace's cookie are requests and those in TIME_WAIT.
+        if answer.netns_cookie != 0 && answer.netns_cookie != self.netns_cookie {
+            return Found::Nothing;
+        }
+        match answer.found {
+            found::LISTENER => Found::Listener(AcceptQueues {
+                cookie: answer.cookie,
+                cgroup_id: answer.cgroup_id,
+                listeners: answer.listeners,
+                waiting: answer.waiting,
+                full: answer.full,
+                heads: answer.heads,
+                backlog: answer.backlog,
+                max_backlog: answer.max_backlog,
+            }),
+            found::WAITING => Found::Waiting,
+            found::ACCEPTED => Found::Accepted,
+            found::HALF_OPEN => Found::HalfOpen,
+            found::CLOSING => Found::Closing,
+            _ => Found::Nothing,
+        }
+    }
+}
+
+fn bytes(ip: IpAddr) -> (u16, [u8; 16]) {
+    match ip {
+        IpAddr::V4(ip) => {
+            let mut bytes = [0; 16];
+            bytes[..4].copy_from_slice(&ip.octets());
+            (FAMILY_IPV4, bytes)
+        }
+        IpAddr::V6(ip) => (FAMILY_IPV6, ip.octets()),
+    }
+}
+
+/// Writes a question into its place in the packet, field by field as the record lies there.
+fn write_asked(asked: &Asked, place: &mut [u8]) {
+    let mut put = |at: usize, bytes: &[u8]| {
+        if let Some(place) = place.get_mut(at..at + bytes.len()) {
+            place.copy_from_slice(bytes);
+        }
+    };
+    put(offset_of!(Asked, netns_id), &asked.netns_id.to_ne_bytes());
+    put(offset_of!(Asked, family), &asked.family.to_ne_bytes());
+    put(offset_of!(Asked, local_port), &asked.local_port.to_ne_bytes());
+    put(offset_of!(Asked, remote_port), &asked.remote_port.to_ne_bytes());
+    put(offset_of!(Asked, local), &asked.local);
+    put(offset_of!(Asked, remote), &asked.remote);
+}
+
+/// Reads an answer from its place.
+fn read_answer(place: &[u8]) -> Answer {
+    let base = offset_of!(Check, answer);
+    let u64_at = |at: usize| {
+        let bytes = place.get(base + at..base + at + 8).and_then(|bytes| bytes.try_into().ok());
+        bytes.map_or(0, u64::from_ne_bytes)
+    };
+    let u32_at = |at: usize| {
+        let bytes = place.get(base + at..base + at + 4).and_then(|bytes| bytes.try_into().ok());
+        bytes.map_or(0, u32::from_ne_bytes)
+    };
+    Answer {
+        netns_cookie: u64_at(offset_of!(Answer, netns_cookie)),
+        cgroup_id: u64_at(offset_of!(Answer, cgroup_id)),
+        cookie: u64_at(offset_of!(Answer, cookie)),
+        heads: u64_at(offset_of!(Answer, heads)),
+        found: u32_at(offset_of!(Answer, found)),
+        listeners: u32_at(offset_of!(Answer, listeners)),
+        waiting: u32_at(offset_of!(Answer, waiting)),
+        full: u32_at(offset_of!(Answer, full)),
+        backlog: u32_at(offset_of!(Answer, backlog)),
+        max_backlog: u32_at(offset_of!(Answer, max_backlog)),
+    }
+}
+
+/// The cookie of the namespace that this process is in.
+fn own_netns() -> Result<u64, KernelError> {
+    let socket = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None)
+        .map_err(|error| KernelError::new(format!("no socket: {error}")))?;
+    sys::netns_cookie(socket.as_fd()).map_err(|error| {
+        KernelError::new(format!("our network namespace's cookie is not to be had: {error}"))
+    })
+}
+
+/// An error with its innermost cause, which is the kernel's own.
+fn refused(what: &str, error: &(dyn std::error::Error + 'static)) -> KernelError {
+    let (mut kind, mut innermost, mut cause) = (None, String::new(), Some(error));
+    while let Some(current) = cause {
+        if let Some(io) = current.downcast_ref::<std::io::Error>() {
+            kind = Some(io.kind());
+        }
+        innermost = current.to_string();
+        cause = current.source();
+    }
+    // The verifier's log is long, and its last lines say it.
+    let top = error.to_string();
+    let mut lines: Vec<&str> = top.lines().rev().filter(|line| !line.trim().is_empty()).take(3).collect();
+    lines.reverse();
+    KernelError { message: format!("{what}: {}: {innermost}", lines.join("; ")), kind }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn target(local: &str, remote: Option<&str>) -> CheckTarget {
+        CheckTarget {
+            netns_id: 5,
+            netns_cookie: 77,
+            local: local.parse().unwrap(),
+            remote: remote.map(|remote| remote.parse().unwrap()),
+        }
+    }
+
+    #[test]
+    fn a_question_lies_in_the_packet_as_the_program_reads_it() {
+        let mut place = [0xff; size_of::<Check>()];
+        place[10..16].fill(0);
+        write_asked(&target("10.0.0.7:80", Some("10.0.0.1:4000")).asked(), &mut place);
+        let mut expected = Vec::new();
+        expected.extend(5_i32.to_ne_bytes());
+        expected.extend(2_u16.to_ne_bytes());
+        expected.extend(80_u16.to_ne_bytes());
+        expected.extend(4000_u16.to_ne_bytes());
+        expected.extend([0; 6]);
+        expected.extend([10, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        expected.extend([10, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(place[..size_of::<Asked>()], expected);
+        assert_eq!(target("[fd00::1]:80", None).asked().family, FAMILY_IPV6);
+        assert_eq!(target("[fd00::1]:80", None).asked().remote_port, 0);
+    }
+
+    #[test]
+    fn an_answer_of_another_namespace_is_none() {
+        let answer = Answer { netns_cookie: 77, found: found::ACCEPTED, ..Answer::default() };
+        assert_eq!(target("10.0.0.7:80", None).found(&answer), Found::Accepted);
+        let other = Answer { netns_cookie: 78, ..answer };
+        assert_eq!(target("10.0.0.7:80", None).found(&other), Found::Nothing);
+        let request = Answer { found: found::HALF_OPEN, ..Answer::default() };
+        assert_eq!(target("10.0.0.7:80", None).found(&request), Found::HalfOpen);
+    }
+
+    #[test]
+    fn an_answer_is_read_from_its_place() {
+        let mut place = [0; size_of::<Check>()];
+        place[48..56].copy_from_slice(&77_u64.to_ne_bytes());
+        place[80..84].copy_from_slice(&found::LISTENER.to_ne_bytes());
+        place[100..104].copy_from_slice(&16_u32.to_ne_bytes());
+        let answer = read_answer(&place);
+        assert_eq!((answer.netns_cookie, answer.found, answer.max_backlog), (77, found::LISTENER, 16));
+    }
+}

@@ -1,0 +1,501 @@
+//! The only user of bpf(2) in the agent: loads and attaches the kernel programs of `ebpf/`, keeps them pinned while the
+//! agent restarts, reads their maps and hands their edges on.
+//!
+//! It never fails to start. What the kernel, the privileges or the machine don't allow is in [`Kernel::capabilities`],
+//! with what stands in for it. It decides nothing about pods, and knows none: sockets, cgroup ids and network namespace
+//! cookies in, edges out.
+
+mod bpf_log;
+pub mod btf;
+mod capability;
+mod check;
+mod containers;
+mod dead;
+pub mod edges;
+mod inspect;
+mod listeners;
+mod loader;
+mod measures;
+mod netns;
+mod nsid;
+pub mod offsets;
+mod pace;
+mod pins;
+pub mod quota;
+pub mod reader;
+mod settings;
+mod sweep;
+mod sys;
+
+pub use sys::{give_memory_back, share_arenas, watched};
+
+pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
+pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
+pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
+pub use edges::{Edge, Edges, Interest, PressureKind};
+pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
+pub use listeners::{Listener, Listeners};
+pub use measures::{Measures, wait_bucket_floor_ns};
+pub use netns::{ListeningSocket, NetnsHandle};
+pub use settings::{ByQos, Thresholds};
+
+use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
+use aya::programs::links::FdLink;
+use beelet_ebpf_abi::Drops;
+use edges::Hub;
+use pins::{Current, NoPins, Pins};
+use reader::Reader;
+use sha2::{Digest as _, Sha256};
+use std::path::{Path, PathBuf};
+
+/// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
+static OBJECT: &[u8] =
+    aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../ebpf/prebuilt/beelet.bpf.o"));
+
+/// Whether to use BPF.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Wherever it is possible.
+    Auto,
+    /// Nowhere: every fallback is in use.
+    Off,
+}
+
+/// Where and how to run the kernel half.
+#[derive(Clone, Debug)]
+pub struct KernelOptions {
+    /// The bpf file system, as a rule `/sys/fs/bpf`. Mounted if it isn't, where there is nothing else.
+    pub bpffs: PathBuf,
+    /// Our folder in it. No slashes, no dots.
+    pub pin_name: String,
+    /// The cgroup2 folder that all pods are below.
+    pub cgroup: PathBuf,
+    /// Whether to use BPF at all.
+    pub mode: Mode,
+    /// Another object than the built-in one, for development.
+    pub object: Option<PathBuf>,
+    /// From what on waiting is told as an edge.
+    pub thresholds: Thresholds,
+    /// Fields of the kernel's to do without, by their names in `offsets.rs`, as if this kernel lacked them: what stands in
+    /// for them can be tried on any kernel.
+    pub without: &'static [&'static str],
+}
+
+/// Why the kernel half could not do something: a sentence.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct KernelError {
+    message: String,
+    kind: Option<std::io::ErrorKind>,
+}
+
+impl KernelError {
+    fn new(message: impl Into<String>) -> KernelError {
+        KernelError { message: message.into(), kind: None }
+    }
+
+    fn map(name: &str, error: &dyn std::fmt::Display) -> KernelError {
+        KernelError::new(format!("could not use the BPF map {name}: {error}"))
+    }
+}
+
+/// What a map takes of the kernel's memory, at most. All maps are allocated in full when they are made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MapMemory {
+    /// The map's name.
+    pub map: &'static str,
+    /// How many entries it can hold; for the ring buffer, its bytes.
+    pub entries: u64,
+    /// Bytes of one entry: key and value; 1 for the ring buffer.
+    pub entry_bytes: u64,
+    /// How many copies there are of each value: the possible CPUs for a per-CPU map, else 1.
+    pub copies: u64,
+    /// The product. The kernel's own bookkeeping (some 50 bytes an entry of a hash) comes on top.
+    pub bytes: u64,
+}
+
+/// The kernel half, as far as it runs.
+pub struct Kernel {
+    capabilities: Vec<Capability>,
+    adopted: bool,
+    listeners: Option<Listeners>,
+    measures: Option<Measures>,
+    checker: Option<Checker>,
+    hub: Hub,
+    drops: Option<PerCpuArray<MapData, Drops>>,
+    memory: Vec<MapMemory>,
+    /// Before `links` and `pins`: it is stopped first.
+    reader: Option<Reader>,
+    links: Vec<FdLink>,
+    pins: Option<Pins>,
+}
+
+impl std::fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kernel")
+            .field("capabilities", &self.capabilities)
+            .field("adopted", &self.adopted)
+            .field("pins", &self.pins)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Kernel {
+    /// Brings up whatever is possible. Blocks for some hundred milliseconds at most, or a few if an earlier instance's
+    /// programs are taken over.
+    #[must_use]
+    pub fn start(options: &KernelOptions) -> Kernel {
+        let mut kernel = Kernel::idle();
+        if options.mode == Mode::Off {
+            kernel.capabilities =
+                capability::all_missing("BPF is switched off", "set bpf: Auto in the configuration");
+            return kernel;
+        }
+        if let Err((error, remedy)) = kernel.bring_up(options) {
+            tracing::warn!("no BPF: {error}");
+            let remedy = remedy.unwrap_or_else(|| capability::remedy(&error.message, error.kind));
+            kernel.capabilities = capability::all_missing(&error.message, &remedy);
+        }
+        for row in &kernel.capabilities {
+            if let Err(why) = &row.have {
+                tracing::warn!("{} is not there ({why}); instead: {}", row.program, row.fallback);
+            }
+        }
+        kernel
+    }
+
+    fn idle() -> Kernel {
+        Kernel {
+            capabilities: Vec::new(),
+            adopted: false,
+            listeners: None,
+            measures: None,
+            checker: None,
+            hub: Hub::default(),
+            drops: None,
+            memory: Vec::new(),
+            reader: None,
+            links: Vec::new(),
+            pins: None,
+        }
+    }
+
+    /// An error comes with a remedy where it is a special one.
+    fn bring_up(&mut self, options: &KernelOptions) -> Result<(), (KernelError, Option<String>)> {
+        let plain = |error| (error, None);
+        let own;
+        let object: &[u8] = match &options.object {
+            None => OBJECT,
+            Some(path) => {
+                own = read_object(path).map_err(plain)?;
+                &own
+            }
+        };
+        let kernel_btf = read_kernel_btf().map_err(plain)?;
+        let release = kernel_release();
+        let (pins, found, pins_row) = find_pins(options, release)?;
+        let current = found.as_ref().map_or(Current::Absent, |found| match &found.current {
+            Current::Absent => Current::Absent,
+            Current::Complete(meta) => Current::Complete(*meta),
+        });
+        let request = loader::Request {
+            object,
+            digest: Sha256::digest(object).into(),
+            cgroup: &options.cgroup,
+            pins: pins.as_ref(),
+            current,
+            kernel_btf: &kernel_btf,
+            release,
+            without: options.without,
+        };
+        let mut loaded = loader::load(&request).map_err(plain)?;
+        self.capabilities = std::mem::take(&mut loaded.capabilities);
+        self.capabilities.push(pins_row);
+        let attached =
+            self.capabilities.iter().any(|row| row.program != capability::PINS && row.have.is_ok());
+        // After the new ones are attached: between the two, nothing goes unseen.
+        for stale in found.map(|found| found.stale).unwrap_or_default() {
+            match Pins::remove_stale(&stale) {
+                Ok(()) => tracing::info!("removed {}, pins of another version", stale.display()),
+                Err(error) => tracing::warn!("{error}"),
+            }
+        }
+        self.pins = pins;
+        let (checker, row) = Checker::start(&kernel_btf);
+        self.checker = checker;
+        self.capabilities.push(row);
+        if attached {
+            self.take(loaded, options).map_err(plain)?;
+        }
+        Ok(())
+    }
+
+    /// Opens the maps and starts the reader.
+    fn take(&mut self, mut loaded: loader::Loaded, options: &KernelOptions) -> Result<(), KernelError> {
+        let map = |name: &str| {
+            loaded.maps.get(name).ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
+        };
+        self.memory = memory(&loaded.maps)?;
+        settings::tell(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.thresholds)?;
+        let listeners =
+            Listeners::new(loader::duplicate(map("LISTENERS")?)?, loader::duplicate(map("ADDRESSES")?)?)
+                .map_err(|error| KernelError::map("LISTENERS", &error))?;
+        let sweeper = sweep::Sweeper::new(
+            loader::duplicate(map("LISTENERS")?)?,
+            loader::duplicate(map("ADDRESSES")?)?,
+        )?;
+        let containers =
+            || containers::Containers::open(map("SLOTS")?, loader::duplicate(map("CONTAINERS")?)?);
+        let undertaker =
+            dead::Undertaker::new(containers()?, loader::duplicate(map("PRESSURE")?)?, &options.cgroup)?;
+        let measures = Measures::new(containers()?, loader::duplicate(map("RUNNING")?)?)?;
+        let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
+            aya::maps::Map::from_map_data(data)
+                .and_then(PerCpuArray::try_from)
+                .map_err(|error| KernelError::map("DROPS", &error))
+        };
+        let ring = aya::maps::Map::from_map_data(loader::duplicate(map("EVENTS")?)?)
+            .and_then(RingBuf::try_from)
+            .map_err(|error| KernelError::map("EVENTS", &error))?;
+        self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
+        let reader_drops = drops(loader::duplicate(map("DROPS")?)?)?;
+        let sweepers = (sweeper, undertaker);
+        let reader = Reader::start(ring, reader_drops, sweepers, loaded.log.take(), self.hub.clone())?;
+        self.measures = Some(measures);
+        self.reader = Some(reader);
+        self.listeners = Some(listeners);
+        self.adopted = loaded.adopted;
+        self.links = std::mem::take(&mut loaded.links);
+        Ok(())
+    }
+
+    /// Takes away what any instance pinned under `<bpffs>/<pin_name>`, of every version: the programs end unless somebody
+    /// still holds them. False if there was nothing.
+    ///
+    /// # Errors
+    /// Something there is not ours (it is left alone), or can't be removed.
+    pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
+        let said = |why| match why {
+            NoPins::NoFileSystem(why) | NoPins::Foreign(why) => KernelError::new(why),
+        };
+        let pins = Pins::open(bpffs, pin_name).map_err(said)?;
+        let found = pins.inspect(offsets::has_task_storage(kernel_release())).map_err(said)?;
+        let any = !found.stale.is_empty() || pins.dir().exists();
+        for stale in found.stale {
+            Pins::remove_stale(&stale)?;
+        }
+        pins.remove_all()?;
+        Ok(any)
+    }
+
+    /// What works, what doesn't, why, and what stands in: one row a program, and one for the pins.
+    #[must_use]
+    pub fn capabilities(&self) -> &[Capability] {
+        &self.capabilities
+    }
+
+    /// Whether programs and maps of an earlier instance were taken over, so that the listener map was kept complete
+    /// while no agent ran.
+    #[must_use]
+    pub fn adopted(&self) -> bool {
+        self.adopted
+    }
+
+    /// The maps of who listens; `None` where no program could be attached.
+    #[must_use]
+    pub fn listeners(&self) -> Option<Listeners> {
+        self.listeners.clone()
+    }
+
+    /// Looks listeners up and sees their accept queues; `None` where that program could not be loaded.
+    #[must_use]
+    pub fn checker(&self) -> Option<Checker> {
+        self.checker.clone()
+    }
+
+    /// Waits until the kernel's events can be read no longer, though nobody ended that, and says why. Never
+    /// without programs.
+    pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
+        let failed = self.reader.as_ref().map(Reader::failed);
+        async move {
+            match failed {
+                Some(failed) => failed.await,
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed. Without programs
+    /// no edge ever comes.
+    #[must_use]
+    pub fn subscribe(&self, interest: Interest) -> Edges {
+        self.hub.subscribe(interest)
+    }
+
+    /// What the programs count for each container; `None` where none that counts could be attached.
+    #[must_use]
+    pub fn measures(&self) -> Option<Measures> {
+        self.measures.clone()
+    }
+
+    /// What each map takes of the kernel's memory.
+    #[must_use]
+    pub fn memory(&self) -> &[MapMemory] {
+        &self.memory
+    }
+
+    /// What the programs could not record or send, on all CPUs, since the maps were made; `None` without programs.
+    ///
+    /// # Errors
+    /// The kernel refused to read the map.
+    pub fn drops(&self) -> Result<Option<Drops>, KernelError> {
+        let Some(map) = &self.drops else { return Ok(None) };
+        reader::sum(map).map(Some)
+    }
+
+    /// How many edges found a subscriber's channel full, since the start.
+    #[must_use]
+    pub fn channel_full(&self) -> u64 {
+        self.hub.dropped()
+    }
+
+    /// Where the maps and links of this version are pinned; `None` where they aren't.
+    #[must_use]
+    pub fn pins(&self) -> Option<&Path> {
+        self.pins.as_ref().map(Pins::dir)
+    }
+
+    /// Ends the reader. With `keep_pins` the programs run on and the next instance adopts them; without, they go, and
+    /// so does the bpf file system if this instance mounted it.
+    ///
+    /// # Errors
+    /// A pin could not be removed.
+    pub fn stop(mut self, keep_pins: bool) -> Result<(), KernelError> {
+        if let Some(mut reader) = self.reader.take() {
+            reader.stop();
+        }
+        self.links.clear();
+        match &self.pins {
+            Some(pins) if !keep_pins => pins.remove_all(),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The read-only globals of the object and their values for this kernel, for loaders other than [`Kernel`] (tests,
+/// benches). A global that is missing here keeps its default.
+///
+/// # Errors
+/// The kernel does not describe its types.
+pub fn globals() -> Result<Vec<(&'static str, u32)>, KernelError> {
+    Ok(offsets::Offsets::resolve(&read_kernel_btf()?, kernel_release()).globals)
+}
+
+/// The object that is built in.
+#[must_use]
+pub fn built_in_object() -> &'static [u8] {
+    OBJECT
+}
+
+/// `CLOCK_MONOTONIC`, the programs' own clock, in nanoseconds.
+fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
+
+/// The kernel's release, major and minor; (0, 0) where it calls itself something strange.
+fn kernel_release() -> (u32, u32) {
+    release_of(&rustix::system::uname().release().to_string_lossy())
+}
+
+fn release_of(text: &str) -> (u32, u32) {
+    let mut numbers = text.split(['.', '-', '+']).map_while(|part| part.parse().ok());
+    numbers.next().zip(numbers.next()).unwrap_or((0, 0))
+}
+
+fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {
+    std::fs::read(path).map_err(|error| {
+        KernelError::new(format!("could not read the BPF object {}: {error}", path.display()))
+    })
+}
+
+fn read_kernel_btf() -> Result<btf::Btf, KernelError> {
+    const PATH: &str = "/sys/kernel/btf/vmlinux";
+    let bytes = std::fs::read(PATH).map_err(|error| KernelError {
+        message: format!("this kernel does not describe its types: {PATH}: {error}"),
+        kind: Some(error.kind()),
+    })?;
+    btf::Btf::parse(bytes).map_err(|error| KernelError::new(format!("{PATH} is {error}")))
+}
+
+type PinsFound = (Option<Pins>, Option<pins::Found>, Capability);
+
+/// The place for pins, what is there, and the row that says so. Only something foreign at our place is an error.
+fn find_pins(
+    options: &KernelOptions,
+    release: (u32, u32),
+) -> Result<PinsFound, (KernelError, Option<String>)> {
+    let row = |have: Result<(), String>, remedy: String| Capability {
+        program: capability::PINS,
+        needs: capability::PINS_NEED,
+        have,
+        spared: None,
+        fallback: capability::PINS_FALLBACK,
+        remedy,
+    };
+    let opened = Pins::open(&options.bpffs, &options.pin_name).and_then(|pins| {
+        let found = pins.inspect(offsets::has_task_storage(release))?;
+        Ok((pins, found))
+    });
+    match opened {
+        Ok((pins, found)) => Ok((Some(pins), Some(found), row(Ok(()), String::new()))),
+        Err(NoPins::NoFileSystem(why)) => {
+            let remedy = format!("mount one: mount -t bpf bpf {}", options.bpffs.display());
+            Ok((None, None, row(Err(why), remedy)))
+        }
+        Err(NoPins::Foreign(why)) => {
+            let remedy = "look at it with `bpftool`; then remove it, or set another pinName".to_owned();
+            Err((KernelError::new(why), Some(remedy)))
+        }
+    }
+}
+
+fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Vec<MapMemory>, KernelError> {
+    let cpus = aya::util::nr_cpus()
+        .map_err(|(what, error)| KernelError::new(format!("could not count the CPUs: {what}: {error}")))?;
+    maps.iter()
+        .map(|(name, data)| {
+            let info = data.info().map_err(|error| KernelError::map(name, &error))?;
+            let kind = info.map_type().map_err(|error| KernelError::map(name, &error))?;
+            let (entry_bytes, copies) = match kind {
+                MapType::RingBuf => (1, 1),
+                // One for each thread, allocated with it; the kernel's bookkeeping is larger than the value.
+                MapType::TaskStorage => (u64::from(info.value_size()), 1),
+                MapType::PerCpuArray => {
+                    (u64::from(info.key_size()) + u64::from(info.value_size()), cpus as u64)
+                }
+                _ => (u64::from(info.key_size()) + u64::from(info.value_size()), 1),
+            };
+            let entries = u64::from(info.max_entries());
+            Ok(MapMemory { map: name, entries, entry_bytes, copies, bytes: entries * entry_bytes * copies })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_release_is_two_numbers() {
+        for (text, expected) in [
+            ("6.1.0-49-amd64", (6, 1)),
+            ("7.3-rc2", (7, 3)),
+            ("5.15.0+", (5, 15)),
+            ("6.18.44-fc-v669", (6, 18)),
+            ("strange", (0, 0)),
+        ] {
+            assert_eq!(release_of(text), expected, "{text}");
+        }
+    }
+}

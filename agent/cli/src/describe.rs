@@ -1,0 +1,93 @@
+//! `beelet describe pod NAME`: a pod with all that is known of it, and what happened to it.
+
+mod pod;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{anyhow, bail};
+use beelet_proto::beelet as proto;
+use clap::{Args, Subcommand};
+use jiff::Timestamp;
+
+use super::failed;
+use super::get::{is_broken_pipe, print, show_notice};
+use beelet_client::Client;
+
+/// Arguments of `beelet describe`.
+#[derive(Debug, Args)]
+pub struct DescribeArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// A pod, its containers and its events.
+    #[command(visible_aliases = ["pods", "po"])]
+    Pod(PodArgs),
+}
+
+#[derive(Debug, Args)]
+struct PodArgs {
+    /// The pod's name, with or without the node's name behind it.
+    name: String,
+    /// The pod's namespace.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+/// Shows it.
+#[must_use]
+pub fn run(args: &DescribeArgs) -> ExitCode {
+    let What::Pod(args) = &args.what;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(describe(args)));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+async fn describe(args: &PodArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.socket).await?;
+    let (table, notice) = client.pods().await?;
+    let of_namespace = |namespace: &str| args.namespace.as_ref().is_none_or(|wanted| wanted == namespace);
+    let mut found: Vec<_> = table
+        .pods
+        .iter()
+        .filter(|(name, entry)| {
+            let node = entry.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
+            let short = name.name.strip_suffix(node).and_then(|rest| rest.strip_suffix('-'));
+            of_namespace(&name.namespace) && (name.name == args.name || short == Some(args.name.as_str()))
+        })
+        .collect();
+    if found.iter().any(|(name, _)| name.name == args.name) {
+        found.retain(|(name, _)| name.name == args.name);
+    }
+    let (name, entry) = match found[..] {
+        [one] => one,
+        [] => bail!("there is no pod {:?}; `beelet get pods` shows all", args.name),
+        _ => bail!("there are pods of this name in several namespaces; name one with --namespace"),
+    };
+    let wanted = proto::ListEventsRequest {
+        watch: false,
+        namespace: name.namespace.clone(),
+        pod: name.name.clone(),
+        uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
+    };
+    let mut stream = client.events(wanted).await?;
+    let mut events = Vec::new();
+    while let Some(event) =
+        stream.message().await.map_err(|status| anyhow!("the agent: {}", status.message()))?
+    {
+        events.push(event);
+    }
+    print(&pod::text(&entry.pod, &events, Timestamp::now()))?;
+    show_notice(&notice);
+    Ok(())
+}

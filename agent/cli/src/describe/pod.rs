@@ -1,0 +1,373 @@
+//! A pod as text, laid out as `kubectl describe pod` does it.
+
+use std::collections::BTreeMap;
+
+use beelet_proto::beelet as proto;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{
+    Container, ContainerPort, ContainerState, ContainerStatus, EnvVar, Pod, PodSpec, PodStatus, Probe,
+};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use serde_json::Value;
+
+use crate::events::last_seen;
+use crate::get::columns::Columns;
+use crate::plain;
+
+/// The width of the first column of a level.
+const LABEL: usize = 22;
+
+/// Lines of `label: value`, indented by levels of two.
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    /// Of a value with several lines, each begins where the first one does.
+    fn line(&mut self, level: usize, label: &str, value: &str) {
+        let (label, mut values) = (format!("{label}:"), value.lines());
+        let first = values.next().unwrap_or_default();
+        self.push(&format!(
+            "{:indent$}{label:<width$}{first}",
+            "",
+            indent = level * 2,
+            width = LABEL - level * 2
+        ));
+        for value in values {
+            self.push(&format!("{:LABEL$}{value}", ""));
+        }
+    }
+
+    /// A line, whatever is in it, without blanks at its end.
+    fn push(&mut self, line: &str) {
+        self.0.push_str(plain::line(line).trim_end());
+        self.0.push('\n');
+    }
+
+    fn set(&mut self, level: usize, label: &str, value: Option<&str>) {
+        if let Some(value) = value.filter(|value| !value.is_empty()) {
+            self.line(level, label, value);
+        }
+    }
+
+    /// One value a line, the label before the first.
+    fn list(&mut self, level: usize, label: &str, values: impl IntoIterator<Item = String>) {
+        let mut values = values.into_iter();
+        self.line(level, label, &values.next().unwrap_or_else(|| "<none>".to_owned()));
+        for value in values.collect::<Vec<_>>().iter().flat_map(|value| value.lines()) {
+            self.push(&format!("{:LABEL$}{value}", ""));
+        }
+    }
+}
+
+/// The whole description.
+pub(super) fn text(pod: &Pod, events: &[proto::Event], now: Timestamp) -> String {
+    let (no_spec, no_status) = (PodSpec::default(), PodStatus::default());
+    let spec = pod.spec.as_ref().unwrap_or(&no_spec);
+    let status = pod.status.as_ref().unwrap_or(&no_status);
+    let mut text = Text::default();
+    head(&mut text, pod, spec, status);
+    let statuses = |all: &Option<Vec<ContainerStatus>>| -> BTreeMap<String, ContainerStatus> {
+        all.iter().flatten().map(|status| (status.name.clone(), status.clone())).collect()
+    };
+    if let Some(init) = spec.init_containers.as_ref().filter(|init| !init.is_empty()) {
+        text.0.push_str("Init Containers:\n");
+        let statuses = statuses(&status.init_container_statuses);
+        init.iter().for_each(|c| container(&mut text, c, statuses.get(&c.name)));
+    }
+    text.0.push_str("Containers:\n");
+    let of_name = statuses(&status.container_statuses);
+    spec.containers.iter().for_each(|c| container(&mut text, c, of_name.get(&c.name)));
+    conditions(&mut text, status);
+    volumes(&mut text, spec);
+    text.line(0, "QoS Class", status.qos_class.as_deref().unwrap_or("<none>"));
+    list_events(&mut text, events, now);
+    text.0
+}
+
+fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
+    let meta = &pod.metadata;
+    text.line(0, "Name", meta.name.as_deref().unwrap_or_default());
+    text.line(0, "Namespace", meta.namespace.as_deref().unwrap_or("default"));
+    text.line(0, "UID", meta.uid.as_deref().unwrap_or_default());
+    text.line(0, "Priority", &spec.priority.unwrap_or(0).to_string());
+    text.set(0, "Priority Class Name", spec.priority_class_name.as_deref());
+    text.set(0, "Runtime Class Name", spec.runtime_class_name.as_deref());
+    let node = spec.node_name.as_deref().unwrap_or("<none>");
+    text.line(0, "Node", &format!("{node}/{}", status.host_ip.as_deref().unwrap_or_default()));
+    text.set(0, "Start Time", status.start_time.as_ref().map(time).as_deref());
+    let pairs = |map: &Option<BTreeMap<String, String>>, sign: &str| -> Vec<String> {
+        map.iter().flatten().map(|(key, value)| format!("{key}{sign}{}", value.trim_end())).collect()
+    };
+    text.list(0, "Labels", pairs(&meta.labels, "="));
+    text.list(0, "Annotations", pairs(&meta.annotations, ": "));
+    match &meta.deletion_timestamp {
+        Some(at) => {
+            text.line(0, "Status", &format!("Terminating (until {})", time(at)));
+            let grace = meta.deletion_grace_period_seconds.unwrap_or(0);
+            text.line(0, "Termination Grace Period", &format!(" {grace}s"));
+        }
+        None => text.line(0, "Status", status.phase.as_deref().unwrap_or("Unknown")),
+    }
+    text.set(0, "Reason", status.reason.as_deref());
+    text.set(0, "Message", status.message.as_deref());
+    text.line(0, "IP", status.pod_ip.as_deref().unwrap_or_default());
+    text.list(0, "IPs", status.pod_ips.iter().flatten().map(|ip| ip.ip.clone()));
+}
+
+fn container(text: &mut Text, container: &Container, status: Option<&ContainerStatus>) {
+    text.push(&format!("  {}:", container.name));
+    text.line(2, "Container ID", status.and_then(|s| s.container_id.as_deref()).unwrap_or_default());
+    text.line(2, "Image", container.image.as_deref().unwrap_or_default());
+    text.line(2, "Image ID", status.map(|s| s.image_id.as_str()).unwrap_or_default());
+    let ports: &[ContainerPort] = container.ports.as_deref().unwrap_or_default();
+    let join = |port: fn(&ContainerPort) -> i32| -> String {
+        let one = |p: &ContainerPort| format!("{}/{}", port(p), p.protocol.as_deref().unwrap_or("TCP"));
+        let all: Vec<String> = ports.iter().map(one).collect();
+        if all.is_empty() { "<none>".to_owned() } else { all.join(", ") }
+    };
+    text.line(2, "Port", &join(|p| p.container_port));
+    text.line(2, "Host Port", &join(|p| p.host_port.unwrap_or(0)));
+    words(text, "Command", container.command.as_deref());
+    words(text, "Args", container.args.as_deref());
+    if let Some(status) = status {
+        state(text, "State", status.state.as_ref());
+        if status.last_state.as_ref().is_some_and(|last| *last != ContainerState::default()) {
+            state(text, "Last State", status.last_state.as_ref());
+        }
+        text.line(2, "Ready", if status.ready { "True" } else { "False" });
+        text.line(2, "Restart Count", &status.restart_count.to_string());
+    }
+    let resources = container.resources.clone().unwrap_or_default();
+    amounts(text, "Limits", resources.limits.as_ref());
+    amounts(text, "Requests", resources.requests.as_ref());
+    text.set(2, "Liveness", container.liveness_probe.as_ref().map(probe).as_deref());
+    text.set(2, "Readiness", container.readiness_probe.as_ref().map(probe).as_deref());
+    text.set(2, "Startup", container.startup_probe.as_ref().map(probe).as_deref());
+    block(text, "Environment", container.env.iter().flatten().map(|v| (v.name.clone(), variable(v))));
+    let mounts = container.volume_mounts.iter().flatten().map(|mount| {
+        let mode = if mount.read_only == Some(true) { "ro" } else { "rw" };
+        let path = mount.sub_path.as_ref().map(|path| format!(", path={path:?}")).unwrap_or_default();
+        format!("{} from {} ({mode}{path})", mount.mount_path, mount.name)
+    });
+    let mounts: Vec<String> = mounts.collect();
+    text.line(2, "Mounts", if mounts.is_empty() { "<none>" } else { "" });
+    for mount in mounts {
+        text.push(&format!("      {mount}"));
+    }
+}
+
+fn words(text: &mut Text, label: &str, words: Option<&[String]>) {
+    let Some(words) = words.filter(|words| !words.is_empty()) else { return };
+    text.line(2, label, "");
+    for word in words {
+        for line in word.trim_end().lines() {
+            text.push(&format!("      {line}"));
+        }
+    }
+}
+
+fn state(text: &mut Text, label: &str, state: Option<&ContainerState>) {
+    let Some(state) = state else { return text.line(2, label, "Waiting") };
+    if let Some(running) = &state.running {
+        text.line(2, label, "Running");
+        text.set(3, "Started", running.started_at.as_ref().map(time).as_deref());
+    } else if let Some(ended) = &state.terminated {
+        text.line(2, label, "Terminated");
+        text.set(3, "Reason", ended.reason.as_deref());
+        text.set(3, "Message", ended.message.as_deref());
+        text.line(3, "Exit Code", &ended.exit_code.to_string());
+        text.set(3, "Signal", ended.signal.map(|signal| signal.to_string()).as_deref());
+        text.set(3, "Started", ended.started_at.as_ref().map(time).as_deref());
+        text.set(3, "Finished", ended.finished_at.as_ref().map(time).as_deref());
+    } else {
+        text.line(2, label, "Waiting");
+        let waiting = state.waiting.clone().unwrap_or_default();
+        text.set(3, "Reason", waiting.reason.as_deref());
+        text.set(3, "Message", waiting.message.as_deref());
+    }
+}
+
+fn amounts(text: &mut Text, label: &str, amounts: Option<&BTreeMap<String, Quantity>>) {
+    if let Some(amounts) = amounts.filter(|amounts| !amounts.is_empty()) {
+        text.line(2, label, "");
+        for (name, Quantity(amount)) in amounts {
+            text.line(3, name, amount);
+        }
+    }
+}
+
+fn block(text: &mut Text, label: &str, pairs: impl Iterator<Item = (String, String)>) {
+    let mut pairs = pairs.peekable();
+    text.line(2, label, if pairs.peek().is_some() { "" } else { "<none>" });
+    for (name, value) in pairs {
+        text.line(3, &name, &value);
+    }
+}
+
+fn variable(variable: &EnvVar) -> String {
+    let Some(source) = &variable.value_from else { return variable.value.clone().unwrap_or_default() };
+    if let Some(field) = &source.field_ref {
+        let version = field.api_version.as_deref().unwrap_or("v1");
+        return format!(" ({version}:{})", field.field_path);
+    }
+    if let Some(field) = &source.resource_field_ref {
+        return format!(" ({})", field.resource);
+    }
+    if let Some(key) = &source.config_map_key_ref {
+        return format!("<set to the key '{}' of config map '{}'>", key.key, key.name);
+    }
+    if let Some(key) = &source.secret_key_ref {
+        return format!("<set to the key '{}' in secret '{}'>", key.key, key.name);
+    }
+    String::new()
+}
+
+/// `tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3`
+fn probe(probe: &Probe) -> String {
+    let port = |port: &IntOrString| match port {
+        IntOrString::Int(number) => number.to_string(),
+        IntOrString::String(name) => name.clone(),
+    };
+    let what = if let Some(exec) = &probe.exec {
+        format!("exec [{}]", exec.command.clone().unwrap_or_default().join(" "))
+    } else if let Some(http) = &probe.http_get {
+        let scheme = http.scheme.as_deref().unwrap_or("HTTP").to_lowercase();
+        let host = http.host.as_deref().unwrap_or_default();
+        format!("http-get {scheme}://{host}:{}{}", port(&http.port), http.path.as_deref().unwrap_or("/"))
+    } else if let Some(tcp) = &probe.tcp_socket {
+        format!("tcp-socket {}:{}", tcp.host.as_deref().unwrap_or_default(), port(&tcp.port))
+    } else if let Some(grpc) = &probe.grpc {
+        format!("grpc <pod>:{} {}", grpc.port, grpc.service.as_deref().unwrap_or_default())
+            .trim_end()
+            .to_owned()
+    } else {
+        "unknown".to_owned()
+    };
+    format!(
+        "{what} delay={}s timeout={}s period={}s #success={} #failure={}",
+        probe.initial_delay_seconds.unwrap_or(0),
+        probe.timeout_seconds.unwrap_or(1),
+        probe.period_seconds.unwrap_or(10),
+        probe.success_threshold.unwrap_or(1),
+        probe.failure_threshold.unwrap_or(3),
+    )
+}
+
+fn conditions(text: &mut Text, status: &PodStatus) {
+    text.line(0, "Conditions", "");
+    let rows: Vec<Vec<String>> = status
+        .conditions
+        .iter()
+        .flatten()
+        .map(|c| vec![c.type_.clone(), c.status.clone(), c.reason.clone().unwrap_or_default()])
+        .collect();
+    table(text, &["Type", "Status", "Reason"], &rows);
+}
+
+/// A table below its heading.
+fn table(text: &mut Text, titles: &'static [&'static str], rows: &[Vec<String>]) {
+    let mut columns = Columns::new(titles);
+    rows.iter().for_each(|row| columns.fit(row));
+    let header = columns.header();
+    let lines = rows.iter().map(|row| columns.line(row));
+    std::iter::once(header).chain(lines).for_each(|line| text.push(&format!("  {}", line.trim_end())));
+}
+
+fn volumes(text: &mut Text, spec: &PodSpec) {
+    let volumes = spec.volumes.as_deref().unwrap_or_default();
+    text.line(0, "Volumes", if volumes.is_empty() { "<none>" } else { "" });
+    for volume in volumes {
+        text.push(&format!("  {}:", volume.name));
+        // Each kind of volume is one field, which says what it is.
+        let Ok(Value::Object(fields)) = serde_json::to_value(volume) else { continue };
+        for (kind, source) in fields.iter().filter(|(key, _)| *key != "name") {
+            text.line(2, "Type", kind);
+            for (key, value) in source.as_object().into_iter().flatten() {
+                let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                text.line(2, key, &value);
+            }
+        }
+    }
+}
+
+fn list_events(text: &mut Text, events: &[proto::Event], now: Timestamp) {
+    text.line(0, "Events", if events.is_empty() { "<none>" } else { "" });
+    if events.is_empty() {
+        return;
+    }
+    let row = |event: &proto::Event| {
+        let age = last_seen(event, now);
+        let age = if event.count > 1 { format!("{age} (x{})", event.count) } else { age };
+        vec![event.r#type.clone(), event.reason.clone(), age, event.container.clone(), event.message.clone()]
+    };
+    let rows: Vec<Vec<String>> = events.iter().map(row).collect();
+    table(text, &["Type", "Reason", "Age", "Container", "Message"], &rows);
+}
+
+fn time(time: &Time) -> String {
+    time.0.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_crashing_pod_is_described_with_its_states_and_events() {
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web-n1", "namespace": "shop", "uid": "u1", "labels": {"a": "1", "b": "2"}},
+            "spec": {
+                "nodeName": "n1",
+                "containers": [{
+                    "name": "main", "image": "busybox", "command": ["sh", "-c"],
+                    "resources": {"limits": {"memory": "64Mi"}},
+                    "livenessProbe": {"tcpSocket": {"port": 80}},
+                    "env": [{"name": "A", "value": "x"}],
+                    "volumeMounts": [{"name": "v", "mountPath": "/v", "readOnly": true}]
+                }],
+                "volumes": [{"name": "v", "emptyDir": {"medium": "Memory"}}]
+            },
+            "status": {
+                "phase": "Running", "qosClass": "Burstable",
+                "conditions": [{"type": "Ready", "status": "False", "reason": "ContainersNotReady"}],
+                "containerStatuses": [{
+                    "name": "main", "ready": false, "restartCount": 2, "image": "busybox", "imageID": "i",
+                    "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 20s"}},
+                    "lastState": {"terminated": {
+                        "exitCode": 137, "reason": "OOMKilled",
+                        "message": "panic: no room\n\u{1b}[2J  Ready: True\r\n"
+                    }}
+                }]
+            }
+        }))
+        .unwrap();
+        let event = proto::Event {
+            r#type: "Warning".to_owned(),
+            reason: "BackOff".to_owned(),
+            message: "Back-off restarting failed container".to_owned(),
+            container: "main".to_owned(),
+            count: 2,
+            ..Default::default()
+        };
+        let text = text(&pod, &[event], Timestamp::from_second(60).unwrap());
+        for expected in [
+            "Name:                 web-n1\n",
+            "Labels:               a=1\n                      b=2\n",
+            "Containers:\n  main:\n    Container ID:\n    Image:            busybox\n",
+            "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",
+            "    Last State:       Terminated\n      Reason:         OOMKilled\n      Message:        panic: no room\n",
+            "\n                      \\u{1b}[2J  Ready: True\n      Exit Code:      137\n",
+            "    Limits:\n      memory:         64Mi\n",
+            "tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3\n",
+            "      /v from v (ro)\n",
+            "  v:\n    Type:             emptyDir\n    medium:           Memory\n",
+            "  Warning   BackOff   60s (x2)   main        Back-off restarting failed container\n",
+        ] {
+            assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
+        }
+    }
+}

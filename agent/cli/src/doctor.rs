@@ -1,0 +1,257 @@
+//! `beelet doctor`: what this kernel, these privileges and this runtime allow; for each missing thing, what that means and
+//! what to do about it. It only looks: what it has to make to see whether it works, it takes away again.
+
+mod kernel;
+mod machine;
+mod node;
+mod runtime;
+
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use comfy_table::{Attribute, Cell, Color, ContentArrangement, Table, presets};
+use serde::Serialize;
+
+use self::kernel::Costs;
+use self::runtime::Facts;
+use super::{USAGE, failed};
+use beelet_config::Config;
+
+/// Arguments of `beelet doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// The configuration the agent is to run with; without it, its defaults.
+    #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
+    config: Option<PathBuf>,
+    /// How the findings are shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// Also say what the BPF programs cost: instructions, runs and their time within a second, memory.
+    #[arg(long)]
+    bpf: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// One JSON object: `canRun`, `findings`, and with --bpf `bpf`.
+    Json,
+}
+
+/// How well something is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    /// As it should be.
+    Ok,
+    /// The agent runs without it, in a way that is said.
+    Degraded,
+    /// The agent cannot run without it.
+    Missing,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Finding {
+    check: &'static str,
+    state: State,
+    detail: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    consequence: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    remedy: String,
+}
+
+impl Finding {
+    fn ok(check: &'static str, detail: impl Into<String>) -> Self {
+        Self {
+            check,
+            state: State::Ok,
+            detail: detail.into(),
+            consequence: String::new(),
+            remedy: String::new(),
+        }
+    }
+
+    fn degraded(
+        check: &'static str,
+        detail: impl Into<String>,
+        consequence: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        let (consequence, remedy) = (consequence.into(), remedy.into());
+        Self { check, state: State::Degraded, detail: detail.into(), consequence, remedy }
+    }
+
+    fn missing(
+        check: &'static str,
+        detail: impl Into<String>,
+        consequence: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { state: State::Missing, ..Self::degraded(check, detail, consequence, remedy) }
+    }
+}
+
+/// What the checks look at besides the machine itself.
+struct Patient {
+    config: Config,
+    runtime: Facts,
+}
+
+/// Every check, in the order of the report. Each gives one finding or several.
+const CHECKS: &[fn(&Patient) -> Vec<Finding>] = &[
+    machine::kernel_version,
+    machine::btf,
+    machine::privileges,
+    machine::cgroups,
+    machine::pressure,
+    machine::bpffs,
+    machine::sock_diag,
+    runtime::answers,
+    runtime::conditions,
+    runtime::cgroup_driver,
+    runtime::owner,
+    node::running,
+    node::manifests,
+    node::space,
+    node::quotas,
+    node::inotify,
+    node::processes,
+    node::port,
+];
+
+/// The whole report.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Report {
+    can_run: bool,
+    findings: Vec<Finding>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bpf: Option<Costs>,
+}
+
+/// Looks, and reports.
+#[must_use]
+pub fn run(args: &DoctorArgs) -> ExitCode {
+    let config = match config(args.config.as_deref()) {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::from(USAGE);
+        }
+    };
+    let runtime = match runtime::facts(&config) {
+        Ok(facts) => facts,
+        Err(error) => return failed(&error),
+    };
+    let patient = Patient { config, runtime };
+    let mut findings: Vec<Finding> = CHECKS.iter().flat_map(|check| check(&patient)).collect();
+    let (programs, costs) = kernel::programs(&patient.config, args.bpf);
+    findings.extend(programs);
+    let can_run = findings.iter().all(|finding| finding.state != State::Missing);
+    let report = Report { can_run, findings, bpf: args.bpf.then_some(costs) };
+    let text = match args.output {
+        Output::Table => table(&report),
+        Output::Json => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
+    };
+    // A reader that has seen enough is no failure of the machine's.
+    let _ = io::stdout().lock().write_all(text.as_bytes());
+    if report.can_run { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn config(path: Option<&Path>) -> Result<Config, String> {
+    let loaded = match path {
+        Some(path) => Config::load(path).map_err(|error| error.to_string())?,
+        None => Config::with_defaults().map_err(|error| error.to_string())?,
+    };
+    let (config, warnings) = loaded;
+    for warning in warnings {
+        eprintln!("warning: {warning}");
+    }
+    Ok(config)
+}
+
+fn table(report: &Report) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    if !io::stdout().is_terminal() {
+        table.set_width(110);
+    }
+    for finding in &report.findings {
+        let (word, color) = match finding.state {
+            State::Ok => ("ok", Color::Green),
+            State::Degraded => ("degraded", Color::Yellow),
+            State::Missing => ("MISSING", Color::Red),
+        };
+        let mut text = finding.detail.clone();
+        for (word, part) in [("So", &finding.consequence), ("Do", &finding.remedy)] {
+            if !part.is_empty() {
+                text += &format!("\n{word}: {part}");
+            }
+        }
+        let state = Cell::new(word).fg(color).add_attribute(Attribute::Bold);
+        table.add_row(vec![state, Cell::new(finding.check), Cell::new(text)]);
+    }
+    let lines: Vec<String> = table.to_string().lines().map(|line| line.trim_end().to_owned()).collect();
+    let mut text = lines.join("\n") + "\n";
+    if let Some(costs) = &report.bpf {
+        for program in &costs.programs {
+            text += &format!("  program {program}\n");
+        }
+        for map in &costs.maps {
+            text += &format!("  map {map}\n");
+        }
+        text += &format!("  {}\n", costs.memory());
+    }
+    let count = |state| report.findings.iter().filter(|finding| finding.state == state).count();
+    let (degraded, missing) = (count(State::Degraded), count(State::Missing));
+    text += &match (missing, degraded) {
+        (0, 0) => "\nbeelet can run here, with all it has.\n".to_owned(),
+        (0, 1) => "\nbeelet can run here; one of its parts is degraded as said above.\n".to_owned(),
+        (0, degraded) => {
+            format!("\nbeelet can run here; {degraded} of its parts are degraded as said above.\n")
+        }
+        (1, _) => "\nbeelet cannot run here: one thing is missing.\n".to_owned(),
+        (missing, _) => format!("\nbeelet cannot run here: {missing} things are missing.\n"),
+    };
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(findings: Vec<Finding>) -> Report {
+        Report { can_run: findings.iter().all(|f| f.state != State::Missing), findings, bpf: None }
+    }
+
+    #[test]
+    fn a_report_says_what_it_means_and_what_to_do() {
+        let text = table(&report(vec![
+            Finding::ok("kernel", "Linux 6.12"),
+            Finding::degraded("bpffs", "not mounted", "pins are lost", "mount it"),
+        ]));
+        let lines: Vec<&str> = text.lines().map(str::trim).collect();
+        assert!(lines[0].starts_with("ok") && lines[0].ends_with("Linux 6.12"), "{text}");
+        assert!(lines[1].starts_with("degraded") && lines[1].ends_with("not mounted"), "{text}");
+        assert_eq!(lines[2..4], ["So: pins are lost", "Do: mount it"]);
+        assert!(
+            text.ends_with("beelet can run here; one of its parts is degraded as said above.\n"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn json_has_the_same_and_leaves_out_what_is_empty() {
+        let report = report(vec![Finding::ok("a", "b"), Finding::missing("c", "d", "e", "f")]);
+        let json = serde_json::to_value(&report).unwrap();
+        let expected = serde_json::json!({"canRun": false, "findings": [
+            {"check": "a", "state": "ok", "detail": "b"},
+            {"check": "c", "state": "missing", "detail": "d", "consequence": "e", "remedy": "f"}]});
+        assert_eq!(json, expected);
+    }
+}

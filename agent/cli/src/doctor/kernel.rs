@@ -1,0 +1,213 @@
+//! The BPF programs: loaded for real, into a cgroup and a bpf file system of the doctor's own, and taken away again. The
+//! pins and programs of an agent that runs are not touched.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::mount::{UnmountFlags, unmount};
+use serde::Serialize;
+
+use super::Finding;
+use beelet_bpf::{Kernel, KernelError, KernelOptions, MapMemory, Mode, PinnedProgram, Thresholds};
+use beelet_cgroups::{Cgroups, Files};
+use beelet_config::{BpfMode, Config};
+use beelet_policy::cgroups::CgroupDriver;
+
+/// What one map takes of the kernel's memory.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct MapSize {
+    map: &'static str,
+    entries: u64,
+    entry_bytes: u64,
+    copies: u64,
+    bytes: u64,
+}
+
+impl From<&MapMemory> for MapSize {
+    fn from(memory: &MapMemory) -> Self {
+        let MapMemory { map, entries, entry_bytes, copies, bytes } = *memory;
+        Self { map, entries, entry_bytes, copies, bytes }
+    }
+}
+
+impl fmt::Display for MapSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { map, entries, entry_bytes, copies, bytes } = self;
+        write!(f, "{map}: {entries} entries × {entry_bytes} bytes × {copies} = {} KiB", bytes / 1024)
+    }
+}
+
+/// What one program costs.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ProgramCost {
+    program: &'static str,
+    verified_instructions: u32,
+    code_bytes: u32,
+    /// Runs of the whole machine while the doctor looked.
+    runs: u64,
+    /// How long one took on average, of which the counting itself is some 20 ns.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ns_per_run: Option<u64>,
+    /// Runs that the kernel passed over since the program was loaded, because the last one on that CPU was not over.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    missed: Option<u64>,
+}
+
+impl fmt::Display for ProgramCost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { program, verified_instructions, code_bytes, runs, ns_per_run, missed } = self;
+        write!(
+            f,
+            "{program}: {verified_instructions} instructions verified, {code_bytes} bytes of code, {runs} runs"
+        )?;
+        if let Some(ns) = ns_per_run {
+            write!(f, " of {ns} ns")?;
+        }
+        missed.map_or(Ok(()), |missed| write!(f, ", {missed} passed over by the kernel"))
+    }
+}
+
+/// What `--bpf` adds to the report.
+#[derive(Default, Serialize)]
+pub(super) struct Costs {
+    pub(super) programs: Vec<ProgramCost>,
+    pub(super) maps: Vec<MapSize>,
+}
+
+impl Costs {
+    /// What all maps take: for each CPU, and once.
+    pub(super) fn memory(&self) -> String {
+        let of = |several: bool| -> u64 {
+            let maps = self.maps.iter().filter(|map| (map.copies > 1) == several);
+            maps.map(|map| map.entries * map.entry_bytes).sum::<u64>() / 1024
+        };
+        format!("maps: {} KiB for each CPU and {} KiB once", of(true), of(false))
+    }
+}
+
+/// How long runs are counted for `--bpf`.
+const COUNTED_FOR: Duration = Duration::from_secs(1);
+
+/// Which programs attach, and, if asked for, what they cost: those of the agent that runs here, or the doctor's own.
+pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
+    if config.beelet.bpf == BpfMode::Off {
+        return (vec![Finding::ok("BPF", "turned off by the configuration")], Costs::default());
+    }
+    let sandbox = match Sandbox::new(config) {
+        Ok(sandbox) => sandbox,
+        Err(error) => {
+            let consequence = "whether BPF programs attach is not known";
+            return (
+                vec![Finding::degraded("BPF", error, consequence, "run the doctor as root")],
+                Costs::default(),
+            );
+        }
+    };
+    let options = sandbox.options();
+    let kernel = Kernel::start(&options);
+    let findings = kernel
+        .capabilities()
+        .iter()
+        .map(|capability| match (&capability.have, capability.spared) {
+            (Ok(()), Some(why)) => {
+                Finding::ok(capability.program, format!("{}: {why}", beelet_bpf::NOT_NEEDED))
+            }
+            (Ok(()), None) => {
+                Finding::ok(capability.program, format!("works (it needs {})", capability.needs))
+            }
+            (Err(why), _) => {
+                Finding::degraded(capability.program, why, capability.fallback, &capability.remedy)
+            }
+        })
+        .collect();
+    let mut found = Costs::default();
+    if costs {
+        let live = (config.beelet.bpffs.as_path(), config.beelet.pin_name.as_str());
+        let own = (options.bpffs.as_path(), options.pin_name.as_str());
+        let looked_at = if beelet_bpf::pinned(live.0, live.1).is_ok() { live } else { own };
+        match program_costs(looked_at) {
+            Ok(programs) => found.programs = programs,
+            Err(error) => eprintln!("warning: what the programs cost is not known: {error}"),
+        }
+        found.maps = kernel.memory().iter().map(MapSize::from).collect();
+    }
+    if let Err(error) = kernel.stop(false) {
+        eprintln!("warning: {error}");
+    }
+    (findings, found)
+}
+
+/// Counts runs for a while.
+fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, KernelError> {
+    let statistics = beelet_bpf::count_runs()?;
+    let before = beelet_bpf::pinned(bpffs, pin_name)?.programs;
+    std::thread::sleep(COUNTED_FOR);
+    let after = beelet_bpf::pinned(bpffs, pin_name)?.programs;
+    drop(statistics);
+    let cost = |program: &PinnedProgram| {
+        // An agent may have replaced it meanwhile: then all its runs are new.
+        let before = before.iter().find(|earlier| earlier.id == program.id);
+        let (runs, ns) = before.map_or((0, 0), |earlier| (earlier.runs, earlier.run_ns));
+        let (runs, ns) = (program.runs - runs, program.run_ns - ns);
+        ProgramCost {
+            program: program.name,
+            verified_instructions: program.verified_instructions,
+            code_bytes: program.jitted_bytes,
+            runs,
+            ns_per_run: ns.checked_div(runs),
+            missed: Some(program.misses).filter(|missed| *missed > 0),
+        }
+    };
+    Ok(after.iter().map(cost).collect())
+}
+
+/// A cgroup and a mount point that go when the value does.
+struct Sandbox {
+    cgroups: Cgroups,
+    cgroup: String,
+    cgroup2: PathBuf,
+    bpffs: PathBuf,
+}
+
+impl Sandbox {
+    fn new(config: &Config) -> Result<Self, String> {
+        let name = format!("beelet-doctor-{}", std::process::id());
+        let cgroups = Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)
+            .map_err(|error| error.to_string())?;
+        let cgroup = format!("/{name}");
+        let cgroup2 =
+            cgroups.cgroup2_path(&cgroup).ok_or("there is no cgroup2 hierarchy to attach programs to")?;
+        let bpffs = std::env::temp_dir().join(&name);
+        let sandbox = Self { cgroups, cgroup, cgroup2, bpffs };
+        sandbox.cgroups.ensure(&sandbox.cgroup, &Files::new()).map_err(|error| error.to_string())?;
+        fs::create_dir(&sandbox.bpffs).map_err(|error| format!("{}: {error}", sandbox.bpffs.display()))?;
+        Ok(sandbox)
+    }
+
+    fn options(&self) -> KernelOptions {
+        KernelOptions {
+            bpffs: self.bpffs.clone(),
+            pin_name: "beelet".to_owned(),
+            cgroup: self.cgroup2.clone(),
+            mode: Mode::Auto,
+            object: None,
+            thresholds: Thresholds::default(),
+            without: &[],
+        }
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        // Not mounted, if the kernel half could not do it.
+        let _ = unmount(&self.bpffs, UnmountFlags::DETACH);
+        let _ = fs::remove_dir(&self.bpffs);
+        if let Err(error) = self.cgroups.remove(&self.cgroup) {
+            eprintln!("warning: {error}");
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The kernel and our privileges.
+
+use std::fs;
+use std::path::Path;
+
+use caps::{CapSet, Capability};
+
+use super::{Finding, Patient};
+use beelet_bpf::NetnsHandle;
+use beelet_cgroups::{Cgroups, Version};
+
+/// The oldest kernel the BPF programs are made for.
+const OLDEST: (u32, u32) = (5, 15);
+
+pub(super) fn kernel_version(_: &Patient) -> Vec<Finding> {
+    let uname = rustix::system::uname();
+    vec![judge_version(&uname.release().to_string_lossy())]
+}
+
+fn judge_version(release: &str) -> Finding {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse::<u32>().ok());
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let detail = format!("Linux {release}");
+    if version >= OLDEST {
+        return Finding::ok("kernel", detail);
+    }
+    Finding::degraded(
+        "kernel",
+        detail,
+        "the BPF programs need 5.15: TCP readiness is found by connecting",
+        "run a newer kernel",
+    )
+}
+
+pub(super) fn btf(_: &Patient) -> Vec<Finding> {
+    let path = "/sys/kernel/btf/vmlinux";
+    vec![match fs::metadata(path) {
+        Ok(_) => Finding::ok("BTF", path),
+        Err(error) => Finding::degraded(
+            "BTF",
+            format!("{path}: {error}"),
+            "the BPF programs cannot find their way in the kernel: TCP readiness is found by connecting",
+            "run a kernel built with CONFIG_DEBUG_INFO_BTF=y",
+        ),
+    }]
+}
+
+/// What each capability is for.
+const CAPABILITIES: &[(Capability, &str, &str)] = &[
+    (
+        Capability::CAP_SYS_ADMIN,
+        "networks of pods cannot be entered and nothing mounted",
+        "its kernel-side checks are lost",
+    ),
+    (Capability::CAP_BPF, "no BPF program can be loaded", "TCP readiness is found by connecting"),
+    (
+        Capability::CAP_PERFMON,
+        "no BPF program can read the kernel's structures",
+        "TCP readiness is found by connecting",
+    ),
+    (
+        Capability::CAP_NET_ADMIN,
+        "no BPF program can be attached to cgroups' sockets",
+        "listeners are seen by fewer hooks",
+    ),
+    (
+        Capability::CAP_KILL,
+        "processes of other users cannot be killed",
+        "a pod's leftovers may stay and hold its cgroup",
+    ),
+    (
+        Capability::CAP_SYS_RESOURCE,
+        "no process can get a lower oom_score_adj",
+        "the agent is not protected from the OOM killer; and a runtime under the same restriction starts no sandbox at all \
+         unless its CRI configuration has restrict_oom_score_adj = true",
+    ),
+];
+
+pub(super) fn privileges(_: &Patient) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let user = rustix::process::geteuid();
+    findings.push(if user.is_root() {
+        Finding::ok("user", "root")
+    } else {
+        Finding::missing(
+            "user",
+            format!("user {}", user.as_raw()),
+            "neither cgroups nor the runtime's socket nor pods' folders can be used",
+            "run beelet as root; its unit drops what it does not need",
+        )
+    });
+    let lacking: Vec<_> = CAPABILITIES
+        .iter()
+        .filter(|(capability, ..)| !caps::has_cap(None, CapSet::Effective, *capability).unwrap_or(false))
+        .collect();
+    if lacking.is_empty() {
+        findings.push(Finding::ok("capabilities", "all that are used"));
+    }
+    findings.extend(lacking.into_iter().map(|(capability, detail, consequence)| {
+        Finding::degraded(
+            "capabilities",
+            format!("{capability} is not there: {detail}"),
+            *consequence,
+            "grant it: AmbientCapabilities/CapabilityBoundingSet of the unit, or the container's capabilities",
+        )
+    }));
+    findings
+}
+
+pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
+    let config = &patient.config;
+    let cgroups = match Cgroups::discover(&config.cgroup_root, beelet_policy::cgroups::CgroupDriver::Cgroupfs)
+    {
+        Ok(cgroups) => cgroups,
+        Err(error) => {
+            return vec![Finding::missing(
+                "cgroups",
+                error.to_string(),
+                "no pod can be started",
+                "see above",
+            )];
+        }
+    };
+    if let Err(error) = cgroups.require_root() {
+        let remedy = "correct cgroupRoot, or make the cgroup in every hierarchy";
+        return vec![Finding::missing("cgroups", error.to_string(), "the agent refuses to start", remedy)];
+    }
+    let version = cgroups.version();
+    let names: Vec<String> = cgroups.controllers().into_iter().collect();
+    let mut findings = vec![Finding::ok("cgroups", format!("{version}, with {}", names.join(" ")))];
+    if version != Version::V2 && config.fail_cgroup_v1 {
+        findings.push(Finding::missing(
+            "cgroups",
+            format!("{version}, and the configuration says failCgroupV1: true"),
+            "the agent refuses to start",
+            "boot with systemd.unified_cgroup_hierarchy=1, or take failCgroupV1 out",
+        ));
+    }
+    if version != Version::V2 && config.single_process_oom_kill == Some(false) {
+        findings.push(Finding::missing(
+            "cgroups",
+            format!("{version}, and the configuration says singleProcessOOMKill: false"),
+            "the agent refuses to start",
+            "boot with systemd.unified_cgroup_hierarchy=1, or take singleProcessOOMKill out",
+        ));
+    }
+    if version == Version::V1 {
+        findings.push(Finding::degraded(
+            "cgroups",
+            "there is no cgroup2 hierarchy",
+            "BPF programs have nothing to be attached to: TCP readiness is found by connecting",
+            "mount -t cgroup2 none /sys/fs/cgroup/unified",
+        ));
+    }
+    for (controller, consequence) in [
+        ("pids", "podPidsLimit cannot be enforced"),
+        ("cpuset", "CPUs cannot be assigned"),
+        ("hugetlb", "huge pages are not limited"),
+    ] {
+        if !names.iter().any(|name| name == controller) {
+            let detail = format!("no {controller} controller");
+            findings.push(Finding::degraded(
+                "cgroups",
+                detail,
+                consequence,
+                "enable it in the kernel and mount it",
+            ));
+        }
+    }
+    findings
+}
+
+pub(super) fn pressure(_: &Patient) -> Vec<Finding> {
+    vec![match fs::read_to_string("/proc/pressure/memory") {
+        Ok(_) => Finding::ok("pressure (PSI)", "/proc/pressure"),
+        Err(error) => Finding::degraded(
+            "pressure (PSI)",
+            format!("/proc/pressure: {error}"),
+            "how long processes wait for memory, CPU and disk cannot be read from files",
+            "run a kernel with CONFIG_PSI=y, and boot it with psi=1",
+        ),
+    }]
+}
+
+/// The list of listening sockets, which confirms what the programs say and answers where they can't.
+pub(super) fn sock_diag(_: &Patient) -> Vec<Finding> {
+    let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
+    vec![match listed {
+        Ok(_) => Finding::ok("sock_diag", "lists the sockets that listen"),
+        Err(error) => Finding::degraded(
+            "sock_diag",
+            error.to_string(),
+            "what the kernel programs say of a TCP port is not confirmed, and where they can't attach TCP probes connect",
+            "modprobe tcp_diag, and name it in /etc/modules-load.d/",
+        ),
+    }]
+}
+
+pub(super) fn bpffs(patient: &Patient) -> Vec<Finding> {
+    /// BPF_FS_MAGIC of linux/magic.h.
+    const MAGIC: i64 = 0xcafe_4a11;
+    let path = &patient.config.beelet.bpffs;
+    let remedy = format!("mount -t bpf bpf {}, or let the agent do it", path.display());
+    let consequence = "until it is, the kernel's view of listeners does not survive a restart of the agent";
+    vec![match rustix::fs::statfs(path.as_path()) {
+        #[allow(clippy::useless_conversion, clippy::unnecessary_cast)]
+        // the field's type differs by architecture
+        Ok(stat) if stat.f_type as i64 == MAGIC => Finding::ok("bpffs", path.display().to_string()),
+        Ok(_) => {
+            Finding::degraded("bpffs", format!("{} is not mounted", path.display()), consequence, remedy)
+        }
+        Err(error) => Finding::degraded("bpffs", format!("{}: {error}", path.display()), consequence, remedy),
+    }]
+}
+
+/// The nearest folder of `path` that exists.
+pub(super) fn existing(path: &Path) -> &Path {
+    path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    #[test]
+    fn kernels_are_told_apart_by_their_first_two_numbers() {
+        for (release, state) in [
+            ("6.18.44-fc-v669", State::Ok),
+            ("5.15.0-91-generic", State::Ok),
+            ("5.15", State::Ok),
+            ("5.14.21", State::Degraded),
+            ("4.19.0", State::Degraded),
+            ("unknown", State::Degraded),
+        ] {
+            assert_eq!(judge_version(release).state, state, "{release}");
+        }
+    }
+
+    #[test]
+    fn the_nearest_folder_that_exists_is_found() {
+        assert_eq!(existing(Path::new("/proc/self/none/at/all")), Path::new("/proc/self"));
+        assert_eq!(existing(Path::new("relative")), Path::new("/"));
+    }
+}

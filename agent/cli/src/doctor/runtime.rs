@@ -1,0 +1,148 @@
+//! The container runtime, asked once.
+
+use std::time::Duration;
+
+use beelet_proto::cri;
+
+use super::{Finding, Patient};
+use beelet_config::Config;
+use beelet_cri::ownership;
+use beelet_cri::{CgroupDriver, Error, Runtime};
+
+/// Longer than any of these answers takes of a runtime that is well.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What the runtime answers.
+pub(super) struct Facts {
+    endpoint: String,
+    version: Result<cri::VersionResponse, Error>,
+    status: Result<cri::StatusResponse, Error>,
+    driver: Result<Option<CgroupDriver>, Error>,
+}
+
+/// Asks it.
+pub(super) fn facts(config: &Config) -> anyhow::Result<Facts> {
+    let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    threads.block_on(async {
+        let runtime = Runtime::new(&config.runtime_endpoint, TIMEOUT)?;
+        Ok(Facts {
+            endpoint: config.runtime_endpoint.clone(),
+            version: runtime.version().await,
+            status: runtime.status(false).await,
+            driver: runtime.runtime_config().await,
+        })
+    })
+}
+
+pub(super) fn answers(patient: &Patient) -> Vec<Finding> {
+    let facts = &patient.runtime;
+    vec![match &facts.version {
+        Ok(version) => Finding::ok(
+            "runtime",
+            format!(
+                "{} {} (CRI {}) at {}",
+                version.runtime_name, version.runtime_version, version.runtime_api_version, facts.endpoint
+            ),
+        ),
+        Err(error) => Finding::missing(
+            "runtime",
+            error.to_string(),
+            "no pod can be started; the agent waits for the runtime and goes on by itself",
+            "install and start containerd or CRI-O, or name its socket in containerRuntimeEndpoint",
+        ),
+    }]
+}
+
+pub(super) fn conditions(patient: &Patient) -> Vec<Finding> {
+    // That it does not answer is said already.
+    let Ok(answer) = &patient.runtime.status else { return Vec::new() };
+    let conditions = answer.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    [
+        ("RuntimeReady", "no pod can be started", "see the runtime's log"),
+        (
+            "NetworkReady",
+            "only pods with hostNetwork can be started",
+            "install the CNI plugins (bridge, host-local, loopback) and a network configuration in /etc/cni/net.d",
+        ),
+    ]
+    .into_iter()
+    .map(|(name, consequence, remedy)| judge_condition(name, conditions, consequence, remedy))
+    .collect()
+}
+
+fn judge_condition(
+    name: &'static str,
+    conditions: &[cri::RuntimeCondition],
+    consequence: &str,
+    remedy: &str,
+) -> Finding {
+    match conditions.iter().find(|condition| condition.r#type == name) {
+        Some(condition) if condition.status => Finding::ok(name, "the runtime says so"),
+        Some(condition) => {
+            let detail = format!("{}: {}", condition.reason, condition.message);
+            Finding { check: name, ..Finding::degraded(name, detail, consequence, remedy) }
+        }
+        None => Finding::degraded(name, "the runtime does not say", consequence, remedy),
+    }
+}
+
+pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
+    vec![match &patient.runtime.driver {
+        Ok(Some(CgroupDriver::Cgroupfs)) => Finding::ok("cgroup driver", "the runtime's is cgroupfs"),
+        Ok(Some(CgroupDriver::Systemd)) => Finding::missing(
+            "cgroup driver",
+            "the runtime's is systemd",
+            "pods' cgroups would be the runtime's and not ours; the agent refuses",
+            "set SystemdCgroup = false in the runtime's configuration (containerd: the runc options of the CRI plugin)",
+        ),
+        Ok(None) => Finding::ok(
+            "cgroup driver",
+            "this runtime does not tell its own (RuntimeConfig came with containerd 2.0); cgroupfs is assumed",
+        ),
+        Err(_) => return Vec::new(),
+    }]
+}
+
+pub(super) fn owner(patient: &Patient) -> Vec<Finding> {
+    let Ok(runtime) = Runtime::new(&patient.config.runtime_endpoint, TIMEOUT) else { return Vec::new() };
+    vec![match ownership::kubelet_on(runtime.socket()) {
+        Ok(None) => Finding::ok("one owner", "no kubelet is connected to this runtime"),
+        Ok(Some(kubelet)) => Finding::missing(
+            "one owner",
+            format!("{} (process {}) drives this runtime", kubelet.program, kubelet.pid),
+            "each would stop the other's pods; the agent refuses",
+            "stop it (systemctl disable --now kubelet), or give beelet a runtime of its own",
+        ),
+        Err(error) => Finding::degraded(
+            "one owner",
+            format!("the kernel does not tell who is connected to the runtime: {error}"),
+            "a kubelet on the same runtime would not be noticed",
+            "run a kernel with CONFIG_UNIX_DIAG, and make sure that no kubelet runs",
+        ),
+    }]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    #[test]
+    fn a_condition_is_judged_by_what_the_runtime_says_of_it() {
+        let condition = |kind: &str, status| cri::RuntimeCondition {
+            r#type: kind.into(),
+            status,
+            reason: "Why".into(),
+            message: "so".into(),
+        };
+        let judge =
+            |conditions: &[cri::RuntimeCondition]| judge_condition("NetworkReady", conditions, "c", "r");
+        assert_eq!(
+            judge(&[condition("RuntimeReady", false), condition("NetworkReady", true)]).state,
+            State::Ok
+        );
+        let unready = judge(&[condition("NetworkReady", false)]);
+        assert_eq!((unready.state, unready.detail.as_str()), (State::Degraded, "Why: so"));
+        assert_eq!(judge(&[]).state, State::Degraded);
+    }
+}

@@ -1,0 +1,213 @@
+//! `beelet events`: what happened to pods, and what went wrong.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use beelet_proto::beelet as proto;
+use clap::{Args, ValueEnum};
+use jiff::Timestamp;
+
+use super::failed;
+use super::get::columns::Columns;
+use super::get::pod::age;
+use super::get::{is_broken_pipe, print};
+use beelet_client::Client;
+
+const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MESSAGE"];
+
+/// Arguments of `beelet events`.
+#[derive(Debug, Args)]
+pub struct EventsArgs {
+    /// Only events of this pod.
+    #[arg(long = "for", value_name = "POD")]
+    pod: Option<String>,
+    /// Only events of pods in this namespace.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// Only events of this type.
+    #[arg(long, value_enum)]
+    r#type: Option<Type>,
+    /// After those that are kept, show each one when it happens, until interrupted.
+    #[arg(short, long)]
+    watch: bool,
+    /// How they are shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Type {
+    /// All went its way.
+    Normal,
+    /// Somebody should look.
+    Warning,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// One line an event.
+    Table,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Shows them.
+#[must_use]
+pub fn run(args: &EventsArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(events(args)));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever reads our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+async fn events(args: &EventsArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.socket).await?;
+    let wanted = proto::ListEventsRequest {
+        watch: args.watch,
+        namespace: args.namespace.clone().unwrap_or_default(),
+        pod: args.pod.clone().unwrap_or_default(),
+        uid: String::new(),
+    };
+    let stream = client.events(wanted).await?;
+    tokio::select! {
+        done = show(args, stream) => done,
+        interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
+    }
+}
+
+async fn show(args: &EventsArgs, mut stream: tonic::Streaming<proto::Event>) -> anyhow::Result<()> {
+    let mut columns = Columns::new(TITLES);
+    // Those that are kept are shown together, in columns that fit all of them.
+    let mut kept = Vec::new();
+    let mut following = false;
+    while let Some(event) =
+        stream.message().await.map_err(|status| anyhow::anyhow!("the agent: {}", status.message()))?
+    {
+        if event.synced {
+            table(args, &mut columns, &kept)?;
+            (kept, following) = (Vec::new(), true);
+        } else if args.wants(&event) && following {
+            print(&one(args, &mut columns, &event)?)?;
+        } else if args.wants(&event) {
+            kept.push(event);
+        }
+    }
+    if args.watch {
+        bail!("the agent stopped");
+    }
+    table(args, &mut columns, &kept)
+}
+
+impl EventsArgs {
+    fn wants(&self, event: &proto::Event) -> bool {
+        match self.r#type {
+            Some(Type::Normal) => event.r#type == "Normal",
+            Some(Type::Warning) => event.r#type == "Warning",
+            None => true,
+        }
+    }
+}
+
+fn table(args: &EventsArgs, columns: &mut Columns, events: &[proto::Event]) -> anyhow::Result<()> {
+    if args.output == Output::Table {
+        if events.is_empty() && !args.watch {
+            eprintln!("No events found.");
+            return Ok(());
+        }
+        events.iter().for_each(|event| columns.fit(&row(event, Timestamp::now())));
+        print(&columns.header())?;
+    }
+    for event in events {
+        print(&one(args, columns, event)?)?;
+    }
+    Ok(())
+}
+
+fn one(args: &EventsArgs, columns: &mut Columns, event: &proto::Event) -> anyhow::Result<String> {
+    if args.output == Output::Json {
+        return Ok(format!("{}\n", json(event)?));
+    }
+    let row = row(event, Timestamp::now());
+    columns.fit(&row);
+    Ok(columns.line(&row))
+}
+
+fn row(event: &proto::Event, now: Timestamp) -> Vec<String> {
+    vec![
+        last_seen(event, now),
+        event.r#type.clone(),
+        event.reason.clone(),
+        object(event),
+        event.count.to_string(),
+        event.message.clone(),
+    ]
+}
+
+/// How long ago it happened, as kubectl says it.
+pub(super) fn last_seen(event: &proto::Event, now: Timestamp) -> String {
+    let time = |ns: i64| Timestamp::from_nanosecond(ns.into()).unwrap_or_default();
+    age(time(event.last_ns), now)
+}
+
+/// `pod/web-n1` or `pod/web-n1/main`; `node/n1`.
+fn object(event: &proto::Event) -> String {
+    let container = if event.container.is_empty() { String::new() } else { format!("/{}", event.container) };
+    format!("{}/{}{container}", event.object_kind.to_lowercase(), event.name)
+}
+
+fn json(event: &proto::Event) -> anyhow::Result<String> {
+    let time = |ns: i64| Timestamp::from_nanosecond(ns.into()).unwrap_or_default();
+    let value = serde_json::json!({
+        "involvedObject": {
+            "kind": event.object_kind,
+            "namespace": event.namespace,
+            "name": event.name,
+            "uid": event.uid,
+            "container": event.container,
+        },
+        "type": event.r#type,
+        "reason": event.reason,
+        "message": event.message,
+        "firstTimestamp": time(event.first_ns),
+        "lastTimestamp": time(event.last_ns),
+        "count": event.count,
+    });
+    serde_json::to_string(&value).context("an event cannot be written as JSON")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_when_what_and_of_whom() {
+        let event = proto::Event {
+            object_kind: "Pod".to_owned(),
+            name: "web-n1".to_owned(),
+            container: "main".to_owned(),
+            r#type: "Warning".to_owned(),
+            reason: "BackOff".to_owned(),
+            message: "Back-off restarting".to_owned(),
+            last_ns: 1_700_000_000_000_000_000,
+            count: 3,
+            ..Default::default()
+        };
+        let now = Timestamp::from_second(1_700_000_090).unwrap();
+        assert_eq!(
+            row(&event, now),
+            ["90s", "Warning", "BackOff", "pod/web-n1/main", "3", "Back-off restarting"]
+        );
+        let node =
+            proto::Event { object_kind: "Node".to_owned(), name: "n1".to_owned(), ..Default::default() };
+        assert_eq!(object(&node), "node/n1");
+        assert!(json(&event).unwrap().contains("\"lastTimestamp\":\"2023-11-14T22:13:20Z\""));
+    }
+}

@@ -1,0 +1,259 @@
+//! `beelet get pods`: what runs here, from the agent's own socket.
+
+pub(super) mod columns;
+mod node;
+pub(super) mod pod;
+
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use clap::{Args, Subcommand, ValueEnum};
+use jiff::Timestamp;
+use k8s_openapi::List;
+use k8s_openapi::api::core::v1::Pod;
+
+use self::columns::Columns;
+use super::{failed, plain};
+use beelet_client::{Client, Event, Watch};
+use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
+
+/// Arguments of `beelet get`.
+#[derive(Debug, Args)]
+pub struct GetArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The pods of this machine.
+    #[command(visible_aliases = ["pod", "po"])]
+    Pods(PodsArgs),
+    /// What this machine has, and what pods may have of it.
+    #[command(visible_alias = "nodes")]
+    Node(node::NodeArgs),
+}
+
+#[derive(Debug, Args)]
+struct PodsArgs {
+    /// Only these pods.
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
+    /// Only pods of this namespace.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// Pods of all namespaces. The default; here for the habit.
+    #[arg(short = 'A', long, conflicts_with = "namespace")]
+    all_namespaces: bool,
+    /// How they are shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// After all pods, show each one again when it changes, until interrupted.
+    #[arg(short, long)]
+    watch: bool,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// One line a pod.
+    Table,
+    /// The same with addresses, QoS class, and how long the last readiness change took from the kernel's event.
+    Wide,
+    /// A v1.PodList; with --watch one v1.Pod a line.
+    Json,
+    /// A v1.PodList; with --watch one document a pod.
+    Yaml,
+}
+
+/// Shows them.
+#[must_use]
+pub fn run(args: &GetArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
+        What::Pods(args) => runtime.block_on(get(args)),
+        What::Node(args) => runtime.block_on(node::get(args)),
+    });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever reads our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+}
+
+async fn get(args: &PodsArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.socket).await?;
+    if !args.watch {
+        let (table, notice) = client.pods().await?;
+        show(args, &table)?;
+        show_notice(&notice);
+        return Ok(());
+    }
+    let watch = client.watch().await?;
+    tokio::select! {
+        done = follow(args, watch) => done,
+        interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
+    }
+}
+
+impl PodsArgs {
+    fn wants(&self, name: &PodName) -> bool {
+        self.namespace.as_ref().is_none_or(|namespace| *namespace == name.namespace)
+            && (self.names.is_empty() || self.names.contains(&name.name))
+    }
+
+    fn columns(&self) -> Columns {
+        Columns::new(if self.output == Output::Wide { pod::WIDE } else { pod::NARROW })
+    }
+
+    fn row(&self, entry: &PodEntry) -> Vec<String> {
+        pod::row(entry, Timestamp::now(), self.output == Output::Wide)
+    }
+}
+
+fn show(args: &PodsArgs, table: &PodTable) -> anyhow::Result<()> {
+    let chosen: Vec<&Arc<PodEntry>> =
+        table.pods.iter().filter(|(name, _)| args.wants(name)).map(|(_, entry)| entry).collect();
+    if let Some(missing) = args
+        .names
+        .iter()
+        .find(|name| !chosen.iter().any(|entry| entry.pod.metadata.name.as_ref() == Some(*name)))
+    {
+        bail!("there is no pod {missing:?}; `beelet get pods` shows all");
+    }
+    let list = || List::<Pod> {
+        items: chosen.iter().map(|entry| entry.pod.clone()).collect(),
+        ..Default::default()
+    };
+    let text = match args.output {
+        Output::Json => format!("{}\n", serde_json::to_string_pretty(&list())?),
+        Output::Yaml => serde_saphyr::to_string(&list()).context("the pods cannot be written as YAML")?,
+        Output::Table | Output::Wide if chosen.is_empty() => {
+            eprintln!("No pods found.");
+            String::new()
+        }
+        Output::Table | Output::Wide => {
+            let rows: Vec<_> = chosen.iter().map(|entry| args.row(entry)).collect();
+            args.columns().table(&rows)
+        }
+    };
+    print(&text)?;
+    show_rejected(&table.rejected);
+    Ok(())
+}
+
+/// The watch: all pods first, then each that changes.
+async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
+    let mut table = PodTable::default();
+    let mut columns = args.columns();
+    let mut synced = false;
+    while let Some(event) = watch.next().await? {
+        event.apply(&mut table);
+        match &event {
+            Event::Synced => {
+                synced = true;
+                let entries: Vec<_> = table.pods.iter().filter(|(name, _)| args.wants(name)).collect();
+                entries.iter().for_each(|(_, entry)| columns.fit(&args.row(entry)));
+                if matches!(args.output, Output::Table | Output::Wide) {
+                    print(&columns.header())?;
+                }
+                for (_, entry) in entries {
+                    print(&one(args, &mut columns, entry)?)?;
+                }
+                show_rejected(&table.rejected);
+            }
+            Event::Rejected(rejected) if synced => show_rejected(rejected),
+            Event::Notice(notice) if notice.is_empty() => eprintln!("Pods are shown as they are again."),
+            Event::Notice(notice) => show_notice(notice),
+            Event::Added(name, entry) | Event::Modified(name, entry) | Event::Deleted(name, entry)
+                if synced && args.wants(name) =>
+            {
+                print(&one(args, &mut columns, entry)?)?;
+            }
+            _ => {}
+        }
+    }
+    bail!("the agent stopped")
+}
+
+/// One pod as the watch shows it.
+fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Result<String> {
+    Ok(match args.output {
+        Output::Json => format!("{}\n", serde_json::to_string(&entry.pod)?),
+        Output::Yaml => {
+            let body = serde_saphyr::to_string(&entry.pod).context("the pod cannot be written as YAML")?;
+            format!("---\n{body}")
+        }
+        Output::Table | Output::Wide => {
+            let row = args.row(entry);
+            columns.fit(&row);
+            columns.line(&row)
+        }
+    })
+}
+
+pub(super) fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+/// Why pods may not be as they are shown goes to standard error, too.
+pub(super) fn show_notice(notice: &str) {
+    if !notice.is_empty() {
+        eprintln!("Pods are shown as they were last known: {notice}");
+    }
+}
+
+/// Manifests that could not become pods go to standard error, so that standard output has only pods.
+fn show_rejected(rejected: &[RejectedManifest]) {
+    if rejected.is_empty() {
+        return;
+    }
+    let style = console::Style::new().for_stderr().red();
+    let style = if io::stderr().is_terminal() { style } else { console::Style::new() };
+    eprintln!("{}", style.apply_to("Rejected manifests:"));
+    rejected.iter().flat_map(reasons).for_each(|line| eprintln!("  {line}"));
+}
+
+/// A line for each reason, each with the file's whole path, which the message abbreviates to its name.
+fn reasons(rejected: &RejectedManifest) -> Vec<String> {
+    let path = rejected.file.display().to_string();
+    let name = rejected.file.file_name().unwrap_or_default().to_string_lossy();
+    let one = |line: &str| match line.strip_prefix(&*name) {
+        Some(rest) if rest.starts_with(':') => format!("{path}{rest}"),
+        _ if line.starts_with(&format!("{path}:")) => line.to_owned(),
+        _ => format!("{path}: {line}"),
+    };
+    rejected.message.lines().map(|line| plain::line(&one(line)).into_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_of_a_rejected_manifest_is_a_line_that_names_the_path_once() {
+        let check = |message: &str, expected: &[&str]| {
+            let rejected = RejectedManifest { file: "/m/web.yaml".into(), message: message.to_owned() };
+            assert_eq!(reasons(&rejected), expected);
+        };
+        check(
+            "web.yaml:3:1: metadata.name: must be there\nweb.yaml: and 3 more",
+            &["/m/web.yaml:3:1: metadata.name: must be there", "/m/web.yaml: and 3 more"],
+        );
+        check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
+        check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
+        check("web.yaml: \u{1b}[2J", &["/m/web.yaml: \\u{1b}[2J"]);
+    }
+}

@@ -1,0 +1,70 @@
+//! Lines in columns, as kubectl aligns them: left, three spaces apart, nothing cut. A cell is text from
+//! anywhere, and stays on its line.
+
+use console::measure_text_width;
+
+use crate::plain;
+
+/// The columns of a table that grows line by line: a column never gets narrower.
+#[derive(Debug)]
+pub(crate) struct Columns {
+    titles: &'static [&'static str],
+    widths: Vec<usize>,
+}
+
+impl Columns {
+    pub(crate) fn new(titles: &'static [&'static str]) -> Self {
+        Self { titles, widths: titles.iter().map(|title| measure_text_width(title)).collect() }
+    }
+
+    /// Makes every column wide enough for `row`.
+    pub(crate) fn fit(&mut self, row: &[String]) {
+        for (width, cell) in self.widths.iter_mut().zip(row) {
+            *width = (*width).max(measure_text_width(&plain::line(cell)));
+        }
+    }
+
+    /// A table that is known as a whole: titles and rows, each column as wide as its widest cell.
+    pub(crate) fn table(mut self, rows: &[Vec<String>]) -> String {
+        rows.iter().for_each(|row| self.fit(row));
+        self.header() + &rows.iter().map(|row| self.line(row)).collect::<String>()
+    }
+
+    pub(crate) fn header(&self) -> String {
+        let titles: Vec<String> = self.titles.iter().map(|title| (*title).to_owned()).collect();
+        self.line(&titles)
+    }
+
+    pub(crate) fn line(&self, row: &[String]) -> String {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(&self.widths) {
+            let cell = plain::line(cell);
+            line += &cell;
+            line += &" ".repeat(width.saturating_sub(measure_text_width(&cell)) + 3);
+        }
+        line.truncate(line.trim_end().len());
+        line.push('\n');
+        line
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell_and_lines_have_no_tail() {
+        let mut columns = Columns::new(&["NAME", "AGE"]);
+        let rows = [["a".to_owned(), "5m".to_owned()], ["a-longer-one".to_owned(), "1d".to_owned()]];
+        rows.iter().for_each(|row| columns.fit(row));
+        let text = columns.header() + &columns.line(&rows[0]) + &columns.line(&rows[1]);
+        assert_eq!(text, "NAME           AGE\na              5m\na-longer-one   1d\n");
+    }
+
+    #[test]
+    fn a_cell_cannot_leave_its_line_or_steer_the_terminal() {
+        let rows = [vec!["a\nweb   Running".to_owned(), "\u{1b}[1Ax".to_owned()]];
+        let text = Columns::new(&["NAME", "AGE"]).table(&rows);
+        assert_eq!(text, "NAME               AGE\na\\nweb   Running   \\u{1b}[1Ax\n");
+    }
+}

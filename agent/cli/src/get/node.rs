@@ -1,0 +1,140 @@
+//! `beelet get node`: the machine's capacity, what of it pods may have, and how the node is.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use anyhow::Context as _;
+use beelet_proto::beelet as proto;
+use clap::{Args, ValueEnum};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::columns::Columns;
+use super::pod::age;
+use super::print;
+use beelet_client::Client;
+
+const RESOURCES: &[&str] = &["RESOURCE", "CAPACITY", "ALLOCATABLE"];
+const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];
+
+/// Arguments of `beelet get node`.
+#[derive(Debug, Args)]
+pub(super) struct NodeArgs {
+    /// How it is shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// One line a resource, and one a condition.
+    Table,
+    /// A v1.Node with its name, capacity, allocatable and conditions.
+    Json,
+    /// The same.
+    Yaml,
+}
+
+pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
+    let node = Client::connect(&args.socket).await?.node().await?;
+    let text = match args.output {
+        Output::Table => table(&node, Timestamp::now()),
+        Output::Json => format!("{}\n", serde_json::to_string_pretty(&v1(&node))?),
+        Output::Yaml => serde_saphyr::to_string(&v1(&node)).context("the node cannot be written as YAML")?,
+    };
+    print(&text)?;
+    if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {
+        eprintln!("The node is not ready: {}", ready.message);
+    }
+    Ok(())
+}
+
+fn table(node: &proto::GetNodeResponse, now: Timestamp) -> String {
+    let names: BTreeSet<&String> = node.capacity.keys().chain(node.allocatable.keys()).collect();
+    let cell = |amount: Option<&String>| amount.map_or_else(|| "0".to_owned(), String::clone);
+    let row = |name: &&String| {
+        vec![(*name).clone(), cell(node.capacity.get(*name)), cell(node.allocatable.get(*name))]
+    };
+    let rows: Vec<Vec<String>> = names.iter().map(row).collect();
+    let condition = |condition: &proto::NodeCondition| {
+        let status = status(condition).to_owned();
+        vec![condition.r#type.clone(), status, age(since(condition), now), condition.reason.clone()]
+    };
+    let conditions: Vec<Vec<String>> = node.conditions.iter().map(condition).collect();
+    format!("{}\n{}", Columns::new(RESOURCES).table(&rows), Columns::new(CONDITIONS).table(&conditions))
+}
+
+fn v1(node: &proto::GetNodeResponse) -> Value {
+    let condition = |condition: &proto::NodeCondition| {
+        json!({
+            "type": condition.r#type,
+            "status": status(condition),
+            "lastTransitionTime": since(condition).strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+            "reason": condition.reason,
+            "message": condition.message,
+        })
+    };
+    let conditions: Vec<Value> = node.conditions.iter().map(condition).collect();
+    let status =
+        json!({ "capacity": node.capacity, "allocatable": node.allocatable, "conditions": conditions });
+    json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": node.name }, "status": status })
+}
+
+fn status(condition: &proto::NodeCondition) -> &'static str {
+    if condition.status { "True" } else { "False" }
+}
+
+fn since(condition: &proto::NodeCondition) -> Timestamp {
+    Timestamp::from_nanosecond(condition.since_ns.into()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::Node;
+
+    use super::*;
+
+    #[test]
+    fn a_resource_and_a_condition_are_a_line_each() {
+        let amounts = |all: &[(&str, &str)]| {
+            all.iter().map(|(name, amount)| ((*name).to_owned(), (*amount).to_owned())).collect()
+        };
+        let condition = |name: &str, status: bool, reason: &str, since: i64| proto::NodeCondition {
+            r#type: name.to_owned(),
+            status,
+            reason: reason.to_owned(),
+            message: "a sentence".to_owned(),
+            since_ns: since * 1_000_000_000,
+        };
+        let node = proto::GetNodeResponse {
+            name: "n".to_owned(),
+            capacity: amounts(&[("cpu", "4"), ("example.com/gpu", "2")]),
+            allocatable: amounts(&[("cpu", "3500m")]),
+            conditions: vec![
+                condition("MemoryPressure", true, "KubeletHasInsufficientMemory", 1_000_000_000),
+                condition("Ready", true, "KubeletReady", 999_999_400),
+            ],
+        };
+        assert_eq!(
+            table(&node, Timestamp::from_second(1_000_000_005).unwrap()),
+            "RESOURCE          CAPACITY   ALLOCATABLE\n\
+             cpu               4          3500m\n\
+             example.com/gpu   2          0\n\
+             \n\
+             CONDITION        STATUS   SINCE   REASON\n\
+             MemoryPressure   True     5s      KubeletHasInsufficientMemory\n\
+             Ready            True     10m     KubeletReady\n"
+        );
+        let v1: Node = serde_json::from_value(v1(&node)).unwrap();
+        let conditions = v1.status.unwrap().conditions.unwrap();
+        let last = &conditions[0];
+        assert_eq!(
+            (&*last.type_, &*last.status, last.message.as_deref()),
+            ("MemoryPressure", "True", Some("a sentence"))
+        );
+        assert_eq!(last.last_transition_time.as_ref().unwrap().0.as_second(), 1_000_000_000);
+    }
+}

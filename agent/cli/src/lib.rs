@@ -1,0 +1,97 @@
+//! The command line: one file a subcommand, arguments in, text out, no decisions.
+//!
+//! Exit codes: 0 all well, 1 it could not be done, 2 the command line or a file given on it is wrong.
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+pub mod apply;
+pub mod bpf;
+pub mod delete;
+pub mod describe;
+pub mod devices;
+pub mod doctor;
+pub mod events;
+pub mod exec;
+pub mod gc;
+pub mod get;
+pub mod logs;
+pub mod manual;
+mod plain;
+pub mod plan;
+pub mod probe;
+pub mod top;
+pub mod tune;
+
+/// The commands that ask an agent, or decide or look without one.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show what runs on this machine.
+    Get(get::GetArgs),
+    /// Show one thing with all that is known of it.
+    Describe(describe::DescribeArgs),
+    /// Show what happened to pods, and what went wrong.
+    Events(events::EventsArgs),
+    /// Show the devices of this machine and who holds them.
+    Devices(devices::DevicesArgs),
+    /// Remove unused images or dead containers now.
+    Gc(gc::GcArgs),
+    /// Show what pods and containers use and wait for, live.
+    Top(top::TopArgs),
+    /// Print what a container has printed.
+    Logs(logs::LogsArgs),
+    /// Run a command in a container.
+    Exec(exec::ExecArgs),
+    /// Check manifests and put them into the agent's folder.
+    Apply(apply::ApplyArgs),
+    /// Take manifests out of the agent's folder; what they describe is stopped and removed.
+    Delete(delete::DeleteArgs),
+    /// Show what probes look at and what they say, or run one now.
+    Probe(probe::ProbeArgs),
+    /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
+    Doctor(doctor::DoctorArgs),
+    /// Show what the tuner of cgroups sees, holds and did.
+    Tune(tune::TuneArgs),
+    /// Show what the agent has in the kernel: its BPF programs and maps.
+    Bpf(bpf::BpfArgs),
+    /// Decide for a scenario what the agent would do.
+    Plan(plan::PlanArgs),
+    /// Print completions for a shell.
+    Completions(manual::CompletionsArgs),
+    /// Make the manual pages.
+    Man(manual::ManArgs),
+}
+
+/// Exit code of a wrong command line or a wrong file, clap's own.
+pub const USAGE: u8 = 2;
+
+/// Does what a command says. `whole` is the command line that it is a part of.
+#[must_use]
+pub fn run(command: Command, whole: clap::Command) -> ExitCode {
+    match command {
+        Command::Get(args) => get::run(&args),
+        Command::Describe(args) => describe::run(&args),
+        Command::Events(args) => events::run(&args),
+        Command::Devices(args) => devices::run(&args),
+        Command::Gc(args) => gc::run(&args),
+        Command::Top(args) => top::run(&args),
+        Command::Logs(args) => logs::run(&args),
+        Command::Exec(args) => exec::run(args),
+        Command::Apply(args) => apply::run(&args),
+        Command::Delete(args) => delete::run(&args),
+        Command::Probe(args) => probe::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Tune(args) => tune::run(&args),
+        Command::Bpf(args) => bpf::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Completions(args) => manual::completions(&args, whole),
+        Command::Man(args) => manual::man(&args, whole),
+    }
+}
+
+/// Prints `error: …` with all its causes, and is the exit code for it.
+pub fn failed(error: &anyhow::Error) -> ExitCode {
+    eprintln!("error: {}", plain::lines(&format!("{error:#}")));
+    ExitCode::FAILURE
+}

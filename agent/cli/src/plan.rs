@@ -1,0 +1,213 @@
+//! `beelet plan WHAT`: what would the agent decide, and why? Needs no privilege, no daemon, and reads nothing but its input.
+
+mod stream;
+
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, ErrorKind, IsTerminal, Write},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use beelet_policy::plan::{Input, PlanError, WHATS, What};
+use clap::{Args, builder::PossibleValuesParser};
+use serde_json::Value;
+
+use super::USAGE;
+use beelet_codec::document::{self, Document, Limits};
+use stream::{Chunk, Scenarios, Syntax};
+
+/// Reading in large pieces: an input may have a gigabyte.
+const BUFFER: usize = 1 << 18;
+/// A wrong input is often wrong everywhere: after so many messages the rest is only counted.
+const MOST_MESSAGES: u64 = 20;
+
+/// What one YAML document may cost.
+const YAML_LIMITS: Limits = Limits { bytes: 1 << 30, nodes: 100_000_000 };
+
+/// Arguments of `beelet plan`.
+#[derive(Debug, Args)]
+#[command(
+    about = "Decide for a scenario what the agent would do",
+    long_about = "Decide for a scenario what the agent would do, with no privilege and no daemon.\n\n\
+        The input is one scenario, a JSON array of scenarios, JSON Lines, or a YAML stream. The output has one JSON object \
+        a line for each, in order. Exit code 0: every scenario has its decision; 2: some input could not be read.",
+    after_help = "See docs/plan.md for a worked example of each WHAT."
+)]
+pub struct PlanArgs {
+    /// What to decide.
+    #[arg(value_name = "WHAT", value_parser = PossibleValuesParser::new(WHATS.iter().map(|what| {
+        clap::builder::PossibleValue::new(what.name).help(what.about)
+    })))]
+    what: String,
+    /// The scenarios, YAML or JSON; - is standard input.
+    #[arg(short, long, value_name = "FILE", default_value = "-")]
+    file: PathBuf,
+}
+
+/// Answers every scenario of the input.
+#[must_use]
+pub fn run(args: &PlanArgs) -> ExitCode {
+    let Some(what) = beelet_policy::plan::what(&args.what) else {
+        eprintln!("error: {:?} is nothing that can be planned", args.what);
+        return ExitCode::from(USAGE);
+    };
+    if args.file == Path::new("-") {
+        if io::stdin().is_terminal() {
+            eprintln!("reading scenarios from the terminal; end with Ctrl-D");
+        }
+        return answer_all(what, "standard input", BufReader::with_capacity(BUFFER, io::stdin().lock()));
+    }
+    match File::open(&args.file) {
+        Ok(file) => {
+            answer_all(what, &args.file.display().to_string(), BufReader::with_capacity(BUFFER, file))
+        }
+        Err(error) => {
+            eprintln!("error: cannot read {}: {error}", args.file.display());
+            ExitCode::from(USAGE)
+        }
+    }
+}
+
+fn answer_all(what: &What, source: &str, input: impl BufRead) -> ExitCode {
+    let mut report = Report { source, scenarios: 0, errors: 0, output: io::stdout().lock() };
+    match report.answer_stream(what, Scenarios::new(input)) {
+        Ok(()) if report.errors == 0 => ExitCode::SUCCESS,
+        Ok(()) => {
+            if report.errors > MOST_MESSAGES {
+                eprintln!("error: {source}: {} more like these", report.errors - MOST_MESSAGES);
+            }
+            ExitCode::from(USAGE)
+        }
+        // Whoever read the answers has had enough of them (`| head`): nothing to complain about.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::from(USAGE),
+        Err(error) => {
+            eprintln!("error: cannot write the answers: {error}");
+            ExitCode::from(USAGE)
+        }
+    }
+}
+
+struct Report<'a, W> {
+    source: &'a str,
+    /// Scenarios seen so far.
+    scenarios: u64,
+    errors: u64,
+    output: W,
+}
+
+impl<W: Write> Report<'_, W> {
+    /// Answers what can be answered, and says what can't; the error is one of writing.
+    fn answer_stream(&mut self, what: &What, mut scenarios: Scenarios<impl BufRead>) -> io::Result<()> {
+        loop {
+            match scenarios.next() {
+                Ok(None) => return self.output.flush(),
+                Ok(Some(chunk)) => self.answer_chunk(what, &chunk)?,
+                Err(error) => {
+                    self.complain(&format!("{}: {error}", self.source));
+                    return self.output.flush();
+                }
+            }
+        }
+    }
+
+    fn answer_chunk(&mut self, what: &What, chunk: &Chunk) -> io::Result<()> {
+        if chunk.syntax == Syntax::Yaml {
+            return self.answer_yaml(what, chunk, None);
+        }
+        match what.answer(Input::Json(&chunk.text)) {
+            // A YAML mapping in braces looks like JSON at first.
+            Err(error) if error.not_json => self.answer_yaml(what, chunk, Some(&error)),
+            answer => {
+                let place = |error: &PlanError| match error.position {
+                    Some((1, column)) => (chunk.line, chunk.column + column.saturating_sub(1)),
+                    Some((line, column)) => (chunk.line + line - 1, column),
+                    None => (chunk.line, chunk.column),
+                };
+                self.scenarios += 1;
+                self.put(answer, place)
+            }
+        }
+    }
+
+    /// `as_json`: what the JSON reader said about it, which is shown if it isn't YAML either.
+    fn answer_yaml(&mut self, what: &What, chunk: &Chunk, as_json: Option<&PlanError>) -> io::Result<()> {
+        let first_line = chunk.line - 1;
+        let documents = match std::str::from_utf8(&chunk.text) {
+            Ok(text) => document::parse_within(text, YAML_LIMITS)
+                .map_err(|error| (error.line, error.column, error.message)),
+            Err(error) => {
+                let line = chunk.text[..error.valid_up_to()].iter().filter(|byte| **byte == b'\n').count()
+                    as u64
+                    + 1;
+                Err((line, 1, "is not UTF-8".to_owned()))
+            }
+        };
+        match (documents, as_json) {
+            (Ok(documents), _) => {
+                for document in documents {
+                    self.answer_document(what, document, first_line)?;
+                }
+            }
+            (Err(_), Some(json)) => {
+                let (line, column) = json.position.unwrap_or((1, 1));
+                let column = if line == 1 { chunk.column + column.saturating_sub(1) } else { column };
+                self.unreadable(first_line + line, column, &json.to_string());
+            }
+            (Err((line, column, message)), None) => self.unreadable(first_line + line, column, &message),
+        }
+        Ok(())
+    }
+
+    fn unreadable(&mut self, line: u64, column: u64, message: &str) {
+        self.scenarios += 1;
+        self.complain(&format!("{}:{line}:{column}: scenario {}: {message}", self.source, self.scenarios));
+    }
+
+    /// A document is a scenario, or a list of them.
+    fn answer_document(&mut self, what: &What, document: Document, first_line: u64) -> io::Result<()> {
+        let Document { value, lines } = document;
+        let (list, items) = match value {
+            Value::Array(items) => (true, items),
+            one => (false, vec![one]),
+        };
+        for (index, item) in items.into_iter().enumerate() {
+            self.scenarios += 1;
+            let answer = what.answer(Input::Tree(item));
+            self.put(answer, |error| {
+                let root = if list { format!("[{index}]") } else { String::new() };
+                let path = error.field.clone().under(&root);
+                let (line, column) = lines.locate(path.path()).unwrap_or((1, 1));
+                (first_line + line, column)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn put(
+        &mut self,
+        answer: Result<String, PlanError>,
+        place: impl FnOnce(&PlanError) -> (u64, u64),
+    ) -> io::Result<()> {
+        match answer {
+            Ok(line) => writeln!(self.output, "{line}"),
+            Err(error) => {
+                let (line, column) = place(&error);
+                let name = error.scenario.as_ref().map(|name| format!(" ({name:?})")).unwrap_or_default();
+                let message = format!(
+                    "{}:{line}:{column}: scenario {}{name}: {}",
+                    self.source, self.scenarios, error.field
+                );
+                self.complain(&message);
+                Ok(())
+            }
+        }
+    }
+
+    fn complain(&mut self, message: &str) {
+        self.errors += 1;
+        if self.errors <= MOST_MESSAGES {
+            eprintln!("error: {message}");
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! `beelet probe`: what probes look at and what they say, and one look on demand.
+
+use std::io::{self, IsTerminal};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use beelet_proto::beelet as proto;
+use clap::{Args, Subcommand, ValueEnum};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::get::columns::Columns;
+use super::get::pod::age;
+use super::get::{is_broken_pipe, print};
+use super::{failed, plain};
+use beelet_client::Client;
+
+const TITLES: &[&str] =
+    &["NAMESPACE", "POD", "CONTAINER", "KIND", "TARGET", "MODE", "RESULT", "SINCE", "LATENCY", "LAST LOOK"];
+/// The most of a look's words that a line shows.
+const WORDS: usize = 80;
+
+/// Arguments of `beelet probe`.
+#[derive(Debug, Args)]
+pub struct ProbeArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Every probe: target, mode, result, since when, and the last look.
+    Ls(LsArgs),
+    /// Run one probe now and explain what it finds. Counts for nothing; exit code 1 unless it is a success.
+    Run(RunArgs),
+}
+
+#[derive(Debug, Args)]
+struct LsArgs {
+    /// Only probes of these pods, with or without the node's name.
+    #[arg(value_name = "POD")]
+    pods: Vec<String>,
+    /// Only probes of pods in this namespace.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// How they are shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Args)]
+struct RunArgs {
+    /// The pod, with or without the node's name.
+    #[arg(value_name = "POD")]
+    pod: String,
+    /// Its container.
+    #[arg(value_name = "CONTAINER")]
+    container: String,
+    /// Which of the container's probes.
+    #[arg(value_name = "KIND", value_enum)]
+    kind: Kind,
+    /// The pod's namespace, where several have a pod of that name.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// How the look is shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// One JSON document.
+    Json,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// Restarts a container that stopped working.
+    Liveness,
+    /// Says whether a container may get traffic.
+    Readiness,
+    /// Holds the other two back until the container has started.
+    Startup,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Liveness => "liveness",
+            Self::Readiness => "readiness",
+            Self::Startup => "startup",
+        }
+    }
+}
+
+/// Shows or runs them.
+#[must_use]
+pub fn run(args: &ProbeArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| {
+        runtime.block_on(async {
+            match &args.what {
+                What::Ls(args) => ls(args).await,
+                What::Run(args) => run_one(args).await,
+            }
+        })
+    });
+    match done {
+        Ok(code) => code,
+        // Whoever reads our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+async fn ls(args: &LsArgs) -> anyhow::Result<ExitCode> {
+    let mut client = Client::connect(&args.socket).await?;
+    let all = client.probes().await?;
+    let wanted: Vec<&proto::Probe> = all.iter().filter(|probe| args.wants(probe)).collect();
+    if args.output == Output::Json {
+        let list: Vec<Value> = wanted.iter().map(|probe| probe_json(probe)).collect();
+        print(&format!("{}\n", serde_json::to_string_pretty(&list)?))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if wanted.is_empty() {
+        eprintln!("No probes found.");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let rows: Vec<Vec<String>> = wanted.iter().map(|probe| row(probe, Timestamp::now())).collect();
+    print(&Columns::new(TITLES).table(&rows))?;
+    notes(&wanted);
+    Ok(ExitCode::SUCCESS)
+}
+
+impl LsArgs {
+    fn wants(&self, probe: &proto::Probe) -> bool {
+        let named = |pod: &String| {
+            probe.pod == *pod
+                || probe.pod.strip_prefix(pod.as_str()).is_some_and(|rest| rest.starts_with('-'))
+        };
+        self.namespace.as_ref().is_none_or(|namespace| *namespace == probe.namespace)
+            && (self.pods.is_empty() || self.pods.iter().any(named))
+    }
+}
+
+/// What is not as it was asked for goes to standard error.
+fn notes(probes: &[&proto::Probe]) {
+    let style = console::Style::new().for_stderr().yellow();
+    let style = if io::stderr().is_terminal() { style } else { console::Style::new() };
+    for probe in probes {
+        let name = format!("{}/{} {} {}", probe.namespace, probe.pod, probe.container, probe.kind);
+        if !probe.fallback.is_empty() {
+            eprintln!("{} {name} connects: {}", style.apply_to("note:"), plain::line(&probe.fallback));
+        }
+        for problem in &probe.problems {
+            eprintln!("{} {name}: {}", style.apply_to("note:"), plain::line(problem));
+        }
+    }
+}
+
+fn row(probe: &proto::Probe, now: Timestamp) -> Vec<String> {
+    let since = Timestamp::from_millisecond(probe.since_unix_ms).ok().filter(|_| probe.since_unix_ms != 0);
+    let latency = probe.last.as_ref().map(|look| time(Duration::from_micros(look.latency_us)));
+    let last = match (&probe.held[..], &probe.last) {
+        ("", None) => "none yet".to_owned(),
+        ("", Some(look)) => one_line(&format!("{}: {}", look.outcome, look.detail)),
+        (held, _) => format!("({held})"),
+    };
+    let mode = if probe.fallback.is_empty() { probe.mode.clone() } else { format!("{}*", probe.mode) };
+    vec![
+        probe.namespace.clone(),
+        probe.pod.clone(),
+        probe.container.clone(),
+        probe.kind.clone(),
+        one_line(&probe.target),
+        mode,
+        probe.result.clone(),
+        since.map_or_else(|| "-".to_owned(), |since| age(since, now)),
+        latency.unwrap_or_else(|| "-".to_owned()),
+        last,
+    ]
+}
+
+/// As much of a text as fits a line.
+fn one_line(text: &str) -> String {
+    let line: String =
+        text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect();
+    if text.trim().chars().nth(WORDS).is_some() { line + "…" } else { line }
+}
+
+/// A short time as people read it.
+fn time(time: Duration) -> String {
+    match time.as_micros() {
+        micros @ 0..1000 => format!("{micros}µs"),
+        micros @ 1000..1_000_000 => format!("{:.1}ms", micros as f64 / 1e3),
+        micros => format!("{:.1}s", micros as f64 / 1e6),
+    }
+}
+
+async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
+    let mut client = Client::connect(&args.socket).await?;
+    let wanted = proto::RunProbeRequest {
+        namespace: args.namespace.clone().unwrap_or_default(),
+        pod: args.pod.clone(),
+        container: args.container.clone(),
+        kind: args.kind.name().to_owned(),
+    };
+    let answer = client.run_probe(wanted).await?;
+    let (probe, look) = (answer.probe.unwrap_or_default(), answer.look.unwrap_or_default());
+    if args.output == Output::Json {
+        let document = json!({
+            "probe": probe_json(&probe),
+            "look": look_json(&look),
+            "explanation": answer.explanation,
+        });
+        print(&format!("{}\n", serde_json::to_string_pretty(&document)?))?;
+    } else {
+        let mut text = format!(
+            "{} probe of container {} in pod {}/{}: {} ({})\n",
+            probe.kind, probe.container, probe.namespace, probe.pod, probe.target, probe.mode
+        );
+        for line in &answer.explanation {
+            text += &format!("  {line}\n");
+        }
+        text += &format!(
+            "{} in {}: {}\n",
+            look.outcome,
+            time(Duration::from_micros(look.latency_us)),
+            look.detail
+        );
+        text += &format!("The agent says {}", probe.result);
+        text += &match &probe.held[..] {
+            "" => ", and looks every ".to_owned() + &time(Duration::from_millis(probe.period_ms)) + ".\n",
+            held => format!("; at present nothing counts: {held}.\n"),
+        };
+        print(&plain::lines(&text))?;
+    }
+    Ok(if look.outcome == "success" { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn probe_json(probe: &proto::Probe) -> Value {
+    let text = |text: &str| if text.is_empty() { Value::Null } else { text.into() };
+    json!({
+        "namespace": probe.namespace,
+        "pod": probe.pod,
+        "container": probe.container,
+        "kind": probe.kind,
+        "target": probe.target,
+        "mode": probe.mode,
+        "fallback": text(&probe.fallback),
+        "result": probe.result,
+        "since": stamp(probe.since_unix_ms),
+        "last": probe.last.as_ref().map(look_json),
+        "periodMilliseconds": probe.period_ms,
+        "timeoutMilliseconds": probe.timeout_ms,
+        "held": text(&probe.held),
+        "problems": probe.problems,
+    })
+}
+
+fn look_json(look: &proto::Look) -> Value {
+    json!({
+        "outcome": look.outcome,
+        "detail": look.detail,
+        "latencyMicroseconds": look.latency_us,
+        "at": stamp(look.at_unix_ms),
+    })
+}
+
+/// RFC 3339, or nothing for none.
+fn stamp(unix_ms: i64) -> Option<String> {
+    (unix_ms != 0).then(|| Timestamp::from_millisecond(unix_ms).ok().map(|at| at.to_string())).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn probe() -> proto::Probe {
+        proto::Probe {
+            namespace: "shop".into(),
+            pod: "web-n1".into(),
+            container: "main".into(),
+            kind: "readiness".into(),
+            target: "tcp pod:80".into(),
+            mode: "kernel".into(),
+            result: "success".into(),
+            since_unix_ms: 1_000_000,
+            last: Some(proto::Look {
+                outcome: "success".into(),
+                detail: "the kernel has\na listener".into(),
+                latency_us: 1,
+                at_unix_ms: 1_000_500,
+            }),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_probe_is_one_line() {
+        let now = Timestamp::from_millisecond(1_060_000).unwrap();
+        let row = row(&probe(), now);
+        assert_eq!(row[4..9], ["tcp pod:80", "kernel", "success", "60s", "1µs"]);
+        assert_eq!(row[9], "success: the kernel has a listener");
+        let held = proto::Probe { held: "settled".into(), fallback: "no BPF".into(), ..probe() };
+        let row = super::row(&held, now);
+        assert_eq!((row[5].as_str(), row[9].as_str()), ("kernel*", "(settled)"));
+    }
+
+    #[test]
+    fn json_says_nothing_as_null() {
+        let json = probe_json(&proto::Probe::default());
+        assert_eq!(
+            (&json["last"], &json["since"], &json["held"]),
+            (&Value::Null, &Value::Null, &Value::Null)
+        );
+        let json = probe_json(&probe());
+        assert_eq!(json["since"], "1970-01-01T00:16:40Z");
+        assert_eq!(json["last"]["latencyMicroseconds"], 1);
+    }
+
+    #[test]
+    fn times_are_short() {
+        let check = |micros, expect: &str| assert_eq!(time(Duration::from_micros(micros)), expect);
+        check(999, "999µs");
+        check(1500, "1.5ms");
+        check(2_500_000, "2.5s");
+    }
+}

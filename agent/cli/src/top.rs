@@ -1,0 +1,191 @@
+//! `beelet top`: what each pod and container uses and waits for, live.
+//!
+//! At a terminal it draws; elsewhere, or with `--once`, it prints one table; with `-o json` one snapshot. It asks the agent
+//! for snapshots and draws when one comes or a key is pressed, never in between.
+
+mod app;
+mod columns;
+mod draw;
+mod rows;
+mod screen;
+
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context;
+use beelet_proto::beelet::SignalSnapshot;
+use clap::{Args, ValueEnum};
+
+use self::columns::{COLUMNS, Column};
+use self::rows::{Row, Trends, View, Window, rows};
+use super::failed;
+use beelet_client::signals::Client;
+
+/// Arguments of `beelet top`.
+#[derive(Debug, Args)]
+pub struct TopArgs {
+    /// Only pods of this namespace.
+    #[arg(short, long, value_name = "NAMESPACE", default_value = "", hide_default_value = true)]
+    namespace: String,
+    /// Print one table and end: what happens, too, where standard output is no terminal.
+    #[arg(long)]
+    once: bool,
+    /// How it is printed; implies --once.
+    #[arg(short, long, value_enum)]
+    output: Option<Output>,
+    /// The column to begin with; largest first.
+    #[arg(long, value_enum, default_value_t = Column::Cpu)]
+    sort: Column,
+    /// Turn the order round.
+    #[arg(long)]
+    reverse: bool,
+    /// Only what has this in its name or state.
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    filter: String,
+    /// The time that rates are over.
+    #[arg(long, value_enum, default_value_t = Window::Ten)]
+    window: Window,
+    /// Show all containers, not only pods.
+    #[arg(short, long)]
+    expand: bool,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// Columns.
+    Table,
+    /// One object with everything that is known (beelet.v1.SignalSnapshot).
+    Json,
+}
+
+impl TopArgs {
+    fn view(&self) -> View {
+        View {
+            window: self.window,
+            sort: self.sort,
+            reversed: self.reverse,
+            filter: self.filter.clone(),
+            expanded: std::collections::HashSet::new(),
+            all_expanded: self.expand,
+        }
+    }
+}
+
+/// Shows it.
+#[must_use]
+pub fn run(args: &TopArgs) -> ExitCode {
+    let once = args.once || args.output.is_some() || !io::stdout().is_terminal();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| {
+        let done = runtime.block_on(async { if once { print_once(args).await } else { watch(args).await } });
+        // The thread that reads keys may still wait for one.
+        runtime.shutdown_background();
+        done
+    });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever reads our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+}
+
+async fn watch(args: &TopArgs) -> anyhow::Result<()> {
+    // Asked before the screen is taken: whoever forgot to start the agent reads why in plain text.
+    let mut client = Client::connect(&args.socket).await?;
+    let snapshots = client.snapshots(&args.namespace).await?;
+    screen::run(app::App::new(args.view()), args, snapshots).await
+}
+
+async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
+    let snapshot = tokio::select! {
+        snapshot = with_rates(args) => snapshot?,
+        interrupted = tokio::signal::ctrl_c() => return interrupted.context("cannot wait for Ctrl-C"),
+    };
+    let text = match args.output {
+        Some(Output::Json) => format!("{}\n", serde_json::to_string_pretty(&snapshot)?),
+        _ => table(&snapshot, &args.view()),
+    };
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()?;
+    Ok(())
+}
+
+/// A snapshot that has rates: the second one, where nobody else was looking.
+async fn with_rates(args: &TopArgs) -> anyhow::Result<SignalSnapshot> {
+    /// More than this is not worth waiting for: a node may have nothing that could be measured.
+    const TRIES: usize = 3;
+    let mut client = Client::connect(&args.socket).await?;
+    let mut snapshots = client.snapshots(&args.namespace).await?;
+    let mut last = None;
+    for _ in 0..TRIES {
+        let next = tokio::time::timeout(Duration::from_secs(15), snapshots.message()).await;
+        let next = next.context("the agent sent no reading within 15 s: `beelet doctor` may know why")?;
+        let snapshot = next.map_err(beelet_client::ClientError::from)?.context("the agent stopped")?;
+        let running = || snapshot.pods.iter().flat_map(|pod| &pod.containers).filter(|c| c.usage.is_some());
+        let has_rates = running().all(|container| container.last_10s.is_some());
+        // Of no containers at all, none is missing: but the first look may have come too early.
+        if has_rates && (last.is_some() || running().next().is_some()) {
+            return Ok(snapshot);
+        }
+        last = Some(snapshot);
+    }
+    last.context("the agent stopped")
+}
+
+/// A table for people and for `grep`: every column, nothing cut, no colours.
+fn table(snapshot: &SignalSnapshot, view: &View) -> String {
+    let rows = rows(snapshot, view, &Trends::default());
+    let shown = || COLUMNS.iter().filter(|info| info.column != Column::Trend);
+    let name = |row: &Row| if row.is_pod { row.name.clone() } else { format!("  {}", row.name) };
+    let widest = rows.iter().map(|row| name(row).chars().count()).max().unwrap_or(0);
+    let widest = widest.max(Column::Name.title().len());
+    let mut text = format!("{:widest$}", Column::Name.title());
+    for info in shown() {
+        text += &format!(" {:>width$}", info.title, width = usize::from(info.width));
+    }
+    text += &format!(" {}\n", Column::State.title());
+    for row in &rows {
+        text += &format!("{:widest$}", name(row));
+        for info in shown() {
+            text += &format!(" {:>width$}", (info.cell)(row).0, width = usize::from(info.width));
+        }
+        text += &format!(" {}", row.state);
+        if !row.why.is_empty() && row.why != row.state {
+            text += &format!("  {}", row.why);
+        }
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rows::tests::{snapshot, view};
+    use super::*;
+
+    #[test]
+    fn printed_once_it_has_every_pod_every_column_and_no_colours() {
+        let snapshot = snapshot(&[("shop", "web", 0.25, 1200.0), ("shop", "db", 0.5, 5.0)]);
+        let text = table(&snapshot, &View { all_expanded: true, ..view() });
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 7);
+        assert!(
+            lines[0].starts_with("POD / CONTAINER RDY   CPU% THR%") && lines[0].ends_with("AGE STATE"),
+            "{text}"
+        );
+        assert!(lines[1].starts_with("shop/db") && lines[1].contains(" yes  100.0   25"), "{text}");
+        assert!(lines[2].starts_with("  app ") && lines[2].ends_with(" Running"), "{text}");
+        assert!(!text.contains('\u{1b}'));
+    }
+}

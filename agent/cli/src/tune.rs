@@ -1,0 +1,240 @@
+//! `beelet tune`: what the tuner of cgroups sees, holds and did.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use beelet_proto::beelet as proto;
+use clap::{Args, Subcommand, ValueEnum};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::failed;
+use super::get::columns::Columns;
+use super::get::pod::age;
+use super::get::{is_broken_pipe, print};
+use beelet_client::Client;
+
+/// Arguments of `beelet tune`.
+#[derive(Debug, Args)]
+pub struct TuneArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// How it stands: the worst waits, what is held and why, what is left alone.
+    Status(ShowArgs),
+    /// What it did or advised, the last step at the end, each with its reason.
+    History(ShowArgs),
+}
+
+#[derive(Debug, Args)]
+struct ShowArgs {
+    /// How it is shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// The agent's socket.
+    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
+    socket: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// One JSON object; of the history one a line.
+    Json,
+}
+
+const HELD: &[&str] = &["CGROUP", "SETTING", "VALUE", "OWNER'S", "SINCE", "REASON"];
+const STEPS: &[&str] = &["AGE", "CGROUP", "SETTING", "FROM", "TO", "OUTCOME", "REASON"];
+
+/// Shows it.
+#[must_use]
+pub fn run(args: &TuneArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(show(args)));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever reads our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+async fn show(args: &TuneArgs) -> anyhow::Result<()> {
+    let now = Timestamp::now();
+    match &args.what {
+        What::Status(args) => {
+            let status = Client::connect(&args.socket).await?.tuner_status().await?;
+            let text = match args.output {
+                Output::Table => status_text(&status, now),
+                Output::Json => format!("{}\n", status_json(&status)),
+            };
+            Ok(print(&text)?)
+        }
+        What::History(args) => {
+            let history = Client::connect(&args.socket).await?.tuner_history().await?;
+            let text = match args.output {
+                Output::Table => history_text(&history, now),
+                Output::Json => history.steps.iter().map(|step| format!("{}\n", step_json(step))).collect(),
+            };
+            Ok(print(&text)?)
+        }
+    }
+}
+
+fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
+    let mode = if status.mode.is_empty() { "not started yet" } else { &status.mode };
+    let looked = if status.looked_ns == 0 {
+        String::new()
+    } else {
+        format!(", looked {} ago", ago(status.looked_ns, now))
+    };
+    let mut text = format!("Tuner:  {mode}{looked}\n");
+    for finding in &status.findings {
+        // Writing to a String can't fail.
+        let _ = writeln!(text, "Finds:  {finding}");
+    }
+    for lacking in &status.lacking {
+        let _ = writeln!(text, "Lacks:  {lacking}");
+    }
+    for blocked in &status.blocked {
+        let _ = writeln!(
+            text,
+            "Leaves: {} of {} for {} s: {}",
+            blocked.setting, blocked.cgroup, blocked.seconds_left, blocked.reason
+        );
+    }
+    if status.held.is_empty() {
+        text.push_str("Holds:  nothing\n");
+        return text;
+    }
+    text.push('\n');
+    let rows = status.held.iter().map(|held| {
+        let since = ago(held.since_ns, now);
+        [&held.cgroup, &held.setting, &held.value, &held.owners_value, &since, &held.reason]
+            .map(|cell| or_none(cell))
+            .to_vec()
+    });
+    text + &Columns::new(HELD).table(&rows.collect::<Vec<_>>())
+}
+
+fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
+    if history.steps.is_empty() {
+        return "The tuner has done nothing so far.\n".to_owned();
+    }
+    let rows = history.steps.iter().map(|step| {
+        let owners = || "owner's".to_owned();
+        let reason = if step.detail.is_empty() {
+            step.reason.clone()
+        } else {
+            format!("{} ({})", step.reason, step.detail)
+        };
+        vec![
+            ago(step.at_ns, now),
+            step.cgroup.clone(),
+            step.setting.clone(),
+            step.from.clone().unwrap_or_else(owners),
+            step.to.clone().unwrap_or_else(owners),
+            step.outcome.clone(),
+            reason,
+        ]
+    });
+    Columns::new(STEPS).table(&rows.collect::<Vec<_>>())
+}
+
+fn or_none(cell: &str) -> String {
+    if cell.is_empty() { "-".to_owned() } else { cell.to_owned() }
+}
+
+fn ago(at_ns: i64, now: Timestamp) -> String {
+    Timestamp::from_nanosecond(at_ns.into()).map_or_else(|_| "?".to_owned(), |at| age(at, now))
+}
+
+fn time(at_ns: i64) -> Option<String> {
+    Timestamp::from_nanosecond(at_ns.into()).ok().map(|at| at.to_string())
+}
+
+fn status_json(status: &proto::TunerStatus) -> Value {
+    let held = status.held.iter().map(|held| {
+        json!({
+            "cgroup": held.cgroup, "setting": held.setting, "value": held.value,
+            "ownersValue": held.owners_value, "since": time(held.since_ns), "reason": held.reason,
+        })
+    });
+    let blocked = status.blocked.iter().map(|blocked| {
+        json!({
+            "cgroup": blocked.cgroup, "setting": blocked.setting, "secondsLeft": blocked.seconds_left,
+            "reason": blocked.reason,
+        })
+    });
+    json!({
+        "mode": status.mode,
+        "looked": (status.looked_ns != 0).then(|| time(status.looked_ns)).flatten(),
+        "findings": status.findings,
+        "lacking": status.lacking,
+        "held": held.collect::<Vec<_>>(),
+        "blocked": blocked.collect::<Vec<_>>(),
+    })
+}
+
+fn step_json(step: &proto::TunerStep) -> Value {
+    json!({
+        "at": time(step.at_ns), "cgroup": step.cgroup, "setting": step.setting, "from": step.from, "to": step.to,
+        "reason": step.reason, "outcome": step.outcome, "detail": step.detail,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held() -> proto::TunerStatus {
+        proto::TunerStatus {
+            mode: "enforce".to_owned(),
+            looked_ns: 9_000_000_000,
+            findings: vec!["no protected pod waits for a CPU".to_owned()],
+            held: vec![proto::HeldSetting {
+                cgroup: "/kubepods/besteffort".to_owned(),
+                setting: "cpu.idle".to_owned(),
+                value: "1".to_owned(),
+                owners_value: "0".to_owned(),
+                since_ns: 4_000_000_000,
+                reason: "default/web waits".to_owned(),
+            }],
+            ..proto::TunerStatus::default()
+        }
+    }
+
+    #[test]
+    fn the_status_says_what_is_held_and_why() {
+        let now = Timestamp::from_second(10).unwrap();
+        let text = status_text(&held(), now);
+        assert!(
+            text.starts_with("Tuner:  enforce, looked 1s ago\nFinds:  no protected pod waits for a CPU\n"),
+            "{text}"
+        );
+        let line = text.lines().last().unwrap();
+        for word in ["/kubepods/besteffort", "cpu.idle", "6s", "default/web waits"] {
+            assert!(line.contains(word), "{word}: {line}");
+        }
+        let nothing = proto::TunerStatus { held: Vec::new(), ..held() };
+        assert!(status_text(&nothing, now).ends_with("Holds:  nothing\n"));
+    }
+
+    #[test]
+    fn a_step_back_is_to_the_owners_value() {
+        let step = proto::TunerStep {
+            setting: "cpu.max".to_owned(),
+            from: Some("0.5 CPUs".to_owned()),
+            outcome: "done".to_owned(),
+            ..proto::TunerStep::default()
+        };
+        let text = history_text(&proto::TunerHistory { steps: vec![step] }, Timestamp::UNIX_EPOCH);
+        let line = text.lines().last().unwrap();
+        assert!(line.contains("0.5 CPUs") && line.contains("owner's"), "{line}");
+    }
+}

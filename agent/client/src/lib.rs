@@ -1,0 +1,370 @@
+//! The other end of the gRPC socket: for the command line, the demo and the tests.
+
+pub mod signals;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::containers_client::ContainersClient;
+use beelet_proto::beelet::devices_client::DevicesClient;
+use beelet_proto::beelet::events_client::EventsClient;
+use beelet_proto::beelet::garbage_client::GarbageClient;
+use beelet_proto::beelet::manifests_client::ManifestsClient;
+use beelet_proto::beelet::node_client::NodeClient;
+use beelet_proto::beelet::pod_event::Type;
+use beelet_proto::beelet::probes_client::ProbesClient;
+use beelet_proto::beelet::tuner_client::TunerClient;
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Status, Streaming};
+
+use beelet_model::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedManifest};
+
+/// Larger than any list of a node's pods.
+pub const MAX_MESSAGE: usize = 256 << 20;
+
+/// A connection to a running agent.
+#[derive(Debug, Clone)]
+pub struct Client {
+    node: NodeClient<Channel>,
+    events: EventsClient<Channel>,
+    devices: DevicesClient<Channel>,
+    garbage: GarbageClient<Channel>,
+    tuner: TunerClient<Channel>,
+    containers: ContainersClient<Channel>,
+    manifests: ManifestsClient<Channel>,
+    probes: ProbesClient<Channel>,
+}
+
+/// Why the agent gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody is there.
+    #[error(
+        "no agent answers at {}: {}; is `beelet run` up? Name its socket with --socket (or BEELET_SOCKET) if its runDir is \
+         another one",
+        .path.display(), .error
+    )]
+    NotRunning {
+        /// The socket.
+        path: PathBuf,
+        /// What connecting gave. It is in the sentence, and so no source: those are printed behind it.
+        error: io::Error,
+    },
+    /// Not for this user.
+    #[error("the agent's socket {} is for root only: run the command as root", .0.display())]
+    Denied(PathBuf),
+    /// The agent answered with an error, or stopped answering.
+    #[error("the agent: {}", .0.message())]
+    Status(Box<Status>),
+    /// The agent sent something else than a pod.
+    #[error("the agent sent a pod that cannot be read")]
+    Malformed(#[from] serde_json::Error),
+}
+
+impl From<Status> for ClientError {
+    fn from(status: Status) -> Self {
+        Self::Status(Box::new(status))
+    }
+}
+
+/// Something that happened to the agent's pods.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A pod is there that was not.
+    Added(PodName, Arc<PodEntry>),
+    /// A pod changed; it may also be another one of the same name.
+    Modified(PodName, Arc<PodEntry>),
+    /// A pod is gone. This was its last state.
+    Deleted(PodName, Arc<PodEntry>),
+    /// All that was there when the watch began has been told.
+    Synced,
+    /// These manifests, and only these, cannot become pods.
+    Rejected(Arc<Vec<RejectedManifest>>),
+    /// Why pods may not be as they were told; empty: they are again.
+    Notice(String),
+}
+
+impl Client {
+    /// Connects to the agent's socket at `path`.
+    ///
+    /// # Errors
+    /// Nobody listens there, or this user may not connect.
+    pub async fn connect(path: &Path) -> Result<Self, ClientError> {
+        let channel = connect(path).await?;
+        Ok(Self {
+            node: NodeClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            events: EventsClient::new(channel.clone()),
+            devices: DevicesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            tuner: TunerClient::new(channel.clone()),
+            probes: ProbesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            garbage: GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            containers: ContainersClient::new(channel.clone()),
+            manifests: ManifestsClient::new(channel),
+        })
+    }
+
+    /// Collects images now, or says what would go.
+    ///
+    /// # Errors
+    /// The agent can't, and says why.
+    pub async fn collect_images(
+        &mut self,
+        all_unused: bool,
+        dry_run: bool,
+    ) -> Result<proto::CollectImagesResponse, ClientError> {
+        let request = proto::CollectImagesRequest { dry_run, all_unused };
+        Ok(self.garbage.collect_images(request).await?.into_inner())
+    }
+
+    /// Collects dead containers and sandboxes now, or says what would go.
+    ///
+    /// # Errors
+    /// The agent can't, and says why.
+    pub async fn collect_containers(
+        &mut self,
+        terminated: bool,
+        dry_run: bool,
+    ) -> Result<proto::CollectContainersResponse, ClientError> {
+        let request = proto::CollectContainersRequest { dry_run, terminated };
+        Ok(self.garbage.collect_containers(request).await?.into_inner())
+    }
+
+    /// All pods as they are now, and why they may not be as they are shown; empty if there is no reason.
+    ///
+    /// # Errors
+    /// The agent stopped or refused, or knows nothing yet.
+    pub async fn pods(&mut self) -> Result<(PodTable, String), ClientError> {
+        let list = self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner();
+        let pods = list.pods.into_iter().map(decode_pod).collect::<Result<_, _>>()?;
+        Ok((PodTable { pods, rejected: decode_rejected(list.rejected) }, list.notice))
+    }
+
+    /// All pods as they are now, and then every change.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn watch(&mut self) -> Result<Watch, ClientError> {
+        Ok(Watch { events: self.node.watch_pods(proto::WatchPodsRequest {}).await?.into_inner() })
+    }
+
+    /// The node's devices, and who holds them.
+    ///
+    /// # Errors
+    /// The agent stopped or refused, or still waits for the runtime.
+    pub async fn devices(&mut self) -> Result<proto::ListDevicesResponse, ClientError> {
+        Ok(self.devices.list_devices(proto::ListDevicesRequest {}).await?.into_inner())
+    }
+
+    /// What the node has, and what of it pods may have.
+    ///
+    /// # Errors
+    /// As for [`Client::devices`].
+    pub async fn node(&mut self) -> Result<proto::GetNodeResponse, ClientError> {
+        Ok(self.devices.get_node(proto::GetNodeRequest {}).await?.into_inner())
+    }
+
+    /// How the tuner stands.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn tuner_status(&mut self) -> Result<proto::TunerStatus, ClientError> {
+        Ok(self.tuner.get_tuner_status(proto::GetTunerStatusRequest {}).await?.into_inner())
+    }
+
+    /// What the tuner did or advised.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn tuner_history(&mut self) -> Result<proto::TunerHistory, ClientError> {
+        Ok(self.tuner.get_tuner_history(proto::GetTunerHistoryRequest {}).await?.into_inner())
+    }
+
+    /// Every probe of every container.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn probes(&mut self) -> Result<Vec<proto::Probe>, ClientError> {
+        Ok(self.probes.list_probes(proto::ListProbesRequest {}).await?.into_inner().probes)
+    }
+
+    /// Runs a probe once, now.
+    ///
+    /// # Errors
+    /// There is no such probe; the agent stopped or refused.
+    pub async fn run_probe(
+        &mut self,
+        wanted: proto::RunProbeRequest,
+    ) -> Result<proto::RunProbeResponse, ClientError> {
+        Ok(self.probes.run_probe(wanted).await?.into_inner())
+    }
+
+    /// The node's events, the last one at the end; with `watch`, then those that come.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn events(
+        &mut self,
+        wanted: proto::ListEventsRequest,
+    ) -> Result<Streaming<proto::Event>, ClientError> {
+        Ok(self.events.list_events(wanted).await?.into_inner())
+    }
+}
+
+/// The connection to the agent's socket at `path`: one for any of its services.
+pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
+    // The transport's own error hides why; this asks the kernel first.
+    UnixStream::connect(path).await.map_err(|source| match source.kind() {
+        io::ErrorKind::PermissionDenied => ClientError::Denied(path.to_owned()),
+        _ => ClientError::NotRunning { path: path.to_owned(), error: source },
+    })?;
+    let socket = path.to_owned();
+    let connector = tower::service_fn(move |_| {
+        let socket = socket.clone();
+        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    // The address is a formality: the connector knows the way.
+    let channel = Endpoint::from_static("http://localhost")
+        .connect_with_connector(connector)
+        .await
+        .map_err(|error| Status::unavailable(error.to_string()))?;
+    Ok(channel)
+}
+
+impl Client {
+    /// What a container has printed.
+    ///
+    /// # Errors
+    /// There is no such container or log, or the agent stopped or refused.
+    pub async fn logs(
+        &mut self,
+        request: proto::LogsRequest,
+    ) -> Result<Streaming<proto::LogsPiece>, ClientError> {
+        Ok(self.containers.logs(request).await?.into_inner())
+    }
+
+    /// Runs a command in a container. The first input says which and where.
+    ///
+    /// # Errors
+    /// There is no such container, it doesn't run, or the agent stopped or refused.
+    pub async fn exec(
+        &mut self,
+        inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
+    ) -> Result<Streaming<proto::ExecOutput>, ClientError> {
+        Ok(self.containers.exec(inputs).await?.into_inner())
+    }
+
+    /// Puts a manifest into the agent's folder.
+    ///
+    /// # Errors
+    /// The manifest is wrong, can't be written, or the agent stopped or refused.
+    pub async fn apply(&mut self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, ClientError> {
+        Ok(self.manifests.apply(request).await?.into_inner())
+    }
+
+    /// Takes a manifest out of the agent's folder.
+    ///
+    /// # Errors
+    /// There is none, it can't be taken out, or the agent stopped or refused.
+    pub async fn delete(
+        &mut self,
+        request: proto::DeleteRequest,
+    ) -> Result<proto::DeleteResponse, ClientError> {
+        Ok(self.manifests.delete(request).await?.into_inner())
+    }
+}
+
+/// Changes as they come.
+#[derive(Debug)]
+pub struct Watch {
+    events: Streaming<proto::PodEvent>,
+}
+
+impl Watch {
+    /// The next one; None when the agent has ended the stream. Safe to be dropped while it waits.
+    ///
+    /// # Errors
+    /// The agent stopped, or sent what cannot be read.
+    pub async fn next(&mut self) -> Result<Option<Event>, ClientError> {
+        while let Some(event) = self.events.message().await? {
+            let kind = event.r#type();
+            let pod = event.pod.map(decode_pod).transpose()?;
+            match (kind, pod) {
+                (Type::Added, Some((name, entry))) => return Ok(Some(Event::Added(name, entry))),
+                (Type::Modified, Some((name, entry))) => return Ok(Some(Event::Modified(name, entry))),
+                (Type::Deleted, Some((name, entry))) => return Ok(Some(Event::Deleted(name, entry))),
+                (Type::Synced, _) => return Ok(Some(Event::Synced)),
+                (Type::Notice, _) => return Ok(Some(Event::Notice(event.notice))),
+                (Type::Rejected, _) => return Ok(Some(Event::Rejected(decode_rejected(event.rejected)))),
+                // A newer agent may have events that we don't know.
+                _ => {}
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Event {
+    /// Makes `table` what it is after this event.
+    pub fn apply(&self, table: &mut PodTable) {
+        match self {
+            Self::Added(name, entry) | Self::Modified(name, entry) => {
+                table.pods.insert(name.clone(), Arc::clone(entry));
+            }
+            Self::Deleted(name, _) => {
+                table.pods.remove(name);
+            }
+            Self::Rejected(rejected) => table.rejected = Arc::clone(rejected),
+            Self::Synced | Self::Notice(_) => {}
+        }
+    }
+}
+
+fn decode_pod(pod: proto::Pod) -> Result<(PodName, Arc<PodEntry>), ClientError> {
+    let name = PodName { namespace: pod.namespace, name: pod.name };
+    let readiness_edge = pod.readiness_edge.map(|edge| ReadinessEdge {
+        container: edge.container,
+        ready: edge.ready,
+        kernel_ns: edge.kernel_ns,
+        published_ns: edge.published_ns,
+    });
+    // The namespace's path is the agent's own business and not sent.
+    let entry = PodEntry { readiness_edge, ..PodEntry::of(serde_json::from_slice(&pod.json)?) };
+    Ok((name, Arc::new(entry)))
+}
+
+fn decode_rejected(rejected: Vec<proto::RejectedManifest>) -> Arc<Vec<RejectedManifest>> {
+    let decode = |manifest: proto::RejectedManifest| RejectedManifest {
+        file: manifest.file.into(),
+        message: manifest.message,
+    };
+    Arc::new(rejected.into_iter().map(decode).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once_when_all_causes_are_printed() {
+        let path = PathBuf::from("/s");
+        for error in [
+            ClientError::from(Status::unavailable("it sleeps")),
+            ClientError::NotRunning { path, error: io::ErrorKind::NotFound.into() },
+            ClientError::Malformed(serde_json::from_str::<()>("x").unwrap_err()),
+        ] {
+            let cause = match &error {
+                ClientError::Status(status) => status.message().to_owned(),
+                ClientError::NotRunning { error, .. } => error.to_string(),
+                ClientError::Malformed(error) => error.to_string(),
+                ClientError::Denied(_) => continue,
+            };
+            let printed = format!("{:#}", anyhow::Error::from(error));
+            assert_eq!(printed.matches(&cause).count(), 1, "{printed}");
+            assert!(!printed.contains("status:"), "{printed}");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Why a manifest is refused: every reason, each with its place in the file.
+
+use std::fmt;
+
+use crate::document::{Document, DocumentError};
+
+/// Most reasons that are told at once.
+const MAX_REASONS: usize = 10;
+
+/// Something wrong with a field, before its place in the file is looked up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// The field, as `spec.containers[0].image`; empty for the manifest as a whole.
+    pub path: String,
+    /// What is wrong, and what would be right.
+    pub message: String,
+}
+
+impl Problem {
+    /// A problem of the field at `path`; the document as a whole if it is empty.
+    pub fn new(path: impl Into<String>, message: impl Into<String>) -> Self {
+        Problem { path: path.into(), message: message.into() }
+    }
+}
+
+/// One reason why a manifest is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FieldError {
+    /// Line and column (from 1) of the field, or of what should hold it.
+    pub at: Option<(u64, u64)>,
+    /// The field; empty for the manifest as a whole.
+    pub field: String,
+    /// What is wrong, and what would be right.
+    pub message: String,
+}
+
+/// Why a manifest is refused. Displayed, it has one line a reason, each starting with `file:line:column:`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ManifestError {
+    file: String,
+    reasons: Vec<FieldError>,
+    left_out: usize,
+}
+
+impl ManifestError {
+    /// A manifest that is refused as a whole.
+    pub fn whole(file: &str, message: impl Into<String>) -> Self {
+        let reason = FieldError { at: None, field: String::new(), message: message.into() };
+        ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
+    }
+
+    /// The file is neither YAML nor JSON.
+    pub fn syntax(file: &str, error: &DocumentError) -> Self {
+        let at = Some((error.line, error.column));
+        let reason = FieldError { at, field: String::new(), message: error.message.clone() };
+        ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
+    }
+
+    /// The file holds no document, or more than one.
+    pub fn not_one(file: &str, documents: &[Document]) -> Self {
+        let Some(second) = documents.get(1) else {
+            return Self::whole(file, "there is nothing in the file; a manifest is a v1 Pod");
+        };
+        let message = format!("one pod per file: this is the second of {} documents", documents.len());
+        let reason = FieldError { at: Some(second.start()), field: String::new(), message };
+        ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
+    }
+
+    /// What is wrong in a document, each problem with its place; of many the first.
+    pub fn new(file: &str, document: &Document, problems: Vec<Problem>) -> Self {
+        let mut reasons: Vec<FieldError> = problems
+            .into_iter()
+            .map(|problem| FieldError {
+                at: document.locate(&problem.path).or_else(|| Some(document.start())),
+                field: problem.path,
+                message: problem.message,
+            })
+            .collect();
+        reasons.sort_by_key(|reason| reason.at);
+        reasons.dedup();
+        let left_out = reasons.len().saturating_sub(MAX_REASONS);
+        reasons.truncate(MAX_REASONS);
+        ManifestError { file: file.to_owned(), reasons, left_out }
+    }
+
+    /// The reasons, in the order of the file.
+    #[must_use]
+    pub fn reasons(&self) -> &[FieldError] {
+        &self.reasons
+    }
+}
+
+impl fmt::Display for ManifestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, reason) in self.reasons.iter().enumerate() {
+            let newline = if i > 0 { "\n" } else { "" };
+            write!(f, "{newline}{}:", self.file)?;
+            if let Some((line, column)) = reason.at {
+                write!(f, "{line}:{column}:")?;
+            }
+            let colon = if reason.field.is_empty() { "" } else { ":" };
+            let space = if reason.field.is_empty() { "" } else { " " };
+            write!(f, "{space}{}{colon} {}", reason.field, reason.message)?;
+        }
+        match self.left_out {
+            0 => Ok(()),
+            more => write!(f, "\n{}: and {more} more", self.file),
+        }
+    }
+}
+
+impl std::error::Error for ManifestError {}

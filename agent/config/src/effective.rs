@@ -1,0 +1,164 @@
+//! The configuration in effect, printed so that it can be read again.
+
+use std::collections::BTreeMap;
+
+use beelet_policy::cgroups::MemoryReservationPolicy;
+use beelet_policy::quantity::Quantity;
+
+use super::Config;
+use super::beelet::BeeletWire;
+use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
+use super::tuner::TunerWire;
+use super::values::{Amounts, GoDuration};
+use beelet_policy::cgroups::CgroupDriver;
+
+pub(super) fn print(config: &Config) -> String {
+    let mut text = String::new();
+    for (version, kind, body) in [
+        ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration", serde_saphyr::to_string(&kubelet(config))),
+        ("beelet.dev/v1alpha1", "BeeletConfiguration", serde_saphyr::to_string(&beelet(config))),
+    ] {
+        // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
+        let body = body.unwrap_or_else(|error| format!("# cannot be printed: {error}\n"));
+        text += &format!("---\napiVersion: {version}\nkind: {kind}\n{body}");
+    }
+    text
+}
+
+fn kubelet(config: &Config) -> KubeletWire {
+    let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
+    let percents = config.qos_reserved.iter().map(|(name, percent)| (name.clone(), format!("{percent}%")));
+    KubeletWire {
+        static_pod_path: Some(
+            config.static_pod_path.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
+        ),
+        file_check_frequency: Some(GoDuration(config.file_check_frequency)),
+        pod_logs_dir: text(&config.pod_logs_dir),
+        container_runtime_endpoint: Some(config.runtime_endpoint.clone()),
+        image_service_endpoint: Some(config.image_endpoint.clone()),
+        runtime_request_timeout: Some(GoDuration(config.runtime_request_timeout)),
+        healthz_bind_address: Some(config.healthz_address.to_string()),
+        healthz_port: Some(config.healthz_port.into()),
+        cgroup_root: Some(config.cgroup_root.clone()),
+        cgroups_per_qos: Some(true),
+        cgroup_driver: Some(
+            match config.cgroup_driver {
+                CgroupDriver::Cgroupfs => "cgroupfs",
+                CgroupDriver::Systemd => "systemd",
+            }
+            .to_owned(),
+        ),
+        fail_cgroup_v1: Some(config.fail_cgroup_v1),
+        cpu_cfs_quota: Some(config.cpu_cfs_quota),
+        cpu_cfs_quota_period: Some(GoDuration(config.cpu_cfs_quota_period)),
+        pod_pids_limit: Some(config.pod_pids_limit),
+        system_reserved: Some(amounts(&config.system_reserved)),
+        kube_reserved: Some(amounts(&config.kube_reserved)),
+        enforce_node_allocatable: Some(enforced(config)),
+        system_reserved_cgroup: config.system_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
+        kube_reserved_cgroup: config.kube_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
+        memory_throttling_factor: config.memory_qos.and_then(|qos| qos.throttling_factor),
+        memory_reservation_policy: config.memory_qos.map(|qos| match qos.reservation {
+            MemoryReservationPolicy::None => "None".to_owned(),
+            MemoryReservationPolicy::TieredReservation => "TieredReservation".to_owned(),
+        }),
+        qos_reserved: Some(Amounts(percents.collect())),
+        cluster_dns: Some(config.cluster_dns.iter().map(ToString::to_string).collect()),
+        cluster_domain: Some(config.cluster_domain.clone()),
+        resolv_conf: Some(
+            config.resolv_conf.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
+        ),
+        crash_loop_back_off: Some(CrashLoopBackOffWire {
+            max_container_restart_period: Some(GoDuration(config.max_container_restart_period)),
+        }),
+        topology_manager_policy: word(&config.topology.0),
+        topology_manager_scope: word(&config.topology.1),
+        serialize_image_pulls: Some(config.parallel_image_pulls == Some(1)),
+        max_parallel_image_pulls: Some(
+            config.parallel_image_pulls.map_or(0, |pulls| i64::try_from(pulls).unwrap_or(i64::MAX)),
+        ),
+        registry_pull_qps: Some(config.registry_pull_qps.into()),
+        registry_burst: Some(config.registry_burst.into()),
+        container_log_max_size: Some(config.container_log_max_size.to_string()),
+        container_log_max_files: i64::try_from(config.container_log_max_files).ok(),
+        container_log_monitor_interval: Some(GoDuration(config.container_log_monitor_interval)),
+        seccomp_default: Some(config.seccomp_default),
+        allowed_unsafe_sysctls: Some(config.allowed_unsafe_sysctls.clone()),
+        single_process_oom_kill: config.single_process_oom_kill,
+        oom_score_adj: Some(config.oom_score_adj.into()),
+        max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
+        max_pods: Some(config.max_pods.into()),
+        pods_per_core: Some(config.pods_per_core.into()),
+        image_minimum_gc_age: Some(GoDuration(config.image_gc.min_age)),
+        image_maximum_gc_age: Some(GoDuration(config.image_gc.max_age)),
+        image_gc_high_threshold_percent: Some(config.image_gc.high_percent),
+        image_gc_low_threshold_percent: Some(config.image_gc.low_percent),
+        eviction_hard: Some(Amounts(config.eviction.texts.hard.clone())),
+        merge_default_eviction_settings: Some(false),
+        eviction_soft: Some(Amounts(config.eviction.texts.soft.clone())),
+        eviction_soft_grace_period: Some(Amounts(config.eviction.texts.soft_grace.clone())),
+        eviction_pressure_transition_period: Some(GoDuration(config.eviction.pressure_transition)),
+        eviction_max_pod_grace_period: Some(match config.eviction.max_pod_grace {
+            Some(grace) => grace.as_secs().try_into().unwrap_or(i64::MAX),
+            None => -1,
+        }),
+        eviction_minimum_reclaim: Some(Amounts(config.eviction.texts.min_reclaim.clone())),
+        local_storage_capacity_isolation: Some(config.local_storage_isolation),
+        volume_stats_agg_period: Some(GoDuration(config.volume_stats_period)),
+    }
+}
+
+/// A value that is written as one word.
+fn word(value: &impl serde::Serialize) -> Option<String> {
+    serde_json::to_value(value).ok()?.as_str().map(str::to_owned)
+}
+
+/// What is held to its amounts, by the kubelet's names.
+fn enforced(config: &Config) -> Vec<String> {
+    let daemons = [
+        ("system-reserved", &config.system_reserved_cgroup),
+        ("kube-reserved", &config.kube_reserved_cgroup),
+    ];
+    let named = daemons.into_iter().filter_map(|(name, cgroup)| {
+        let suffix = if cgroup.as_ref()?.compressible_only { "-compressible" } else { "" };
+        Some(format!("{name}{suffix}"))
+    });
+    std::iter::once("pods".to_owned()).chain(named).collect()
+}
+
+fn amounts(quantities: &BTreeMap<String, Quantity>) -> Amounts {
+    Amounts(quantities.iter().map(|(name, quantity)| (name.clone(), quantity.to_string())).collect())
+}
+
+fn beelet(config: &Config) -> BeeletWire {
+    let ours = &config.beelet;
+    let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
+    BeeletWire {
+        node_name: Some(config.node_name.clone()),
+        state_dir: text(&ours.state_dir),
+        run_dir: text(&ours.run_dir),
+        pods_dir: text(&ours.pods_dir),
+        seccomp_profile_root: text(&ours.seccomp_profile_root),
+        bpf: Some(ours.bpf),
+        bpffs: text(&ours.bpffs),
+        pin_name: Some(ours.pin_name.clone()),
+        pressure_edges: Some(super::pressure_edges::print(ours.pressure_edges)),
+        tcp_probes: Some(ours.tcp_probes),
+        edge_policy: Some(ours.edge_policy),
+        liveness_canary: Some(GoDuration(ours.liveness_canary)),
+        critical_static_pods: Some(ours.critical_static_pods),
+        cpu_weight_formula: Some(ours.cpu_weight_formula),
+        kubelet_dir: text(&ours.kubelet_dir),
+        device_plugin_wait: Some(GoDuration(ours.device_plugin_wait)),
+        stop_pods_on_exit: Some(ours.stop_pods_on_exit),
+        preemption: Some(ours.preemption),
+        container_gc_minimum_age: Some(GoDuration(ours.container_gc.min_age)),
+        container_gc_max_per_pod_container: Some(ours.container_gc.max_per_pod_container),
+        container_gc_max_containers: Some(ours.container_gc.max_containers),
+        pressure_interval: Some(GoDuration(ours.pressure_interval)),
+        max_measured_containers: i64::try_from(ours.max_measured_containers).ok(),
+        metrics_pod_uid: Some(ours.metrics_pod_uid),
+        unauthenticated_pods: Some(ours.unauthenticated_pods),
+        tuner: Some(TunerWire::of(&ours.tuner)),
+    }
+}

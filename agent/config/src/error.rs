@@ -1,0 +1,80 @@
+//! What can be wrong with a configuration file, said with the file, the line and the field.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Why a configuration cannot be used. Prints as `FILE:LINE:COLUMN: FIELD: what is wrong`.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}{}{}", .place, Field(.field), .message)]
+pub struct ConfigError {
+    /// Where it is.
+    pub place: Place,
+    /// The field, from its document's root, e.g. `evictionHard.memory.available`; empty where no field is to blame.
+    pub field: String,
+    /// What is wrong and what would be right.
+    pub message: String,
+}
+
+/// Something in a configuration that has no effect. Prints like a [`ConfigError`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    /// Where it is.
+    pub place: Place,
+    /// The field, from its document's root.
+    pub field: String,
+    /// Why it has no effect.
+    pub message: String,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.place, Field(&self.field), self.message)
+    }
+}
+
+/// A file and, where known, a line and column (both from 1).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The file, as it was named to us.
+    pub file: PathBuf,
+    /// Line and column.
+    pub position: Option<(u64, u64)>,
+}
+
+impl Place {
+    /// A place in `file`.
+    pub fn new(file: &Path, position: Option<(u64, u64)>) -> Self {
+        Self { file: file.to_owned(), position }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:", self.file.display())?;
+        if let Some((line, column)) = self.position {
+            write!(f, "{line}:{column}:")?;
+        }
+        f.write_str(" ")
+    }
+}
+
+struct Field<'a>(&'a str);
+
+impl fmt::Display for Field<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(f, "{}: ", self.0) }
+    }
+}
+
+/// A bad value, before it is known where in which file its field stands.
+#[derive(Debug)]
+pub(super) struct Problem {
+    pub(super) field: String,
+    pub message: String,
+}
+
+impl Problem {
+    pub(super) fn new(field: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { field: field.into(), message: message.into() }
+    }
+}

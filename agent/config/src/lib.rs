@@ -1,0 +1,339 @@
+//! The configuration: a YAML (or JSON) stream of at most one `KubeletConfiguration`
+//! (kubelet.config.k8s.io/v1beta1) and at most one `BeeletConfiguration` (beelet.dev/v1alpha1).
+//!
+//! It is read once, at the start, into values that cannot be wrong; nothing else in the agent reads a
+//! configuration file. Defaults are the kubelet's. A field that v1beta1 has and beelet does not use yet is a
+//! warning that names it; an unknown field or a bad value is an error with its line. This module must never
+//! look at the machine beyond its hostname: whether the runtime answers or a folder exists is for its users.
+
+pub mod defaults;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use beelet_policy::cgroups::{CgroupDriver, MemoryQos};
+use beelet_policy::container_gc::ContainerGcPolicy;
+use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
+use beelet_policy::quantity::Quantity;
+use beelet_policy::tuner::Law;
+use serde::{Deserialize, Serialize};
+
+mod beelet;
+mod effective;
+mod error;
+mod fields;
+mod kubelet;
+pub mod load;
+mod pressure;
+mod pressure_edges;
+mod resolve;
+mod tuner;
+mod unsupported;
+mod values;
+
+pub use error::{ConfigError, Place, Warning};
+pub use pressure::{Eviction, EvictionTexts, ImageGc};
+
+/// What this node is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The node's name: the end of every static pod's name. Default: the hostname in lower case.
+    pub node_name: String,
+    /// The folder (or the one file) static pods come from. None: no pods.
+    pub static_pod_path: Option<PathBuf>,
+    /// How often the folder is read again although no change was reported.
+    pub file_check_frequency: Duration,
+    /// Root of the containers' log files.
+    pub pod_logs_dir: PathBuf,
+    /// The runtime's socket, as `unix:///path`.
+    pub runtime_endpoint: String,
+    /// The image service's socket, as `unix:///path`.
+    pub image_endpoint: String,
+    /// Deadline of a runtime call that should be quick.
+    pub runtime_request_timeout: Duration,
+    /// Where `/healthz`, `/metrics` and the like are served. A loopback address.
+    pub healthz_address: IpAddr,
+    /// The port for it; 0: not served.
+    pub healthz_port: u16,
+    /// The cgroup under which `kubepods` lives, from the hierarchy's root: `/` or `/some/path`.
+    pub cgroup_root: String,
+    /// Who manages cgroups; the runtime's own answer, where it gives one, goes first.
+    pub cgroup_driver: CgroupDriver,
+    /// Refuse to run where cgroup v1 controllers are in use. Unlike the kubelet's, our default is false.
+    pub fail_cgroup_v1: bool,
+    /// Whether CPU limits are enforced by CFS quota.
+    pub cpu_cfs_quota: bool,
+    /// The period of that quota, 1 ms to 1 s.
+    pub cpu_cfs_quota_period: Duration,
+    /// Most processes and threads in a pod; -1: no limit.
+    pub pod_pids_limit: i64,
+    /// Kept for the operating system: not for pods.
+    pub system_reserved: BTreeMap<String, Quantity>,
+    /// Kept for the node's own agents: not for pods.
+    pub kube_reserved: BTreeMap<String, Quantity>,
+    /// The cgroup that is held to `system_reserved`; None: it is not enforced.
+    pub system_reserved_cgroup: Option<ReservedCgroup>,
+    /// The cgroup that is held to `kube_reserved`; None: it is not enforced.
+    pub kube_reserved_cgroup: Option<ReservedCgroup>,
+    /// Whether memory requests are protected and use is throttled before its limit (cgroup v2 only); None: not at all.
+    pub memory_qos: Option<MemoryQos>,
+    /// The kernel kills one process for want of memory, not its container. None: as the machine's cgroups have it, which is
+    /// one process on version 1 and the container on version 2.
+    pub single_process_oom_kill: Option<bool>,
+    /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
+    pub qos_reserved: BTreeMap<String, u8>,
+    /// Name servers for pods with `dnsPolicy: ClusterFirst`.
+    pub cluster_dns: Vec<IpAddr>,
+    /// The domain added to those pods' search list; empty: none.
+    pub cluster_domain: String,
+    /// The resolver configuration that pods start from; None: an empty one.
+    pub resolv_conf: Option<PathBuf>,
+    /// Longest delay between two restarts of a crashing container.
+    pub max_container_restart_period: Duration,
+    /// How strictly a container's devices must be near each other, and what is aligned together.
+    pub topology: (TopologyPolicy, TopologyScope),
+    /// Images pulled at a time; None: as many as pods ask for.
+    pub parallel_image_pulls: Option<usize>,
+    /// Pulls a second, on average; 0: no limit.
+    pub registry_pull_qps: u32,
+    /// Pulls that may begin at once after a quiet time.
+    pub registry_burst: u32,
+    /// Bytes from which on a container's log is rotated.
+    pub container_log_max_size: u64,
+    /// Log files kept of a container's instance, at least 2.
+    pub container_log_max_files: usize,
+    /// How often the sizes of logs are looked at.
+    pub container_log_monitor_interval: Duration,
+    /// Containers without a seccompProfile get the runtime's.
+    pub seccomp_default: bool,
+    /// Kernel settings that pods may have besides the safe ones; a `*` at the end stands for any end.
+    pub allowed_unsafe_sysctls: Vec<String>,
+    /// The agent's own oom_score_adj, -1000 to 1000.
+    pub oom_score_adj: i32,
+    /// The agent's own limit of open files.
+    pub max_open_files: u64,
+    /// Most pods at a time, `podsPerCore` taken into account by [`Config::pod_limit`].
+    pub max_pods: u32,
+    /// Most pods for each CPU; 0: only `max_pods` counts.
+    pub pods_per_core: u32,
+    /// When images go.
+    pub image_gc: ImageGc,
+    /// When the node is short of something, and what then.
+    pub eviction: Eviction,
+    /// Whether ephemeral-storage limits and sizes of emptyDir volumes are enforced.
+    pub local_storage_isolation: bool,
+    /// How old the measured size of a volume may get before it is measured again.
+    pub volume_stats_period: Duration,
+    /// What is ours.
+    pub beelet: Beelet,
+}
+
+/// The part of the configuration that the kubelet does not have.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Beelet {
+    /// Durable state and its lock.
+    pub state_dir: PathBuf,
+    /// Where the socket is.
+    pub run_dir: PathBuf,
+    /// Volumes and hosts files of pods, one folder a pod.
+    pub pods_dir: PathBuf,
+    /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
+    pub seccomp_profile_root: PathBuf,
+    /// Whether the kernel half is used.
+    pub bpf: BpfMode,
+    /// Where a BPF file system is or is to be mounted.
+    pub bpffs: PathBuf,
+    /// The folder of our pins below it.
+    pub pin_name: String,
+    /// How long a container may wait within a second before the kernel half tells of it, by QoS class; 0: never.
+    pub pressure_edges: beelet_bpf::Thresholds,
+    /// Development, from the command line alone: the BPF object to load instead of the built-in one, as one that logs.
+    pub bpf_log: Option<PathBuf>,
+    /// How tcpSocket probes are answered.
+    pub tcp_probes: TcpProbes,
+    /// What a listener's coming and going does to readiness.
+    pub edge_policy: EdgePolicy,
+    /// How often a liveness probe that the kernel answers sends a connection and sees whether it is accepted; zero: never.
+    pub liveness_canary: Duration,
+    /// The kubelet's rule that every static pod is critical.
+    pub critical_static_pods: bool,
+    /// How shares become cpu.weight on cgroup v2.
+    pub cpu_weight_formula: CpuWeightFormula,
+    /// Where device plugins and monitors look for a kubelet: `device-plugins`, `plugins_registry`, `pod-resources`.
+    pub kubelet_dir: PathBuf,
+    /// How long a pod waits for a device plugin that isn't there.
+    pub device_plugin_wait: Duration,
+    /// Stop all pods when the agent is told to stop.
+    pub stop_pods_on_exit: bool,
+    /// How the pods are chosen that make room for a critical one.
+    pub preemption: PreemptionPolicy,
+    /// How many dead containers stay, and for how long at least.
+    pub container_gc: ContainerGcPolicy,
+    /// The time between two readings of the containers' counters while somebody looks.
+    pub pressure_interval: Duration,
+    /// The counters of more containers than this are not read.
+    pub max_measured_containers: usize,
+    /// Whether metrics of containers carry their pod's UID.
+    pub metrics_pod_uid: bool,
+    /// Whether `/pods` is served beside the numbers: all specs, to whoever can connect.
+    pub unauthenticated_pods: bool,
+    /// The closed loop that protects latency.
+    pub tuner: Tuner,
+}
+
+/// How the pods are chosen that make room for a critical one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PreemptionPolicy {
+    /// As the kubelet chooses.
+    Kubelet,
+    /// The set that costs the important pods least.
+    Minimal,
+}
+
+impl From<PreemptionPolicy> for beelet_policy::preemption::Policy {
+    fn from(policy: PreemptionPolicy) -> Self {
+        match policy {
+            PreemptionPolicy::Kubelet => Self::Kubelet,
+            PreemptionPolicy::Minimal => Self::Minimal,
+        }
+    }
+}
+
+/// A cgroup of daemons that are held to what is reserved for them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReservedCgroup {
+    /// Its path, from the cgroup root.
+    pub path: String,
+    /// Only CPU, which can be taken back, is enforced; memory and process ids are not.
+    pub compressible_only: bool,
+}
+
+/// What of the tuner can be configured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Tuner {
+    /// How far it goes.
+    pub mode: TunerMode,
+    /// The time between two looks.
+    pub interval: Duration,
+    /// How long a setting that somebody else overwrote is left to them.
+    pub back_off: Duration,
+    /// Bounds, step sizes, patience.
+    pub law: Law,
+}
+
+/// How far the tuner goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TunerMode {
+    /// It doesn't look.
+    Off,
+    /// It says what it would do.
+    Advise,
+    /// It does it.
+    Enforce,
+}
+
+/// Whether the kernel half is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BpfMode {
+    /// As far as this kernel and these privileges allow.
+    Auto,
+    /// Not at all.
+    Off,
+}
+
+/// How tcpSocket probes are answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TcpProbes {
+    /// From the kernel's listeners, where that is possible.
+    Kernel,
+    /// By connecting, as the kubelet does.
+    Connect,
+}
+
+/// What a listener's coming and going does to readiness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EdgePolicy {
+    /// It decides at once.
+    Immediate,
+    /// It is one more sample towards the thresholds.
+    Threshold,
+}
+
+/// How CPU requests become cpu.weight on cgroup v2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CpuWeightFormula {
+    /// Linear above the container, the runtime's formula at it.
+    Kubelet,
+    /// Millicores / 10 at every level.
+    Proportional,
+}
+
+impl Config {
+    /// Reads `path`. An empty file, or one with only one of the two documents, is the defaults for the rest.
+    ///
+    /// # Errors
+    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field or a bad value.
+    pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigError> {
+        load::load(path)
+    }
+
+    /// What an empty file would give.
+    ///
+    /// # Errors
+    /// This machine's hostname cannot name a node.
+    pub fn with_defaults() -> Result<(Self, Vec<Warning>), ConfigError> {
+        load::parse(Path::new("the defaults"), "")
+    }
+
+    /// Both documents as YAML, with every value that is in effect. Reading it gives the same configuration.
+    #[must_use]
+    pub fn effective(&self) -> String {
+        effective::print(self)
+    }
+
+    /// What `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in bytes) together.
+    #[must_use]
+    pub fn reserved(&self, resource: &str) -> Quantity {
+        [&self.system_reserved, &self.kube_reserved]
+            .into_iter()
+            .filter_map(|amounts| amounts.get(resource))
+            .copied()
+            .sum()
+    }
+
+    /// Most pods at a time on a machine with so many CPUs.
+    #[must_use]
+    pub fn pod_limit(&self, cpus: usize) -> u32 {
+        let by_cpus = u64::from(self.pods_per_core) * cpus as u64;
+        match u32::try_from(by_cpus) {
+            Ok(limit) if limit > 0 => limit.min(self.max_pods),
+            _ => self.max_pods,
+        }
+    }
+
+    /// The gRPC socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.beelet.run_dir.join("beelet.sock")
+    }
+}
+
+impl From<CpuWeightFormula> for beelet_policy::cgroups::CpuWeightFormula {
+    fn from(formula: CpuWeightFormula) -> Self {
+        match formula {
+            CpuWeightFormula::Kubelet => Self::Kubelet,
+            CpuWeightFormula::Proportional => Self::Proportional,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,628 @@
+//! The only door to the container runtime: CRI v1 over a unix socket.
+//!
+//! A [`Runtime`] is cheap to clone and never stale: it connects when first used and connects again, at the
+//! next call, after the runtime went away. Every call has a deadline (a pull has none: the runtime itself
+//! gives up on one that makes no progress), counts in the metrics, and fails with a sentence.
+//!
+//! A call that only looks is asked once more, at once, if the connection broke under it. A call that changes
+//! something never is: its caller has to look first. Dropping a call's future cancels it in the runtime too.
+//!
+//! This module must never decide anything about pods, and nothing outside it may speak CRI.
+
+pub mod ownership;
+
+mod channel;
+mod error;
+mod events;
+mod exec;
+mod metrics;
+mod operation;
+pub mod spdy;
+pub mod stream;
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use beelet_proto::cri;
+use cri::image_service_client::ImageServiceClient;
+use cri::runtime_service_client::RuntimeServiceClient;
+use prometheus_client::registry::Registry;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
+use tonic::{Request, Response, Status};
+
+pub use self::channel::EndpointError;
+pub use self::error::{Error, Kind};
+pub use self::events::ContainerEvents;
+pub use self::exec::pid_of;
+pub use self::operation::Operation;
+
+use self::channel::{Socket, socket_path};
+use self::error::Failure;
+use self::metrics::Metrics;
+
+/// Largest message either way, in bytes: the kubelet's own limit (`maxMsgSize`), which runtimes know.
+const MAX_MESSAGE: usize = 16 << 20;
+
+/// How long `wait_ready` waits between two attempts: at first, and at most.
+const READY_RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
+
+/// How long `wait_ready` waits for one answer before it asks again.
+const READY_DEADLINE: Duration = Duration::from_secs(10);
+
+/// The container runtime of this node. Clones share the connection and the metrics.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    runtime: Arc<Socket>,
+    images: Arc<Socket>,
+    request_timeout: Duration,
+    metrics: Metrics,
+}
+
+/// Whether something has all labels that were asked for. The runtime is asked to look at them, too; but what is taken for
+/// ours is stopped and removed, and that must not hang on somebody else's filter.
+fn has_labels(labels: &HashMap<String, String>, wanted: &HashMap<String, String>) -> bool {
+    wanted.iter().all(|(key, value)| labels.get(key) == Some(value))
+}
+
+/// How the runtime groups processes: what the cgroup part must do too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CgroupDriver {
+    /// systemd owns the hierarchy; a cgroup is a slice.
+    Systemd,
+    /// The runtime writes the hierarchy itself; a cgroup is a path.
+    Cgroupfs,
+}
+
+impl Runtime {
+    /// A runtime that listens at `endpoint` (`unix:///path` or `/path`). `request_timeout` is how long any
+    /// call may take unless its own documentation says otherwise. Does no I/O.
+    ///
+    /// # Errors
+    /// `endpoint` names no unix socket.
+    pub fn new(endpoint: &str, request_timeout: Duration) -> Result<Self, EndpointError> {
+        let socket = Arc::new(Socket::new(socket_path(endpoint)?));
+        Ok(Runtime { runtime: Arc::clone(&socket), images: socket, request_timeout, metrics: Metrics::new() })
+    }
+
+    /// The same runtime, with another socket for images.
+    ///
+    /// # Errors
+    /// `endpoint` names no unix socket.
+    pub fn with_image_endpoint(mut self, endpoint: &str) -> Result<Self, EndpointError> {
+        let path = socket_path(endpoint)?;
+        if path != self.runtime.path {
+            self.images = Arc::new(Socket::new(path));
+        }
+        Ok(self)
+    }
+
+    /// The runtime's socket.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.runtime.path
+    }
+
+    /// Adds `kubelet_runtime_operations_*` to `registry`.
+    pub fn register_metrics(&self, registry: &mut Registry) {
+        self.metrics.register(registry);
+    }
+
+    /// Waits until the runtime answers, however long that takes; None if `cancel` came first. Says in the log
+    /// once what it waits for, again if the reason changes, and when it is over.
+    pub async fn wait_ready(&self, cancel: &CancellationToken) -> Option<cri::VersionResponse> {
+        let (mut pause, longest) = READY_RETRY;
+        let mut said: Option<Kind> = None;
+        let deadline = self.request_timeout.min(READY_DEADLINE);
+        loop {
+            let attempt = self.version_within(deadline);
+            let error = match cancel.run_until_cancelled(attempt).await? {
+                Ok(version) => {
+                    if said.is_some() {
+                        tracing::info!(runtime = %version.runtime_name, version = %version.runtime_version,
+                            "the container runtime is there");
+                    }
+                    return Some(version);
+                }
+                Err(error) => error,
+            };
+            if said.replace(error.kind) != Some(error.kind) {
+                tracing::warn!("{error}; waiting for it");
+            }
+            cancel.run_until_cancelled(tokio::time::sleep(pause)).await?;
+            pause = (pause * 2).min(longest);
+        }
+    }
+
+    /// The runtime's name and version.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn version(&self) -> Result<cri::VersionResponse, Error> {
+        self.version_within(self.request_timeout).await
+    }
+
+    async fn version_within(&self, deadline: Duration) -> Result<cri::VersionResponse, Error> {
+        let request = cri::VersionRequest { version: "v1".to_owned() };
+        let call = Call { deadline: Some(deadline), ..self.call(Operation::Version, String::new()) };
+        call.runtime(request, |mut client, request| async move { client.version(request).await }).await
+    }
+
+    /// The runtime's conditions (RuntimeReady, NetworkReady); with `verbose`, its configuration too.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn status(&self, verbose: bool) -> Result<cri::StatusResponse, Error> {
+        self.call(Operation::Status, String::new())
+            .runtime(cri::StatusRequest { verbose }, |mut client, request| async move {
+                client.status(request).await
+            })
+            .await
+    }
+
+    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0) or names none that there is.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn runtime_config(&self) -> Result<Option<CgroupDriver>, Error> {
+        let answer = self
+            .call(Operation::RuntimeConfig, String::new())
+            .runtime(cri::RuntimeConfigRequest {}, |mut client, request| async move {
+                client.runtime_config(request).await
+            })
+            .await;
+        match answer {
+            // A number that stands for no driver is no word on it. (The generated getter would make it systemd.)
+            Ok(response) => Ok(response.linux.and_then(|linux| match linux.cgroup_driver.try_into() {
+                Ok(cri::CgroupDriver::Systemd) => Some(CgroupDriver::Systemd),
+                Ok(cri::CgroupDriver::Cgroupfs) => Some(CgroupDriver::Cgroupfs),
+                Err(_) => None,
+            })),
+            Err(error) if error.kind == Kind::Unimplemented => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The file systems that hold images and containers, with their use in bytes and inodes.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn image_fs_info(&self) -> Result<cri::ImageFsInfoResponse, Error> {
+        self.call(Operation::ImageFsInfo, String::new())
+            .images(cri::ImageFsInfoRequest {}, |mut client, request| async move {
+                client.image_fs_info(request).await
+            })
+            .await
+    }
+
+    /// The pod sandboxes, all or those that `filter` lets through.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn list_sandboxes(
+        &self,
+        filter: Option<cri::PodSandboxFilter>,
+    ) -> Result<Vec<cri::PodSandbox>, Error> {
+        let wanted = filter.as_ref().map_or_else(HashMap::new, |filter| filter.label_selector.clone());
+        let response = self
+            .call(Operation::ListSandboxes, String::new())
+            .runtime(cri::ListPodSandboxRequest { filter }, |mut client, request| async move {
+                client.list_pod_sandbox(request).await
+            })
+            .await?;
+        Ok(response.items.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
+    }
+
+    /// The status of a sandbox; with `verbose`, the runtime's own `info` too (its pid and netns among it).
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn sandbox_status(
+        &self,
+        id: &str,
+        verbose: bool,
+    ) -> Result<cri::PodSandboxStatusResponse, Error> {
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose };
+        self.call(Operation::SandboxStatus, sandbox(id))
+            .runtime(request, |mut client, request| async move { client.pod_sandbox_status(request).await })
+            .await
+    }
+
+    /// Makes and starts a sandbox, its network included; returns its id. May take twice the request timeout,
+    /// as in the kubelet: it may have to pull the pause image and wait for CNI.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn run_sandbox(
+        &self,
+        config: cri::PodSandboxConfig,
+        runtime_handler: &str,
+    ) -> Result<String, Error> {
+        let call = self.call(Operation::RunSandbox, pod(&config));
+        let call = Call { deadline: Some(self.request_timeout.saturating_mul(2)), ..call };
+        let request =
+            cri::RunPodSandboxRequest { config: Some(config), runtime_handler: runtime_handler.to_owned() };
+        let response = call
+            .runtime(request, |mut client, request| async move { client.run_pod_sandbox(request).await })
+            .await?;
+        Ok(response.pod_sandbox_id)
+    }
+
+    /// Stops a sandbox, all in it, and its network. Idempotent.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn stop_sandbox(&self, id: &str) -> Result<(), Error> {
+        let request = cri::StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
+        self.call(Operation::StopSandbox, sandbox(id))
+            .runtime(request, |mut client, request| async move { client.stop_pod_sandbox(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// Removes a sandbox and all in it. Idempotent.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn remove_sandbox(&self, id: &str) -> Result<(), Error> {
+        let request = cri::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
+        self.call(Operation::RemoveSandbox, sandbox(id))
+            .runtime(request, |mut client, request| async move { client.remove_pod_sandbox(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// The containers, all or those that `filter` lets through.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn list_containers(
+        &self,
+        filter: Option<cri::ContainerFilter>,
+    ) -> Result<Vec<cri::Container>, Error> {
+        let wanted = filter.as_ref().map_or_else(HashMap::new, |filter| filter.label_selector.clone());
+        let response = self
+            .call(Operation::ListContainers, String::new())
+            .runtime(cri::ListContainersRequest { filter }, |mut client, request| async move {
+                client.list_containers(request).await
+            })
+            .await?;
+        Ok(response.containers.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
+    }
+
+    /// The status of a container; with `verbose`, the runtime's own `info` too (its pid among it).
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn container_status(
+        &self,
+        id: &str,
+        verbose: bool,
+    ) -> Result<cri::ContainerStatusResponse, Error> {
+        let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
+        self.call(Operation::ContainerStatus, container(id))
+            .runtime(request, |mut client, request| async move { client.container_status(request).await })
+            .await
+    }
+
+    /// Makes a container in a sandbox; returns its id.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn create_container(
+        &self,
+        sandbox_id: &str,
+        config: cri::ContainerConfig,
+        sandbox_config: &cri::PodSandboxConfig,
+    ) -> Result<String, Error> {
+        let name = config.metadata.as_ref().map_or("", |metadata| metadata.name.as_str());
+        let subject = format!("container {name} of {}", pod(sandbox_config));
+        let request = cri::CreateContainerRequest {
+            pod_sandbox_id: sandbox_id.to_owned(),
+            config: Some(config),
+            sandbox_config: Some(sandbox_config.clone()),
+        };
+        let response = self
+            .call(Operation::CreateContainer, subject)
+            .runtime(request, |mut client, request| async move { client.create_container(request).await })
+            .await?;
+        Ok(response.container_id)
+    }
+
+    /// Starts a container.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn start_container(&self, id: &str) -> Result<(), Error> {
+        let request = cri::StartContainerRequest { container_id: id.to_owned() };
+        self.call(Operation::StartContainer, container(id))
+            .runtime(request, |mut client, request| async move { client.start_container(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// Stops a container: its stop signal, and SIGKILL after `grace` (whole seconds count). Idempotent.
+    /// May take `grace` beyond the request timeout, as in the kubelet.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), Error> {
+        let timeout = i64::try_from(grace.as_secs()).unwrap_or(i64::MAX);
+        let request = cri::StopContainerRequest { container_id: id.to_owned(), timeout };
+        let call = self.call(Operation::StopContainer, container(id));
+        Call { deadline: Some(self.request_timeout.saturating_add(grace)), ..call }
+            .runtime(request, |mut client, request| async move { client.stop_container(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// Removes a container. Idempotent.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn remove_container(&self, id: &str) -> Result<(), Error> {
+        let request = cri::RemoveContainerRequest { container_id: id.to_owned() };
+        self.call(Operation::RemoveContainer, container(id))
+            .runtime(request, |mut client, request| async move { client.remove_container(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// What the containers that `filter` lets through use, their writable layers among it.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn list_container_stats(
+        &self,
+        filter: cri::ContainerStatsFilter,
+    ) -> Result<Vec<cri::ContainerStats>, Error> {
+        let request = cri::ListContainerStatsRequest { filter: Some(filter) };
+        let response = self
+            .call(Operation::ListContainerStats, String::new())
+            .runtime(request, |mut client, request| async move { client.list_container_stats(request).await })
+            .await?;
+        Ok(response.stats)
+    }
+
+    /// Changes what a container may use. What is 0 or empty in `resources` stays as it is.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn update_container_resources(
+        &self,
+        id: &str,
+        resources: cri::LinuxContainerResources,
+    ) -> Result<(), Error> {
+        let request = cri::UpdateContainerResourcesRequest {
+            container_id: id.to_owned(),
+            linux: Some(resources),
+            ..Default::default()
+        };
+        self.call(Operation::UpdateContainer, container(id))
+            .runtime(request, |mut client, request| async move {
+                client.update_container_resources(request).await
+            })
+            .await?;
+        Ok(())
+    }
+
+    /// All images on this node.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn list_images(&self) -> Result<Vec<cri::Image>, Error> {
+        let response = self
+            .call(Operation::ListImages, String::new())
+            .images(cri::ListImagesRequest { filter: None }, |mut client, request| async move {
+                client.list_images(request).await
+            })
+            .await?;
+        Ok(response.images)
+    }
+
+    /// An image by name, digest or id; None where the node doesn't have it.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn image_status(&self, image: &str) -> Result<Option<cri::Image>, Error> {
+        let request = cri::ImageStatusRequest { image: Some(image_spec(image)), verbose: false };
+        let response = self
+            .call(Operation::ImageStatus, image_subject(image))
+            .images(request, |mut client, request| async move { client.image_status(request).await })
+            .await?;
+        Ok(response.image)
+    }
+
+    /// Makes the runtime open a container's log by its name again: after it was renamed.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn reopen_container_log(&self, id: &str) -> Result<(), Error> {
+        let request = cri::ReopenContainerLogRequest { container_id: id.to_owned() };
+        self.call(Operation::ReopenContainerLog, container(id))
+            .runtime(request, |mut client, request| async move { client.reopen_container_log(request).await })
+            .await?;
+        Ok(())
+    }
+
+    /// Prepares a command in a container; returns the address where its streams are to be had, once.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn exec(&self, request: cri::ExecRequest) -> Result<String, Error> {
+        let subject = container(&request.container_id);
+        let response = self
+            .call(Operation::Exec, subject)
+            .runtime(request, |mut client, request| async move { client.exec(request).await })
+            .await?;
+        Ok(response.url)
+    }
+
+    /// Pulls an image for a pod, as somebody or nobody; returns the reference to run it by. No deadline: the runtime gives up by
+    /// itself on a pull that makes no progress. Drop the future to give up earlier.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn pull_image(
+        &self,
+        image: &str,
+        auth: Option<cri::AuthConfig>,
+        sandbox_config: &cri::PodSandboxConfig,
+    ) -> Result<String, Error> {
+        let request = cri::PullImageRequest {
+            image: Some(image_spec(image)),
+            auth,
+            sandbox_config: Some(sandbox_config.clone()),
+        };
+        let call =
+            self.call(Operation::PullImage, format!("{} for {}", image_subject(image), pod(sandbox_config)));
+        let response = Call { deadline: None, ..call }
+            .images(request, |mut client, request| async move { client.pull_image(request).await })
+            .await?;
+        Ok(response.image_ref)
+    }
+
+    /// Removes an image with all its names. Idempotent.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn remove_image(&self, image: &str) -> Result<(), Error> {
+        let request = cri::RemoveImageRequest { image: Some(image_spec(image)) };
+        self.call(Operation::RemoveImage, image_subject(image))
+            .images(request, |mut client, request| async move { client.remove_image(request).await })
+            .await?;
+        Ok(())
+    }
+
+    fn call(&self, operation: Operation, subject: String) -> Call<'_> {
+        Call { door: self, operation, subject, deadline: Some(self.request_timeout) }
+    }
+}
+
+/// One call on its way: what every call has in common.
+struct Call<'a> {
+    door: &'a Runtime,
+    operation: Operation,
+    subject: String,
+    /// None: as long as the runtime likes.
+    deadline: Option<Duration>,
+}
+
+impl Call<'_> {
+    async fn runtime<Q, A, F>(
+        self,
+        request: Q,
+        send: impl Fn(RuntimeServiceClient<Channel>, Request<Q>) -> F,
+    ) -> Result<A, Error>
+    where
+        Q: Clone,
+        F: Future<Output = Result<Response<A>, Status>>,
+    {
+        let socket = Arc::clone(&self.door.runtime);
+        let client = RuntimeServiceClient::new(socket.channel())
+            .max_decoding_message_size(MAX_MESSAGE)
+            .max_encoding_message_size(MAX_MESSAGE);
+        self.send(&socket, request, |request| send(client.clone(), request)).await
+    }
+
+    async fn images<Q, A, F>(
+        self,
+        request: Q,
+        send: impl Fn(ImageServiceClient<Channel>, Request<Q>) -> F,
+    ) -> Result<A, Error>
+    where
+        Q: Clone,
+        F: Future<Output = Result<Response<A>, Status>>,
+    {
+        let socket = Arc::clone(&self.door.images);
+        let client = ImageServiceClient::new(socket.channel())
+            .max_decoding_message_size(MAX_MESSAGE)
+            .max_encoding_message_size(MAX_MESSAGE);
+        self.send(&socket, request, |request| send(client.clone(), request)).await
+    }
+
+    async fn send<Q, A, F>(
+        self,
+        socket: &Socket,
+        request: Q,
+        send: impl Fn(Request<Q>) -> F,
+    ) -> Result<A, Error>
+    where
+        Q: Clone,
+        F: Future<Output = Result<Response<A>, Status>>,
+    {
+        let started = Instant::now();
+        let mut result = within(self.deadline, || send(self.request(request.clone()))).await;
+        let broke = result.as_ref().is_err_and(Failure::is_broken_connection);
+        if broke && self.operation.is_read() {
+            result = within(self.deadline, || send(self.request(request))).await;
+        }
+        self.door.metrics.record(self.operation, started.elapsed(), result.is_err());
+        result.map_err(|failure| Error {
+            operation: self.operation,
+            subject: self.subject,
+            kind: failure.kind(),
+            message: failure.message(&socket.path.display().to_string()),
+        })
+    }
+
+    /// The request, with the deadline in its header: the runtime stops working on it then, too.
+    fn request<Q>(&self, message: Q) -> Request<Q> {
+        let mut request = Request::new(message);
+        if let Some(deadline) = self.deadline {
+            request.set_timeout(deadline);
+        }
+        request
+    }
+}
+
+async fn within<A, F>(deadline: Option<Duration>, send: impl FnOnce() -> F) -> Result<A, Failure>
+where
+    F: Future<Output = Result<Response<A>, Status>>,
+{
+    let Some(deadline) = deadline else {
+        return send().await.map(Response::into_inner).map_err(Failure::from_status);
+    };
+    // Not left to the channel's own timeout: that one doesn't run while the channel is busy connecting.
+    let started = tokio::time::Instant::now();
+    match tokio::time::timeout(deadline, send()).await {
+        Ok(Ok(response)) => Ok(response.into_inner()),
+        Ok(Err(_)) if started.elapsed() >= deadline => Err(Failure::Deadline(deadline)),
+        Ok(Err(status)) => Err(Failure::from_status(status)),
+        Err(_) => Err(Failure::Deadline(deadline)),
+    }
+}
+
+fn image_spec(image: &str) -> cri::ImageSpec {
+    cri::ImageSpec {
+        image: image.to_owned(),
+        user_specified_image: image.to_owned(),
+        ..cri::ImageSpec::default()
+    }
+}
+
+/// Ids are long; the first 13 characters are what `crictl` shows.
+fn short(id: &str) -> &str {
+    id.get(..13).unwrap_or(id)
+}
+
+fn sandbox(id: &str) -> String {
+    format!("sandbox {}", short(id))
+}
+
+fn container(id: &str) -> String {
+    format!("container {}", short(id))
+}
+
+fn image_subject(image: &str) -> String {
+    format!("image {image}")
+}
+
+fn pod(config: &cri::PodSandboxConfig) -> String {
+    match &config.metadata {
+        Some(metadata) => format!("pod {}/{}", metadata.namespace, metadata.name),
+        None => "a pod without a name".to_owned(),
+    }
+}

@@ -1,0 +1,376 @@
+//! A command in a container with its streams: Kubernetes' remote command protocol, version 4, over SPDY, with the
+//! runtime's streaming server at the address that CRI's `Exec` gives.
+
+use std::io;
+use std::time::Duration;
+
+use serde::Deserialize;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+
+use super::spdy::{self, Frame, HEAD, Writer};
+
+/// How long the streaming server may take to accept.
+const CONNECT: Duration = Duration::from_secs(30);
+/// Most bytes of the server's first answer.
+const ANSWER_MAX: usize = 16 << 10;
+/// Most bytes of a frame that the server sends; its own are a few KiB.
+const FRAME_MAX: usize = 4 << 20;
+/// Most bytes of a command's final status.
+const STATUS_MAX: usize = 64 << 10;
+/// Answers to pings under way.
+const PONGS: usize = 16;
+
+/// What a command gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// Something on its standard input.
+    Stdin(Vec<u8>),
+    /// Its standard input has ended.
+    StdinClosed,
+    /// Its terminal has another size.
+    Resize {
+        /// Characters in a line.
+        columns: u32,
+        /// Lines.
+        rows: u32,
+    },
+}
+
+/// What a command gives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Something on its standard output; of one with a terminal, all of it.
+    Stdout(Vec<u8>),
+    /// Something on its standard error.
+    Stderr(Vec<u8>),
+    /// It has ended with this code. Nothing follows.
+    Exit(i32),
+}
+
+/// Which streams a command has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Streams {
+    /// Standard input.
+    pub stdin: bool,
+    /// A terminal instead of separate outputs.
+    pub tty: bool,
+}
+
+/// Runs the command that waits at `url` until it has ended, or nobody takes its output any more.
+///
+/// # Errors
+/// A sentence: the server isn't there, speaks something else, or the command could not be started.
+pub async fn stream(
+    url: &str,
+    streams: Streams,
+    inputs: mpsc::Receiver<Input>,
+    outputs: mpsc::Sender<Output>,
+) -> Result<(), String> {
+    let address = url.strip_prefix("http://").ok_or_else(|| {
+        format!("the runtime's streaming server is at {url}, and only http:// is supported")
+    })?;
+    let (host, path) = address.split_once('/').unwrap_or((address, ""));
+    let failed = |e: io::Error| format!("the runtime's streaming server at {host}: {e}");
+    let connected = tokio::time::timeout(CONNECT, async {
+        let mut socket = TcpStream::connect(host).await.map_err(failed)?;
+        socket.set_nodelay(true).map_err(failed)?;
+        let rest = upgrade(&mut socket, host, path).await?;
+        Ok((socket, rest))
+    });
+    let (socket, rest) = connected.await.unwrap_or_else(|_| {
+        Err(format!("the runtime's streaming server at {host} did not answer within {} s", CONNECT.as_secs()))
+    })?;
+    let (from, to) = socket.into_split();
+    Session::new(streams).run(io::Cursor::new(rest).chain(from), to, inputs, outputs).await
+}
+
+/// Asks for SPDY; what the server has sent beyond its answer.
+async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u8>, String> {
+    let failed = |e: io::Error| format!("the runtime's streaming server at {host}: {e}");
+    let request = format!(
+        "POST /{path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
+         X-Stream-Protocol-Version: v4.channel.k8s.io\r\nContent-Length: 0\r\n\r\n"
+    );
+    socket.write_all(request.as_bytes()).await.map_err(failed)?;
+    let mut answer = Vec::new();
+    let end = loop {
+        if let Some(end) = answer.windows(4).position(|window| window == b"\r\n\r\n") {
+            break end + 4;
+        }
+        if answer.len() > ANSWER_MAX {
+            return Err(format!("the runtime's streaming server at {host} answers without end"));
+        }
+        if socket.read_buf(&mut answer).await.map_err(failed)? == 0 {
+            return Err(format!("the runtime's streaming server at {host} hung up"));
+        }
+    };
+    let rest = answer.split_off(end);
+    let head = String::from_utf8_lossy(&answer).into_owned();
+    let status = head.split(' ').nth(1).unwrap_or_default();
+    if status != "101" {
+        let line = head.lines().next().unwrap_or_default();
+        return Err(format!("the runtime's streaming server at {host} refused: {line}"));
+    }
+    Ok(rest)
+}
+
+/// The numbers of a command's streams.
+pub struct Session {
+    opening: Vec<u8>,
+    error: u32,
+    stdin: Option<u32>,
+    stdout: u32,
+    stderr: Option<u32>,
+    resize: Option<u32>,
+}
+
+impl Session {
+    /// A session that has sent nothing yet.
+    pub fn new(streams: Streams) -> Self {
+        let mut writer = Writer::default();
+        let mut opening = Vec::new();
+        let mut open = |kind: &str| {
+            let (stream, frame) = writer.open(&[("streamType", kind)]);
+            opening.extend(frame);
+            stream
+        };
+        let error = open("error");
+        let stdin = streams.stdin.then(|| open("stdin"));
+        let stdout = open("stdout");
+        let stderr = (!streams.tty).then(|| open("stderr"));
+        let resize = streams.tty.then(|| open("resize"));
+        Self { opening, error, stdin, stdout, stderr, resize }
+    }
+
+    async fn run(
+        self,
+        from: impl AsyncRead + Unpin,
+        mut to: impl AsyncWrite + Unpin,
+        mut inputs: mpsc::Receiver<Input>,
+        outputs: mpsc::Sender<Output>,
+    ) -> Result<(), String> {
+        let failed = |e: io::Error| format!("the connection to the runtime's streaming server broke: {e}");
+        to.write_all(&self.opening).await.map_err(failed)?;
+        let (pongs, mut pinged) = mpsc::channel::<Vec<u8>>(PONGS);
+        let writing = async {
+            let mut open = true;
+            loop {
+                let frames = tokio::select! {
+                    input = inputs.recv(), if open => {
+                        open = input.is_some();
+                        // One who can't send any more has nothing more to say, but may still listen.
+                        self.frames(input.unwrap_or(Input::StdinClosed))
+                    }
+                    ping = pinged.recv() => spdy::pong(&ping.unwrap_or_default()),
+                };
+                to.write_all(&frames).await?;
+            }
+        };
+        let listener = outputs.clone();
+        tokio::select! {
+            read = self.read(from, &outputs, &pongs) => read,
+            broken = writing => {
+                let broken: io::Result<()> = broken;
+                broken.map_err(failed)
+            }
+            () = listener.closed() => Ok(()),
+        }
+    }
+
+    /// What an input is on the wire; nothing for a stream that isn't there.
+    fn frames(&self, input: Input) -> Vec<u8> {
+        match (input, self.stdin, self.resize) {
+            (Input::Stdin(bytes), Some(stdin), _) if !bytes.is_empty() => spdy::data(stdin, &bytes, false),
+            (Input::StdinClosed, Some(stdin), _) => spdy::data(stdin, &[], true),
+            (Input::Resize { columns, rows }, _, Some(resize)) => {
+                let size = serde_json::json!({ "Width": columns, "Height": rows });
+                spdy::data(resize, format!("{size}\n").as_bytes(), false)
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Reads frames until the other side ends, or says something that is no frame.
+    ///
+    /// # Errors
+    /// What the other side said, as a sentence.
+    pub async fn read(
+        &self,
+        mut from: impl AsyncRead + Unpin,
+        outputs: &mpsc::Sender<Output>,
+        pongs: &mpsc::Sender<Vec<u8>>,
+    ) -> Result<(), String> {
+        let mut status = Vec::new();
+        while let Some(frame) = next(&mut from).await? {
+            let output = match frame {
+                Frame::Data { stream, bytes, last } if stream == self.error => {
+                    status.extend(bytes);
+                    if status.len() > STATUS_MAX {
+                        return Err("the runtime's status of the command has no end".to_owned());
+                    }
+                    if !last {
+                        continue;
+                    }
+                    break;
+                }
+                Frame::Data { stream, bytes, .. } if stream == self.stdout => Output::Stdout(bytes),
+                Frame::Data { stream, bytes, .. } if Some(stream) == self.stderr => Output::Stderr(bytes),
+                Frame::Ping(payload) => {
+                    // With so many unanswered, one more is no loss.
+                    let _ = pongs.try_send(payload);
+                    continue;
+                }
+                Frame::Reset { stream } if stream == self.error => break,
+                Frame::GoAway => break,
+                Frame::Data { .. } | Frame::Reset { .. } | Frame::Other => continue,
+            };
+            let empty = matches!(&output, Output::Stdout(bytes) | Output::Stderr(bytes) if bytes.is_empty());
+            if !empty && outputs.send(output).await.is_err() {
+                return Ok(());
+            }
+        }
+        let code = exit_code(&status)?;
+        // Whether anybody listens is no matter any more.
+        let _ = outputs.send(Output::Exit(code)).await;
+        Ok(())
+    }
+}
+
+/// The next frame; None at the end.
+async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, String> {
+    let mut head = [0; HEAD];
+    match from.read_exact(&mut head).await {
+        Ok(_) => {}
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(e) => return Err(format!("the connection to the runtime's streaming server broke: {e}")),
+    }
+    let head = spdy::head(head);
+    if head.length > FRAME_MAX {
+        return Err("the runtime's streaming server does not speak SPDY/3.1".to_owned());
+    }
+    let mut bytes = vec![0; head.length];
+    let read = from.read_exact(&mut bytes).await;
+    read.map_err(|e| format!("the connection to the runtime's streaming server broke: {e}"))?;
+    Ok(Some(spdy::frame(head, bytes)))
+}
+
+/// A `metav1.Status`, as far as it tells how a command ended.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Status {
+    status: String,
+    message: String,
+    reason: String,
+    details: Details,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Details {
+    causes: Vec<Cause>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Cause {
+    reason: String,
+    message: String,
+}
+
+fn exit_code(status: &[u8]) -> Result<i32, String> {
+    if status.is_empty() {
+        return Err("the runtime ended the streams without saying how the command ended".to_owned());
+    }
+    let unreadable =
+        || format!("the runtime's status of the command can't be read: {}", String::from_utf8_lossy(status));
+    let status: Status = serde_json::from_slice(status).map_err(|_| unreadable())?;
+    if status.status == "Success" {
+        return Ok(0);
+    }
+    let code = status.details.causes.iter().find(|cause| cause.reason == "ExitCode");
+    match code.and_then(|cause| cause.message.parse().ok()) {
+        Some(code) if status.reason == "NonZeroExitCode" => Ok(code),
+        _ => Err(status.message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_tells_how_a_command_ended() {
+        let check = |status: &str, expected: Result<i32, &str>| match (exit_code(status.as_bytes()), expected)
+        {
+            (Ok(code), Ok(expected)) => assert_eq!(code, expected, "{status}"),
+            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (got, _) => panic!("{status}: {got:?}"),
+        };
+        check(r#"{"metadata":{},"status":"Success"}"#, Ok(0));
+        check(
+            r#"{"status":"Failure","message":"command terminated","reason":"NonZeroExitCode","details":{"causes":[{"reason":"ExitCode","message":"3"}]}}"#,
+            Ok(3),
+        );
+        check(r#"{"status":"Failure","message":"no such file"}"#, Err("no such file"));
+        check("", Err("without saying how"));
+        check("what?", Err("can't be read: what?"));
+    }
+
+    /// A session with a server that sends these frames and then hangs up; what came out, and what the server got.
+    async fn session(
+        streams: Streams,
+        inputs: Vec<Input>,
+        answer: Vec<u8>,
+    ) -> (Result<(), String>, Vec<Output>, Vec<u8>) {
+        let (input, inputs_out) = mpsc::channel(8);
+        for one in inputs {
+            input.send(one).await.unwrap();
+        }
+        let (outputs, mut received) = mpsc::channel(8);
+        let (client, mut server) = tokio::io::duplex(1 << 20);
+        let serving = tokio::spawn(async move {
+            let mut got = Vec::new();
+            // All that the client has to say, before the answer ends it.
+            while !got.ends_with(&spdy::data(3, &[], true)) && server.read_buf(&mut got).await.unwrap() > 0 {}
+            server.write_all(&answer).await.unwrap();
+            got
+        });
+        let (from, to) = tokio::io::split(client);
+        let done = Session::new(streams).run(from, to, inputs_out, outputs).await;
+        drop(input);
+        let mut all = Vec::new();
+        while let Some(output) = received.recv().await {
+            all.push(output);
+        }
+        (done, all, serving.await.unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_commands_streams_and_its_exit_code() {
+        let status = br#"{"status":"Failure","reason":"NonZeroExitCode","details":{"causes":[{"reason":"ExitCode","message":"7"}]}}"#;
+        let mut answer = spdy::pong(&[0, 0, 0, 2]);
+        answer.extend(spdy::data(5, b"out", false));
+        answer.extend(spdy::data(7, b"err", false));
+        answer.extend(spdy::data(5, b"", true));
+        answer.extend(spdy::data(1, status, true));
+        let inputs =
+            vec![Input::Stdin(b"in".to_vec()), Input::Resize { columns: 80, rows: 24 }, Input::StdinClosed];
+        let (done, outputs, got) = session(Streams { stdin: true, tty: false }, inputs, answer).await;
+        assert_eq!(done, Ok(()));
+        let expected = [Output::Stdout(b"out".to_vec()), Output::Stderr(b"err".to_vec()), Output::Exit(7)];
+        assert_eq!(outputs, expected);
+        let end = [spdy::data(3, b"in", false), spdy::data(3, b"", true)].concat();
+        assert!(got.ends_with(&end), "{got:?}");
+    }
+
+    #[tokio::test]
+    async fn a_server_that_hangs_up_is_an_error() {
+        let inputs = vec![Input::StdinClosed];
+        let (done, outputs, _) =
+            session(Streams { stdin: true, tty: true }, inputs, spdy::data(5, b"x", false)).await;
+        assert!(done.unwrap_err().contains("without saying how"));
+        assert_eq!(outputs, [Output::Stdout(b"x".to_vec())]);
+    }
+}

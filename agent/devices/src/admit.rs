@@ -1,0 +1,471 @@
+//! Pods get their devices, of each resource one pod at a time: the ledger decides, the plugins prepare, the checkpoint is
+//! written, and only then may the pod start.
+//!
+//! Pods that want different resources don't wait for each other ([`super::turns`]). A pod that is gone before its plugin has
+//! answered gets nothing, and its plugin isn't waited for.
+//!
+//! A plugin that isn't there (yet) makes a pod wait, for a while; anything else that is in the way ends it as the kubelet
+//! does, with the kubelet's reason, and it runs again when that may have changed.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::devices::{
+    AllocateError, ContainerRequest,
+    admission::{self, Admission, AdmissionError, Next, contended},
+    container_requests,
+    registration::is_extended_resource_name,
+};
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::{self, JoinSet},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tonic::{Code, Status};
+use tracing::{debug, error, info, warn};
+
+use super::{
+    Active,
+    checkpoint::Written,
+    ledger::{Ledger, Shared, Waiting},
+    plugin,
+    turns::{Resources, Turns},
+};
+use beelet_model::{request::Request, table::PodName};
+use beelet_state::events::{Object, Recorder};
+
+/// The kubelet's words for a pod that can't have its devices.
+const UNEXPECTED: &str = "UnexpectedAdmissionError";
+const TOPOLOGY: &str = "TopologyAffinityError";
+/// Refused pods that are remembered, to be tried again. One more waits for its manifest to change.
+const MAX_REFUSED: usize = 1024;
+/// Pods whose turn hasn't come. One more, and all behind it, waits to ask at all.
+const MAX_QUEUED: usize = 1024;
+/// How soon a checkpoint that couldn't be written is tried again.
+const WRITE_RETRY: Duration = Duration::from_secs(5);
+
+/// What is known of the pod's containers.
+#[derive(Clone, Debug, Default)]
+pub struct Circumstances {
+    /// Those that run.
+    pub running: BTreeSet<String>,
+    /// Init containers that have ended for good.
+    pub ended: BTreeSet<String>,
+    /// The pod had devices before (it had a sandbox once): it waits where a new one would be refused.
+    pub restarting: bool,
+}
+
+/// Why a pod can't start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Not now: to be asked again when the node's devices change, or at this time.
+    Wait {
+        /// What is missing.
+        message: String,
+        /// When to ask again at the latest.
+        until: Instant,
+    },
+    /// The pods' manager was asked to end it.
+    Failed {
+        /// Why.
+        message: String,
+    },
+}
+
+/// A pod that asks.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pod: Arc<core::Pod>,
+    circumstances: Circumstances,
+    answer: Answer,
+}
+
+type Answer = oneshot::Sender<Result<(), Refusal>>;
+
+/// Asks for a pod; needs nobody where the pod wants no devices.
+pub(super) async fn ask(
+    shared: &Shared,
+    admissions: &mpsc::Sender<Asked>,
+    pod: &Arc<core::Pod>,
+    circumstances: Circumstances,
+) -> Result<(), Refusal> {
+    let wants = container_requests(pod).is_ok_and(|wishes| {
+        let mut limits = wishes.iter().flat_map(|wish| &wish.limits);
+        limits.any(|(resource, _)| {
+            is_extended_resource_name(resource) || shared.look(|l| l.devices.knows(resource))
+        })
+    });
+    if !wants {
+        return Ok(());
+    }
+    let (answer, answered) = oneshot::channel();
+    let asked = Asked { pod: Arc::clone(pod), circumstances, answer };
+    if admissions.send(asked).await.is_err() {
+        return Ok(()); // no devices are handed out here
+    }
+    let ending =
+        || Refusal::Wait { message: "the agent is ending".to_owned(), until: Instant::now() + WRITE_RETRY };
+    answered.await.unwrap_or_else(|_| Err(ending()))
+}
+
+/// Why an admission came to nothing.
+enum Trouble {
+    /// The ledger says no.
+    Refused(AdmissionError),
+    /// The plugin says no.
+    Plugin(String),
+    /// The plugin went away while it was asked.
+    Lost(String),
+    /// Whoever asked is gone.
+    Unasked,
+}
+
+/// The one task that says whose turn it is, and what each admission has at hand.
+#[derive(Debug)]
+pub(super) struct Admitter {
+    desk: Arc<Desk>,
+    asked: mpsc::Receiver<Asked>,
+}
+
+#[derive(Debug)]
+struct Desk {
+    shared: Arc<Shared>,
+    written: watch::Receiver<Written>,
+    active: watch::Receiver<Active>,
+    requests: mpsc::Sender<Request>,
+    events: Recorder,
+}
+
+impl Admitter {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        asked: mpsc::Receiver<Asked>,
+        written: watch::Receiver<Written>,
+        active: watch::Receiver<Active>,
+        requests: mpsc::Sender<Request>,
+        events: Recorder,
+    ) -> Self {
+        Self { desk: Arc::new(Desk { shared, written, active, requests, events }), asked }
+    }
+
+    /// Until `shutdown`; then what is under way is left as it is, as after kill -9.
+    pub(super) async fn run(mut self, shutdown: CancellationToken) {
+        let desk = Arc::clone(&self.desk);
+        let mut changes = desk.shared.node.subscribe();
+        let mut turns: Turns<Asked> = Turns::new();
+        let mut under_way = JoinSet::new();
+        let mut resources_of: HashMap<task::Id, Resources> = HashMap::new();
+        loop {
+            turns.retain(|asked| !asked.answer.is_closed());
+            while let Some((resources, asked)) = turns.next() {
+                let task = under_way.spawn(Arc::clone(&desk).serve(asked));
+                resources_of.insert(task.id(), resources);
+            }
+            desk.shared.metrics.queued.set(i64::try_from(turns.waiting()).unwrap_or(i64::MAX));
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                Some(ended) = under_way.join_next_with_id() => {
+                    let id = match ended {
+                        Ok((id, ())) => id,
+                        Err(failed) => {
+                            error!(error = %failed, "an admission ended before its answer; the pod asks again");
+                            failed.id()
+                        }
+                    };
+                    if let Some(resources) = resources_of.remove(&id) {
+                        turns.done(&resources);
+                    }
+                }
+                asked = self.asked.recv(), if turns.waiting() < MAX_QUEUED => {
+                    let Some(asked) = asked else { return };
+                    turns.add(desk.resources(&asked.pod), asked);
+                }
+                changed = changes.changed() => {
+                    if changed.is_err() { return }
+                    desk.let_refused_try_again().await;
+                }
+            }
+        }
+    }
+}
+
+impl Desk {
+    /// What a pod's admission is about.
+    fn resources(&self, pod: &core::Pod) -> Resources {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        // One that can't be read is refused for that.
+        let wishes = container_requests(pod).unwrap_or_default();
+        self.shared.look(|ledger| contended(&ledger.devices, uid, &wishes))
+    }
+
+    /// One admission from the question to the answer.
+    async fn serve(self: Arc<Self>, asked: Asked) {
+        let Asked { pod, circumstances, mut answer } = asked;
+        let admitted = self.admit(&pod, circumstances, &mut answer).await;
+        // Whoever asked may be gone by now: the pod's end gives everything back.
+        let _ = answer.send(admitted);
+    }
+
+    /// Pods that were refused for lack of devices run again once there may be enough.
+    async fn let_refused_try_again(&self) {
+        let ready: Vec<String> = self.shared.look(|ledger| {
+            let enough = |(_, (resource, count)): &(&String, &(String, usize))| {
+                ledger.devices.options(resource).is_some() && ledger.devices.free(resource) >= *count
+            };
+            let ready: Vec<String> =
+                ledger.refused.iter().filter(enough).map(|(uid, _)| uid.clone()).collect();
+            ledger.refused.retain(|uid, _| !ready.contains(uid));
+            ready
+        });
+        for uid in ready {
+            info!(uid, "devices may be there now that the pod was refused for; it is tried again");
+            if self.requests.send(Request::Retry { uid }).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn admit(
+        &self,
+        pod: &core::Pod,
+        circumstances: Circumstances,
+        answer: &mut Answer,
+    ) -> Result<(), Refusal> {
+        let name = PodName::of(pod);
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let wishes = match container_requests(pod) {
+            Ok(wishes) => wishes,
+            Err(error) => return Err(self.fail(pod, &uid, UNEXPECTED, error.to_string(), None).await),
+        };
+        if let Some(missing) = self.unheard_of(&uid, &wishes, &circumstances) {
+            return Err(self.wait(pod, &uid, missing));
+        }
+        let restarting = circumstances.restarting;
+        match self.converse(&uid, wishes, circumstances, answer).await {
+            Ok(()) => {
+                if let Err(cause) = self.written().await {
+                    let until = Instant::now() + WRITE_RETRY;
+                    return Err(Refusal::Wait { message: cause, until });
+                }
+                self.shared.look(|ledger| (ledger.waiting.remove(&uid), ledger.refused.remove(&uid)));
+                debug!(pod = %name, "the pod has its devices");
+                Ok(())
+            }
+            Err(trouble) => Err(self.refuse(pod, &uid, trouble, restarting).await),
+        }
+    }
+
+    /// A resource of the pod that no plugin has registered for. Soon after the agent's start it may still come; and one that
+    /// has registered, but not said yet what it has, will.
+    fn unheard_of(&self, uid: &str, wishes: &[ContainerRequest<'_>], now: &Circumstances) -> Option<String> {
+        let early = self.shared.now() < self.shared.settings.plugin_wait;
+        let needed = wishes
+            .iter()
+            .filter(|wish| !now.running.contains(wish.container) && !now.ended.contains(wish.container));
+        let limits = needed.flat_map(|wish| &wish.limits).filter(|(_, count)| *count > 0);
+        self.shared.look(|ledger| {
+            let overdue = ledger.waiting.get(uid).is_some_and(|w| self.overdue(w));
+            let missing = |resource: &str| {
+                is_extended_resource_name(resource)
+                    && !ledger.devices.knows(resource)
+                    && (early || (ledger.plugins.contains_key(resource) && !overdue))
+            };
+            let (resource, _) = limits.into_iter().find(|(resource, _)| missing(resource))?;
+            Some(format!("waiting for the device plugin of {resource}, which has not registered yet"))
+        })
+    }
+
+    fn overdue(&self, waiting: &Waiting) -> bool {
+        self.shared.now().saturating_sub(waiting.since) >= self.shared.settings.plugin_wait
+    }
+
+    /// The conversation with ledger and plugins. It ends early where nobody waits for what comes of it.
+    async fn converse(
+        &self,
+        uid: &str,
+        wishes: Vec<ContainerRequest<'_>>,
+        circumstances: Circumstances,
+        answer: &mut Answer,
+    ) -> Result<(), Trouble> {
+        let settings = &self.shared.settings;
+        let circumstances = admission::Circumstances {
+            running: circumstances.running,
+            ended: circumstances.ended,
+            policy: settings.policy,
+            scope: settings.scope,
+        };
+        self.entering(uid);
+        let mut admission = Admission::new(uid, wishes, circumstances);
+        let mut outcome = tokio::select! {
+            outcome = self.step_by_step(&mut admission, uid) => outcome,
+            () = answer.closed() => Err(Trouble::Unasked),
+        };
+        self.shared.look(|ledger| {
+            // Not before all is in the ledger: who goes after that finds it there, and gives it back.
+            if answer.is_closed() {
+                outcome = Err(Trouble::Unasked);
+            }
+            if outcome.is_err() {
+                admission.abort(&mut ledger.devices);
+                ledger.entering.remove(uid);
+            }
+        });
+        if !matches!(outcome, Ok(false)) {
+            self.shared.change(|_| ());
+        }
+        outcome.map(drop)
+    }
+
+    /// From here on the pod may hold devices, and those who know which pods may may not know of it yet.
+    fn entering(&self, uid: &str) {
+        let mut seen = self.active.clone();
+        seen.mark_unchanged();
+        self.shared.look(|ledger| ledger.entering.insert(uid.to_owned(), seen));
+    }
+
+    /// True if something was allocated.
+    async fn step_by_step(&self, admission: &mut Admission<'_>, uid: &str) -> Result<bool, Trouble> {
+        let mut allocated = false;
+        loop {
+            let next = self.shared.look(|ledger| admission.next(&mut ledger.devices));
+            match next.map_err(Trouble::Refused)? {
+                Next::Done => return Ok(allocated),
+                Next::Free => self.free_inactive(uid),
+                Next::Ask { resource, question } => {
+                    let (plugin, _) = self.plugin(&resource)?;
+                    let answer = plugin.preferred(&question).await;
+                    let answer = answer.map_err(|s| trouble("GetPreferredAllocation", &resource, &s))?;
+                    admission.preferred(question, &answer);
+                }
+                Next::Allocate { resource, ids, .. } => {
+                    let (plugin, _) = self.plugin(&resource)?;
+                    let begun = Instant::now();
+                    let response = plugin.allocate(&ids).await;
+                    self.shared.metrics.allocated(&resource, begun.elapsed());
+                    let response = response.map_err(|s| trouble("Allocate", &resource, &s))?;
+                    self.shared.look(|ledger| admission.allocated(&mut ledger.devices, response));
+                    allocated = true;
+                }
+            }
+        }
+    }
+
+    fn plugin(
+        &self,
+        resource: &str,
+    ) -> Result<(plugin::Plugin, beelet_policy::devices::PluginOptions), Trouble> {
+        let gone = || AllocateError::PluginGone { resource: resource.to_owned() };
+        self.shared.plugin(resource).ok_or_else(|| Trouble::Refused(gone().into()))
+    }
+
+    fn free_inactive(&self, uid: &str) {
+        let Some(active) = self.active.borrow().clone() else { return };
+        self.shared.look(|ledger| {
+            let Ledger { devices, entering, .. } = ledger;
+            // Whatever was said after a pod had asked, was said with knowledge of it.
+            entering.retain(|_, seen| !seen.has_changed().unwrap_or(true));
+            devices.free_inactive(|pod| pod == uid || entering.contains_key(pod) || active.contains(pod));
+        });
+    }
+
+    /// Waits until the checkpoint has what was committed.
+    async fn written(&self) -> Result<(), String> {
+        let wanted = *self.shared.dirty.borrow();
+        let mut written = self.written.clone();
+        let written = written.wait_for(|written| written.covers(wanted)).await;
+        match written {
+            Ok(written) => written.trouble().map_or(Ok(()), Err),
+            Err(_) => Err("the agent is ending".to_owned()),
+        }
+    }
+
+    async fn refuse(&self, pod: &core::Pod, uid: &str, trouble: Trouble, restarting: bool) -> Refusal {
+        let (message, reason, may_pass, lack) = match trouble {
+            Trouble::Refused(AdmissionError::Topology(error)) => (error.to_string(), TOPOLOGY, false, None),
+            Trouble::Refused(AdmissionError::Allocate(error)) => {
+                let lack = match &error {
+                    AllocateError::TooFew { resource, requested, .. } => Some((resource.clone(), *requested)),
+                    AllocateError::Changed { .. } => None,
+                    other => Some((other.resource().to_owned(), 1)),
+                };
+                let too_few = matches!(error, AllocateError::TooFew { .. });
+                (error.to_string(), UNEXPECTED, error.may_pass() || (restarting && too_few), lack)
+            }
+            Trouble::Lost(message) => (message, UNEXPECTED, true, None),
+            Trouble::Plugin(message) => (message, UNEXPECTED, false, None),
+            Trouble::Unasked => {
+                debug!(pod = %PodName::of(pod), "the pod is gone before it got its devices");
+                let message = "nobody asks for it any more".to_owned();
+                return Refusal::Wait { message, until: Instant::now() };
+            }
+        };
+        let overdue = self.shared.look(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
+        if may_pass && !overdue {
+            return self.wait(pod, uid, message);
+        }
+        let message = if reason == TOPOLOGY {
+            message
+        } else {
+            format!("Allocate failed due to {message}, which is unexpected")
+        };
+        self.fail(pod, uid, reason, message, lack).await
+    }
+
+    fn wait(&self, pod: &core::Pod, uid: &str, message: String) -> Refusal {
+        let (now, name) = (self.shared.now(), PodName::of(pod));
+        let (since, first) = self.shared.look(|ledger| {
+            let first = !ledger.waiting.contains_key(uid);
+            let new = || Waiting { since: now, pod: name.to_string(), message: String::new() };
+            let waiting = ledger.waiting.entry(uid.to_owned()).or_insert_with(new);
+            waiting.message.clone_from(&message);
+            self.shared.metrics.waiting.set(i64::try_from(ledger.waiting.len()).unwrap_or(i64::MAX));
+            (ledger.waiting.get(uid).map_or(now, |waiting| waiting.since), first)
+        });
+        if first {
+            warn!(pod = %name, "the pod must wait for its devices: {message}");
+            self.events.warning(Object::pod(pod), "WaitingForDevices", message.clone());
+        }
+        Refusal::Wait { message, until: self.shared.at(since + self.shared.settings.plugin_wait) }
+    }
+
+    async fn fail(
+        &self,
+        pod: &core::Pod,
+        uid: &str,
+        reason: &str,
+        message: String,
+        lack: Option<(String, usize)>,
+    ) -> Refusal {
+        warn!(pod = %PodName::of(pod), reason, "the pod can't have its devices: {message}");
+        self.events.warning(Object::pod(pod), reason, message.clone());
+        self.shared.look(|ledger| {
+            ledger.waiting.remove(uid);
+            if let Some(lack) = lack.filter(|_| ledger.refused.len() < MAX_REFUSED) {
+                ledger.refused.insert(uid.to_owned(), lack);
+            }
+        });
+        let request = Request::Fail {
+            uid: uid.to_owned(),
+            reason: reason.to_owned(),
+            message: message.clone(),
+            grace: None,
+        };
+        // It fails where the agent ends: then nobody needs to know.
+        let _ = self.requests.send(request).await;
+        Refusal::Failed { message }
+    }
+}
+
+fn trouble(call: &str, resource: &str, status: &Status) -> Trouble {
+    let message =
+        format!("device plugin {call} rpc failed for {resource} with err: {}", plugin::told(status));
+    // What tonic says of a connection that isn't there or broke; a plugin's own words are with the other codes.
+    let lost = matches!(status.code(), Code::Unavailable | Code::Cancelled)
+        || std::error::Error::source(status).is_some();
+    if lost { Trouble::Lost(message) } else { Trouble::Plugin(message) }
+}

@@ -1,0 +1,220 @@
+//! What makes a container's devices visible to it: the plugins' answers, put together as the kubelet does
+//! (`deviceRunContainerOptions`): of two that say different things the first, by the resource's name, counts.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use beelet_policy::devices::HeldByResource;
+use beelet_proto::{cri, deviceplugin::ContainerAllocateResponse};
+use prost::Message as _;
+use tracing::warn;
+
+use super::{annotation, ledger::Shared, plugin};
+use beelet_model::labels;
+
+/// The annotation by which a runtime that has no CDI field (containerd before 1.7) is told CDI devices.
+const CDI_ANNOTATION: &str = "cdi.k8s.io/beelet_devices";
+
+/// What a container gets beside its spec.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ContainerOptions {
+    /// Environment variables; what the container itself sets goes first.
+    pub envs: BTreeMap<String, String>,
+    /// Files and folders of the host.
+    pub mounts: Vec<cri::Mount>,
+    /// Device nodes of the host.
+    pub devices: Vec<cri::Device>,
+    /// Annotations for the runtime.
+    pub annotations: BTreeMap<String, String>,
+    /// CDI devices, by their full names.
+    pub cdi_devices: Vec<String>,
+}
+
+/// The options of a container. Calls the plugins that must be called before each start.
+pub(super) async fn of_container(
+    shared: &Shared,
+    pod_uid: &str,
+    container: &str,
+) -> Result<ContainerOptions, String> {
+    let held = shared.look(|ledger| ledger.devices.held(pod_uid).and_then(|pod| pod.get(container)).cloned());
+    let Some(held) = held else { return Ok(ContainerOptions::default()) };
+    for (resource, held) in &held {
+        let Some((plugin, options)) = shared.plugin(resource) else { continue };
+        if options.pre_start_required {
+            plugin.pre_start(held.ids()).await.map_err(|status| {
+                format!(
+                    "device plugin PreStartContainer rpc failed for {resource} with err: {}",
+                    plugin::told(&status)
+                )
+            })?;
+        }
+    }
+    Ok(merge(&held))
+}
+
+/// What a container gets for all that it holds, as the plugins answered; an answer that can't be read is passed over.
+pub fn merge(held: &HeldByResource) -> ContainerOptions {
+    let mut all = ContainerOptions::default();
+    let mut cdi = BTreeSet::new();
+    for (resource, held) in held {
+        let answer = match ContainerAllocateResponse::decode(held.response.as_slice()) {
+            Ok(answer) => answer,
+            Err(error) => {
+                warn!(resource, %error, "what the device plugin answered can't be read any more; it is left out");
+                continue;
+            }
+        };
+        add(&mut all.envs, answer.envs, resource, "environment variable");
+        add(&mut all.annotations, answer.annotations, resource, "annotation");
+        for mount in answer.mounts {
+            if !all.mounts.iter().any(|other| other.container_path == mount.container_path) {
+                all.mounts.push(cri::Mount {
+                    container_path: mount.container_path,
+                    host_path: mount.host_path,
+                    readonly: mount.read_only,
+                    ..cri::Mount::default()
+                });
+            }
+        }
+        for device in answer.devices {
+            if !all.devices.iter().any(|other| other.container_path == device.container_path) {
+                all.devices.push(cri::Device {
+                    container_path: device.container_path,
+                    host_path: device.host_path,
+                    permissions: device.permissions,
+                });
+            }
+        }
+        cdi.extend(answer.cdi_devices.into_iter().map(|device| device.name));
+    }
+    all.cdi_devices = cdi.into_iter().collect();
+    if let Some(text) = annotation::encode(held) {
+        all.annotations.insert(labels::DEVICES.to_owned(), text);
+    }
+    all
+}
+
+fn add(
+    all: &mut BTreeMap<String, String>,
+    more: impl IntoIterator<Item = (String, String)>,
+    resource: &str,
+    what: &str,
+) {
+    for (name, value) in more {
+        match all.get(&name) {
+            Some(other) if *other != value => {
+                warn!(
+                    resource,
+                    name, "two device plugins give one {what} different values; the first counts"
+                );
+            }
+            _ => drop(all.insert(name, value)),
+        }
+    }
+}
+
+impl ContainerOptions {
+    /// Adds these to a container's configuration. What the configuration says itself stays as it is. `by_annotation`: CDI
+    /// devices are named in an annotation too, for a runtime without the field.
+    pub fn apply(self, config: &mut cri::ContainerConfig, by_annotation: bool) {
+        let own: BTreeSet<String> = config.envs.iter().map(|env| env.key.clone()).collect();
+        let more = self.envs.into_iter().filter(|(key, _)| !own.contains(key));
+        let more: Vec<cri::KeyValue> = more.map(|(key, value)| cri::KeyValue { key, value }).collect();
+        config.envs.splice(0..0, more);
+        let taken: BTreeSet<String> = config.mounts.iter().map(|m| m.container_path.clone()).collect();
+        let more = self.mounts.into_iter().filter(|mount| !taken.contains(&mount.container_path));
+        config.mounts.splice(0..0, more.collect::<Vec<_>>());
+        config.devices.extend(self.devices);
+        for (key, value) in self.annotations {
+            config.annotations.entry(key).or_insert(value);
+        }
+        if by_annotation && !self.cdi_devices.is_empty() {
+            config.annotations.insert(CDI_ANNOTATION.to_owned(), self.cdi_devices.join(","));
+        }
+        config.cdi_devices.extend(self.cdi_devices.into_iter().map(|name| cri::CdiDevice { name }));
+    }
+}
+
+/// Whether the runtime must be told of CDI devices by annotation: a containerd before 1.7.
+#[must_use]
+pub fn cdi_by_annotation(runtime: &str, version: &str) -> bool {
+    let mut numbers = version.trim_start_matches('v').split(['.', '~', '-', '+']).map(str::parse::<u32>);
+    match (runtime, numbers.next(), numbers.next()) {
+        ("containerd", Some(Ok(major)), Some(Ok(minor))) => (major, minor) < (1, 7),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::HashMap, sync::Arc};
+
+    use beelet_policy::devices::Held;
+    use beelet_proto::deviceplugin::{CdiDevice, DeviceSpec, Mount};
+
+    use super::*;
+
+    fn held(answer: &ContainerAllocateResponse) -> Arc<Held> {
+        let by_node = BTreeMap::from([(-1, vec!["a".to_owned()])]);
+        Arc::new(Held { by_node, response: answer.encode_to_vec() })
+    }
+
+    fn answer(value: &str) -> ContainerAllocateResponse {
+        let map = |key: &str| HashMap::from([(key.to_owned(), value.to_owned())]);
+        ContainerAllocateResponse {
+            envs: map("VISIBLE"),
+            annotations: map("vendor/x"),
+            mounts: vec![Mount { container_path: "/lib".into(), host_path: value.into(), read_only: true }],
+            devices: vec![DeviceSpec {
+                container_path: "/dev/x".into(),
+                host_path: value.into(),
+                permissions: "rw".into(),
+            }],
+            cdi_devices: vec![CdiDevice { name: format!("vendor/class={value}") }],
+        }
+    }
+
+    #[test]
+    fn of_two_plugins_that_differ_the_first_counts() {
+        let both = HeldByResource::from([
+            ("a/x".to_owned(), held(&answer("one"))),
+            ("b/x".to_owned(), held(&answer("two"))),
+            ("c/x".to_owned(), Arc::new(Held { response: vec![0xff], ..Held::default() })),
+        ]);
+        let options = merge(&both);
+        assert_eq!(options.envs, BTreeMap::from([("VISIBLE".to_owned(), "one".to_owned())]));
+        assert_eq!((options.mounts.len(), options.devices.len()), (1, 1));
+        assert_eq!(options.mounts[0].host_path, "one");
+        assert_eq!(options.cdi_devices, ["vendor/class=one", "vendor/class=two"]);
+        assert_eq!(options.annotations["vendor/x"], "one");
+        assert!(options.annotations[labels::DEVICES].contains("\"b/x\""));
+    }
+
+    #[test]
+    fn the_containers_own_words_go_before_the_plugins() {
+        let mut config = cri::ContainerConfig {
+            envs: vec![cri::KeyValue { key: "VISIBLE".into(), value: "mine".into() }],
+            ..cri::ContainerConfig::default()
+        };
+        let options = merge(&HeldByResource::from([("a/x".to_owned(), held(&answer("one")))]));
+        options.clone().apply(&mut config.clone(), false);
+        options.apply(&mut config, true);
+        assert_eq!(config.envs.len(), 1);
+        assert_eq!(config.envs[0].value, "mine");
+        assert_eq!(config.annotations[CDI_ANNOTATION], "vendor/class=one");
+        assert_eq!(config.cdi_devices[0].name, "vendor/class=one");
+        assert_eq!(config.devices[0].permissions, "rw");
+    }
+
+    #[test]
+    fn an_old_containerd_is_told_cdi_devices_by_annotation() {
+        let check = |name, version, expected| {
+            assert_eq!(cdi_by_annotation(name, version), expected, "{name} {version}");
+        };
+        check("containerd", "1.6.20~ds1", true);
+        check("containerd", "v1.6.8", true);
+        check("containerd", "1.7.0-rc.1", false);
+        check("containerd", "v2.1.9", false);
+        check("cri-o", "1.5.0", false);
+        check("containerd", "", false);
+    }
+}

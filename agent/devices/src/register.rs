@@ -1,0 +1,116 @@
+//! Plugins register here: `v1beta1.Registration` on `<kubelet dir>/device-plugins/kubelet.sock`.
+
+use std::{path::Path, sync::Arc};
+
+use beelet_policy::devices::registration;
+use beelet_proto::deviceplugin::{
+    DevicePluginOptions, Empty, RegisterRequest,
+    registration_server::{Registration, RegistrationServer},
+};
+use tokio::task::spawn_blocking;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::{Request, Response, Status, service::Routes};
+use tracing::{error, info, warn};
+
+use super::{
+    folder,
+    follow::follow,
+    ledger::Shared,
+    plugin::{self, Plugin},
+};
+use beelet_serve::grpc;
+use beelet_serve::local;
+
+/// Connects to a plugin and follows it from now on, in the place of another of the same resource.
+///
+/// # Errors
+/// It doesn't answer, or there is no room.
+pub(super) async fn connect(
+    shared: &Arc<Shared>,
+    resource: &str,
+    socket: &Path,
+    said: Option<DevicePluginOptions>,
+    (tracker, shutdown): (&TaskTracker, &CancellationToken),
+) -> Result<(), String> {
+    let plugin = Plugin::new(plugin::dial(socket).await?);
+    let options = plugin.options(said).await;
+    let options =
+        options.map_err(|s| format!("failed to get device plugin options: {}", plugin::told(&s)))?;
+    let current = shared.register(resource, plugin.clone(), options, socket.to_owned())?;
+    info!(resource, socket = %socket.display(), "a device plugin has registered");
+    tracker.spawn(follow(Arc::clone(shared), resource.to_owned(), plugin, current, shutdown.clone()));
+    Ok(())
+}
+
+/// Serves until `shutdown`. Without the socket no plugin can register; everything else goes on, and it is said why.
+pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
+    let dir = shared.settings.plugins_dir();
+    let socket = shared.settings.registration_socket();
+    let prepared = prepare(&dir, &socket).await;
+    let listener = match prepared {
+        Ok(listener) => listener,
+        Err(cause) => {
+            error!("device plugins can't register: {cause}");
+            shared.look(|ledger| ledger.trouble = Some(cause));
+            return shutdown.cancelled().await;
+        }
+    };
+    let tracker = TaskTracker::new();
+    let service = Service { shared, tracker: tracker.clone(), shutdown: shutdown.clone() };
+    info!(socket = %socket.display(), "device plugins can register");
+    if let Err(error) = local::serve(listener, Routes::new(RegistrationServer::new(service)), shutdown).await
+    {
+        error!("device plugins can't register any more: {error:#}");
+    }
+    tracker.close();
+    tracker.wait().await;
+}
+
+/// Clears the folder, which tells plugins to register again, and listens.
+async fn prepare(dir: &Path, socket: &Path) -> Result<grpc::Listener, String> {
+    // A kubelet's socket must not be taken away from it.
+    if tokio::net::UnixStream::connect(socket).await.is_ok() {
+        return Err(format!(
+            "another process, probably a kubelet, serves {}: stop it, or set another kubeletDir",
+            socket.display()
+        ));
+    }
+    let folder = dir.to_owned();
+    spawn_blocking(move || folder::clear(&folder)).await.map_err(|error| error.to_string())??;
+    grpc::bind(socket).await.map_err(|error| format!("{error:#}"))
+}
+
+#[derive(Debug)]
+struct Service {
+    shared: Arc<Shared>,
+    tracker: TaskTracker,
+    shutdown: CancellationToken,
+}
+
+impl Service {
+    async fn accept(&self, request: RegisterRequest) -> Result<(), String> {
+        registration::check(&[&request.version], &request.resource_name).map_err(|e| e.to_string())?;
+        let (dir, endpoint) = (self.shared.settings.plugins_dir(), request.endpoint);
+        let found = spawn_blocking(move || folder::socket_in(&dir, &endpoint)).await;
+        let socket = found.map_err(|error| error.to_string())??;
+        if socket.file_name() == self.shared.settings.registration_socket().file_name() {
+            return Err(format!("bad endpoint: {} is the agent's own socket", socket.display()));
+        }
+        let tasks = (&self.tracker, &self.shutdown);
+        connect(&self.shared, &request.resource_name, &socket, request.options, tasks).await
+    }
+}
+
+#[tonic::async_trait]
+impl Registration for Service {
+    async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<Empty>, Status> {
+        let request = request.into_inner();
+        let resource = request.resource_name.clone();
+        self.accept(request).await.map_err(|cause| {
+            self.shared.metrics.refused_registrations.inc();
+            warn!(resource, "a device plugin's registration was refused: {cause}");
+            Status::unknown(cause)
+        })?;
+        Ok(Response::new(Empty {}))
+    }
+}

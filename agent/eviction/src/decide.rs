@@ -1,0 +1,458 @@
+//! One decision: what is low, what is given back, who goes. Everything that takes time is started here and ends elsewhere.
+
+use std::{sync::Arc, time::Duration};
+
+use beelet_policy::{
+    critical::{is_critical, priority},
+    eviction::{
+        Assessment, Candidate, DiskLayout, NodeCondition, Observation, PodUsage, Reclaim, Signal, Threshold,
+        deficit, is_worth_it, rank, reclaim, victims,
+    },
+    moment::Moment,
+    quantity::Quantity,
+    resources::PodDemand,
+};
+use k8s_openapi::api::core::v1 as core;
+use tokio::{sync::mpsc::error::TrySendError, time::Instant};
+use tracing::{info, warn};
+
+use super::{
+    Eviction, Leaving, ReclaimState,
+    gauges::Seen,
+    local_storage::ASKED,
+    usage::{ContainerUse, Known},
+};
+use beelet_model::{
+    pressure::{Conditions, EVICTED},
+    request::Request,
+    status::has_ended,
+    table::PodName,
+};
+
+/// What a pod gets under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
+pub(super) const IMMEDIATE: Duration = Duration::from_secs(1);
+/// How much longer than its grace period a pod may take to be gone before others take its place.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// A time that nobody waits for.
+const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
+/// How long giving back may take before pods go although it has not ended.
+const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
+/// How long after something was given back nothing more can be expected of doing so again: what is low then costs pods.
+const RECLAIMED: Duration = Duration::from_secs(30);
+
+/// How long measurements of what pods have on disk say something while the disk stays low.
+const DISKS: Duration = Duration::from_secs(60);
+
+/// A pod that holds something, and what is known of what it uses.
+struct Pod {
+    uid: String,
+    pod: Arc<core::Pod>,
+    known: Known,
+}
+
+impl Pod {
+    fn is_deleted(&self) -> bool {
+        self.pod.metadata.deletion_timestamp.is_some()
+    }
+
+    fn frees(&self, signal: Signal, layout: DiskLayout) -> Quantity {
+        self.known.usage.unwrap_or_default().of(signal, layout)
+    }
+}
+
+impl Eviction {
+    /// Looks at the newest numbers, and acts.
+    pub(super) async fn decide(&mut self) {
+        let now = self.now();
+        let seen = self.board.current();
+        self.parts.metrics.seen(&seen.observations);
+        let assessment = self.tracker.assess(now, &self.thresholds, &seen.observations);
+        self.tell_conditions(now);
+        self.forget_the_gone();
+        for condition in
+            [NodeCondition::MemoryPressure, NodeCondition::PidPressure, NodeCondition::DiskPressure]
+        {
+            if let Some(index) = self.most_urgent(condition, &assessment) {
+                self.act(index, &seen).await;
+            }
+        }
+    }
+
+    fn now(&self) -> Moment {
+        Moment::after_start(self.began.elapsed())
+    }
+
+    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever grace a soft
+    /// one gives.
+    fn most_urgent(&self, condition: NodeCondition, assessment: &Assessment) -> Option<usize> {
+        let actionable = assessment.actionable.iter().filter_map(|i| Some((*i, self.thresholds.get(*i)?)));
+        let of_condition = actionable.filter(|(_, threshold)| threshold.signal.condition() == condition);
+        of_condition.min_by_key(|(_, threshold)| !threshold.grace.is_zero()).map(|(i, _)| i)
+    }
+
+    fn tell_conditions(&mut self, now: Moment) {
+        let reported: Conditions = self.tracker.reported(now, self.parts.transition).into_iter().collect();
+        self.parts.metrics.conditions(&reported);
+        let before = self.parts.conditions.borrow().clone();
+        if reported == before {
+            return;
+        }
+        for condition in reported.symmetric_difference(&before) {
+            let set = reported.contains(condition);
+            let reason = match (condition, set) {
+                (NodeCondition::MemoryPressure, true) => "NodeHasInsufficientMemory",
+                (NodeCondition::MemoryPressure, false) => "NodeHasSufficientMemory",
+                (NodeCondition::DiskPressure, true) => "NodeHasDiskPressure",
+                (NodeCondition::DiskPressure, false) => "NodeHasNoDiskPressure",
+                (NodeCondition::PidPressure, true) => "NodeHasInsufficientPID",
+                (NodeCondition::PidPressure, false) => "NodeHasSufficientPID",
+            };
+            self.parts.events.normal(reason, &format!("Node status is now: {reason}"));
+        }
+        self.parts.conditions.send_replace(reported);
+    }
+
+    /// Drops those from the list of the leaving that have left, and those that are overdue for long enough to be tried again.
+    fn forget_the_gone(&mut self) {
+        let table = Arc::clone(&self.parts.table.borrow_and_update());
+        let here = |uid: &str| {
+            table.pods.values().any(|entry| {
+                let status = entry.pod.status.as_ref();
+                entry.pod.metadata.uid.as_deref() == Some(uid)
+                    && status.and_then(|status| status.phase.as_deref()) != Some("Failed")
+            })
+        };
+        let before = self.leaving.len();
+        self.leaving.retain(|uid, _| here(uid));
+        let now = Instant::now();
+        if self.leaving.len() < before {
+            self.gone_at = Some(now);
+            self.parts.hints.give();
+            self.look_again.give();
+        }
+        for (uid, leaving) in &mut self.leaving {
+            if leaving.by <= now && !leaving.overdue {
+                leaving.overdue = true;
+                self.parts.metrics.overdue();
+                warn!(
+                    uid,
+                    "an evicted pod is not gone though it should be; others may have to go in its place"
+                );
+            }
+        }
+    }
+
+    /// Gives back what nobody needs, and if that was not enough ends pods.
+    async fn act(&mut self, index: usize, seen: &Seen) {
+        let Some(threshold) = self.thresholds.get(index).cloned() else { return };
+        let signal = threshold.signal;
+        let Some((observation, read_at)) = seen.get(signal) else { return };
+        // Asked for before anything else: measuring goes on beside giving back.
+        let measured = self.measured_since(index, &threshold);
+        if self.must_wait_for_reclaim(signal, read_at) {
+            return;
+        }
+        // What a pod's end has freed must be seen first.
+        if self.gone_at.is_some_and(|gone| read_at <= gone) {
+            return;
+        }
+        if measured.is_some_and(|since| since.elapsed() < ASKED && !self.are_measured(since)) {
+            return;
+        }
+        let pods = self.pods(signal, measured).await;
+        self.look_at_the_leaving(&pods);
+        let low = deficit(&threshold, observation);
+        self.take_in_the_deleted(&pods, &threshold, low);
+        if threshold.grace.is_zero() {
+            self.hasten(&pods, &threshold, observation, low);
+        }
+        let coming = self.coming(signal, read_at);
+        let missing = low.saturating_sub(coming);
+        let anybody = self.leaving.values().any(|leaving| leaving.counts_for(signal));
+        // Where it isn't known what those on their way out will free, that must be seen first.
+        if anybody && (missing <= Quantity::ZERO || coming.is_zero()) {
+            return;
+        }
+        let candidates: Vec<&Pod> =
+            pods.iter().filter(|pod| !pod.is_deleted() && !self.leaving.contains_key(&pod.uid)).collect();
+        let judged: Vec<Candidate<'_>> = candidates.iter().filter_map(|pod| candidate(pod)).collect();
+        if judged.len() != candidates.len() {
+            // A manifest with amounts that can't be read is refused long before.
+            return;
+        }
+        let ranked = rank(signal, self.layout, &judged);
+        let chosen = victims(signal, self.layout, &ranked, &judged, missing, anybody);
+        if chosen.is_empty() && !anybody && !self.complained {
+            self.complained = true;
+            let message = format!("Unable to evict any pods from the node, and {} is low", signal.resource());
+            self.parts.events.warning("EvictionThresholdMet", &message);
+        }
+        for index in chosen {
+            if let Some(pod) = candidates.get(index) {
+                self.evict(pod, &threshold, observation);
+            }
+        }
+    }
+
+    /// From when on measurements of what pods have on disk count, where the signal is about that: not those from before the
+    /// threshold called for pods, nor from before the last one that went for it was gone. Asks for new ones.
+    fn measured_since(&mut self, index: usize, threshold: &Threshold) -> Option<Instant> {
+        if threshold.signal.condition() != NodeCondition::DiskPressure {
+            return None;
+        }
+        let now = Instant::now();
+        let met = self.tracker.first_observed.get(&index).map(|since| since.plus(threshold.grace));
+        let called = met.and_then(|at| now.checked_sub(self.now().since(at))).max(self.gone_at);
+        let holds = |asked: &Instant| called.is_none_or(|called| *asked >= called) && asked.elapsed() < DISKS;
+        Some(self.disks_asked.filter(holds).unwrap_or_else(|| {
+            self.parts.usage.disk.ask(now);
+            *self.disks_asked.insert(now)
+        }))
+    }
+
+    /// Whether what every pod has on disk was measured since then.
+    fn are_measured(&self, since: Instant) -> bool {
+        let table = Arc::clone(&self.parts.table.borrow());
+        let mut holding = table.pods.values().filter(|entry| !has_ended(entry.pod.status.as_ref()));
+        holding.all(|entry| {
+            let uid = entry.pod.metadata.uid.as_deref();
+            uid.is_none_or(|uid| self.parts.usage.disk.is_measured(uid, since))
+        })
+    }
+
+    /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it has ended.
+    fn must_wait_for_reclaim(&mut self, signal: Signal, read_at: Instant) -> bool {
+        let wanted = reclaim(signal, self.layout);
+        if wanted.is_empty() {
+            return false;
+        }
+        match self.reclaims.get(wanted) {
+            Some(ReclaimState::Running { since }) => return since.elapsed() < RECLAIM_PATIENCE,
+            Some(ReclaimState::Done { at }) if at.elapsed() < RECLAIMED => {
+                // What it freed must be seen first.
+                return read_at <= *at;
+            }
+            Some(ReclaimState::Done { .. }) | None => {}
+        }
+        self.reclaims.insert(wanted, ReclaimState::Running { since: Instant::now() });
+        self.parts.metrics.reclaimed();
+        self.parts
+            .events
+            .warning("EvictionThresholdMet", &format!("Attempting to reclaim {}", signal.resource()));
+        let (reclaimer, done) = (Arc::clone(&self.parts.reclaimer), self.reclaimed_out.clone());
+        tokio::spawn(async move {
+            for step in wanted {
+                if let Err(error) = reclaimer(*step).await {
+                    let what = match step {
+                        Reclaim::DeleteUnusedContainers => "unused containers",
+                        Reclaim::DeleteUnusedImages => "unused images",
+                    };
+                    warn!(error, "{what} could not be given back");
+                }
+            }
+            // It fails where eviction has ended.
+            let _ = done.send(wanted).await;
+        });
+        true
+    }
+
+    /// The pods that hold anything, and what they use now; as of before where it can't be said in time. What is leaving
+    /// stays in sight: what it still uses is what will be free.
+    async fn pods(&mut self, signal: Signal, measured: Option<Instant>) -> Vec<Pod> {
+        let table = Arc::clone(&self.parts.table.borrow());
+        let pods: Vec<(String, Arc<core::Pod>)> = table
+            .pods
+            .values()
+            .map(|entry| &entry.pod)
+            .filter(|pod| !has_ended(pod.status.as_ref()))
+            .filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone()))))
+            .collect();
+        let mut known = self.survey.look(&pods, signal, measured).await;
+        pods.into_iter()
+            .map(|(uid, pod)| Pod { known: known.remove(&uid).unwrap_or_default(), uid, pod })
+            .collect()
+    }
+
+    /// Counts those that somebody else has deleted among the leaving, where their end helps. A critical one leaves as
+    /// gently as it was told to, and nobody waits for it.
+    fn take_in_the_deleted(&mut self, pods: &[Pod], threshold: &Threshold, low: Quantity) {
+        let signal = threshold.signal;
+        for pod in pods.iter().filter(|pod| pod.is_deleted() && !is_critical(&pod.pod)) {
+            if !self.leaving.contains_key(&pod.uid) && is_worth_it(pod.frees(signal, self.layout), low) {
+                self.leaves(pod, signal, beelet_model::pod::grace_period(&pod.pod));
+            }
+        }
+    }
+
+    /// Lets nobody leave gently any more whose end helps: a hard threshold has been crossed.
+    fn hasten(&mut self, pods: &[Pod], threshold: &Threshold, observation: &Observation, low: Quantity) {
+        let signal = threshold.signal;
+        for pod in pods {
+            let Some(leaving) = self.leaving.get(&pod.uid).filter(|leaving| !leaving.overdue) else {
+                continue;
+            };
+            let helps = leaving.counts_for(signal) || is_worth_it(pod.frees(signal, self.layout), low);
+            if leaving.grace <= IMMEDIATE
+                || !helps
+                || self.fail(pod, threshold, observation, IMMEDIATE).is_none()
+            {
+                continue;
+            }
+            info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "hastens a pod that is on its way out");
+            if let Some(leaving) = self.leaving.get_mut(&pod.uid) {
+                (leaving.signal, leaving.grace) = (signal, IMMEDIATE);
+                leaving.by = Instant::now() + IMMEDIATE + PATIENCE;
+            }
+        }
+    }
+
+    /// Remembers what those use that are on their way out.
+    fn look_at_the_leaving(&mut self, pods: &[Pod]) {
+        for (uid, leaving) in self.leaving.iter_mut().filter(|(_, leaving)| !leaving.overdue) {
+            let known = pods.iter().find(|pod| pod.uid == *uid).map(|pod| &pod.known);
+            if let Some((at, usage)) = known.and_then(|known| known.read_at.zip(known.usage))
+                && leaving.looks.last().is_none_or(|(last, _)| *last < at)
+            {
+                leaving.looks.push((at, usage));
+            }
+        }
+    }
+
+    /// What those will free that are on their way out, as seen from a number that was read at `read_at`. One that is
+    /// overdue frees nothing.
+    fn coming(&self, signal: Signal, read_at: Instant) -> Quantity {
+        let leaving = self.leaving.values().filter(|leaving| leaving.counts_for(signal));
+        leaving.map(|leaving| leaving.usage_by(read_at).of(signal, self.layout)).sum()
+    }
+
+    /// Tells the pods' manager, and remembers it.
+    fn evict(&mut self, pod: &Pod, threshold: &Threshold, observation: &Observation) {
+        let own = beelet_model::pod::grace_period(&pod.pod);
+        let grace = if threshold.grace.is_zero() {
+            IMMEDIATE
+        } else {
+            self.parts.max_pod_grace.map_or(own, |most| most.min(own))
+        };
+        let signal = threshold.signal;
+        let Some(message) = self.fail(pod, threshold, observation, grace) else { return };
+        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
+        self.complained = false;
+        self.parts.metrics.evicted(signal.name(), pod.known.read_at.map(|at| at.elapsed()));
+        self.leaves(pod, signal, grace);
+    }
+
+    /// Asks the pods' manager to end the pod; the message, if it heard.
+    fn fail(
+        &self,
+        pod: &Pod,
+        threshold: &Threshold,
+        observation: &Observation,
+        grace: Duration,
+    ) -> Option<String> {
+        let signal = threshold.signal;
+        let message = message(signal, threshold, observation, pod.known.containers(signal));
+        let request = Request::Fail {
+            uid: pod.uid.clone(),
+            reason: EVICTED.to_owned(),
+            message: message.clone(),
+            grace: Some(grace),
+        };
+        match self.parts.requests.try_send(request) {
+            Ok(()) => Some(message),
+            // Never waited for: the next decision is soon, and better informed.
+            Err(TrySendError::Full(_)) => {
+                warn!("the pods' manager is behind; a pod is evicted a little later");
+                None
+            }
+            Err(TrySendError::Closed(_)) => None,
+        }
+    }
+
+    /// Remembers that the pod is on its way out.
+    fn leaves(&mut self, pod: &Pod, signal: Signal, grace: Duration) {
+        let now = Instant::now();
+        let looks = vec![(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default())];
+        let by = now + grace.min(FAR) + PATIENCE;
+        self.leaving.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false });
+    }
+}
+
+impl Leaving {
+    /// Whether its end will free some of what is low.
+    fn counts_for(&self, signal: Signal) -> bool {
+        !self.overdue && self.signal.condition() == signal.condition()
+    }
+
+    /// What it used when a number was read, or before. Never what was seen later: that lacks what was freed in between,
+    /// which isn't in the number either, and others would have to go for it.
+    fn usage_by(&self, read_at: Instant) -> PodUsage {
+        let before = self.looks.partition_point(|(at, _)| *at <= read_at);
+        self.looks.get(before.saturating_sub(1)).map(|(_, usage)| *usage).unwrap_or_default()
+    }
+}
+
+fn candidate(pod: &Pod) -> Option<Candidate<'_>> {
+    Some(Candidate {
+        demand: PodDemand::read(&pod.pod).ok()?,
+        priority: priority(&pod.pod),
+        critical: is_critical(&pod.pod),
+        usage: pod.known.usage,
+    })
+}
+
+/// The kubelet's words (`pkg/kubelet/eviction/helpers.go`, `evictionMessage`).
+fn message(
+    signal: Signal,
+    threshold: &Threshold,
+    observation: &Observation,
+    containers: &[ContainerUse],
+) -> String {
+    let resource = signal.resource();
+    let mut text = format!(
+        "The node was low on resource: {resource}. Threshold quantity: {}, available: {}. ",
+        amount(threshold.value.of(observation.capacity)),
+        amount(observation.available)
+    );
+    for (name, usage, request) in containers {
+        if usage > request {
+            text += &format!(
+                "Container {name} was using {}, request is {}, has larger consumption of {resource}. ",
+                amount(*usage),
+                amount(*request)
+            );
+        }
+    }
+    text
+}
+
+/// A quantity in the largest binary unit that says it exactly; bytes measured in pages come out in Ki.
+pub(super) fn amount(quantity: Quantity) -> String {
+    let value = quantity.value();
+    let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
+    match units.iter().find(|(unit, _)| value != 0 && value % unit == 0) {
+        Some((unit, name)) => format!("{}{name}", value / unit),
+        None => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::eviction::ThresholdValue;
+
+    use super::*;
+
+    #[test]
+    fn the_message_is_the_kubelets() {
+        let value = ThresholdValue::threshold("100Mi").unwrap().unwrap();
+        let threshold =
+            Threshold { signal: Signal::MemoryAvailable, value, grace: Duration::ZERO, min_reclaim: None };
+        let kib = |n: i64| Quantity::from_units(n * 1024);
+        let seen = Observation { available: kib(51_200), capacity: kib(1 << 20) };
+        let containers = [("hog".to_owned(), kib(300_001), kib(0)), ("small".to_owned(), kib(10), kib(20))];
+        assert_eq!(
+            message(Signal::MemoryAvailable, &threshold, &seen, &containers),
+            "The node was low on resource: memory. Threshold quantity: 100Mi, available: 50Mi. Container hog was using \
+             300001Ki, request is 0, has larger consumption of memory. "
+        );
+    }
+}

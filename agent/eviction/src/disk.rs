@@ -1,0 +1,280 @@
+//! Where the node's file systems are, how full they are, and what each pod has on them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use beelet_policy::{
+    eviction::{DiskLayout, Observation, PodUsage, Signal},
+    quantity::Quantity,
+};
+use tokio::{sync::watch, task::spawn_blocking, time::Instant};
+use tracing::info;
+
+use super::gauges::Gauge;
+use beelet_base::filesystem::{Space, container_mountpoint, image_mountpoint};
+use beelet_cri::Runtime;
+
+/// How often the runtime is asked where its file systems are: it may be set up anew.
+const ASK_PERIOD: Duration = Duration::from_secs(60);
+/// … and until it has said it once.
+const ASK_FIRST: Duration = Duration::from_secs(2);
+/// A file system's state older than this says nothing any more.
+const STALE: Duration = Duration::from_secs(30);
+
+/// The node's file systems. Clones share what is known.
+#[derive(Clone, Debug)]
+pub struct Filesystems {
+    places: Arc<Mutex<Places>>,
+    space: Space,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Places {
+    node: PathBuf,
+    images: Option<PathBuf>,
+    containers: Option<PathBuf>,
+}
+
+impl Filesystems {
+    /// File systems of which only that of volumes and logs is known.
+    #[must_use]
+    pub fn new(node: PathBuf, space: Space) -> Self {
+        let places = Places { node, ..Places::default() };
+        Self { places: Arc::new(Mutex::new(places)), space }
+    }
+
+    /// A gauge for each of them.
+    #[must_use]
+    pub fn gauges(&self) -> Vec<Gauge> {
+        type Place = fn(&Places) -> Option<PathBuf>;
+        let gauge = |name, place: Place, bytes: Signal, inodes: Signal| {
+            let this = self.clone();
+            Gauge::new(name, STALE, move || match place(&this.places()) {
+                Some(path) => this.read(&path, bytes, inodes),
+                None => Ok(BTreeMap::new()),
+            })
+        };
+        vec![
+            gauge("nodefs", |p| Some(p.node.clone()), Signal::NodeFsAvailable, Signal::NodeFsInodesFree),
+            gauge("imagefs", |p| p.images.clone(), Signal::ImageFsAvailable, Signal::ImageFsInodesFree),
+            gauge(
+                "containerfs",
+                |p| p.containers.clone(),
+                Signal::ContainerFsAvailable,
+                Signal::ContainerFsInodesFree,
+            ),
+        ]
+    }
+
+    fn read(
+        &self,
+        path: &std::path::Path,
+        bytes: Signal,
+        inodes: Signal,
+    ) -> Result<BTreeMap<Signal, Observation>, String> {
+        let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
+        let measured = self.space.measure_now(path)?;
+        let observation =
+            |available, capacity| Observation { available: whole(available), capacity: whole(capacity) };
+        let fs = measured.bytes;
+        let mut seen = BTreeMap::from([(bytes, observation(fs.available_bytes, fs.capacity_bytes))]);
+        // Some file systems (btrfs) have no number of inodes.
+        if measured.inodes > 0 {
+            seen.insert(inodes, observation(measured.inodes_free, measured.inodes));
+        }
+        Ok(seen)
+    }
+
+    /// Learns from the runtime where images and containers are, and what shares a file system with what.
+    pub async fn follow(self, runtime: Runtime, layout: watch::Sender<DiskLayout>) {
+        loop {
+            let known = match runtime.image_fs_info().await {
+                Ok(answer) => {
+                    let place = |path: Option<&str>| path.map(PathBuf::from);
+                    let mut places = self.places();
+                    places.images = place(image_mountpoint(&answer));
+                    places.containers = place(container_mountpoint(&answer));
+                    *self.places.lock().unwrap_or_else(PoisonError::into_inner) = places.clone();
+                    let found = spawn_blocking(move || layout_of(&places)).await.ok().flatten();
+                    if let Some(found) = found {
+                        layout.send_if_modified(|known| {
+                            let new = *known != found;
+                            if new {
+                                info!(layout = ?found, "the file systems of images, containers and volumes are known");
+                            }
+                            *known = found;
+                            new
+                        });
+                    }
+                    found.is_some()
+                }
+                Err(_) => false,
+            };
+            tokio::time::sleep(if known { ASK_PERIOD } else { ASK_FIRST }).await;
+        }
+    }
+
+    fn places(&self) -> Places {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// What shares a file system with what; None while that isn't known.
+fn layout_of(places: &Places) -> Option<DiskLayout> {
+    let device = |path: &PathBuf| std::fs::metadata(path).ok().map(|metadata| metadata.dev());
+    let (node, images) = (device(&places.node)?, device(places.images.as_ref()?)?);
+    let containers = places.containers.as_ref().and_then(device).unwrap_or(images);
+    Some(match (images == node, containers == node) {
+        (true, _) => DiskLayout::Single,
+        (false, true) => DiskLayout::SplitImageFs,
+        (false, false) => DiskLayout::DedicatedImageFs,
+    })
+}
+
+/// Bytes on disk, and inodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Taken {
+    pub(super) bytes: u64,
+    pub(super) inodes: u64,
+}
+
+/// What a pod has on disk, as last measured.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct PodDisk {
+    /// emptyDir volumes on disk, by name.
+    pub(super) volumes: BTreeMap<String, Taken>,
+    /// Logs by container.
+    pub(super) logs: BTreeMap<String, Taken>,
+    /// Writable layers by container.
+    pub(super) rootfs: BTreeMap<String, Taken>,
+}
+
+/// What pods have on disk, by UID. Clones share it.
+#[derive(Clone, Debug)]
+pub struct DiskUsages {
+    pods: Arc<Mutex<HashMap<String, Measured>>>,
+    /// From when on measurements are wanted that began no earlier.
+    asked: watch::Sender<Option<Instant>>,
+}
+
+/// The measurements of a pod.
+#[derive(Debug, Default)]
+struct Measured {
+    /// The last one that has ended, and when it began.
+    ended: Option<(Instant, PodDisk)>,
+    /// The one under way: there is at least so much.
+    at_least: Option<(Instant, PodDisk)>,
+}
+
+impl Measured {
+    /// The best that is known; if `since` is given, of what was measured since then.
+    fn best(&self, since: Option<Instant>) -> Option<&PodDisk> {
+        let all = self.ended.iter().chain(&self.at_least);
+        all.filter(|(began, _)| since.is_none_or(|since| *began >= since)).map(|(_, disk)| disk).next()
+    }
+}
+
+impl Default for DiskUsages {
+    fn default() -> Self {
+        Self { pods: Arc::default(), asked: watch::Sender::new(None) }
+    }
+}
+
+impl DiskUsages {
+    fn pods(&self) -> MutexGuard<'_, HashMap<String, Measured>> {
+        self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks for all pods to be measured anew: measurements that began before `since` don't count.
+    pub(super) fn ask(&self, since: Instant) {
+        self.asked.send_if_modified(|asked| {
+            let new = asked.is_none_or(|before| before < since);
+            if new {
+                *asked = Some(since);
+            }
+            new
+        });
+    }
+
+    /// What was last asked for.
+    pub(super) fn asked(&self) -> watch::Receiver<Option<Instant>> {
+        self.asked.subscribe()
+    }
+
+    /// The pod had `disk` when a measurement ended that began at `began`.
+    pub(super) fn put(&self, uid: &str, began: Instant, disk: PodDisk) {
+        let measured = Measured { ended: Some((began, disk)), at_least: None };
+        self.pods().insert(uid.to_owned(), measured);
+    }
+
+    /// A measurement that began at `began`, and hasn't ended, has found `disk` so far.
+    pub(super) fn put_at_least(&self, uid: &str, began: Instant, disk: PodDisk) {
+        self.pods().entry(uid.to_owned()).or_default().at_least = Some((began, disk));
+    }
+
+    pub(super) fn keep_only(&self, here: impl Fn(&str) -> bool) {
+        self.pods().retain(|uid, _| here(uid));
+    }
+
+    /// Whether the pod was measured to the end, and that began at `since` or later.
+    pub(super) fn is_measured(&self, uid: &str, since: Instant) -> bool {
+        let pods = self.pods();
+        pods.get(uid).and_then(|pod| pod.ended.as_ref()).is_some_and(|(began, _)| *began >= since)
+    }
+
+    /// The disk's part of what a pod uses. With `since`, what was measured before doesn't count: a pod that could not be
+    /// measured in time has at least what was found so far.
+    pub(super) fn of(&self, uid: &str, since: Option<Instant>) -> PodUsage {
+        let pods = self.pods();
+        let Some(disk) = pods.get(uid).and_then(|pod| pod.best(since)) else { return PodUsage::default() };
+        let bytes = |map: &BTreeMap<String, Taken>| map.values().map(|taken| taken.bytes).sum();
+        let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
+        PodUsage {
+            rootfs_bytes: bytes(&disk.rootfs),
+            logs_bytes: bytes(&disk.logs),
+            volumes_bytes: bytes(&disk.volumes),
+            inodes: all.map(|taken| taken.inodes).sum(),
+            ..PodUsage::default()
+        }
+    }
+
+    /// Writable layer and logs of a container, in bytes.
+    pub(super) fn container(&self, uid: &str, name: &str) -> Option<u64> {
+        let pods = self.pods();
+        let disk = pods.get(uid)?.best(None)?;
+        let bytes = |map: &BTreeMap<String, Taken>| map.get(name).map(|taken| taken.bytes);
+        match (bytes(&disk.rootfs), bytes(&disk.logs)) {
+            (None, None) => None,
+            (rootfs, logs) => Some(rootfs.unwrap_or(0) + logs.unwrap_or(0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_measured_too_early_does_not_count() {
+        let (usages, began) = (DiskUsages::default(), Instant::now());
+        let disk = |bytes| PodDisk {
+            volumes: [("v".to_owned(), Taken { bytes, inodes: 1 })].into(),
+            ..PodDisk::default()
+        };
+        let bytes = |since| usages.of("a", since).volumes_bytes;
+        usages.put("a", began, disk(10));
+        assert_eq!((bytes(None), bytes(Some(began))), (10, 10));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let since = Instant::now();
+        assert_eq!((bytes(None), bytes(Some(since))), (10, 0));
+        usages.put_at_least("a", since, disk(7));
+        assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (10, 7, false));
+        usages.put("a", since, disk(20));
+        assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (20, 20, true));
+    }
+}

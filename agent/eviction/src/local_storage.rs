@@ -1,0 +1,559 @@
+//! Holds pods to their own limits on the node's disk (emptyDir sizes, ephemeral-storage), and keeps what pods have on disk
+//! for the ranking of victims.
+//!
+//! Volumes are counted by the kernel where the file system has project quotas; otherwise, and logs always, they are
+//! measured by walks within a budget, of all pods in turn, a little of each at a time: one with ten million files makes
+//! nobody else's measurement late. A pod that is above its limit before its walk has ended goes at once. Writable layers are
+//! the runtime's to say. Must never act on a node's lack of space: that is eviction's, which asks for all pods to be measured
+//! anew before it chooses one.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::{
+    critical::is_critical,
+    local_storage::{PodStorage, violation},
+    resources::{EPHEMERAL_STORAGE, PodDemand},
+};
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{mpsc, watch},
+    task::spawn_blocking,
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use super::{
+    decide::IMMEDIATE,
+    disk::{DiskUsages, PodDisk, Taken},
+    metrics::Metrics,
+    walk::{Budget, Walk, processor_time},
+};
+use beelet_bpf::quota;
+use beelet_cri::Runtime;
+use beelet_model::{
+    pod::managed,
+    pressure::EVICTED,
+    request::Request,
+    status::{has_ended, runtime_id},
+    table::{PodEntry, PodName, PodTable},
+};
+
+/// How old the measurement of a pod with limits may get, as the kubelet's monitoring interval.
+const LIMITED_PERIOD: Duration = Duration::from_secs(10);
+/// More than any writable layer has, of bytes or inodes: a runtime that says more than this of one says nothing, and the sum
+/// of many is a number all the same.
+const MOST: u64 = 1 << 50;
+/// Least time between two rounds over all pods.
+const ROUND: Duration = Duration::from_secs(1);
+/// The part of a core that walking may take: one in so many.
+const SHARE: u32 = 100;
+/// The same while eviction waits for it, and for how long it may be that much.
+const SHARE_ASKED: u32 = 4;
+pub(super) const ASKED: Duration = Duration::from_secs(10);
+/// What one pod's measurement gets at a time: processor time, and time.
+const TURN: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
+/// How long the runtime may take to say what writable layers take, while eviction waits.
+const LAYERS: Duration = Duration::from_secs(2);
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct LocalStorage {
+    /// All pods.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// The runtime, which knows writable layers.
+    pub runtime: Runtime,
+    /// The folder with a folder of volumes for each pod.
+    pub pods_dir: PathBuf,
+    /// Root of the containers' log files.
+    pub pod_logs_dir: PathBuf,
+    /// How old the measurement of a pod without limits may get.
+    pub period: Duration,
+    /// Whether limits are enforced.
+    pub enforce: bool,
+    /// Where measurements go.
+    pub usages: DiskUsages,
+    /// To the pods' manager.
+    pub requests: mpsc::Sender<Request>,
+    /// Counters.
+    pub metrics: Metrics,
+}
+
+/// A measurement of a pod that is under way.
+#[derive(Debug)]
+struct Measuring {
+    began: Instant,
+    found: PodDisk,
+    todo: Vec<Part>,
+    walk: Option<(Part, Walk)>,
+}
+
+/// Something of a pod that is to be measured.
+#[derive(Debug)]
+enum Part {
+    Volume(String, PathBuf),
+    Log(String, PathBuf),
+}
+
+impl Measuring {
+    /// Goes on until it has ended or the turn is over; whether it has ended, and the processor time that it took. Blocks.
+    fn go_on(&mut self, (most, longest): (Duration, Duration)) -> (bool, Duration) {
+        let (began, used) = (std::time::Instant::now(), processor_time());
+        let mut enough = || processor_time().saturating_sub(used) >= most || began.elapsed() >= longest;
+        let ended = loop {
+            let (part, mut walk) = match self.walk.take() {
+                Some(walking) => walking,
+                None => match self.todo.pop() {
+                    Some(part) => match self.begin(part) {
+                        Some(begun) => begun,
+                        None => continue,
+                    },
+                    None => break true,
+                },
+            };
+            let ended = walk.go_on(&mut enough);
+            self.note(&part, walk.taken());
+            if !ended {
+                self.walk = Some((part, walk));
+                break false;
+            }
+            if !walk.is_whole() {
+                debug!(?part, "there is more than could be measured");
+            }
+            if enough() && !self.todo.is_empty() {
+                break false;
+            }
+        };
+        (ended, processor_time().saturating_sub(used))
+    }
+
+    /// The walk that it takes; None where the kernel counts.
+    fn begin(&mut self, part: Part) -> Option<(Part, Walk)> {
+        let (Part::Volume(_, path) | Part::Log(_, path)) = &part;
+        if let Part::Volume(..) = &part
+            && let Some(counted) = quota::measure(path)
+        {
+            self.note(&part, Taken { bytes: counted.bytes, inodes: counted.inodes });
+            return None;
+        }
+        let walk = Walk::new(path);
+        Some((part, walk))
+    }
+
+    fn note(&mut self, part: &Part, taken: Taken) {
+        match part {
+            Part::Volume(name, _) => self.found.volumes.insert(name.clone(), taken),
+            Part::Log(name, _) => self.found.logs.insert(name.clone(), taken),
+        };
+    }
+}
+
+/// What is remembered from one round to the next.
+#[derive(Debug)]
+struct Rounds {
+    budget: Budget,
+    budget_asked: Budget,
+    /// What one pod gets at a time.
+    turn: (Duration, Duration),
+    /// When each pod's last measurement began and ended, and after how long the next one begins.
+    measured: HashMap<String, (Instant, Instant, Duration)>,
+    under_way: HashMap<String, Measuring>,
+    layers: Option<(Instant, HashMap<String, Taken>)>,
+    /// Pods that are above a limit, of which it was told.
+    above: HashSet<String>,
+}
+
+impl Default for Rounds {
+    fn default() -> Self {
+        Self {
+            budget: Budget::new(SHARE),
+            budget_asked: Budget::new(SHARE_ASKED),
+            turn: TURN,
+            measured: HashMap::new(),
+            under_way: HashMap::new(),
+            layers: None,
+            above: HashSet::new(),
+        }
+    }
+}
+
+impl LocalStorage {
+    /// Works until `shutdown`.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let work = async {
+            let (mut rounds, mut asked) = (Rounds::default(), self.usages.asked());
+            loop {
+                self.round(&mut rounds, &mut asked).await;
+                if rounds.under_way.is_empty() {
+                    pause(ROUND, &mut asked).await;
+                }
+            }
+        };
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            () = work => {}
+        }
+    }
+
+    /// A turn of each pod whose measurement is due or under way; those with limits come first.
+    async fn round(&self, rounds: &mut Rounds, asked: &mut watch::Receiver<Option<Instant>>) {
+        let since = *asked.borrow_and_update();
+        let mut pods = self.pods();
+        let here: HashSet<&str> = pods.iter().map(|(uid, _)| uid.as_str()).collect();
+        rounds.measured.retain(|uid, _| here.contains(uid.as_str()));
+        rounds.under_way.retain(|uid, _| here.contains(uid.as_str()));
+        rounds.above.retain(|uid| here.contains(uid.as_str()));
+        self.usages.keep_only(|uid| here.contains(uid));
+        drop(here);
+        // What began before it was asked for doesn't count.
+        let too_early = |began: Instant| since.is_some_and(|since| began < since);
+        rounds.under_way.retain(|_, measuring| !too_early(measuring.began));
+        pods.retain(|(uid, _)| {
+            rounds.under_way.contains_key(uid)
+                || rounds
+                    .measured
+                    .get(uid)
+                    .is_none_or(|(began, ended, period)| too_early(*began) || ended.elapsed() >= *period)
+        });
+        pods.sort_by_cached_key(|(_, entry)| !is_limited(&entry.pod));
+        for (uid, entry) in &pods {
+            let measuring = match rounds.under_way.remove(uid) {
+                Some(measuring) => measuring,
+                None => self.begin(uid, &entry.pod, since, &mut rounds.layers).await,
+            };
+            let turn = rounds.turn;
+            let advanced = spawn_blocking(move || {
+                let mut measuring = measuring;
+                let (ended, used) = measuring.go_on(turn);
+                (measuring, ended, used)
+            });
+            // It fails where it panicked, or the agent ends.
+            let Ok((measuring, ended, used)) = advanced.await else { continue };
+            self.enforce(uid, entry, &measuring.found, ended, &mut rounds.above).await;
+            if ended {
+                let period = if is_limited(&entry.pod) { LIMITED_PERIOD } else { self.period };
+                rounds.measured.insert(uid.clone(), (measuring.began, Instant::now(), period));
+                self.usages.put(uid, measuring.began, measuring.found);
+            } else {
+                self.usages.put_at_least(uid, measuring.began, measuring.found.clone());
+                rounds.under_way.insert(uid.clone(), measuring);
+            }
+            let is_asked = since.is_some_and(|since| since.elapsed() < ASKED);
+            let budget = if is_asked { &mut rounds.budget_asked } else { &mut rounds.budget };
+            budget.spend(used);
+            let due = budget.due();
+            if !due.is_zero() && pause(due, asked).await {
+                // Everybody is to be measured anew.
+                return;
+            }
+        }
+    }
+
+    /// A measurement of the pod that has only begun.
+    async fn begin(
+        &self,
+        uid: &str,
+        pod: &core::Pod,
+        since: Option<Instant>,
+        layers: &mut Option<(Instant, HashMap<String, Taken>)>,
+    ) -> Measuring {
+        let began = Instant::now();
+        let holds = |at: Instant| at.elapsed() < LIMITED_PERIOD && since.is_none_or(|since| at >= since);
+        if !layers.as_ref().is_some_and(|(at, _)| holds(*at)) {
+            let at = Instant::now();
+            *layers = Some((at, tokio::time::timeout(LAYERS, self.layers()).await.unwrap_or_default()));
+        }
+        let logs = beelet_model::pod::log_folder(&self.pod_logs_dir, &PodName::of(pod), uid);
+        let names: Vec<&String> = containers(pod).map(|container| &container.name).collect();
+        let layer = |name: &&String| {
+            let (_, layers) = layers.as_ref()?;
+            Some(((*name).clone(), *layers.get(container_id(pod, name)?)?))
+        };
+        let found = PodDisk { rootfs: names.iter().filter_map(layer).collect(), ..PodDisk::default() };
+        let log = |name: &String| Part::Log(name.clone(), logs.join(name));
+        let volumes =
+            empty_dirs(pod, &self.pods_dir).into_iter().map(|(name, path)| Part::Volume(name, path));
+        let todo = names.into_iter().map(log).chain(volumes).collect();
+        Measuring { began, found, todo, walk: None }
+    }
+
+    /// Pods that hold anything, those on their way out too: what they have is what will be free.
+    fn pods(&self) -> Vec<(String, Arc<PodEntry>)> {
+        let table = self.table.borrow();
+        let entries = table.pods.values().filter(|entry| !has_ended(entry.pod.status.as_ref()));
+        entries.filter_map(|entry| Some((entry.pod.metadata.uid.clone()?, Arc::clone(entry)))).collect()
+    }
+
+    /// The writable layers of our containers, by the runtime's id. A runtime that can't say has none.
+    async fn layers(&self) -> HashMap<String, Taken> {
+        let filter = cri::ContainerStatsFilter { label_selector: managed(), ..Default::default() };
+        let stats = self.runtime.list_container_stats(filter).await.unwrap_or_default();
+        let layer = |stats: cri::ContainerStats| {
+            let id = stats.attributes?.id;
+            let layer = stats.writable_layer?;
+            let value = |value: Option<cri::UInt64Value>| value.map_or(0, |value| value.value.min(MOST));
+            Some((id, Taken { bytes: value(layer.used_bytes), inodes: value(layer.inodes_used) }))
+        };
+        stats.into_iter().filter_map(layer).collect()
+    }
+
+    /// Ends the pod if it is above a limit. Of a measurement that hasn't `ended` there is at least so much.
+    async fn enforce(
+        &self,
+        uid: &str,
+        entry: &PodEntry,
+        disk: &PodDisk,
+        ended: bool,
+        above: &mut HashSet<String>,
+    ) {
+        // One that is on its way out has been told.
+        if !self.enforce || entry.ending {
+            return;
+        }
+        let pod = &entry.pod;
+        let bytes = |map: &BTreeMap<String, Taken>, name: &str| map.get(name).map_or(0, |taken| taken.bytes);
+        let of_container = |container: &core::Container| {
+            let name = &container.name;
+            (name.clone(), bytes(&disk.rootfs, name) + bytes(&disk.logs, name))
+        };
+        let storage = PodStorage {
+            volumes: disk.volumes.iter().map(|(name, taken)| (name.clone(), taken.bytes)).collect(),
+            containers: containers(pod).map(of_container).collect(),
+        };
+        let Ok(Some(violation)) = violation(pod, &storage) else {
+            if ended {
+                above.remove(uid);
+            }
+            return;
+        };
+        if !above.insert(uid.to_owned()) {
+            return;
+        }
+        let name = PodName::of(pod);
+        if is_critical(pod) {
+            warn!(pod = %name, "a critical pod is above its limit, and stays: {}", violation.message);
+            return;
+        }
+        info!(pod = %name, signal = violation.signal, "evicts a pod: {}", violation.message);
+        self.metrics.evicted(violation.signal, Some(Duration::ZERO));
+        let request = Request::Fail {
+            uid: uid.to_owned(),
+            reason: EVICTED.to_owned(),
+            message: violation.message,
+            grace: Some(IMMEDIATE),
+        };
+        // Without a manager there are no pods.
+        let _ = self.requests.send(request).await;
+    }
+}
+
+fn containers(pod: &core::Pod) -> impl Iterator<Item = &core::Container> {
+    pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
+}
+
+/// Whether it has any limit on disk of its own.
+fn is_limited(pod: &core::Pod) -> bool {
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let sized =
+        volumes.into_iter().any(|volume| volume.empty_dir.as_ref().is_some_and(|e| e.size_limit.is_some()));
+    sized || PodDemand::read(pod).is_ok_and(|demand| demand.limits().get(EPHEMERAL_STORAGE).is_some())
+}
+
+/// Waits so long, or until measurements are asked for; whether they are.
+async fn pause(time: Duration, asked: &mut watch::Receiver<Option<Instant>>) -> bool {
+    tokio::select! {
+        () = tokio::time::sleep(time) => false,
+        changed = asked.changed() => {
+            if changed.is_err() {
+                std::future::pending::<()>().await;
+            }
+            true
+        }
+    }
+}
+
+/// The pod's emptyDir volumes on disk, by name, where [`beelet_pods`] puts them. Those in memory are held to their size by
+/// the kernel.
+fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
+    let folder = pods_dir.join(pod.metadata.uid.as_deref().unwrap_or_default()).join("volumes");
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    volumes
+        .filter(|volume| {
+            volume.empty_dir.as_ref().is_some_and(|empty| empty.medium.as_deref() != Some("Memory"))
+        })
+        .map(|volume| (volume.name.clone(), folder.join(&volume.name)))
+        .collect()
+}
+
+fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {
+    let status = pod.status.as_ref()?;
+    let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+    runtime_id(all.into_iter().find(|status| status.name == name)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A node's folders and pods; no runtime answers.
+    struct Node {
+        storage: LocalStorage,
+        table: watch::Sender<Arc<PodTable>>,
+        requests: mpsc::Receiver<Request>,
+        rounds: Rounds,
+        dir: tempfile::TempDir,
+    }
+
+    impl Node {
+        /// A node on which each pod gets as little at a time as can be.
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let table = watch::Sender::new(Arc::new(PodTable::default()));
+            let (sender, requests) = mpsc::channel(64);
+            let storage = LocalStorage {
+                table: table.subscribe(),
+                runtime: Runtime::new("unix:///none.sock", Duration::from_secs(1)).unwrap(),
+                pods_dir: dir.path().join("pods"),
+                pod_logs_dir: dir.path().join("logs"),
+                period: Duration::from_secs(60),
+                enforce: true,
+                usages: DiskUsages::default(),
+                requests: sender,
+                metrics: Metrics::default(),
+            };
+            let rounds = Rounds { turn: (Duration::ZERO, Duration::ZERO), ..Rounds::default() };
+            Self { storage, table, requests, rounds, dir }
+        }
+
+        /// A pod with an emptyDir of such a limit; its folder.
+        fn add(&self, name: &str, limit: Option<&str>, spec: &Value) -> PathBuf {
+            let volume = json!({ "name": "v", "emptyDir": { "sizeLimit": limit } });
+            let mut all = json!({ "containers": [], "volumes": [volume] });
+            for (field, value) in spec.as_object().into_iter().flatten() {
+                all[field] = value.clone();
+            }
+            let pod = json!({ "metadata": { "name": name, "uid": name }, "spec": all, "status": { "phase": "Running" } });
+            self.change(PodEntry::of(serde_json::from_value(pod).unwrap()));
+            let folder = self.dir.path().join("pods").join(name).join("volumes/v");
+            std::fs::create_dir_all(&folder).unwrap();
+            folder
+        }
+
+        fn change(&self, entry: PodEntry) {
+            self.table.send_modify(|table| {
+                let mut pods = table.pods.clone();
+                pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+                *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
+            });
+        }
+
+        async fn round(&mut self) {
+            self.storage.round(&mut self.rounds, &mut self.storage.usages.asked()).await;
+        }
+
+        /// Who was told to go, so far.
+        fn told(&mut self) -> Vec<String> {
+            let mut told = Vec::new();
+            while let Ok(Request::Fail { uid, .. }) = self.requests.try_recv() {
+                told.push(uid);
+            }
+            told
+        }
+    }
+
+    fn write(folder: &Path, files: usize, kib: usize) {
+        for i in 0..files {
+            std::fs::create_dir(folder.join(i.to_string())).unwrap();
+            std::fs::write(folder.join(i.to_string()).join("file"), vec![1; kib << 10]).unwrap();
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_with_many_files_keeps_nobody_elses_limit_from_being_enforced() {
+        let mut node = Node::new();
+        write(&node.add("a-many", None, &json!({})), 500, 0);
+        write(&node.add("b-limited", Some("64Ki"), &json!({})), 1, 100);
+        for _ in 0..5 {
+            node.round().await;
+        }
+        assert_eq!(node.told(), ["b-limited"]);
+        assert!(node.rounds.under_way.contains_key("a-many"), "its measurement has ended");
+        while !node.rounds.under_way.is_empty() {
+            node.round().await;
+        }
+        let since = node.rounds.measured["a-many"].0;
+        assert!(node.storage.usages.is_measured("a-many", since));
+        assert_eq!(node.storage.usages.of("a-many", None).inodes, 1001);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_above_its_limit_goes_before_all_of_it_is_measured_and_once() {
+        let mut node = Node::new();
+        write(&node.add("a", Some("64Ki"), &json!({})), 100, 8);
+        while node.rounds.above.is_empty() {
+            node.round().await;
+        }
+        assert!(node.rounds.under_way.contains_key("a"), "its measurement has ended");
+        while !node.rounds.under_way.is_empty() {
+            node.round().await;
+        }
+        assert_eq!(node.told(), ["a"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_is_on_the_way_out_or_critical_is_not_told_to_go() {
+        let mut node = Node::new();
+        write(&node.add("ending", Some("64Ki"), &json!({})), 1, 100);
+        let critical = node.add("critical", Some("64Ki"), &json!({ "priority": 2_000_000_000 }));
+        write(&critical, 1, 100);
+        let name = PodName { namespace: "default".to_owned(), name: "ending".to_owned() };
+        let entry = Arc::clone(&node.table.borrow().pods[&name]);
+        node.change(PodEntry { ending: true, ..(*entry).clone() });
+        for _ in 0..10 {
+            node.round().await;
+            tokio::time::sleep(LIMITED_PERIOD / 2).await;
+        }
+        assert_eq!(node.told(), Vec::<String>::new());
+        assert!(
+            node.storage.usages.of("ending", None).volumes_bytes >= 100 << 10,
+            "what it has will be free"
+        );
+        // It is told once, until it has been below.
+        assert_eq!(node.rounds.above.iter().collect::<Vec<_>>(), ["critical"]);
+        std::fs::remove_file(critical.join("0/file")).unwrap();
+        for _ in 0..10 {
+            tokio::time::sleep(LIMITED_PERIOD).await;
+            node.round().await;
+        }
+        assert!(node.rounds.above.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_asked_for_is_measured_anew_and_at_once() {
+        let mut node = Node::new();
+        let folder = node.add("a", None, &json!({}));
+        let usages = node.storage.usages.clone();
+        let has_ended = async |node: &mut Node, since| {
+            for _ in 0..100 {
+                node.round().await;
+            }
+            usages.is_measured("a", since)
+        };
+        assert!(has_ended(&mut node, Instant::now()).await);
+        write(&folder, 1, 100);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        let since = Instant::now();
+        assert!(!has_ended(&mut node, since).await, "it isn't due");
+        node.storage.usages.ask(since);
+        assert!(has_ended(&mut node, since).await);
+        assert!(node.storage.usages.of("a", Some(since)).volumes_bytes >= 100 << 10);
+    }
+}

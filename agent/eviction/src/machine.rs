@@ -1,0 +1,85 @@
+//! The machine's memory and process ids, from procfs and the pods' cgroup.
+
+use std::fs;
+
+use beelet_policy::{eviction::Observation, quantity::Quantity};
+
+use beelet_cgroups::Cgroups;
+
+/// The cgroup of all pods.
+const PODS: &str = "/kubepods";
+
+/// The machine's memory: available is what isn't in use, and file pages that nobody touched lately. This is the kubelet's
+/// `memory.available`: capacity less the working set of the root cgroup, for which version 2 has no file of its own.
+pub(super) fn memory() -> Result<Observation, String> {
+    let text = read("/proc/meminfo")?;
+    meminfo(&text).ok_or_else(|| "/proc/meminfo lacks MemTotal, MemFree or Inactive(file)".to_owned())
+}
+
+/// The machine's available memory and its size, from `/proc/meminfo`; `None` if it lacks a line.
+pub fn meminfo(text: &str) -> Option<Observation> {
+    let kib = |name: &str| -> Option<i64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
+    };
+    let available = kib("MemFree")?.saturating_add(kib("Inactive(file)")?);
+    Some(observation(available, kib("MemTotal")?))
+}
+
+/// What the pods may use together: their cgroup's limit, less their working set. Nothing before the cgroup is there.
+pub(super) fn pods_memory(cgroups: &Cgroups) -> Result<Option<Observation>, String> {
+    let Some(used) = cgroups.memory_use(PODS) else { return Ok(None) };
+    let Some(limit) = used.limit else { return Ok(None) };
+    let whole = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+    Ok(Some(observation(whole(limit.saturating_sub(used.working_set)), whole(limit))))
+}
+
+/// Process ids: the kernel's most, by number and by threads, less the threads there are.
+pub(super) fn pids() -> Result<Observation, String> {
+    let number = |file: &str| -> Result<i64, String> {
+        read(file)?.trim().parse().map_err(|_| format!("{file} holds no number"))
+    };
+    let most = number("/proc/sys/kernel/pid_max")?.min(number("/proc/sys/kernel/threads-max")?);
+    let load = read("/proc/loadavg")?;
+    let threads =
+        threads(&load).ok_or_else(|| "/proc/loadavg does not say how many threads there are".to_owned())?;
+    Ok(observation(most.saturating_sub(threads), most))
+}
+
+/// proc_loadavg(5): `0.20 0.18 0.12 1/80 11206`, the fourth field is running/all.
+pub fn threads(load: &str) -> Option<i64> {
+    load.split_whitespace().nth(3)?.split_once('/')?.1.parse().ok()
+}
+
+fn observation(available: i64, capacity: i64) -> Observation {
+    Observation { available: Quantity::from_units(available), capacity: Quantity::from_units(capacity) }
+}
+
+fn read(file: &str) -> Result<String, String> {
+    fs::read_to_string(file).map_err(|error| format!("{file} cannot be read: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn available_memory_is_what_is_free_and_what_nobody_touched() {
+        let text = "MemTotal:       1000 kB\nMemFree:   100 kB\nMemAvailable: 500 kB\nInactive:  90 kB\nInactive(file):  20 kB\n";
+        assert_eq!(meminfo(text), Some(observation(120 * 1024, 1000 * 1024)));
+        assert_eq!(meminfo("MemTotal: 1 kB\n"), None);
+    }
+
+    #[test]
+    fn threads_are_the_fourth_field_of_loadavg() {
+        assert_eq!(threads("0.20 0.18 0.12 1/80 11206\n"), Some(80));
+        assert_eq!(threads("0.20"), None);
+    }
+
+    #[test]
+    fn this_machine_has_memory_and_process_ids() {
+        for seen in [memory().unwrap(), pids().unwrap()] {
+            assert!(seen.available > Quantity::ZERO && seen.available < seen.capacity, "{seen:?}");
+        }
+    }
+}

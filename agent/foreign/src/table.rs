@@ -1,0 +1,340 @@
+//! From CRI's lists and statuses to a pod table. Pure.
+//!
+//! What a kubelet wrote on sandboxes and containers (labels, the restart count) is taken as it is; a runtime's user who
+//! wrote nothing has pods by their sandboxes' names. A pod's phase follows from its containers as far as that goes.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1::{
+    Container, ContainerState, ContainerStateRunning, ContainerStateTerminated, ContainerStateWaiting,
+    ContainerStatus, Pod, PodCondition, PodIP, PodSpec, PodStatus,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+
+use beelet_model::labels;
+use beelet_model::status::timestamp;
+use beelet_model::table::{PodEntry, PodName, PodTable};
+
+/// One look at the runtime.
+pub(super) struct Look<'a> {
+    pub(super) node: &'a str,
+    pub(super) runtime: &'a str,
+    pub(super) sandboxes: &'a [cri::PodSandbox],
+    pub(super) containers: &'a [cri::Container],
+    pub(super) sandbox_details: &'a HashMap<String, cri::PodSandboxStatus>,
+    pub(super) container_details: &'a HashMap<String, cri::ContainerStatus>,
+}
+
+impl Look<'_> {
+    /// The table; None if it is `before`. Entries in which nothing changed stay the same.
+    pub(super) fn table(&self, before: &PodTable) -> Option<PodTable> {
+        let mut newest: BTreeMap<PodName, &cri::PodSandbox> = BTreeMap::new();
+        for sandbox in self.sandboxes {
+            let age = |sandbox: &cri::PodSandbox| {
+                let ready = sandbox.state() == cri::PodSandboxState::SandboxReady;
+                (ready, sandbox.created_at)
+            };
+            let other = newest.entry(name(sandbox)).or_insert(sandbox);
+            if age(sandbox) > age(other) {
+                *other = sandbox;
+            }
+        }
+        let mut changed = newest.len() != before.pods.len();
+        let mut pods = BTreeMap::new();
+        for (name, sandbox) in newest {
+            let pod = self.pod(&name, sandbox);
+            let entry = match before.pods.get(&name) {
+                Some(entry) if entry.pod == pod => Arc::clone(entry),
+                _ => {
+                    changed = true;
+                    Arc::new(PodEntry::of(pod))
+                }
+            };
+            pods.insert(name, entry);
+        }
+        changed.then(|| PodTable { pods, ..PodTable::default() })
+    }
+
+    fn pod(&self, name: &PodName, sandbox: &cri::PodSandbox) -> Pod {
+        let details = self.sandbox_details.get(&sandbox.id);
+        let containers = self.newest_containers(sandbox);
+        let statuses: Vec<ContainerStatus> = containers.iter().map(|one| self.status(one)).collect();
+        let ip = details.and_then(|details| details.network.as_ref()).map(|network| network.ip.clone());
+        let ip = ip.filter(|ip| !ip.is_empty());
+        let host_network = details.is_some_and(|details| {
+            let namespaces = details.linux.as_ref().and_then(|linux| linux.namespaces.as_ref());
+            let options = namespaces.and_then(|namespaces| namespaces.options.as_ref());
+            options.is_some_and(|options| options.network() == cri::NamespaceMode::Node)
+        });
+        let created = timestamp(sandbox.created_at).map(Time);
+        Pod {
+            metadata: ObjectMeta {
+                name: Some(name.name.clone()),
+                namespace: Some(name.namespace.clone()),
+                uid: Some(uid(sandbox)),
+                creation_timestamp: created.clone(),
+                ..ObjectMeta::default()
+            },
+            spec: Some(PodSpec {
+                containers: containers.iter().map(|one| container(one)).collect(),
+                node_name: Some(self.node.to_owned()),
+                host_network: host_network.then_some(true),
+                ..PodSpec::default()
+            }),
+            status: Some(PodStatus {
+                phase: Some(phase(sandbox, &statuses).to_owned()),
+                start_time: created,
+                pod_ip: ip.clone(),
+                pod_ips: ip.map(|ip| vec![PodIP { ip }]),
+                conditions: Some(vec![unknown_readiness()]),
+                container_statuses: Some(statuses),
+                ..PodStatus::default()
+            }),
+        }
+    }
+
+    /// The last attempt of each of the pod's containers, in the order of their first creation.
+    fn newest_containers(&self, sandbox: &cri::PodSandbox) -> Vec<&cri::Container> {
+        let uid = uid(sandbox);
+        let of_pod = |one: &&cri::Container| {
+            one.pod_sandbox_id == sandbox.id || one.labels.get(labels::POD_UID) == Some(&uid)
+        };
+        let mut by_name: HashMap<&str, (i64, &cri::Container)> = HashMap::new();
+        for one in self.containers.iter().filter(of_pod) {
+            let (first, newest) = by_name.entry(container_name(one)).or_insert((one.created_at, one));
+            *first = one.created_at.min(*first);
+            if one.created_at > newest.created_at {
+                *newest = one;
+            }
+        }
+        let mut newest: Vec<_> = by_name.into_values().collect();
+        newest.sort_by_key(|(first, one)| (*first, one.id.clone()));
+        newest.into_iter().map(|(_, one)| one).collect()
+    }
+
+    fn status(&self, listed: &cri::Container) -> ContainerStatus {
+        let details = self.container_details.get(&listed.id);
+        let written = listed.annotations.get(labels::RESTART_COUNT).and_then(|count| count.parse().ok());
+        let attempt = listed.metadata.as_ref().map_or(0, |metadata| metadata.attempt);
+        let running = listed.state() == cri::ContainerState::ContainerRunning;
+        ContainerStatus {
+            name: container_name(listed).to_owned(),
+            container_id: Some(format!("{}://{}", self.runtime, listed.id)),
+            image: image(listed, details),
+            image_id: listed.image_ref.clone(),
+            ready: running,
+            started: Some(running),
+            restart_count: written.unwrap_or_else(|| i32::try_from(attempt).unwrap_or(i32::MAX)),
+            state: Some(state(listed, details)),
+            ..ContainerStatus::default()
+        }
+    }
+}
+
+/// The pod's name: the kubelet's labels, else the sandbox's own.
+fn name(sandbox: &cri::PodSandbox) -> PodName {
+    let metadata = sandbox.metadata.as_ref();
+    let or = |label: &str, own: Option<&String>| {
+        sandbox.labels.get(label).or(own).cloned().filter(|name| !name.is_empty())
+    };
+    PodName {
+        namespace: or(labels::POD_NAMESPACE, metadata.map(|m| &m.namespace))
+            .unwrap_or_else(|| "default".into()),
+        name: or(labels::POD_NAME, metadata.map(|m| &m.name)).unwrap_or_else(|| sandbox.id.clone()),
+    }
+}
+
+fn uid(sandbox: &cri::PodSandbox) -> String {
+    let own = sandbox.metadata.as_ref().map(|metadata| &metadata.uid);
+    sandbox.labels.get(labels::POD_UID).or(own).cloned().unwrap_or_default()
+}
+
+fn container_name(one: &cri::Container) -> &str {
+    let own = one.metadata.as_ref().map(|metadata| &metadata.name);
+    one.labels.get(labels::CONTAINER_NAME).or(own).map_or("", String::as_str)
+}
+
+/// The name that the image was asked for by, where the runtime kept it.
+fn image(listed: &cri::Container, details: Option<&cri::ContainerStatus>) -> String {
+    let told = details.and_then(|details| details.image.as_ref()).or(listed.image.as_ref());
+    let Some(told) = told else { return String::new() };
+    let asked = if told.user_specified_image.is_empty() { &told.image } else { &told.user_specified_image };
+    asked.clone()
+}
+
+fn container(listed: &cri::Container) -> Container {
+    Container {
+        name: container_name(listed).to_owned(),
+        image: Some(image(listed, None)),
+        ..Container::default()
+    }
+}
+
+fn state(listed: &cri::Container, details: Option<&cri::ContainerStatus>) -> ContainerState {
+    let time = |at: fn(&cri::ContainerStatus) -> i64| details.map(at).and_then(timestamp).map(Time);
+    match listed.state() {
+        cri::ContainerState::ContainerRunning => ContainerState {
+            running: Some(ContainerStateRunning { started_at: time(|d| d.started_at) }),
+            ..ContainerState::default()
+        },
+        cri::ContainerState::ContainerExited => ContainerState {
+            terminated: Some(ContainerStateTerminated {
+                exit_code: details.map_or(0, |details| details.exit_code),
+                reason: details.map(|details| details.reason.clone()).filter(|reason| !reason.is_empty()),
+                started_at: time(|d| d.started_at),
+                finished_at: time(|d| d.finished_at),
+                ..ContainerStateTerminated::default()
+            }),
+            ..ContainerState::default()
+        },
+        cri::ContainerState::ContainerCreated => waiting("ContainerCreated"),
+        cri::ContainerState::ContainerUnknown => waiting("ContainerStatusUnknown"),
+    }
+}
+
+fn waiting(reason: &str) -> ContainerState {
+    ContainerState {
+        waiting: Some(ContainerStateWaiting { reason: Some(reason.to_owned()), message: None }),
+        ..ContainerState::default()
+    }
+}
+
+/// A pod whose sandbox is up runs, also between two attempts of its containers; one whose sandbox is down has ended.
+fn phase(sandbox: &cri::PodSandbox, statuses: &[ContainerStatus]) -> &'static str {
+    match sandbox.state() {
+        _ if statuses.is_empty() => "Pending",
+        cri::PodSandboxState::SandboxReady => "Running",
+        cri::PodSandboxState::SandboxNotready => {
+            let well = |status: &ContainerStatus| {
+                let ended = status.state.as_ref().and_then(|state| state.terminated.as_ref());
+                ended.is_some_and(|ended| ended.exit_code == 0)
+            };
+            if statuses.iter().all(well) { "Succeeded" } else { "Failed" }
+        }
+    }
+}
+
+/// The kubelet knows; the runtime doesn't.
+fn unknown_readiness() -> PodCondition {
+    PodCondition {
+        type_: "Ready".to_owned(),
+        status: "Unknown".to_owned(),
+        reason: Some("Observed".to_owned()),
+        ..PodCondition::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sandbox(id: &str, created_at: i64, ready: bool, labels: &[(&str, &str)]) -> cri::PodSandbox {
+        cri::PodSandbox {
+            id: id.into(),
+            metadata: Some(cri::PodSandboxMetadata {
+                name: "web".into(),
+                uid: "u".into(),
+                namespace: "shop".into(),
+                attempt: 0,
+            }),
+            state: i32::from(!ready),
+            created_at,
+            labels: labels.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect(),
+            ..Default::default()
+        }
+    }
+
+    fn container(id: &str, sandbox: &str, attempt: u32, state: cri::ContainerState) -> cri::Container {
+        cri::Container {
+            id: id.into(),
+            pod_sandbox_id: sandbox.into(),
+            metadata: Some(cri::ContainerMetadata { name: "app".into(), attempt }),
+            state: state.into(),
+            created_at: i64::from(attempt) + 1,
+            ..Default::default()
+        }
+    }
+
+    fn table(
+        sandboxes: &[cri::PodSandbox],
+        containers: &[cri::Container],
+        before: &PodTable,
+    ) -> Option<PodTable> {
+        let details = containers.iter().map(|one| {
+            let status = cri::ContainerStatus {
+                id: one.id.clone(),
+                state: one.state,
+                started_at: 1_000_000_000,
+                exit_code: 3,
+                reason: "Error".into(),
+                ..Default::default()
+            };
+            (one.id.clone(), status)
+        });
+        Look {
+            node: "n",
+            runtime: "containerd",
+            sandboxes,
+            containers,
+            sandbox_details: &HashMap::new(),
+            container_details: &details.collect(),
+        }
+        .table(before)
+    }
+
+    #[test]
+    fn a_pod_is_its_newest_sandbox_and_the_newest_attempt_of_its_containers() {
+        use cri::ContainerState::{ContainerExited, ContainerRunning};
+        let sandboxes = [sandbox("s1", 1, false, &[]), sandbox("s2", 2, true, &[])];
+        let containers =
+            [container("c1", "s2", 0, ContainerExited), container("c2", "s2", 1, ContainerRunning)];
+        let table = table(&sandboxes, &containers, &PodTable::default()).unwrap();
+        let (name, entry) = table.pods.first_key_value().unwrap();
+        assert_eq!((name.to_string().as_str(), table.pods.len()), ("shop/web", 1));
+        let status = entry.pod.status.as_ref().unwrap();
+        assert_eq!(status.phase.as_deref(), Some("Running"));
+        let container = &status.container_statuses.as_ref().unwrap()[0];
+        assert_eq!(container.container_id.as_deref(), Some("containerd://c2"));
+        assert_eq!((container.restart_count, container.ready), (1, true));
+        assert!(container.state.as_ref().unwrap().running.as_ref().unwrap().started_at.is_some());
+    }
+
+    #[test]
+    fn the_kubelets_labels_go_before_the_sandboxes_own_names() {
+        let labels = [(labels::POD_NAME, "p"), (labels::POD_NAMESPACE, "ns"), (labels::POD_UID, "uid-1")];
+        let table = table(&[sandbox("s1", 1, true, &labels)], &[], &PodTable::default()).unwrap();
+        let (name, entry) = table.pods.first_key_value().unwrap();
+        assert_eq!((name.to_string().as_str(), entry.pod.metadata.uid.as_deref()), ("ns/p", Some("uid-1")));
+        assert_eq!(entry.pod.status.as_ref().unwrap().phase.as_deref(), Some("Pending"));
+    }
+
+    #[test]
+    fn a_sandbox_that_is_down_is_a_pod_that_has_ended() {
+        let containers = [container("c1", "s1", 0, cri::ContainerState::ContainerExited)];
+        let table = table(&[sandbox("s1", 1, false, &[])], &containers, &PodTable::default()).unwrap();
+        let entry = table.pods.values().next().unwrap();
+        let status = entry.pod.status.as_ref().unwrap();
+        assert_eq!(status.phase.as_deref(), Some("Failed"));
+        let ended = status.container_statuses.as_ref().unwrap()[0].state.clone().unwrap().terminated.unwrap();
+        assert_eq!((ended.exit_code, ended.reason.as_deref()), (3, Some("Error")));
+    }
+
+    #[test]
+    fn where_nothing_changed_there_is_no_new_table_and_entries_stay_the_same() {
+        let running = cri::ContainerState::ContainerRunning;
+        let mut other = sandbox("s2", 1, true, &[]);
+        other.metadata.as_mut().unwrap().name = "other".into();
+        let sandboxes = [sandbox("s1", 1, true, &[]), other];
+        let first = table(&sandboxes, &[container("c1", "s1", 0, running)], &PodTable::default()).unwrap();
+        assert!(table(&sandboxes, &[container("c1", "s1", 0, running)], &first).is_none());
+        let second = table(&sandboxes, &[container("c2", "s1", 1, running)], &first).unwrap();
+        let same = |name: &str| {
+            let name = PodName { namespace: "shop".into(), name: name.into() };
+            Arc::ptr_eq(&first.pods[&name], &second.pods[&name])
+        };
+        assert!(same("other") && !same("web"));
+        assert_eq!(table(&sandboxes[..1], &[], &second).unwrap().pods.len(), 1);
+    }
+}

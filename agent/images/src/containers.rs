@@ -1,0 +1,471 @@
+//! Removes dead containers and sandboxes with their logs: the kubelet's container garbage collection
+//! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`) made to act. `beelet_policy::container_gc` names them.
+//!
+//! A pod's own worker removes what it needs no more; this holds the node's numbers (so many of each container, so many in
+//! all) and gives space back when the disk is full. What belongs to a pod that is gone is left to its worker. Must never
+//! remove anything that runs, nor anything without our label.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::container_gc::{
+    ContainerGcPolicy, ContainerRecord, ContainerState, PodState, SandboxRecord, removable_containers,
+    removable_sandboxes,
+};
+use beelet_proto::cri;
+use futures::stream::{self, StreamExt};
+use jiff::Timestamp;
+use prometheus_client::registry::Registry;
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::spawn_blocking,
+    time::{Instant, MissedTickBehavior, interval_at},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info};
+
+use beelet_base::kubelet_counter::KubeletCounter;
+use beelet_cri::Runtime;
+use beelet_model::{
+    labels,
+    pod::managed,
+    status::{has_ended, timestamp},
+    table::{PodName, PodTable},
+};
+use beelet_state::events::NodeEvents;
+
+/// Between two collections, as the kubelet's.
+pub const PERIOD: Duration = Duration::from_secs(60);
+/// Removals at a time. More would only queue in the runtime.
+const AT_ONCE: usize = 8;
+/// Wishes under way. Who has one more waits.
+const COMMANDS: usize = 16;
+
+/// What container garbage collection needs from the rest of the node.
+#[derive(Debug)]
+pub struct Parts {
+    /// The runtime.
+    pub runtime: Runtime,
+    /// All pods.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// How many dead containers stay.
+    pub policy: ContainerGcPolicy,
+    /// How often it collects by itself.
+    pub period: Duration,
+    /// Root of the containers' log files.
+    pub pod_logs_dir: PathBuf,
+    /// What people should know.
+    pub events: NodeEvents,
+    /// Counters.
+    pub metrics: Metrics,
+}
+
+/// Counters; clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    containers: KubeletCounter,
+    sandboxes: KubeletCounter,
+    failures: KubeletCounter,
+}
+
+impl Metrics {
+    /// Adds all of them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        let mut add = |name: &str, help: &str, counter: &KubeletCounter| {
+            registry.register(name, help, counter.clone());
+        };
+        add(
+            "beelet_container_gc_containers_total",
+            "Dead containers removed to hold the node's numbers",
+            &self.containers,
+        );
+        add(
+            "beelet_container_gc_sandboxes_total",
+            "Dead sandboxes removed to hold the node's numbers",
+            &self.sandboxes,
+        );
+        add(
+            "beelet_container_gc_failures_total",
+            "Dead containers and sandboxes that could not be removed",
+            &self.failures,
+        );
+    }
+}
+
+/// What a collection is to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wish {
+    /// What pods have that ended goes too, however few.
+    pub terminated: bool,
+    /// Only say what would go.
+    pub dry_run: bool,
+}
+
+/// A wish, and where to answer.
+#[derive(Debug)]
+pub struct Command {
+    wish: Wish,
+    reply: oneshot::Sender<Result<Collected, String>>,
+}
+
+/// What a collection came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Containers that went (or would go), in order.
+    pub containers: Vec<CollectedContainer>,
+    /// Sandboxes that went (or would go), in order.
+    pub sandboxes: Vec<String>,
+    /// What could not be removed, a sentence each.
+    pub errors: Vec<String>,
+}
+
+/// A container that went.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CollectedContainer {
+    /// The runtime's id.
+    pub id: String,
+    /// Its pod.
+    pub pod: PodName,
+    /// Its name in the pod.
+    pub name: String,
+    /// How often it had been started before.
+    pub attempt: u32,
+}
+
+/// Asks the collector; clones ask the same one.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    commands: mpsc::Sender<Command>,
+}
+
+impl Handle {
+    /// Collects now, after what is being collected already.
+    ///
+    /// # Errors
+    /// Why nothing could be decided.
+    pub async fn collect(&self, wish: Wish) -> Result<Collected, String> {
+        let (reply, answer) = oneshot::channel();
+        let ended = || "the agent stops; ask again when it runs".to_owned();
+        self.commands.send(Command { wish, reply }).await.map_err(|_| ended())?;
+        answer.await.map_err(|_| ended())?
+    }
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct ContainerGc {
+    parts: Parts,
+    commands: mpsc::Receiver<Command>,
+}
+
+impl ContainerGc {
+    /// A collector that has not looked yet, and how to ask it.
+    #[must_use]
+    pub fn new(parts: Parts) -> (Self, Handle) {
+        let (sender, commands) = mpsc::channel(COMMANDS);
+        (Self { parts, commands }, Handle { commands: sender })
+    }
+
+    /// Works until `shutdown`.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut ticks = interval_at(Instant::now() + self.parts.period, self.parts.period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let step = async {
+                tokio::select! {
+                    Some(command) = self.commands.recv() => {
+                        let collected = self.collect(command.wish).await;
+                        // Who asked may have gone away meanwhile.
+                        let _ = command.reply.send(collected);
+                    }
+                    _ = ticks.tick() => self.collect_by_itself().await,
+                }
+            };
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                () = step => {}
+            }
+        }
+    }
+
+    async fn collect_by_itself(&self) {
+        let error = match self.collect(Wish::default()).await {
+            Ok(collected) if collected.errors.is_empty() => return,
+            Ok(collected) => collected.errors.join("; "),
+            Err(error) => error,
+        };
+        self.parts.events.warning("ContainerGCFailed", &error);
+    }
+
+    async fn collect(&self, wish: Wish) -> Result<Collected, String> {
+        let filter = || managed();
+        let (sandboxes, containers) = tokio::try_join!(
+            self.parts.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
+                label_selector: filter(),
+                ..Default::default()
+            })),
+            self.parts.runtime.list_containers(Some(cri::ContainerFilter {
+                label_selector: filter(),
+                ..Default::default()
+            })),
+        )
+        .map_err(|error| error.to_string())?;
+        let ended = ended_pods(&self.parts.table.borrow());
+        let chosen = choose(&self.parts.policy, Timestamp::now(), wish, &ended, &containers, &sandboxes);
+        if wish.dry_run {
+            return Ok(chosen);
+        }
+        let mut done = Collected::default();
+        for container in self.remove_containers(chosen.containers, &mut done.errors).await {
+            self.parts.metrics.containers.inc();
+            done.containers.push(container);
+        }
+        done.sandboxes = self.remove_sandboxes(chosen.sandboxes, &mut done.errors).await;
+        if !done.containers.is_empty() || !done.sandboxes.is_empty() {
+            let (containers, sandboxes) = (done.containers.len(), done.sandboxes.len());
+            info!(containers, sandboxes, "dead containers and sandboxes are removed");
+        }
+        self.parts.metrics.failures.add(done.errors.len() as u64);
+        Ok(done)
+    }
+
+    async fn remove_containers(
+        &self,
+        chosen: Vec<CollectedContainer>,
+        errors: &mut Vec<String>,
+    ) -> Vec<CollectedContainer> {
+        let removals = chosen.into_iter().map(|container| async move {
+            let removed = self.parts.runtime.remove_container(&container.id).await;
+            match removed {
+                Err(error) if !error.is_not_found() => Err(error.to_string()),
+                _ => {
+                    self.remove_log(&container).await;
+                    Ok(container)
+                }
+            }
+        });
+        let results: Vec<_> = stream::iter(removals).buffered(AT_ONCE).collect().await;
+        results.into_iter().filter_map(|result| result.map_err(|error| errors.push(error)).ok()).collect()
+    }
+
+    async fn remove_sandboxes(&self, chosen: Vec<String>, errors: &mut Vec<String>) -> Vec<String> {
+        let removals = chosen.into_iter().map(|id| async move {
+            // Stopped first, as CRI wants it: its network may still be there.
+            let removed = match self.parts.runtime.stop_sandbox(&id).await {
+                Ok(()) => self.parts.runtime.remove_sandbox(&id).await,
+                Err(error) => Err(error),
+            };
+            match removed {
+                Err(error) if !error.is_not_found() => Err(error.to_string()),
+                _ => Ok(id),
+            }
+        });
+        let results: Vec<_> = stream::iter(removals).buffered(AT_ONCE).collect().await;
+        let removed: Vec<String> = results
+            .into_iter()
+            .filter_map(|result| result.map_err(|error| errors.push(error)).ok())
+            .collect();
+        self.parts.metrics.sandboxes.add(removed.len() as u64);
+        removed
+    }
+
+    /// The log of one attempt goes with it, rotated parts too. A log that can't be removed goes with its pod.
+    async fn remove_log(&self, container: &CollectedContainer) {
+        let table = Arc::clone(&self.parts.table.borrow());
+        let Some(uid) = table.pods.get(&container.pod).and_then(|entry| entry.pod.metadata.uid.clone())
+        else {
+            return;
+        };
+        let folder = beelet_model::pod::log_folder(&self.parts.pod_logs_dir, &container.pod, &uid)
+            .join(&container.name);
+        let prefix = format!("{}.log", container.attempt);
+        let removed = spawn_blocking(move || remove_logs(&folder, &prefix)).await;
+        if let Ok(Err(error)) = removed {
+            debug!(%error, container = container.name, "a log could not be removed");
+        }
+    }
+}
+
+fn remove_logs(folder: &Path, prefix: &str) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let rest = name.to_str().and_then(|name| name.strip_prefix(prefix));
+        if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// The UIDs of pods all of whose containers have ended for good.
+fn ended_pods(table: &PodTable) -> HashSet<String> {
+    let pods = table.pods.values().map(|entry| &entry.pod);
+    pods.filter(|pod| has_ended(pod.status.as_ref())).filter_map(|pod| pod.metadata.uid.clone()).collect()
+}
+
+/// What `policy` says of what the runtime lists.
+fn choose(
+    policy: &ContainerGcPolicy,
+    now: Timestamp,
+    wish: Wish,
+    ended: &HashSet<String>,
+    containers: &[cri::Container],
+    sandboxes: &[cri::PodSandbox],
+) -> Collected {
+    let uid = |labels: &std::collections::HashMap<String, String>| -> String {
+        labels.get(labels::POD_UID).cloned().unwrap_or_default()
+    };
+    let pod_state = |uid: &str| if ended.contains(uid) { PodState::Terminated } else { PodState::Running };
+    let uids: Vec<String> = containers.iter().map(|c| uid(&c.labels)).collect();
+    let records: Vec<ContainerRecord<'_>> = containers
+        .iter()
+        .zip(&uids)
+        .filter(|(_, uid)| !uid.is_empty())
+        .map(|(container, uid)| ContainerRecord {
+            id: &container.id,
+            pod_uid: uid,
+            name: container.metadata.as_ref().map_or("", |metadata| &metadata.name),
+            attempt: container.metadata.as_ref().map_or(0, |metadata| metadata.attempt),
+            // The clock may have been set back since: it was made just now then, and not in an hour.
+            created_at: timestamp(container.created_at).map_or(now, |at| at.min(now)),
+            state: match container.state() {
+                cri::ContainerState::ContainerExited => ContainerState::Exited,
+                // One that was created and not started is its worker's next step.
+                _ => ContainerState::Running,
+            },
+            pod_state: pod_state(uid),
+        })
+        .collect();
+    let going = removable_containers(policy, now, wish.terminated, &records);
+    let gone: HashSet<&str> = going.iter().copied().collect();
+    let with_containers: HashSet<&str> = containers
+        .iter()
+        .filter(|container| !gone.contains(container.id.as_str()))
+        .map(|container| container.pod_sandbox_id.as_str())
+        .collect();
+    let sandbox_uids: Vec<String> = sandboxes.iter().map(|sandbox| uid(&sandbox.labels)).collect();
+    let sandbox_records: Vec<SandboxRecord<'_>> = sandboxes
+        .iter()
+        .zip(&sandbox_uids)
+        .filter(|(_, uid)| !uid.is_empty())
+        .map(|(sandbox, uid)| SandboxRecord {
+            id: &sandbox.id,
+            pod_uid: uid,
+            attempt: sandbox.metadata.as_ref().map_or(0, |metadata| metadata.attempt),
+            created_at: timestamp(sandbox.created_at).unwrap_or(now),
+            ready: sandbox.state() == cri::PodSandboxState::SandboxReady,
+            pod_state: pod_state(uid),
+        })
+        .collect();
+    let by_id: BTreeMap<&str, &cri::Container> = containers.iter().map(|c| (c.id.as_str(), c)).collect();
+    Collected {
+        containers: going.iter().filter_map(|id| by_id.get(id)).map(|c| collected(c)).collect(),
+        sandboxes: removable_sandboxes(wish.terminated, &sandbox_records, &with_containers)
+            .into_iter()
+            .map(str::to_owned)
+            .collect(),
+        errors: Vec::new(),
+    }
+}
+
+fn collected(container: &cri::Container) -> CollectedContainer {
+    let label = |key: &str| container.labels.get(key).cloned().unwrap_or_default();
+    CollectedContainer {
+        id: container.id.clone(),
+        pod: PodName { namespace: label(labels::POD_NAMESPACE), name: label(labels::POD_NAME) },
+        name: container.metadata.as_ref().map(|metadata| metadata.name.clone()).unwrap_or_default(),
+        attempt: container.metadata.as_ref().map_or(0, |metadata| metadata.attempt),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn container(id: &str, uid: &str, attempt: u32, state: cri::ContainerState) -> cri::Container {
+        cri::Container {
+            id: id.to_owned(),
+            pod_sandbox_id: format!("s-{uid}"),
+            metadata: Some(cri::ContainerMetadata { name: "main".to_owned(), attempt }),
+            state: state.into(),
+            created_at: i64::from(attempt) + 1,
+            labels: [(labels::POD_UID.to_owned(), uid.to_owned())].into(),
+            ..Default::default()
+        }
+    }
+
+    fn sandbox(id: &str, uid: &str, attempt: u32, ready: bool) -> cri::PodSandbox {
+        let state =
+            if ready { cri::PodSandboxState::SandboxReady } else { cri::PodSandboxState::SandboxNotready };
+        cri::PodSandbox {
+            id: id.to_owned(),
+            metadata: Some(cri::PodSandboxMetadata { attempt, ..Default::default() }),
+            state: state.into(),
+            labels: [(labels::POD_UID.to_owned(), uid.to_owned())].into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn the_newest_dead_ones_stay_and_ended_pods_lose_theirs_only_when_asked() {
+        use cri::ContainerState::{
+            ContainerCreated as Created, ContainerExited as Exited, ContainerRunning as Running,
+        };
+        let containers = [
+            container("a0", "a", 0, Exited),
+            container("a1", "a", 1, Exited),
+            container("a2", "a", 2, Running),
+            container("b0", "b", 0, Exited),
+            container("c0", "c", 0, Exited),
+            container("c1", "c", 1, Created),
+        ];
+        let sandboxes =
+            [sandbox("s-a", "a", 0, true), sandbox("s-b", "b", 0, false), sandbox("s-old", "a", 0, false)];
+        let policy =
+            ContainerGcPolicy { min_age: Duration::ZERO, max_per_pod_container: 1, max_containers: -1 };
+        let ended = HashSet::from(["b".to_owned()]);
+        let check = |terminated: bool, expect: &[&str], sandboxes_expected: &[&str]| {
+            let wish = Wish { terminated, dry_run: false };
+            let chosen = choose(&policy, Timestamp::now(), wish, &ended, &containers, &sandboxes);
+            let ids: Vec<&str> = chosen.containers.iter().map(|c| c.id.as_str()).collect();
+            assert_eq!(ids, expect);
+            assert_eq!(chosen.sandboxes, sandboxes_expected);
+        };
+        check(false, &["a0"], &[]);
+        check(true, &["b0", "a0"], &["s-b"]);
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_keeps_no_dead_container() {
+        let now = Timestamp::from_second(1_700_000_000).unwrap();
+        let in_an_hour = (now.as_second() + 3600) * 1_000_000_000;
+        let made = |attempt| cri::Container {
+            created_at: in_an_hour,
+            ..container(&format!("a{attempt}"), "a", attempt, cri::ContainerState::ContainerExited)
+        };
+        let policy =
+            ContainerGcPolicy { min_age: Duration::ZERO, max_per_pod_container: 1, max_containers: -1 };
+        let chosen = choose(&policy, now, Wish::default(), &HashSet::new(), &[made(0), made(1)], &[]);
+        assert_eq!(chosen.containers.iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a0"]);
+    }
+
+    #[test]
+    fn only_the_logs_of_that_attempt_go() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["1.log", "1.log.20261121", "11.log", "1.logs", "0.log"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        remove_logs(dir.path(), "1.log").unwrap();
+        let mut left: Vec<_> = std::fs::read_dir(dir.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        assert_eq!(left, ["0.log", "1.logs", "11.log"]);
+    }
+}

@@ -1,0 +1,26 @@
+//! The images on this node: getting them here, which are in use, which may go, and when.
+//!
+//! Everything goes through the container runtime: nothing here touches its storage. Must never remove an image that a
+//! container has, is about to have ([`lease`]), or that is mounted as a volume.
+
+// A test hands its literals over.
+#![cfg_attr(test, allow(clippy::needless_pass_by_value))]
+
+pub mod containers;
+
+pub mod credentials;
+pub mod gc;
+pub mod lease;
+mod metrics;
+pub mod pull;
+mod records;
+pub mod reference;
+mod usage;
+
+pub use self::records::Known;
+pub use self::{
+    gc::{Collected, Handle, ImageGc, Parts, Wish},
+    lease::{Lease, Leases},
+    metrics::Metrics,
+};
+pub use beelet_base::filesystem::{Space, Statvfs};

@@ -1,0 +1,144 @@
+//! The grammar of image names (github.com/distribution/reference): `[host[:port]/]path[:tag][@digest]`.
+
+/// Longest name without tag and digest.
+const NAME_MAX: usize = 255;
+/// Longest tag.
+const TAG_MAX: usize = 128;
+
+/// The parts of an image's name as they are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reference<'a> {
+    /// Host and port, where the name begins with them.
+    pub host: Option<&'a str>,
+    /// The repository in the registry.
+    pub path: &'a str,
+}
+
+/// Reads an image's name. Fails, with the rest of a sentence that begins with the name.
+pub fn parse(image: &str) -> Result<Reference<'_>, String> {
+    let (rest, digest) = match image.split_once('@') {
+        Some((rest, digest)) => (rest, Some(digest)),
+        None => (image, None),
+    };
+    if digest.is_some_and(|digest| !is_digest(digest)) {
+        return Err("has a digest that is none, such as sha256:<64 hexadecimal digits>".to_owned());
+    }
+    // A colon before the last slash belongs to the registry's port.
+    let at = rest.rfind('/').map_or(0, |slash| slash + 1);
+    let (name, tag) = match rest[at..].split_once(':') {
+        Some((last, tag)) => (&rest[..at + last.len()], Some(tag)),
+        None => (rest, None),
+    };
+    if tag.is_some_and(|tag| !is_tag(tag)) {
+        return Err(format!("has a tag that is none: up to {TAG_MAX} of letters, digits, '_', '.' and '-'"));
+    }
+    let (host, path) = match name.split_once('/') {
+        Some((first, path)) if first.contains(['.', ':']) || first == "localhost" => (Some(first), path),
+        _ => (None, name),
+    };
+    if host.is_some_and(|host| !is_host(host)) {
+        return Err("has a registry that is no host name, nor one with a port".to_owned());
+    }
+    if name.len() > NAME_MAX || !path.split('/').all(is_component) {
+        return Err(format!(
+            "has a path that is none: up to {NAME_MAX} of a-z, 0-9, '.', '_', '-' and '/', no capital letters, each \
+             part beginning and ending with a letter or digit"
+        ));
+    }
+    Ok(Reference { host, path })
+}
+
+/// `[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*`
+fn is_component(part: &str) -> bool {
+    let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+    let bytes = part.as_bytes();
+    let ends = bytes.first().is_some_and(&alphanumeric) && bytes.last().is_some_and(alphanumeric);
+    let separators = part.split(|c: char| c.is_ascii_lowercase() || c.is_ascii_digit());
+    ends && separators
+        .filter(|separator| !separator.is_empty())
+        .all(|separator| matches!(separator, "." | "_" | "__") || separator.bytes().all(|b| b == b'-'))
+}
+
+fn is_tag(tag: &str) -> bool {
+    let word = |b: u8| b.is_ascii_alphanumeric() || b == b'_';
+    tag.len() <= TAG_MAX
+        && tag.bytes().next().is_some_and(word)
+        && tag.bytes().all(|b| word(b) || b == b'.' || b == b'-')
+}
+
+fn is_digest(digest: &str) -> bool {
+    let Some((algorithm, hex)) = digest.split_once(':') else { return false };
+    let known = match algorithm {
+        "sha256" => hex.len() == 64,
+        "sha384" => hex.len() == 96,
+        "sha512" => hex.len() == 128,
+        _ => hex.len() >= 32 && !algorithm.is_empty(),
+    };
+    known && hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+fn is_host(host: &str) -> bool {
+    if let Some(v6) = host.strip_prefix('[') {
+        let Some((address, port)) = v6.split_once(']') else { return false };
+        let port = port.is_empty() || port.strip_prefix(':').is_some_and(is_port);
+        return port && address.parse::<std::net::Ipv6Addr>().is_ok();
+    }
+    let (name, port) = match host.split_once(':') {
+        Some((name, port)) => (name, Some(port)),
+        None => (host, None),
+    };
+    let label = |label: &str| {
+        let inner = |b: u8| b.is_ascii_alphanumeric() || b == b'-';
+        !label.is_empty() && label.bytes().all(inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    name.split('.').all(label) && port.is_none_or(is_port)
+}
+
+fn is_port(port: &str) -> bool {
+    !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_as_people_write_them() {
+        let digest = format!("sha256:{}", "0".repeat(64));
+        let check = |image: &str, host: Option<&str>, path: &str| {
+            assert_eq!(parse(image), Ok(Reference { host, path }), "{image}");
+        };
+        check("busybox", None, "busybox");
+        check("busybox:1.36", None, "busybox");
+        check("me/app:V1_x-2", None, "me/app");
+        check("localhost/beelet/app:1", Some("localhost"), "beelet/app");
+        check("registry.k8s.io/pause:3.9", Some("registry.k8s.io"), "pause");
+        check("localhost:5000/app", Some("localhost:5000"), "app");
+        check("[::1]:5000/app", Some("[::1]:5000"), "app");
+        check(&format!("a.b/c__d/e--f@{digest}"), Some("a.b"), "c__d/e--f");
+        check(&format!("app:1@{digest}"), None, "app");
+    }
+
+    #[test]
+    fn names_that_are_none() {
+        let check = |image: &str, part: &str| {
+            let error = parse(image).unwrap_err();
+            assert!(error.contains(part), "{image}: {error}");
+        };
+        check("Busybox", "no capital letters");
+        check("", "has a path");
+        check("a//b", "has a path");
+        check("/app", "has a path");
+        check("app/", "has a path");
+        check("a___b", "has a path");
+        check("a._b", "has a path");
+        check("app:", "has a tag");
+        check("app:.x", "has a tag");
+        check(&format!("app:{}", "x".repeat(129)), "has a tag");
+        check("app@sha256:12", "has a digest");
+        check("app@", "has a digest");
+        check("a..b.c/app", "has a registry");
+        check("host:port/app", "has a registry");
+        check(&format!("a/{}", "b".repeat(254)), "has a path");
+    }
+}

@@ -1,0 +1,79 @@
+//! Which images are in use: by any container that the runtime has, ours or not, dead ones included; by a pod's volume; by
+//! the sandboxes.
+
+use std::collections::HashSet;
+
+use beelet_proto::cri;
+
+use super::lease::full_name;
+use beelet_cri::{Error, Runtime};
+use beelet_model::{status::has_ended, table::PodTable};
+
+/// Names and ids of images in use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Usage(HashSet<String>);
+
+impl Usage {
+    /// Asks the runtime, and looks at the pods' volumes.
+    pub(super) async fn look(
+        runtime: &Runtime,
+        table: &PodTable,
+        sandbox_image: Option<&str>,
+    ) -> Result<Self, Error> {
+        let containers = runtime.list_containers(None).await?;
+        let mut used = HashSet::new();
+        for container in &containers {
+            let spec = container.image.as_ref().map(|spec| spec.image.as_str());
+            let names = [Some(container.image_ref.as_str()), Some(container.image_id.as_str()), spec];
+            used.extend(names.into_iter().flatten().filter(|name| !name.is_empty()).map(full_name));
+        }
+        used.extend(volume_images(table).map(full_name));
+        used.extend(sandbox_image.map(full_name));
+        Ok(Self(used))
+    }
+
+    /// Whether it has the image under any of its names.
+    pub(super) fn has(&self, image: &cri::Image) -> bool {
+        names(image).any(|name| self.0.contains(&full_name(name)))
+    }
+}
+
+/// An image's id, tags and digests.
+pub(super) fn names(image: &cri::Image) -> impl Iterator<Item = &str> {
+    let others = image.repo_tags.iter().chain(&image.repo_digests).map(String::as_str);
+    std::iter::once(image.id.as_str()).chain(others)
+}
+
+/// The images that pods mount as volumes (KEP-4639).
+fn volume_images(table: &PodTable) -> impl Iterator<Item = &str> {
+    let active = table.pods.values().map(|entry| &entry.pod).filter(|pod| !has_ended(pod.status.as_ref()));
+    let volumes = active.flat_map(|pod| pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()));
+    volumes.filter_map(|volume| volume.image.as_ref()?.reference.as_deref())
+}
+
+/// The image that sandboxes are made of, from the runtime's own configuration: containerd and CRI-O say it in their verbose
+/// status. Newer runtimes pin it besides.
+pub(super) fn sandbox_image(status: &cri::StatusResponse) -> Option<String> {
+    let config: serde_json::Value = serde_json::from_str(status.info.get("config")?).ok()?;
+    let places = ["/sandboxImage", "/pinnedImages/sandbox", "/sandbox_image"];
+    let image = places.iter().find_map(|place| config.pointer(place)?.as_str())?;
+    Some(image.to_owned()).filter(|image| !image.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sandbox_image_is_read_from_what_containerd_says() {
+        let check = |config: &str, expect: Option<&str>| {
+            let info = [("config".to_owned(), config.to_owned())].into();
+            let status = cri::StatusResponse { info, ..Default::default() };
+            assert_eq!(sandbox_image(&status).as_deref(), expect, "{config}");
+        };
+        check(r#"{"sandboxImage": "registry.k8s.io/pause:3.6"}"#, Some("registry.k8s.io/pause:3.6"));
+        check(r#"{"pinnedImages": {"sandbox": "pause:3.10"}}"#, Some("pause:3.10"));
+        check("{}", None);
+        check("not json", None);
+    }
+}

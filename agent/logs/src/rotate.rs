@@ -1,0 +1,448 @@
+//! Rotates the logs of containers that run, by size and number, as the kubelet does
+//! (`pkg/kubelet/logs/container_log_manager.go`): `0.log` becomes `0.log.20261121-190000`, the runtime is asked to open
+//! its file anew, and what was rotated before is compressed (`.gz`).
+//!
+//! An agent killed between renaming and asking leaves a container that writes to the renamed file: where a log is
+//! missing that should be there, the runtime is asked again.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+
+use beelet_cri::Runtime;
+use beelet_model::pod::{log_folder, log_path};
+use beelet_model::status::runtime_id;
+use beelet_model::table::{PodName, PodTable};
+
+/// What ends the name of a compressed log.
+pub(super) const COMPRESSED: &str = ".gz";
+/// What an interrupted compression leaves.
+const UNFINISHED: &str = ".tmp";
+
+/// When logs are rotated, and what is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes from which on a log is rotated.
+    pub max_size: u64,
+    /// Files of a container's instance, the one that is written included; at least 2.
+    pub max_files: usize,
+    /// How often sizes are looked at.
+    pub interval: Duration,
+}
+
+/// Rotates until `cancel`.
+#[derive(Debug)]
+pub struct Rotator {
+    runtime: Runtime,
+    logs: PathBuf,
+    limits: Limits,
+    table: watch::Receiver<Arc<PodTable>>,
+    /// What failed the last time, so that it is told once.
+    failing: BTreeMap<PathBuf, String>,
+}
+
+/// A log that is being written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Written {
+    path: PathBuf,
+    container_id: String,
+}
+
+impl Rotator {
+    /// A rotator for the logs below `logs`.
+    pub fn new(
+        runtime: Runtime,
+        logs: PathBuf,
+        limits: Limits,
+        table: watch::Receiver<Arc<PodTable>>,
+    ) -> Self {
+        Self { runtime, logs, limits, table, failing: BTreeMap::new() }
+    }
+
+    /// Rotates until `cancel`.
+    pub async fn run(mut self, cancel: CancellationToken) {
+        let mut check = tokio::time::interval(self.limits.interval.max(Duration::from_millis(100)));
+        check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                _ = check.tick() => {}
+                () = cancel.cancelled() => return,
+            }
+            let written = written(&self.table.borrow(), &self.logs);
+            let (max, logs) = (self.limits.max_size, self.logs.clone());
+            let large = tokio::task::spawn_blocking(move || {
+                let is_due = |log: &Written| Log::open(&logs, &log.path).is_ok_and(|log| log.is_due(max));
+                written.into_iter().filter(is_due).collect::<Vec<_>>()
+            });
+            let due = large.await.unwrap_or_default();
+            self.failing.retain(|path, _| due.iter().any(|log| log.path == *path));
+            for log in due {
+                let rotated = self.rotate(&log).await;
+                self.note(&log.path, rotated);
+            }
+        }
+    }
+
+    async fn rotate(&self, log: &Written) -> Result<(), String> {
+        let (logs, path, max_files) = (self.logs.clone(), log.path.clone(), self.limits.max_files);
+        let moved = tokio::task::spawn_blocking(move || {
+            let log = Log::open(&logs, &path)?;
+            let moved = log.make_room(max_files)?;
+            Ok::<_, io::Error>((log, moved))
+        });
+        let moved = moved.await.unwrap_or_else(|e| Err(io::Error::other(e)));
+        let (files, moved) = moved.map_err(|e| format!("cannot rotate {}: {e}", log.path.display()))?;
+        match self.runtime.reopen_container_log(&log.container_id).await {
+            Ok(()) => {
+                debug!(log = %log.path.display(), "log rotated");
+                Ok(())
+            }
+            Err(error) => {
+                // The container goes on writing to the file by its descriptor: give it its name back.
+                let back = tokio::task::spawn_blocking(move || match moved {
+                    Some(moved) if !files.has(&files.name) => files.rename(&moved, &files.name),
+                    _ => Ok(()),
+                });
+                let back = back.await.unwrap_or_else(|e| Err(io::Error::other(e)));
+                let also = back.err().map(|e| format!("; nor can it get its name back: {e}"));
+                Err(format!("{error}{}", also.unwrap_or_default()))
+            }
+        }
+    }
+
+    fn note(&mut self, path: &Path, result: Result<(), String>) {
+        match result {
+            Ok(()) => {
+                self.failing.remove(path);
+            }
+            Err(error) => {
+                if self.failing.get(path) != Some(&error) {
+                    warn!(log = %path.display(), "{error}; tried again at the next check");
+                }
+                self.failing.insert(path.to_owned(), error);
+            }
+        }
+    }
+}
+
+/// The logs of all containers that run.
+fn written(table: &PodTable, logs: &Path) -> Vec<Written> {
+    let mut found = Vec::new();
+    for (name, entry) in &table.pods {
+        let Some(status) = &entry.pod.status else { continue };
+        let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
+        let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+        for container in all {
+            found.extend(log_of(container, logs, name, &uid));
+        }
+    }
+    found
+}
+
+fn log_of(status: &core::ContainerStatus, logs: &Path, name: &PodName, uid: &str) -> Option<Written> {
+    status.state.as_ref()?.running.as_ref()?;
+    let id = runtime_id(status)?;
+    let attempt = u32::try_from(status.restart_count).ok()?;
+    let path = log_folder(logs, name, uid).join(log_path(&status.name, attempt));
+    Some(Written { path, container_id: id.to_owned() })
+}
+
+/// A log and what was rotated of it: names in one open folder. A pod that has the machine's folder of logs
+/// mounted may put links there; none is followed, and nothing that is there already is written to.
+struct Log {
+    folder: OwnedFd,
+    /// What the log itself is called.
+    name: OsString,
+}
+
+impl Log {
+    /// The log at `path`, which is somewhere below the folder `logs`.
+    fn open(logs: &Path, path: &Path) -> io::Result<Self> {
+        let inner = path.strip_prefix(logs).map_err(io::Error::other)?;
+        let (Some(folder), Some(name)) = (inner.parent(), inner.file_name()) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(logs, flags, Mode::empty())?;
+        let inside = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let folder = rustix::fs::openat2(root, folder, FOLDER, Mode::empty(), inside)?;
+        Ok(Self { folder, name: name.to_owned() })
+    }
+
+    /// Whether it is large enough, or isn't there though it should be.
+    fn is_due(&self, max_size: u64) -> bool {
+        match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => u64::try_from(stat.st_size).is_ok_and(|size| size > max_size),
+            // Its folder tells a log that was renamed from one that was never made.
+            Err(e) => e == Errno::NOENT && !self.rotated().unwrap_or_default().is_empty(),
+        }
+    }
+
+    /// Compresses what was rotated before, removes the oldest, and gives the log another name: what it is
+    /// called now, if it was there. Blocking.
+    fn make_room(&self, max_files: usize) -> io::Result<Option<OsString>> {
+        self.clean()?;
+        let mut old = self.rotated()?;
+        // One more is about to come, and one is being written.
+        let excess = old.len().saturating_sub(max_files.saturating_sub(2));
+        for name in old.drain(..excess) {
+            self.remove(&name)?;
+        }
+        for name in old.iter().filter(|name| !is_compressed(name)) {
+            self.compress(name)?;
+        }
+        if !self.has(&self.name) {
+            return Ok(None);
+        }
+        let moved = with_end(&self.name, &Timestamp::now().strftime(".%Y%m%d-%H%M%S").to_string());
+        if self.has(&moved) {
+            // Two in a second: the container writes faster than names can tell apart.
+            return Err(io::Error::other("it was rotated less than a second ago"));
+        }
+        self.rename(&self.name, &moved)?;
+        Ok(Some(moved))
+    }
+
+    /// The rotated files, oldest first.
+    fn rotated(&self) -> io::Result<Vec<OsString>> {
+        let mut found = self.beside()?;
+        found.retain(|name| !is_unfinished(name));
+        let all = found.clone();
+        found.retain(|name| !all.contains(&with_end(name, COMPRESSED)));
+        Ok(found)
+    }
+
+    /// Removes what interrupted compressions left: unfinished files, and those whose compressed form is
+    /// whole.
+    fn clean(&self) -> io::Result<()> {
+        let found = self.beside()?;
+        let left = |name: &&OsString| is_unfinished(name) || found.contains(&with_end(name, COMPRESSED));
+        found.iter().filter(left).try_for_each(|name| self.remove(name))
+    }
+
+    /// All files that are called as the log is, and something more.
+    fn beside(&self) -> io::Result<Vec<OsString>> {
+        let prefix = with_end(&self.name, ".");
+        let mut found = Vec::new();
+        for entry in Dir::read_from(&self.folder)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if name.starts_with(prefix.as_bytes()) {
+                found.push(OsStr::from_bytes(name).to_owned());
+            }
+        }
+        found.sort();
+        Ok(found)
+    }
+
+    fn compress(&self, name: &OsStr) -> io::Result<()> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let from = match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
+            Ok(from) => File::from(from),
+            // A link or a socket: nothing that the runtime has written.
+            Err(Errno::LOOP | Errno::NXIO) => return self.remove(name),
+            Err(e) => return Err(e.into()),
+        };
+        let metadata = from.metadata()?;
+        if !metadata.is_file() {
+            return self.remove(name);
+        }
+        let unfinished = with_end(name, UNFINISHED);
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let to = rustix::fs::openat(&self.folder, &unfinished, flags, Mode::from_raw_mode(0o600))?;
+        let mut to = GzEncoder::new(File::from(to), Compression::default());
+        io::copy(&mut &from, &mut to)?;
+        to.finish()?.set_permissions(metadata.permissions())?;
+        self.rename(&unfinished, &with_end(name, COMPRESSED))?;
+        self.remove(name)
+    }
+
+    fn has(&self, name: &OsStr) -> bool {
+        rustix::fs::statat(&self.folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    fn rename(&self, from: &OsStr, to: &OsStr) -> io::Result<()> {
+        Ok(rustix::fs::renameat(&self.folder, from, &self.folder, to)?)
+    }
+
+    fn remove(&self, name: &OsStr) -> io::Result<()> {
+        Ok(rustix::fs::unlinkat(&self.folder, name, AtFlags::empty())?)
+    }
+}
+
+/// How folders are opened that are read.
+const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+fn is_compressed(name: &OsStr) -> bool {
+    name.as_bytes().ends_with(COMPRESSED.as_bytes())
+}
+
+fn is_unfinished(name: &OsStr) -> bool {
+    name.as_bytes().ends_with(UNFINISHED.as_bytes())
+}
+
+pub(super) fn with_end(name: impl Into<OsString>, end: &str) -> OsString {
+    let mut name = name.into();
+    name.push(end);
+    name
+}
+
+/// The rotated files of the log at `path`, oldest first.
+pub(super) fn rotated(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else { return Ok(Vec::new()) };
+    let log = match rustix::fs::open(folder, FOLDER, Mode::empty()) {
+        Ok(open) => Log { folder: open, name: name.to_owned() },
+        Err(Errno::NOENT) => return Ok(Vec::new()),
+        Err(e) => return Err(e.into()),
+    };
+    Ok(log.rotated()?.into_iter().map(|name| folder.join(name)).collect())
+}
+
+/// Removes the logs of a container's instances before the last one: `beelet logs --previous` shows that. It is no harm
+/// if one stays. Blocking.
+pub fn forget_older(folder: &Path, attempt: u32) {
+    let Ok(folder) = rustix::fs::open(folder, FOLDER, Mode::empty()) else { return };
+    for entry in Dir::read_from(&folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let number = name.to_str().ok().and_then(|name| name.split_once(".log"));
+        let number = number.and_then(|(number, _)| number.parse::<u32>().ok());
+        if number.is_some_and(|number| number.saturating_add(1) < attempt) {
+            let _ = rustix::fs::unlinkat(&folder, name, AtFlags::empty());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Read;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// The log `0.log` in a folder.
+    fn log(dir: &Path) -> Log {
+        Log::open(dir.parent().unwrap(), &dir.join("0.log")).unwrap()
+    }
+
+    #[test]
+    fn links_that_a_pod_puts_among_the_logs_lead_nowhere() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, outside) = (dir.path().join("logs"), dir.path().join("outside"));
+        let folder = logs.join("pod/c");
+        fs::create_dir_all(&folder).unwrap();
+        fs::create_dir(&outside).unwrap();
+        let (secret, victim) = (outside.join("secret"), outside.join("victim"));
+        fs::write(&secret, "secret").unwrap();
+        fs::write(&victim, "kept").unwrap();
+        fs::write(folder.join("0.log"), "now").unwrap();
+        fs::write(folder.join("0.log.20260101-000001"), "old").unwrap();
+        symlink(&secret, folder.join("0.log.20260101-000000")).unwrap();
+        symlink(&victim, folder.join("0.log.20260101-000001.tmp")).unwrap();
+        let log = Log::open(&logs, &folder.join("0.log")).unwrap();
+        log.make_room(5).unwrap().unwrap();
+        let left = names(&folder);
+        assert_eq!((left.len(), left[0].as_str()), (2, "0.log.20260101-000001.gz"));
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
+        // Nor is a folder elsewhere taken for the container's.
+        fs::rename(&folder, logs.join("pod/was")).unwrap();
+        symlink(&outside, &folder).unwrap();
+        assert!(Log::open(&logs, &folder.join("0.log")).is_err());
+        fs::write(outside.join("0.log"), "").unwrap();
+        forget_older(&folder, 5);
+        assert!(outside.join("0.log").exists());
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn the_oldest_go_the_others_are_compressed_and_the_log_gets_another_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        for name in [
+            "0.log.20260101-000001",
+            "0.log.20260101-000002",
+            "0.log.20260101-000003.gz",
+            "0.log.20260101-000004",
+            "1.log",
+            "0.log.20260101-000009.tmp",
+        ] {
+            fs::write(dir.path().join(name), name).unwrap();
+        }
+        fs::write(&log, "now").unwrap();
+        let moved = dir.path().join(self::log(dir.path()).make_room(4).unwrap().unwrap());
+        let left = names(dir.path());
+        assert_eq!(left[..2], ["0.log.20260101-000003.gz", "0.log.20260101-000004.gz"]);
+        assert_eq!(left[3..], ["1.log"]);
+        assert_eq!(fs::read_to_string(&moved).unwrap(), "now");
+        assert_eq!(dir.path().join(&left[2]), moved);
+        let mut text = String::new();
+        let file = File::open(dir.path().join(&left[1])).unwrap();
+        flate2::read::GzDecoder::new(file).read_to_string(&mut text).unwrap();
+        assert_eq!(text, "0.log.20260101-000004");
+    }
+
+    #[test]
+    fn with_two_files_only_the_last_rotated_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        fs::write(dir.path().join("0.log.20260101-000001"), "").unwrap();
+        fs::write(&log, "").unwrap();
+        self::log(dir.path()).make_room(2).unwrap();
+        assert_eq!(names(dir.path()).len(), 1);
+    }
+
+    #[test]
+    fn a_compression_that_was_cut_short_is_done_again() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["0.log.20260101-000001", "0.log.20260101-000001.gz"] {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        let found = rotated(&dir.path().join("0.log")).unwrap();
+        assert_eq!(found, [dir.path().join("0.log.20260101-000001.gz")]);
+    }
+
+    #[test]
+    fn a_log_is_due_by_its_size_or_when_it_lost_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (log, path) = (log(dir.path()), dir.path().join("0.log"));
+        assert!(!log.is_due(10), "never made");
+        fs::write(&path, [0; 10]).unwrap();
+        assert!(!log.is_due(10));
+        fs::write(&path, [0; 11]).unwrap();
+        assert!(log.is_due(10));
+        fs::rename(&path, dir.path().join("0.log.20260101-000001")).unwrap();
+        assert!(log.is_due(10), "renamed, and the runtime not told");
+    }
+
+    #[test]
+    fn logs_of_older_instances_go() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["0.log", "0.log.20260101-000001.gz", "1.log", "2.log", "other"] {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        forget_older(dir.path(), 2);
+        assert_eq!(names(dir.path()), ["1.log", "2.log", "other"]);
+    }
+}

@@ -1,0 +1,160 @@
+//! A manifest's text to a pod: read, completed as the API server completes it, checked, or refused with every
+//! reason at once.
+//!
+//! One object a file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a cluster keeps in
+//! its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`] watches the folder.
+//!
+//! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`support`]),
+//! never left out in silence. This module must never touch the runtime, and never panic on any text.
+
+// A test hands its literals over.
+#![cfg_attr(test, allow(clippy::needless_pass_by_value))]
+
+use beelet_codec::decode;
+mod defaults;
+pub mod folder;
+mod identity;
+mod names;
+mod objects;
+mod owners;
+mod priority;
+pub mod source;
+mod support;
+mod sysctls;
+mod validate;
+mod watch;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::scheduling::v1::PriorityClass;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use serde_json::Value;
+
+use beelet_codec::document::{self, Document, Limits};
+
+pub use beelet_codec::error::{FieldError, ManifestError};
+pub use beelet_model::desired::Desired;
+pub use beelet_model::labels::{ANNOTATION_HASH, ANNOTATION_MANIFEST, ANNOTATION_SEEN, ANNOTATION_SOURCE};
+
+use beelet_codec::error::Problem;
+
+/// What a manifest may describe.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Object {
+    /// A pod, complete and valid, still without its identity on this node and its priority.
+    Pod(Box<Pod>),
+    /// A priority that pods may refer to by name.
+    PriorityClass(Box<PriorityClass>),
+    /// Something else that pods may refer to by name.
+    Other(beelet_model::objects::Object),
+}
+
+impl Object {
+    /// Its kind, as it is written.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Pod(_) => "Pod",
+            Self::PriorityClass(_) => "PriorityClass",
+            Self::Other(object) => object.kind(),
+        }
+    }
+
+    /// Its metadata, as it is written.
+    pub fn metadata(&self) -> &ObjectMeta {
+        match self {
+            Self::Pod(pod) => &pod.metadata,
+            Self::PriorityClass(class) => &class.metadata,
+            Self::Other(object) => object.metadata(),
+        }
+    }
+}
+
+/// A manifest that was understood.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Manifest {
+    /// What it describes.
+    pub object: Object,
+    /// A digest of what was written (defaults, comments and layout left out), for the pod's identity.
+    pub content: [u8; 32],
+    /// What was written but has no effect, a sentence each.
+    pub warnings: Vec<String>,
+}
+
+/// Reads the text of one manifest. `file` is its name in errors.
+///
+/// # Errors
+/// Every reason why the agent can't run what it describes, with its place in the text.
+pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
+    let documents =
+        document::parse_within(text, Limits::MANIFEST).map_err(|e| ManifestError::syntax(file, &e))?;
+    let document = match <[Document; 1]>::try_from(documents) {
+        Ok([document]) => document,
+        Err(documents) => return Err(ManifestError::not_one(file, &documents)),
+    };
+    let locate = |problems| ManifestError::new(file, &document, problems);
+    let (kind, api_version) = (text_of(&document.value, "kind"), text_of(&document.value, "apiVersion"));
+    match (api_version, kind) {
+        (Some("v1"), Some("Pod")) => read_pod(&document).map_err(locate),
+        (Some("scheduling.k8s.io/v1"), Some("PriorityClass")) => {
+            priority::read(document.value.clone()).map_err(locate)
+        }
+        (Some("v1"), Some("ConfigMap")) => objects::config_map(&document.value).map_err(locate),
+        (Some("v1"), Some("Secret")) => objects::secret(&document.value).map_err(locate),
+        (Some("node.k8s.io/v1"), Some("RuntimeClass")) => {
+            objects::runtime_class(document.value.clone()).map_err(locate)
+        }
+        _ => Err(locate(vec![unknown_kind(&document.value, api_version, kind)])),
+    }
+}
+
+fn text_of<'v>(value: &'v Value, field: &str) -> Option<&'v str> {
+    value.get(field).and_then(Value::as_str)
+}
+
+fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) -> Problem {
+    let wanted = "a manifest is a v1 Pod (or a v1 ConfigMap or Secret, a scheduling.k8s.io/v1 PriorityClass, a \
+                  node.k8s.io/v1 RuntimeClass)";
+    if !value.is_object() {
+        return Problem::new("", format!("{wanted}, a mapping; this is {}", decode::name_of(value)));
+    }
+    match (api_version, kind) {
+        (_, None) => Problem::new("kind", format!("must be there and be a string: {wanted}")),
+        (None, Some(_)) => Problem::new("apiVersion", format!("must be there and be a string: {wanted}")),
+        (Some(_), Some("List" | "PodList")) => {
+            Problem::new("kind", "one pod a file: split the list into a file for each pod")
+        }
+        (Some(version), Some("Pod" | "PriorityClass" | "ConfigMap" | "Secret" | "RuntimeClass")) => {
+            Problem::new("apiVersion", format!("{version:?} is not known for this kind: {wanted}"))
+        }
+        (Some(_), Some(kind)) => {
+            Problem::new("kind", format!("{kind:?} is not a kind that a node runs: {wanted}"))
+        }
+    }
+}
+
+fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
+    let mut value = document.value.clone();
+    decode::normalize(&mut value);
+    let found = support::check(&value);
+    let mut problems = found.refused;
+    let decoded = match decode::pod(&value) {
+        Ok(decoded) => decoded,
+        // What doesn't even have its type can't be judged further; what can't be run is still worth saying.
+        Err(errors) => return Err(errors.into_iter().chain(problems).collect()),
+    };
+    let mut pod = decoded.pod;
+    identity::keep_what_a_manifest_says(&mut pod);
+    let content = identity::content_digest(&pod);
+    defaults::apply(&mut pod);
+    problems.extend(validate::pod(&pod));
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let place =
+        |path: &str| document.locate(path).map_or_else(String::new, |(line, _)| format!("line {line}: "));
+    let warnings = decoded.unknown.into_iter().chain(found.ignored);
+    let warnings = warnings.map(|p| format!("{}{}: {}", place(&p.path), p.path, p.message)).collect();
+    Ok(Manifest { object: Object::Pod(Box::new(pod)), content, warnings })
+}
+
+#[cfg(test)]
+mod tests;

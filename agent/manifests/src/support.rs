@@ -1,0 +1,276 @@
+//! What the agent can't do for a pod: one table, so that a field moves from refused to run by taking its row
+//! out.
+//!
+//! A field that the agent would pass over in silence is worse than one it refuses: nobody must believe that a
+//! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with a
+//! warning.
+
+use serde_json::Value;
+
+use super::names;
+use beelet_codec::error::Problem;
+
+/// What becomes of a manifest with such a field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// Refused: the agent can't do this yet.
+    NotYet,
+    /// Refused: it refers to an object of the API server's, which a static pod may not (and there is none).
+    ApiObject,
+    /// Accepted with a warning: it has no effect here.
+    NoEffect,
+}
+use Verdict::{ApiObject, NoEffect, NotYet};
+
+/// Which values of the field are meant.
+#[derive(Clone, Copy)]
+enum When {
+    /// Any but nothing: null, false and empty ones say nothing.
+    Set,
+    /// Any text but this and the empty one.
+    IsNot(&'static str),
+    /// `false`.
+    False,
+    /// A mapping's key: this one is asked about each.
+    Key(fn(&str) -> bool),
+}
+use When::{False, IsNot, Key, Set};
+
+/// One row: the field, when, the verdict, what it is in words.
+type Row = (&'static str, When, Verdict, &'static str);
+
+/// `{a,b}` is either of them, `[*]` any element of a list.
+#[rustfmt::skip]
+const TABLE: &[Row] = &[
+    // The pod as a whole.
+    ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
+    ("spec.hostUsers", False, NotYet, "user namespaces"),
+    ("spec.readinessGates", Set, NotYet, "readiness gates"),
+    ("spec.resources", Set, NotYet, "resources of the pod as a whole"),
+    ("spec.schedulingGates", Set, NotYet, "scheduling gates"),
+    ("spec.schedulingGroup", Set, NotYet, "scheduling groups"),
+    ("spec.{serviceAccount,serviceAccountName}", Set, ApiObject, "service accounts"),
+    ("spec.resourceClaims", Set, ApiObject, "resource claims"),
+    ("spec.{affinity,nodeSelector,topologySpreadConstraints}", Set, NoEffect, "there is no scheduler; the pod runs on this node"),
+    // Security.
+    ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
+    ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
+    // Containers.
+    ("spec.{containers,initContainers}[*].lifecycle.stopSignal", Set, NotYet, "stop signals"),
+    ("spec.{containers,initContainers}[*].env[*].valueFrom.fileKeyRef", Set, NotYet, "this source of a variable"),
+    ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
+    ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
+    // Volumes.
+    ("spec.{containers,initContainers}[*].volumeDevices", Set, NotYet, "block devices"),
+    ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", Set, ApiObject, "volume claims"),
+    ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, NotYet, "network and storage plugins' volumes"),
+    ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
+];
+
+fn is_huge_pages(name: &str) -> bool {
+    name.starts_with("hugepages-")
+}
+
+/// What is mounted where, in the table's way of writing.
+const MOUNTS: &str = "spec.{containers,initContainers}[*].volumeMounts[*]";
+
+/// Mounts of a part of an image volume. Our CRI has no field for it (Kubernetes 1.33's `image_sub_path`), and a runtime
+/// that is not told (containerd before 2.2 isn't, either way) mounts the whole image without a word.
+fn parts_of_images(manifest: &Value) -> Vec<Problem> {
+    let volumes = manifest.pointer("/spec/volumes").and_then(Value::as_array);
+    let images: Vec<&Value> = volumes
+        .into_iter()
+        .flatten()
+        .filter(|volume| volume.get("image").is_some_and(|image| !says_nothing(image)))
+        .filter_map(|volume| volume.get("name"))
+        .collect();
+    let mut found = Vec::new();
+    visit(manifest, MOUNTS, &mut String::new(), &mut |path, mount| {
+        if !mount.get("name").is_some_and(|name| images.contains(&name)) {
+            return;
+        }
+        let fields = ["subPath", "subPathExpr"].into_iter();
+        let set = fields.filter(|field| mount.get(field).is_some_and(|part| !says_nothing(part)));
+        found.extend(set.map(|field| {
+            Problem::new(names::field(path, field), sentence(NotYet, "mounting a part of an image volume"))
+        }));
+    });
+    found
+}
+
+/// What the table says of a manifest.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Why it can't be run.
+    pub(super) refused: Vec<Problem>,
+    /// What has no effect.
+    pub(super) ignored: Vec<Problem>,
+}
+
+/// Looks every row of the table up in a manifest.
+pub(super) fn check(manifest: &Value) -> Found {
+    let mut found = Found::default();
+    for (pattern, when, verdict, what) in TABLE {
+        visit(manifest, pattern, &mut String::new(), &mut |path, node| {
+            for path in matches(*when, path, node) {
+                let problem = Problem::new(path, sentence(*verdict, what));
+                match verdict {
+                    NotYet | ApiObject => found.refused.push(problem),
+                    NoEffect => found.ignored.push(problem),
+                }
+            }
+        });
+    }
+    found.refused.extend(parts_of_images(manifest));
+    found
+}
+
+fn sentence(verdict: Verdict, what: &str) -> String {
+    match verdict {
+        NotYet => format!("beelet can't do this yet ({what}); take it out"),
+        ApiObject => format!("a static pod may not refer to objects of the API server ({what}); take it out"),
+        NoEffect => format!("has no effect: {what}"),
+    }
+}
+
+/// The paths that are meant, of a field at `path`.
+fn matches(when: When, path: &str, node: &Value) -> Vec<String> {
+    let met = match when {
+        Set => !says_nothing(node),
+        IsNot(text) => node.as_str().is_some_and(|is| !is.is_empty() && is != text),
+        False => node == &Value::Bool(false),
+        Key(asked) => {
+            let keys = node.as_object().into_iter().flat_map(serde_json::Map::keys);
+            return keys.filter(|key| asked(key)).map(|key| names::field(path, key)).collect();
+        }
+    };
+    if met { vec![path.to_owned()] } else { Vec::new() }
+}
+
+fn says_nothing(node: &Value) -> bool {
+    match node {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        // `emptyDir: {}` says something, and so does any source of a volume or handler of a probe.
+        Value::Object(_) | Value::Bool(true) | Value::Number(_) => false,
+    }
+}
+
+/// Calls `f` with every node that `pattern` reaches, and its path.
+fn visit(node: &Value, pattern: &str, path: &mut String, f: &mut impl FnMut(&str, &Value)) {
+    let length = path.len();
+    let pattern = pattern.strip_prefix('.').unwrap_or(pattern);
+    if pattern.is_empty() {
+        f(path, node);
+    } else if let Some(rest) = pattern.strip_prefix("[*]") {
+        for (i, item) in node.as_array().into_iter().flatten().enumerate() {
+            path.push_str(&format!("[{i}]"));
+            visit(item, rest, path, f);
+            path.truncate(length);
+        }
+    } else if let Some((keys, rest)) = pattern.strip_prefix('{').and_then(|p| p.split_once('}')) {
+        keys.split(',').for_each(|key| visit_key(node, key, rest, path, f));
+    } else {
+        let end = pattern.find(['.', '[']).unwrap_or(pattern.len());
+        visit_key(node, &pattern[..end], &pattern[end..], path, f);
+    }
+}
+
+fn visit_key(node: &Value, key: &str, rest: &str, path: &mut String, f: &mut impl FnMut(&str, &Value)) {
+    let length = path.len();
+    if let Some(child) = node.get(key) {
+        path.push_str(if length > 0 { "." } else { "" });
+        path.push_str(key);
+        visit(child, rest, path, f);
+        path.truncate(length);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn check_refused(manifest: &Value, expected: &[&str]) {
+        let found = check(manifest);
+        let paths: Vec<_> = found.refused.iter().map(|p| p.path.as_str()).collect();
+        assert_eq!(paths, expected, "{manifest}");
+    }
+
+    #[test]
+    fn the_table_finds_its_fields_wherever_they_are() {
+        let container = json!({"lifecycle": {"stopSignal": "SIGINT"}});
+        check_refused(
+            &json!({"spec": {"containers": [{}, container], "initContainers": [{"volumeDevices": [{}]}]}}),
+            &["spec.containers[1].lifecycle.stopSignal", "spec.initContainers[0].volumeDevices"],
+        );
+        check_refused(
+            &json!({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "1"}}}]}}),
+            &["spec.containers[0].resources.limits.hugepages-2Mi"],
+        );
+    }
+
+    #[test]
+    fn fields_that_say_nothing_are_passed_over() {
+        check_refused(
+            &json!({"spec": {"serviceAccountName": "", "resourceClaims": [], "resources": null}}),
+            &[],
+        );
+        check_refused(&json!({"spec": {"hostUsers": true}}), &[]);
+        check_refused(&json!({"spec": {"hostUsers": false}}), &["spec.hostUsers"]);
+        check_refused(&json!({"spec": {"volumes": [{"name": "x", "emptyDir": {"medium": ""}}]}}), &[]);
+        check_refused(&json!("text"), &[]);
+    }
+
+    #[test]
+    fn a_part_of_an_image_volume_is_refused_and_one_of_another_volume_is_not() {
+        let volumes = json!([{"name": "art", "image": {"reference": "x"}}, {"name": "tmp", "emptyDir": {}}]);
+        let mounts = json!([
+            {"name": "art", "mountPath": "/a"},
+            {"name": "art", "mountPath": "/b", "subPath": "x"},
+            {"name": "art", "mountPath": "/c", "subPathExpr": "$(A)"},
+            {"name": "tmp", "mountPath": "/d", "subPath": "x"},
+            {"name": "art", "mountPath": "/e", "subPath": ""},
+        ]);
+        check_refused(
+            &json!({"spec": {"volumes": volumes, "containers": [{"volumeMounts": mounts}]}}),
+            &["spec.containers[0].volumeMounts[1].subPath", "spec.containers[0].volumeMounts[2].subPathExpr"],
+        );
+    }
+
+    /// The fields' own names: of `a.{b,c}[*].{d,e}` these are d and e.
+    fn names_of(pattern: &str) -> Vec<&str> {
+        let last = pattern.rsplit_once('.').map_or(pattern, |(_, last)| last);
+        last.trim_start_matches('{').trim_end_matches('}').split(',').collect()
+    }
+
+    #[test]
+    fn the_users_page_lists_every_row() {
+        let page = include_str!("../../../docs/pods.md");
+        let (_, list) = page.split_once("## Not in this version").unwrap();
+        let list = list.split("\n## ").next().unwrap();
+        let last =
+            |pattern: &&str| *pattern != "spec.{containers,initContainers}[*].resources.{limits,requests}";
+        for name in TABLE.iter().map(|row| row.0).filter(last).flat_map(names_of) {
+            assert!(
+                list.contains(&format!("`{name}")),
+                "docs/pods.md does not say that `{name}` is not there"
+            );
+        }
+        for name in ["hugepages-", "subPath"] {
+            assert!(list.contains(&format!("`{name}")), "{name}");
+        }
+    }
+
+    #[test]
+    fn every_row_is_a_pattern_of_known_fields() {
+        for (pattern, ..) in TABLE {
+            assert!(pattern.starts_with("spec."), "{pattern}");
+            assert_eq!(pattern.matches('{').count(), pattern.matches('}').count(), "{pattern}");
+            assert!(!pattern.contains("[0"), "{pattern}");
+        }
+    }
+}

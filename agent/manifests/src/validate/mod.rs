@@ -1,0 +1,258 @@
+//! Whether a completed pod obeys the rules of the API (`pkg/apis/core/validation`), as far as its fields mean
+//! anything to a node. Every broken rule is found, not just the first.
+//!
+//! Must never judge what the agent can do: that is [`super::support`]'s.
+
+mod containers;
+mod lifecycle;
+mod probes;
+mod volumes;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use beelet_policy::quantity::Quantity;
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, SeccompProfile, Toleration};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use super::names;
+use super::priority;
+use beelet_codec::error::Problem;
+use beelet_model::pod::is_address;
+
+/// Most bytes of all annotations together: the API's own limit.
+const ANNOTATIONS_MAX: usize = 256 << 10;
+
+/// Longest grace period that makes sense, in seconds: the limit of the runtime's int64 nanoseconds is far off,
+/// but a year is certainly a mistake.
+const GRACE_MAX: i64 = 366 * 24 * 3600;
+
+/// The problems found so far.
+#[derive(Debug, Default)]
+struct Problems(Vec<Problem>);
+
+impl Problems {
+    fn add(&mut self, path: impl Into<String>, message: impl Into<String>) {
+        self.0.push(Problem::new(path, message));
+    }
+
+    fn extend(&mut self, problems: impl IntoIterator<Item = Problem>) {
+        self.0.extend(problems);
+    }
+
+    /// Checks that a text is one of a few.
+    fn one_of(&mut self, path: &str, text: Option<&str>, allowed: &[&str]) {
+        if let Some(text) = text.filter(|text| !allowed.contains(text)) {
+            let list = match allowed.split_last() {
+                Some((last, [])) => (*last).to_owned(),
+                Some((last, others)) => format!("{} or {last}", others.join(", ")),
+                None => String::new(),
+            };
+            self.add(path, format!("must be {list}, not {}", names::quoted(text)));
+        }
+    }
+
+    /// Checks that a number lies in a range.
+    fn within(&mut self, path: &str, number: Option<i64>, range: std::ops::RangeInclusive<i64>) {
+        if let Some(number) = number.filter(|number| !range.contains(number)) {
+            let (low, high) = (range.start(), range.end());
+            let rule = if *high == i64::MAX || *high == i64::from(i32::MAX) {
+                format!("must be at least {low}")
+            } else {
+                format!("must be from {low} to {high}")
+            };
+            self.add(path, format!("{rule}, not {number}"));
+        }
+    }
+}
+
+/// Every rule that a pod breaks.
+pub(super) fn pod(pod: &Pod) -> Vec<Problem> {
+    let mut problems = Problems::default();
+    metadata(&pod.metadata, &mut problems);
+    match &pod.spec {
+        Some(spec) => pod_spec(spec, &mut problems),
+        None => problems.add("spec", "must be there: what the pod runs"),
+    }
+    problems.0
+}
+
+fn metadata(metadata: &ObjectMeta, problems: &mut Problems) {
+    problems.extend(names::subdomain("metadata.name", metadata.name.as_deref().unwrap_or_default()));
+    problems.extend(names::label("metadata.namespace", metadata.namespace.as_deref().unwrap_or_default()));
+    if let Some(uid) = &metadata.uid {
+        problems.extend(names::uid("metadata.uid", uid));
+    }
+    for (key, value) in metadata.labels.iter().flatten() {
+        problems.extend(names::qualified("metadata.labels", key));
+        problems.extend(names::label_value("metadata.labels", key, value));
+    }
+    let annotations = || metadata.annotations.iter().flatten();
+    for (key, _) in annotations() {
+        problems.extend(names::qualified("metadata.annotations", &key.to_lowercase()));
+    }
+    let size: usize = annotations().map(|(key, value)| key.len() + value.len()).sum();
+    if size > ANNOTATIONS_MAX {
+        problems.add("metadata.annotations", format!("have {size} bytes; {ANNOTATIONS_MAX} are allowed"));
+    }
+}
+
+fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
+    let policies = ["Always", "OnFailure", "Never"];
+    problems.one_of("spec.restartPolicy", spec.restart_policy.as_deref(), &policies);
+    problems.within(
+        "spec.terminationGracePeriodSeconds",
+        spec.termination_grace_period_seconds,
+        0..=GRACE_MAX,
+    );
+    problems.within("spec.activeDeadlineSeconds", spec.active_deadline_seconds, 1..=i32::MAX.into());
+    problems.extend(priority::preemption_policy("spec.preemptionPolicy", spec.preemption_policy.as_deref()));
+    if let Some(class) = spec.priority_class_name.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::subdomain("spec.priorityClassName", class));
+    }
+    if let Some(hostname) = spec.hostname.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::label("spec.hostname", hostname));
+    }
+    hostnames(spec, problems);
+    if let Some(class) = spec.runtime_class_name.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::subdomain("spec.runtimeClassName", class));
+    }
+    amounts("spec.overhead", spec.overhead.as_ref(), problems);
+    if let Some(os) = &spec.os {
+        problems.one_of("spec.os.name", Some(&os.name), &["linux"]);
+    }
+    dns(spec, problems);
+    namespaces(spec, problems);
+    for (i, toleration) in spec.tolerations.iter().flatten().enumerate() {
+        tolerations(&format!("spec.tolerations[{i}]"), toleration, problems);
+    }
+    let volumes = volumes::all(spec, problems);
+    all_containers(spec, &volumes, problems);
+}
+
+fn hostnames(spec: &PodSpec, problems: &mut Problems) {
+    if let Some(subdomain) = spec.subdomain.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::label("spec.subdomain", subdomain));
+    }
+    if let Some(whole) = spec.hostname_override.as_deref().filter(|name| !name.is_empty()) {
+        problems.extend(names::subdomain("spec.hostnameOverride", whole));
+        if whole.len() > 64 {
+            problems.add("spec.hostnameOverride", "must have at most 64 characters");
+        }
+        if spec.host_network == Some(true) {
+            problems.add("spec.hostnameOverride", "can't be there together with hostNetwork");
+        }
+        if spec.set_hostname_as_fqdn == Some(true) {
+            problems.add("spec.hostnameOverride", "can't be there together with setHostnameAsFQDN");
+        }
+    }
+    for (i, alias) in spec.host_aliases.iter().flatten().enumerate() {
+        let path = format!("spec.hostAliases[{i}]");
+        if !is_address(&alias.ip) {
+            problems.add(format!("{path}.ip"), format!("{} is not an IP address", names::quoted(&alias.ip)));
+        }
+        for (j, name) in alias.hostnames.iter().flatten().enumerate() {
+            problems.extend(names::subdomain(&format!("{path}.hostnames[{j}]"), name));
+        }
+    }
+}
+
+/// Quantities that can be read and are not negative.
+fn amounts(path: &str, list: Option<&BTreeMap<String, Amount>>, problems: &mut Problems) {
+    for (name, amount) in list.into_iter().flatten() {
+        match Quantity::parse(&amount.0) {
+            Ok(amount) if amount < Quantity::ZERO => problems.add(names::field(path, name), "is negative"),
+            Ok(_) => {}
+            Err(error) => problems.add(names::field(path, name), error.to_string()),
+        }
+    }
+}
+
+fn dns(spec: &PodSpec, problems: &mut Problems) {
+    let policies = ["ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"];
+    problems.one_of("spec.dnsPolicy", spec.dns_policy.as_deref(), &policies);
+    let servers = spec.dns_config.iter().flat_map(|config| config.nameservers.iter().flatten());
+    for (i, server) in servers.clone().enumerate() {
+        if server.parse::<std::net::IpAddr>().is_err() {
+            let path = format!("spec.dnsConfig.nameservers[{i}]");
+            problems.add(path, format!("{} is not an IP address", names::quoted(server)));
+        }
+    }
+    if servers.count() == 0 && spec.dns_policy.as_deref() == Some("None") {
+        problems.add("spec.dnsPolicy", "None needs at least one of spec.dnsConfig.nameservers");
+    }
+}
+
+fn namespaces(spec: &PodSpec, problems: &mut Problems) {
+    if spec.share_process_namespace == Some(true) && spec.host_pid == Some(true) {
+        problems.add("spec.shareProcessNamespace", "can't be true together with spec.hostPID");
+    }
+    let context = spec.security_context.as_ref();
+    for (i, sysctl) in context.and_then(|c| c.sysctls.as_ref()).into_iter().flatten().enumerate() {
+        let allowed =
+            |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_' | b'.' | b'/');
+        if sysctl.name.is_empty() || sysctl.name.len() > 253 || !sysctl.name.bytes().all(allowed) {
+            let path = format!("spec.securityContext.sysctls[{i}].name");
+            problems.add(path, format!("{} is not a sysctl's name", names::quoted(&sysctl.name)));
+        }
+    }
+    let ids = [
+        ("runAsUser", context.and_then(|c| c.run_as_user)),
+        ("runAsGroup", context.and_then(|c| c.run_as_group)),
+        ("fsGroup", context.and_then(|c| c.fs_group)),
+    ];
+    for (field, id) in ids {
+        problems.within(&format!("spec.securityContext.{field}"), id, 0..=i32::MAX.into());
+    }
+    let Some(context) = context else { return };
+    for (i, group) in context.supplemental_groups.iter().flatten().enumerate() {
+        let path = format!("spec.securityContext.supplementalGroups[{i}]");
+        problems.within(&path, Some(*group), 0..=i32::MAX.into());
+    }
+    let path = |field: &str| format!("spec.securityContext.{field}");
+    let policies = ["OnRootMismatch", "Always"];
+    problems.one_of(&path("fsGroupChangePolicy"), context.fs_group_change_policy.as_deref(), &policies);
+    let policies = ["Merge", "Strict"];
+    let policy = context.supplemental_groups_policy.as_deref();
+    problems.one_of(&path("supplementalGroupsPolicy"), policy, &policies);
+    seccomp(&path("seccompProfile"), context.seccomp_profile.as_ref(), problems);
+}
+
+/// A filter of system calls: one of the node's own is a file below one folder.
+fn seccomp(path: &str, profile: Option<&SeccompProfile>, problems: &mut Problems) {
+    let Some(profile) = profile else { return };
+    let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
+    problems.one_of(&format!("{path}.type"), Some(&profile.type_), &kinds);
+    let file = profile.localhost_profile.as_deref().unwrap_or_default();
+    let path = format!("{path}.localhostProfile");
+    match (profile.type_.as_str(), file) {
+        ("Localhost", "") => problems.add(path, "must be there: the profile's file"),
+        ("Localhost", file) => problems.extend(names::inner_path(&path, file)),
+        (_, "") => {}
+        (_, _) => problems.add(path, "is for the type Localhost only"),
+    }
+}
+
+fn tolerations(path: &str, toleration: &Toleration, problems: &mut Problems) {
+    let operators = ["", "Exists", "Equal", "Lt", "Gt"];
+    problems.one_of(&format!("{path}.operator"), toleration.operator.as_deref(), &operators);
+    let effects = ["", "NoSchedule", "PreferNoSchedule", "NoExecute"];
+    problems.one_of(&format!("{path}.effect"), toleration.effect.as_deref(), &effects);
+}
+
+fn all_containers(spec: &PodSpec, volumes: &BTreeSet<&str>, problems: &mut Problems) {
+    if spec.containers.is_empty() {
+        problems.add("spec.containers", "must have at least one container");
+    }
+    let listed = |list: &'static str, init: bool, containers: &'_ [Container]| {
+        let place = move |i: usize| containers::Place { path: format!("spec.{list}[{i}]"), init };
+        (0..containers.len()).map(place).collect::<Vec<_>>()
+    };
+    let init = spec.init_containers.as_deref().unwrap_or_default();
+    let places =
+        listed("initContainers", true, init).into_iter().chain(listed("containers", false, &spec.containers));
+    let mut seen = containers::Seen::default();
+    for (place, container) in places.zip(init.iter().chain(&spec.containers)) {
+        containers::container(&place, container, spec, volumes, &mut seen, problems);
+    }
+}

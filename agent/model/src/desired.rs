@@ -1,0 +1,57 @@
+//! What should run on the node: made by a source of pods, read by their manager.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::labels;
+use crate::objects::Objects;
+use crate::table::{PodName, RejectedManifest};
+
+/// The pods that should run, by the folder's manifests.
+///
+/// A manifest that becomes invalid takes nothing away: while the agent runs, the pod of its last valid content
+/// stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a pod that
+/// runs from it must be left alone: ask [`Desired::may_remove`] before a pod that isn't in `pods` is stopped.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Desired {
+    /// Complete, valid pods with their identity on this node and their priority.
+    pub pods: BTreeMap<PodName, Arc<Pod>>,
+    /// What became no pod, and why. A file can be here and its earlier pod in `pods`.
+    pub rejected: Vec<RejectedManifest>,
+    /// Manifests that are there, but whose pod isn't known: never valid since the agent started.
+    pub unreadable: BTreeSet<PathBuf>,
+    /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
+    /// that should run.
+    pub folder_unread: bool,
+    /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
+    pub objects: Arc<Objects>,
+    /// The files of priority classes, by name.
+    pub class_files: BTreeMap<String, PathBuf>,
+}
+
+impl Desired {
+    /// The file that describes an object, if any does: `kind` as it is written, a pod's name as on this node.
+    #[must_use]
+    pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<PathBuf> {
+        match kind {
+            "Pod" => {
+                let pod =
+                    self.pods.get(&PodName { namespace: namespace.to_owned(), name: name.to_owned() })?;
+                let annotations = pod.metadata.annotations.as_ref()?;
+                annotations.get(labels::ANNOTATION_MANIFEST).map(PathBuf::from)
+            }
+            "PriorityClass" => self.class_files.get(name).cloned(),
+            _ => self.objects.file(kind, namespace, name).map(Path::to_owned),
+        }
+    }
+
+    /// Whether a running pod that isn't in `pods` may be stopped. `manifest` is the file it was made from, by its
+    /// annotation ([`super::ANNOTATION_MANIFEST`]).
+    #[must_use]
+    pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
+        !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
+    }
+}

@@ -1,0 +1,138 @@
+//! Pods that were ended for good by something other than their own containers: evicted, preempted, refused by
+//! admission, past their deadline. Such a pod gives everything back, but stays in the table as `Failed` until its
+//! manifest changes or somebody asks for another try. One that admission refused is asked for again after a restart of
+//! the agent, as under the kubelet.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+use serde::{Deserialize, Serialize};
+
+use super::status::whole_second;
+
+/// The reason of a pod that was active for longer than its activeDeadlineSeconds, as the kubelet has it.
+pub const DEADLINE_EXCEEDED: &str = "DeadlineExceeded";
+/// The condition that says so: not the pod's own fault.
+const DISRUPTION: &str = "DisruptionTarget";
+/// Reasons with which the kubelet sets [`DISRUPTION`].
+const DISRUPTIONS: &[&str] = &["Evicted", "Preempting"];
+
+/// Reasons of pods that were not let in, as the kubelet has them; those that begin with [`OUT_OF`] too.
+const REFUSALS: &[&str] =
+    &["UnexpectedAdmissionError", "TopologyAffinityError", "NodePorts", "PodOSNotSupported"];
+/// Not enough of what follows.
+const OUT_OF: &str = "OutOf";
+
+/// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// One word, `status.reason`: `Evicted`, `Preempting`, `OutOfcpu`, …
+    pub reason: String,
+    /// A sentence, `status.message`.
+    pub message: String,
+    /// How long its containers get to end by themselves; `None` for the pod's own grace period.
+    pub grace: Option<Duration>,
+    /// Nothing of it runs any more, and its cgroup and volumes are gone. Only then is its phase `Failed`.
+    pub cleared: bool,
+}
+
+impl Failure {
+    /// A failure of a pod that still has everything.
+    #[must_use]
+    pub fn new(reason: impl Into<String>, message: impl Into<String>, grace: Option<Duration>) -> Self {
+        Self { reason: reason.into(), message: message.into(), grace, cleared: false }
+    }
+
+    /// Whether the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a pod no longer than it runs
+    /// itself: after its restart a static pod is asked for again. One that was evicted or preempted, or is past its
+    /// deadline, has been let in.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        REFUSALS.contains(&self.reason.as_str()) || self.reason.starts_with(OUT_OF)
+    }
+
+    /// The sooner of two wishes wins: a pod that must go at once doesn't wait for an earlier, gentler end.
+    pub fn hasten(&mut self, grace: Option<Duration>, own: Duration) {
+        if grace.is_some_and(|wanted| wanted < self.grace.unwrap_or(own)) {
+            self.grace = grace;
+        }
+    }
+
+    /// Writes the failure into a status that was made without it. `previous` is the status before.
+    pub fn mark(&self, status: &mut core::PodStatus, previous: Option<&core::PodStatus>, now: Timestamp) {
+        status.reason = Some(self.reason.clone());
+        status.message = Some(self.message.clone());
+        if self.cleared {
+            status.phase = Some("Failed".to_owned());
+        }
+        if DISRUPTIONS.contains(&self.reason.as_str()) {
+            let before = previous.iter().flat_map(|p| p.conditions.iter().flatten());
+            let since = before.filter(|c| c.type_ == DISRUPTION).find_map(|c| c.last_transition_time.clone());
+            let conditions = status.conditions.get_or_insert_default();
+            conditions.retain(|c| c.type_ != DISRUPTION);
+            conditions.push(core::PodCondition {
+                type_: DISRUPTION.to_owned(),
+                status: "True".to_owned(),
+                last_transition_time: since.or(Some(Time(whole_second(now)))),
+                reason: Some("TerminationByKubelet".to_owned()),
+                message: Some(self.message.clone()),
+                ..Default::default()
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shorter_grace_counts() {
+        let seconds = |s: u64| Some(Duration::from_secs(s));
+        let check = |first: Option<Duration>, second: Option<Duration>, expect: Option<Duration>| {
+            let mut failure = Failure::new("Evicted", "m", first);
+            failure.hasten(second, Duration::from_secs(30));
+            assert_eq!(failure.grace, expect, "{first:?} then {second:?}");
+        };
+        check(None, None, None);
+        check(None, seconds(1), seconds(1));
+        check(None, seconds(60), None);
+        check(seconds(5), None, seconds(5));
+        check(seconds(5), seconds(1), seconds(1));
+        check(seconds(1), seconds(5), seconds(1));
+    }
+
+    #[test]
+    fn what_was_not_let_in_is_told_from_what_was_ended() {
+        for (reason, refused) in [
+            ("OutOfcpu", true),
+            ("OutOfexample.com/gpu", true),
+            ("UnexpectedAdmissionError", true),
+            ("TopologyAffinityError", true),
+            ("NodePorts", true),
+            ("PodOSNotSupported", true),
+            ("Evicted", false),
+            ("Preempting", false),
+            (DEADLINE_EXCEEDED, false),
+        ] {
+            assert_eq!(Failure::new(reason, "m", None).is_refusal(), refused, "{reason}");
+        }
+    }
+
+    #[test]
+    fn the_phase_is_failed_only_once_everything_is_given_back() {
+        let now = Timestamp::from_second(1_700_000_000).unwrap();
+        let mut failure = Failure::new("Evicted", "The node was low on resource: memory.", None);
+        let mut status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
+        failure.mark(&mut status, None, now);
+        assert_eq!(status.phase.as_deref(), Some("Running"));
+        assert_eq!(status.reason.as_deref(), Some("Evicted"));
+        failure.cleared = true;
+        let before = status.clone();
+        let later = now.saturating_add(Duration::from_secs(60)).unwrap();
+        failure.mark(&mut status, Some(&before), later);
+        assert_eq!(status.phase.as_deref(), Some("Failed"));
+        assert_eq!(status.conditions, before.conditions, "one condition, with the time it was first set");
+    }
+}

@@ -1,0 +1,11 @@
+//! The nouns of the node that all parts share. No I/O, no tasks.
+pub mod desired;
+pub mod failure;
+pub mod labels;
+pub mod objects;
+pub mod pod;
+pub mod pressure;
+pub mod processes;
+pub mod request;
+pub mod status;
+pub mod table;

@@ -1,0 +1,127 @@
+//! What follows from a pod's spec alone, and the folders and names that all parts use for it.
+
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use beelet_policy::quantity::Quantity;
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use crate::{
+    labels,
+    status::{has_ended, runtime_id},
+    table::PodName,
+};
+
+/// The container or init container of this name.
+pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Container> {
+    let spec = pod.spec.as_ref()?;
+    spec.init_containers.iter().flatten().chain(&spec.containers).find(|c| c.name == name)
+}
+
+/// The containers that run, with the runtime's identifiers.
+pub fn running(pod: &core::Pod) -> impl Iterator<Item = (&str, &core::Container)> {
+    let status = pod.status.as_ref();
+    let all = status.into_iter().flat_map(|status| {
+        status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten())
+    });
+    all.filter(|one| one.state.as_ref().is_some_and(|state| state.running.is_some()))
+        .filter_map(|one| Some((runtime_id(one)?, container_of(pod, &one.name)?)))
+}
+
+/// Whether any of its containers may still run or start.
+pub fn is_active(pod: &core::Pod) -> bool {
+    !has_ended(pod.status.as_ref())
+}
+
+/// The seconds that a pod's containers get to end by themselves.
+pub fn grace_period(pod: &core::Pod) -> Duration {
+    let seconds = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds).unwrap_or(30);
+    Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
+}
+
+/// The folder of a pod's logs: `<namespace>_<name>_<uid>`, as the kubelet lays it out.
+pub fn log_folder(logs: &Path, name: &PodName, uid: &str) -> PathBuf {
+    logs.join(format!("{}_{}_{uid}", name.namespace, name.name))
+}
+
+/// A container's log inside the pod's folder.
+pub fn log_path(container: &str, attempt: u32) -> String {
+    format!("{container}/{attempt}.log")
+}
+
+/// What the node adds to a pod's spec.
+#[derive(Clone, Debug)]
+pub struct NodeFacts {
+    /// The node's name.
+    pub node_name: String,
+    /// The node's own address, `status.hostIP`.
+    pub host_ip: IpAddr,
+    /// The folder that holds a folder of logs for each pod.
+    pub pod_logs_dir: PathBuf,
+    /// The node's own name resolution, for pods with dnsPolicy `Default`.
+    pub host_dns: cri::DnsConfig,
+    /// Name servers for pods with dnsPolicy `ClusterFirst`; without any they get the node's.
+    pub cluster_dns: Vec<IpAddr>,
+    /// The domain that those pods' search list is made of.
+    pub cluster_domain: String,
+    /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
+    pub seccomp_root: PathBuf,
+    /// Containers without a seccompProfile get the runtime's.
+    pub seccomp_default: bool,
+    /// What the node has for pods.
+    pub allocatable: Allocatable,
+}
+
+/// What a node has for pods: capacity less what is reserved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Allocatable {
+    /// Millicores.
+    pub cpu_millis: i64,
+    /// Bytes of memory.
+    pub memory_bytes: i64,
+    /// Bytes of local storage, where the pods' folder is.
+    pub storage_bytes: i64,
+}
+
+/// Who an image runs as where nobody says otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ImageUser {
+    /// The number of its user.
+    pub uid: Option<i64>,
+    /// The name of its user, where it has no number.
+    pub name: String,
+}
+
+/// The labels of everything we created.
+pub fn managed() -> HashMap<String, String> {
+    HashMap::from([(labels::MANAGED_BY.to_owned(), labels::MANAGED_BY_BEELET.to_owned())])
+}
+
+/// The labels of everything we created for a pod.
+pub fn selector(uid: &str) -> HashMap<String, String> {
+    let mut selector = managed();
+    selector.insert(labels::POD_UID.to_owned(), uid.to_owned());
+    selector
+}
+
+/// Whether an alias is one: an address, and names for it.
+pub fn is_address(text: &str) -> bool {
+    text.parse::<IpAddr>().is_ok()
+}
+
+impl NodeFacts {
+    /// What the node has for pods of a resource: the value of a limit that isn't set.
+    pub fn allocatable(&self, resource: &str) -> Quantity {
+        match resource {
+            "cpu" => Quantity::from_millis(self.allocatable.cpu_millis),
+            "memory" => Quantity::from_units(self.allocatable.memory_bytes),
+            "ephemeral-storage" => Quantity::from_units(self.allocatable.storage_bytes),
+            _ => Quantity::ZERO,
+        }
+    }
+}

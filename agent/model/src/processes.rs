@@ -1,0 +1,22 @@
+//! The first processes of what runs: how an exit that the kernel reports is known to be a container's end.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+/// Whose first process it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// The pod's UID.
+    pub uid: String,
+    /// The runtime's identifier of the container, or of the sandbox.
+    pub id: String,
+    /// Whether it is a sandbox's.
+    pub sandbox: bool,
+    /// Its cgroup, as [`beelet_cgroups`] names it. Empty for a sandbox.
+    pub cgroup: String,
+}
+
+/// By process id on the host.
+pub type Processes = BTreeMap<u32, Process>;
+
+/// What a watch channel of [`Processes`] carries: replaced whole at each change.
+pub type Shared = Arc<Processes>;

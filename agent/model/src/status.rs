@@ -1,0 +1,84 @@
+//! What a pod's status and its containers' facts say, read in one way by all parts.
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+
+/// Whether all of a pod's containers have ended for good.
+#[must_use]
+pub fn has_ended(status: Option<&core::PodStatus>) -> bool {
+    matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"))
+}
+
+/// The runtime's identifier of a container's newest instance: `containerd://<id>` without the runtime's name. None before
+/// there was one.
+#[must_use]
+pub fn runtime_id(status: &core::ContainerStatus) -> Option<&str> {
+    Some(status.container_id.as_deref()?.split_once("://")?.1)
+}
+
+/// Kubernetes times have whole seconds.
+pub fn whole_second(time: Timestamp) -> Timestamp {
+    Timestamp::from_second(time.as_second()).unwrap_or(time)
+}
+
+/// What probes have published for one container instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct ProbeFacts {
+    /// The readiness probe's result; `None` before it gave any.
+    pub ready: Option<bool>,
+    /// The startup probe's result; `None` before it gave any.
+    pub started: Option<bool>,
+}
+
+/// A process of a container that the kernel killed for want of memory. Sizes are bytes; 0 if unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct OomFacts {
+    /// The process, on the host.
+    pub pid: u32,
+    /// What it called itself; empty if unknown.
+    #[serde(default)]
+    pub command: String,
+    /// Whether the container's first process was killed, with which the container ends: this one, or one beside it.
+    pub first: bool,
+    /// Its anonymous memory.
+    pub anon_rss: u64,
+    /// Files that it had mapped.
+    pub file_rss: u64,
+    /// Shared memory that it had mapped.
+    pub shmem_rss: u64,
+    /// Its address space.
+    pub total_vm: u64,
+}
+
+impl OomFacts {
+    /// All memory that it had.
+    pub fn size(&self) -> u64 {
+        self.anon_rss.saturating_add(self.file_rss).saturating_add(self.shmem_rss)
+    }
+
+    /// What the kernel saw, for people. `limit` is the container's memory limit as its manifest has it.
+    pub fn sentence(&self, limit: Option<&str>) -> String {
+        let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+        let limit = limit.map_or_else(
+            || "the container has no memory limit: the node or the pod ran out".to_owned(),
+            |limit| format!("the container's memory limit is {limit}"),
+        );
+        let command = if self.command.is_empty() { String::new() } else { format!(" ({})", self.command) };
+        format!(
+            "the kernel killed process {}{command} for want of memory: it had {} of its own, {} of files and {} shared; \
+             {limit}",
+            self.pid,
+            mib(self.anon_rss),
+            mib(self.file_rss),
+            mib(self.shmem_rss)
+        )
+    }
+}
+
+/// A time of the runtime's, nanoseconds since the epoch; 0 means never.
+pub fn timestamp(nanoseconds: i64) -> Option<Timestamp> {
+    if nanoseconds <= 0 {
+        return None;
+    }
+    Timestamp::from_nanosecond(i128::from(nanoseconds)).ok()
+}

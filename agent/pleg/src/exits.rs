@@ -1,0 +1,433 @@
+//! From the first sign of a container's end to the runtime's own word of it.
+//!
+//! One task waits for all: it asks about a container soon and often while its end is fresh, then less and less, and leaves
+//! the rest to the relist. Many at once are asked for in one listing. It remembers exits of processes that it can't place
+//! yet: a container can end before anybody looked at it.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_proto::cri;
+use futures::future::join_all;
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, histogram::Histogram},
+    registry::Registry,
+};
+use tokio::{
+    sync::{mpsc, watch},
+    task::spawn_blocking,
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use super::{OomKill, Pace, Signal};
+use beelet_base::clock::monotonic_ns;
+use beelet_cgroups::Cgroups;
+use beelet_cri::{Error, Runtime};
+use beelet_model::{
+    pod::managed,
+    processes::Shared,
+    request::{OomUpdate, Request},
+    status::OomFacts,
+};
+
+/// How long after an exit the runtime is asked how often. After the last it is the relist's. It takes most containers a
+/// tenth of a second to be called ended, and some a second where the machine is busy: those are not to wait longer still.
+const SCHEDULE: [(Duration, Duration); 3] = [
+    (Duration::from_secs(2), Duration::from_millis(2)),
+    (Duration::from_secs(5), Duration::from_millis(20)),
+    (Duration::from_secs(30), Duration::from_millis(250)),
+];
+/// The same where the runtime will tell by itself: asking is only the net.
+const SCHEDULE_STREAMED: [(Duration, Duration); 2] = [
+    (Duration::from_secs(3), Duration::from_millis(50)),
+    (Duration::from_secs(30), Duration::from_millis(250)),
+];
+/// More containers than this are asked for in one listing.
+const ONE_BY_ONE: usize = 4;
+/// Exits of unknown processes that are remembered, and for how long.
+const STRANGERS: usize = 1024;
+const STRANGER_AGE: Duration = Duration::from_secs(5);
+/// A process that is gone though the kernel never said so for this long is a reason to trust it no more.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// Counters; clones share them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    seen: Family<Source, Counter>,
+    delay: Histogram,
+    given_up: Counter,
+}
+
+/// Who said first that a container had ended.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Source {
+    source: &'static str,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let bounds = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
+        Self { seen: Family::default(), delay: Histogram::new(bounds), given_up: Counter::default() }
+    }
+}
+
+impl Metrics {
+    /// Adds all of them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "beelet_container_exits",
+            "Ends of containers, by who said so first",
+            self.seen.clone(),
+        );
+        registry.register(
+            "beelet_container_exit_delay_seconds",
+            "From a container's exit in the kernel to the runtime's word of it",
+            self.delay.clone(),
+        );
+        registry.register(
+            "beelet_container_exits_left_to_relist",
+            "Exits that the runtime did not confirm in time",
+            self.given_up.clone(),
+        );
+    }
+}
+
+/// What the task works with.
+#[derive(Debug)]
+pub struct Parts {
+    /// The runtime.
+    pub runtime: Runtime,
+    /// Where exits are told.
+    pub requests: mpsc::Sender<Request>,
+    /// What runs.
+    pub processes: watch::Receiver<Shared>,
+    /// Signs of exits.
+    pub signals: mpsc::Receiver<Signal>,
+    /// The relist's need.
+    pub pace: Pace,
+    /// To know containers by their cgroup.
+    pub cgroups: Arc<Cgroups>,
+    /// Counters.
+    pub metrics: Metrics,
+}
+
+/// A container whose end is awaited.
+#[derive(Clone, Debug)]
+struct Pending {
+    uid: String,
+    since: Instant,
+    /// When the kernel saw the exit; None where another source told of it.
+    at_ns: Option<u64>,
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct Exits {
+    parts: Parts,
+    known: Shared,
+    /// cgroup2 ids of containers.
+    cgroup_ids: HashMap<u64, u32>,
+    /// By the runtime's identifier.
+    pending: BTreeMap<String, Pending>,
+    next_ask: Instant,
+    /// Processes that ended, and whose they were is not known yet.
+    strangers: VecDeque<(u32, u64, Instant)>,
+    /// Processes that are gone from `known`, and of which the kernel said nothing yet.
+    unheard: BTreeMap<u32, Instant>,
+    /// Processes of whose exit the kernel spoke before they were gone from `known`.
+    heard: VecDeque<u32>,
+}
+
+impl Exits {
+    /// A task that has heard nothing yet.
+    #[must_use]
+    pub fn new(parts: Parts) -> Self {
+        Self {
+            parts,
+            known: Shared::default(),
+            cgroup_ids: HashMap::new(),
+            pending: BTreeMap::new(),
+            next_ask: Instant::now(),
+            strangers: VecDeque::new(),
+            unheard: BTreeMap::new(),
+            heard: VecDeque::new(),
+        }
+    }
+
+    /// Works until `shutdown`.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        self.on_processes().await;
+        loop {
+            let ask = self.next_ask;
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled() => return,
+                changed = self.parts.processes.changed() => {
+                    if changed.is_err() { return }
+                    self.on_processes().await;
+                }
+                Some(signal) = self.parts.signals.recv() => self.on_signal(signal).await,
+                () = tokio::time::sleep_until(ask), if !self.pending.is_empty() => {
+                    if self.ask().await.is_err() { return }
+                }
+            }
+        }
+    }
+
+    async fn on_signal(&mut self, signal: Signal) {
+        match signal {
+            Signal::Exited { pid, at_ns } => {
+                self.unheard.remove(&pid);
+                if self.known.contains_key(&pid) {
+                    push(&mut self.heard, pid);
+                    self.expect(pid, Some(at_ns));
+                } else {
+                    push(&mut self.strangers, (pid, at_ns, Instant::now()));
+                }
+            }
+            Signal::Stopped { id } => match self.known.iter().find(|(_, process)| process.id == id) {
+                Some((pid, _)) => self.expect(*pid, None),
+                None => self.parts.pace.nudge(),
+            },
+            Signal::OomKilled(kill) => self.on_oom(kill).await,
+            Signal::Lost => self.parts.pace.nudge(),
+        }
+    }
+
+    /// A process has ended: its container's end must follow.
+    fn expect(&mut self, pid: u32, at_ns: Option<u64>) {
+        let Some(process) = self.known.get(&pid) else { return };
+        if process.sandbox {
+            // Its state has no shortcut, and it takes its containers along.
+            self.parts.pace.nudge();
+            return;
+        }
+        let now = Instant::now();
+        let source = if at_ns.is_some() { "kernel" } else { "runtime" };
+        if at_ns.is_none() {
+            // The runtime knows already.
+            self.next_ask = now;
+        }
+        if !self.pending.contains_key(&process.id) {
+            info!(id = process.id, source, "a container has ended");
+            self.parts.metrics.seen.get_or_create(&Source { source }).inc();
+            let pending = Pending { uid: process.uid.clone(), since: now, at_ns };
+            self.pending.insert(process.id.clone(), pending);
+            self.next_ask = self.next_ask.min(now + self.interval());
+        }
+    }
+
+    /// How often the runtime is asked now: as the freshest exit needs it.
+    fn interval(&self) -> Duration {
+        let youngest = self.pending.values().map(|p| p.since.elapsed()).min().unwrap_or_default();
+        let schedule: &[_] = if self.parts.pace.is_streaming() { &SCHEDULE_STREAMED } else { &SCHEDULE };
+        schedule.iter().find(|(age, _)| youngest < *age).map_or(SILENCE, |(_, interval)| *interval)
+    }
+
+    /// Asks the runtime about all that are awaited; an error if nobody wants to know any more.
+    async fn ask(&mut self) -> Result<(), ()> {
+        let statuses = match self.look().await {
+            Ok(statuses) => statuses,
+            Err(error) => {
+                debug!(%error, "containers that ended could not be asked about; tried again");
+                BTreeMap::new()
+            }
+        };
+        for (id, status) in statuses {
+            let Some(status) = status else {
+                // Somebody removed it: the worker must look for itself.
+                self.pending.remove(&id);
+                self.parts.pace.nudge();
+                continue;
+            };
+            if status.state() != cri::ContainerState::ContainerExited {
+                continue;
+            }
+            let Some(pending) = self.pending.remove(&id) else { continue };
+            info!(id, "the runtime too says that the container has ended");
+            if let Some(at_ns) = pending.at_ns {
+                let delay = Duration::from_nanos(monotonic_ns().saturating_sub(at_ns));
+                self.parts.metrics.delay.observe(delay.as_secs_f64());
+            }
+            let request = Request::Exited { uid: pending.uid, status: Box::new(status) };
+            self.parts.requests.send(request).await.map_err(drop)?;
+        }
+        self.give_up();
+        // One question at a time: a runtime that is slow to answer isn't asked more often than it can.
+        self.next_ask = Instant::now() + self.interval();
+        Ok(())
+    }
+
+    /// The status of each container that is awaited; None for one that is gone. Those that can't have changed are left
+    /// out.
+    async fn look(&self) -> Result<BTreeMap<String, Option<cri::ContainerStatus>>, Error> {
+        let runtime = &self.parts.runtime;
+        let mut ended: Vec<&String> = self.pending.keys().collect();
+        let mut found = BTreeMap::new();
+        if self.pending.len() > ONE_BY_ONE {
+            let filter = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
+            let listed = runtime.list_containers(Some(filter)).await?;
+            let states: HashMap<&str, i32> = listed.iter().map(|c| (c.id.as_str(), c.state)).collect();
+            let gone = ended.iter().filter(|id| !states.contains_key(id.as_str()));
+            found.extend(gone.map(|id| ((*id).clone(), None)));
+            let exited = i32::from(cri::ContainerState::ContainerExited);
+            ended.retain(|id| states.get(id.as_str()) == Some(&exited));
+        }
+        let asked = ended.into_iter().map(async |id| match runtime.container_status(id, false).await {
+            Ok(response) => Ok((id.clone(), response.status)),
+            Err(error) if error.is_not_found() => Ok((id.clone(), None)),
+            Err(error) => Err(error),
+        });
+        let mut failed = None;
+        for answer in join_all(asked).await {
+            match answer {
+                Ok((id, status)) => drop(found.insert(id, status)),
+                Err(error) => failed = Some(error),
+            }
+        }
+        match failed {
+            Some(error) if found.is_empty() => Err(error),
+            _ => Ok(found),
+        }
+    }
+
+    /// Leaves those that took too long to the relist.
+    fn give_up(&mut self) {
+        let patience = SCHEDULE[SCHEDULE.len() - 1].0;
+        let before = self.pending.len();
+        self.pending.retain(|_, pending| pending.since.elapsed() < patience);
+        let left = before - self.pending.len();
+        if left > 0 {
+            warn!(
+                containers = left,
+                "the kernel saw containers end, but the runtime still calls them running; their pods wait"
+            );
+            self.parts.metrics.given_up.inc_by(left as u64);
+            self.parts.pace.nudge();
+        }
+    }
+
+    /// What runs has changed.
+    async fn on_processes(&mut self) {
+        let now = Arc::clone(&self.parts.processes.borrow_and_update());
+        let before = std::mem::replace(&mut self.known, now);
+        self.strangers.retain(|(.., since)| since.elapsed() < STRANGER_AGE);
+        for (pid, at_ns, since) in std::mem::take(&mut self.strangers) {
+            if self.known.contains_key(&pid) {
+                push(&mut self.heard, pid);
+                self.expect(pid, Some(at_ns));
+            } else {
+                self.strangers.push_back((pid, at_ns, since));
+            }
+        }
+        let told = self.parts.pace.is_kernel_trusted();
+        for pid in before.keys().filter(|pid| told && !self.known.contains_key(*pid)) {
+            if !self.heard.contains(pid) && !self.strangers.iter().any(|(stranger, ..)| stranger == pid) {
+                self.unheard.insert(*pid, Instant::now());
+            }
+        }
+        self.check_trust();
+        self.find_cgroups().await;
+    }
+
+    /// The kernel's word is worth something only while it tells of every exit.
+    fn check_trust(&mut self) {
+        if self.unheard.values().any(|since| since.elapsed() > SILENCE) {
+            warn!("containers ended and the kernel did not tell; exits are looked for by relist again");
+            self.parts.pace.set_kernel(false);
+            self.unheard.clear();
+        }
+        while self.unheard.len() > STRANGERS {
+            self.unheard.pop_first();
+        }
+    }
+
+    /// Finds the cgroup2 ids of the containers, by which the kernel names them.
+    async fn find_cgroups(&mut self) {
+        let known = Arc::clone(&self.known);
+        self.cgroup_ids.retain(|_, pid| known.contains_key(pid));
+        let have: Vec<u32> = self.cgroup_ids.values().copied().collect();
+        let new = |(pid, process): &(&u32, &beelet_model::processes::Process)| {
+            !process.sandbox && !have.contains(pid)
+        };
+        if !known.iter().any(|entry| new(&entry)) {
+            return;
+        }
+        let paths: Vec<(u32, String)> =
+            known.iter().filter(new).map(|(pid, process)| (*pid, process.cgroup.clone())).collect();
+        let cgroups = Arc::clone(&self.parts.cgroups);
+        let find = move || -> Vec<(u64, u32)> {
+            paths.into_iter().filter_map(|(pid, path)| Some((cgroups.cgroup_id(&path)?, pid))).collect()
+        };
+        // Without them an OOM kill is placed by its process alone.
+        self.cgroup_ids.extend(spawn_blocking(find).await.unwrap_or_default());
+    }
+
+    async fn on_oom(&mut self, kill: OomKill) {
+        // First of all: it will be gone soon.
+        let command = spawn_blocking(move || command_of(kill.pid)).await.unwrap_or_default();
+        let pid = self.cgroup_ids.get(&kill.cgroup_id).copied().unwrap_or(kill.pid);
+        let Some(process) = self.known.get(&pid).filter(|process| !process.sandbox) else {
+            debug!(?kill, "an OOM kill outside of all known containers");
+            return;
+        };
+        let update = OomUpdate {
+            uid: process.uid.clone(),
+            id: process.id.clone(),
+            facts: OomFacts {
+                pid: kill.pid,
+                command,
+                // The container's own end follows only if it was its first process.
+                first: kill.pid == pid,
+                anon_rss: kill.anon_rss,
+                file_rss: kill.file_rss,
+                shmem_rss: kill.shmem_rss,
+                total_vm: kill.total_vm,
+            },
+        };
+        // It fails where the manager has ended.
+        let _ = self.parts.requests.send(Request::OomKilled(update)).await;
+    }
+}
+
+/// What a process calls itself, for people; empty if it is gone. Containers choose that: any bytes may come.
+fn command_of(pid: u32) -> String {
+    let name = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let name = name.strip_suffix(b"\n").unwrap_or(&name);
+    let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    String::from_utf8_lossy(name).chars().map(shown).collect()
+}
+
+/// Remembers, and forgets the oldest.
+fn push<T>(queue: &mut VecDeque<T>, item: T) {
+    if queue.len() >= STRANGERS {
+        queue.pop_front();
+    }
+    queue.push_back(item);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_called_what_it_calls_itself_as_far_as_that_can_be_shown() {
+        let named = |name: &'static [u8]| {
+            std::thread::spawn(move || {
+                rustix::thread::set_name(&std::ffi::CString::new(name).unwrap()).unwrap();
+                command_of(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())
+            })
+            .join()
+            .unwrap()
+        };
+        assert_eq!(named(b"worker 1"), "worker 1");
+        assert_eq!(named(b"\x1b[2J\xff\n"), "\u{fffd}[2J\u{fffd}\u{fffd}");
+        assert_eq!(command_of(u32::MAX), "");
+    }
+}

@@ -1,0 +1,138 @@
+//! Finds out what happened to sandboxes and containers, and tells the pods' manager. It never acts on
+//! a pod and never decides; what a change means is the worker's to see.
+//!
+//! Three sources say that a container has ended: the kernel (its first process exited: known within a millisecond, on any
+//! runtime), the runtime's event stream (where it has one), and the [`relist`]. The first two only start a wait for the
+//! runtime's own word, in [`exits`]: until the runtime says EXITED, what else was in the container may hold the pod's
+//! ports, and only that word allows a restart. Whatever the sources say twice is acted on once, because a worker looks
+//! at attempts, not at messages. While the first two are trusted, the relist becomes rare.
+
+pub mod exits;
+pub mod relist;
+pub mod stream;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
+
+use tokio::sync::{Notify, mpsc};
+use tokio_util::sync::CancellationToken;
+
+use beelet_bpf::{Edge, Edges};
+
+/// Signals on their way to [`exits`]. When it is full the kernel's edges wait in their own channel, which counts what it
+/// loses and says so.
+pub const SIGNALS: usize = 1024;
+
+/// Something that may be a container's end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// A process ended, by the kernel's word.
+    Exited {
+        /// Its id on the host.
+        pid: u32,
+        /// When, `CLOCK_MONOTONIC` nanoseconds.
+        at_ns: u64,
+    },
+    /// The kernel killed a process for want of memory, by its own word.
+    OomKilled(OomKill),
+    /// A container or sandbox ended, by the runtime's word.
+    Stopped {
+        /// The runtime's identifier.
+        id: String,
+    },
+    /// Something may have been missed.
+    Lost,
+}
+
+/// A process that the kernel killed for want of memory. Sizes are bytes; 0 if unknown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OomKill {
+    /// The container's cgroup2 id; 0 if unknown.
+    pub cgroup_id: u64,
+    /// The process, on the host.
+    pub pid: u32,
+    /// Its address space.
+    pub total_vm: u64,
+    /// Its anonymous memory.
+    pub anon_rss: u64,
+    /// Files that it had mapped.
+    pub file_rss: u64,
+    /// Shared memory that it had mapped.
+    pub shmem_rss: u64,
+}
+
+/// Hands the kernel's edges on as signals, until `shutdown`.
+pub async fn forward(edges: Edges, signals: mpsc::Sender<Signal>, shutdown: CancellationToken) {
+    loop {
+        let edge = tokio::select! {
+            () = shutdown.cancelled() => return,
+            edge = edges.recv() => edge,
+        };
+        let signal = match edge {
+            Edge::ContainerExited { pid, at_ns, .. } => Signal::Exited { pid, at_ns },
+            Edge::OomKill { cgroup_id, pid, total_vm, anon_rss, file_rss, shmem_rss, .. } => {
+                Signal::OomKilled(OomKill { cgroup_id, pid, total_vm, anon_rss, file_rss, shmem_rss })
+            }
+            Edge::Lost => Signal::Lost,
+            _ => continue,
+        };
+        if signals.send(signal).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// How much the relist is needed: what the other sources know of themselves. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Pace(Arc<PaceState>);
+
+#[derive(Debug, Default)]
+struct PaceState {
+    kernel: AtomicBool,
+    stream: AtomicBool,
+    nudge: Notify,
+}
+
+impl Pace {
+    /// Whether exits are expected to be known without a relist.
+    #[must_use]
+    pub fn is_trusted(&self) -> bool {
+        self.is_kernel_trusted() || self.is_streaming()
+    }
+
+    /// Whether the kernel is expected to tell of every exit.
+    #[must_use]
+    pub fn is_kernel_trusted(&self) -> bool {
+        self.0.kernel.load(Ordering::Relaxed)
+    }
+
+    /// Whether the runtime streams its events now.
+    #[must_use]
+    pub fn is_streaming(&self) -> bool {
+        self.0.stream.load(Ordering::Relaxed)
+    }
+
+    /// The kernel reports exits, or it turned out that it doesn't.
+    pub fn set_kernel(&self, trusted: bool) {
+        self.0.kernel.store(trusted, Ordering::Relaxed);
+    }
+
+    fn set_streaming(&self, streaming: bool) {
+        self.0.stream.store(streaming, Ordering::Relaxed);
+        if !streaming {
+            self.nudge();
+        }
+    }
+
+    /// Something happened that only a relist can tell.
+    pub fn nudge(&self) {
+        self.0.nudge.notify_one();
+    }
+
+    /// Waits for a [`Pace::nudge`].
+    async fn nudged(&self) {
+        self.0.nudge.notified().await;
+    }
+}

@@ -1,0 +1,324 @@
+//! The safety net: asks the runtime for everything that is ours, once a period, and compares it with the
+//! last answer. Two calls, whatever the number of pods. While nothing is new and other sources are trusted, the period
+//! grows.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use beelet_proto::cri;
+use prometheus_client::{
+    metrics::{counter::Counter, histogram::Histogram},
+    registry::Registry,
+};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::Pace;
+use beelet_cri::{Error, Runtime};
+use beelet_model::{
+    labels::{self, ANNOTATION_HASH},
+    pod::managed,
+    request::{Request, RuntimePod, RuntimePods},
+    table::PodName,
+};
+
+/// The time between two looks, as the kubelet's.
+pub const PERIOD: Duration = Duration::from_secs(1);
+/// The same where nothing was new for a while and other sources are trusted. It doubles up to this.
+pub const PERIOD_MAX: Duration = Duration::from_secs(5);
+/// However often somebody asks for a look, there is one in this time at most.
+const GAP: Duration = Duration::from_millis(100);
+/// With no answer for this long the agent calls itself unhealthy and its node not ready, as the kubelet does
+/// (`maxWaitForContainerRuntime`, pkg/kubelet/kubelet.go).
+pub const UNHEALTHY_AFTER: Duration = Duration::from_secs(30);
+/// With no answer for this long whoever looks at pods is told: twice the longest time between two looks.
+pub const NOTICED_AFTER: Duration = Duration::from_secs(10);
+
+/// When the runtime last answered; clones share it.
+#[derive(Clone, Debug)]
+pub struct Pulse(Arc<Mutex<Beat>>);
+
+#[derive(Clone, Copy, Debug)]
+struct Beat {
+    last: Instant,
+    /// Since when no two beats were too far from each other.
+    well_since: Instant,
+}
+
+impl Pulse {
+    fn now() -> Self {
+        let now = Instant::now();
+        Self(Arc::new(Mutex::new(Beat { last: now, well_since: now })))
+    }
+
+    fn beat(&self) {
+        let mut beat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if now.duration_since(beat.last) >= UNHEALTHY_AFTER {
+            beat.well_since = now;
+        }
+        beat.last = now;
+    }
+
+    fn get(&self) -> Beat {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For how long the runtime has not answered.
+    #[must_use]
+    pub fn silence(&self) -> Duration {
+        self.get().last.elapsed()
+    }
+
+    /// For how long the silence has been shorter than [`UNHEALTHY_AFTER`], or longer.
+    #[must_use]
+    pub fn lasted(&self) -> Duration {
+        let beat = self.get();
+        match beat.last.elapsed().checked_sub(UNHEALTHY_AFTER) {
+            None => beat.well_since.elapsed(),
+            Some(lasted) => lasted,
+        }
+    }
+}
+
+/// Counters of the relist; clones share them.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    duration: Histogram,
+    errors: Counter,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let bounds = [0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
+        Self { duration: Histogram::new(bounds), errors: Counter::default() }
+    }
+}
+
+impl Metrics {
+    /// Adds all of them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "kubelet_pleg_relist_duration_seconds",
+            "Time to list all sandboxes and containers",
+            self.duration.clone(),
+        );
+        registry.register("beelet_relist_errors", "Relists that failed", self.errors.clone());
+    }
+}
+
+/// One sandbox or container in a comparison: identifier and state.
+type Seen = BTreeMap<String, BTreeSet<(String, i32)>>;
+
+/// Looks once a [`PERIOD`].
+#[derive(Debug)]
+pub struct Relist {
+    runtime: Runtime,
+    requests: mpsc::Sender<Request>,
+    metrics: Metrics,
+    pulse: Pulse,
+    pace: Pace,
+    seen: Option<Seen>,
+}
+
+impl Relist {
+    /// A relist that has not looked yet, and the pulse that tells of its health.
+    pub fn new(
+        runtime: Runtime,
+        requests: mpsc::Sender<Request>,
+        pace: Pace,
+        metrics: Metrics,
+    ) -> (Self, Pulse) {
+        let pulse = Pulse::now();
+        (Self { runtime, requests, metrics, pulse: pulse.clone(), pace, seen: None }, pulse)
+    }
+
+    /// Looks until `shutdown`, at once and then periodically. A failure is said once, and so is its end.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut failing = false;
+        // A slow answer delays the next look; it does not make a burst of them.
+        let (mut last, mut period) = (Instant::now(), Duration::ZERO);
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                () = sleep_until(last + period) => {}
+                () = self.pace.nudged() => sleep_until(last + GAP.min(period)).await,
+            }
+            let looked = tokio::select! {
+                () = shutdown.cancelled() => return,
+                looked = self.look() => looked,
+            };
+            last = Instant::now();
+            let quiet = matches!(&looked, Ok(news) if news.changed.is_empty()) && !failing;
+            let longest = if quiet && self.pace.is_trusted() { PERIOD_MAX } else { PERIOD };
+            period = (period * 2).clamp(PERIOD, longest);
+            match looked {
+                Ok(news) => {
+                    if failing {
+                        info!("the container runtime answers again");
+                    }
+                    // When it is back, every worker must look: anything may have happened meanwhile.
+                    let news = RuntimePods { recovered: failing, ..news };
+                    failing = false;
+                    self.pulse.beat();
+                    // Without changes too: what came and went between two looks is missed by those who saw it.
+                    if self.requests.send(Request::Runtime(news)).await.is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    self.metrics.errors.inc();
+                    if !failing {
+                        warn!(%error, "the container runtime does not answer; pods keep running, changes wait");
+                    }
+                    failing = true;
+                }
+            }
+        }
+    }
+
+    /// Asks, and compares.
+    async fn look(&mut self) -> Result<RuntimePods, Error> {
+        let began = Instant::now();
+        let ours = managed();
+        let (sandboxes, containers) = tokio::try_join!(
+            self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
+                label_selector: ours.clone(),
+                ..Default::default()
+            })),
+            self.runtime.list_containers(Some(cri::ContainerFilter {
+                label_selector: ours.clone(),
+                ..Default::default()
+            })),
+        )?;
+        self.metrics.duration.observe(began.elapsed().as_secs_f64());
+        let (pods, seen) = group(&sandboxes, &containers);
+        let before = self.seen.replace(seen).unwrap_or_default();
+        let changed = self.seen.as_ref().map(|now| differences(&before, now)).unwrap_or_default();
+        Ok(RuntimePods { pods, changed, asked_at: began, recovered: false })
+    }
+}
+
+/// Sorts what was listed by pod.
+fn group(
+    sandboxes: &[cri::PodSandbox],
+    containers: &[cri::Container],
+) -> (BTreeMap<String, RuntimePod>, Seen) {
+    let mut pods = BTreeMap::new();
+    let mut seen = Seen::new();
+    let uid = |labels: &std::collections::HashMap<String, String>| labels.get(labels::POD_UID).cloned();
+    for sandbox in sandboxes {
+        let pod = pod_of(&sandbox.labels, &sandbox.annotations);
+        let Some(uid) = uid(&sandbox.labels).filter(|uid| pod.is_sound(uid)) else { continue };
+        seen.entry(uid.clone()).or_default().insert((sandbox.id.clone(), sandbox.state));
+        pods.insert(uid, pod);
+    }
+    for container in containers {
+        let pod = pod_of(&container.labels, &container.annotations);
+        let Some(uid) = uid(&container.labels).filter(|uid| pod.is_sound(uid)) else { continue };
+        seen.entry(uid.clone()).or_default().insert((container.id.clone(), container.state));
+        // A container whose sandbox is gone still belongs to a pod that must be cleaned up.
+        pods.entry(uid).or_insert(pod);
+    }
+    (pods, seen)
+}
+
+fn pod_of(
+    all_labels: &std::collections::HashMap<String, String>,
+    annotations: &std::collections::HashMap<String, String>,
+) -> RuntimePod {
+    let label = |key: &str| all_labels.get(key).cloned().unwrap_or_default();
+    let grace = annotations.get(labels::GRACE_PERIOD).and_then(|s| s.parse().ok()).unwrap_or(30);
+    RuntimePod {
+        name: PodName { namespace: label(labels::POD_NAMESPACE), name: label(labels::POD_NAME) },
+        grace: Duration::from_secs(grace),
+        manifest: annotations.get(labels::MANIFEST).map(PathBuf::from),
+        hash: annotations.get(ANNOTATION_HASH).cloned(),
+        shape: annotations.get(labels::SHAPE).cloned(),
+    }
+}
+
+/// The pods that are new, gone or not what they were.
+fn differences(before: &Seen, now: &Seen) -> BTreeSet<String> {
+    let changed = now.iter().filter(|(uid, seen)| before.get(*uid) != Some(seen)).map(|(uid, _)| uid);
+    let gone = before.keys().filter(|uid| !now.contains_key(*uid));
+    changed.chain(gone).cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_pulse_knows_since_when_it_is_as_it_is() {
+        let pulse = Pulse::now();
+        let check = |well: bool, seconds: u64| {
+            let is_well = pulse.silence() < UNHEALTHY_AFTER;
+            assert_eq!((is_well, pulse.lasted().as_secs()), (well, seconds));
+        };
+        let wait = async |seconds| tokio::time::advance(Duration::from_secs(seconds)).await;
+        wait(20).await;
+        pulse.beat();
+        check(true, 20);
+        wait(29).await;
+        check(true, 49);
+        wait(11).await;
+        check(false, 10);
+        pulse.beat();
+        check(true, 0);
+        wait(5).await;
+        pulse.beat();
+        check(true, 5);
+    }
+
+    fn seen(text: &str) -> Seen {
+        let mut seen = Seen::new();
+        for word in text.split_whitespace() {
+            let (uid, rest) = word.split_once('/').unwrap();
+            let (id, state) = rest.split_once('=').unwrap();
+            seen.entry(uid.to_owned()).or_default().insert((id.to_owned(), state.parse().unwrap()));
+        }
+        seen
+    }
+
+    fn check(before: &str, now: &str, expect: &[&str]) {
+        let changed = differences(&seen(before), &seen(now));
+        assert_eq!(changed.iter().map(String::as_str).collect::<Vec<_>>(), expect, "{before} -> {now}");
+    }
+
+    #[test]
+    fn what_names_no_pod_of_ours_is_nobodys() {
+        let labels = |uid: &str, name: &str| {
+            let all = [(labels::POD_UID, uid), (labels::POD_NAME, name), (labels::POD_NAMESPACE, "default")];
+            all.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+        };
+        let cases = [("u", "web"), ("", "web"), ("../x", "web"), ("..", "web"), ("v", "a/../b"), ("w", "")];
+        let sandboxes =
+            cases.map(|(uid, name)| cri::PodSandbox { labels: labels(uid, name), ..Default::default() });
+        let containers =
+            cases.map(|(uid, name)| cri::Container { labels: labels(uid, name), ..Default::default() });
+        for (sandboxes, containers) in [(&sandboxes[..], &[][..]), (&[], &containers)] {
+            let (pods, seen) = group(sandboxes, containers);
+            assert_eq!(pods.keys().collect::<Vec<_>>(), ["u"]);
+            assert_eq!(seen.keys().collect::<Vec<_>>(), ["u"]);
+        }
+    }
+
+    #[test]
+    fn a_pod_changes_when_anything_in_it_comes_goes_or_changes_state() {
+        check("", "", &[]);
+        check("a/s=0", "a/s=0", &[]);
+        check("", "a/s=0", &["a"]);
+        check("a/s=0", "", &["a"]);
+        check("a/s=0 a/c=1 b/s=0", "a/s=0 a/c=2 b/s=0", &["a"]);
+        check("a/s=0 a/c=1", "a/s=0 a/c=1 a/d=0 b/s=0", &["a", "b"]);
+    }
+}

@@ -1,0 +1,68 @@
+//! The runtime's event stream as a source of exits. Only where the agent owns the node: the stream has one subscriber.
+
+use std::time::Duration;
+
+use beelet_proto::cri::ContainerEventType;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use super::{Pace, Signal};
+use beelet_cri::{ContainerEvents, Error, Kind, Runtime};
+
+/// The pause before the stream is asked for again; it doubles up to [`RETRY_MAX`].
+const RETRY: Duration = Duration::from_secs(1);
+/// The longest pause.
+const RETRY_MAX: Duration = Duration::from_secs(30);
+
+/// Follows the stream until `shutdown`, or until the runtime says that it has none.
+pub async fn follow(
+    runtime: Runtime,
+    signals: mpsc::Sender<Signal>,
+    pace: Pace,
+    shutdown: CancellationToken,
+) {
+    let mut pause = RETRY;
+    loop {
+        let ended = tokio::select! {
+            () = shutdown.cancelled() => return,
+            ended = once(&runtime, &signals, &pace) => ended,
+        };
+        if pace.is_streaming() {
+            pause = RETRY;
+        }
+        pace.set_streaming(false);
+        match ended {
+            Err(error) if error.kind == Kind::Unimplemented => {
+                info!("the container runtime streams no events; exits come from the kernel and the relist");
+                return;
+            }
+            Err(error) => warn!(%error, "the container runtime's events broke off; the relist stands in"),
+            Ok(()) => debug!("the container runtime ended its event stream"),
+        }
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            () = tokio::time::sleep(pause) => {}
+        }
+        pause = (pause * 2).min(RETRY_MAX);
+    }
+}
+
+/// One subscription, to its end. It counts as working from its first event on: a runtime may accept it, and then have
+/// another subscriber whom it tells.
+async fn once(runtime: &Runtime, signals: &mpsc::Sender<Signal>, pace: &Pace) -> Result<(), Error> {
+    let mut events: ContainerEvents = runtime.container_events().await?;
+    while let Some(event) = events.next().await? {
+        if !pace.is_streaming() {
+            info!("the container runtime streams its events");
+            pace.set_streaming(true);
+            // What happened before the first one is not in the stream.
+            pace.nudge();
+        }
+        let stopped = event.container_event_type() == ContainerEventType::ContainerStoppedEvent;
+        if stopped && signals.send(Signal::Stopped { id: event.container_id }).await.is_err() {
+            return Ok(());
+        }
+    }
+    Ok(())
+}

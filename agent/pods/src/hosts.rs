@@ -1,0 +1,169 @@
+//! A pod's `/etc/hosts`, as the kubelet writes it: the pod's own names, and the manifest's `hostAliases`.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use beelet_base::own_file;
+use beelet_model::pod::NodeFacts;
+use beelet_model::table::PodName;
+pub(crate) use beelet_spec::cri_config::HostName;
+
+/// Where the file is in a container.
+const IN_CONTAINER: &str = "/etc/hosts";
+/// Where the machine's own is.
+const ON_HOST: &str = "/etc/hosts";
+/// The most that is taken of the machine's own file.
+const HOST_MAX: u64 = 1 << 20;
+
+const LOCAL: &str = "127.0.0.1\tlocalhost
+::1\tlocalhost ip6-localhost ip6-loopback
+fe00::0\tip6-localnet
+fe00::0\tip6-mcastprefix
+fe00::1\tip6-allnodes
+fe00::2\tip6-allrouters
+";
+
+/// What the file says; `of_host` is the machine's own, for pods on its network.
+fn content(pod: &core::Pod, pod_ips: &[String], of_host: &[u8], node: &NodeFacts) -> Vec<u8> {
+    let default_spec = core::PodSpec::default();
+    let spec = pod.spec.as_ref().unwrap_or(&default_spec);
+    let mut text = if spec.host_network == Some(true) {
+        [&b"# Kubernetes-managed hosts file (host network).\n"[..], of_host].concat()
+    } else {
+        let host = HostName::of(spec, &PodName::of(pod), node);
+        let names = match host.qualified() {
+            Some(qualified) => format!("{qualified}\t{}", host.name),
+            None => host.name,
+        };
+        let own: String = pod_ips.iter().map(|ip| format!("{ip}\t{names}\n")).collect();
+        format!("# Kubernetes-managed hosts file.\n{LOCAL}{own}").into_bytes()
+    };
+    let aliases = spec.host_aliases.as_deref().unwrap_or_default();
+    if !aliases.is_empty() {
+        text.extend_from_slice(b"\n# Entries added by HostAliases.\n");
+    }
+    for alias in aliases {
+        let names = alias.hostnames.as_deref().unwrap_or_default().join("\t");
+        text.extend_from_slice(format!("{}\t{names}\n", alias.ip).as_bytes());
+    }
+    text
+}
+
+/// Writes the file of a pod whose folder is `folder`. In place: containers have it mounted. Blocking.
+pub(super) fn write(
+    folder: &Path,
+    pod: &core::Pod,
+    pod_ips: &[String],
+    node: &NodeFacts,
+) -> Result<PathBuf, String> {
+    let on_host = pod.spec.as_ref().and_then(|s| s.host_network) == Some(true);
+    let of_host = if on_host { read_host()? } else { Vec::new() };
+    let wanted = content(pod, pod_ips, &of_host, node);
+    let path = folder.join("etc-hosts");
+    beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE)?;
+    let written = own_file::own(&path).and_then(|mut file| make_say(&mut file, &wanted));
+    written.map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    Ok(path)
+}
+
+fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
+    let mut there = Vec::new();
+    file.take(wanted.len() as u64 + 1).read_to_end(&mut there)?;
+    if there != wanted {
+        file.set_len(0)?;
+        file.rewind()?;
+        file.write_all(wanted)?;
+        own_file::permit(file, 0o644)?;
+    }
+    Ok(())
+}
+
+/// Bytes: nobody says in what encoding somebody wrote the comments.
+fn read_host() -> Result<Vec<u8>, String> {
+    let mut text = Vec::new();
+    match File::open(ON_HOST) {
+        Ok(file) => {
+            let read = file.take(HOST_MAX).read_to_end(&mut text);
+            read.map(|_| text).map_err(|e| format!("cannot read {ON_HOST}: {e}"))
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(text),
+        Err(e) => Err(format!("cannot read {ON_HOST}: {e}")),
+    }
+}
+
+/// Its mount; None for a container that mounts something of its own there.
+pub(super) fn mount(path: &Path, container: &core::Container) -> Option<cri::Mount> {
+    let taken = container.volume_mounts.iter().flatten().any(|mount| mount.mount_path == IN_CONTAINER);
+    (!taken).then(|| cri::Mount {
+        container_path: IN_CONTAINER.to_owned(),
+        host_path: path.to_string_lossy().into_owned(),
+        ..Default::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn shown(spec: Value) -> String {
+        let mut spec = spec;
+        spec["containers"] = json!([]);
+        let pod = json!({"metadata": {"name": "web-n1", "namespace": "shop", "uid": "u1"}, "spec": spec});
+        let pod: core::Pod = serde_json::from_value(pod).unwrap();
+        let ips = ["10.0.0.7".to_owned(), "fd00::7".to_owned()];
+        let content = content(&pod, &ips, b"192.0.2.9 printer\n", &beelet_spec::fixtures::node());
+        String::from_utf8(content).unwrap()
+    }
+
+    #[test]
+    fn the_hosts_own_file_need_not_be_text() {
+        let pod: core::Pod =
+            serde_json::from_value(json!({"spec": {"hostNetwork": true, "containers": []}})).unwrap();
+        let of_host = b"192.0.2.9 printer # \xfcber\n";
+        let content = content(&pod, &[], of_host, &beelet_spec::fixtures::node());
+        assert!(content.ends_with(of_host));
+    }
+
+    #[test]
+    fn a_pods_own_names_and_its_aliases() {
+        let text = shown(json!({"hostname": "www", "subdomain": "front",
+            "hostAliases": [{"ip": "192.0.2.5", "hostnames": ["db", "db.test"]}]}));
+        let expected = format!(
+            "# Kubernetes-managed hosts file.\n{LOCAL}10.0.0.7\twww.front.shop.svc.cluster.test\twww\nfd00::7\t\
+             www.front.shop.svc.cluster.test\twww\n\n# Entries added by HostAliases.\n192.0.2.5\tdb\tdb.test\n"
+        );
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn without_a_domain_there_is_one_name() {
+        assert!(shown(json!({})).ends_with("fe00::2\tip6-allrouters\n10.0.0.7\tweb-n1\nfd00::7\tweb-n1\n"));
+    }
+
+    #[test]
+    fn on_the_hosts_network_the_hosts_own_file_is_the_start() {
+        let text =
+            shown(json!({"hostNetwork": true, "hostAliases": [{"ip": "192.0.2.5", "hostnames": ["db"]}]}));
+        assert_eq!(
+            text,
+            "# Kubernetes-managed hosts file (host network).\n192.0.2.9 printer\n\n# Entries added by HostAliases.\n\
+             192.0.2.5\tdb\n"
+        );
+    }
+
+    #[test]
+    fn a_container_may_mount_a_hosts_file_of_its_own() {
+        let container = |path: &str| -> core::Container {
+            serde_json::from_value(json!({"name": "c", "volumeMounts": [{"name": "v", "mountPath": path}]}))
+                .unwrap()
+        };
+        assert!(mount(Path::new("/p/etc-hosts"), &container("/etc")).is_some());
+        assert!(mount(Path::new("/p/etc-hosts"), &container("/etc/hosts")).is_none());
+    }
+}

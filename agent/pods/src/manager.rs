@@ -1,0 +1,657 @@
+//! Keeps one worker for each pod that should be here or still is, and publishes the [`PodTable`].
+//!
+//! One task owns everything: desired pods, what the runtime was seen to have, probe results and worker
+//! reports come in, control values and the table go out. Nothing here waits for the runtime.
+
+pub use beelet_model::request::{ProbeUpdate, Request, RuntimePod};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::Arc,
+};
+
+use beelet_policy::{
+    pod::{ContainerState, KillReason},
+    probe::{ProbeKind, ProbeResult},
+};
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::core::v1 as core,
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
+};
+use tokio::{
+    sync::{mpsc, watch},
+    task::JoinHandle,
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::{
+    launch::Launcher,
+    metrics::Metrics,
+    observe::Observation,
+    records::{PodRecord, Records},
+    status::{Inputs, Waiting},
+    worker::{Control, Report, Stage, Terminate, Worker},
+};
+use beelet_base::clock::monotonic_ns;
+use beelet_devices::{Active, NodeDevices};
+use beelet_model::{
+    desired::Desired,
+    failure::Failure,
+    labels::ANNOTATION_HASH,
+    objects::Objects,
+    processes,
+    status::{OomFacts, ProbeFacts, has_ended, whole_second},
+    table::{Complete, PodEntry, PodName, PodTable, ReadinessEdge},
+};
+use beelet_spec::resize::{self, ResizeFacts};
+
+mod active;
+mod exits;
+mod failing;
+mod resizing;
+
+/// Reports under way from workers. A worker waits while the manager is behind by this many.
+const REPORTS: usize = 256;
+
+/// What the manager needs from the rest of the node.
+#[derive(Debug)]
+pub struct Parts {
+    /// Brings pods to life.
+    pub launcher: Arc<Launcher>,
+    /// The runtime's name, as container identifiers in a status carry it.
+    pub runtime_name: String,
+    /// What should be here.
+    pub desired: watch::Receiver<Arc<Desired>>,
+    /// What others ask.
+    pub requests: mpsc::Receiver<Request>,
+    /// The table that everyone reads.
+    pub table: watch::Sender<Arc<PodTable>>,
+    /// The first processes of what runs, for those who hear of exits.
+    pub processes: watch::Sender<processes::Shared>,
+    /// What is known of pods from before a restart; new knowledge goes to the same place.
+    pub records: Records,
+    /// The pods that may hold devices.
+    pub active: watch::Sender<Active>,
+    /// Counters and gauges.
+    pub metrics: Metrics,
+    /// The pods go when the agent ends.
+    pub stop_pods_on_exit: bool,
+    /// Set when the table has all that runs.
+    pub complete: Complete,
+}
+
+/// A pod with a worker.
+#[derive(Debug)]
+struct Managed {
+    name: PodName,
+    pod: Arc<core::Pod>,
+    control: watch::Sender<Control>,
+    task: JoinHandle<()>,
+    seen: Option<Arc<Observation>>,
+    waiting: BTreeMap<String, Waiting>,
+    /// Containers whose postStart hook is done.
+    hooked: BTreeSet<String>,
+    /// OOM kills in containers, the last one of each.
+    oom: BTreeMap<String, OomFacts>,
+    /// What of them was told.
+    oom_told: BTreeMap<String, exits::OomTold>,
+    probes: BTreeMap<String, ProbeFacts>,
+    status: Option<core::PodStatus>,
+    /// Since when it has been active.
+    lifetime: Option<failing::Lifetime>,
+    edge: Option<ReadinessEdge>,
+    /// Set if it was ended for good.
+    failure: Option<Failure>,
+    /// It may run again once its failure is cleared.
+    retry: bool,
+    /// How a change of its amounts stands.
+    resize: ResizeFacts,
+}
+
+impl Managed {
+    fn terminating(&self) -> bool {
+        self.control.borrow().terminate.is_some()
+    }
+
+    /// Whether other amounts of cpu and memory don't make it another pod. One that was ended for good is.
+    fn may_resize(&self) -> bool {
+        !self.terminating() && self.failure.is_none()
+    }
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct Manager {
+    parts: Parts,
+    /// By UID.
+    pods: BTreeMap<String, Managed>,
+    /// What the runtime was last seen to have, and at first what the records of an earlier instance name: a
+    /// pod that the runtime has forgotten may have left folders and cgroups. `None` before the first look.
+    runtime: Option<BTreeMap<String, RuntimePod>>,
+    /// UIDs of the pods that the runtime itself named, when it was last asked.
+    present: BTreeSet<String>,
+    /// What pods refer to, as it was when they were last told of it.
+    objects: Arc<Objects>,
+    /// Pods that are gone, and since when: what the runtime was asked before may still name them.
+    gone: BTreeMap<String, Instant>,
+    reports_in: mpsc::Receiver<Report>,
+    reports_out: mpsc::Sender<Report>,
+    /// What the node has of devices, and the last change of their health that pods' statuses have.
+    devices: watch::Receiver<Arc<NodeDevices>>,
+    device_health: u64,
+}
+
+impl Manager {
+    /// A manager that has started nothing yet.
+    pub fn new(parts: Parts) -> Self {
+        let (reports_out, reports_in) = mpsc::channel(REPORTS);
+        let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        let devices = parts.launcher.devices.node();
+        Self {
+            parts,
+            pods,
+            runtime: None,
+            present,
+            objects: Arc::default(),
+            gone,
+            reports_in,
+            reports_out,
+            devices,
+            device_health: 0,
+        }
+    }
+
+    /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut stopping = false;
+        let mut source_open = true;
+        self.reconcile();
+        loop {
+            let deadline = self.next_deadline();
+            self.publish_active();
+            tokio::select! {
+                () = shutdown.cancelled(), if !stopping => {
+                    if !self.parts.stop_pods_on_exit { break }
+                    stopping = true;
+                    info!(pods = self.pods.len(), "terminating all pods before the agent ends");
+                    for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
+                        self.terminate(&uid);
+                    }
+                }
+                changed = self.parts.desired.changed(), if source_open && !stopping => {
+                    source_open = changed.is_ok();
+                    self.reconcile();
+                }
+                Some(report) = self.reports_in.recv() => self.on_report(report, stopping),
+                Some(request) = self.parts.requests.recv() => self.on_request(request, stopping),
+                Ok(()) = self.devices.changed() => self.on_devices(),
+                () = until(deadline), if !stopping => self.fail_overdue(),
+            }
+            self.note_complete();
+            if stopping && self.pods.is_empty() {
+                break;
+            }
+        }
+        for managed in self.pods.values() {
+            managed.task.abort();
+        }
+    }
+
+    /// Tells once that every pod was looked at.
+    fn note_complete(&self) {
+        let is_known = |managed: &Managed| managed.status.is_some() || managed.terminating();
+        if self.runtime.is_some() && !self.parts.complete.initialized() && self.pods.values().all(is_known) {
+            // Nobody else sets it.
+            let _ = self.parts.complete.set(());
+        }
+    }
+
+    /// Makes workers fit what is desired: starts the missing, terminates the others.
+    fn reconcile(&mut self) {
+        let desired = Arc::clone(&self.parts.desired.borrow_and_update());
+        self.publish_rejected(&desired);
+        if self.objects != desired.objects {
+            self.objects = Arc::clone(&desired.objects);
+            // A pod may have waited for one of them.
+            self.pods.values().for_each(|managed| managed.control.send_modify(|c| c.changes += 1));
+        }
+        // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
+        let Some(in_runtime) = self.runtime.clone() else { return };
+        let wanted = self.identified(&desired, &in_runtime);
+        for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
+            self.keep_or_terminate(&uid, wanted.get(&uid), &desired);
+        }
+        // Those that run have their room before any new one asks for some.
+        wanted.iter().for_each(|(uid, pod)| self.adopt(uid, pod));
+        for (uid, orphan) in &in_runtime {
+            // A UID may be written in the manifest, and stay when the rest changes.
+            let is_wanted = wanted.get(uid).is_some_and(|pod| {
+                orphan.hash.is_none()
+                    || orphan.hash == hash_of(pod)
+                    || orphan.shape == Some(resize::shape(pod))
+            });
+            if self.pods.contains_key(uid) || is_wanted || !desired.may_remove(orphan.manifest.as_deref()) {
+                continue;
+            }
+            info!(pod = %orphan.name, uid, "a pod without a manifest runs here; it is terminated");
+            self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
+        }
+        for (uid, pod) in wanted {
+            if self.pods.contains_key(&uid) {
+                continue;
+            }
+            let name = PodName::of(&pod);
+            // Of two pods of one name the old one must be gone first: they may share ports and files.
+            if self.pods.values().any(|m| m.name == name) {
+                continue;
+            }
+            let left_alone = |(other, seen): (&String, &RuntimePod)| {
+                *other != uid && seen.name == name && !self.pods.contains_key(other)
+            };
+            if in_runtime.iter().any(left_alone) {
+                warn!(pod = %name, uid, "pod must wait: one of its name runs here, from a manifest that can't be read");
+                continue;
+            }
+            info!(pod = %name, uid, "pod is managed from now on");
+            self.spawn(pod, false);
+        }
+    }
+
+    /// The desired pods by UID. One that differs from a pod that is here in nothing but amounts that may change while it
+    /// runs is that pod.
+    fn identified(
+        &self,
+        desired: &Desired,
+        in_runtime: &BTreeMap<String, RuntimePod>,
+    ) -> BTreeMap<String, Arc<core::Pod>> {
+        let identify = |pod: &Arc<core::Pod>| {
+            let uid = pod.metadata.uid.clone()?;
+            if self.pods.contains_key(&uid) || in_runtime.contains_key(&uid) {
+                return Some((uid, Arc::clone(pod)));
+            }
+            let (name, shape) = (PodName::of(pod), resize::shape(pod));
+            let mut managed = self.pods.iter().filter(|(_, m)| m.name == name && m.may_resize());
+            let running = managed.find(|(_, m)| resize::shape(&m.pod) == shape).map(|(uid, _)| uid);
+            let mut seen = in_runtime.iter().filter(|(uid, _)| !self.pods.contains_key(*uid));
+            let known = running.or_else(|| {
+                seen.find(|(_, seen)| seen.name == name && seen.shape.as_ref() == Some(&shape))
+                    .map(|(uid, _)| uid)
+            });
+            let Some(known) = known else { return Some((uid, Arc::clone(pod))) };
+            let mut resized = (**pod).clone();
+            resized.metadata.uid = Some(known.clone());
+            Some((known.clone(), Arc::new(resized)))
+        };
+        desired.pods.values().filter_map(identify).collect()
+    }
+
+    /// Terminates a pod that isn't wanted any more, or not as it is.
+    fn keep_or_terminate(&mut self, uid: &str, wanted: Option<&Arc<core::Pod>>, desired: &Desired) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        let same = |pod: &&Arc<core::Pod>| {
+            hash_of(pod) == hash_of(&managed.pod)
+                || managed.may_resize() && resize::shape(pod) == resize::shape(&managed.pod)
+        };
+        match wanted.filter(same) {
+            // The same manifest; what comes from elsewhere, its priority, may be new.
+            Some(pod) if !managed.terminating() && managed.pod != *pod => {
+                let is_same = hash_of(pod) == hash_of(&managed.pod);
+                if is_same {
+                    managed.resize.pending = None;
+                }
+                if is_same || managed.try_resize(pod, &self.parts.launcher) {
+                    managed.pod = Arc::clone(pod);
+                }
+                self.publish(uid);
+            }
+            Some(_) if managed.resize.pending.take().is_some() => self.publish(uid),
+            Some(_) => {}
+            None if desired.may_remove(manifest_of(&managed.pod).as_deref()) => self.terminate(uid),
+            None => {}
+        }
+    }
+
+    /// A pod that an earlier instance of the agent let in is not asked again, whatever the node is like now.
+    fn adopt(&self, uid: &str, pod: &Arc<core::Pod>) {
+        let failed = || self.parts.records.get(uid).is_some_and(|record| record.failure.is_some());
+        if self.present.contains(uid) && !self.pods.contains_key(uid) && !failed() {
+            self.parts.launcher.admission.adopt(pod);
+        }
+    }
+
+    fn publish_rejected(&self, desired: &Desired) {
+        self.parts.table.send_if_modified(|table| {
+            if *table.rejected == desired.rejected {
+                return false;
+            }
+            let rejected = Arc::new(desired.rejected.clone());
+            *table = Arc::new(PodTable { pods: table.pods.clone(), rejected });
+            true
+        });
+        self.parts.metrics.rejected_manifests.set(i64::try_from(desired.rejected.len()).unwrap_or(i64::MAX));
+    }
+
+    fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let (record, retry) = self.remembered(&uid);
+        let (probes, hooked, oom, status, failure, edge) = match record {
+            Some(record) => {
+                (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
+            }
+            None => Default::default(),
+        };
+        if terminate {
+            let admission = &self.parts.launcher.admission;
+            admission.adopt(&pod);
+            admission.leaving(&uid, beelet_model::pod::grace_period(&pod));
+        }
+        let terminate = terminate.then_some(Terminate { grace: None });
+        let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
+        let ended = failure.is_none() && has_ended(status.as_ref());
+        let (control, signal) = watch::channel(Control { terminate, failed, ended, ..Control::default() });
+        let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
+        control.send_modify(|c| {
+            c.verdicts.started.extend(started);
+            c.verdicts.hooked.clone_from(&hooked);
+        });
+        let launcher = Arc::clone(&self.parts.launcher);
+        let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone());
+        let managed = Managed {
+            name: PodName::of(&pod),
+            pod,
+            control,
+            task: tokio::spawn(worker),
+            seen: None,
+            waiting: BTreeMap::new(),
+            hooked,
+            oom,
+            oom_told: BTreeMap::new(),
+            probes,
+            status,
+            lifetime: None,
+            edge,
+            failure,
+            retry,
+            resize: ResizeFacts::default(),
+        };
+        let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
+        self.pods.insert(uid.clone(), managed);
+        // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
+        if known {
+            self.publish(&uid);
+        }
+    }
+
+    fn terminate(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        if managed.terminating() {
+            return;
+        }
+        info!(pod = %managed.name, uid, "pod is terminated");
+        managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: None }));
+        let mut pod = (*managed.pod).clone();
+        let grace = beelet_model::pod::grace_period(&pod);
+        let deadline = Timestamp::now().saturating_add(grace).unwrap_or(Timestamp::MAX);
+        pod.metadata.deletion_timestamp = Some(Time(whole_second(deadline)));
+        pod.metadata.deletion_grace_period_seconds = i64::try_from(grace.as_secs()).ok();
+        managed.pod = Arc::new(pod);
+        self.parts.launcher.admission.leaving(uid, grace);
+        self.publish(uid);
+    }
+
+    fn on_report(&mut self, report: Report, stopping: bool) {
+        let Some(managed) = self.pods.get_mut(&report.uid) else { return };
+        if report.stage == Stage::Gone {
+            let name = managed.name.clone();
+            self.pods.remove(&report.uid);
+            self.gone.insert(report.uid.clone(), Instant::now());
+            self.parts.records.remove(&report.uid);
+            self.parts.launcher.admission.released(&report.uid);
+            if let Some(runtime) = &mut self.runtime {
+                runtime.remove(&report.uid);
+            }
+            self.unpublish(&name, &report.uid);
+            self.publish_processes();
+            if !stopping {
+                // A pod of the same name may have waited for this one.
+                self.reconcile();
+            }
+            return;
+        }
+        if report.stage == Stage::Cleared {
+            self.on_cleared(&report.uid);
+            return;
+        }
+        // What probes said of containers that are gone is of no use any more.
+        managed.probes.retain(|id, _| report.seen.containers.contains_key(id));
+        managed.control.send_if_modified(|c| {
+            let running = |id: &String| {
+                let of_id = report.seen.pod.containers.iter().find(|c| c.id == *id);
+                of_id.is_some_and(|c| matches!(c.state, ContainerState::Running { .. }))
+            };
+            c.verdicts.condemned.retain(|id, _| running(id));
+            c.exited.retain(|id, _| running(id));
+            c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
+            c.verdicts.hooked.clone_from(&report.hooked);
+            false // the worker that reports has seen it all
+        });
+        managed.tell_of_unseen_oom(&report.seen, &self.parts.launcher.events);
+        managed.seen = Some(report.seen);
+        managed.waiting = report.waiting;
+        managed.hooked = report.hooked;
+        let known = |id: &String| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id));
+        managed.oom.retain(|id, _| known(id));
+        managed.oom_told.retain(|id, _| known(id));
+        self.publish_processes();
+        self.publish(&report.uid);
+    }
+
+    fn on_request(&mut self, request: Request, stopping: bool) {
+        match request {
+            Request::Runtime(mut seen) => {
+                for (uid, managed) in &self.pods {
+                    let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
+                    let cleared = managed.failure.as_ref().is_some_and(|failure| failure.cleared);
+                    let lost = had_any && !cleared && !seen.pods.contains_key(uid);
+                    if lost || seen.recovered || seen.changed.contains(uid) {
+                        managed.control.send_modify(|c| c.changes += 1);
+                    }
+                }
+                self.present = seen.pods.keys().cloned().collect();
+                self.gone.retain(|_, since| *since >= seen.asked_at);
+                seen.pods.retain(|uid, _| !self.gone.contains_key(uid));
+                let earlier =
+                    if self.runtime.is_none() { self.parts.records.origins() } else { BTreeMap::new() };
+                let in_runtime = Some(earlier.into_iter().chain(seen.pods).collect());
+                if self.runtime != in_runtime {
+                    self.runtime = in_runtime;
+                    if !stopping {
+                        self.reconcile();
+                    }
+                }
+            }
+            Request::Probe(update) => self.on_probe(&update),
+            Request::Fail { uid, reason, message, grace } => {
+                self.fail(&uid, &Failure::new(reason, message, grace));
+            }
+            Request::Retry { uid } => self.retry(&uid),
+            Request::Exited { uid, status } => self.on_exited(&uid, *status),
+            Request::OomKilled(update) => self.on_oom_killed(update),
+            Request::Enacted { uid, amounts } => self.on_enacted(&uid, amounts),
+        }
+    }
+
+    fn on_probe(&mut self, update: &ProbeUpdate) {
+        let Some(managed) = self.pods.get_mut(&update.uid) else { return };
+        let facts = managed.probes.entry(update.container_id.clone()).or_default();
+        let success = update.result == ProbeResult::Success;
+        match update.kind {
+            ProbeKind::Readiness => facts.ready = Some(success),
+            ProbeKind::Startup => facts.started = Some(success),
+            ProbeKind::Liveness => {}
+        }
+        if update.restart {
+            let reason =
+                if update.kind == ProbeKind::Startup { KillReason::Startup } else { KillReason::Liveness };
+            managed.control.send_modify(|c| {
+                c.verdicts.condemned.insert(update.container_id.clone(), reason);
+            });
+        } else if update.kind == ProbeKind::Startup && success {
+            managed.control.send_modify(|c| {
+                c.verdicts.started.insert(update.container_id.clone());
+            });
+        }
+        if let (ProbeKind::Readiness, Some(kernel_ns)) = (update.kind, update.kernel_ns) {
+            managed.edge = Some(ReadinessEdge {
+                container: update.container.clone(),
+                ready: success,
+                kernel_ns,
+                published_ns: monotonic_ns(),
+            });
+        }
+        self.publish(&update.uid);
+    }
+
+    /// Computes a pod's status anew and publishes it if it changed.
+    fn publish(&mut self, uid: &str) {
+        if self.is_shadowed(uid) {
+            return;
+        }
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        let unseen = Observation::default();
+        let status = match (&managed.seen, &managed.status) {
+            // Until the runtime was asked, what was known before the restart stands.
+            (None, Some(known)) => {
+                let mut known = known.clone();
+                if let Some(failure) = &managed.failure {
+                    failure.mark(&mut known, managed.status.as_ref(), Timestamp::now());
+                }
+                known
+            }
+            (Some(seen), Some(known)) if managed.failure.is_none() && is_forgotten(known, seen) => {
+                known.clone()
+            }
+            (seen, _) => Inputs {
+                pod: &managed.pod,
+                seen: seen.as_deref().unwrap_or(&unseen),
+                waiting: &managed.waiting,
+                probes: &managed.probes,
+                oom: &managed.oom,
+                previous: managed.status.as_ref(),
+                failure: managed.failure.as_ref(),
+                resize: &managed.resize,
+                node: &self.parts.launcher.node,
+                runtime_name: &self.parts.runtime_name,
+                now: Timestamp::now(),
+            }
+            .status(),
+        };
+        let mut status = status;
+        if managed.seen.is_some() {
+            self.parts.launcher.devices.annotate(uid, &mut status);
+        }
+        managed.status = Some(status.clone());
+        managed.note_start();
+        if has_ended(Some(&status)) {
+            // What has ended needs no room, and does not start again when the runtime forgets how it ended.
+            if managed.failure.is_none() {
+                managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
+            }
+            self.parts.launcher.admission.released(uid);
+        }
+        let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
+        let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
+        let ending = managed.terminating() || managed.failure.is_some();
+        let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns, ending };
+        let name = managed.name.clone();
+        let origin = RuntimePod {
+            name: name.clone(),
+            grace: beelet_model::pod::grace_period(&managed.pod),
+            manifest: manifest_of(&managed.pod),
+            hash: hash_of(&managed.pod),
+            shape: Some(resize::shape(&managed.pod)),
+        };
+        let failure = managed.failure.clone();
+        let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());
+        let edge = managed.edge.clone();
+        let record = PodRecord { origin, status: Some(status), probes, hooked, oom, failure, edge };
+        let changed = self.parts.table.send_if_modified(|table| {
+            if table.pods.get(&name).is_some_and(|known| **known == entry) {
+                return false;
+            }
+            let mut pods = table.pods.clone();
+            pods.insert(name, Arc::new(entry));
+            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
+            true
+        });
+        self.parts.records.set(uid, record);
+        if changed {
+            self.parts.metrics.observe(&self.parts.table.borrow());
+        }
+    }
+
+    /// Whether it is on its way out while another pod has its name: readers see that one.
+    fn is_shadowed(&self, uid: &str) -> bool {
+        let Some(managed) = self.pods.get(uid).filter(|m| m.terminating()) else { return false };
+        self.pods.iter().any(|(other, m)| other != uid && m.name == managed.name && !m.terminating())
+    }
+
+    fn unpublish(&self, name: &PodName, uid: &str) {
+        self.parts.table.send_if_modified(|table| {
+            // Another pod may have the name by now.
+            if table.pods.get(name).is_none_or(|entry| entry.pod.metadata.uid.as_deref() != Some(uid)) {
+                return false;
+            }
+            let mut pods = table.pods.clone();
+            pods.remove(name);
+            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
+            true
+        });
+        self.parts.metrics.observe(&self.parts.table.borrow());
+    }
+}
+
+/// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says more than can
+/// be seen.
+fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
+    let statuses = known.init_container_statuses.iter().chain(&known.container_statuses).flatten();
+    let mut ran = statuses.filter(|status| status.container_id.is_some());
+    has_ended(Some(known)) && ran.any(|status| seen.newest(&status.name).is_none())
+}
+
+fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {
+    pod.metadata.annotations.as_ref()?.get(beelet_model::labels::MANIFEST).map(PathBuf::from)
+}
+
+fn hash_of(pod: &core::Pod) -> Option<String> {
+    pod.metadata.annotations.as_ref()?.get(ANNOTATION_HASH).cloned()
+}
+
+/// As much of a pod as its termination needs.
+fn pod_of_orphan(uid: &str, orphan: &RuntimePod) -> core::Pod {
+    core::Pod {
+        metadata: ObjectMeta {
+            name: Some(orphan.name.name.clone()),
+            namespace: Some(orphan.name.namespace.clone()),
+            uid: Some(uid.to_owned()),
+            deletion_timestamp: Some(Time(whole_second(Timestamp::now()))),
+            ..Default::default()
+        },
+        spec: Some(core::PodSpec {
+            termination_grace_period_seconds: i64::try_from(orphan.grace.as_secs()).ok(),
+            ..Default::default()
+        }),
+        status: None,
+    }
+}
+
+/// Until a time, or for ever.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}

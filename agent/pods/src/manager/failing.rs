@@ -1,0 +1,184 @@
+//! Pods that are ended for good, and let run again.
+
+use std::time::Duration;
+
+use beelet_policy::pod;
+use jiff::Timestamp;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::{Manager, Terminate};
+use crate::records::PodRecord;
+use beelet_model::{
+    failure::{DEADLINE_EXCEEDED, Failure},
+    status::has_ended,
+};
+
+impl Manager {
+    /// See [`beelet_model::request::Request::Fail`].
+    pub(super) fn fail(&mut self, uid: &str, failure: &Failure) {
+        let Some(managed) = self.pods.get_mut(uid) else {
+            debug!(uid, reason = failure.reason, "a pod that was to be ended is gone already");
+            return;
+        };
+        let own = beelet_model::pod::grace_period(&managed.pod);
+        let grace = if let Some(known) = &mut managed.failure {
+            known.hasten(failure.grace, own);
+            known.grace
+        } else if managed.ended() {
+            debug!(pod = %managed.name, reason = failure.reason, "a pod that was to be ended has ended by itself");
+            return;
+        } else if managed.terminating() {
+            // It goes anyway, and what it leaves is nothing: only the haste is new.
+            failure.grace.filter(|grace| *grace < own)
+        } else {
+            let Failure { reason, message, .. } = failure;
+            warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
+            managed.failure = Some(failure.clone());
+            failure.grace
+        };
+        managed.retry = false;
+        self.parts.launcher.admission.leaving(uid, grace.unwrap_or(own));
+        managed.control.send_if_modified(|c| {
+            let wanted = Some(Terminate { grace });
+            let new = c.failed != wanted;
+            c.failed = wanted;
+            new
+        });
+        self.publish(uid);
+    }
+
+    /// See [`beelet_model::request::Request::Retry`].
+    pub(super) fn retry(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        match &managed.failure {
+            Some(failure) if failure.cleared => {}
+            Some(_) => {
+                managed.retry = true;
+                return;
+            }
+            None => return,
+        }
+        info!(pod = %managed.name, uid, "pod may run again");
+        (managed.failure, managed.retry) = (None, false);
+        // As if it were new: with a start time and conditions of its own.
+        (managed.status, managed.seen, managed.edge) = (None, None, None);
+        managed.waiting.clear();
+        managed.probes.clear();
+        managed.hooked.clear();
+        managed.oom.clear();
+        managed.oom_told.clear();
+        managed.control.send_modify(|c| {
+            c.failed = None;
+            c.ended = false;
+            c.verdicts = pod::Verdicts::default();
+        });
+        self.publish(uid);
+    }
+
+    /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end is over. One
+    /// that was refused is as if it were new, as soon as nothing of it is left.
+    pub(super) fn remembered(&self, uid: &str) -> (Option<PodRecord>, bool) {
+        let record = self.parts.records.get(uid);
+        let failure = record.as_ref().and_then(|record| record.failure.as_ref());
+        match failure.filter(|failure| failure.is_refusal()) {
+            Some(refusal) if refusal.cleared => (None, false),
+            refusal => (record.clone(), refusal.is_some()),
+        }
+    }
+
+    /// A pod that was ended for good has given everything back.
+    pub(super) fn on_cleared(&mut self, uid: &str) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        let Some(failure) = &mut managed.failure else { return };
+        failure.cleared = true;
+        self.parts.launcher.admission.released(uid);
+        managed.waiting.clear();
+        let retry = managed.retry;
+        self.publish(uid);
+        if retry {
+            self.retry(uid);
+        }
+    }
+
+    /// When the next pod's activeDeadlineSeconds are over.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.pods.values().filter_map(super::Managed::deadline).min()
+    }
+
+    /// Ends the pods whose activeDeadlineSeconds are over.
+    pub(super) fn fail_overdue(&mut self) {
+        let now = Instant::now();
+        let overdue = |m: &super::Managed| m.deadline().is_some_and(|deadline| deadline <= now);
+        let uids: Vec<String> =
+            self.pods.iter().filter(|(_, m)| overdue(m)).map(|(uid, _)| uid.clone()).collect();
+        for uid in uids {
+            // The kubelet's words.
+            let message = "Pod was active on the node longer than the specified deadline";
+            self.fail(&uid, &Failure::new(DEADLINE_EXCEEDED, message, None));
+        }
+    }
+}
+
+impl super::Managed {
+    /// Whether its containers have all ended, and none will be started again.
+    pub(super) fn ended(&self) -> bool {
+        has_ended(self.status.as_ref())
+    }
+
+    /// When it must have ended, if it has a deadline that still means anything.
+    fn deadline(&self) -> Option<Instant> {
+        if self.failure.is_some() || self.terminating() || self.ended() {
+            return None;
+        }
+        self.lifetime.as_ref()?.end(pod::active_limit(self.pod.spec.as_ref()?)?)
+    }
+
+    /// Remembers since when the pod has been active, by its status.
+    pub(super) fn note_start(&mut self) {
+        let start = self.status.as_ref().and_then(|status| status.start_time.as_ref()).map(|time| time.0);
+        if self.lifetime.as_ref().map(|lifetime| lifetime.start) != start {
+            self.lifetime = start.map(|start| Lifetime::new(start, Timestamp::now()));
+        }
+    }
+}
+
+/// Since when a pod has been active. Its status tells that by the wall's clock, which may be set; from when that was first
+/// seen the time that passes is a timer's.
+#[derive(Debug)]
+pub(super) struct Lifetime {
+    start: Timestamp,
+    seen: Instant,
+    /// How old it was then.
+    age: Duration,
+}
+
+impl Lifetime {
+    fn new(start: Timestamp, now: Timestamp) -> Self {
+        let age = Duration::try_from(now.duration_since(start)).unwrap_or(Duration::ZERO);
+        Self { start, seen: Instant::now(), age }
+    }
+
+    /// When it must end that may be active for so long; None if that is never.
+    fn end(&self, limit: Duration) -> Option<Instant> {
+        self.seen.checked_add(limit.saturating_sub(self.age))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_deadline_counts_from_the_start_and_never_by_a_clock_that_was_set_back() {
+        let start = Timestamp::from_second(1_700_000_000).unwrap();
+        let (second, now) = (Duration::from_secs(1), Instant::now());
+        let end = |ago: i64, limit: Duration| {
+            Lifetime::new(start, Timestamp::from_second(1_700_000_000 + ago).unwrap()).end(limit)
+        };
+        assert_eq!(end(20, 60 * second), Some(now + 40 * second));
+        assert_eq!(end(90, 60 * second), Some(now));
+        assert_eq!(end(-3600, 60 * second), Some(now + 60 * second));
+        assert_eq!(end(0, Duration::MAX), None);
+    }
+}

@@ -1,0 +1,55 @@
+//! Pods that get other amounts of cpu and memory while they run: whether they may, and when they have them.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use k8s_openapi::api::core::v1 as core;
+use tracing::info;
+
+use super::{Managed, Manager};
+use crate::launch::Launcher;
+use beelet_spec::resize::{self, Pending, ResizeFacts};
+use beelet_state::events::Object;
+
+impl Managed {
+    /// Asks whether the pod may have the amounts that `pod` has; if so its worker is told. What is in force is known when
+    /// the cgroups have it.
+    pub(super) fn try_resize(&mut self, pod: &Arc<core::Pod>, launcher: &Launcher) -> bool {
+        let Launcher { admission, events, .. } = launcher;
+        if let Err(refused) = admission.resize(pod) {
+            // It is looked at again whenever a pod is gone.
+            let reason = if refused.infeasible { "Infeasible" } else { "Deferred" };
+            let pending = Some(Pending { reason, message: refused.message });
+            if self.resize.pending != pending {
+                let message = pending.as_ref().map(|pending| pending.message.as_str()).unwrap_or_default();
+                let message = format!("{message}; the pod keeps its own amounts of cpu and memory");
+                events.warning(Object::pod(&self.pod), &format!("Resize{reason}"), &message);
+            }
+            self.resize.pending = pending;
+            return false;
+        }
+        self.resize = ResizeFacts::default();
+        events.normal(Object::pod(pod), "Resized", "The pod's cpu or memory changes while it runs");
+        info!(pod = %self.name, "pod is resized: its cpu and memory change while it runs");
+        self.control.send_modify(|c| c.resized = Some(Arc::clone(pod)));
+        true
+    }
+}
+
+impl Manager {
+    /// See [`beelet_model::request::Request::Enacted`].
+    pub(super) fn on_enacted(
+        &mut self,
+        uid: &str,
+        amounts: Result<BTreeMap<String, Option<core::ResourceRequirements>>, String>,
+    ) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        match amounts {
+            Ok(enacted) => {
+                managed.resize.error = None;
+                managed.status.iter_mut().for_each(|status| resize::enact(status, &enacted));
+            }
+            Err(error) => managed.resize.error = Some(error),
+        }
+        self.publish(uid);
+    }
+}

@@ -1,0 +1,139 @@
+//! What the cgroups of a node must hold, by the pods on it. Pure.
+
+use beelet_model::pod::{is_active, running};
+use std::collections::BTreeMap;
+
+use beelet_policy::cgroups::{
+    CgroupConfig, CgroupValues, ContainerResources, container_cgroup, container_resources, pod_cgroup,
+};
+use k8s_openapi::api::core::v1 as core;
+
+use super::{Values, values};
+use beelet_model::table::{PodName, PodTable};
+
+/// All values that are to be kept.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Wanted {
+    /// Of everything above the containers.
+    pub(super) levels: Values,
+    /// Of the running containers, by the runtime's identifier.
+    pub(super) containers: BTreeMap<String, WantedContainer>,
+}
+
+/// A running container.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct WantedContainer {
+    /// Its pod.
+    pub(super) pod: PodName,
+    /// Its name in the pod.
+    pub(super) name: String,
+    /// Its pod's cgroup.
+    pub(super) parent: String,
+    /// What its cgroup's files must hold.
+    pub(super) files: BTreeMap<String, String>,
+    /// The same as the runtime is asked for it.
+    pub(super) resources: ContainerResources,
+}
+
+impl Wanted {
+    /// The values for the pods of `table` that have not ended; a sentence if an amount can't be read.
+    pub(super) fn of(
+        table: &PodTable,
+        config: &CgroupConfig,
+        reserved: &[CgroupValues],
+    ) -> Result<Self, String> {
+        let pods: Vec<&core::Pod> =
+            table.pods.values().map(|entry| &entry.pod).filter(|pod| is_active(pod)).collect();
+        let mut wanted = Self { levels: values(&pods, config)?, ..Self::default() };
+        let daemons = reserved.iter().map(|cgroup| (cgroup.path.clone(), cgroup.files.clone()));
+        wanted.levels.extend(daemons);
+        for pod in pods {
+            let in_pod = |e: beelet_policy::field::FieldError| format!("{}: {e}", PodName::of(pod));
+            let cgroup = pod_cgroup(pod, config).map_err(in_pod)?;
+            for (id, container) in running(pod) {
+                let container = WantedContainer {
+                    pod: PodName::of(pod),
+                    name: container.name.clone(),
+                    parent: cgroup.path.clone(),
+                    files: container_cgroup(pod, container, config).map_err(in_pod)?.files,
+                    resources: container_resources(pod, container, config).map_err(in_pod)?,
+                };
+                wanted.containers.insert(id.to_owned(), container);
+            }
+            wanted.levels.insert(cgroup.path, cgroup.files);
+        }
+        Ok(wanted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use beelet_policy::cgroups::{CgroupVersion, NodeAmounts};
+    use serde_json::json;
+
+    use super::*;
+    use beelet_model::table::PodEntry;
+
+    fn table(pods: &[serde_json::Value]) -> PodTable {
+        let entry = |value: &serde_json::Value| {
+            let pod: core::Pod = serde_json::from_value(value.clone()).unwrap();
+            (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
+        };
+        PodTable { pods: pods.iter().map(entry).collect(), ..PodTable::default() }
+    }
+
+    fn config() -> CgroupConfig {
+        let node =
+            NodeAmounts { memory_capacity: 1 << 33, allocatable_millis: 4000, allocatable_memory: 1 << 33 };
+        CgroupConfig::new(CgroupVersion::V1, node)
+    }
+
+    fn pod(name: &str, phase: &str, state: &str) -> serde_json::Value {
+        json!({
+            "metadata": {"name": name, "uid": name},
+            "spec": {"containers": [{"name": "main", "resources": {"requests": {"cpu": "500m"}}}]},
+            "status": {"phase": phase, "containerStatuses": [{
+                "name": "main", "containerID": format!("containerd://id-{name}"), "image": "", "imageID": "",
+                "ready": true, "restartCount": 0, "state": {state: {"startedAt": null, "exitCode": 0}},
+            }]},
+        })
+    }
+
+    #[test]
+    fn running_containers_of_pods_that_have_not_ended_are_kept() {
+        let table = table(&[
+            pod("a", "Running", "running"),
+            pod("b", "Running", "waiting"),
+            pod("c", "Failed", "terminated"),
+        ]);
+        let wanted = Wanted::of(&table, &config(), &[]).unwrap();
+        let levels: Vec<&str> = wanted.levels.keys().map(String::as_str).collect();
+        assert_eq!(
+            levels,
+            [
+                "/kubepods",
+                "/kubepods/besteffort",
+                "/kubepods/burstable",
+                "/kubepods/burstable/poda",
+                "/kubepods/burstable/podb"
+            ]
+        );
+        assert_eq!(wanted.levels["/kubepods/burstable"]["cpu.shares"], "1024");
+        let containers: Vec<_> =
+            wanted.containers.iter().map(|(id, c)| (id.as_str(), c.parent.as_str())).collect();
+        assert_eq!(containers, [("id-a", "/kubepods/burstable/poda")]);
+        assert_eq!(wanted.containers["id-a"].files["cpu.shares"], "512");
+    }
+
+    #[test]
+    fn reserved_cgroups_are_kept_beside_the_pods() {
+        let reserved = CgroupValues {
+            path: "/system".to_owned(),
+            files: BTreeMap::from([("cpu.shares".to_owned(), "512".to_owned())]),
+        };
+        let wanted = Wanted::of(&table(&[]), &config(), &[reserved]).unwrap();
+        assert_eq!(wanted.levels["/system"]["cpu.shares"], "512");
+    }
+}

@@ -1,0 +1,104 @@
+//! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that run show
+//! it at once, not at the next of a kubelet's periodic checks.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::launch::Launcher;
+use beelet_model::objects::Objects;
+use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_volumes::Volumes;
+
+/// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is told, and
+/// leaves the volume as it was.
+pub async fn follow(
+    mut table: watch::Receiver<Arc<PodTable>>,
+    launcher: Arc<Launcher>,
+    cancel: CancellationToken,
+) {
+    let mut desired = launcher.desired.clone();
+    let mut shown = Arc::clone(&desired.borrow_and_update().objects);
+    // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed while the agent
+    // was away.
+    let mut current: BTreeSet<String> = BTreeSet::new();
+    let mut told: BTreeSet<String> = BTreeSet::new();
+    loop {
+        let objects = Arc::clone(&desired.borrow_and_update().objects);
+        if shown != objects {
+            current.clear();
+            told.clear();
+        }
+        shown = Arc::clone(&objects);
+        let pods = Arc::clone(&table.borrow_and_update());
+        let here: BTreeSet<String> =
+            pods.pods.values().filter_map(|entry| entry.pod.metadata.uid.clone()).collect();
+        if !here.is_subset(&current) {
+            let (worker, known) = (Arc::clone(&launcher), std::mem::take(&mut current));
+            let refreshed =
+                tokio::task::spawn_blocking(move || refresh_all(&pods, &known, &worker, &objects)).await;
+            let failures = match refreshed.map_err(tokio::task::JoinError::try_into_panic) {
+                Ok(failures) => failures,
+                // The part's own panic: without it no volume would be brought up to date, and nobody would
+                // know.
+                Err(Ok(panic)) => std::panic::resume_unwind(panic),
+                Err(Err(_cancelled)) => return,
+            };
+            told = tell(&failures, &told);
+        }
+        current = here;
+        tokio::select! {
+            changed = desired.changed() => if changed.is_err() { return },
+            changed = table.changed() => if changed.is_err() { return },
+            () = cancel.cancelled() => return,
+        }
+    }
+}
+
+/// Brings all pods but those with a UID of `known` up to date. What went wrong, a sentence each.
+fn refresh_all(
+    table: &PodTable,
+    known: &BTreeSet<String>,
+    launcher: &Launcher,
+    objects: &Objects,
+) -> BTreeSet<String> {
+    let mut failures = BTreeSet::new();
+    let is_known = |entry: &PodEntry| entry.pod.metadata.uid.as_ref().is_some_and(|uid| known.contains(uid));
+    for (name, entry) in table.pods.iter().filter(|(_, entry)| !is_known(entry)) {
+        match refresh(entry, launcher, objects) {
+            Ok(0) => {}
+            Ok(changed) => {
+                info!(pod = %name, volumes = changed, "volumes show their objects as they are now");
+            }
+            Err(error) => {
+                failures.insert(sentence(name, &error));
+            }
+        }
+    }
+    failures
+}
+
+fn sentence(name: &PodName, error: &str) -> String {
+    format!("pod {name}: {error}; the volume stays as it was")
+}
+
+fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<usize, String> {
+    let pod: &Pod = &entry.pod;
+    let volumes = Volumes::of(pod, &launcher.pods_dir);
+    if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() {
+        return Ok(0);
+    }
+    volumes.refresh(&beelet_volumes::Sources { pod, objects, node: &launcher.node })
+}
+
+/// Tells what wasn't told of the same objects before.
+fn tell(failures: &BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
+    for failure in failures.difference(before) {
+        warn!("{failure}");
+    }
+    failures.union(before).cloned().collect()
+}

@@ -1,0 +1,430 @@
+//! A pod's status as users of Kubernetes know it, from its spec, what the runtime has and what probes
+//! say. Pure: the time comes in.
+
+use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
+use std::collections::BTreeMap;
+
+use beelet_policy::{
+    pod::{self, Tally},
+    qos,
+};
+use beelet_proto::cri;
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+
+use super::observe::Observation;
+use beelet_model::{failure::Failure, pod::NodeFacts, status::timestamp};
+use beelet_spec::resize::{self, ResizeFacts};
+
+/// Why a container isn't running.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// One word: `ContainerCreating`, `ErrImagePull`, `CrashLoopBackOff`, …
+    pub reason: String,
+    /// A sentence.
+    pub message: String,
+}
+
+/// All that a status is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    /// The pod with its spec.
+    pub pod: &'a core::Pod,
+    /// What the runtime has.
+    pub seen: &'a Observation,
+    /// Why containers aren't running, by name.
+    pub waiting: &'a BTreeMap<String, Waiting>,
+    /// What probes say, by the runtime's container identifier.
+    pub probes: &'a BTreeMap<String, ProbeFacts>,
+    /// OOM kills in containers, by the runtime's container identifier.
+    pub oom: &'a BTreeMap<String, OomFacts>,
+    /// The status before this one: transition times come from it.
+    pub previous: Option<&'a core::PodStatus>,
+    /// Set if the pod was ended for good.
+    pub failure: Option<&'a Failure>,
+    /// How a change of its amounts stands.
+    pub resize: &'a ResizeFacts,
+    /// The node.
+    pub node: &'a NodeFacts,
+    /// The runtime's name, as in `containerd://<id>`.
+    pub runtime_name: &'a str,
+    /// The time of the change.
+    pub now: Timestamp,
+}
+
+/// What a container is for in its pod.
+#[derive(Clone, Copy)]
+enum Role {
+    /// It runs to its end before the others start.
+    Init,
+    /// It keeps running: the pod's own containers and its sidecars.
+    Running,
+}
+
+impl Inputs<'_> {
+    /// The pod's status.
+    pub fn status(&self) -> core::PodStatus {
+        let default_spec = core::PodSpec::default();
+        let spec = self.pod.spec.as_ref().unwrap_or(&default_spec);
+        let inits: Vec<&core::Container> = spec.init_containers.iter().flatten().collect();
+        let mains: Vec<&core::Container> = spec.containers.iter().collect();
+        let initialized = self.initialized(&inits, &mains);
+        let role = |c: &core::Container| if pod::is_sidecar(c) { Role::Running } else { Role::Init };
+        let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), false)).collect();
+        let statuses: Vec<_> = mains.iter().map(|c| self.container(c, Role::Running, initialized)).collect();
+        let tally = self.tally(spec, &inits, initialized, &statuses);
+        let phase = match self.failure {
+            Some(failure) if failure.cleared => "Failed",
+            _ => pod::phase(tally),
+        };
+        let ips = self.pod_ips(spec);
+        // A pod that was refused before it had a container has no status of one, as under the kubelet.
+        let never_ran = self.failure.is_some()
+            && statuses.iter().chain(&init_statuses).all(|status| status.container_id.is_none());
+        let mut status = core::PodStatus {
+            phase: Some(phase.to_owned()),
+            conditions: Some(self.conditions(phase, initialized, &inits, &init_statuses, &statuses)),
+            host_ip: Some(self.node.host_ip.to_string()),
+            host_ips: Some(vec![core::HostIP { ip: self.node.host_ip.to_string() }]),
+            pod_ip: ips.first().cloned(),
+            pod_ips: (!ips.is_empty()).then(|| ips.into_iter().map(|ip| core::PodIP { ip }).collect()),
+            qos_class: qos::qos_class(self.pod).ok().map(|class| class.to_string()),
+            start_time: self
+                .previous
+                .and_then(|p| p.start_time.clone())
+                .or(Some(Time(whole_second(self.now)))),
+            init_container_statuses: (!never_ran && !init_statuses.is_empty()).then_some(init_statuses),
+            container_statuses: (!never_ran).then_some(statuses),
+            ..Default::default()
+        };
+        match self.failure {
+            Some(failure) => failure.mark(&mut status, self.previous, self.now),
+            None => {
+                let conditions = self.resize_conditions(&status);
+                status.conditions.get_or_insert_default().extend(conditions);
+            }
+        }
+        status
+    }
+
+    fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
+        match &self.seen.sandbox {
+            Some(_) if spec.host_network == Some(true) => vec![self.node.host_ip.to_string()],
+            Some(sandbox) => sandbox.ips.clone(),
+            None => Vec::new(),
+        }
+    }
+
+    /// Whether the pod's own containers may run: they exist already, or every init container has done its part. Once
+    /// the sandbox is gone, what ran in it says so.
+    fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
+        let mut newest = mains.iter().filter_map(|c| self.seen.newest(&c.name));
+        let begun = match &self.seen.sandbox {
+            Some(sandbox) => newest.any(|n| n.sandbox_id == sandbox.id),
+            None => newest.any(|n| !matches!(n.state, pod::ContainerState::Created)),
+        };
+        if begun {
+            return true;
+        }
+        inits.iter().all(|spec| {
+            let Some(container) = self.seen.newest(&spec.name) else { return false };
+            match container.state {
+                pod::ContainerState::Exited { exit_code, .. } => exit_code == 0 && !pod::is_sidecar(spec),
+                pod::ContainerState::Running { .. } => pod::is_sidecar(spec) && self.started(spec, container),
+                _ => false,
+            }
+        })
+    }
+
+    fn tally(
+        &self,
+        spec: &core::PodSpec,
+        inits: &[&core::Container],
+        initialized: bool,
+        statuses: &[core::ContainerStatus],
+    ) -> Tally {
+        let init_failed = inits.iter().filter(|c| !pod::is_sidecar(c)).any(|c| {
+            let state = self.seen.newest(&c.name).map(|n| &n.state);
+            matches!(state, Some(pod::ContainerState::Exited { exit_code, .. })
+                if *exit_code != 0 && !pod::init_restarts(spec, c, *exit_code))
+        });
+        let mut tally = Tally { init_failed, init_pending: usize::from(!initialized), ..Tally::default() };
+        for (container, status) in spec.containers.iter().zip(statuses) {
+            let now = status.state.as_ref();
+            let ended = |state: Option<&core::ContainerState>| {
+                state.and_then(|s| s.terminated.as_ref().map(|t| t.exit_code))
+            };
+            if now.is_some_and(|s| s.running.is_some()) {
+                tally.running += 1;
+                continue;
+            }
+            match ended(now).or_else(|| ended(status.last_state.as_ref())) {
+                Some(code) if pod::restarts(spec, container, code) => tally.restarting += 1,
+                Some(0) => tally.succeeded += 1,
+                Some(_) => tally.failed += 1,
+                None => tally.waiting += 1,
+            }
+        }
+        tally
+    }
+
+    fn started(&self, spec: &core::Container, container: &pod::Container) -> bool {
+        let running = matches!(container.state, pod::ContainerState::Running { .. });
+        let facts = self.probes.get(&container.id).copied().unwrap_or_default();
+        running && (spec.startup_probe.is_none() || facts.started == Some(true))
+    }
+
+    fn ready(&self, spec: &core::Container, container: &pod::Container) -> bool {
+        let facts = self.probes.get(&container.id).copied().unwrap_or_default();
+        self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
+    }
+
+    /// The status of one container. `may_run` is false while init containers hold it back, and for these themselves.
+    fn container(&self, spec: &core::Container, role: Role, may_run: bool) -> core::ContainerStatus {
+        let newest = self.seen.newest(&spec.name);
+        if newest.is_none()
+            && self.failure.is_some()
+            && let Some(last) = self.last_known(&spec.name)
+        {
+            return last;
+        }
+        let runtime = newest.and_then(|c| self.seen.containers.get(&c.id));
+        let started = newest.is_some_and(|c| self.started(spec, c));
+        let ready = newest.is_some_and(|c| match role {
+            // Its readiness is that it has done its part.
+            Role::Init => matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }),
+            Role::Running => self.ready(spec, c),
+        });
+        let (state, last_state) = self.states(spec, newest, may_run);
+        let image = runtime.and_then(|r| r.image.as_ref()).map(|i| {
+            if i.user_specified_image.is_empty() { i.image.clone() } else { i.user_specified_image.clone() }
+        });
+        core::ContainerStatus {
+            name: spec.name.clone(),
+            container_id: newest.map(|c| self.container_id(&c.id)),
+            image: image.or_else(|| spec.image.clone()).unwrap_or_default(),
+            image_id: runtime.map(|r| r.image_ref.clone()).unwrap_or_default(),
+            ready,
+            started: Some(started),
+            restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
+            resources: newest.and_then(|c| self.in_force(c)).or_else(|| resize::amounts(spec)),
+            allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
+            state: Some(state),
+            last_state,
+            ..Default::default()
+        }
+    }
+
+    /// The amounts that were in force when the same running container was last looked at: they are until the cgroups say
+    /// otherwise, whatever the manifest says by now.
+    fn in_force(&self, container: &pod::Container) -> Option<core::ResourceRequirements> {
+        if !matches!(container.state, pod::ContainerState::Running { .. }) {
+            return None;
+        }
+        let (previous, id) = (self.previous?, self.container_id(&container.id));
+        let all = previous.init_container_statuses.iter().chain(&previous.container_statuses).flatten();
+        let same = |status: &&core::ContainerStatus| {
+            let ran = status.state.as_ref().is_some_and(|state| state.running.is_some());
+            ran && status.container_id.as_ref() == Some(&id)
+        };
+        all.into_iter().find(same)?.resources.clone()
+    }
+
+    /// What was last known of a container whose records the runtime no longer has. One that was last seen running
+    /// has ended, nobody knows how: the kubelet's word for it.
+    fn last_known(&self, name: &str) -> Option<core::ContainerStatus> {
+        let previous = self.previous?;
+        let all = previous.init_container_statuses.iter().chain(&previous.container_statuses).flatten();
+        let mut last = all.into_iter().find(|status| status.name == name)?.clone();
+        if last.state.as_ref().is_some_and(|state| state.running.is_some()) {
+            let running = last.state.take().and_then(|state| state.running);
+            last.state = Some(core::ContainerState {
+                terminated: Some(core::ContainerStateTerminated {
+                    container_id: last.container_id.clone(),
+                    exit_code: 137,
+                    finished_at: Some(Time(whole_second(self.now))),
+                    started_at: running.and_then(|running| running.started_at),
+                    reason: Some("ContainerStatusUnknown".to_owned()),
+                    message: Some(
+                        "The container could not be located when the pod was terminated".to_owned(),
+                    ),
+                    signal: None,
+                }),
+                ..Default::default()
+            });
+        }
+        (last.ready, last.started) = (false, Some(false));
+        Some(last)
+    }
+
+    fn container_id(&self, id: &str) -> String {
+        format!("{}://{id}", self.runtime_name)
+    }
+
+    /// The container's state, and the one before it where that tells how it ended.
+    fn states(
+        &self,
+        spec: &core::Container,
+        newest: Option<&pod::Container>,
+        may_run: bool,
+    ) -> (core::ContainerState, Option<core::ContainerState>) {
+        let ended =
+            newest.and_then(|c| self.seen.containers.get(&c.id)).map(|status| self.terminated(spec, status));
+        let before = newest.and_then(|c| {
+            let dead = self.seen.pod.containers.iter().filter(|d| d.name == spec.name && d.id != c.id);
+            let last = dead.max_by_key(|d| d.attempt)?;
+            self.seen.containers.get(&last.id).map(|status| self.terminated(spec, status))
+        });
+        let waiting = self.waiting.get(&spec.name);
+        match newest.map(|c| &c.state) {
+            Some(pod::ContainerState::Running { started_at }) => {
+                let running =
+                    core::ContainerStateRunning { started_at: Some(Time(whole_second(*started_at))) };
+                (core::ContainerState { running: Some(running), ..Default::default() }, before)
+            }
+            // Ended and held back from running again: it waits, and its end is the last state.
+            Some(pod::ContainerState::Exited { .. }) => match waiting {
+                Some(waiting) => (waiting_state(waiting), ended),
+                None => (ended.unwrap_or_default(), before),
+            },
+            _ => {
+                let fallback = if may_run { "ContainerCreating" } else { "PodInitializing" };
+                let default = Waiting { reason: fallback.to_owned(), message: String::new() };
+                (waiting_state(waiting.unwrap_or(&default)), before)
+            }
+        }
+    }
+
+    fn terminated(&self, spec: &core::Container, status: &cri::ContainerStatus) -> core::ContainerState {
+        // 137: SIGKILL, which is what the OOM killer sends.
+        let oom = self.oom.get(&status.id).filter(|facts| facts.first || status.exit_code == 137);
+        let limit = spec.resources.as_ref().and_then(|r| Some(r.limits.as_ref()?.get("memory")?.0.as_str()));
+        let message = match oom {
+            Some(facts) if status.message.is_empty() => facts.sentence(limit),
+            _ => status.message.clone(),
+        };
+        let reason = if oom.is_some() {
+            "OOMKilled".to_owned()
+        } else if status.reason.is_empty() {
+            if status.exit_code == 0 { "Completed" } else { "Error" }.to_owned()
+        } else {
+            status.reason.clone()
+        };
+        let time = |ns| timestamp(ns).map(|t| Time(whole_second(t)));
+        core::ContainerState {
+            terminated: Some(core::ContainerStateTerminated {
+                container_id: Some(self.container_id(&status.id)),
+                exit_code: status.exit_code,
+                finished_at: time(status.finished_at),
+                started_at: time(status.started_at),
+                reason: Some(reason),
+                message: (!message.is_empty()).then_some(message),
+                signal: None,
+            }),
+            ..Default::default()
+        }
+    }
+
+    fn conditions(
+        &self,
+        phase: &str,
+        initialized: bool,
+        inits: &[&core::Container],
+        init_statuses: &[core::ContainerStatus],
+        statuses: &[core::ContainerStatus],
+    ) -> Vec<core::PodCondition> {
+        let finished = phase == "Succeeded" || phase == "Failed";
+        let sidecars =
+            inits.iter().zip(init_statuses).filter(|(spec, _)| pod::is_sidecar(spec)).map(|(_, s)| s);
+        let unready: Vec<&str> =
+            statuses.iter().chain(sidecars).filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
+        let incomplete: Vec<&str> =
+            init_statuses.iter().filter(|s| !s.ready).map(|s| s.name.as_str()).collect();
+        let ready = if finished {
+            Err(if phase == "Succeeded" {
+                ("PodCompleted", String::new())
+            } else {
+                ("PodFailed", String::new())
+            })
+        } else if unready.is_empty() {
+            Ok(())
+        } else {
+            Err(("ContainersNotReady", format!("containers with unready status: [{}]", unready.join(" "))))
+        };
+        let init = if initialized || phase == "Succeeded" {
+            Ok(())
+        } else {
+            let list = incomplete.join(" ");
+            Err(("ContainersNotInitialized", format!("containers with incomplete status: [{list}]")))
+        };
+        let sandbox = if self.seen.sandbox.is_some() { Ok(()) } else { Err(("", String::new())) };
+        vec![
+            self.condition("PodReadyToStartContainers", sandbox),
+            self.condition("Initialized", init),
+            self.condition("Ready", ready.clone()),
+            self.condition("ContainersReady", ready),
+            self.condition("PodScheduled", Ok(())),
+        ]
+    }
+
+    /// What is to be said of a change of the pod's amounts, while there is something.
+    fn resize_conditions(&self, status: &core::PodStatus) -> Vec<core::PodCondition> {
+        let spec = self.pod.spec.iter();
+        let specs = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
+        let statuses = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+        let statuses: BTreeMap<&str, _> = statuses.map(|status| (status.name.as_str(), status)).collect();
+        let behind = |spec: &core::Container| {
+            let status = statuses.get(spec.name.as_str());
+            let runs = |status: &&&core::ContainerStatus| {
+                status.state.as_ref().is_some_and(|state| state.running.is_some())
+            };
+            status.filter(runs).is_some_and(|status| status.resources != resize::amounts(spec))
+        };
+        let mut found = Vec::new();
+        if let Some(pending) = &self.resize.pending {
+            found.push(self.resize_condition(resize::PENDING, pending.reason, &pending.message));
+        }
+        if specs.into_iter().any(behind) {
+            let error = self.resize.error.as_deref().unwrap_or_default();
+            let reason = if error.is_empty() { "" } else { "Error" };
+            found.push(self.resize_condition(resize::IN_PROGRESS, reason, error));
+        }
+        found
+    }
+
+    fn resize_condition(&self, kind: &str, reason: &str, message: &str) -> core::PodCondition {
+        let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        let condition = self.condition(kind, Ok(()));
+        core::PodCondition { reason: some(reason), message: some(message), ..condition }
+    }
+
+    /// A condition whose transition time moves only when its status does.
+    fn condition(&self, kind: &str, state: Result<(), (&str, String)>) -> core::PodCondition {
+        let status = if state.is_ok() { "True" } else { "False" };
+        let before =
+            self.previous.iter().flat_map(|p| p.conditions.iter().flatten()).find(|c| c.type_ == kind);
+        let since = before.filter(|c| c.status == status).and_then(|c| c.last_transition_time.clone());
+        let (reason, message) = state.err().unwrap_or_default();
+        core::PodCondition {
+            type_: kind.to_owned(),
+            status: status.to_owned(),
+            last_transition_time: since.or(Some(Time(whole_second(self.now)))),
+            reason: (!reason.is_empty()).then(|| reason.to_owned()),
+            message: (!message.is_empty()).then_some(message),
+            ..Default::default()
+        }
+    }
+}
+
+fn waiting_state(waiting: &Waiting) -> core::ContainerState {
+    core::ContainerState {
+        waiting: Some(core::ContainerStateWaiting {
+            reason: Some(waiting.reason.clone()),
+            message: (!waiting.message.is_empty()).then(|| waiting.message.clone()),
+        }),
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,369 @@
+use beelet_policy::pod::{Container, ContainerState, Observed, Sandbox};
+use serde_json::json;
+
+use super::*;
+use crate::observe::SandboxDetail;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+
+const NOW: i64 = 1_700_000_100;
+
+fn node() -> NodeFacts {
+    beelet_spec::fixtures::node()
+}
+
+#[allow(clippy::needless_pass_by_value)] // callers hand over what json! makes
+fn pod(spec: serde_json::Value) -> core::Pod {
+    serde_json::from_value(
+        json!({"metadata": {"name": "web", "namespace": "shop", "uid": "u1"}, "spec": spec}),
+    )
+    .unwrap()
+}
+
+/// Containers as `name attempt state`, where state is `running`, `created` or `exit CODE`.
+fn seen(containers: &[&str]) -> Observation {
+    let sandbox = Sandbox { id: "s0".to_owned(), attempt: 0, ready: true };
+    let mut seen = Observation {
+        pod: Observed { sandboxes: vec![sandbox], containers: Vec::new() },
+        sandbox: Some(SandboxDetail { id: "s0".to_owned(), ips: vec!["10.0.0.7".to_owned()], netns: None }),
+        containers: BTreeMap::new(),
+        pids: BTreeMap::new(),
+    };
+    for text in containers {
+        let words: Vec<&str> = text.split(' ').collect();
+        let id = format!("{}-{}", words[0], words[1]);
+        let started = (NOW - 50) * 1_000_000_000;
+        let mut status = cri::ContainerStatus { id: id.clone(), started_at: started, ..Default::default() };
+        let started_at = Timestamp::from_second(NOW - 50).unwrap();
+        let state = match words[2] {
+            "running" => ContainerState::Running { started_at },
+            "created" => ContainerState::Created,
+            _ => {
+                status.exit_code = words[3].parse().unwrap();
+                status.finished_at = (NOW - 1) * 1_000_000_000;
+                ContainerState::Exited {
+                    exit_code: status.exit_code,
+                    started_at: Some(started_at),
+                    finished_at: Timestamp::from_second(NOW - 1).unwrap(),
+                }
+            }
+        };
+        seen.containers.insert(id.clone(), status);
+        seen.pod.containers.push(Container {
+            id,
+            name: words[0].to_owned(),
+            attempt: words[1].parse().unwrap(),
+            sandbox_id: "s0".to_owned(),
+            state,
+            restart_delay: std::time::Duration::ZERO,
+        });
+    }
+    seen
+}
+
+#[derive(Default)]
+struct Case {
+    waiting: BTreeMap<String, Waiting>,
+    probes: BTreeMap<String, ProbeFacts>,
+    previous: Option<core::PodStatus>,
+    failure: Option<Failure>,
+    oom: BTreeMap<String, OomFacts>,
+    now: Option<i64>,
+    resize: ResizeFacts,
+}
+
+impl Case {
+    fn status(&self, pod: &core::Pod, seen: &Observation) -> core::PodStatus {
+        Inputs {
+            pod,
+            seen,
+            waiting: &self.waiting,
+            probes: &self.probes,
+            previous: self.previous.as_ref(),
+            failure: self.failure.as_ref(),
+            resize: &self.resize,
+            oom: &self.oom,
+            node: &node(),
+            runtime_name: "containerd",
+            now: Timestamp::from_second(self.now.unwrap_or(NOW)).unwrap(),
+        }
+        .status()
+    }
+}
+
+fn condition<'a>(status: &'a core::PodStatus, kind: &str) -> &'a core::PodCondition {
+    status.conditions.as_ref().unwrap().iter().find(|c| c.type_ == kind).unwrap()
+}
+
+/// `phase Ready=… a: word` with a word for each container's state.
+fn line(status: &core::PodStatus) -> String {
+    let word = |c: &core::ContainerStatus| {
+        let state = c.state.as_ref().unwrap();
+        let word = if state.running.is_some() {
+            "running".to_owned()
+        } else if let Some(t) = &state.terminated {
+            t.reason.clone().unwrap()
+        } else {
+            state.waiting.as_ref().and_then(|w| w.reason.clone()).unwrap()
+        };
+        format!("{}: {word}{}", c.name, if c.ready { " ready" } else { "" })
+    };
+    let all =
+        status.init_container_statuses.iter().flatten().chain(status.container_statuses.iter().flatten());
+    let words: Vec<String> = all.map(word).collect();
+    format!(
+        "{} Ready={} {}",
+        status.phase.as_deref().unwrap(),
+        condition(status, "Ready").status,
+        words.join(", ")
+    )
+}
+
+fn check(spec: serde_json::Value, containers: &[&str], case: &Case, expect: &str) {
+    assert_eq!(line(&case.status(&pod(spec), &seen(containers))), expect);
+}
+
+fn one() -> serde_json::Value {
+    json!({"containers": [{"name": "a", "image": "i"}]})
+}
+
+fn probed() -> serde_json::Value {
+    json!({"containers": [{"name": "a", "image": "i", "readinessProbe": {"tcpSocket": {"port": 80}}}]})
+}
+
+#[test]
+fn a_pod_without_probes_is_ready_as_soon_as_it_runs() {
+    check(one(), &[], &Case::default(), "Pending Ready=False a: ContainerCreating");
+    check(one(), &["a 0 created"], &Case::default(), "Pending Ready=False a: ContainerCreating");
+    check(one(), &["a 0 running"], &Case::default(), "Running Ready=True a: running ready");
+}
+
+#[test]
+fn a_probed_container_is_ready_when_its_probe_says_so() {
+    let with = |ready| Case {
+        probes: [("a-0".to_owned(), ProbeFacts { ready, started: None })].into(),
+        ..Case::default()
+    };
+    check(probed(), &["a 0 running"], &with(None), "Running Ready=False a: running");
+    check(probed(), &["a 0 running"], &with(Some(false)), "Running Ready=False a: running");
+    check(probed(), &["a 0 running"], &with(Some(true)), "Running Ready=True a: running ready");
+    // What was said of the instance before says nothing of this one.
+    check(probed(), &["a 0 exit 1", "a 1 running"], &with(Some(true)), "Running Ready=False a: running");
+}
+
+#[test]
+fn a_crashed_container_waits_and_shows_its_end_as_the_last_state() {
+    let waiting = Waiting { reason: "CrashLoopBackOff".to_owned(), message: "back-off".to_owned() };
+    let case = Case { waiting: [("a".to_owned(), waiting)].into(), ..Case::default() };
+    let status = case.status(&pod(one()), &seen(&["a 0 exit 3", "a 1 exit 7"]));
+    assert_eq!(line(&status), "Running Ready=False a: CrashLoopBackOff");
+    let container = &status.container_statuses.unwrap()[0];
+    assert_eq!(container.restart_count, 1);
+    assert_eq!(container.last_state.as_ref().unwrap().terminated.as_ref().unwrap().exit_code, 7);
+}
+
+#[test]
+fn a_restarted_container_shows_how_the_one_before_it_ended() {
+    let status = Case::default().status(&pod(one()), &seen(&["a 0 exit 3", "a 1 running"]));
+    let last = status.container_statuses.unwrap()[0].last_state.clone().unwrap().terminated.unwrap();
+    assert_eq!((last.exit_code, last.reason.as_deref()), (3, Some("Error")));
+    assert_eq!(last.container_id.as_deref(), Some("containerd://a-0"));
+}
+
+#[test]
+fn a_pod_that_ended_is_not_ready_for_that_reason() {
+    let spec = |policy: &str| json!({"restartPolicy": policy, "containers": [{"name": "a", "image": "i"}]});
+    check(spec("Never"), &["a 0 exit 0"], &Case::default(), "Succeeded Ready=False a: Completed");
+    check(spec("Never"), &["a 0 exit 1"], &Case::default(), "Failed Ready=False a: Error");
+    check(spec("OnFailure"), &["a 0 exit 1"], &Case::default(), "Running Ready=False a: Error");
+    let status = Case::default().status(&pod(spec("Never")), &seen(&["a 0 exit 0"]));
+    assert_eq!(condition(&status, "Ready").reason.as_deref(), Some("PodCompleted"));
+}
+
+#[test]
+fn containers_wait_for_their_init_containers() {
+    let spec = || json!({"initContainers": [{"name": "i", "image": "i"}], "containers": [{"name": "a", "image": "i"}]});
+    check(spec(), &["i 0 running"], &Case::default(), "Pending Ready=False i: running, a: PodInitializing");
+    check(
+        spec(),
+        &["i 0 exit 0"],
+        &Case::default(),
+        "Pending Ready=False i: Completed ready, a: ContainerCreating",
+    );
+    check(
+        spec(),
+        &["i 0 exit 0", "a 0 running"],
+        &Case::default(),
+        "Running Ready=True i: Completed ready, a: running ready",
+    );
+}
+
+#[test]
+fn a_sidecar_counts_for_readiness() {
+    let spec = || {
+        json!({
+            "initContainers": [{"name": "s", "image": "i", "restartPolicy": "Always", "readinessProbe": {"tcpSocket": {"port": 1}}}],
+            "containers": [{"name": "a", "image": "i"}]
+        })
+    };
+    let ready = Case {
+        probes: [("s-0".to_owned(), ProbeFacts { ready: Some(true), started: None })].into(),
+        ..Case::default()
+    };
+    check(
+        spec(),
+        &["s 0 running", "a 0 running"],
+        &Case::default(),
+        "Running Ready=False s: running, a: running ready",
+    );
+    check(
+        spec(),
+        &["s 0 running", "a 0 running"],
+        &ready,
+        "Running Ready=True s: running ready, a: running ready",
+    );
+}
+
+#[test]
+fn a_condition_keeps_its_time_while_its_status_stays() {
+    let p = pod(probed());
+    let first = Case::default().status(&p, &seen(&["a 0 running"]));
+    let later = Case { previous: Some(first.clone()), now: Some(NOW + 60), ..Case::default() };
+    let same = later.status(&p, &seen(&["a 0 running"]));
+    assert_eq!(same, first);
+    let ready = Case {
+        probes: [("a-0".to_owned(), ProbeFacts { ready: Some(true), started: None })].into(),
+        ..later
+    };
+    let changed = ready.status(&p, &seen(&["a 0 running"]));
+    let time = |status: &core::PodStatus, kind: &str| {
+        condition(status, kind).last_transition_time.clone().unwrap().0.as_second()
+    };
+    assert_eq!(time(&changed, "Ready"), NOW + 60);
+    assert_eq!(time(&changed, "Initialized"), NOW);
+    assert_eq!(changed.start_time, first.start_time);
+}
+
+#[test]
+fn a_host_network_pod_has_the_nodes_address() {
+    let spec = json!({"hostNetwork": true, "containers": [{"name": "a", "image": "i"}]});
+    let status = Case::default().status(&pod(spec), &seen(&["a 0 running"]));
+    assert_eq!(status.pod_ip.as_deref(), Some("192.0.2.1"));
+}
+
+#[test]
+fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
+    let evicted = |cleared| Failure { cleared, ..Failure::new("Evicted", "too much", None) };
+    let running = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
+    let ending = Case { previous: Some(running), failure: Some(evicted(false)), ..Case::default() };
+    let status = ending.status(&pod(one()), &seen(&["a 0 running"]));
+    assert_eq!(line(&status), "Running Ready=True a: running ready");
+    assert_eq!(status.reason.as_deref(), Some("Evicted"));
+    // Its end was seen, and then its records were removed.
+    let seen_end = ending.status(&pod(one()), &seen(&["a 0 exit 143"]));
+    let cleared = Case { previous: Some(seen_end), failure: Some(evicted(true)), ..Case::default() };
+    assert_eq!(line(&cleared.status(&pod(one()), &seen(&[]))), "Failed Ready=False a: Error");
+    // Nobody saw its end.
+    let cleared = Case { failure: Some(evicted(true)), ..ending };
+    let status = cleared.status(&pod(one()), &seen(&[]));
+    assert_eq!(line(&status), "Failed Ready=False a: ContainerStatusUnknown");
+    assert_eq!(condition(&status, "Ready").reason.as_deref(), Some("PodFailed"));
+}
+
+#[test]
+fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
+    let refused = Failure { cleared: true, ..Failure::new("OutOfcpu", "too little", None) };
+    let case = Case { failure: Some(refused), ..Case::default() };
+    let status = case.status(&pod(one()), &Observation::default());
+    assert_eq!(line(&status), "Failed Ready=False ");
+    assert_eq!((status.container_statuses, status.message.as_deref()), (None, Some("too little")));
+}
+
+#[test]
+fn a_pod_that_has_ended_with_its_sidecar_stays_so() {
+    let spec = || {
+        json!({
+            "restartPolicy": "Never",
+            "initContainers": [{"name": "s", "image": "i", "restartPolicy": "Always"}],
+            "containers": [{"name": "a", "image": "i"}]
+        })
+    };
+    let mut ended = seen(&["s 0 exit 143", "a 0 exit 0"]);
+    ended.sandbox = None;
+    ended.pod.sandboxes[0].ready = false;
+    let status = Case::default().status(&pod(spec()), &ended);
+    assert_eq!(line(&status), "Succeeded Ready=False s: Error, a: Completed");
+}
+
+#[test]
+fn an_oom_kill_is_told_with_the_kernels_numbers() {
+    let spec =
+        || json!({"containers": [{"name": "a", "image": "i", "resources": {"limits": {"memory": "64Mi"}}}]});
+    let facts =
+        OomFacts { pid: 4711, first: true, anon_rss: 63 << 20, file_rss: 1 << 20, ..OomFacts::default() };
+    let case = Case { oom: [("a-0".to_owned(), facts.clone())].into(), ..Case::default() };
+    let ended = |status: &core::PodStatus| {
+        let container = &status.container_statuses.as_ref().unwrap()[0];
+        container.state.clone().unwrap().terminated.unwrap()
+    };
+    let state = ended(&case.status(&pod(spec()), &seen(&["a 0 exit 137"])));
+    assert_eq!(state.reason.as_deref(), Some("OOMKilled"));
+    assert_eq!(
+        state.message.as_deref(),
+        Some(
+            "the kernel killed process 4711 for want of memory: it had 63 MiB of its own, 1 MiB of files and 0 MiB \
+             shared; the container's memory limit is 64Mi"
+        )
+    );
+    let named = OomFacts { command: "java".to_owned(), ..facts.clone() };
+    assert!(named.sentence(None).starts_with("the kernel killed process 4711 (java) for want of memory: "));
+    // Another process of it was killed, and it went on and ended by itself.
+    let other = OomFacts { first: false, ..facts };
+    let case = Case { oom: [("a-0".to_owned(), other)].into(), ..Case::default() };
+    let state = ended(&case.status(&pod(spec()), &seen(&["a 0 exit 3"])));
+    assert_eq!((state.reason.as_deref(), state.message), (Some("Error"), None));
+}
+
+#[test]
+fn amounts_are_in_force_only_when_the_cgroups_have_them() {
+    let sized = |cpu: &str| {
+        pod(json!({"containers": [{"name": "main", "resources": {"requests": {"cpu": cpu}, "limits": {}}}]}))
+    };
+    let shown = |status: &core::PodStatus| {
+        let container = &status.container_statuses.as_ref().unwrap()[0];
+        let of = |list: Option<&BTreeMap<String, _>>| {
+            list.map(|list| {
+                let quantity: &Quantity = &list["cpu"];
+                quantity.0.clone()
+            })
+        };
+        let in_force = container.resources.as_ref().and_then(|resources| of(resources.requests.as_ref()));
+        (in_force.unwrap_or_default(), of(container.allocated_resources.as_ref()).unwrap_or_default())
+    };
+    let resizing = |status: &core::PodStatus| {
+        let conditions = status.conditions.iter().flatten().filter(|c| c.type_.starts_with("PodResize"));
+        conditions
+            .map(|c| format!("{} {}", c.type_, c.reason.clone().unwrap_or_default()))
+            .collect::<Vec<_>>()
+    };
+    let running = seen(&["main 0 running"]);
+    let first = Case::default().status(&sized("1"), &running);
+    assert_eq!((shown(&first), resizing(&first).len()), (("1".to_owned(), "1".to_owned()), 0));
+
+    let mut case = Case { previous: Some(first), ..Case::default() };
+    let resized = case.status(&sized("2"), &running);
+    assert_eq!(shown(&resized), ("1".to_owned(), "2".to_owned()));
+    assert_eq!(resizing(&resized), ["PodResizeInProgress "]);
+    case.resize.error = Some("too much is in use".to_owned());
+    assert_eq!(resizing(&case.status(&sized("2"), &running)), ["PodResizeInProgress Error"]);
+    // Another container has been made with them.
+    assert_eq!(shown(&case.status(&sized("2"), &seen(&["main 0 exit 1", "main 1 running"]))).0, "2");
+
+    let mut enacted = resized;
+    let amounts = resize::amounts(&sized("2").spec.unwrap().containers[0]);
+    resize::enact(&mut enacted, &BTreeMap::from([("main-0".to_owned(), amounts)]));
+    case.previous = Some(enacted);
+    let done = case.status(&sized("2"), &running);
+    assert_eq!((shown(&done), resizing(&done).len()), (("2".to_owned(), "2".to_owned()), 0));
+    case.resize.pending = Some(resize::Pending { reason: "Deferred", message: "no room".to_owned() });
+    assert_eq!(resizing(&case.status(&sized("2"), &running)), ["PodResizePending Deferred"]);
+}

@@ -1,0 +1,180 @@
+//! A container's last words: the file at its `terminationMessagePath`, or, where that is empty and the policy says so,
+//! the end of its log. Bounded as in the kubelet: a container must not fill the pod's status.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use beelet_base::own_file;
+use beelet_model::labels;
+
+/// Most bytes of a message (`MaxContainerTerminationMessageLength`).
+const MESSAGE_MAX: usize = 4096;
+/// Most bytes and lines of a log's end (`MaxContainerTerminationMessageLogLength`, `…LogLines`).
+const LOG_MAX: usize = 2048;
+const LOG_LINES: usize = 80;
+
+/// Makes the file for a container's next instance, in the pod's folder. Blocking.
+pub(super) fn prepare(
+    folder: &Path,
+    container: &core::Container,
+    attempt: u32,
+) -> Result<Option<cri::Mount>, String> {
+    let Some(path) = container.termination_message_path.as_deref().filter(|path| !path.is_empty()) else {
+        return Ok(None);
+    };
+    let taken = container.volume_mounts.iter().flatten().any(|mount| mount.mount_path == path);
+    if taken {
+        return Ok(None);
+    }
+    let folder = folder.join("containers").join(&container.name);
+    beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE)?;
+    forget_older(&folder, attempt);
+    let file = folder.join(attempt.to_string());
+    // Whoever the container runs as may write it.
+    let made = own_file::own(&file).and_then(|file| {
+        file.set_len(0)?;
+        own_file::permit(&file, 0o666)
+    });
+    made.map_err(|e| format!("cannot make {}: {e}", file.display()))?;
+    Ok(Some(cri::Mount {
+        container_path: path.to_owned(),
+        host_path: file.to_string_lossy().into_owned(),
+        ..Default::default()
+    }))
+}
+
+/// Removes what instances before the last one said. It is no harm if one stays.
+fn forget_older(folder: &Path, attempt: u32) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let number = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok());
+        if number.is_some_and(|number| number.saturating_add(1) < attempt) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// What an ended container has said, with what the runtime says of its end before it. Blocking.
+pub(super) fn message(status: &cri::ContainerStatus) -> Option<String> {
+    if status.state() != cri::ContainerState::ContainerExited {
+        return None;
+    }
+    let mut text = file_of(status).and_then(|path| read_file(&path)).unwrap_or_default();
+    let fallback =
+        status.annotations.get(labels::TERMINATION_POLICY).is_some_and(|p| p == "FallbackToLogsOnError");
+    if text.is_empty() && fallback && status.exit_code != 0 {
+        text = beelet_logs::end_of(Path::new(&status.log_path), LOG_LINES, LOG_MAX).unwrap_or_default();
+    }
+    (!text.is_empty()).then_some(text)
+}
+
+/// The file's place on the machine, from the mounts that the container was made with.
+fn file_of(status: &cri::ContainerStatus) -> Option<PathBuf> {
+    let path = status.annotations.get(labels::TERMINATION_PATH).filter(|path| !path.is_empty())?;
+    let mount = status.mounts.iter().find(|mount| mount.container_path == *path)?;
+    Some(PathBuf::from(&mount.host_path))
+}
+
+/// The beginning of a file that a container wrote: never through a link, never of anything but a plain file.
+fn read_file(path: &Path) -> Option<String> {
+    let mut file = own_file::read(path).ok()?;
+    let mut bytes = vec![0; MESSAGE_MAX];
+    let mut length = 0;
+    while length < bytes.len() {
+        match file.read(&mut bytes[length..]).ok()? {
+            0 => break,
+            read => length += read,
+        }
+    }
+    bytes.truncate(length);
+    Some(beelet_logs::lossy(&bytes, MESSAGE_MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn container(more: serde_json::Value) -> core::Container {
+        let mut value = json!({"name": "c", "terminationMessagePath": "/dev/termination-log"});
+        value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        serde_json::from_value(value).unwrap()
+    }
+
+    fn ended(mount: Option<cri::Mount>, log: &Path, policy: &str, exit_code: i32) -> cri::ContainerStatus {
+        let annotations = [
+            (labels::TERMINATION_PATH.to_owned(), "/dev/termination-log".to_owned()),
+            (labels::TERMINATION_POLICY.to_owned(), policy.to_owned()),
+        ];
+        cri::ContainerStatus {
+            state: cri::ContainerState::ContainerExited.into(),
+            mounts: mount.into_iter().collect(),
+            annotations: annotations.into(),
+            log_path: log.to_string_lossy().into_owned(),
+            exit_code,
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn the_file_is_made_for_everybody_and_older_ones_go() {
+        let dir = tempfile::tempdir().unwrap();
+        for attempt in 0..3 {
+            prepare(dir.path(), &container(json!({})), attempt).unwrap().unwrap();
+        }
+        let mut left: Vec<_> = std::fs::read_dir(dir.path().join("containers/c"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        assert_eq!(left, ["1", "2"]);
+        let mode = std::fs::metadata(dir.path().join("containers/c/2")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o666);
+        let own = json!({"volumeMounts": [{"name": "v", "mountPath": "/dev/termination-log"}]});
+        assert_eq!(prepare(dir.path(), &container(own), 3), Ok(None));
+        assert_eq!(prepare(dir.path(), &container(json!({"terminationMessagePath": ""})), 3), Ok(None));
+    }
+
+    #[test]
+    fn messages_come_from_the_file_and_are_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let mount = prepare(dir.path(), &container(json!({})), 0).unwrap();
+        let file = mount.as_ref().unwrap().host_path.clone();
+        let said = || message(&ended(mount.clone(), Path::new("/none"), "File", 1));
+        assert_eq!(said(), None);
+        std::fs::write(&file, "out of cheese").unwrap();
+        assert_eq!(said().as_deref(), Some("out of cheese"));
+        std::fs::write(&file, "é".repeat(4000)).unwrap();
+        assert!(said().unwrap().len() <= MESSAGE_MAX);
+        std::fs::remove_file(&file).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", &file).unwrap();
+        assert_eq!(said(), None);
+        assert_eq!(
+            message(&cri::ContainerStatus { state: 1, ..ended(None, Path::new("/n"), "File", 1) }),
+            None
+        );
+    }
+
+    #[test]
+    fn the_logs_end_stands_in_for_a_failed_container_that_said_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let mount = prepare(dir.path(), &container(json!({})), 0).unwrap();
+        let log = dir.path().join("0.log");
+        let lines: String =
+            (0..200).map(|i| format!("2026-11-21T19:00:00.000000001Z stderr F line {i}\n")).collect();
+        std::fs::write(&log, lines).unwrap();
+        let said = |policy: &str, code| message(&ended(mount.clone(), &log, policy, code));
+        assert_eq!(said("File", 1), None);
+        assert_eq!(said("FallbackToLogsOnError", 0), None);
+        let text = said("FallbackToLogsOnError", 1).unwrap();
+        assert_eq!(text.lines().count(), LOG_LINES);
+        assert!(text.starts_with("line 120\n") && text.ends_with("line 199\n"), "{text}");
+        std::fs::write(&mount.as_ref().unwrap().host_path, "said").unwrap();
+        assert_eq!(said("FallbackToLogsOnError", 1).as_deref(), Some("said"));
+    }
+}

@@ -1,0 +1,617 @@
+//! The worker of one pod: looks at what the runtime has, lets `policy` decide, does it, and looks again,
+//! until the pod is terminated. It remembers nothing that it could not see again, so it may be killed
+//! between any two steps.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
+use beelet_proto::cri;
+use futures::future::join_all;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    launch::{Chores, Launcher, StartError},
+    observe::{self, Observation, Observer},
+    status::Waiting,
+};
+use beelet_cri::Runtime;
+use beelet_model::table::PodName;
+use beelet_state::events::Object;
+
+mod devices;
+mod ends;
+mod hooks;
+mod stop;
+mod supervise;
+
+use devices::Grant;
+use ends::Ends;
+use stop::Window;
+
+/// The first pause after a failed step; it doubles up to [`RETRY_MAX`].
+const RETRY_INITIAL: Duration = Duration::from_secs(1);
+/// The longest pause after a failed step. A change that the runtime reports ends it early.
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// The pauses between tries to start one container (to pull its image, to create it), as the kubelet's.
+const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
+
+/// What the manager wants of a worker. A state, not a queue: only the newest counts.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Control {
+    /// Set once the pod must go: everything is stopped and removed.
+    pub terminate: Option<Terminate>,
+    /// Set once the pod must give everything back, and not start again while this stands.
+    pub failed: Option<Terminate>,
+    /// All containers of the pod have ended for good: none is started again, even when the runtime's records of them are
+    /// collected as garbage.
+    pub ended: bool,
+    /// The pod with other amounts of cpu and memory, once they were changed while it runs.
+    pub resized: Option<Arc<core::Pod>>,
+    /// What probes say.
+    pub verdicts: Verdicts,
+    /// Counts the changes that the runtime reported.
+    pub changes: u64,
+    /// The runtime's word on containers that were last seen running, and have ended.
+    pub exited: BTreeMap<String, Arc<cri::ContainerStatus>>,
+}
+
+impl Control {
+    /// How the pod is to end, if it is. Of two ends the sooner one.
+    fn end(&self) -> Option<Terminate> {
+        match (self.terminate, self.failed) {
+            (Some(a), Some(b)) => Some(Terminate { grace: a.grace.into_iter().chain(b.grace).min() }),
+            (a, b) => a.or(b),
+        }
+    }
+}
+
+/// How a pod is terminated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Terminate {
+    /// Overrides the pod's own grace period.
+    pub grace: Option<Duration>,
+}
+
+/// How far a pod's end has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// It runs, or is still being stopped.
+    Here,
+    /// It has ended for good and given everything back: nothing of it is in the runtime, its cgroup and its volumes
+    /// are gone. Its logs stay.
+    Cleared,
+    /// Nothing is left of it, and this was the last report.
+    Gone,
+}
+
+/// What a worker tells the manager after each look.
+#[derive(Clone, Debug)]
+pub(super) struct Report {
+    /// The pod.
+    pub uid: String,
+    /// What the runtime has.
+    pub seen: Arc<Observation>,
+    /// Why containers aren't running, by name.
+    pub waiting: BTreeMap<String, Waiting>,
+    /// Containers whose postStart hook is done, by identifier.
+    pub hooked: BTreeSet<String>,
+    /// How far its end has come.
+    pub stage: Stage,
+}
+
+/// A try to start a container that failed.
+#[derive(Clone, Debug)]
+struct FailedStart {
+    waiting: Waiting,
+    tries: u32,
+    delay: Duration,
+    retry_at: Instant,
+}
+
+/// See the module's head.
+pub(super) struct Worker {
+    runtime: Runtime,
+    launcher: Arc<Launcher>,
+    pod: Arc<core::Pod>,
+    name: PodName,
+    uid: String,
+    observer: Observer,
+    control: watch::Receiver<Control>,
+    reports: mpsc::Sender<Report>,
+    failed_starts: BTreeMap<String, FailedStart>,
+    /// Containers whose postStart hook is done, and those whose hook failed.
+    hooked: BTreeSet<String>,
+    failed_hooks: BTreeSet<String>,
+    /// Containers that were held back by a restart delay at the last look.
+    backing_off: BTreeSet<String>,
+    ends: Ends,
+    /// The time in which the pod must have ended, once it must.
+    ending: Option<Window>,
+    /// The last look, if nothing was done since, and the changes that were known then.
+    last_look: Option<(Arc<Observation>, u64)>,
+    /// What was seen when something was last done, and what was done.
+    last_done: Option<(pod::Observed, Actions)>,
+    devices: Grant,
+    /// What blocks, also what was begun for this pod by a worker before this one.
+    chores: Chores,
+    /// The pod has ended, and has given back all but its containers and logs.
+    released: bool,
+}
+
+/// How a step ended.
+enum Step {
+    /// Something was done: look again.
+    Done,
+    /// Nothing to do before a change, or before this time.
+    Idle(Option<Instant>),
+}
+
+impl Worker {
+    /// A worker for `pod`, which it finds as it is.
+    fn new(
+        launcher: Arc<Launcher>,
+        pod: Arc<core::Pod>,
+        control: watch::Receiver<Control>,
+        reports: mpsc::Sender<Report>,
+        chores: Chores,
+    ) -> Self {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let runtime = launcher.runtime.clone();
+        let observer = Observer::new(runtime.clone(), uid.clone());
+        let name = PodName::of(&pod);
+        let hooked = control.borrow().verdicts.hooked.clone();
+        let devices = Grant::new(launcher.devices.node());
+        Self {
+            runtime,
+            launcher,
+            name,
+            uid,
+            pod,
+            observer,
+            control,
+            reports,
+            failed_starts: BTreeMap::new(),
+            hooked,
+            failed_hooks: BTreeSet::new(),
+            backing_off: BTreeSet::new(),
+            ends: Ends::new(),
+            ending: None,
+            last_look: None,
+            last_done: None,
+            devices,
+            chores,
+            released: false,
+        }
+    }
+
+    /// The task of a worker that is made anew should it panic.
+    pub(super) async fn supervised(
+        launcher: Arc<Launcher>,
+        pod: Arc<core::Pod>,
+        control: watch::Receiver<Control>,
+        reports: mpsc::Sender<Report>,
+    ) {
+        let name = PodName::of(&pod).to_string();
+        let chores = Chores::new();
+        let start = || {
+            let (pod, control, reports) = (Arc::clone(&pod), control.clone(), reports.clone());
+            Self::new(Arc::clone(&launcher), pod, control, reports, chores.clone()).run()
+        };
+        supervise::keep(&name, start).await;
+    }
+
+    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: a node's workers wait most
+    /// of the time, and each would keep room for the largest step.
+    async fn run(mut self) {
+        let mut pause = RETRY_INITIAL;
+        loop {
+            let control = self.control.borrow_and_update().clone();
+            if let Some(pod) = &control.resized {
+                // For containers that start from now on; those that run are the QoS tree's.
+                self.pod = Arc::clone(pod);
+            }
+            let mut signal = self.control.clone();
+            let step = if let Some(end) = control.end() {
+                let grace = self.grace_of(end);
+                let own = beelet_model::pod::grace_period(&self.pod);
+                tokio::select! {
+                    // A pod that must go sooner than was said before is told so.
+                    changed = signal.wait_for(|c| c.end().is_some_and(|e| e.grace.unwrap_or(own) < grace)) => {
+                        if changed.is_err() { return }
+                        continue;
+                    }
+                    step = Box::pin(self.terminate(&control, grace)) => step,
+                }
+            } else {
+                tokio::select! {
+                    // A pod that must go does not wait for a slow pull or a long stop.
+                    changed = signal.wait_for(|c| c.end().is_some()) => {
+                        if changed.is_err() { return }
+                        continue;
+                    }
+                    step = Box::pin(self.advance(&control)) => step,
+                }
+            };
+            let wake = match step {
+                Ok(Some(Step::Done)) => {
+                    pause = RETRY_INITIAL;
+                    continue;
+                }
+                Ok(Some(Step::Idle(wake))) => {
+                    pause = RETRY_INITIAL;
+                    wake
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    warn!(pod = %self.name, error, "a step failed and will be tried again");
+                    let at = Instant::now() + pause;
+                    pause = (pause * 2).min(RETRY_MAX);
+                    Some(at)
+                }
+            };
+            if !self.wait(wake).await {
+                return;
+            }
+        }
+    }
+
+    /// Waits for a change of what is wanted or seen, or for a time; false if the manager is gone.
+    async fn wait(&mut self, wake: Option<Instant>) -> bool {
+        let timer = async {
+            match wake {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        let waits = self.waits_for_devices();
+        tokio::select! {
+            changed = self.control.changed() => changed.is_ok(),
+            _ = self.devices.changes.changed(), if waits => true,
+            () = timer => true,
+        }
+    }
+
+    /// One look, one decision, and what it asks for.
+    async fn advance(&mut self, control: &Control) -> Result<Option<Step>, String> {
+        let seen = self.look(control).await?;
+        let verdicts = self.verdicts(&control.verdicts, &seen);
+        self.ends.note(&seen.pod, Timestamp::now());
+        let times = pod::Times { ended: self.ends.known(), now: self.ends.now() };
+        let mut actions =
+            pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, times);
+        if control.ended {
+            // Without records of its containers it would look as if it had never run.
+            actions.create_sandbox = None;
+            actions.start.clear();
+            actions.backoff.clear();
+            actions.stop_sandboxes.retain(|id| seen.may_run_in(id));
+            actions.release = actions.stop_sandboxes.is_empty();
+        }
+        self.release_ended(&seen);
+        self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
+        self.tell_of_backoff(&actions);
+        if !self.report(&seen, &actions, Stage::Here).await {
+            return Ok(None);
+        }
+        self.release_volumes(&actions).await?;
+        let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
+        let due = actions.start.iter().any(|s| self.may_start(&s.name));
+        if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
+            self.last_look = Some((Arc::clone(&seen), control.changes));
+            let backoff = actions.wake_at().map(|at| self.ends.instant(at));
+            return Ok(Some(Step::Idle(backoff.into_iter().chain(retry_at).min())));
+        }
+        let doing = (seen.pod.clone(), actions.clone());
+        // Not again at once: the runtime would be asked without end.
+        if self.last_done.take().is_some_and(|done| done == doing && count(&actions) > actions.start.len()) {
+            return Err("what the runtime was asked to do, and said it did, can't be seen yet".to_owned());
+        }
+        if !self.has_room(&actions).await {
+            return Ok(Some(Step::Idle(None)));
+        }
+        if let Some(waiting) = self.have_devices(&seen, &actions).await {
+            if !self.report(&seen, &actions, Stage::Here).await {
+                return Ok(None);
+            }
+            // Nothing is started; what must be stopped is.
+            actions.create_sandbox = None;
+            actions.start.clear();
+            if actions.is_idle() {
+                return Ok(Some(waiting));
+            }
+        }
+        self.execute(actions, &seen).await?;
+        self.last_done = Some(doing);
+        Ok(Some(Step::Done))
+    }
+
+    /// A pod that has ended gives back its volumes and its cgroup, once.
+    async fn release_volumes(&mut self, actions: &Actions) -> Result<(), String> {
+        if actions.release && !self.released {
+            self.launcher.release_ended(&self.pod, &self.chores).await?;
+            info!(pod = %self.name, "pod has ended, and its volumes and its cgroup are given back");
+        }
+        self.released = actions.release;
+        Ok(())
+    }
+
+    /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't asked again.
+    async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, String> {
+        if let Some((last, changes)) = self.last_look.take()
+            && changes == control.changes
+        {
+            let ended = control.exited.values().filter(|status| last.is_running(&status.id));
+            let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
+            if !ended.is_empty() {
+                let ended = observe::with_last_words(ended).await;
+                let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
+                ended.into_iter().for_each(|status| self.observer.note(status));
+                return Ok(Arc::new(seen));
+            }
+        }
+        Ok(Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?))
+    }
+
+    /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is on its way.
+    async fn has_room(&self, actions: &Actions) -> bool {
+        if actions.create_sandbox.is_none() && actions.start.is_empty() {
+            return true;
+        }
+        match self.launcher.admission.admit(&self.pod).await {
+            Ok(()) => true,
+            Err(rejection) => {
+                self.launcher.admission.refuse(&self.uid, rejection).await;
+                false
+            }
+        }
+    }
+
+    /// What probes say, and what is known here: how hooks did, and that containers without a startup probe have
+    /// started as soon as they run.
+    fn verdicts(&mut self, probes: &Verdicts, seen: &Observation) -> Verdicts {
+        self.hooked.retain(|id| seen.containers.contains_key(id));
+        self.failed_hooks.retain(|id| seen.containers.contains_key(id));
+        let mut verdicts = Verdicts { hooked: self.hooked.clone(), ..probes.clone() };
+        let failed = self.failed_hooks.iter().map(|id| (id.clone(), KillReason::PostStartHook));
+        verdicts.condemned.extend(failed);
+        let spec = self.pod.spec.as_ref();
+        let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
+        for container in all.filter(|c| c.startup_probe.is_none()) {
+            verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
+        }
+        verdicts
+    }
+
+    fn may_start(&self, name: &str) -> bool {
+        self.failed_starts.get(name).is_none_or(|f| f.retry_at <= Instant::now())
+    }
+
+    /// Tells of containers that are held back from now on.
+    fn tell_of_backoff(&mut self, actions: &Actions) {
+        let PodName { namespace, name: pod } = &self.name;
+        for name in actions.backoff.keys().filter(|name| !self.backing_off.contains(*name)) {
+            let uid = &self.uid;
+            let message =
+                format!("Back-off restarting failed container {name} in pod {pod}_{namespace}({uid})");
+            self.launcher.events.warning(Object::container(&self.pod, name), "BackOff", message);
+        }
+        self.backing_off = actions.backoff.keys().cloned().collect();
+    }
+
+    async fn create_sandbox(&self, attempt: u32) -> Result<(), String> {
+        let (events, pod) = (&self.launcher.events, || Object::pod(&self.pod));
+        if attempt > 0 {
+            events.normal(pod(), "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
+        }
+        match self.launcher.create_sandbox(&self.pod, attempt, &self.chores).await {
+            Ok(id) => {
+                info!(pod = %self.name, sandbox = id, attempt, "sandbox runs");
+                Ok(())
+            }
+            Err(error) => {
+                let message = format!("Failed to create pod sandbox: {error}");
+                events.warning(pod(), "FailedCreatePodSandBox", message);
+                Err(error)
+            }
+        }
+    }
+
+    async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<(), String> {
+        self.kill(&actions.kill, seen).await?;
+        for id in &actions.stop_sandboxes {
+            self.stop_sandbox(id, seen, Window::new(beelet_model::pod::grace_period(&self.pod))).await?;
+        }
+        if let Some(attempt) = actions.create_sandbox {
+            self.create_sandbox(attempt).await?;
+        }
+        for id in &actions.remove_containers {
+            ignore_missing(self.runtime.remove_container(id).await)?;
+        }
+        for id in &actions.remove_sandboxes {
+            ignore_missing(self.runtime.remove_sandbox(id).await)?;
+        }
+        for hook in &actions.post_start {
+            self.post_start(&hook.name, &hook.id, seen).await;
+        }
+        self.start(&actions, seen).await
+    }
+
+    /// Starts containers, one after the other, hooks included.
+    async fn start(&mut self, actions: &Actions, seen: &Observation) -> Result<(), String> {
+        for start in &actions.start {
+            if !self.may_start(&start.name) {
+                continue;
+            }
+            let Some(sandbox) = &seen.sandbox else {
+                return Err("the sandbox is gone that its containers were to run in".to_owned());
+            };
+            info!(pod = %self.name, container = start.name, attempt = start.attempt, "container is asked for");
+            match self.launcher.start(&self.pod, sandbox, start, &self.chores).await {
+                Ok(id) => {
+                    self.failed_starts.remove(&start.name);
+                    info!(pod = %self.name, container = start.name, id, attempt = start.attempt, "container runs");
+                    if !self.post_start(&start.name, &id, seen).await {
+                        // It is stopped before anything else is done.
+                        return Ok(());
+                    }
+                }
+                Err(error) => self.note_failed_start(&start.name, error),
+            }
+        }
+        Ok(())
+    }
+
+    /// A container that can't be started waits, and doesn't hold the others back.
+    fn note_failed_start(&mut self, name: &str, error: StartError) {
+        let (initial, max) = if error.unanswered { (RETRY_INITIAL, RETRY_MAX) } else { START_RETRY };
+        let before = self.failed_starts.get(name);
+        let delay = before.map_or(initial, |before| (before.delay * 2).clamp(initial, max));
+        let tries = before.map_or(0, |before| before.tries) + 1;
+        warn!(pod = %self.name, container = name, reason = error.reason, error = error.message,
+            retry_in_seconds = delay.as_secs(), "container could not be started");
+        let waiting = Waiting { reason: error.reason.to_owned(), message: error.message };
+        let told = format!("Error: {}: {}", waiting.reason, waiting.message);
+        self.launcher.events.warning(Object::container(&self.pod, name), "Failed", told);
+        let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay };
+        self.failed_starts.insert(name.to_owned(), failed);
+    }
+
+    fn grace_of(&self, end: Terminate) -> Duration {
+        end.grace.unwrap_or_else(|| beelet_model::pod::grace_period(&self.pod))
+    }
+
+    /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of it.
+    async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, String> {
+        let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+        let nothing = Actions::default();
+        let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
+        // With its containers removed a pod would look as if it had never run: its last states stand.
+        if !empty && !self.report(&seen, &nothing, Stage::Here).await {
+            return Ok(None);
+        }
+        let window = self.ending.filter(|window| window.grace == grace).unwrap_or_else(|| Window::new(grace));
+        self.ending = Some(window);
+        let stops = seen.pod.sandboxes.iter().map(|sandbox| self.stop_sandbox(&sandbox.id, &seen, window));
+        join_all(stops).await.into_iter().collect::<Result<(), String>>()?;
+        if !empty {
+            // The last states are worth seeing before the records go.
+            let last = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+            if !self.report(&last, &nothing, Stage::Here).await {
+                return Ok(None);
+            }
+            for container in &last.pod.containers {
+                ignore_missing(self.runtime.remove_container(&container.id).await)?;
+            }
+            for sandbox in &last.pod.sandboxes {
+                ignore_missing(self.runtime.remove_sandbox(&sandbox.id).await)?;
+            }
+            return Ok(Some(Step::Done));
+        }
+        self.failed_starts.clear();
+        (self.last_done, self.ending) = (None, None);
+        self.devices.revoke();
+        self.launcher.release(&self.pod, &self.chores).await?;
+        if control.terminate.is_none() {
+            info!(pod = %self.name, uid = self.uid, "pod has given back everything it had");
+            let told = self.report(&seen, &nothing, Stage::Cleared).await;
+            return Ok(told.then_some(Step::Idle(None)));
+        }
+        self.launcher.remove_logs(&self.pod, &self.chores).await?;
+        info!(pod = %self.name, uid = self.uid, "pod is gone");
+        self.report(&seen, &nothing, Stage::Gone).await;
+        Ok(None)
+    }
+
+    /// Tells the manager; false if it is gone.
+    async fn report(&self, seen: &Arc<Observation>, actions: &Actions, stage: Stage) -> bool {
+        let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
+        for (name, backoff) in &actions.backoff {
+            let PodName { namespace, name: pod } = &self.name;
+            let (delay, uid) = (in_go(backoff.delay), &self.uid);
+            let message =
+                format!("back-off {delay} restarting failed container={name} pod={pod}_{namespace}({uid})");
+            waiting.insert(name.clone(), Waiting { reason: "CrashLoopBackOff".to_owned(), message });
+        }
+        let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
+        waiting.extend(failed);
+        waiting.extend(self.without_devices(actions));
+        debug!(pod = %self.name, ?actions, "looked at the pod");
+        let report = Report {
+            uid: self.uid.clone(),
+            seen: Arc::clone(seen),
+            waiting,
+            hooked: self.hooked.clone(),
+            stage,
+        };
+        self.reports.send(report).await.is_ok()
+    }
+
+    /// While a failed pull waits for its next try it is called a back-off, as under the kubelet.
+    fn held_back(&self, failed: &FailedStart) -> Waiting {
+        let mut waiting = failed.waiting.clone();
+        if waiting.reason == "ErrImagePull" && failed.tries > 1 {
+            waiting.reason = "ImagePullBackOff".to_owned();
+        }
+        waiting
+    }
+}
+
+/// How many things a decision asks for.
+fn count(actions: &Actions) -> usize {
+    actions.kill.len()
+        + actions.stop_sandboxes.len()
+        + usize::from(actions.create_sandbox.is_some())
+        + actions.remove_containers.len()
+        + actions.remove_sandboxes.len()
+        + actions.post_start.len()
+        + actions.start.len()
+}
+
+/// A duration of whole seconds as Go writes it, and so the kubelet: `10s`, `1m20s`, `5m0s`.
+fn in_go(duration: Duration) -> String {
+    match (duration.as_secs() / 60, duration.as_secs() % 60) {
+        (0, seconds) => format!("{seconds}s"),
+        (minutes, seconds) => format!("{minutes}m{seconds}s"),
+    }
+}
+
+/// What is gone already needs no removal.
+fn ignore_missing(result: Result<(), beelet_cri::Error>) -> Result<(), String> {
+    match result {
+        Err(e) if !e.is_not_found() => Err(e.to_string()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_written_as_the_kubelet_does() {
+        let check = |seconds, text: &str| assert_eq!(in_go(Duration::from_secs(seconds)), text);
+        check(0, "0s");
+        check(10, "10s");
+        check(60, "1m0s");
+        check(160, "2m40s");
+        check(300, "5m0s");
+    }
+
+    #[test]
+    fn a_worker_that_waits_is_small() {
+        fn size<W, F>(_: fn(W) -> F) -> usize {
+            size_of::<F>()
+        }
+        assert!(size(Worker::run) < 4096, "{} bytes for each pod of the node", size(Worker::run));
+    }
+}

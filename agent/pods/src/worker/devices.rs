@@ -1,0 +1,181 @@
+//! A pod's devices come before its sandbox: a worker starts nothing before its pod has them.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use beelet_policy::pod::{self, Actions, ContainerState};
+use k8s_openapi::api::core::v1 as core;
+use tokio::sync::watch;
+
+use super::{Step, Worker};
+use crate::{observe::Observation, status::Waiting};
+use beelet_devices::{Circumstances, NodeDevices, Refusal};
+
+/// What a waiting container's status says.
+const WAITING: &str = "WaitingForDevices";
+
+/// How far a worker has come with its pod's devices.
+#[derive(Debug)]
+pub(super) struct Grant {
+    /// The attempt of the sandbox that the pod has its devices for.
+    sandbox: Option<u32>,
+    /// Why it must wait.
+    pub(super) waiting: Option<Waiting>,
+    pub(super) changes: watch::Receiver<Arc<NodeDevices>>,
+}
+
+impl Grant {
+    pub(super) fn new(changes: watch::Receiver<Arc<NodeDevices>>) -> Self {
+        Self { sandbox: None, waiting: None, changes }
+    }
+
+    /// The pod gives everything back.
+    pub(super) fn revoke(&mut self) {
+        (self.sandbox, self.waiting) = (None, None);
+    }
+}
+
+impl Worker {
+    /// Makes sure that the pod has its devices before anything of it is started. `Some` if it hasn't, and must wait.
+    pub(super) async fn have_devices(&mut self, seen: &Observation, actions: &Actions) -> Option<Step> {
+        let current = current(seen);
+        let wanted = actions.create_sandbox.or_else(|| {
+            (!actions.start.is_empty()).then(|| current.map(|sandbox| sandbox.attempt)).flatten()
+        })?;
+        if self.devices.sandbox == Some(wanted) {
+            return None;
+        }
+        let ended = ended(&self.pod, seen);
+        let devices = self.launcher.devices.clone();
+        // It runs since before this agent, and has what it needs, whatever its plugins say.
+        if actions.create_sandbox.is_none() && devices.has_all(&self.pod, &ended) {
+            self.devices.sandbox = Some(wanted);
+            return None;
+        }
+        // In a sandbox that is still to be made nothing runs, whatever the old one's containers do.
+        let kept = current.filter(|_| actions.create_sandbox.is_none());
+        let running = kept.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
+        let restarting = !seen.pod.sandboxes.is_empty();
+        self.devices.changes.borrow_and_update();
+        match devices.admit(&self.pod, Circumstances { running, ended, restarting }).await {
+            Ok(()) => {
+                self.devices.sandbox = Some(wanted);
+                self.devices.waiting = None;
+                None
+            }
+            Err(Refusal::Wait { message, until }) => {
+                self.devices.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
+                Some(Step::Idle(Some(until)))
+            }
+            // It will be told to end.
+            Err(Refusal::Failed { message }) => {
+                self.devices.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
+                Some(Step::Idle(None))
+            }
+        }
+    }
+
+    /// Frees what ended init containers have that nobody after them needs.
+    pub(super) fn release_ended(&self, seen: &Observation) {
+        let devices = &self.launcher.devices;
+        for name in ended(&self.pod, seen) {
+            if devices.holds(&self.uid, &name) {
+                devices.release(&self.uid, &name);
+            }
+        }
+    }
+
+    /// The containers that wait for devices: all that would be started if there were any.
+    pub(super) fn without_devices(&self, actions: &Actions) -> Vec<(String, Waiting)> {
+        let Some(waiting) = &self.devices.waiting else { return Vec::new() };
+        let spec = self.pod.spec.as_ref();
+        let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
+        let starts = |name: &str| {
+            actions.create_sandbox.is_some() || actions.start.iter().any(|start| start.name == name)
+        };
+        all.filter(|c| starts(&c.name)).map(|c| (c.name.clone(), waiting.clone())).collect()
+    }
+
+    /// Whether to look again for a change of the node's devices.
+    pub(super) fn waits_for_devices(&self) -> bool {
+        self.devices.waiting.is_some()
+    }
+}
+
+/// The sandbox that containers are started in.
+fn current(seen: &Observation) -> Option<&pod::Sandbox> {
+    seen.pod.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id))
+}
+
+fn running(seen: &Observation, sandbox: &pod::Sandbox) -> BTreeSet<String> {
+    let here = seen.pod.containers.iter().filter(|c| c.sandbox_id == sandbox.id);
+    let runs = here.filter(|c| matches!(c.state, ContainerState::Running { .. }));
+    runs.map(|c| c.name.clone()).collect()
+}
+
+/// The init containers that have ended for good: well, in the sandbox that counts, and one that comes after has been
+/// started.
+fn ended(pod: &core::Pod, seen: &Observation) -> BTreeSet<String> {
+    let Some((spec, sandbox)) = pod.spec.as_ref().zip(current(seen)) else { return BTreeSet::new() };
+    let started = |name: &str| {
+        let here = |c: &&pod::Container| c.sandbox_id == sandbox.id && c.name == name;
+        seen.pod.containers.iter().filter(here).any(|c| c.state != ContainerState::Created)
+    };
+    let ended_well = |name: &str| {
+        let newest = seen.newest(name).filter(|c| c.sandbox_id == sandbox.id);
+        newest.is_some_and(|c| matches!(c.state, ContainerState::Exited { exit_code: 0, .. }))
+    };
+    let inits: &[core::Container] = spec.init_containers.as_deref().unwrap_or_default();
+    let later = |i: usize| inits.iter().skip(i + 1).chain(&spec.containers);
+    let ended = inits.iter().enumerate().filter(|(i, init)| {
+        !pod::is_sidecar(init) && ended_well(&init.name) && later(*i).any(|c| started(&c.name))
+    });
+    ended.map(|(_, init)| init.name.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use jiff::Timestamp;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_init_container_has_ended_for_good_once_the_next_was_started() {
+        let pod: core::Pod = serde_json::from_value(json!({ "spec": {
+            "initContainers": [{ "name": "a" }, { "name": "s", "restartPolicy": "Always" }, { "name": "b" }],
+            "containers": [{ "name": "c" }],
+        }}))
+        .unwrap();
+        let check = |containers: &[(&str, &str, i32)], expected: &[&str]| {
+            let sandbox = |id: &str, attempt, ready| pod::Sandbox { id: id.into(), attempt, ready };
+            let container = |(name, sandbox, code): &(&str, &str, i32)| pod::Container {
+                id: format!("{name}-{sandbox}"),
+                name: (*name).to_owned(),
+                attempt: 0,
+                sandbox_id: (*sandbox).to_owned(),
+                state: match code {
+                    -1 => ContainerState::Running { started_at: Timestamp::UNIX_EPOCH },
+                    code => ContainerState::Exited {
+                        exit_code: *code,
+                        started_at: None,
+                        finished_at: Timestamp::UNIX_EPOCH,
+                    },
+                },
+                restart_delay: std::time::Duration::ZERO,
+            };
+            let observed = pod::Observed {
+                sandboxes: vec![sandbox("old", 0, false), sandbox("new", 1, true)],
+                containers: containers.iter().map(container).collect(),
+            };
+            let seen = Observation { pod: observed, ..Observation::default() };
+            let names: Vec<String> = ended(&pod, &seen).into_iter().collect();
+            assert_eq!(names, expected, "{containers:?}");
+        };
+        check(&[], &[]);
+        check(&[("a", "new", 0)], &[]);
+        check(&[("a", "new", 0), ("s", "new", -1)], &["a"]);
+        check(&[("a", "new", 1), ("s", "new", -1)], &[]);
+        check(&[("a", "new", 0), ("s", "new", -1), ("b", "new", 0), ("c", "new", -1)], &["a", "b"]);
+        check(&[("a", "old", 0), ("c", "old", 0)], &[]);
+    }
+}

@@ -1,0 +1,266 @@
+//! Lifecycle hooks: commands, HTTP requests and pauses around a container's life, with the meaning that the kubelet
+//! gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while it runs.
+
+use std::{net::IpAddr, time::Duration};
+
+use http_body_util::{BodyExt, Empty};
+use hyper::{Request, body::Bytes, client::conn::http1};
+use hyper_util::rt::TokioIo;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::timeout,
+};
+use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
+use tokio_util::task::AbortOnDropHandle;
+
+use beelet_base::tls;
+use beelet_cri::Runtime;
+
+/// What applications see as the client.
+const USER_AGENT: &str = concat!("beelet-lifecycle/", env!("CARGO_PKG_VERSION"));
+/// As much of a failed command's words as an error repeats.
+const SAID_MAX: usize = 500;
+
+/// The container a hook is for.
+#[derive(Clone, Copy)]
+pub(super) struct Subject<'a> {
+    /// Its spec.
+    pub spec: &'a core::Container,
+    /// The runtime's identifier.
+    pub id: &'a str,
+    /// The pod's address.
+    pub pod_ip: Option<&'a str>,
+}
+
+/// Runs a hook to its end, for no longer than `within`. An error is a sentence.
+pub(super) async fn run(
+    runtime: &Runtime,
+    handler: &core::LifecycleHandler,
+    subject: Subject<'_>,
+    within: Option<Duration>,
+) -> Result<(), String> {
+    let work = handle(runtime, handler, subject, within.unwrap_or(Duration::ZERO));
+    match within {
+        None => work.await,
+        Some(within) => timeout(within, work)
+            .await
+            .unwrap_or_else(|_| Err(format!("it did not end within {} s", within.as_secs_f64()))),
+    }
+}
+
+async fn handle(
+    runtime: &Runtime,
+    handler: &core::LifecycleHandler,
+    subject: Subject<'_>,
+    within: Duration,
+) -> Result<(), String> {
+    if let Some(exec) = &handler.exec {
+        let command = exec.command.clone().unwrap_or_default();
+        let shown = command.join(" ");
+        let output = runtime.exec_sync(subject.id, command, within).await.map_err(|e| e.to_string())?;
+        return match output.exit_code {
+            0 => Ok(()),
+            code => Err(format!("the command {shown:?} exited with {code}{}", said(&output.stderr))),
+        };
+    }
+    if let Some(sleep) = &handler.sleep {
+        tokio::time::sleep(Duration::from_secs(u64::try_from(sleep.seconds).unwrap_or(0))).await;
+        return Ok(());
+    }
+    if let Some(http) = &handler.http_get {
+        return get(http, subject).await;
+    }
+    Err("it says neither exec nor httpGet nor sleep".to_owned())
+}
+
+/// `: what it said`, on one line, or nothing.
+fn said(stderr: &[u8]) -> String {
+    let text = String::from_utf8_lossy(stderr);
+    let line: String = text.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(SAID_MAX).collect();
+    if line.is_empty() { line } else { format!(": {line}") }
+}
+
+/// The kubelet asks, and takes any answer: only one that can't be asked has failed.
+async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), String> {
+    let host = action.host.as_deref().filter(|host| !host.is_empty()).or(subject.pod_ip);
+    let host = host.ok_or("the pod has no address to ask yet")?;
+    let port = port(&action.port, subject.spec)?;
+    let path = action.path.as_deref().filter(|path| !path.is_empty()).unwrap_or("/");
+    let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
+    let https = action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"));
+    let authority = match host.parse::<IpAddr>() {
+        Ok(IpAddr::V6(_)) => format!("[{host}]:{port}"),
+        _ => format!("{host}:{port}"),
+    };
+    let url = format!("{}://{authority}{path}", if https { "https" } else { "http" });
+    let failed = |e: &dyn std::fmt::Display| format!("GET {url}: {e}");
+    let request = request(action, &authority, &path).map_err(|e| failed(&e))?;
+    let stream = TcpStream::connect((host, port)).await.map_err(|e| failed(&e))?;
+    if !https {
+        return exchange(stream, request).await.map_err(|e| failed(&e));
+    }
+    let name = ServerName::try_from(host.to_owned()).map_err(|e| failed(&e))?;
+    let connector = TlsConnector::from(tls::settings().map_err(|e| failed(&e))?);
+    let stream = connector.connect(name, stream).await.map_err(|e| failed(&e))?;
+    exchange(stream, request).await.map_err(|e| failed(&e))
+}
+
+fn request(
+    action: &core::HTTPGetAction,
+    authority: &str,
+    path: &str,
+) -> Result<Request<Empty<Bytes>>, http::Error> {
+    let mut request = Request::get(path);
+    let headers = action.http_headers.iter().flatten();
+    let given = |name: &str| headers.clone().any(|header| header.name.eq_ignore_ascii_case(name));
+    for (name, value) in [("Host", authority), ("User-Agent", USER_AGENT), ("Connection", "close")] {
+        if !given(name) {
+            request = request.header(name, value);
+        }
+    }
+    for header in headers {
+        request = request.header(&header.name, &header.value);
+    }
+    request.body(Empty::new())
+}
+
+/// Asks, and waits for any answer.
+async fn exchange(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    request: Request<Empty<Bytes>>,
+) -> Result<(), hyper::Error> {
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    // Ends with this function, however it is left.
+    let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
+    let response = sender.send_request(request).await?;
+    // One piece of the body is read so that short answers end cleanly.
+    let _ = response.into_body().frame().await;
+    Ok(())
+}
+
+/// A port by its number, or by the name that the container gives it.
+fn port(port: &IntOrString, container: &core::Container) -> Result<u16, String> {
+    let number = match port {
+        IntOrString::Int(number) => Some(*number),
+        IntOrString::String(name) => {
+            let mut ports = container.ports.iter().flatten();
+            let named = ports.find(|p| p.name.as_ref() == Some(name)).map(|p| p.container_port);
+            named.or_else(|| name.parse().ok())
+        }
+    };
+    let number = number.and_then(|number| u16::try_from(number).ok()).filter(|number| *number > 0);
+    number.ok_or_else(|| format!("container {} has no port {port:?}", container.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpListener,
+    };
+    use tokio_rustls::{
+        TlsAcceptor,
+        rustls::{
+            ServerConfig,
+            crypto::ring,
+            pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+        },
+    };
+
+    use super::*;
+
+    /// Nobody's certificate, of no authority.
+    const CERTIFICATE: &[u8] = include_bytes!("../../../probes/src/http/testdata/server.pem");
+    const KEY: &[u8] = include_bytes!("../../../probes/src/http/testdata/server.key");
+
+    fn container() -> core::Container {
+        serde_json::from_value(serde_json::json!({
+            "name": "main", "ports": [{"name": "web", "containerPort": 8080}]
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn ports_are_numbers_or_names() {
+        let check = |given: IntOrString, expect: Option<u16>| {
+            assert_eq!(port(&given, &container()).ok(), expect, "{given:?}");
+        };
+        check(IntOrString::Int(80), Some(80));
+        check(IntOrString::String("web".to_owned()), Some(8080));
+        check(IntOrString::String("81".to_owned()), Some(81));
+        check(IntOrString::String("db".to_owned()), None);
+        check(IntOrString::Int(0), None);
+        check(IntOrString::Int(70_000), None);
+    }
+
+    /// Answers one request; what it was.
+    async fn answer(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
+        let mut request = vec![0; 4096];
+        let read = stream.read(&mut request).await.unwrap();
+        stream.write_all(b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+        // The client may have heard enough.
+        let _ = stream.shutdown().await;
+        String::from_utf8_lossy(&request[..read]).into_owned()
+    }
+
+    #[tokio::test]
+    async fn by_https_any_certificate_will_do() {
+        let certificate = CertificateDer::from_pem_slice(CERTIFICATE).unwrap();
+        let key = PrivateKeyDer::from_pem_slice(KEY).unwrap();
+        let settings = ServerConfig::builder_with_provider(std::sync::Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate], key)
+            .unwrap();
+        let acceptor = TlsAcceptor::from(std::sync::Arc::new(settings));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            answer(acceptor.accept(stream).await.unwrap()).await
+        });
+        let action = core::HTTPGetAction {
+            port: IntOrString::Int(port.into()),
+            scheme: Some("HTTPS".to_owned()),
+            ..Default::default()
+        };
+        let spec = container();
+        let subject = Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") };
+        get(&action, subject).await.unwrap();
+        assert!(server.await.unwrap().starts_with("GET / HTTP/1.1\r\n"));
+        // One that speaks no TLS is no answer.
+        let plain = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = plain.local_addr().unwrap().port();
+        let server = tokio::spawn(async move { answer(plain.accept().await.unwrap().0).await });
+        let action = core::HTTPGetAction { port: IntOrString::Int(port.into()), ..action };
+        let error = get(&action, subject).await.unwrap_err();
+        assert!(error.starts_with(&format!("GET https://127.0.0.1:{port}/: ")), "{error}");
+        let _ = server.await;
+    }
+
+    #[tokio::test]
+    async fn any_answer_to_a_request_will_do() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = tokio::spawn(async move { answer(listener.accept().await.unwrap().0).await });
+        let action = core::HTTPGetAction {
+            port: IntOrString::Int(port.into()),
+            path: Some("stop?now".to_owned()),
+            http_headers: Some(vec![core::HTTPHeader { name: "X-A".to_owned(), value: "b".to_owned() }]),
+            ..Default::default()
+        };
+        let spec = container();
+        let subject = Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") };
+        get(&action, subject).await.unwrap();
+        let request = server.await.unwrap();
+        assert!(request.starts_with("GET /stop?now HTTP/1.1\r\n"), "{request}");
+        assert!(request.contains("x-a: b\r\n") && request.contains("beelet-lifecycle/"), "{request}");
+        // Nobody listens there any more.
+        let error = get(&action, subject).await.unwrap_err();
+        assert!(error.starts_with(&format!("GET http://127.0.0.1:{port}/stop?now: ")), "{error}");
+        assert!(get(&action, Subject { pod_ip: None, ..subject }).await.is_err());
+    }
+}

@@ -1,0 +1,201 @@
+//! How containers are ended: preStop hooks, the order of sidecars, and one grace period that all of it shares, as in
+//! the kubelet's killContainersWithSyncResult (KEP-753 for the order).
+
+use std::{collections::BTreeSet, time::Duration};
+
+use beelet_policy::pod::{self, KillReason};
+use futures::future::join_all;
+use tokio::{sync::watch, time::Instant};
+use tracing::{debug, warn};
+
+use super::{Worker, hooks, ignore_missing};
+use crate::observe::Observation;
+use beelet_model::pod::container_of;
+use beelet_state::events::Object;
+
+/// What a container gets to end by itself, however little is left: the kubelet's minimumGracePeriodInSeconds.
+const MINIMUM: Duration = Duration::from_secs(2);
+
+/// The time in which something must have ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    began: Instant,
+    pub(super) grace: Duration,
+}
+
+impl Window {
+    /// From now on.
+    pub(super) fn new(grace: Duration) -> Self {
+        Self { began: Instant::now(), grace }
+    }
+
+    /// What is left for a hook, or for others to end first.
+    fn left(self) -> Duration {
+        self.grace.saturating_sub(self.began.elapsed())
+    }
+
+    /// What the runtime is told: whole seconds, of which only whole ones have passed.
+    fn for_runtime(self) -> Duration {
+        let passed = Duration::from_secs(self.began.elapsed().as_secs());
+        self.grace.saturating_sub(passed).max(MINIMUM)
+    }
+}
+
+/// How far containers that end together have come.
+#[derive(Default)]
+struct Progress {
+    ended: BTreeSet<String>,
+    /// One could not be stopped. Nobody waits for it; all is tried again.
+    failed: bool,
+}
+
+impl Worker {
+    /// Ends what runs in a sandbox, sidecars last and in reverse, then the sandbox itself.
+    pub(super) async fn stop_sandbox(
+        &self,
+        id: &str,
+        seen: &Observation,
+        window: Window,
+    ) -> Result<(), String> {
+        let runs = |c: &&pod::Container| {
+            matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
+        };
+        let alive: Vec<&pod::Container> =
+            seen.pod.containers.iter().filter(|c| c.sandbox_id == id).filter(runs).collect();
+        let inits = self.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
+        // Its place among the sidecars; None for all others, which end first.
+        let place =
+            |c: &pod::Container| inits.iter().position(|init| pod::is_sidecar(init) && init.name == c.name);
+        let progress = watch::Sender::new(Progress::default());
+        let ends = alive.iter().map(|container| {
+            let mine = place(container);
+            let before = alive
+                .iter()
+                .filter(|other| mine.is_some() && (place(other).is_none() || place(other) > mine));
+            let before: Vec<&str> = before.map(|other| other.id.as_str()).collect();
+            let (events, object) = self.events_of(&container.name);
+            events.normal(object, "Killing", format!("Stopping container {}", container.name));
+            self.end_container(container, seen, window, before, &progress)
+        });
+        join_all(ends).await.into_iter().collect::<Result<(), String>>()?;
+        ignore_missing(self.runtime.stop_sandbox(id).await)
+    }
+
+    /// Ends one container: its hook, then, once those `before` it have ended, its process.
+    async fn end_container(
+        &self,
+        container: &pod::Container,
+        seen: &Observation,
+        window: Window,
+        before: Vec<&str>,
+        progress: &watch::Sender<Progress>,
+    ) -> Result<(), String> {
+        self.pre_stop(container, seen, window).await;
+        let mut others = progress.subscribe();
+        let turn = others.wait_for(|p| p.failed || before.iter().all(|id| p.ended.contains(*id)));
+        // Out of time, it ends together with those it should have outlived.
+        if let Ok(Ok(p)) = tokio::time::timeout(window.left(), turn).await
+            && p.failed
+        {
+            return Ok(());
+        }
+        let stopped = ignore_missing(self.runtime.stop_container(&container.id, window.for_runtime()).await);
+        progress.send_modify(|p| match &stopped {
+            Ok(()) => drop(p.ended.insert(container.id.clone())),
+            Err(_) => p.failed = true,
+        });
+        stopped
+    }
+
+    /// Ends containers that a probe or a hook condemned.
+    pub(super) async fn kill(&self, kills: &[pod::Kill], seen: &Observation) -> Result<(), String> {
+        let progress = watch::Sender::new(Progress::default());
+        let ends = kills.iter().filter_map(|kill| {
+            let container = seen.pod.containers.iter().find(|c| c.id == kill.id)?;
+            let (events, object) = self.events_of(&kill.name);
+            events.normal(object, "Killing", format!("Container {} {}", kill.name, kill.reason.message()));
+            let window = Window::new(self.grace(&kill.name, kill.reason));
+            Some(self.end_container(container, seen, window, Vec::new(), &progress))
+        });
+        join_all(ends).await.into_iter().collect()
+    }
+
+    /// The seconds a container gets: its failed probe's own, else the pod's.
+    fn grace(&self, container: &str, reason: KillReason) -> Duration {
+        let probe = container_of(&self.pod, container).and_then(|c| match reason {
+            KillReason::Liveness => c.liveness_probe.as_ref(),
+            KillReason::Startup => c.startup_probe.as_ref(),
+            KillReason::Unknown | KillReason::PostStartHook => None,
+        });
+        let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
+        own.map_or_else(|| beelet_model::pod::grace_period(&self.pod), Duration::from_secs)
+    }
+
+    /// Runs a container's preStop hook, if it has one and there is time for it. A failure delays nothing.
+    async fn pre_stop(&self, container: &pod::Container, seen: &Observation, window: Window) {
+        let Some(spec) = container_of(&self.pod, &container.name) else { return };
+        let Some(handler) = spec.lifecycle.as_ref().and_then(|l| l.pre_stop.as_ref()) else { return };
+        let runs = matches!(container.state, pod::ContainerState::Running { .. });
+        if !runs || window.left().is_zero() {
+            return;
+        }
+        debug!(pod = %self.name, container = container.name, "preStop hook runs");
+        let ip = self.pod_ip(seen);
+        let subject = hooks::Subject { spec, id: &container.id, pod_ip: ip.as_deref() };
+        if let Err(error) = hooks::run(&self.runtime, handler, subject, Some(window.left())).await {
+            warn!(pod = %self.name, container = container.name, error, "preStop hook failed");
+            let (events, object) = self.events_of(&container.name);
+            events.warning(object, "FailedPreStopHook", format!("preStop hook failed: {error}"));
+        }
+    }
+
+    /// Runs a container's postStart hook, if it has one; false if it failed.
+    pub(super) async fn post_start(&mut self, name: &str, id: &str, seen: &Observation) -> bool {
+        let pod = std::sync::Arc::clone(&self.pod);
+        let Some(spec) = container_of(&pod, name) else { return true };
+        let Some(handler) = spec.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) else { return true };
+        debug!(pod = %self.name, container = name, "postStart hook runs");
+        let ip = self.pod_ip(seen);
+        let subject = hooks::Subject { spec, id, pod_ip: ip.as_deref() };
+        match hooks::run(&self.runtime, handler, subject, None).await {
+            Ok(()) => {
+                self.hooked.insert(id.to_owned());
+                true
+            }
+            Err(error) => {
+                warn!(pod = %self.name, container = name, error, "postStart hook failed; the container is stopped");
+                let (events, object) = self.events_of(name);
+                events.warning(object, "FailedPostStartHook", format!("postStart hook failed: {error}"));
+                self.failed_hooks.insert(id.to_owned());
+                false
+            }
+        }
+    }
+
+    fn pod_ip(&self, seen: &Observation) -> Option<String> {
+        let sandbox = seen.sandbox.as_ref()?;
+        self.launcher.pod_ips(&self.pod, sandbox).into_iter().next()
+    }
+
+    /// Where something about a container is told.
+    fn events_of(&self, container: &str) -> (&beelet_state::events::Recorder, Object) {
+        (&self.launcher.events, Object::container(&self.pod, container))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_window_closes_but_leaves_a_moment_to_end() {
+        let seconds = Duration::from_secs;
+        let window = Window::new(seconds(10));
+        assert_eq!((window.left(), window.for_runtime()), (seconds(10), seconds(10)));
+        tokio::time::advance(Duration::from_millis(2900)).await;
+        assert_eq!((window.left(), window.for_runtime()), (Duration::from_millis(7100), seconds(8)));
+        tokio::time::advance(seconds(60)).await;
+        assert_eq!((window.left(), window.for_runtime()), (seconds(0), MINIMUM));
+        assert_eq!(Window::new(seconds(0)).for_runtime(), MINIMUM);
+    }
+}

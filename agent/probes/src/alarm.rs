@@ -1,0 +1,104 @@
+//! One timer of the kernel's for all deadlines. The runtime's own timers are kept in slots of growing length, and a wait
+//! that is longer than the first slots wakes the thread in between: for probes that the kernel answers, waking up is most of
+//! what they cost.
+
+use std::{io, os::fd::OwnedFd, time::Duration};
+
+use rustix::{
+    io::Errno,
+    time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    },
+};
+use tokio::io::{Interest, unix::AsyncFd};
+
+use beelet_bpf::watched;
+
+/// Rings at times of `CLOCK_MONOTONIC`.
+#[derive(Debug)]
+pub(super) struct Alarm {
+    timer: AsyncFd<OwnedFd>,
+    set: Option<Duration>,
+}
+
+impl Alarm {
+    /// One that isn't set.
+    ///
+    /// # Errors
+    /// The system gives no timer. Must be made where the runtime's I/O is.
+    pub(super) fn new() -> io::Result<Self> {
+        let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        Ok(Self { timer: watched(timer, Interest::READABLE)?, set: None })
+    }
+
+    /// Waits until `at`; for ever without it. Whoever stops waiting may wait for another time.
+    ///
+    /// # Errors
+    /// The timer can't be set: not for a time that there is.
+    pub(super) async fn until(&mut self, at: Option<Duration>) -> io::Result<()> {
+        if self.set != at {
+            let it_value = at.map_or(Timespec { tv_sec: 0, tv_nsec: 0 }, |at| Timespec {
+                tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
+                // Nothing at all would mean: never.
+                tv_nsec: i64::from(at.subsec_nanos()).max(i64::from(at.as_secs() == 0)),
+            });
+            let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
+            timerfd_settime(self.timer.get_ref(), TimerfdTimerFlags::ABSTIME, &once)?;
+            self.set = at;
+        }
+        loop {
+            let mut ready = self.timer.readable().await?;
+            let mut times = [0; 8];
+            match rustix::io::read(self.timer.get_ref(), &mut times) {
+                Ok(_) => {
+                    self.set = None;
+                    return Ok(());
+                }
+                // It had rung for another time, before it was set to this one.
+                Err(Errno::AGAIN) => ready.clear_ready(),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::worker::now;
+
+    const SOON: Duration = Duration::from_millis(20);
+    const LATE: Duration = Duration::from_secs(3600);
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    async fn rings_at(alarm: &mut Alarm, at: Duration) {
+        timeout(PATIENCE, alarm.until(Some(at))).await.unwrap().unwrap();
+        assert!(now() >= at, "{at:?}");
+    }
+
+    #[tokio::test]
+    async fn it_rings_at_its_time_and_not_before() {
+        let mut alarm = Alarm::new().unwrap();
+        for _ in 0..3 {
+            rings_at(&mut alarm, now() + SOON).await;
+        }
+        rings_at(&mut alarm, Duration::ZERO).await;
+    }
+
+    #[tokio::test]
+    async fn whoever_stops_waiting_may_wait_for_another_time() {
+        let mut alarm = Alarm::new().unwrap();
+        assert!(timeout(SOON, alarm.until(None)).await.is_err());
+        assert!(timeout(SOON, alarm.until(Some(now() + LATE))).await.is_err());
+        // It rings while nobody waits, and then is to ring later.
+        assert!(timeout(Duration::ZERO, alarm.until(Some(now() + SOON))).await.is_err());
+        tokio::time::sleep(2 * SOON).await;
+        rings_at(&mut alarm, now() + 3 * SOON).await;
+        assert!(timeout(SOON, alarm.until(None)).await.is_err());
+    }
+}

@@ -1,0 +1,138 @@
+//! Asks somebody who may take a while: an application, or the runtime.
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
+
+use beelet_policy::probe::Outcome;
+use tokio::sync::Semaphore;
+use tokio_rustls::rustls::ClientConfig;
+
+use super::{answer::Answer, exec, grpc, http, target::Target, tcp};
+use beelet_base::tls;
+use beelet_cri::Runtime;
+
+/// Probes that wait for an answer at the same time. More wait for their turn.
+const AT_ONCE: usize = 256;
+/// Commands that run at the same time: each costs the runtime some processes and some tens of milliseconds of CPU.
+const COMMANDS_AT_ONCE: usize = 16;
+/// How often a probe that can't be run is tried (`maxProbeRetries`, pkg/kubelet/prober).
+const TRIES: usize = 3;
+
+/// The ways to the applications. Clones share them.
+#[derive(Clone, Debug)]
+pub(super) struct Doors {
+    runtime: Option<Runtime>,
+    tls: Option<Arc<ClientConfig>>,
+    slots: Arc<Semaphore>,
+    commands: Arc<Semaphore>,
+}
+
+/// One thing to ask.
+#[derive(Clone, Debug)]
+pub(super) struct Question {
+    /// Whom.
+    pub target: Target,
+    /// The pod's address, once it has one.
+    pub pod_ip: Option<IpAddr>,
+    /// The container for a command.
+    pub container_id: String,
+    /// The longest wait.
+    pub within: Duration,
+}
+
+impl Doors {
+    pub(super) fn new(runtime: Option<Runtime>) -> Self {
+        let tls =
+            tls::settings().inspect_err(|error| tracing::error!(%error, "probes by HTTPS can't be run")).ok();
+        Self {
+            runtime,
+            tls,
+            slots: Arc::new(Semaphore::new(AT_ONCE)),
+            commands: Arc::new(Semaphore::new(COMMANDS_AT_ONCE)),
+        }
+    }
+
+    /// Asks, up to three times where the question can't be put. The second value: how long the last try took.
+    pub(super) async fn ask(&self, question: &Question) -> (Answer, Duration) {
+        let slots = if matches!(question.target, Target::Exec { .. }) { &self.commands } else { &self.slots };
+        // Never closed.
+        let _slot = slots.acquire().await;
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let started = std::time::Instant::now();
+            let answer = self.once(question).await;
+            if answer.outcome != Outcome::Error || tries == TRIES {
+                return (answer, started.elapsed());
+            }
+        }
+    }
+
+    async fn once(&self, question: &Question) -> Answer {
+        let Question { target, pod_ip, container_id, within } = question;
+        let named = match target {
+            Target::Tcp { host, .. } | Target::Http { host, .. } => host.clone(),
+            Target::Grpc { .. } | Target::Exec { .. } => None,
+        };
+        if let Target::Exec { command } = target {
+            let Some(runtime) = &self.runtime else {
+                return Answer::error("there is no container runtime to run a command");
+            };
+            return exec::run(runtime, container_id, command, *within).await;
+        }
+        let Some(host) = named.or_else(|| pod_ip.map(|ip| ip.to_string())) else {
+            return Answer::error("the pod has no address yet");
+        };
+        match target {
+            Target::Http { port, get, .. } => match &self.tls {
+                Some(tls) => http::get(get, &host, *port, tls, *within).await,
+                None => Answer::error("probes by HTTP can't be run: no cryptography"),
+            },
+            Target::Tcp { port, .. } | Target::Grpc { port, .. } => {
+                match tokio::time::timeout(*within, tcp::resolve(&host, *port)).await {
+                    Ok(Ok(address)) => match target {
+                        Target::Grpc { service, .. } => grpc::check(address, service, *within).await,
+                        _ => tcp::connect(address, *within).await,
+                    },
+                    Ok(Err(error)) => Answer::failure(error),
+                    Err(_) => Answer::failure(format!(
+                        "cannot resolve {host}: no answer within {} s",
+                        within.as_secs_f64()
+                    )),
+                }
+            }
+            Target::Exec { .. } => Answer::error("a command has no address"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn question(target: Target) -> Question {
+        Question { target, pod_ip: None, container_id: "c".to_owned(), within: Duration::from_secs(30) }
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_asked_is_an_error_and_no_failure() {
+        let doors = Doors::new(None);
+        let tcp = Target::Tcp { host: None, port: 80 };
+        assert_eq!(doors.ask(&question(tcp)).await.0, Answer::error("the pod has no address yet"));
+        let exec = Target::Exec { command: vec!["true".to_owned()] };
+        assert_eq!(doors.ask(&question(exec)).await.0.outcome, Outcome::Error);
+    }
+
+    #[tokio::test]
+    async fn a_host_of_its_own_is_looked_up() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let doors = Doors::new(None);
+        let at = |host: &str| question(Target::Tcp { host: Some(host.to_owned()), port });
+        assert_eq!(doors.ask(&at("127.0.0.1")).await.0.outcome, Outcome::Success);
+        let answer = doors.ask(&at("no-such-host.invalid")).await.0;
+        assert!(
+            answer.outcome == Outcome::Failure && answer.detail.starts_with("cannot resolve"),
+            "{answer:?}"
+        );
+    }
+}

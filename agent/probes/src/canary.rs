@@ -1,0 +1,72 @@
+//! One connection, to see whether an application that nobody calls still accepts.
+//!
+//! The application gets what a tcpSocket probe of the kubelet's gives it: a connection that is closed at once. What is
+//! new is who says that it succeeded: the kernel completes a handshake by itself, so connect() proves nothing about the
+//! application before its queue is full. Here the kernel is asked whether the application has *taken* it (accept()).
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use tokio::{
+    net::TcpStream,
+    time::{Instant, sleep_until, timeout_at},
+};
+
+use super::{answer::Answer, tcp};
+use beelet_bpf::{CheckedNetns, Checker, Found};
+
+/// The first look comes this long after the handshake; each later one after twice the time.
+const FIRST_LOOK: Duration = Duration::from_millis(1);
+
+/// Connects to `address`, which is in the namespace `netns`, and waits until the application accepts.
+pub(super) async fn send(
+    checker: &Checker,
+    netns: &Arc<CheckedNetns>,
+    address: SocketAddr,
+    within: Duration,
+) -> Answer {
+    let deadline = Instant::now() + within;
+    let late = || format!("no answer within {} s", within.as_secs_f64());
+    let stream = match timeout_at(deadline, TcpStream::connect(address)).await {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => return Answer::failure(format!("canary to {address}: {error}")),
+        Err(_) => return Answer::failure(format!("canary to {address}: {}", late())),
+    };
+    tcp::hang_up(&stream);
+    let target = stream.local_addr().ok().and_then(|own| netns.target(address, Some(own)));
+    let Some(target) = target else {
+        return Answer::success(format!(
+            "connected to {address}; the kernel can't say whether it was accepted"
+        ));
+    };
+    let mut pause = FIRST_LOOK;
+    loop {
+        let last = Instant::now() >= deadline;
+        // A connection that the application has closed, or written to, it had accepted.
+        let mut byte = [0; 1];
+        let heard = stream.try_read(&mut byte).is_ok();
+        match checker.look(&[target]) {
+            _ if heard => return Answer::success(format!("the application accepted a canary at {address}")),
+            Ok(found) => match found.first().copied().unwrap_or(Found::Nothing) {
+                Found::Accepted | Found::Closing => {
+                    return Answer::success(format!("the application accepted a canary at {address}"));
+                }
+                Found::Waiting if last => {
+                    return Answer::failure(format!(
+                        "the application has not accepted a canary at {address} within {} s",
+                        within.as_secs_f64()
+                    ));
+                }
+                // Another address for the pod than for us (NAT), or TCP_DEFER_ACCEPT: connect() is all there is.
+                Found::Nothing | Found::HalfOpen | Found::Listener(_) if last => {
+                    return Answer::success(format!(
+                        "connected to {address}; the connection can't be followed, so whether it was accepted is not known"
+                    ));
+                }
+                _ => {}
+            },
+            Err(error) => return Answer::error(error.to_string()),
+        }
+        sleep_until((Instant::now() + pause).min(deadline)).await;
+        pause *= 2;
+    }
+}

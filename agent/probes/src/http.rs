@@ -1,0 +1,236 @@
+//! One httpGet probe: a status from 200 to 399 is a success. Redirects are followed as long as they stay on the host
+//! (`RedirectChecker`, pkg/probe/http); one that leaves it ends the probe as a success with a warning.
+
+use std::{net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
+
+use http_body_util::{BodyExt, Empty};
+use hyper::{
+    Request, Response, StatusCode, Uri,
+    body::{Bytes, Incoming},
+    client::conn::http1,
+    header,
+};
+use hyper_util::rt::TokioIo;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::timeout,
+};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{ClientConfig, pki_types::ServerName},
+};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::{
+    answer::{Answer, MAX_OUTPUT},
+    tcp,
+};
+
+/// What applications see as the client.
+pub(super) const USER_AGENT: &str = concat!("beelet-probe/", env!("CARGO_PKG_VERSION"));
+/// The most redirects that are followed, Go's own limit.
+const MAX_REDIRECTS: usize = 10;
+
+/// What to get.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Get {
+    /// By HTTPS.
+    pub tls: bool,
+    /// Path and query.
+    pub path: String,
+    /// Headers, in order.
+    pub headers: Vec<(String, String)>,
+}
+
+/// Where it broke.
+enum Broken {
+    /// The probe itself is wrong: says nothing about the application.
+    Request(String),
+    /// The application did not answer as it should.
+    Answer(String),
+}
+
+/// What came back.
+struct Reply {
+    status: StatusCode,
+    location: Option<String>,
+    body: String,
+}
+
+/// One place on the way of redirects.
+struct Stop {
+    tls: bool,
+    port: u16,
+    path: String,
+    /// The probe's own Host header still applies.
+    own_host: bool,
+}
+
+/// Asks `host` and says what came back.
+pub(super) async fn get(
+    get: &Get,
+    host: &str,
+    port: u16,
+    tls: &Arc<ClientConfig>,
+    within: Duration,
+) -> Answer {
+    let scheme = if get.tls { "https" } else { "http" };
+    let url = format!("{scheme}://{}:{port}{}", bracketed(host), get.path);
+    match timeout(within, follow(get, host, port, tls)).await {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(Broken::Request(error))) => Answer::error(error),
+        Ok(Err(Broken::Answer(error))) => Answer::failure(format!("Get {url:?}: {error}")),
+        Err(_) => Answer::failure(format!("Get {url:?}: no answer within {} s", within.as_secs_f64())),
+    }
+}
+
+/// Follows redirects within the host, and judges the last reply.
+async fn follow(get: &Get, host: &str, port: u16, tls: &Arc<ClientConfig>) -> Result<Answer, Broken> {
+    let mut stop = Stop { tls: get.tls, port, path: get.path.clone(), own_host: true };
+    for _ in 0..=MAX_REDIRECTS {
+        let address = tcp::resolve(host, stop.port).await.map_err(Broken::Answer)?;
+        let reply = exchange(get, &stop, host, address, tls).await?;
+        let moved = matches!(reply.status.as_u16(), 301 | 302 | 303 | 307 | 308);
+        match reply.location.as_deref().filter(|_| moved) {
+            Some(location) => match next_stop(&stop, host, location) {
+                Ok(Some(next)) => stop = next,
+                Ok(None) => return Ok(judge(reply)),
+                Err(error) => return Err(Broken::Answer(error)),
+            },
+            None => return Ok(judge(reply)),
+        }
+    }
+    Err(Broken::Answer(format!("stopped after {MAX_REDIRECTS} redirects")))
+}
+
+fn judge(reply: Reply) -> Answer {
+    match reply.status.as_u16() {
+        200..300 => Answer::success(reply.body),
+        300..400 => Answer::warning(format!("Probe terminated redirects, Response body: {}", reply.body)),
+        status => Answer::failure(format!("HTTP probe failed with statuscode: {status}")),
+    }
+}
+
+/// Where `location` leads; `None` if to another host.
+fn next_stop(from: &Stop, host: &str, location: &str) -> Result<Option<Stop>, String> {
+    let bad = || format!("a redirect to {location:?}, which is no address");
+    let absolute = match location.split_once(':') {
+        Some((scheme, rest)) if rest.starts_with("//") && !scheme.contains('/') => location.to_owned(),
+        _ if location.starts_with("//") => format!("{}:{location}", if from.tls { "https" } else { "http" }),
+        _ => {
+            let path = match location {
+                path if path.starts_with('/') => path.to_owned(),
+                query if query.starts_with('?') => format!("{}{query}", folderless(&from.path)),
+                relative => {
+                    let base = folderless(&from.path);
+                    let folder = &base[..base.rfind('/').map_or(0, |slash| slash + 1)];
+                    format!("{folder}{relative}")
+                }
+            };
+            let path = path.split('#').next().unwrap_or_default().to_owned();
+            return Ok(Some(Stop { path, tls: from.tls, port: from.port, own_host: from.own_host }));
+        }
+    };
+    let uri: Uri = absolute.split('#').next().unwrap_or_default().parse().map_err(|_| bad())?;
+    let tls = match uri.scheme_str() {
+        Some("http") => false,
+        Some("https") => true,
+        other => return Err(format!("a redirect to the unknown scheme {:?}", other.unwrap_or_default())),
+    };
+    let to = uri.host().ok_or_else(bad)?.trim_start_matches('[').trim_end_matches(']');
+    if !to.eq_ignore_ascii_case(host) {
+        return Ok(None);
+    }
+    let path = uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+    let port = uri.port_u16().unwrap_or(if tls { 443 } else { 80 });
+    Ok(Some(Stop { tls, port, path, own_host: false }))
+}
+
+/// For fuzzing: follows one redirect, which must stay on the host and lead to what can be asked for.
+pub fn redirect(tls: bool, path: &str, host: &str, location: &str) {
+    let from = Stop { tls, port: 80, path: path.to_owned(), own_host: true };
+    if let Ok(Some(next)) = next_stop(&from, host, location) {
+        assert!(next.port != 0 || location.contains(":0"), "{location:?} leads to no port");
+        let _ = Request::builder().uri(&next.path).body(Empty::<Bytes>::new());
+    }
+}
+
+/// A path without its query.
+fn folderless(path: &str) -> &str {
+    path.split('?').next().unwrap_or_default()
+}
+
+fn bracketed(host: &str) -> String {
+    if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
+}
+
+async fn exchange(
+    get: &Get,
+    stop: &Stop,
+    host: &str,
+    address: SocketAddr,
+    tls: &Arc<ClientConfig>,
+) -> Result<Reply, Broken> {
+    let request = request(get, stop, host)?;
+    let answer = |e: &dyn std::fmt::Display| Broken::Answer(e.to_string());
+    let stream = TcpStream::connect(address).await.map_err(|e| answer(&e))?;
+    let stream: Pin<Box<dyn Stream>> = if stop.tls {
+        let name = ServerName::try_from(host.to_owned())
+            .map_err(|e| Broken::Request(format!("the probe's host {host:?}: {e}")))?;
+        let connector = TlsConnector::from(Arc::clone(tls));
+        Box::pin(connector.connect(name, stream).await.map_err(|e| answer(&e))?)
+    } else {
+        Box::pin(stream)
+    };
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|e| answer(&e))?;
+    // Ends with this function, however it is left.
+    let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
+    let response = sender.send_request(request).await.map_err(|e| answer(&e))?;
+    let status = response.status();
+    let location = response.headers().get(header::LOCATION);
+    let location = location.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+    Ok(Reply { status, location, body: read(response).await.map_err(|e| answer(&e))? })
+}
+
+/// Something to speak HTTP over.
+trait Stream: AsyncRead + AsyncWrite + Send {}
+impl<T: AsyncRead + AsyncWrite + Send> Stream for T {}
+
+/// The body, as far as it is told.
+async fn read(response: Response<Incoming>) -> Result<String, hyper::Error> {
+    let mut body = response.into_body();
+    let mut read = Vec::new();
+    while read.len() < MAX_OUTPUT
+        && let Some(frame) = body.frame().await
+    {
+        if let Some(data) = frame?.data_ref() {
+            read.extend_from_slice(&data[..data.len().min(MAX_OUTPUT - read.len())]);
+        }
+    }
+    Ok(String::from_utf8_lossy(&read).into_owned())
+}
+
+fn request(get: &Get, stop: &Stop, host: &str) -> Result<Request<Empty<Bytes>>, Broken> {
+    let mut request = Request::get(stop.path.as_str());
+    let given = |wanted: &str| get.headers.iter().any(|(name, _)| name.eq_ignore_ascii_case(wanted));
+    if !(stop.own_host && given("host")) {
+        request = request.header("Host", format!("{}:{}", bracketed(host), stop.port));
+    }
+    for (name, default) in [("User-Agent", USER_AGENT), ("Accept", "*/*"), ("Connection", "close")] {
+        if !given(name) {
+            request = request.header(name, default);
+        }
+    }
+    for (name, value) in &get.headers {
+        // An empty Accept or User-Agent takes the default away, as under the kubelet.
+        let nothing = value.is_empty() && ["accept", "user-agent"].contains(&name.to_lowercase().as_str());
+        if !nothing && (stop.own_host || !name.eq_ignore_ascii_case("host")) {
+            request = request.header(name, value);
+        }
+    }
+    request.body(Empty::<Bytes>::new()).map_err(|e| Broken::Request(format!("the probe's request: {e}")))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,44 @@
+//! Probes: when to look, how, and what it means for a container's state. The meaning is
+//! `policy::probe`'s; this module keeps the timetable and looks, and sends what changed to the pods'
+//! manager. It never restarts anything itself.
+//!
+//! One task, on a thread of its own, owns all probes. A timetable holds when each looks next. A probe that waits for somebody's answer (HTTP,
+//! gRPC, a command, a connection) runs beside it, bounded; what the kernel knows is read on the spot, for all that are
+//! due together. A listener that comes or goes reaches the task as an edge, between two looks.
+
+mod alarm;
+mod answer;
+mod ask;
+mod canary;
+mod exec;
+mod grpc;
+pub mod http;
+mod listening;
+mod manager;
+mod metrics;
+pub mod stragglers;
+mod target;
+mod tcp;
+mod timetable;
+mod view;
+mod worker;
+mod workers;
+
+use std::time::Duration;
+
+use beelet_policy::probe::EdgePolicy;
+
+pub use manager::{Parts, Probes};
+pub use metrics::Metrics;
+pub use view::{Commands, Explained, Handle, LookView, ProbeView, Refused, Wanted, handle};
+
+/// How probes behave on this node, where a pod's annotations say nothing else.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Whether tcpSocket probes are answered by the kernel where it can.
+    pub tcp_by_kernel: bool,
+    /// What a listener's coming and going does to readiness.
+    pub edge_policy: EdgePolicy,
+    /// How often a liveness probe in kernel mode sends a connection; zero: never.
+    pub canary: Duration,
+}

@@ -1,0 +1,363 @@
+//! What the kernel says of TCP ports: looked up for many probes at once when they are due, and at once for those that an
+//! edge is about.
+//!
+//! An edge is a hint, never a verdict: the address is looked up when it arrives, so that a listener that closed and
+//! opened again, was one of several, or never got as far as listening is seen as what it is now.
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
+
+use beelet_policy::probe::{
+    Outcome,
+    listener::{Queues, Sighting, Verdict},
+};
+use tracing::debug;
+
+use super::{
+    answer::Answer,
+    manager::{Probes, monotonic},
+    worker::{Hint, Worker, now},
+    workers::Id,
+};
+use beelet_bpf::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
+
+/// When the socket table doesn't show yet what an edge told, it is looked at again after this time, then after twice as long,
+/// and so on for a second: who calls listen() may lose the CPU in the middle of it, and to a quota for a tenth of a second.
+const RECHECK: Duration = Duration::from_millis(1);
+const RECHECKS: u8 = 10;
+/// A queue that isn't empty is first looked at again after this time, and then after twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+
+/// What a look found at one probe's address.
+pub(super) enum Sight {
+    /// Nobody listens.
+    Absent,
+    /// Somebody does.
+    Listening(AcceptQueues),
+    /// Nobody can say: a sentence.
+    Unknown(String),
+}
+
+impl Sight {
+    /// What a lookup says by itself.
+    pub(super) fn of(found: Found) -> Self {
+        match found {
+            Found::Listener(queues) => Self::Listening(queues),
+            _ => Self::Absent,
+        }
+    }
+
+    pub(super) fn sighting(&self) -> Option<Sighting> {
+        match self {
+            Self::Absent => Some(Sighting::Absent),
+            Self::Listening(queues) => Some(Sighting::Listening(judged(queues))),
+            Self::Unknown(_) => None,
+        }
+    }
+}
+
+/// What of the queues is judged.
+fn judged(queues: &AcceptQueues) -> Queues {
+    Queues { listeners: queues.listeners, waiting: queues.waiting, full: queues.full, heads: queues.heads }
+}
+
+impl Probes {
+    /// Looks at the ports of these probes, and records what it finds.
+    pub(super) async fn look(&mut self, ids: &[Id]) {
+        if ids.is_empty() {
+            return;
+        }
+        let started = now();
+        let sights = self.sights(ids);
+        let looked = now();
+        let latency = looked.saturating_sub(started) / u32::try_from(ids.len()).unwrap_or(1).max(1);
+        for (id, sight) in ids.iter().copied().zip(sights) {
+            if self.goes_on(id, &sight, looked, latency) {
+                continue;
+            }
+            if self.workers.get(id).is_some_and(|worker| worker.edge.is_some()) {
+                self.settle_edge(id, &sight).await;
+            } else {
+                self.settle(id, &sight, looked, latency).await;
+            }
+        }
+    }
+
+    /// Whether a steady probe has found what it always finds; if so it is counted, and nothing else is to be done.
+    fn goes_on(&mut self, id: Id, sight: &Sight, at: Duration, latency: Duration) -> bool {
+        let Sight::Listening(queues) = sight else { return false };
+        let queues = judged(queues);
+        if !queues.has_empty() || queues.are_full() {
+            return false;
+        }
+        let Some(beat) = self.workers.steady_mut(id) else { return false };
+        beat.looked = (at, latency);
+        beat.tally.count(Outcome::Success, latency);
+        true
+    }
+
+    /// A regular look.
+    async fn settle(&mut self, id: Id, sight: &Sight, at: Duration, latency: Duration) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let Some((_, port)) = worker.in_kernel() else { return };
+        let Some(sighting) = sight.sighting() else {
+            // The kernel can't say: whoever can be connected to is there.
+            debug!(pod = %worker.name, port, "the kernel can't say whether anybody listens; the probe connects");
+            self.launch(id, false);
+            return;
+        };
+        let verdict = worker.beat.queues.judge(at, worker.timeout, sighting);
+        if let Verdict::Pending { until } = verdict {
+            let waited = (at + worker.timeout).saturating_sub(until);
+            let again = (at + FIRST_PAUSE.max(waited)).min(until);
+            let again = worker.beat.due.map_or(again, |due| due.min(again));
+            self.timetable.set(id, &mut worker.beat.due, again);
+            return;
+        }
+        self.record(id, &answer(verdict, port), latency).await;
+        if verdict == Verdict::Listening {
+            self.workers.succeeded(id, at);
+        }
+    }
+
+    /// What is at the addresses of these probes, in order.
+    pub(super) fn sights(&self, ids: &[Id]) -> Vec<Sight> {
+        let target = |id: &Id| {
+            let worker = self.workers.get(*id)?;
+            worker.beat.steady.or_else(|| worker.place())
+        };
+        let targets: Vec<_> = ids.iter().map(target).collect();
+        let asked: Vec<_> = targets.iter().copied().flatten().collect();
+        let mut found = match self.parts.checker.as_ref().map(|checker| checker.look(&asked)) {
+            Some(Ok(found)) => found.into_iter(),
+            Some(Err(error)) => {
+                debug!(%error, "listeners are confirmed by sock_diag");
+                Vec::new().into_iter()
+            }
+            None => Vec::new().into_iter(),
+        };
+        let mut sights = Vec::with_capacity(ids.len());
+        for (id, target) in ids.iter().zip(targets) {
+            let found = if target.is_some() { found.next() } else { None };
+            sights.push(match found {
+                Some(Found::Listener(queues)) => Sight::Listening(queues),
+                other => self.without_a_listener(*id, other),
+            });
+        }
+        sights
+    }
+
+    /// What is at a probe's address if a lookup `found` no listener, or could not be made.
+    fn without_a_listener(&self, id: Id, found: Option<Found>) -> Sight {
+        let Some(worker) = self.workers.get(id) else {
+            return Sight::Unknown("the probe is gone".to_owned());
+        };
+        match (found, worker.in_kernel(), worker.ip) {
+            (Some(_), Some((netns, port)), Some(ip)) => self.second_opinion(netns, port, ip),
+            (None, Some((netns, port)), Some(ip)) => by_sock_diag(netns, port, ip),
+            (_, _, None) => Sight::Unknown("the pod has no address yet".to_owned()),
+            (_, None, _) => Sight::Unknown("the kernel doesn't answer this probe".to_owned()),
+        }
+    }
+
+    /// The lookup found nothing. If our own table has a listener, it may be bound to one device, which the lookup
+    /// passes over: then the namespace's socket list decides.
+    fn second_opinion(&self, netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Sight {
+        let cookie = netns.handle().cookie();
+        let in_table = self.parts.listeners.as_ref().map(|table| table.is_listening(cookie, port, &[ip]));
+        match in_table {
+            Some(Ok(Some(_))) => by_sock_diag(netns, port, ip),
+            _ => Sight::Absent,
+        }
+    }
+
+    pub(super) async fn drain_edges(&mut self) {
+        while let Some(edge) = self.parts.edges.try_recv() {
+            match edge {
+                Edge::ListenerOpened { listener, at_ns } => {
+                    self.on_edge(&listener, Hint::Opened, at_ns).await;
+                }
+                Edge::ListenerClosed { listener, at_ns } => {
+                    self.on_edge(&listener, Hint::Closed(listener.cookie), at_ns).await;
+                }
+                Edge::Lost => self.look_again(),
+                // Others'.
+                _ => {}
+            }
+        }
+    }
+
+    /// A listener came or went somewhere on the machine.
+    async fn on_edge(&mut self, listener: &Listener, hint: Hint, at_ns: u64) {
+        let ids = self.probes_at(listener.netns_cookie, listener.port);
+        let ids: Vec<Id> = ids
+            .into_iter()
+            .filter(|id| self.workers.get(*id).is_some_and(|worker| reaches(listener, worker.ip)))
+            .collect();
+        if ids.is_empty() {
+            return;
+        }
+        for id in &ids {
+            if let Some(worker) = self.workers.get_mut(*id) {
+                worker.edge = Some((hint, at_ns));
+                worker.rechecks = 0;
+            }
+        }
+        let sights = self.sights(&ids);
+        for (id, sight) in ids.into_iter().zip(sights) {
+            self.settle_edge(id, &sight).await;
+        }
+    }
+
+    /// An edge is told, and this is what is there now.
+    async fn settle_edge(&mut self, id: Id, sight: &Sight) {
+        let now = now();
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let (Some((hint, at_ns)), Some((_, port))) = (worker.edge, worker.in_kernel()) else { return };
+        let listening = match (hint, sight) {
+            (Hint::Opened | Hint::Missed, Sight::Listening(_)) => true,
+            (Hint::Closed(_) | Hint::Missed, Sight::Absent) => false,
+            // The socket table is about to show it: looked at again, in a moment.
+            // Or our table is ahead of it, and there is no socket list to ask (a kernel without tcp_diag).
+            (Hint::Opened, Sight::Absent) | (_, Sight::Unknown(_)) if worker.rechecks < RECHECKS => {
+                return self.recheck(id, now);
+            }
+            (Hint::Closed(cookie), Sight::Listening(queues))
+                if queues.cookie == cookie && worker.rechecks < RECHECKS =>
+            {
+                return self.recheck(id, now);
+            }
+            (_, Sight::Unknown(_)) => {
+                worker.edge = None;
+                if !worker.in_flight {
+                    self.launch(id, false);
+                }
+                return;
+            }
+            // Another one is there; or it has gone again, which the next edge tells.
+            _ => {
+                worker.edge = None;
+                if matches!(hint, Hint::Closed(_)) {
+                    // What waited at the one that closed is gone with it.
+                    worker.beat.queues.reset();
+                }
+                return;
+            }
+        };
+        worker.edge = None;
+        if let Some(sighting) = sight.sighting() {
+            // Remembers what waits, and forgets what waited at a listener that is gone.
+            worker.beat.queues.judge(now, worker.timeout, sighting);
+        }
+        let verdict = if listening { Verdict::Listening } else { Verdict::NotListening };
+        let answer = answer(verdict, port);
+        let latency = Duration::from_nanos(monotonic(now).saturating_sub(at_ns));
+        let before = worker.state.published();
+        let transition = worker.state.edge(now, listening);
+        if worker.state.due(now) || transition.is_some() {
+            worker.note(&answer, latency);
+        }
+        if let Some(transition) = transition {
+            self.parts.metrics.edges.inc();
+            if transition.result != before {
+                self.tell(id, &answer);
+            }
+            self.send(id, transition, Some(at_ns)).await;
+        }
+    }
+
+    fn recheck(&mut self, id: Id, now: Duration) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let pause = RECHECK * (1 << worker.rechecks);
+        worker.rechecks += 1;
+        self.timetable.set(id, &mut worker.beat.due, now + pause);
+    }
+
+    /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a listener from
+    /// before the programs were attached, whose port the kernel had chosen, has lost it by the time its end is told
+    /// (tcp_set_state puts the port before the tracepoint).
+    fn probes_at(&self, cookie: u64, port: u16) -> Vec<Id> {
+        let ports = if port == 0 { 0..=u16::MAX } else { port..=port };
+        let found = self.by_port.range((cookie, *ports.start())..=(cookie, *ports.end()));
+        found.flat_map(|(_, ids)| ids.iter().copied()).collect()
+    }
+
+    /// Edges were lost: every probe that the kernel answers looks now, as if one had come.
+    fn look_again(&mut self) {
+        let now = now();
+        let looks = |worker: &Worker| worker.in_kernel().is_some() && worker.container_id.is_some();
+        let ids: Vec<Id> =
+            self.workers.iter().filter(|(_, worker)| looks(worker)).map(|(id, _)| id).collect();
+        for id in ids {
+            let Some(worker) = self.workers.get_mut(id) else { continue };
+            worker.edge = Some((Hint::Missed, monotonic(now)));
+            self.timetable.set(id, &mut worker.beat.due, now);
+        }
+    }
+}
+
+/// What the namespace's socket list says.
+fn by_sock_diag(netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Sight {
+    match netns.handle().accept_queues(port, ip) {
+        Ok(Some(queues)) => Sight::Listening(queues),
+        Ok(None) => Sight::Absent,
+        Err(error) => Sight::Unknown(error.to_string()),
+    }
+}
+
+/// A verdict as an answer. The same verdict has always the same words, so that events of it are counted as one.
+pub(super) fn answer(verdict: Verdict, port: u16) -> Answer {
+    match verdict {
+        Verdict::Listening | Verdict::Pending { .. } => {
+            Answer::success(format!("the kernel has a listener on port {port}"))
+        }
+        Verdict::NotListening => Answer::failure(format!("nothing listens on port {port}")),
+        Verdict::Stalled { .. } => {
+            Answer::failure(format!("connections wait on port {port} and the application accepts none"))
+        }
+    }
+}
+
+/// Whether a connection to `ip` would reach the listener. Without an address yet, every listener counts.
+fn reaches(listener: &Listener, ip: Option<IpAddr>) -> bool {
+    let Some(ip) = ip else { return true };
+    match (listener.address, ip) {
+        (IpAddr::V4(own), IpAddr::V4(ip)) => own.is_unspecified() || own == ip,
+        (IpAddr::V6(own), IpAddr::V6(ip)) => own.is_unspecified() || own == ip,
+        (IpAddr::V6(own), IpAddr::V4(ip)) => {
+            listener.dual_stack && (own.is_unspecified() || own.to_ipv4_mapped() == Some(ip))
+        }
+        (IpAddr::V4(_), IpAddr::V6(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listener_is_reached_at_its_own_address_or_at_any() {
+        let check = |address: &str, dual_stack, ip: Option<&str>, expect| {
+            let listener = Listener {
+                cookie: 1,
+                netns_cookie: 1,
+                family: 0,
+                address: address.parse().unwrap(),
+                port: 80,
+                dual_stack,
+                cgroup_id: 0,
+                since_ns: 0,
+            };
+            assert_eq!(reaches(&listener, ip.map(|ip| ip.parse().unwrap())), expect, "{address} {ip:?}");
+        };
+        check("0.0.0.0", false, Some("10.0.0.7"), true);
+        check("0.0.0.0", false, Some("fd00::7"), false);
+        check("::", true, Some("10.0.0.7"), true);
+        check("::", false, Some("10.0.0.7"), false);
+        check("::", false, Some("fd00::7"), true);
+        check("10.0.0.7", false, Some("10.0.0.7"), true);
+        check("::ffff:10.0.0.7", true, Some("10.0.0.7"), true);
+        check("127.0.0.1", false, Some("10.0.0.7"), false);
+        check("::1", false, Some("fd00::7"), false);
+        check("127.0.0.1", false, None, true);
+    }
+}

@@ -1,0 +1,594 @@
+//! The task that owns all probes: it makes them fit the pods, looks when it is time, and tells what changed.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    panic::AssertUnwindSafe,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::probe::{Held, Outcome, ProbeKind, Transition};
+use futures::FutureExt as _;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    runtime::Builder,
+    sync::{mpsc, oneshot, watch},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, error, warn};
+
+use super::{
+    Settings,
+    alarm::Alarm,
+    answer::Answer,
+    ask::Doors,
+    canary,
+    metrics::Metrics,
+    target::{pod_ip, probes_of},
+    timetable::Timetable,
+    view::Commands,
+    worker::{Hint, Key, Way, Worker, now},
+    workers::{Id, Workers},
+};
+use beelet_bpf::{CheckedNetns, Checker, Edges, Listeners};
+use beelet_cri::Runtime;
+use beelet_model::{
+    request::{ProbeUpdate, Request},
+    status::has_ended,
+    table::{PodEntry, PodName, PodTable},
+};
+use beelet_state::events::{Object, Recorder};
+
+/// Answers on their way to the task. Who has one waits while the task is behind by this many.
+const ANSWERS: usize = 256;
+
+/// What the probes need from the rest of the node.
+#[derive(Debug)]
+pub struct Parts {
+    /// The pods with their status.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// Where changed results go.
+    pub requests: mpsc::Sender<Request>,
+    /// The container runtime, for commands.
+    pub runtime: Option<Runtime>,
+    /// The kernel's listeners, where it tells them.
+    pub listeners: Option<Listeners>,
+    /// Looks listeners up, where the kernel lets us.
+    pub checker: Option<Checker>,
+    /// The kernel's edges.
+    pub edges: Edges,
+    /// What is asked of this task.
+    pub commands: Commands,
+    /// See there.
+    pub settings: Settings,
+    /// For people.
+    pub events: Recorder,
+    /// Counters.
+    pub metrics: Metrics,
+    /// Where the looks run that wait for somebody's answer.
+    pub asking: tokio::runtime::Handle,
+}
+
+/// A probe's answer, from the task that waited for it.
+#[derive(Debug)]
+struct Finished {
+    id: Id,
+    container_id: String,
+    answer: Answer,
+    latency: Duration,
+}
+
+/// The network namespace of a pod, or the host's own.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Netns {
+    Host,
+    Pod(PathBuf),
+}
+
+impl Netns {
+    fn of(entry: &PodEntry) -> Self {
+        entry.netns.clone().map_or(Self::Host, Self::Pod)
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Self::Host => Path::new("/proc/self/ns/net"),
+            Self::Pod(path) => path,
+        }
+    }
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub struct Probes {
+    pub(super) parts: Parts,
+    known: BTreeMap<PodName, Arc<PodEntry>>,
+    ids: HashMap<Key, Id>,
+    pub(super) workers: Workers,
+    pub(super) timetable: Timetable,
+    /// The probes that the kernel answers, by namespace cookie and port.
+    pub(super) by_port: BTreeMap<(u64, u16), BTreeSet<Id>>,
+    namespaces: HashMap<Netns, Arc<CheckedNetns>>,
+    pub(super) doors: Doors,
+    finished_in: mpsc::Receiver<Finished>,
+    finished_out: mpsc::Sender<Finished>,
+}
+
+impl Probes {
+    /// Probes that have not looked at anything yet.
+    pub fn new(parts: Parts) -> Self {
+        let (finished_out, finished_in) = mpsc::channel(ANSWERS);
+        Self {
+            doors: Doors::new(parts.runtime.clone()),
+            parts,
+            known: BTreeMap::new(),
+            ids: HashMap::new(),
+            workers: Workers::default(),
+            timetable: Timetable::default(),
+            by_port: BTreeMap::new(),
+            namespaces: HashMap::new(),
+            finished_in,
+            finished_out,
+        }
+    }
+
+    /// Probes until `shutdown`, or until this future is dropped: on a thread of its own, since most of what a regular look costs
+    /// is waking up for it, and a runtime of several threads wakes two.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let stop = shutdown.child_token();
+        let _stop_with_us = stop.clone().drop_guard();
+        let (running, ended) = oneshot::channel::<()>();
+        let thread = Builder::new_current_thread().enable_io().build().and_then(|runtime| {
+            let alarm = {
+                let _here = runtime.enter();
+                Alarm::new()?
+            };
+            let work = move || {
+                let _running = running;
+                runtime.block_on(self.work(alarm, stop));
+            };
+            std::thread::Builder::new().name("probes".to_owned()).spawn(work)
+        });
+        match thread {
+            Ok(thread) => {
+                // It sends nothing: it ends.
+                let _ = ended.await;
+                if let Err(panic) = thread.join() {
+                    std::panic::resume_unwind(panic);
+                }
+            }
+            Err(error) => error!(%error, "no probe can be run: the system gives no thread or no timer"),
+        }
+    }
+
+    async fn work(mut self, mut alarm: Alarm, shutdown: CancellationToken) {
+        let wake = self.parts.edges.wake();
+        self.sync().await;
+        loop {
+            let next = self.timetable.next();
+            tokio::select! {
+                // Edges first: they are what a user waits for.
+                biased;
+                () = shutdown.cancelled() => return,
+                () = wake.notified() => self.drain_edges().await,
+                Some(finished) = self.finished_in.recv() => self.on_finished(finished).await,
+                changed = self.parts.table.changed() => {
+                    if changed.is_err() { return }
+                    self.sync().await;
+                }
+                rung = alarm.until(next) => match rung {
+                    Ok(()) => self.on_time().await,
+                    Err(error) => return error!(%error, "no probe can be run any more: the timer fails"),
+                },
+                Some(command) = self.parts.commands.recv() => {
+                    // Whoever asks may have seen the pods that are there now.
+                    if self.parts.table.has_changed().unwrap_or(false) {
+                        self.sync().await;
+                    }
+                    self.on_command(command);
+                }
+            }
+        }
+    }
+
+    /// Makes the probes fit the pods. Entries that are the same `Arc` as before are passed over.
+    async fn sync(&mut self) {
+        let table = Arc::clone(&self.parts.table.borrow_and_update());
+        let gone: Vec<PodName> =
+            self.known.keys().filter(|n| !table.pods.contains_key(*n)).cloned().collect();
+        for name in gone {
+            if let Some(entry) = self.known.remove(&name) {
+                self.forget(&entry, None);
+            }
+        }
+        for (name, entry) in &table.pods {
+            let before = self.known.get(name);
+            if before.is_some_and(|b| Arc::ptr_eq(b, entry)) {
+                continue;
+            }
+            // Another pod of that name, or the same let run again, starts anew.
+            if let Some(before) = before.cloned()
+                && (before.pod.metadata.uid != entry.pod.metadata.uid || before.ending && !entry.ending)
+            {
+                self.forget(&before, None);
+            }
+            self.sync_pod(entry).await;
+            self.known.insert(name.clone(), Arc::clone(entry));
+        }
+        let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
+        self.namespaces.retain(|netns, _| used.contains(netns));
+        let connecting = self.workers.iter().filter(|(_, worker)| matches!(worker.way, Way::Ask(Some(_))));
+        self.parts.metrics.fallbacks.set(i64::try_from(connecting.count()).unwrap_or(i64::MAX));
+    }
+
+    /// Drops the probes of a pod: of all its containers, or of those without probes now.
+    fn forget(&mut self, entry: &PodEntry, keep: Option<&BTreeSet<Key>>) {
+        let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
+        let gone = |key: &Key| *key.uid == *uid && keep.is_none_or(|k| !k.contains(key));
+        let ids: Vec<Id> = self.ids.extract_if(|key, _| gone(key)).map(|(_, id)| id).collect();
+        for id in ids {
+            self.leave_port(id);
+            if let Some(mut worker) = self.workers.remove(id) {
+                self.timetable.remove(id, &mut worker.beat.due);
+                self.parts.metrics.forget(&worker.beat.tally);
+            }
+        }
+    }
+
+    async fn sync_pod(&mut self, entry: &Arc<PodEntry>) {
+        if has_ended(entry.pod.status.as_ref()) {
+            // Nothing of it runs any more, nor will by itself.
+            self.forget(entry, None);
+            return;
+        }
+        let Some(spec) = &entry.pod.spec else { return };
+        let uid: Arc<str> = entry.pod.metadata.uid.clone().unwrap_or_default().into();
+        let mut wanted = BTreeSet::new();
+        let sidecars = spec.init_containers.iter().flatten().filter(|c| beelet_policy::pod::is_sidecar(c));
+        for container in spec.containers.iter().chain(sidecars) {
+            for (kind, probe) in probes_of(container) {
+                let key = Key { uid: Arc::clone(&uid), container: container.name.as_str().into(), kind };
+                wanted.insert(key.clone());
+                let id = match self.ids.get(&key) {
+                    Some(id) => *id,
+                    None => match self.add(&entry.pod, container, key, probe) {
+                        Some(id) => id,
+                        None => continue,
+                    },
+                };
+                self.sync_container(entry, id).await;
+            }
+        }
+        self.forget(entry, Some(&wanted));
+    }
+
+    fn add(
+        &mut self,
+        pod: &core::Pod,
+        container: &core::Container,
+        key: Key,
+        probe: &core::Probe,
+    ) -> Option<Id> {
+        let kind = key.kind.title();
+        let made = Worker::new(pod, container, key.clone(), probe, &self.parts.settings, &self.parts.metrics);
+        let about = || Object::container(pod, &container.name);
+        let worker = match made {
+            Ok(worker) => worker,
+            Err(error) => {
+                // Said once a change of the pod, and counted as one event.
+                self.parts.events.warning(
+                    about(),
+                    "Unhealthy",
+                    format!("{kind} probe can't be run: {error}"),
+                );
+                return None;
+            }
+        };
+        for problem in &worker.problems {
+            warn!(pod = %worker.name, container = container.name, "{problem}");
+            self.parts.events.warning(about(), "ProbeWarning", format!("{kind} probe warning: {problem}"));
+        }
+        let id = self.workers.insert(worker);
+        self.ids.insert(key, id);
+        Some(id)
+    }
+
+    /// Tells a probe what became of its container.
+    async fn sync_container(&mut self, entry: &PodEntry, id: Id) {
+        let now = now();
+        let chosen = self.choose_way(entry, id);
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        worker.ip = pod_ip(&entry.pod);
+        let status = container_status(&entry.pod, &worker.key.container);
+        let running = status.and_then(|s| s.state.as_ref()?.running.as_ref());
+        let container = status.and_then(|s| s.container_id.as_deref()).map(bare_id);
+        let mut transitions = Vec::new();
+        match (running, container) {
+            (Some(running), Some(container)) if worker.container_id.as_ref() != Some(&container) => {
+                let started_at = running.started_at.as_ref().map_or(now, |t| since_boot(t.0, now));
+                let settled = status.is_some_and(|s| match worker.key.kind {
+                    ProbeKind::Readiness => s.ready,
+                    ProbeKind::Startup => s.started == Some(true),
+                    ProbeKind::Liveness => false,
+                });
+                // Taken over from before a restart of the agent: what was true then goes on.
+                let taken_over = worker.container_id.is_none() && settled;
+                if taken_over {
+                    worker.resume(started_at);
+                    worker.since = since_of(&entry.pod, worker.key.kind);
+                } else {
+                    transitions.extend(worker.state.container_started(now, started_at));
+                }
+                worker.start(container, now);
+                let at = worker.plan(started_at, now, taken_over);
+                if taken_over {
+                    // The edge that would have told may have come while nobody listened.
+                    worker.edge = Some((Hint::Missed, monotonic(now)));
+                }
+                self.timetable.set(id, &mut worker.beat.due, at);
+            }
+            (None, _) => transitions.extend(worker.state.container_stopped(now)),
+            // The network namespace of one that was taken over is known only now.
+            (Some(_), Some(_)) if chosen && worker.in_kernel().is_some() => {
+                worker.edge = Some((Hint::Missed, monotonic(now)));
+                self.timetable.set(id, &mut worker.beat.due, now);
+            }
+            _ => {}
+        }
+        if entry.ending {
+            transitions.extend(worker.state.pod_deleted(now));
+        }
+        if worker.key.kind != ProbeKind::Startup && status.is_some_and(|s| s.started == Some(true)) {
+            let was_due = worker.state.due(now);
+            worker.state.startup_succeeded();
+            if !was_due && worker.state.due(now) {
+                self.timetable.set(id, &mut worker.beat.due, now);
+            }
+        }
+        for transition in transitions {
+            self.send(id, transition, None).await;
+        }
+    }
+
+    /// Decides who answers a probe, as far as it can be decided yet, and again where the pod has got another network
+    /// namespace. Whether it was decided now.
+    fn choose_way(&mut self, entry: &PodEntry, id: Id) -> bool {
+        let Some(worker) = self.workers.get(id) else { return false };
+        if !matches!(worker.way, Way::Undecided) {
+            if entry.netns.is_none() || worker.netns == entry.netns {
+                return false;
+            }
+            self.leave_port(id);
+        }
+        let Some(worker) = self.workers.get(id) else { return false };
+        let way = if !worker.wants_kernel() {
+            Way::Ask(None)
+        } else if self.parts.checker.is_none() && self.parts.listeners.is_none() {
+            Way::Ask(Some("the kernel half is off here (see beelet doctor)".to_owned()))
+        } else {
+            let on_host = entry.pod.spec.as_ref().is_some_and(|s| s.host_network == Some(true));
+            if entry.netns.is_none() && !on_host {
+                return false; // not known before the sandbox runs
+            }
+            match self.namespace(Netns::of(entry)) {
+                Ok(netns) => Way::Kernel(netns),
+                Err(error) => {
+                    warn!(pod = %PodName::of(&entry.pod), error, "the kernel can't answer this pod's TCP probes; they connect");
+                    Way::Ask(Some(error))
+                }
+            }
+        };
+        let Some(worker) = self.workers.get_mut(id) else { return false };
+        (worker.way, worker.netns) = (way, entry.netns.clone());
+        if let Some((netns, port)) = worker.in_kernel() {
+            let place = (netns.handle().cookie(), port);
+            self.by_port.entry(place).or_default().insert(id);
+        }
+        true
+    }
+
+    fn namespace(&mut self, netns: Netns) -> Result<Arc<CheckedNetns>, String> {
+        if let Some(known) = self.namespaces.get(&netns) {
+            return Ok(Arc::clone(known));
+        }
+        let opened = CheckedNetns::open(netns.path(), self.parts.checker.as_ref());
+        let opened = Arc::new(opened.map_err(|error| error.to_string())?);
+        self.namespaces.insert(netns, Arc::clone(&opened));
+        Ok(opened)
+    }
+
+    fn leave_port(&mut self, id: Id) {
+        let place = self.workers.get(id).and_then(Worker::in_kernel);
+        let Some(place) = place.map(|(netns, port)| (netns.handle().cookie(), port)) else { return };
+        if let Some(ids) = self.by_port.get_mut(&place) {
+            ids.remove(&id);
+            if ids.is_empty() {
+                self.by_port.remove(&place);
+            }
+        }
+    }
+
+    /// Looks at everything that is due.
+    async fn on_time(&mut self) {
+        let now = now();
+        let (mut by_kernel, mut ask) = (Vec::new(), Vec::new());
+        for id in self.timetable.take(now) {
+            if let Some(beat) = self.workers.steady_mut(id).filter(|beat| now < beat.canary_due) {
+                beat.again(id, &mut self.timetable, now, true);
+                by_kernel.push(id);
+                continue;
+            }
+            let Some(worker) = self.workers.get_mut(id) else { continue };
+            let in_kernel = worker.in_kernel().is_some();
+            worker.beat.again(id, &mut self.timetable, now, in_kernel);
+            // A probe on hold or not due yet keeps its place in the timetable; one under way has had its turn.
+            if worker.in_flight || !worker.state.due(now) {
+                continue;
+            }
+            if in_kernel && !worker.takes_canary(now) {
+                by_kernel.push(id);
+            } else {
+                ask.push(id);
+            }
+        }
+        self.look(&by_kernel).await;
+        for id in ask {
+            self.launch(id, true);
+        }
+    }
+
+    /// Asks somebody who may take a while, beside this task. A connection to an application whose listener the kernel
+    /// knows is followed until it is accepted, if it `may_follow`.
+    pub(super) fn launch(&mut self, id: Id, may_follow: bool) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let Some(question) = worker.question() else { return };
+        worker.in_flight = true;
+        let canary = worker.in_kernel().filter(|_| may_follow).map(|(netns, port)| (Arc::clone(netns), port));
+        let canary = canary.zip(worker.ip).zip(self.parts.checker.clone());
+        if canary.is_some() {
+            self.parts.metrics.canaries.inc();
+        }
+        let (doors, finished) = (self.doors.clone(), self.finished_out.clone());
+        self.parts.asking.spawn(async move {
+            let started = Instant::now();
+            let asked = async {
+                match canary {
+                    Some((((netns, port), ip), checker)) => {
+                        let address = (ip, port).into();
+                        (canary::send(&checker, &netns, address, question.within).await, started.elapsed())
+                    }
+                    None => doors.ask(&question).await,
+                }
+            };
+            // An answer comes in any case: without one this probe would never be run again.
+            let asked = AssertUnwindSafe(asked).catch_unwind().await;
+            let (answer, latency) = asked.unwrap_or_else(|_| {
+                (Answer::error("the probe panicked, which is a bug: the log says where"), started.elapsed())
+            });
+            let container_id = question.container_id;
+            // Nobody waits for it any more if the agent ends.
+            let _ = finished.send(Finished { id, container_id, answer, latency }).await;
+        });
+    }
+
+    async fn on_finished(&mut self, finished: Finished) {
+        let Some(worker) = self.workers.get_mut(finished.id) else { return };
+        worker.in_flight = false;
+        // An answer of a container that is gone says nothing about the one after it.
+        if worker.container_id.as_ref() == Some(&finished.container_id) {
+            self.record(finished.id, &finished.answer, finished.latency).await;
+        }
+    }
+
+    /// An outcome: counted, told, and judged.
+    pub(super) async fn record(&mut self, id: Id, answer: &Answer, latency: Duration) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        worker.keep(answer, latency);
+        let now = now();
+        // One that was under way when the pod began to end.
+        let ending = worker.state.held(now) == Some(Held::Deleted);
+        let transition = worker.state.record(now, answer.outcome);
+        if !ending {
+            self.tell(id, answer);
+        }
+        if let Some(transition) = transition {
+            self.send(id, transition, None).await;
+        }
+    }
+
+    /// Events for people, in the kubelet's words (pkg/kubelet/prober/prober.go).
+    pub(super) fn tell(&self, id: Id, answer: &Answer) {
+        let Some(worker) = self.workers.get(id) else { return };
+        let (kind, detail) = (worker.key.kind.title(), &answer.detail);
+        let (reason, message) = match answer.outcome {
+            Outcome::Success if answer.warning => ("ProbeWarning", format!("{kind} probe warning: {detail}")),
+            Outcome::Success => return,
+            Outcome::Failure => ("Unhealthy", format!("{kind} probe failed: {detail}")),
+            Outcome::Error => {
+                ("Unhealthy", format!("{kind} probe errored and resulted in unknown state: {detail}"))
+            }
+        };
+        debug!(pod = %worker.name, container = %worker.key.container, message, "probe did not succeed");
+        let about = Object::Pod {
+            name: worker.name.clone(),
+            uid: worker.key.uid.to_string(),
+            container: Some(worker.key.container.to_string()),
+        };
+        self.parts.events.warning(about, reason, message);
+    }
+
+    /// Tells the pods' manager of a change.
+    pub(super) async fn send(&mut self, id: Id, transition: Transition, kernel_ns: Option<u64>) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        worker.since = Some(Timestamp::now());
+        let Some(container_id) = worker.container_id.clone() else { return };
+        if transition.restart {
+            let reason = worker.last.as_ref().map(|look| look.detail.as_str()).unwrap_or_default();
+            warn!(pod = %worker.name, container = %worker.key.container, kind = worker.key.kind.name(), reason,
+                "probe failed; the container must restart");
+        }
+        let update = ProbeUpdate {
+            uid: worker.key.uid.to_string(),
+            container: worker.key.container.to_string(),
+            container_id,
+            kind: worker.key.kind,
+            result: transition.result,
+            restart: transition.restart,
+            kernel_ns,
+        };
+        // The manager ends only with the agent.
+        let _ = self.parts.requests.send(Request::Probe(update)).await;
+    }
+
+    /// The probe of a container, by the pod's name with or without the node's behind it.
+    pub(super) fn find(&self, namespace: &str, pod: &str, container: &str, kind: ProbeKind) -> Vec<Id> {
+        let of = |exact: bool| {
+            self.workers.iter().filter(move |(_, worker)| {
+                let name = &worker.name.name;
+                let fits = if exact {
+                    name == pod
+                } else {
+                    name.strip_prefix(pod).is_some_and(|rest| rest.starts_with('-'))
+                };
+                fits && (namespace.is_empty() || worker.name.namespace == namespace)
+                    && *worker.key.container == *container
+                    && worker.key.kind == kind
+            })
+        };
+        let exact: Vec<Id> = of(true).map(|(id, _)| id).collect();
+        if exact.is_empty() { of(false).map(|(id, _)| id).collect() } else { exact }
+    }
+}
+
+fn container_status<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::ContainerStatus> {
+    let status = pod.status.as_ref()?;
+    let all =
+        status.container_statuses.iter().flatten().chain(status.init_container_statuses.iter().flatten());
+    all.into_iter().find(|c| c.name == name)
+}
+
+/// Since when a probe that was taken over has said what it says, as far as the pod's status tells.
+fn since_of(pod: &core::Pod, kind: ProbeKind) -> Option<Timestamp> {
+    let wanted = if kind == ProbeKind::Readiness { "ContainersReady" } else { "Initialized" };
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    Some(conditions.iter().find(|c| c.type_ == wanted)?.last_transition_time.as_ref()?.0)
+}
+
+/// `containerd://<id>` without the runtime's name.
+fn bare_id(id: &str) -> String {
+    id.split_once("://").map_or(id, |(_, bare)| bare).to_owned()
+}
+
+/// The clock of edges.
+pub(super) fn monotonic(at: Duration) -> u64 {
+    u64::try_from(at.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// A wall-clock time in the past on the clock of `ProbeState`.
+fn since_boot(at: Timestamp, now: Duration) -> Duration {
+    let ago = Duration::try_from(Timestamp::now().duration_since(at)).unwrap_or(Duration::ZERO);
+    now.saturating_sub(ago)
+}

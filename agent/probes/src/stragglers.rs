@@ -1,0 +1,399 @@
+//! Finds and ends the processes of an exec probe that is out of time.
+//!
+//! The runtime starts a probe's command beside the container's first process: with the same parent (the shim), in the
+//! same cgroup, as the leader of a session of its own (runc's nsexec calls setsid). All that the command starts is in
+//! its process tree; what it leaves behind when a part of the tree ends goes to the container's first process, but
+//! stays in the session, or if it has made a session of its own too, mostly still holds the pipe that the command's
+//! output goes to. So the leader is found by parent, cgroup, start time and command line, and then tree, session and
+//! holders of its pipes are ended together, again and again until nothing is found any more: something may fork
+//! meanwhile.
+//!
+//! A script runs as its interpreter, and a command may have become another program (exec), so the command line is no
+//! more than a sign: see [`Likeness`]. What left the tree, the session and the pipes can't be told from what the
+//! application itself has started, and stays.
+//!
+//! Never touched: the container's first process, its own children in other sessions, and anything outside the
+//! container's cgroup.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+
+/// Rounds of looking and killing before it gives up.
+const ROUNDS: usize = 20;
+/// How long one process may take to die before the next round.
+const ROUND: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+
+/// A time since boot in the clock ticks that /proc counts in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Moment(u64);
+
+impl Moment {
+    /// The current one, rounded down.
+    pub(super) fn now() -> Self {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let hz = rustix::param::clock_ticks_per_second();
+        let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+        let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
+        Self(seconds * hz + nanos * hz / 1_000_000_000)
+    }
+}
+
+/// A process, as `/proc/<pid>/stat` tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Process {
+    pid: u32,
+    parent: u32,
+    session: u32,
+    started: Moment,
+}
+
+/// Ends the command that was started after `since` in the container whose first process is `init`, and all that it has
+/// started. How many processes that were. Blocks for some milliseconds.
+///
+/// # Errors
+/// The processes can't be told from others, or did not end: a sentence.
+pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize, String> {
+    let proc = Path::new("/proc");
+    let first = read(proc, init).ok_or_else(|| format!("the container's process {init} is gone"))?;
+    let cgroup = cgroup_of(proc, init).ok_or_else(|| format!("process {init} has no cgroup"))?;
+    let all = processes(proc)?;
+    let in_container = |process: &Process| cgroup_of(proc, process.pid).as_ref() == Some(&cgroup);
+    let mut candidates = beside(&all, first, since);
+    candidates.retain(in_container);
+    let lines: Vec<Vec<String>> = candidates.iter().map(|process| command_of(proc, process.pid)).collect();
+    let Some(leader) = choose(command, &lines)?.map(|index| candidates[index]) else {
+        return Ok(0); // it ended by itself just now
+    };
+    // What the application writes to as well says nothing.
+    let pipes = &output_pipes(proc, leader.pid) - &output_pipes(proc, init);
+    let inherited = |process: &Process| {
+        process.started >= leader.started
+            && in_container(process)
+            && !output_pipes(proc, process.pid).is_disjoint(&pipes)
+    };
+    let mut ended = BTreeSet::new();
+    for _ in 0..ROUNDS {
+        let all = processes(proc)?;
+        let mut members = members(&all, leader, inherited);
+        members.retain(|process| process.pid != init && in_container(process));
+        if members.is_empty() {
+            return Ok(ended.len());
+        }
+        let killed: Vec<_> = members.iter().filter_map(|process| kill(proc, *process)).collect();
+        ended.extend(members.iter().map(|process| process.pid));
+        await_end(&killed);
+    }
+    Err(format!("processes of the probe's session {} are still there", leader.session))
+}
+
+/// What the runtime started after `since` beside the container's first process, in order.
+fn beside(all: &[Process], first: Process, since: Moment) -> Vec<Process> {
+    let is_beside = |process: &&Process| {
+        process.parent == first.parent
+            && process.pid != first.pid
+            && process.session == process.pid
+            && process.started >= since
+    };
+    let mut found: Vec<Process> = all.iter().filter(is_beside).copied().collect();
+    found.sort_by_key(|process| (process.started, process.pid));
+    found
+}
+
+/// How sure it is that a process with some command line is the one that was started with a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Likeness {
+    /// Nothing speaks for it: it may have become another program.
+    None,
+    /// It has the command's arguments: another program was put before them, or in the place of the first word.
+    Arguments,
+    /// A script: its interpreter, the script's path, the arguments (execve(2)).
+    Script,
+    /// The very command.
+    Same,
+}
+
+impl Likeness {
+    fn of(command: &[String], line: &[String]) -> Self {
+        if line == command {
+            return Self::Same;
+        }
+        let Some((program, arguments)) = command.split_first() else { return Self::None };
+        let Some(before) = line.strip_suffix(arguments) else { return Self::None };
+        let name = |path: &String| Path::new(path).file_name().map(ToOwned::to_owned);
+        match before {
+            [_, .., script] if name(script) == name(program) => Self::Script,
+            [_, ..] if !arguments.is_empty() => Self::Arguments,
+            _ => Self::None,
+        }
+    }
+}
+
+/// Which of the command lines in `lines` belongs to `command`: the first of those that are most like it. One that isn't
+/// like it at all is taken only if there is no other.
+fn choose(command: &[String], lines: &[Vec<String>]) -> Result<Option<usize>, String> {
+    let likeness: Vec<Likeness> = lines.iter().map(|line| Likeness::of(command, line)).collect();
+    match likeness.iter().max() {
+        None => Ok(None),
+        Some(Likeness::None) if lines.len() > 1 => Err(format!(
+            "{} commands run in the container and none looks like {command:?}, so none is ended",
+            lines.len()
+        )),
+        Some(most) => Ok(likeness.iter().position(|one| one == most)),
+    }
+}
+
+/// The pipes that a process' output goes to. Whoever else has one inherited it.
+fn output_pipes(proc: &Path, pid: u32) -> BTreeSet<PathBuf> {
+    let fd = proc.join(pid.to_string()).join("fd");
+    let targets = ["1", "2"].into_iter().filter_map(|number| fs::read_link(fd.join(number)).ok());
+    targets.filter(|target| target.to_string_lossy().starts_with("pipe:[")).collect()
+}
+
+/// Everything in the leader's tree and in its session, and what has `inherited` its output.
+fn members(all: &[Process], leader: Process, inherited: impl Fn(&Process) -> bool) -> Vec<Process> {
+    let mut found: BTreeSet<u32> = BTreeSet::new();
+    let mut members = Vec::new();
+    let heirs: BTreeSet<u32> = all.iter().filter(|process| inherited(process)).map(|p| p.pid).collect();
+    loop {
+        let before = members.len();
+        for process in all {
+            let belongs = process.session == leader.session && process.started >= leader.started
+                || found.contains(&process.parent)
+                || heirs.contains(&process.pid);
+            if belongs && found.insert(process.pid) {
+                members.push(*process);
+            }
+        }
+        if members.len() == before {
+            return members;
+        }
+    }
+}
+
+/// Kills a process, unless its number belongs to another one by now.
+fn kill(proc: &Path, process: Process) -> Option<OwnedFd> {
+    let handle = pidfd_open(Pid::from_raw(i32::try_from(process.pid).ok()?)?, PidfdFlags::empty()).ok()?;
+    let same = read(proc, process.pid).is_some_and(|now| now.started == process.started);
+    (same && pidfd_send_signal(&handle, Signal::KILL).is_ok()).then_some(handle)
+}
+
+/// Waits until all of them are dead, or too long: one in an uninterruptible sleep dies when it likes.
+fn await_end(killed: &[OwnedFd]) {
+    for process in killed {
+        let mut ended = [PollFd::new(process, PollFlags::IN)];
+        let _ = poll(&mut ended, Some(&ROUND));
+    }
+}
+
+/// All processes but those that are dead and not yet taken notice of.
+fn processes(proc: &Path) -> Result<Vec<Process>, String> {
+    let entries = fs::read_dir(proc).map_err(|error| format!("{} can't be read: {error}", proc.display()))?;
+    let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    Ok(numbers.filter_map(|pid| read(proc, pid)).collect())
+}
+
+fn read(proc: &Path, pid: u32) -> Option<Process> {
+    parse(&fs::read(proc.join(pid.to_string()).join("stat")).ok()?)
+}
+
+/// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold any bytes, parentheses too. `None` for a
+/// zombie.
+pub fn parse(stat: &[u8]) -> Option<Process> {
+    let stat = String::from_utf8_lossy(stat);
+    let pid = stat.split_once(' ')?.0.parse().ok()?;
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
+    if matches!(*fields.first()?, "Z" | "X" | "x") {
+        return None;
+    }
+    Some(Process {
+        pid,
+        parent: u32::try_from(number(1)?).ok()?,
+        session: u32::try_from(number(3)?).ok()?,
+        started: Moment(number(19)?),
+    })
+}
+
+/// Which cgroups a process is in, as the kernel says it: containers may name cgroups of their own.
+fn cgroup_of(proc: &Path, pid: u32) -> Option<Vec<u8>> {
+    fs::read(proc.join(pid.to_string()).join("cgroup")).ok()
+}
+
+fn command_of(proc: &Path, pid: u32) -> Vec<String> {
+    let bytes = fs::read(proc.join(pid.to_string()).join("cmdline")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    text.strip_suffix('\0').unwrap_or(&text).split('\0').map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    fn process(pid: u32, parent: u32, session: u32, started: u64) -> Process {
+        Process { pid, parent, session, started: Moment(started) }
+    }
+
+    #[test]
+    fn a_stat_line_is_read_whatever_the_process_is_called() {
+        let rest = "S 40 41 42 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 12345 100 200";
+        for name in [&b"sh"[..], b"a b", b"x) R 1 1 1", b"", b"\xff\xfe) S"] {
+            let line = [b"41 (", name, b") ", rest.as_bytes()].concat();
+            assert_eq!(parse(&line), Some(process(41, 40, 42, 12345)), "{name:?}");
+        }
+        assert_eq!(parse(format!("41 (sh) {}", rest.replacen('S', "Z", 1)).as_bytes()), None);
+        assert_eq!(parse(b"41"), None);
+        assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn what_the_runtime_started_beside_the_containers_own_process_is_found_in_order() {
+        let first = process(10, 5, 10, 100);
+        let all = [
+            first,
+            process(20, 5, 20, 150),  // before the probe
+            process(21, 5, 7, 210),   // no leader of a session
+            process(22, 10, 22, 210), // started by the container itself
+            process(24, 5, 24, 230),
+            process(23, 5, 23, 220),
+        ];
+        let found: Vec<u32> = beside(&all, first, Moment(200)).iter().map(|p| p.pid).collect();
+        assert_eq!(found, [23, 24]);
+    }
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_command_is_known_by_its_line_as_a_script_and_by_its_arguments() {
+        use Likeness::{Arguments, None, Same, Script};
+        let check = |command: &str, line: &str, expected| {
+            assert_eq!(Likeness::of(&words(command), &words(line)), expected, "{command} as {line}");
+        };
+        check("/probe a b", "/probe a b", Same);
+        check("/probe a b", "/bin/sh /probe a b", Script);
+        check("probe a b", "/usr/bin/python3 -u /usr/local/bin/probe a b", Script);
+        check("/probe", "/bin/sh /probe", Script);
+        check("/probe a b", "/bin/real a b", Arguments);
+        check("/probe a b", "busybox probe-2 a b", Arguments);
+        check("/probe a b", "/probe a", None);
+        check("/probe", "/bin/real", None);
+        check("sh -c work", "work", None);
+        check("/probe a b", "", None);
+    }
+
+    #[test]
+    fn the_most_alike_is_taken_and_a_stranger_only_if_it_is_alone() {
+        let check = |lines: &[&str], expected: Option<usize>| {
+            let lines: Vec<_> = lines.iter().copied().map(words).collect();
+            assert_eq!(choose(&words("/probe a"), &lines), Ok(expected), "{lines:?}");
+        };
+        check(&[], None);
+        check(&["other", "sh /probe a", "/probe a", "/probe a"], Some(2));
+        check(&["other", "real a", "sh /probe a"], Some(2));
+        check(&["other", "real a"], Some(1));
+        check(&["other"], Some(0));
+        let strangers = choose(&words("/probe a"), &[words("one"), words("two")]);
+        assert!(strangers.unwrap_err().starts_with("2 commands run"));
+    }
+
+    #[test]
+    fn tree_session_and_heirs_of_the_output_belong_together() {
+        let leader = process(23, 5, 23, 220);
+        let all = [
+            process(10, 5, 10, 100),
+            leader,
+            process(31, 32, 23, 222),
+            process(32, 23, 23, 221),
+            process(33, 10, 23, 223), // its parent has ended
+            process(34, 32, 34, 224), // made a session of its own
+            process(35, 10, 35, 225),
+            process(36, 10, 36, 226), // both, and has the output
+            process(37, 36, 37, 227),
+        ];
+        let mut found: Vec<u32> = members(&all, leader, |p| p.pid == 36).iter().map(|p| p.pid).collect();
+        found.sort_unstable();
+        assert_eq!(found, [23, 31, 32, 33, 34, 36, 37]);
+    }
+
+    /// A process beside this one's other children, as the shim's are: in a session of its own, its output in a pipe.
+    fn start(command: &[String]) -> Child {
+        let mut setsid = Command::new("setsid");
+        setsid.args(command).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// Starts a probe's command beside a container, lets it run out of time, and looks what is left of the processes
+    /// that sleep for this many seconds. It has started all of them when it prints a line, and then runs as `runs_as`.
+    fn check(command: &[&str], runs_as: &[&str], at_least: usize, sleepers: std::ops::RangeInclusive<u32>) {
+        // This process stands for the shim: both the container's first process and the probe are its children.
+        let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        let mut first = start(&owned(&["sh", "-c", "sleep 600 & wait"]));
+        let since = Moment::now();
+        let mut probe = start(&owned(command));
+        let mut output = std::io::BufReader::new(probe.stdout.take().unwrap());
+        std::io::BufRead::read_line(&mut output, &mut String::new()).unwrap();
+        let proc = Path::new("/proc");
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        while command_of(proc, probe.id()) != owned(runs_as) {
+            assert!(std::time::Instant::now() < deadline, "{:?}", command_of(proc, probe.id()));
+            std::thread::yield_now();
+        }
+        let count = end(first.id(), &owned(command), since).unwrap();
+        assert!(count >= at_least, "{command:?}: {count}");
+        assert!(!probe.wait().unwrap().success());
+        let left: Vec<String> = processes(proc)
+            .unwrap()
+            .iter()
+            .map(|p| command_of(proc, p.pid).join(" "))
+            .filter(|line| sleepers.clone().any(|n| line == &format!("sleep {n}")))
+            .collect();
+        assert_eq!(left, Vec::<String>::new(), "{command:?}");
+        assert_eq!(first.try_wait().unwrap(), None, "the container's own process was ended");
+        let own = owned(&["sh", "-c", "sleep 600 & wait"]);
+        assert_eq!(end(first.id(), &own, Moment(0)), Ok(0), "the first process is never a probe");
+        // With what it has started.
+        rustix::process::kill_process_group(Pid::from_child(&first), Signal::KILL).unwrap();
+        first.wait().unwrap();
+    }
+
+    #[test]
+    fn a_tree_of_processes_is_ended_and_its_neighbours_are_not() {
+        let script = "sleep 601 & (sleep 602 & sleep 603) & setsid sleep 604 & echo; wait";
+        check(&["sh", "-c", script], &["sh", "-c", script], 4, 601..=604);
+    }
+
+    #[test]
+    fn what_left_its_tree_and_its_session_is_known_by_the_output_that_it_inherited() {
+        // The line is printed from the new session, when that one's parent is on its way out.
+        let script = "sleep 611 & sh -c 'setsid sh -c \"echo; exec sleep 612\" &'; wait";
+        check(&["sh", "-c", script], &["sh", "-c", script], 3, 611..=612);
+    }
+
+    #[test]
+    fn a_command_that_becomes_another_program_is_ended_too() {
+        let script = "sleep 621 & echo; exec sleep 622";
+        check(&["sh", "-c", script], &["sleep", "622"], 2, 621..=622);
+    }
+
+    #[test]
+    fn a_script_is_ended_although_it_runs_as_its_interpreter() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("probe");
+        fs::write(&path, "#!/bin/sh\nsleep 631 & echo\nwait\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let path = path.to_str().unwrap();
+        check(&[path, "word"], &["/bin/sh", path, "word"], 2, 631..=631);
+    }
+}

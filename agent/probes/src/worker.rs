@@ -1,0 +1,252 @@
+//! One probe of one container: what it looks at, when, and what it has found.
+
+use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use beelet_policy::probe::{
+    EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeResult, ProbeState,
+    listener::QueueWatch,
+    settings::{self, TcpMode},
+};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+
+use super::{
+    Settings,
+    answer::Answer,
+    ask::Question,
+    metrics::Metrics,
+    target::{Target, Timing},
+    timetable::{on_grid, phase},
+    workers::Beat,
+};
+use beelet_base::clock::monotonic_ns;
+use beelet_bpf::{CheckTarget, CheckedNetns};
+use beelet_model::table::PodName;
+
+/// Which probe of which container.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub uid: Arc<str>,
+    pub container: Arc<str>,
+    pub kind: ProbeKind,
+}
+
+/// What a look found, for people.
+#[derive(Clone, Debug)]
+pub(super) struct Look {
+    pub outcome: Outcome,
+    pub detail: String,
+}
+
+/// Who answers.
+#[derive(Clone, Debug)]
+pub(super) enum Way {
+    /// Not known before the container runs.
+    Undecided,
+    /// The application, or the runtime. The sentence says why not the kernel, where it was to answer.
+    Ask(Option<String>),
+    /// The kernel, in that namespace.
+    Kernel(Arc<CheckedNetns>),
+}
+
+/// What an edge has told, until a look confirms it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hint {
+    /// A listener came.
+    Opened,
+    /// The listener with this cookie went.
+    Closed(u64),
+    /// Edges may have been missed.
+    Missed,
+}
+
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub key: Key,
+    pub name: PodName,
+    pub beat: Beat,
+    pub state: ProbeState,
+    pub target: Target,
+    /// The longest wait for an answer.
+    pub timeout: Duration,
+    /// The container instance under the probe; `None` between two instances.
+    pub container_id: Option<String>,
+    pub ip: Option<IpAddr>,
+    /// Whether the kernel is to answer, by the node's configuration and the annotations.
+    wants_kernel: bool,
+    pub way: Way,
+    /// The namespace that the way was chosen for; `None` for the host's own.
+    pub netns: Option<PathBuf>,
+    /// An edge that is to be judged by the next look, and when it came, `CLOCK_MONOTONIC` nanoseconds.
+    pub edge: Option<(Hint, u64)>,
+    /// How often that look has come too early.
+    pub rechecks: u8,
+    pub in_flight: bool,
+    canary_every: Duration,
+    /// What the last look found.
+    pub last: Option<Look>,
+    pub since: Option<Timestamp>,
+    /// What of the annotations can't be read.
+    pub problems: Vec<String>,
+}
+
+impl Worker {
+    /// A probe that has seen no container yet; why not, if it can't be run.
+    pub(super) fn new(
+        pod: &core::Pod,
+        container: &core::Container,
+        key: Key,
+        probe: &core::Probe,
+        node: &Settings,
+        metrics: &Metrics,
+    ) -> Result<Self, String> {
+        let target = Target::of(probe, container)?;
+        let annotations = pod.metadata.annotations.clone().unwrap_or_default();
+        let (own, problems) = settings::read(&annotations, &container.name, key.kind);
+        let waits = container.startup_probe.is_some() && key.kind != ProbeKind::Startup;
+        let edge_policy: EdgePolicy = own.edge_policy.unwrap_or(node.edge_policy);
+        let params = ProbeParams::from_probe(probe, waits, edge_policy);
+        let mode = own.mode.unwrap_or(if node.tcp_by_kernel { TcpMode::Kernel } else { TcpMode::Connect });
+        let name = PodName::of(pod);
+        let canary = own.canary.unwrap_or(node.canary);
+        let timing = Timing::of(probe, &own);
+        Ok(Self {
+            beat: Beat {
+                steady: None,
+                due: None,
+                regular: Duration::ZERO,
+                period: timing.period,
+                canary_due: Duration::MAX,
+                queues: QueueWatch::default(),
+                tally: metrics.of_probe(&key, &name),
+                looked: (Duration::ZERO, Duration::ZERO),
+            },
+            state: ProbeState::new(key.kind, &params),
+            timeout: timing.timeout,
+            container_id: None,
+            ip: None,
+            wants_kernel: mode == TcpMode::Kernel && matches!(target, Target::Tcp { host: None, .. }),
+            way: Way::Undecided,
+            netns: None,
+            edge: None,
+            rechecks: 0,
+            in_flight: false,
+            canary_every: if key.kind == ProbeKind::Liveness { canary } else { Duration::ZERO },
+            last: None,
+            since: None,
+            problems,
+            target,
+            name,
+            key,
+        })
+    }
+
+    /// Whether the kernel should answer, could it.
+    pub(super) fn wants_kernel(&self) -> bool {
+        self.wants_kernel
+    }
+
+    /// The port and the namespace, where the kernel answers.
+    pub(super) fn in_kernel(&self) -> Option<(&Arc<CheckedNetns>, u16)> {
+        match (&self.way, &self.target) {
+            (Way::Kernel(netns), Target::Tcp { port, .. }) => Some((netns, *port)),
+            _ => None,
+        }
+    }
+
+    /// Who answers, in a word.
+    pub(super) fn mode(&self) -> &'static str {
+        match self.in_kernel() {
+            Some((netns, _)) if netns.is_numbered() => "kernel",
+            Some(_) => "sock_diag",
+            None => self.target.mode(),
+        }
+    }
+
+    /// Goes on with a container that was fine before the agent's restart.
+    pub(super) fn resume(&mut self, started_at: Duration) {
+        let kind = self.state.kind();
+        self.state = ProbeState::resume(kind, self.state.params(), started_at, ProbeResult::Success);
+    }
+
+    /// Another container instance runs.
+    pub(super) fn start(&mut self, id: String, now: Duration) {
+        self.container_id = Some(id);
+        self.beat.queues.reset();
+        if !self.canary_every.is_zero() {
+            // The application gets one interval before its first canary, and the canaries of a node are spread.
+            self.beat.canary_due = now + self.canary_every + phase(&self.key, self.canary_every / 4);
+        }
+    }
+
+    /// When to look first at a container that started at `started_at`. Readiness and startup want good news at
+    /// once. Liveness can only bring bad news, so a container gets one period before the first of it, and an
+    /// application that fails on its first failure isn't killed while it still starts. (The kubelet's first
+    /// look comes at a random moment of the first period.) What ran before this agent did is asked at a moment of its
+    /// own in the first period; the kernel, whom it costs nothing, at once, so that nothing wrong is said for long.
+    pub(super) fn plan(&mut self, started_at: Duration, now: Duration, taken_over: bool) -> Duration {
+        let (initial, period) = (self.state.params().initial_delay, self.beat.period);
+        let liveness = self.key.kind == ProbeKind::Liveness;
+        let at = started_at + if liveness { initial.max(period) } else { initial };
+        let spread = now + phase(&self.key, period);
+        let kernel = self.in_kernel().is_some();
+        let first = if taken_over && !kernel || liveness && at <= now { at.max(spread) } else { at.max(now) };
+        self.beat.regular = if kernel { on_grid(first.max(spread), period) } else { first };
+        first.min(self.beat.regular)
+    }
+
+    /// Whether canaries go to this probe's target at all: somebody must be able to say whether they are accepted.
+    pub(super) fn sends_canaries(&self) -> bool {
+        !self.canary_every.is_zero() && self.in_kernel().is_some_and(|(netns, _)| netns.is_numbered())
+    }
+
+    /// Whether this look is to be a canary; if so, the next one is planned.
+    pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
+        let due = self.sends_canaries() && now >= self.beat.canary_due;
+        if due {
+            self.beat.canary_due = now + self.canary_every;
+        }
+        due
+    }
+
+    /// What to ask, and of which container.
+    pub(super) fn question(&self) -> Option<Question> {
+        Some(Question {
+            target: self.target.clone(),
+            pod_ip: self.ip,
+            container_id: self.container_id.clone()?,
+            within: self.timeout,
+        })
+    }
+
+    /// Where a lookup would look.
+    pub(super) fn place(&self) -> Option<CheckTarget> {
+        let (netns, port) = self.in_kernel()?;
+        netns.target((self.ip?, port).into(), None)
+    }
+
+    /// Whether a success of the kernel's at `now` or later, until anything else happens, would change nothing.
+    pub(super) fn is_steady(&self, now: Duration) -> bool {
+        self.state.is_steady(now) && self.edge.is_none() && !self.in_flight && !self.beat.queues.has_waiting()
+    }
+
+    /// Keeps what a look found, and counts it.
+    pub(super) fn keep(&mut self, answer: &Answer, latency: Duration) {
+        self.beat.tally.count(answer.outcome, latency);
+        self.note(answer, latency);
+    }
+
+    /// Keeps what a look or an edge found.
+    pub(super) fn note(&mut self, answer: &Answer, latency: Duration) {
+        self.beat.looked = (now(), latency);
+        let same = |last: &Look| last.outcome == answer.outcome && last.detail == answer.detail;
+        if !self.last.as_ref().is_some_and(same) {
+            self.last = Some(Look { outcome: answer.outcome, detail: answer.detail.clone() });
+        }
+    }
+}
+
+/// The clock of `ProbeState`: `CLOCK_MONOTONIC`, the kernel's edges' own.
+pub(super) fn now() -> Duration {
+    Duration::from_nanos(monotonic_ns())
+}

@@ -1,0 +1,236 @@
+//! A pod's spec in the runtime's words: the CRI configurations of its sandbox and its containers.
+//! Pure: everything that must be looked up (addresses, images, mounts) comes in.
+
+pub use beelet_model::pod::{Allocatable, ImageUser, NodeFacts, grace_period, log_folder, log_path};
+mod network;
+mod security;
+
+pub use security::{MASKED_PATHS, READONLY_PATHS};
+
+use std::{collections::HashMap, time::Duration};
+
+use beelet_policy::{
+    cgroups::{self as values, ContainerResources},
+    expand::expand,
+    quantity::Quantity,
+};
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use super::{env::Environment, resize};
+use beelet_model::{labels, table::PodName};
+
+pub use self::network::HostName;
+pub use self::security::with_dots;
+
+/// The period of a quota that isn't the node's own business.
+const CFS_PERIOD_US: i64 = 100_000;
+
+fn pod_labels(pod: &core::Pod) -> HashMap<String, String> {
+    let name = PodName::of(pod);
+    let mut all: HashMap<String, String> =
+        pod.metadata.labels.clone().unwrap_or_default().into_iter().collect();
+    all.insert(labels::POD_NAME.to_owned(), name.name);
+    all.insert(labels::POD_NAMESPACE.to_owned(), name.namespace);
+    all.insert(labels::POD_UID.to_owned(), pod.metadata.uid.clone().unwrap_or_default());
+    all.insert(labels::MANAGED_BY.to_owned(), labels::MANAGED_BY_BEELET.to_owned());
+    all
+}
+
+/// The configuration of a pod's sandbox. Fails, with a sentence, where its names make none that Linux takes.
+pub fn sandbox(
+    pod: &core::Pod,
+    attempt: u32,
+    cgroup_parent: String,
+    node: &NodeFacts,
+) -> Result<cri::PodSandboxConfig, String> {
+    let name = PodName::of(pod);
+    let uid = pod.metadata.uid.clone().unwrap_or_default();
+    let default_spec = core::PodSpec::default();
+    let spec = pod.spec.as_ref().unwrap_or(&default_spec);
+    let mut annotations: HashMap<String, String> =
+        pod.metadata.annotations.clone().unwrap_or_default().into_iter().collect();
+    annotations.insert(labels::GRACE_PERIOD.to_owned(), grace_period(pod).as_secs().to_string());
+    annotations.insert(labels::SHAPE.to_owned(), resize::shape(pod));
+    Ok(cri::PodSandboxConfig {
+        hostname: network::hostname(spec, &name, node)?,
+        log_directory: log_folder(&node.pod_logs_dir, &name, &uid).to_string_lossy().into_owned(),
+        dns_config: Some(network::dns(spec, &name.namespace, node)),
+        port_mappings: network::port_mappings(spec),
+        labels: pod_labels(pod),
+        annotations,
+        linux: Some(cri::LinuxPodSandboxConfig {
+            cgroup_parent,
+            security_context: Some(security::of_sandbox(spec)),
+            sysctls: security::sysctls(spec),
+            overhead: overhead(spec)?,
+            ..Default::default()
+        }),
+        metadata: Some(cri::PodSandboxMetadata { name: name.name, uid, namespace: name.namespace, attempt }),
+        ..Default::default()
+    })
+}
+
+/// What the pod's runtime class costs by itself, for runtimes that size a virtual machine by it.
+fn overhead(spec: &core::PodSpec) -> Result<Option<cri::LinuxContainerResources>, String> {
+    let Some(costs) = spec.overhead.as_ref().filter(|costs| !costs.is_empty()) else { return Ok(None) };
+    let amount = |name: &str| -> Result<Option<Quantity>, String> {
+        let parsed = costs.get(name).map(|text| Quantity::parse(&text.0)).transpose();
+        parsed.map_err(|e| format!("spec.overhead.{name}: {e}"))
+    };
+    let (cpu, memory) = (amount("cpu")?, amount("memory")?);
+    Ok(Some(cri::LinuxContainerResources {
+        cpu_period: CFS_PERIOD_US,
+        cpu_shares: cpu
+            .map_or(0, |cpu| i64::try_from(values::millis_to_shares(cpu.milli_value())).unwrap_or(i64::MAX)),
+        cpu_quota: cpu
+            .map_or(0, |cpu| values::millis_to_quota(cpu.milli_value(), CFS_PERIOD_US.unsigned_abs())),
+        memory_limit_in_bytes: memory.map_or(0, Quantity::value),
+        ..Default::default()
+    }))
+}
+
+/// What not every runtime can do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Groups that are exactly those asked for.
+    pub supplemental_groups_policy: bool,
+    /// Mounts that are read-only with all that is mounted below them.
+    pub recursive_read_only: bool,
+}
+
+/// What is known of a container when it is about to be created, beside its spec.
+#[derive(Clone, Debug)]
+pub struct ContainerFacts {
+    /// The restart count.
+    pub attempt: u32,
+    /// The delay that went before this start.
+    pub restart_delay: Duration,
+    /// The image as the runtime identifies it.
+    pub image_ref: String,
+    /// Who the image runs as.
+    pub image_user: ImageUser,
+    /// What the runtime can do.
+    pub features: Features,
+    /// Volumes and files, already looked up.
+    pub mounts: Vec<cri::Mount>,
+    /// Cgroup values, as decided.
+    pub resources: ContainerResources,
+}
+
+/// The configuration of one container. Fails, with a sentence, where it can't be confined as it says.
+pub fn container(
+    pod: &core::Pod,
+    spec: &core::Container,
+    env: Environment,
+    facts: ContainerFacts,
+    node: &NodeFacts,
+) -> Result<cri::ContainerConfig, String> {
+    let default_spec = core::PodSpec::default();
+    let pod_spec = pod.spec.as_ref().unwrap_or(&default_spec);
+    let confinement = security::of_container(pod_spec, spec, &facts, node)?;
+    let expanded = |words: &Option<Vec<String>>| -> Vec<String> {
+        words.iter().flatten().map(|word| expand(word, |name| env.get(name))).collect()
+    };
+    let mut all_labels = pod_labels(pod);
+    all_labels.insert(labels::CONTAINER_NAME.to_owned(), spec.name.clone());
+    let text = |text: &Option<String>| text.clone().unwrap_or_default();
+    let annotations = HashMap::from([
+        (labels::TERMINATION_PATH.to_owned(), text(&spec.termination_message_path)),
+        (labels::TERMINATION_POLICY.to_owned(), text(&spec.termination_message_policy)),
+        (labels::RESTART_COUNT.to_owned(), facts.attempt.to_string()),
+        (labels::RESTART_DELAY.to_owned(), facts.restart_delay.as_secs().to_string()),
+        (labels::GRACE_PERIOD.to_owned(), grace_period(pod).as_secs().to_string()),
+    ]);
+    Ok(cri::ContainerConfig {
+        metadata: Some(cri::ContainerMetadata { name: spec.name.clone(), attempt: facts.attempt }),
+        image: Some(cri::ImageSpec {
+            image: facts.image_ref,
+            user_specified_image: spec.image.clone().unwrap_or_default(),
+            ..Default::default()
+        }),
+        command: expanded(&spec.command),
+        args: expanded(&spec.args),
+        working_dir: spec.working_dir.clone().unwrap_or_default(),
+        envs: env.into_pairs().map(|(key, value)| cri::KeyValue { key, value }).collect(),
+        mounts: facts.mounts,
+        labels: all_labels,
+        annotations,
+        log_path: log_path(&spec.name, facts.attempt),
+        stdin: spec.stdin.unwrap_or(false),
+        stdin_once: spec.stdin_once.unwrap_or(false),
+        tty: spec.tty.unwrap_or(false),
+        linux: Some(cri::LinuxContainerConfig {
+            resources: Some(resources(facts.resources)),
+            security_context: Some(confinement),
+        }),
+        ..Default::default()
+    })
+}
+
+/// The decided cgroup values as CRI takes them.
+fn resources(decided: ContainerResources) -> cri::LinuxContainerResources {
+    cri::LinuxContainerResources {
+        cpu_shares: i64::try_from(decided.cpu_shares).unwrap_or(i64::MAX),
+        cpu_quota: decided.cpu_quota,
+        cpu_period: i64::try_from(decided.cpu_period).unwrap_or(i64::MAX),
+        memory_limit_in_bytes: decided.memory_limit_bytes,
+        oom_score_adj: decided.oom_score_adj,
+        unified: decided.unified.into_iter().collect(),
+        ..Default::default()
+    }
+}
+
+/// The same for a container that is there: what has no limit now says so, because 0 would leave it as it is.
+pub fn update(decided: ContainerResources) -> cri::LinuxContainerResources {
+    let mut wanted = resources(decided);
+    if wanted.memory_limit_in_bytes == 0 {
+        wanted.memory_limit_in_bytes = -1;
+    }
+    if wanted.cpu_quota == 0 && wanted.cpu_period != 0 {
+        wanted.cpu_quota = -1;
+    }
+    wanted
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::fixtures::{facts, node};
+
+    #[test]
+    fn a_runtime_classs_overhead_is_told_to_the_runtime() {
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web", "namespace": "shop", "uid": "u1"},
+            "spec": {"containers": [], "overhead": {"cpu": "250m", "memory": "64Mi"}}
+        }))
+        .unwrap();
+        let config = sandbox(&pod, 0, "/kubepods/x".to_owned(), &node()).unwrap();
+        let overhead = config.linux.unwrap().overhead.unwrap();
+        assert_eq!(
+            (overhead.cpu_shares, overhead.cpu_quota, overhead.memory_limit_in_bytes),
+            (256, 25_000, 64 << 20)
+        );
+    }
+
+    #[test]
+    fn commands_are_expanded_with_the_environment() {
+        let pod: core::Pod =
+            serde_json::from_value(json!({"metadata": {"name": "web", "uid": "u1"}})).unwrap();
+        let spec: core::Container = serde_json::from_value(json!({
+            "name": "c", "env": [{"name": "A", "value": "1"}], "command": ["run", "$(A)"], "args": ["$(B)"],
+        }))
+        .unwrap();
+        let (objects, node) = (beelet_model::objects::Objects::default(), node());
+        let sources = crate::env::Sources { pod: &pod, pod_ips: &[], objects: &objects, node: &node };
+        let env = sources.environment(&spec).unwrap();
+        let config = container(&pod, &spec, env, facts(), &node).unwrap();
+        assert_eq!(
+            (config.command, config.args),
+            (vec!["run".to_owned(), "1".to_owned()], vec!["$(B)".to_owned()])
+        );
+        assert_eq!(config.log_path, "c/2.log");
+    }
+}

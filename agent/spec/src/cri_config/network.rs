@@ -1,0 +1,274 @@
+//! A pod's network as the runtime is told of it: names, name resolution, ports on the machine.
+
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use beelet_model::pod::NodeFacts;
+use beelet_model::table::PodName;
+
+/// The longest hostname Linux takes, less its final zero.
+const HOSTNAME_MAX: usize = 63;
+/// The longest one that `setHostnameAsFQDN` may make.
+const FQDN_MAX: usize = 64;
+/// Name servers that the C library asks; more have no effect.
+const SERVERS_MAX: usize = 3;
+/// Domains of a search list, and all their characters, that the kubelet hands on (`validation.MaxDNSSearchPaths`,
+/// `MaxDNSSearchListChars`).
+const SEARCHES_MAX: usize = 32;
+const SEARCH_CHARACTERS_MAX: usize = 2048;
+
+/// A pod's own name and the domain that it is in, if any.
+pub struct HostName {
+    /// The first label.
+    pub name: String,
+    /// `subdomain.namespace.svc.clusterDomain`.
+    pub domain: Option<String>,
+}
+
+impl HostName {
+    /// As `GeneratePodHostNameAndDomain` in the kubelet.
+    pub fn of(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Self {
+        let set = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
+        if let Some(whole) = set(&spec.hostname_override) {
+            return Self { name: whole, domain: None };
+        }
+        let wanted = set(&spec.hostname).unwrap_or_else(|| name.name.clone());
+        let short: String = wanted.chars().take(HOSTNAME_MAX).collect();
+        let domain = set(&spec.subdomain).map(|subdomain| {
+            let domain = format!("{subdomain}.{}.svc.{}", name.namespace, node.cluster_domain);
+            domain.trim_end_matches('.').to_owned()
+        });
+        Self { name: short.trim_end_matches(['-', '.']).to_owned(), domain }
+    }
+
+    /// `name.domain`, where there is a domain.
+    pub fn qualified(&self) -> Option<String> {
+        self.domain.as_ref().map(|domain| format!("{}.{domain}", self.name))
+    }
+}
+
+/// What the kernel is told.
+pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Result<String, String> {
+    if spec.host_network == Some(true) {
+        // It has the machine's own name, and no namespace in which another could be set: runc refuses to try.
+        return Ok(String::new());
+    }
+    let host = HostName::of(spec, name, node);
+    let Some(fqdn) = host.qualified().filter(|_| spec.set_hostname_as_fqdn == Some(true)) else {
+        return Ok(host.name);
+    };
+    if fqdn.len() > FQDN_MAX {
+        let length = fqdn.len();
+        return Err(format!(
+            "setHostnameAsFQDN: {fqdn} has {length} characters, and Linux takes {FQDN_MAX}; shorten the pod's name or \
+             subdomain"
+        ));
+    }
+    Ok(fqdn)
+}
+
+/// Name resolution by dnsPolicy, with dnsConfig's additions, no more than the C library takes.
+pub(super) fn dns(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
+    let on_host_network = spec.host_network == Some(true);
+    let mut dns = match spec.dns_policy.as_deref().unwrap_or("ClusterFirst") {
+        "None" => cri::DnsConfig::default(),
+        "ClusterFirst" if !on_host_network => cluster_dns(namespace, node),
+        "ClusterFirstWithHostNet" => cluster_dns(namespace, node),
+        _ => node.host_dns.clone(),
+    };
+    if let Some(extra) = &spec.dns_config {
+        dns.servers.extend(extra.nameservers.iter().flatten().cloned());
+        dns.searches.extend(extra.searches.iter().flatten().cloned());
+        for option in extra.options.iter().flatten() {
+            set_option(&mut dns.options, option);
+        }
+    }
+    dns.servers = once_each(&dns.servers);
+    dns.searches = once_each(&dns.searches);
+    limit(&mut dns);
+    dns
+}
+
+/// Sets an option; one of the same name (`ndots:5`, `ndots:2`) is replaced.
+fn set_option(options: &mut Vec<String>, option: &core::PodDNSConfigOption) {
+    let Some(name) = &option.name else { return };
+    let text = option.value.as_ref().map_or_else(|| name.clone(), |value| format!("{name}:{value}"));
+    let same = |old: &&mut String| old.split(':').next() == Some(name.as_str());
+    match options.iter_mut().find(same) {
+        Some(old) => *old = text,
+        None => options.push(text),
+    }
+}
+
+fn once_each(list: &[String]) -> Vec<String> {
+    let first = |(index, item): &(usize, &String)| !list[..*index].contains(item);
+    list.iter().enumerate().filter(first).map(|(_, item)| item.clone()).collect()
+}
+
+/// Leaves out what nobody would read, and says so.
+fn limit(dns: &mut cri::DnsConfig) {
+    let mut length = 0;
+    let fits = |domain: &&String| {
+        length += domain.len() + 1;
+        length <= SEARCH_CHARACTERS_MAX
+    };
+    let searches = dns.searches.iter().take(SEARCHES_MAX).take_while(fits).count();
+    let left_out: Vec<&String> =
+        dns.servers.iter().skip(SERVERS_MAX).chain(dns.searches.iter().skip(searches)).collect();
+    if !left_out.is_empty() {
+        tracing::warn!(?left_out, "more name servers or search domains than the C library takes");
+    }
+    dns.servers.truncate(SERVERS_MAX);
+    dns.searches.truncate(searches);
+}
+
+/// A cluster's name servers and search list, or the node's own where it has no cluster.
+fn cluster_dns(namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
+    if node.cluster_dns.is_empty() {
+        return node.host_dns.clone();
+    }
+    let domain = &node.cluster_domain;
+    let mut searches = Vec::new();
+    if !domain.is_empty() {
+        searches.extend([format!("{namespace}.svc.{domain}"), format!("svc.{domain}"), domain.clone()]);
+    }
+    searches.extend(node.host_dns.searches.iter().cloned());
+    cri::DnsConfig {
+        servers: node.cluster_dns.iter().map(ToString::to_string).collect(),
+        searches,
+        options: vec!["ndots:5".to_owned()],
+    }
+}
+
+/// The ports that the network plugin is to forward to the pod.
+pub(super) fn port_mappings(spec: &core::PodSpec) -> Vec<cri::PortMapping> {
+    if spec.host_network == Some(true) {
+        return Vec::new();
+    }
+    let ports = spec
+        .containers
+        .iter()
+        .chain(spec.init_containers.iter().flatten())
+        .flat_map(|c| c.ports.iter().flatten());
+    ports
+        .filter(|p| p.host_port.unwrap_or(0) > 0)
+        .map(|p| cri::PortMapping {
+            protocol: match p.protocol.as_deref() {
+                Some("UDP") => cri::Protocol::Udp,
+                Some("SCTP") => cri::Protocol::Sctp,
+                _ => cri::Protocol::Tcp,
+            }
+            .into(),
+            container_port: p.container_port,
+            host_port: p.host_port.unwrap_or(0),
+            host_ip: p.host_ip.clone().unwrap_or_default(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::fixtures::node;
+
+    fn spec(value: Value) -> core::PodSpec {
+        let mut value = value;
+        value["containers"] = json!([]);
+        serde_json::from_value(value).unwrap()
+    }
+
+    fn name() -> PodName {
+        PodName { namespace: "shop".to_owned(), name: "web-n1".to_owned() }
+    }
+
+    #[test]
+    fn hostnames() {
+        let check = |value: Value, expected: Result<&str, &str>| {
+            let shown = hostname(&spec(value.clone()), &name(), &node());
+            match (&shown, expected) {
+                (Ok(shown), Ok(expected)) => assert_eq!(shown, expected, "{value}"),
+                (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+                _ => panic!("{value}: {shown:?}"),
+            }
+        };
+        check(json!({}), Ok("web-n1"));
+        check(json!({"hostname": "www"}), Ok("www"));
+        check(json!({"hostname": "www", "subdomain": "front"}), Ok("www"));
+        check(
+            json!({"hostname": "www", "subdomain": "front", "setHostnameAsFQDN": true}),
+            Ok("www.front.shop.svc.cluster.test"),
+        );
+        check(json!({"setHostnameAsFQDN": true}), Ok("web-n1"));
+        check(
+            json!({"hostname": "w".repeat(40), "subdomain": "front", "setHostnameAsFQDN": true}),
+            Err("Linux takes 64"),
+        );
+        check(json!({"hostNetwork": true, "hostname": "www"}), Ok(""));
+        check(json!({"hostnameOverride": "a.b.c", "subdomain": "x"}), Ok("a.b.c"));
+        check(json!({"hostname": format!("{}-.", "a".repeat(62))}), Ok(&"a".repeat(62)));
+    }
+
+    #[test]
+    fn name_resolution_follows_the_policy() {
+        let own = |list: &[&str]| list.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        let check = |value: Value, servers: &[&str], searches: &[&str], options: &[&str]| {
+            let dns = dns(&spec(value.clone()), "shop", &node());
+            assert_eq!(
+                (dns.servers, dns.searches, dns.options),
+                (own(servers), own(searches), own(options)),
+                "{value}"
+            );
+        };
+        let cluster = ["shop.svc.cluster.test", "svc.cluster.test", "cluster.test", "host.test"];
+        check(json!({}), &["10.96.0.10"], &cluster, &["ndots:5"]);
+        check(json!({"hostNetwork": true}), &["192.0.2.53"], &["host.test"], &["rotate"]);
+        check(
+            json!({"hostNetwork": true, "dnsPolicy": "ClusterFirstWithHostNet"}),
+            &["10.96.0.10"],
+            &cluster,
+            &["ndots:5"],
+        );
+        check(json!({"dnsPolicy": "Default"}), &["192.0.2.53"], &["host.test"], &["rotate"]);
+        let config = json!({"nameservers": ["1.1.1.1", "1.1.1.1", "2.2.2.2"], "searches": ["x"],
+            "options": [{"name": "ndots", "value": "2"}, {"name": "edns0"}]});
+        check(
+            json!({"dnsPolicy": "None", "dnsConfig": config}),
+            &["1.1.1.1", "2.2.2.2"],
+            &["x"],
+            &["ndots:2", "edns0"],
+        );
+        let mut searches = cluster.to_vec();
+        searches.push("x");
+        check(
+            json!({"dnsConfig": config}),
+            &["10.96.0.10", "1.1.1.1", "2.2.2.2"],
+            &searches,
+            &["ndots:2", "edns0"],
+        );
+    }
+
+    #[test]
+    fn no_more_is_handed_on_than_the_c_library_reads() {
+        let many: Vec<String> = (0..40).map(|i| format!("d{i}")).collect();
+        let config = json!({"nameservers": ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4"], "searches": many});
+        let dns = dns(&spec(json!({"dnsPolicy": "None", "dnsConfig": config})), "shop", &node());
+        assert_eq!((dns.servers.len(), dns.searches.len()), (3, 32));
+    }
+
+    #[test]
+    fn host_ports_are_forwarded_unless_the_network_is_the_hosts() {
+        let ports = json!([{"containerPort": 80, "hostPort": 8080, "hostIP": "127.0.0.1"}, {"containerPort": 53, "hostPort": 53, "protocol": "UDP"}, {"containerPort": 1}]);
+        let mut spec: core::PodSpec =
+            serde_json::from_value(json!({"containers": [{"name": "c", "ports": ports}]})).unwrap();
+        let mapped = port_mappings(&spec);
+        let shown: Vec<_> = mapped
+            .iter()
+            .map(|p| (p.host_port, p.container_port, p.host_ip.as_str(), p.protocol()))
+            .collect();
+        assert_eq!(shown, [(8080, 80, "127.0.0.1", cri::Protocol::Tcp), (53, 53, "", cri::Protocol::Udp)]);
+        spec.host_network = Some(true);
+        assert!(port_mappings(&spec).is_empty());
+    }
+}

@@ -1,0 +1,317 @@
+//! Who a pod's processes are and what they may do, as the runtime is told: users, groups, capabilities, namespaces,
+//! system call filters. A container's own setting goes before its pod's.
+
+use std::path::Path;
+
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use super::ContainerFacts;
+use beelet_model::pod::{ImageUser, NodeFacts};
+
+/// Paths that Docker's default profile hides from a container, as the kubelet asks for them.
+pub const MASKED_PATHS: &[&str] = &[
+    "/proc/asound",
+    "/proc/acpi",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/sys/firmware",
+    "/sys/devices/virtual/powercap",
+];
+/// Paths that it makes read-only.
+pub const READONLY_PATHS: &[&str] =
+    &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+
+/// Which namespaces a pod and its containers have.
+pub(super) fn namespaces(spec: &core::PodSpec) -> cri::NamespaceOption {
+    let mode = |host: Option<bool>, own: cri::NamespaceMode| {
+        if host == Some(true) { cri::NamespaceMode::Node } else { own }
+    };
+    let own_pid = if spec.share_process_namespace == Some(true) {
+        cri::NamespaceMode::Pod
+    } else {
+        cri::NamespaceMode::Container
+    };
+    cri::NamespaceOption {
+        network: mode(spec.host_network, cri::NamespaceMode::Pod).into(),
+        pid: mode(spec.host_pid, own_pid).into(),
+        ipc: mode(spec.host_ipc, cri::NamespaceMode::Pod).into(),
+        ..Default::default()
+    }
+}
+
+/// The sandbox's own confinement.
+pub(super) fn of_sandbox(spec: &core::PodSpec) -> cri::LinuxSandboxSecurityContext {
+    let context = spec.security_context.clone().unwrap_or_default();
+    let privileged =
+        |c: &core::Container| c.security_context.as_ref().and_then(|s| s.privileged) == Some(true);
+    cri::LinuxSandboxSecurityContext {
+        namespace_options: Some(namespaces(spec)),
+        // The kubelet lets a sandbox be privileged as soon as one of its containers is.
+        privileged: spec.containers.iter().chain(spec.init_containers.iter().flatten()).any(privileged),
+        run_as_user: context.run_as_user.map(|value| cri::Int64Value { value }),
+        // A group alone says nothing to a runtime; the sandbox's image has a user of its own.
+        run_as_group: context
+            .run_as_group
+            .filter(|_| context.run_as_user.is_some())
+            .map(|value| cri::Int64Value { value }),
+        supplemental_groups: supplemental_groups(&context),
+        // The process that holds the namespaces needs nothing that the runtime's own filter forbids.
+        seccomp: Some(profile(cri::security_profile::ProfileType::RuntimeDefault, String::new())),
+        ..Default::default()
+    }
+}
+
+fn supplemental_groups(context: &core::PodSecurityContext) -> Vec<i64> {
+    context.fs_group.into_iter().chain(context.supplemental_groups.iter().flatten().copied()).collect()
+}
+
+fn profile(kind: cri::security_profile::ProfileType, localhost_ref: String) -> cri::SecurityProfile {
+    cri::SecurityProfile { profile_type: kind.into(), localhost_ref }
+}
+
+/// The filter of system calls: the container's, the pod's, or the node's default.
+fn seccomp(
+    profile_of: Option<&core::SeccompProfile>,
+    privileged: bool,
+    node: &NodeFacts,
+) -> cri::SecurityProfile {
+    use cri::security_profile::ProfileType;
+    match profile_of.map(|p| p.type_.as_str()) {
+        _ if privileged => profile(ProfileType::Unconfined, String::new()),
+        Some("RuntimeDefault") => profile(ProfileType::RuntimeDefault, String::new()),
+        Some("Localhost") => {
+            let name = profile_of.and_then(|p| p.localhost_profile.as_deref()).unwrap_or_default();
+            let path = node.seccomp_root.join(Path::new(name));
+            profile(ProfileType::Localhost, path.to_string_lossy().into_owned())
+        }
+        Some(_) => profile(ProfileType::Unconfined, String::new()),
+        None if node.seccomp_default => profile(ProfileType::RuntimeDefault, String::new()),
+        None => profile(ProfileType::Unconfined, String::new()),
+    }
+}
+
+/// A container's confinement. Fails, with a sentence, where the runtime can't do what is asked for, or a container
+/// that must not run as root would.
+pub(super) fn of_container(
+    pod_spec: &core::PodSpec,
+    spec: &core::Container,
+    facts: &ContainerFacts,
+    node: &NodeFacts,
+) -> Result<cri::LinuxContainerSecurityContext, String> {
+    let of_pod = pod_spec.security_context.clone().unwrap_or_default();
+    let own = spec.security_context.clone().unwrap_or_default();
+    let privileged = own.privileged == Some(true);
+    let unmasked = privileged || own.proc_mount.as_deref() == Some("Unmasked");
+    let paths =
+        |list: &[&str]| if unmasked { Vec::new() } else { list.iter().map(|p| (*p).to_owned()).collect() };
+    let seccomp_profile = own.seccomp_profile.as_ref().or(of_pod.seccomp_profile.as_ref());
+    let user = own.run_as_user.or(of_pod.run_as_user);
+    if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) {
+        refuse_root(user, &facts.image_user)?;
+    }
+    let (uid, username) = match user {
+        Some(uid) => (Some(uid), String::new()),
+        None => (facts.image_user.uid, facts.image_user.name.clone()),
+    };
+    let has_user = uid.is_some() || !username.is_empty();
+    let capabilities = own.capabilities.unwrap_or_default();
+    Ok(cri::LinuxContainerSecurityContext {
+        capabilities: Some(cri::Capability {
+            add_capabilities: capabilities.add.unwrap_or_default(),
+            drop_capabilities: capabilities.drop.unwrap_or_default(),
+            ..Default::default()
+        }),
+        privileged,
+        namespace_options: Some(namespaces(pod_spec)),
+        run_as_user: uid.map(|value| cri::Int64Value { value }),
+        run_as_username: username,
+        run_as_group: own
+            .run_as_group
+            .or(of_pod.run_as_group)
+            .filter(|_| has_user)
+            .map(|value| cri::Int64Value { value }),
+        readonly_rootfs: own.read_only_root_filesystem.unwrap_or(false),
+        supplemental_groups: supplemental_groups(&of_pod),
+        supplemental_groups_policy: groups_policy(&of_pod, facts)?.into(),
+        no_new_privs: own.allow_privilege_escalation == Some(false),
+        masked_paths: paths(MASKED_PATHS),
+        readonly_paths: paths(READONLY_PATHS),
+        seccomp: Some(seccomp(seccomp_profile, privileged, node)),
+        ..Default::default()
+    })
+}
+
+/// Refuses a container that would run as root though its pod forbids it (`verifyRunAsNonRoot`).
+fn refuse_root(user: Option<i64>, image: &ImageUser) -> Result<(), String> {
+    match (user, image.uid, image.name.as_str()) {
+        (Some(0), ..) => Err("runAsNonRoot is true, but runAsUser is 0: take one of them back".to_owned()),
+        (Some(_), ..) => Ok(()),
+        (None, Some(0), _) | (None, None, "") => {
+            Err("runAsNonRoot is true, but the image runs as root: set runAsUser, or use another image"
+                .to_owned())
+        }
+        (None, Some(_), _) => Ok(()),
+        (None, None, name) => Err(format!(
+            "runAsNonRoot is true, and the image's user {name:?} has no number, so that it may be root: set runAsUser"
+        )),
+    }
+}
+
+fn groups_policy(
+    of_pod: &core::PodSecurityContext,
+    facts: &ContainerFacts,
+) -> Result<cri::SupplementalGroupsPolicy, String> {
+    match of_pod.supplemental_groups_policy.as_deref() {
+        Some("Strict") if !facts.features.supplemental_groups_policy => {
+            Err("supplementalGroupsPolicy: Strict needs a runtime that has it (containerd 2.0 or newer)"
+                .to_owned())
+        }
+        Some("Strict") => Ok(cri::SupplementalGroupsPolicy::Strict),
+        _ => Ok(cri::SupplementalGroupsPolicy::Merge),
+    }
+}
+
+/// Kernel settings of the pod's namespaces.
+pub(super) fn sysctls(spec: &core::PodSpec) -> std::collections::HashMap<String, String> {
+    let listed = spec.security_context.as_ref().and_then(|c| c.sysctls.as_ref());
+    // The API takes both ways of writing (`net/ipv4/…`), the runtime one.
+    listed.into_iter().flatten().map(|s| (with_dots(&s.name), s.value.clone())).collect()
+}
+
+/// A sysctl's name with dots between its parts: where the first separator is a slash, slashes separate and dots belong
+/// to a name (sysctl(8)).
+pub fn with_dots(name: &str) -> String {
+    match name.find(['.', '/']) {
+        Some(at) if name.as_bytes()[at] == b'/' => name
+            .chars()
+            .map(|c| match c {
+                '/' => '.',
+                '.' => '/',
+                c => c,
+            })
+            .collect(),
+        _ => name.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::fixtures::{facts, node};
+
+    fn context(
+        pod: Value,
+        own: Value,
+        image: ImageUser,
+    ) -> Result<cri::LinuxContainerSecurityContext, String> {
+        let spec = json!({"securityContext": pod, "containers": [{"name": "c", "securityContext": own}]});
+        let spec: core::PodSpec = serde_json::from_value(spec).unwrap();
+        let facts = ContainerFacts { image_user: image, ..facts() };
+        of_container(&spec, &spec.containers[0], &facts, &node())
+    }
+
+    fn root() -> ImageUser {
+        ImageUser { uid: Some(0), name: String::new() }
+    }
+
+    #[test]
+    fn a_containers_own_settings_go_before_its_pods() {
+        let check = |pod: Value, own: Value, expected: (Option<i64>, Option<i64>, bool, &[i64])| {
+            let made = context(pod.clone(), own.clone(), root()).unwrap();
+            let shown = (
+                made.run_as_user.map(|id| id.value),
+                made.run_as_group.map(|id| id.value),
+                made.no_new_privs,
+                made.supplemental_groups.as_slice(),
+            );
+            assert_eq!(shown, expected, "{pod} {own}");
+        };
+        check(json!({}), json!({}), (Some(0), None, false, &[]));
+        check(json!({"runAsUser": 5, "runAsGroup": 6}), json!({}), (Some(5), Some(6), false, &[]));
+        check(
+            json!({"runAsUser": 5}),
+            json!({"runAsUser": 7, "runAsGroup": 8}),
+            (Some(7), Some(8), false, &[]),
+        );
+        // A group alone goes with the image's user.
+        check(json!({"runAsGroup": 6}), json!({}), (Some(0), Some(6), false, &[]));
+        check(
+            json!({"fsGroup": 9, "supplementalGroups": [1, 2]}),
+            json!({}),
+            (Some(0), None, false, &[9, 1, 2]),
+        );
+        check(json!({}), json!({"allowPrivilegeEscalation": false}), (Some(0), None, true, &[]));
+    }
+
+    #[test]
+    fn who_must_not_be_root_is_not() {
+        let name = |name: &str| ImageUser { uid: None, name: name.to_owned() };
+        let check = |own: Value, image: ImageUser, expected: Result<(), &str>| {
+            let made = context(json!({"runAsNonRoot": true}), own.clone(), image);
+            match (made, expected) {
+                (Ok(_), Ok(())) => {}
+                (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+                (made, _) => panic!("{own}: {made:?}"),
+            }
+        };
+        check(json!({}), root(), Err("the image runs as root"));
+        check(json!({}), name(""), Err("the image runs as root"));
+        check(json!({}), name("www"), Err("the image's user \"www\" has no number"));
+        check(json!({}), ImageUser { uid: Some(7), name: String::new() }, Ok(()));
+        check(json!({"runAsUser": 7}), root(), Ok(()));
+        check(
+            json!({"runAsUser": 0}),
+            ImageUser { uid: Some(7), name: String::new() },
+            Err("runAsUser is 0"),
+        );
+        check(json!({"runAsNonRoot": false}), root(), Ok(()));
+    }
+
+    #[test]
+    fn the_filter_of_system_calls() {
+        use cri::security_profile::ProfileType;
+        let check = |pod: Value, own: Value, kind: ProfileType, path: &str| {
+            let made = context(pod.clone(), own.clone(), root()).unwrap().seccomp.unwrap();
+            assert_eq!((made.profile_type(), made.localhost_ref.as_str()), (kind, path), "{pod} {own}");
+        };
+        let default = json!({"seccompProfile": {"type": "RuntimeDefault"}});
+        let local = json!({"seccompProfile": {"type": "Localhost", "localhostProfile": "web/a.json"}});
+        check(json!({}), json!({}), ProfileType::Unconfined, "");
+        check(default.clone(), json!({}), ProfileType::RuntimeDefault, "");
+        check(default.clone(), local.clone(), ProfileType::Localhost, "/seccomp/web/a.json");
+        check(local, json!({"seccompProfile": {"type": "Unconfined"}}), ProfileType::Unconfined, "");
+        check(default, json!({"privileged": true}), ProfileType::Unconfined, "");
+    }
+
+    #[test]
+    fn strict_groups_need_a_runtime_that_has_them() {
+        let made = context(json!({"supplementalGroupsPolicy": "Strict"}), json!({}), root());
+        assert!(made.unwrap_err().contains("containerd 2.0"));
+        assert!(context(json!({"supplementalGroupsPolicy": "Merge"}), json!({}), root()).is_ok());
+    }
+
+    #[test]
+    fn proc_is_masked_unless_that_is_asked_for() {
+        let masked = |own: Value| !context(json!({}), own, root()).unwrap().masked_paths.is_empty();
+        assert!(masked(json!({})));
+        assert!(!masked(json!({"procMount": "Unmasked"})));
+        assert!(!masked(json!({"privileged": true})));
+    }
+
+    #[test]
+    fn sysctls_are_written_with_dots() {
+        let check = |name: &str, expected: &str| assert_eq!(with_dots(name), expected);
+        check("net.ipv4.tcp_syncookies", "net.ipv4.tcp_syncookies");
+        check("net/ipv4/conf/eth0.1/x", "net.ipv4.conf.eth0/1.x");
+        check("kernel.shm_rmid_forced", "kernel.shm_rmid_forced");
+    }
+}

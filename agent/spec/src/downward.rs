@@ -1,0 +1,180 @@
+//! The downward API: what a pod may be told about itself, for variables and for files of volumes.
+//! Formats and rounding are the kubelet's (`pkg/fieldpath`, `pkg/api/v1/resource`).
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use beelet_policy::quantity::Quantity;
+use k8s_openapi::api::core::v1 as core;
+
+use beelet_model::pod::NodeFacts;
+
+/// The value of a field of the pod. Fails, with a sentence, for a path that isn't one.
+pub fn field(pod: &core::Pod, path: &str, pod_ips: &[String], node: &NodeFacts) -> Result<String, String> {
+    let meta = &pod.metadata;
+    let unknown = || format!("fieldPath {path:?} is not known");
+    if let Some((map, key)) = subscript(path) {
+        let from = match map {
+            "metadata.labels" => &meta.labels,
+            "metadata.annotations" => &meta.annotations,
+            _ => return Err(unknown()),
+        };
+        return Ok(from.as_ref().and_then(|m| m.get(key)).cloned().unwrap_or_default());
+    }
+    let spec = pod.spec.as_ref();
+    Ok(match path {
+        "metadata.name" => meta.name.clone().unwrap_or_default(),
+        "metadata.namespace" => meta.namespace.clone().unwrap_or_default(),
+        "metadata.uid" => meta.uid.clone().unwrap_or_default(),
+        "metadata.labels" => whole_map(meta.labels.as_ref()),
+        "metadata.annotations" => whole_map(meta.annotations.as_ref()),
+        "spec.nodeName" => node.node_name.clone(),
+        "spec.serviceAccountName" => spec.and_then(|s| s.service_account_name.clone()).unwrap_or_default(),
+        "status.hostIP" | "status.hostIPs" => node.host_ip.to_string(),
+        "status.podIP" => pod_ips.first().cloned().unwrap_or_default(),
+        "status.podIPs" => pod_ips.join(","),
+        _ => return Err(unknown()),
+    })
+}
+
+/// Splits `metadata.labels['key']` into its map and its key.
+fn subscript(path: &str) -> Option<(&str, &str)> {
+    let (map, rest) = path.split_once("['")?;
+    Some((map, rest.strip_suffix("']")?))
+}
+
+/// A line for each entry, `key="value"`, sorted by key (`fieldpath.FormatMap`).
+fn whole_map(map: Option<&BTreeMap<String, String>>) -> String {
+    let line = |(key, value): (&String, &String)| format!("{key}={}", quoted(value));
+    map.into_iter().flatten().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// A text as Go's `%q` writes it: what shell scripts in containers have learned to read.
+fn quoted(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 2);
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\u{7}' => out.push_str("\\a"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{c}' => out.push_str("\\f"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\u{b}' => out.push_str("\\v"),
+            c if c.is_control() && u32::from(c) < 0x80 => {
+                // Writing to a String can't fail.
+                let _ = write!(out, "\\x{:02x}", u32::from(c));
+            }
+            c if c.is_control() => {
+                let _ = write!(out, "\\u{:04x}", u32::from(c));
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+/// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is what the node
+/// has for pods, a request that isn't set is nothing.
+pub fn resource(
+    pod: &core::Pod,
+    own: Option<&core::Container>,
+    selector: &core::ResourceFieldSelector,
+    node: &NodeFacts,
+) -> Result<String, String> {
+    let container = match selector.container_name.as_deref().filter(|name| !name.is_empty()) {
+        Some(name) => beelet_model::pod::container_of(pod, name)
+            .ok_or_else(|| format!("resourceFieldRef: the pod has no container {name:?}"))?,
+        None => own.ok_or("resourceFieldRef: containerName must say whose resource is meant")?,
+    };
+    let Some((list, name)) = selector.resource.split_once('.') else {
+        return Err(format!("resource {:?} is not known", selector.resource));
+    };
+    let resources = container.resources.as_ref();
+    let amounts = match list {
+        "limits" => resources.and_then(|r| r.limits.as_ref()),
+        "requests" => resources.and_then(|r| r.requests.as_ref()),
+        _ => return Err(format!("resource {:?} is not known", selector.resource)),
+    };
+    let set = amounts.and_then(|amounts| amounts.get(name)).map(|text| Quantity::parse(&text.0));
+    let amount = match set.transpose().map_err(|e| e.to_string())? {
+        Some(amount) => amount,
+        None if list == "limits" => node.allocatable(name),
+        None => Quantity::ZERO,
+    };
+    let divisor = match &selector.divisor {
+        Some(text) => Quantity::parse(&text.0).map_err(|e| format!("divisor: {e}"))?,
+        None => Quantity::ZERO,
+    };
+    Ok(in_units(name, amount, divisor).to_string())
+}
+
+/// `amount / divisor`, rounded up; a divisor of nothing is one (`ExtractContainerResourceValue`).
+fn in_units(name: &str, amount: Quantity, divisor: Quantity) -> i64 {
+    let divisor = if divisor.is_zero() { Quantity::from_units(1) } else { divisor };
+    let (amount, divisor) = match name {
+        "cpu" => (amount.milli_value(), divisor.milli_value()),
+        _ => (amount.value(), divisor.value()),
+    };
+    let divisor = divisor.max(1);
+    amount / divisor + i64::from(amount % divisor > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn whole_maps_are_written_as_the_kubelet_does() {
+        let map = [("b", "x y"), ("a", "say \"hi\"\n"), ("c", "é\u{1}")];
+        let map = map.into_iter().map(|(k, v)| (k.to_owned(), v.to_owned())).collect();
+        assert_eq!(whole_map(Some(&map)), "a=\"say \\\"hi\\\"\\n\"\nb=\"x y\"\nc=\"é\\x01\"");
+        assert_eq!(whole_map(None), "");
+    }
+
+    #[test]
+    fn resources_are_rounded_up_to_whole_units_of_the_divisor() {
+        let pod: core::Pod = serde_json::from_value(json!({"spec": {"containers": [{
+            "name": "c",
+            "resources": {"limits": {"memory": "100Mi"}, "requests": {"cpu": "250m", "memory": "1000"}}
+        }]}}))
+        .unwrap();
+        let check = |resource_name: &str, divisor: &str, expected: &str| {
+            let selector = serde_json::from_value(
+                json!({"resource": resource_name, "divisor": divisor, "containerName": "c"}),
+            );
+            let node = crate::fixtures::node();
+            let value = resource(&pod, None, &selector.unwrap(), &node);
+            assert_eq!(value.as_deref(), Ok(expected), "{resource_name} {divisor}");
+        };
+        check("requests.cpu", "0", "1");
+        check("requests.cpu", "1m", "250");
+        check("requests.cpu", "100m", "3");
+        check("limits.memory", "1Mi", "100");
+        check("requests.memory", "1Ki", "1");
+        // Not set: what the node has for pods.
+        check("limits.cpu", "1", "4");
+        check("limits.cpu", "1m", "4000");
+        check("requests.ephemeral-storage", "1", "0");
+    }
+
+    #[test]
+    fn a_resource_of_another_container_or_of_none() {
+        let pod: core::Pod =
+            serde_json::from_value(json!({"spec": {"containers": [{"name": "c"}]}})).unwrap();
+        let check = |selector: serde_json::Value, part: &str| {
+            let selector = serde_json::from_value(selector).unwrap();
+            let error = resource(&pod, None, &selector, &crate::fixtures::node()).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        };
+        check(json!({"resource": "limits.cpu", "containerName": "d"}), "no container \"d\"");
+        check(json!({"resource": "limits.cpu"}), "containerName must say");
+        check(json!({"resource": "cpu", "containerName": "c"}), "\"cpu\" is not known");
+    }
+}

@@ -1,0 +1,286 @@
+//! A container's environment: literals, `$(VAR)` references, the downward API, ConfigMaps and Secrets.
+
+use std::collections::BTreeMap;
+
+use beelet_policy::expand::expand;
+use k8s_openapi::api::core::v1 as core;
+
+use super::downward;
+use beelet_model::{objects::Objects, pod::NodeFacts};
+
+/// Variables in the order they were defined; a later definition of the same name wins in place.
+#[derive(Clone, Default)]
+pub struct Environment {
+    order: Vec<String>,
+    values: BTreeMap<String, String>,
+}
+
+impl std::fmt::Debug for Environment {
+    /// Names only: some values are secret.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Environment").field(&self.order).finish()
+    }
+}
+
+impl Environment {
+    /// The value of a variable.
+    pub fn get(&self, name: &str) -> Option<String> {
+        self.values.get(name).cloned()
+    }
+
+    /// All variables, in order.
+    pub(super) fn into_pairs(mut self) -> impl Iterator<Item = (String, String)> {
+        self.order.into_iter().filter_map(move |name| self.values.remove(&name).map(|value| (name, value)))
+    }
+
+    fn set(&mut self, name: &str, value: String) {
+        if self.values.insert(name.to_owned(), value).is_none() {
+            self.order.push(name.to_owned());
+        }
+    }
+}
+
+/// What a container's environment is made of besides its own spec.
+#[derive(Clone, Copy)]
+pub struct Sources<'a> {
+    /// The container's pod.
+    pub pod: &'a core::Pod,
+    /// The pod's addresses.
+    pub pod_ips: &'a [String],
+    /// ConfigMaps and Secrets.
+    pub objects: &'a Objects,
+    /// The node.
+    pub node: &'a NodeFacts,
+}
+
+impl Sources<'_> {
+    /// The environment of a container: first what it takes whole (`envFrom`), then its own variables, each of
+    /// which may refer to those before it. Fails, with a sentence, where a variable's source can't be had.
+    pub fn environment(&self, container: &core::Container) -> Result<Environment, String> {
+        let mut env = Environment::default();
+        for source in container.env_from.iter().flatten() {
+            self.take_whole(source, &mut env)
+                .map_err(|e| format!("envFrom of container {}: {e}", container.name))?;
+        }
+        for variable in container.env.iter().flatten() {
+            let value = match (&variable.value, &variable.value_from) {
+                (_, Some(source)) => self.value(container, source).map_err(|e| {
+                    format!("environment variable {} of container {}: {e}", variable.name, container.name)
+                })?,
+                (Some(text), None) => Some(expand(text, |name| env.get(name))),
+                (None, None) => Some(String::new()),
+            };
+            if let Some(value) = value {
+                env.set(&variable.name, value);
+            }
+        }
+        Ok(env)
+    }
+
+    fn namespace(&self) -> &str {
+        self.pod.metadata.namespace.as_deref().unwrap_or("default")
+    }
+
+    /// None where an optional key or object isn't there: the variable isn't set then.
+    fn value(
+        &self,
+        container: &core::Container,
+        source: &core::EnvVarSource,
+    ) -> Result<Option<String>, String> {
+        if let Some(field) = &source.field_ref {
+            return downward::field(self.pod, &field.field_path, self.pod_ips, self.node).map(Some);
+        }
+        if let Some(selector) = &source.resource_field_ref {
+            return downward::resource(self.pod, Some(container), selector, self.node).map(Some);
+        }
+        if let Some(selector) = &source.config_map_key_ref {
+            let map = self.objects.config_map(self.namespace(), &selector.name);
+            let found = map.map(|map| map.data.as_ref().and_then(|data| data.get(&selector.key)).cloned());
+            return self.keyed("ConfigMap", &selector.name, &selector.key, selector.optional, found);
+        }
+        if let Some(selector) = &source.secret_key_ref {
+            let secret = self.objects.secret(self.namespace(), &selector.name);
+            let found = secret.map(|secret| secret.data.as_ref().and_then(|data| data.get(&selector.key)));
+            let found = match found {
+                Some(Some(bytes)) => Some(Some(text(&selector.key, &bytes.0)?)),
+                Some(None) => Some(None),
+                None => None,
+            };
+            return self.keyed("Secret", &selector.name, &selector.key, selector.optional, found);
+        }
+        Err("its source is not one that beelet knows".to_owned())
+    }
+
+    fn keyed(
+        &self,
+        kind: &str,
+        name: &str,
+        key: &str,
+        optional: Option<bool>,
+        found: Option<Option<String>>,
+    ) -> Result<Option<String>, String> {
+        match found {
+            Some(Some(value)) => Ok(Some(value)),
+            _ if optional == Some(true) => Ok(None),
+            Some(None) => Err(format!("the {kind} {name} has no key {key}")),
+            None => Err(missing(kind, self.namespace(), name)),
+        }
+    }
+
+    /// Takes all keys of an object as variables. Keys that can't name one are passed over, as by the kubelet.
+    fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), String> {
+        let prefix = source.prefix.as_deref().unwrap_or_default();
+        let mut set = |key: &str, value: String| {
+            let name = format!("{prefix}{key}");
+            if is_variable_name(&name) {
+                env.set(&name, value);
+            } else {
+                tracing::warn!(variable = name, "a key can't name a variable and is left out");
+            }
+        };
+        if let Some(reference) = &source.config_map_ref {
+            match self.objects.config_map(self.namespace(), &reference.name) {
+                Some(map) => map.data.iter().flatten().for_each(|(key, value)| set(key, value.clone())),
+                None if reference.optional == Some(true) => {}
+                None => return Err(missing("ConfigMap", self.namespace(), &reference.name)),
+            }
+        }
+        if let Some(reference) = &source.secret_ref {
+            match self.objects.secret(self.namespace(), &reference.name) {
+                Some(secret) => {
+                    for (key, bytes) in secret.data.iter().flatten() {
+                        set(key, text(key, &bytes.0)?);
+                    }
+                }
+                None if reference.optional == Some(true) => {}
+                None => return Err(missing("Secret", self.namespace(), &reference.name)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is said of an object that no manifest describes.
+pub fn missing(kind: &str, namespace: &str, name: &str) -> String {
+    format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
+}
+
+fn text(key: &str, bytes: &[u8]) -> Result<String, String> {
+    let text = std::str::from_utf8(bytes).map_err(|_| format!("the value of key {key} is not UTF-8 text"))?;
+    Ok(text.to_owned())
+}
+
+/// Printable ASCII without '=', as the API has it.
+fn is_variable_name(name: &str) -> bool {
+    !name.is_empty() && name.bytes().all(|b| (0x20..0x7f).contains(&b) && b != b'=')
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use serde_json::json;
+
+    use super::*;
+    use beelet_model::objects::Object;
+
+    fn objects() -> Objects {
+        let mut objects = Objects::default();
+        let map =
+            json!({"metadata": {"name": "m", "namespace": "shop"}, "data": {"color": "red", "a=b": "x"}});
+        let secret = json!({"metadata": {"name": "s", "namespace": "shop"}, "data": {"word": "c2VzYW1l", "raw": "/w=="}});
+        let map = Object::ConfigMap(Arc::new(serde_json::from_value(map).unwrap()));
+        let secret = Object::Secret(Arc::new(serde_json::from_value(secret).unwrap()));
+        objects.add(Path::new("/m/m"), &map);
+        objects.add(Path::new("/m/s"), &secret);
+        objects
+    }
+
+    fn check_container(container: serde_json::Value, expect: Result<&[(&str, &str)], &str>) {
+        let container: core::Container = serde_json::from_value(container).unwrap();
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web", "namespace": "shop", "uid": "u1", "labels": {"app": "w"}}
+        }))
+        .unwrap();
+        let (objects, node) = (objects(), crate::fixtures::node());
+        let ips = ["10.0.0.7".to_owned()];
+        let sources = Sources { pod: &pod, pod_ips: &ips, objects: &objects, node: &node };
+        let pairs = sources.environment(&container).map(|e| e.into_pairs().collect::<Vec<_>>());
+        let expect = expect
+            .map(|list| list.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>());
+        assert_eq!(pairs, expect.map_err(str::to_owned));
+    }
+
+    fn check(env: &str, expect: Result<&[(&str, &str)], &str>) {
+        let env: serde_json::Value = serde_json::from_str(env).unwrap();
+        check_container(json!({"name": "c", "env": env}), expect);
+    }
+
+    #[test]
+    fn a_variable_refers_to_those_before_it_only() {
+        check(
+            r#"[{"name":"A","value":"1"},{"name":"B","value":"$(A)$(C)"},{"name":"C","value":"$$(A)"}]"#,
+            Ok(&[("A", "1"), ("B", "1$(C)"), ("C", "$(A)")]),
+        );
+    }
+
+    #[test]
+    fn a_later_definition_wins_in_the_place_of_the_first() {
+        check(
+            r#"[{"name":"A","value":"1"},{"name":"B","value":"2"},{"name":"A","value":"3"}]"#,
+            Ok(&[("A", "3"), ("B", "2")]),
+        );
+    }
+
+    #[test]
+    fn fields_of_the_pod() {
+        let field =
+            |path: &str| format!(r#"[{{"name":"F","valueFrom":{{"fieldRef":{{"fieldPath":"{path}"}}}}}}]"#);
+        check(&field("metadata.name"), Ok(&[("F", "web")]));
+        check(&field("metadata.labels['app']"), Ok(&[("F", "w")]));
+        check(&field("metadata.labels['none']"), Ok(&[("F", "")]));
+        check(&field("status.podIP"), Ok(&[("F", "10.0.0.7")]));
+        check(&field("status.hostIP"), Ok(&[("F", "192.0.2.1")]));
+        check(
+            &field("metadata.color"),
+            Err("environment variable F of container c: fieldPath \"metadata.color\" is not known"),
+        );
+    }
+
+    #[test]
+    fn keys_of_config_maps_and_secrets() {
+        let of = |kind: &str, name: &str, key: &str, optional: bool| json!({"name": "c", "env": [{"name": "F", "valueFrom": {kind: {"name": name, "key": key, "optional": optional}}}]});
+        check_container(of("configMapKeyRef", "m", "color", false), Ok(&[("F", "red")]));
+        check_container(of("secretKeyRef", "s", "word", false), Ok(&[("F", "sesame")]));
+        check_container(of("secretKeyRef", "s", "none", true), Ok(&[]));
+        check_container(of("configMapKeyRef", "none", "x", true), Ok(&[]));
+        let wrong = |what: &str| format!("environment variable F of container c: {what}");
+        check_container(
+            of("configMapKeyRef", "m", "none", false),
+            Err(&wrong("the ConfigMap m has no key none")),
+        );
+        check_container(
+            of("secretKeyRef", "none", "x", false),
+            Err(&wrong("there is no Secret shop/none; put its manifest beside the pod's")),
+        );
+        check_container(
+            of("secretKeyRef", "s", "raw", false),
+            Err(&wrong("the value of key raw is not UTF-8 text")),
+        );
+    }
+
+    #[test]
+    fn whole_objects_become_variables_that_own_ones_override_and_refer_to() {
+        check_container(
+            json!({"name": "c",
+                "envFrom": [{"configMapRef": {"name": "m"}, "prefix": "M_"}, {"configMapRef": {"name": "m"}}, {"secretRef": {"name": "none", "optional": true}}],
+                "env": [{"name": "color", "value": "not $(M_color)"}]}),
+            Ok(&[("M_color", "red"), ("color", "not red")]),
+        );
+        check_container(
+            json!({"name": "c", "envFrom": [{"secretRef": {"name": "none"}}]}),
+            Err("envFrom of container c: there is no Secret shop/none; put its manifest beside the pod's"),
+        );
+    }
+}

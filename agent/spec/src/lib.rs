@@ -1,0 +1,11 @@
+//! A pod's spec in the words of CRI. Pure.
+
+// A test hands its literals over.
+#![cfg_attr(test, allow(clippy::needless_pass_by_value))]
+
+pub mod cri_config;
+pub mod downward;
+pub mod env;
+#[cfg(any(test, feature = "test-util"))]
+pub mod fixtures;
+pub mod resize;

@@ -1,0 +1,182 @@
+//! Pods that change in nothing but the cpu and memory of their containers: they go on running, with new amounts (KEP-1287).
+//!
+//! A manifest that changes is another pod, with another UID. Whether it is the running one with other amounts is told by its
+//! [`shape`]: a digest of all the rest, which the sandbox carries as an annotation, so that a restart of the agent in the
+//! middle changes nothing. Pure.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use beelet_policy::qos::qos_class;
+use k8s_openapi::{
+    api::core::v1::{Container, Pod, PodStatus, ResourceRequirements},
+    apimachinery::pkg::api::resource::Quantity,
+};
+use sha2::{Digest, Sha256};
+
+use beelet_model::{
+    labels::{ANNOTATION_HASH, ANNOTATION_SEEN},
+    status::runtime_id,
+};
+
+/// Amounts that may change.
+const RESIZABLE: [&str; 2] = ["cpu", "memory"];
+
+/// The condition of a pod whose new amounts are not in force in all of its containers.
+pub const IN_PROGRESS: &str = "PodResizeInProgress";
+/// The condition of a pod that can't have the amounts of its manifest.
+pub const PENDING: &str = "PodResizePending";
+
+/// How a change of a running pod's amounts stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResizeFacts {
+    /// Why the pod keeps its own amounts.
+    pub pending: Option<Pending>,
+    /// Why those that it has got are not in force yet, if there is a reason.
+    pub error: Option<String>,
+}
+
+/// Why a pod can't have the amounts of its manifest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pending {
+    /// `Deferred` until a pod goes, or `Infeasible` on this node.
+    pub reason: &'static str,
+    /// A sentence.
+    pub message: String,
+}
+
+/// What a status says of a container's amounts: as its manifest has them; None if it has none.
+pub fn amounts(container: &Container) -> Option<ResourceRequirements> {
+    let resources = container.resources.as_ref()?;
+    let some = |list: &Option<BTreeMap<String, Quantity>>| list.clone().filter(|list| !list.is_empty());
+    let (requests, limits) = (some(&resources.requests), some(&resources.limits));
+    (requests.is_some() || limits.is_some()).then(|| ResourceRequirements {
+        requests,
+        limits,
+        ..Default::default()
+    })
+}
+
+/// Whether a pod's status says that new amounts are not in force yet.
+pub fn is_in_progress(pod: &Pod) -> bool {
+    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")
+}
+
+/// Takes down which amounts are in force, by the runtime's identifier of a container.
+pub fn enact(status: &mut PodStatus, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
+    let all = status.init_container_statuses.iter_mut().chain(&mut status.container_statuses);
+    for container in all.flatten() {
+        if let Some(amounts) = runtime_id(container).and_then(|id| enacted.get(id)) {
+            container.resources.clone_from(amounts);
+        }
+    }
+}
+
+/// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers, where
+/// `resizePolicy` doesn't ask for a restart. Its QoS class may not change, nor may an amount come or go.
+pub fn shape(pod: &Pod) -> String {
+    let class = qos_class(pod).map(beelet_policy::qos::QosClass::as_str).unwrap_or_default();
+    let mut rest = pod.clone();
+    rest.status = None;
+    // Which manifest it is, and when it was read, goes with its content.
+    rest.metadata.uid = None;
+    rest.metadata.deletion_timestamp = None;
+    rest.metadata.deletion_grace_period_seconds = None;
+    if let Some(annotations) = &mut rest.metadata.annotations {
+        annotations.retain(|key, _| key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
+    }
+    if let Some(spec) = &mut rest.spec {
+        // It comes from elsewhere, and is no reason for another pod.
+        spec.priority = None;
+        spec.init_containers.iter_mut().flatten().chain(&mut spec.containers).for_each(blank);
+    }
+    // Neither maps with odd keys nor foreign types are in a pod, so this can't fail.
+    let text = serde_json::to_vec(&rest).unwrap_or_default();
+    let digest = Sha256::new().chain_update(class).chain_update(text).finalize();
+    digest[..16].iter().fold(String::with_capacity(32), |mut text, byte| {
+        // Writing to a String can't fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Takes out the amounts that may change.
+fn blank(container: &mut Container) {
+    let restarts = |resource: &str| {
+        let mut policies = container.resize_policy.iter().flatten();
+        policies.any(|policy| policy.resource_name == resource && policy.restart_policy == "RestartContainer")
+    };
+    let free: Vec<&str> = RESIZABLE.into_iter().filter(|resource| !restarts(resource)).collect();
+    let Some(ResourceRequirements { requests, limits, .. }) = &mut container.resources else { return };
+    for (name, amount) in requests.iter_mut().flatten().chain(limits.iter_mut().flatten()) {
+        if free.contains(&name.as_str()) {
+            *amount = Quantity(String::new());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn pod(change: impl FnOnce(&mut Value)) -> Pod {
+        let mut pod = json!({
+            "metadata": {"name": "a", "namespace": "default", "uid": "1", "annotations": {ANNOTATION_HASH: "1"}},
+            "spec": {"containers": [{"name": "main", "image": "x", "resources": {
+                "requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "128Mi"},
+            }}]},
+        });
+        change(&mut pod);
+        serde_json::from_value(pod).unwrap()
+    }
+
+    #[track_caller]
+    fn check(same: bool, what: &str, change: impl FnOnce(&mut Value)) {
+        assert_eq!(shape(&pod(|_| {})) == shape(&pod(change)), same, "{what}");
+    }
+
+    fn resources(pod: &mut Value) -> &mut Value {
+        &mut pod["spec"]["containers"][0]["resources"]
+    }
+
+    #[test]
+    fn other_amounts_of_cpu_and_memory_are_the_same_pod() {
+        check(true, "a request", |pod| resources(pod)["requests"]["cpu"] = json!("200m"));
+        check(true, "a limit", |pod| resources(pod)["limits"]["memory"] = json!("256Mi"));
+        check(true, "what identifies the manifest", |pod| {
+            pod["metadata"]["uid"] = json!("2");
+            pod["metadata"]["annotations"][ANNOTATION_HASH] = json!("2");
+            pod["spec"]["priority"] = json!(7);
+        });
+    }
+
+    #[test]
+    fn anything_else_is_another_pod() {
+        check(false, "the image", |pod| pod["spec"]["containers"][0]["image"] = json!("y"));
+        check(false, "a label", |pod| pod["metadata"]["labels"] = json!({"a": "b"}));
+        check(false, "an amount more", |pod| resources(pod)["requests"]["ephemeral-storage"] = json!("1Gi"));
+        check(false, "an amount less", |pod| {
+            resources(pod)["limits"].as_object_mut().unwrap().remove("cpu");
+        });
+        check(false, "the QoS class", |pod| resources(pod)["requests"] = resources(pod)["limits"].clone());
+    }
+
+    #[test]
+    fn an_amount_whose_change_restarts_the_container_is_no_resize() {
+        let restart = |pod: &mut Value| {
+            pod["spec"]["containers"][0]["resizePolicy"] =
+                json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
+        };
+        let with = |change: fn(&mut Value)| {
+            shape(&pod(|value| {
+                restart(value);
+                change(value);
+            }))
+        };
+        let before = with(|_| {});
+        assert_ne!(before, with(|pod| resources(pod)["limits"]["memory"] = json!("256Mi")));
+        assert_eq!(before, with(|pod| resources(pod)["limits"]["cpu"] = json!("2")));
+    }
+}

@@ -1,0 +1,58 @@
+//! The command line: the daemon's own commands, and those of [`beelet_cli`].
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory as _, Parser, Subcommand};
+
+use crate::{observe, run};
+
+#[cfg(test)]
+mod packaging;
+
+/// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
+#[derive(Debug, Parser)]
+#[command(name = "beelet", version, propagate_version = true, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the pods of this machine.
+    Run(run::RunArgs),
+    /// Measure the pods of a kubelet (or of anything that speaks CRI), changing nothing.
+    Observe(observe::ObserveArgs),
+    #[command(flatten)]
+    Other(beelet_cli::Command),
+}
+
+/// Parses the command line and does what it says.
+#[must_use]
+pub fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Run(args) => run::run(&args),
+        Command::Observe(args) => observe::run(&args),
+        Command::Other(command) => beelet_cli::run(command, Cli::command()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_subcommand_has_a_page_and_pages_have_their_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Cli::command();
+        command.build();
+        beelet_cli::manual::pages(&command, folder.path()).unwrap();
+        for page in ["beelet.1", "beelet-run.1", "beelet-observe.1", "beelet-top.1", "beelet-get-pods.1"] {
+            let text = std::fs::read_to_string(folder.path().join(page)).unwrap();
+            assert!(text.starts_with(".ie") && text.contains(".SH SYNOPSIS"), "{page}: {text}");
+        }
+        let missing = folder.path().join("none");
+        let error = beelet_cli::manual::pages(&command, &missing).unwrap_err().to_string();
+        assert!(error.contains("beelet.1"), "{error}");
+    }
+}

@@ -1,8 +1,0 @@
-//! Fuzzing: what procfs says of the machine.
-
-use super::machine;
-
-/// `/proc/meminfo` and `/proc/loadavg`.
-pub(crate) fn machine(text: &str) {
-    let _ = (machine::meminfo(text), machine::threads(text));
-}

@@ -1,0 +1,106 @@
+//! `beelet run`: the agent itself.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::EnvFilter;
+
+use beelet_cli::{USAGE, failed};
+use beelet_config::Config;
+
+/// Arguments of `beelet run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own.
+    #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
+    config: PathBuf,
+    /// Check the configuration, print every value that would be in effect, and stop.
+    #[arg(long)]
+    check: bool,
+    /// Stop all pods when told to stop; otherwise they keep running and the next start takes them over.
+    #[arg(long)]
+    stop_pods_on_exit: bool,
+    /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+    /// Development: load this BPF object (of `cargo xtask build-ebpf --log`) and pass on what its programs say.
+    #[arg(long, value_name = "OBJECT", num_args = 0..=1, default_missing_value = "target/bpf/beelet-log.bpf.o")]
+    bpf_log: Option<PathBuf>,
+    /// How log lines look.
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(super) enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Runs it until it is told to stop.
+#[must_use]
+pub(crate) fn run(args: &RunArgs) -> ExitCode {
+    let (mut config, warnings) = match Config::load(&args.config) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::from(USAGE);
+        }
+    };
+    config.beelet.stop_pods_on_exit |= args.stop_pods_on_exit;
+    config.beelet.bpf_log.clone_from(&args.bpf_log);
+    if let Some(object) = &args.bpf_log
+        && !object.is_file()
+    {
+        eprintln!(
+            "error: there is no BPF object {}: build it with `cargo xtask build-ebpf --log`",
+            object.display()
+        );
+        return ExitCode::from(USAGE);
+    }
+    if args.check {
+        for warning in &warnings {
+            eprintln!("warning: {warning}");
+        }
+        print!("{}", config.effective());
+        return ExitCode::SUCCESS;
+    }
+    start_logging(args.log_format, args.verbose);
+    for warning in &warnings {
+        tracing::warn!("{warning}");
+    }
+    match start(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+fn start(config: Config) -> anyhow::Result<()> {
+    // Nearly all work is waiting: two threads are enough for any node.
+    crate::threads::runtime(2)?.block_on(crate::node::run(config))
+}
+
+/// Log lines go to standard error: standard output belongs to what a command prints.
+pub(super) fn start_logging(format: LogFormat, verbose: u8) {
+    let level = match verbose {
+        0 => "info",
+        1 => "info,beelet=debug",
+        _ => "info,beelet=trace",
+    };
+    let filter = match std::env::var("RUST_LOG") {
+        Ok(directives) if !directives.is_empty() => {
+            EnvFilter::builder().with_default_directive(LevelFilter::INFO.into()).parse_lossy(directives)
+        }
+        _ => EnvFilter::new(level),
+    };
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).with_target(verbose > 0).init(),
+        LogFormat::Json => lines.json().flatten_event(true).init(),
+    }
+}

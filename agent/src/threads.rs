@@ -1,0 +1,19 @@
+//! The threads of a daemon.
+
+use std::{io, time::Duration};
+
+use tokio::runtime::{Builder, Runtime};
+
+/// A runtime of so many threads for all that waits. Those that may block (files, statistics) come and go: on a node that
+/// rests there are few, however many a hundred pods needed when they started at once.
+///
+/// # Errors
+/// The system gives no threads.
+pub(crate) fn runtime(workers: usize) -> io::Result<Runtime> {
+    beelet_bpf::share_arenas();
+    Builder::new_multi_thread()
+        .worker_threads(workers)
+        .thread_keep_alive(Duration::from_secs(1))
+        .enable_all()
+        .build()
+}

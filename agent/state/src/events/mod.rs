@@ -1,0 +1,355 @@
+//! The node's event log: what was done to pods, and what went wrong, in words that users of Kubernetes know
+//! (`Pulled`, `Created`, `Started`, `Killing`, `BackOff`, `Unhealthy`, `Evicted`, …).
+//!
+//! Every part records through a [`Recorder`]; recording never waits and never fails. The log is bounded
+//! ([`CAPACITY`], the oldest go first) and survives restarts of the agent. The same event again raises a count, as in
+//! the API server. Nobody decides anything by an event: they are for people.
+
+mod node;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use serde::{Deserialize, Serialize};
+use tokio::{sync::watch, task::spawn_blocking, time::sleep};
+use tracing::{error, warn};
+
+use crate::{Loaded, State};
+use beelet_model::table::PodName;
+
+pub use self::node::NodeEvents;
+
+/// Events that are kept.
+pub const CAPACITY: usize = 2048;
+/// Bytes of a message; the rest is cut off. Runtimes can be talkative.
+const MESSAGE_MAX: usize = 1024;
+/// The name of the durable record.
+const NAME: &str = "events";
+/// Events are written together, so often at most.
+const WRITE_PERIOD: Duration = Duration::from_secs(2);
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Kind {
+    /// All goes its way.
+    Normal,
+    /// Somebody should look.
+    Warning,
+}
+
+impl Kind {
+    /// `Normal` or `Warning`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Normal => "Normal",
+            Self::Warning => "Warning",
+        }
+    }
+}
+
+/// What an event is about.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Object {
+    /// A pod, or one of its containers.
+    Pod {
+        /// Its name.
+        name: PodName,
+        /// `metadata.uid`.
+        uid: String,
+        /// One of its containers, if the event is about that alone.
+        container: Option<String>,
+    },
+    /// The node itself.
+    Node {
+        /// Its name.
+        name: String,
+    },
+}
+
+impl Object {
+    /// A pod as a whole.
+    #[must_use]
+    pub fn pod(pod: &Pod) -> Self {
+        Self::Pod {
+            name: PodName::of(pod),
+            uid: pod.metadata.uid.clone().unwrap_or_default(),
+            container: None,
+        }
+    }
+
+    /// One container of a pod.
+    #[must_use]
+    pub fn container(pod: &Pod, container: &str) -> Self {
+        Self::Pod {
+            name: PodName::of(pod),
+            uid: pod.metadata.uid.clone().unwrap_or_default(),
+            container: Some(container.to_owned()),
+        }
+    }
+
+    /// The node.
+    #[must_use]
+    pub fn node(name: &str) -> Self {
+        Self::Node { name: name.to_owned() }
+    }
+}
+
+/// Something that happened, once or several times.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Event {
+    /// What it is about.
+    pub object: Object,
+    /// How bad it is.
+    pub kind: Kind,
+    /// One word.
+    pub reason: String,
+    /// A sentence.
+    pub message: String,
+    /// When it happened first.
+    pub first: Timestamp,
+    /// When it happened last.
+    pub last: Timestamp,
+    /// How often.
+    pub count: u32,
+}
+
+/// What makes two events the same.
+type Key = (Object, Kind, String, String);
+
+/// The events that are kept. Each has a number that grows with every change, so that a reader who knows up to some
+/// number can ask for the rest.
+#[derive(Debug, Default)]
+pub struct Log {
+    events: BTreeMap<u64, Arc<Event>>,
+    numbers: HashMap<Key, u64>,
+    next: u64,
+}
+
+impl Log {
+    fn of(events: Vec<Event>) -> Self {
+        let mut log = Self::default();
+        for event in events {
+            log.put(event);
+        }
+        log
+    }
+
+    /// All events, the one that happened last at the end.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<Event>> {
+        self.events.values().cloned().collect()
+    }
+
+    /// The number that the next event will get.
+    #[must_use]
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// The first event whose number is `from` or more, with its number.
+    #[must_use]
+    pub fn at_or_after(&self, from: u64) -> Option<(u64, Arc<Event>)> {
+        self.events.range(from..).next().map(|(number, event)| (*number, Arc::clone(event)))
+    }
+
+    fn put(&mut self, event: Event) {
+        let key = (event.object.clone(), event.kind, event.reason.clone(), event.message.clone());
+        let known = self.numbers.remove(&key).and_then(|number| self.events.remove(&number));
+        let event = match known {
+            Some(known) => Event {
+                first: known.first,
+                last: event.last,
+                count: known.count.saturating_add(event.count),
+                ..event
+            },
+            None => event,
+        };
+        self.events.insert(self.next, Arc::new(event));
+        self.numbers.insert(key, self.next);
+        self.next += 1;
+        while self.events.len() > CAPACITY {
+            let Some((_, oldest)) = self.events.pop_first() else { break };
+            let Event { object, kind, reason, message, .. } = &*oldest;
+            self.numbers.remove(&(object.clone(), *kind, reason.clone(), message.clone()));
+        }
+    }
+}
+
+/// The way into the log. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Recorder {
+    log: watch::Sender<Log>,
+}
+
+impl Default for Recorder {
+    /// A recorder of a log that nobody writes to disk.
+    fn default() -> Self {
+        Self { log: watch::Sender::new(Log::default()) }
+    }
+}
+
+impl Recorder {
+    /// A recorder that goes on with the log an earlier instance left. A damaged one is set aside and said so.
+    #[must_use]
+    pub fn load(state: &State) -> Self {
+        let events = match state.load::<Vec<Event>>(NAME) {
+            Ok(Loaded::Value { value, .. }) => value,
+            Ok(Loaded::Absent) => Vec::new(),
+            Ok(Loaded::Quarantined { moved_to, reason }) => {
+                warn!(?moved_to, %reason, "the event log was damaged and set aside; it starts anew");
+                Vec::new()
+            }
+            Err(error) => {
+                warn!(%error, "the event log can't be read; it starts anew");
+                Vec::new()
+            }
+        };
+        Self { log: watch::Sender::new(Log::of(events)) }
+    }
+
+    /// Records that all went its way.
+    pub fn normal(&self, object: Object, reason: &str, message: impl Into<String>) {
+        self.record(object, Kind::Normal, reason, message.into());
+    }
+
+    /// Records something that somebody should look at.
+    pub fn warning(&self, object: Object, reason: &str, message: impl Into<String>) {
+        self.record(object, Kind::Warning, reason, message.into());
+    }
+
+    fn record(&self, object: Object, kind: Kind, reason: &str, message: String) {
+        let now = Timestamp::now();
+        let message = shortened(message);
+        let event =
+            Event { object, kind, reason: reason.to_owned(), message, first: now, last: now, count: 1 };
+        self.log.send_modify(|log| log.put(event));
+    }
+
+    /// The log, and word of every change to it.
+    #[must_use]
+    pub fn subscribe(&self) -> watch::Receiver<Log> {
+        self.log.subscribe()
+    }
+
+    /// The task that writes the log out, without waiting for the disk. It ends, after a last write, when `shutdown`
+    /// does. Failures are said once; the log in memory goes on.
+    pub fn writer(
+        &self,
+        state: Arc<State>,
+        shutdown: tokio_util::sync::CancellationToken,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        let mut log = self.log.subscribe();
+        async move {
+            let mut failing = false;
+            loop {
+                let ends = tokio::select! {
+                    () = shutdown.cancelled() => true,
+                    changed = log.changed() => changed.is_err(),
+                };
+                if !ends {
+                    // What comes now will bring more.
+                    tokio::select! { () = shutdown.cancelled() => {}, () = sleep(WRITE_PERIOD) => {} }
+                }
+                let events = log.borrow_and_update().all();
+                let state = Arc::clone(&state);
+                let written = spawn_blocking(move || {
+                    state.store_for_this_boot(NAME, &events).map_err(|e| e.to_string())
+                });
+                match written.await.unwrap_or_else(|e| Err(e.to_string())) {
+                    Ok(()) => failing = false,
+                    Err(cause) if !failing => {
+                        error!(
+                            error = cause,
+                            "the event log can't be written; a restart of the agent will lose events"
+                        );
+                        failing = true;
+                    }
+                    Err(_) => {}
+                }
+                if ends {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn shortened(mut message: String) -> String {
+    if message.len() > MESSAGE_MAX {
+        let end = (0..=MESSAGE_MAX).rev().find(|i| message.is_char_boundary(*i)).unwrap_or(0);
+        message.truncate(end);
+        message.push('…');
+    }
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn messages(recorder: &Recorder) -> Vec<String> {
+        let log = recorder.log.borrow();
+        log.all().iter().map(|e| format!("{} x{}", e.message, e.count)).collect()
+    }
+
+    #[test]
+    fn the_same_event_again_is_counted_and_moves_to_the_end() {
+        let recorder = Recorder::default();
+        let node = || Object::node("n1");
+        recorder.normal(node(), "A", "first");
+        recorder.normal(node(), "A", "second");
+        recorder.normal(node(), "A", "first");
+        recorder.warning(node(), "A", "first");
+        assert_eq!(messages(&recorder), ["second x1", "first x2", "first x1"]);
+        let log = recorder.log.borrow();
+        let (number, event) = log.at_or_after(2).unwrap();
+        assert_eq!((number, event.count), (2, 2));
+        assert!(log.at_or_after(log.next()).is_none());
+    }
+
+    #[test]
+    fn the_oldest_event_goes_when_there_is_no_room() {
+        let recorder = Recorder::default();
+        for n in 0..CAPACITY + 3 {
+            recorder.normal(Object::node("n1"), "A", n.to_string());
+        }
+        let all = messages(&recorder);
+        assert_eq!((all.len(), all[0].as_str()), (CAPACITY, "3 x1"));
+        // What was forgotten is new again.
+        recorder.normal(Object::node("n1"), "A", "0");
+        assert_eq!(messages(&recorder).last().unwrap(), "0 x1");
+        assert_eq!(recorder.log.borrow().numbers.len(), CAPACITY);
+    }
+
+    #[test]
+    fn a_long_message_is_cut_between_characters() {
+        let recorder = Recorder::default();
+        recorder.normal(Object::node("n1"), "A", "ä".repeat(MESSAGE_MAX));
+        let log = recorder.log.borrow();
+        assert_eq!(log.all()[0].message.chars().count(), MESSAGE_MAX / 2 + 1);
+    }
+
+    #[tokio::test]
+    async fn the_log_survives_a_restart() {
+        let dir = tempfile::tempdir().unwrap();
+        {
+            let state = Arc::new(State::open(dir.path()).unwrap());
+            let recorder = Recorder::load(&state);
+            recorder.normal(Object::node("n1"), "A", "first");
+            let shutdown = tokio_util::sync::CancellationToken::new();
+            let writer = recorder.writer(state, shutdown.clone());
+            shutdown.cancel();
+            writer.await;
+        }
+        let state = State::open(dir.path()).unwrap();
+        let recorder = Recorder::load(&state);
+        recorder.normal(Object::node("n1"), "A", "first");
+        assert_eq!(messages(&recorder), ["first x2"]);
+    }
+}

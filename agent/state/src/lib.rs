@@ -1,0 +1,346 @@
+//! Durable state: the only writer of files that must survive the agent.
+//!
+//! One record is one file: a checksum line, then a JSON envelope with the boot it was written in. A record is
+//! replaced as a whole (temporary file, fsync, rename, fsync of the folder), so that a crash or a full disk
+//! leaves the old one. What cannot be trusted is set aside under another name and reported, never deleted and
+//! never a reason not to start. Whatever is not in here can be lost at any instant.
+//!
+//! [`ForeignFile`] is for a file whose form and place are another program's.
+//!
+//! All calls block: async callers use `spawn_blocking`. This module must never know what the records mean.
+
+pub mod events;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+mod foreign;
+
+pub use beelet_base::lock::{Lock, LockError};
+pub use foreign::ForeignFile;
+
+/// The first line of a record is this and the checksum of all that follows.
+const MAGIC: &str = "beelet-state/1 sha256:";
+/// No record comes near it; a larger file is not ours.
+const MAX_RECORD: u64 = 64 << 20;
+/// Set-aside copies that are kept of each record.
+const MAX_QUARANTINED: usize = 5;
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// A folder of records, locked for this process as long as the value lives.
+#[derive(Debug)]
+pub struct State {
+    dir: PathBuf,
+    boot_id: String,
+    _lock: Lock,
+}
+
+/// What was found under a name.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Loaded<T> {
+    /// The record, whole.
+    Value {
+        /// What was stored.
+        value: T,
+        /// Whether it was stored since the machine last started: only then do process ids, cgroups and
+        /// network namespaces in it mean anything.
+        same_boot: bool,
+    },
+    /// Nothing was stored yet.
+    Absent,
+    /// There was something, but it cannot be trusted. It is out of the way now.
+    Quarantined {
+        /// Where it was moved.
+        moved_to: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// Why state could not be kept.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// Another instance has the folder, or it cannot be locked.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// The disk is full. The record is as it was before.
+    #[error(
+        "no space left to write {}: the former content is intact, but changes are not kept; free some space in its \
+         file system",
+        .0.display()
+    )]
+    NoSpace(PathBuf),
+    /// Any other failure of the file system.
+    #[error("state: cannot {action} {}: {source}", .path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// With what.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// The value has no JSON form. A mistake of the caller.
+    #[error("state: record {name} cannot be written as JSON: {source}")]
+    Encode {
+        /// The record.
+        name: String,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// The name cannot be a file's. A mistake of the caller.
+    #[error("state: {0:?} cannot name a record: use lower case letters, digits and '-'")]
+    Name(String),
+}
+
+#[derive(Serialize)]
+struct Envelope<'a, T> {
+    record: &'a str,
+    boot: &'a str,
+    value: &'a T,
+}
+
+#[derive(Deserialize)]
+struct OwnedEnvelope<T> {
+    record: String,
+    boot: String,
+    value: T,
+}
+
+impl State {
+    /// Opens `dir` (made with mode 0700 if it does not exist) and takes its instance lock.
+    ///
+    /// # Errors
+    /// Another process has the lock (the error names it), or the folder cannot be made or read.
+    pub fn open(dir: &Path) -> Result<Self, StateError> {
+        let boot_id = fs::read_to_string(BOOT_ID).map_err(|e| io_error("read", Path::new(BOOT_ID), e))?;
+        Self::open_in_boot(dir, boot_id.trim())
+    }
+
+    /// The same as if the machine ran in the boot of this id: for tests of what a reboot leaves.
+    ///
+    /// # Errors
+    /// As for [`State::open`].
+    pub fn open_in_boot(dir: &Path, boot_id: &str) -> Result<Self, StateError> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(dir)
+            .map_err(|error| io_error("make the folder", dir, error))?;
+        let lock = Lock::take(&dir.join("lock"), &format!("state folder {}", dir.display()))?;
+        let state = Self { dir: dir.to_owned(), boot_id: boot_id.to_owned(), _lock: lock };
+        state.remove_leftovers()?;
+        Ok(state)
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// What is stored under `name`. A record that cannot be trusted is renamed aside.
+    ///
+    /// # Errors
+    /// The file system fails in another way than by not having the file.
+    pub fn load<T: DeserializeOwned>(&self, name: &str) -> Result<Loaded<T>, StateError> {
+        let path = self.path(name)?;
+        let bytes = match read_at_most(&path, MAX_RECORD) {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return self.quarantine(name, format!("it has more than {MAX_RECORD} bytes")),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Loaded::Absent),
+            Err(error) => return Err(io_error("read", &path, error)),
+        };
+        match decode(name, &bytes) {
+            Ok((value, boot)) => Ok(Loaded::Value { value, same_boot: boot == self.boot_id }),
+            Err(reason) => self.quarantine(name, reason),
+        }
+    }
+
+    /// Stores `value` under `name` in place of what was there. When this returns, it survives a power cut.
+    ///
+    /// # Errors
+    /// The disk is full or fails; what was stored before is still there.
+    pub fn store<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
+        self.replace(name, value, File::sync_all)?;
+        self.sync_dir()
+    }
+
+    /// The same, without waiting for the disk: it survives the end of the agent, however sudden, but not a power cut,
+    /// after which it may be lost or damaged (and is then set aside). For what is of no use after a reboot anyway.
+    ///
+    /// # Errors
+    /// As for [`State::store`].
+    pub fn store_for_this_boot<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
+        self.replace(name, value, |_| Ok(()))
+    }
+
+    fn replace<T: Serialize>(
+        &self,
+        name: &str,
+        value: &T,
+        settle: impl FnOnce(&File) -> io::Result<()>,
+    ) -> Result<(), StateError> {
+        let path = self.path(name)?;
+        let bytes = encode(name, &self.boot_id, value)
+            .map_err(|source| StateError::Encode { name: name.to_owned(), source })?;
+        let temporary = self.dir.join(format!("{name}.tmp"));
+        let written = write_file(&temporary, &bytes)
+            .and_then(|file| settle(&file))
+            .and_then(|()| fs::rename(&temporary, &path));
+        if let Err(error) = written {
+            // Half a file would only take space that is missing already.
+            let _ = fs::remove_file(&temporary);
+            return Err(write_error(&path, error));
+        }
+        Ok(())
+    }
+
+    /// Forgets what is stored under `name`, without waiting for the disk: after a power cut it may be back.
+    ///
+    /// # Errors
+    /// As for [`State::remove`].
+    pub fn remove_for_this_boot(&self, name: &str) -> Result<(), StateError> {
+        let path = self.path(name)?;
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_error("remove", &path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Forgets what is stored under `name`; nothing if there is nothing.
+    ///
+    /// # Errors
+    /// The file system fails.
+    pub fn remove(&self, name: &str) -> Result<(), StateError> {
+        let path = self.path(name)?;
+        match fs::remove_file(&path) {
+            Ok(()) => self.sync_dir(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(io_error("remove", &path, error)),
+        }
+    }
+
+    fn path(&self, name: &str) -> Result<PathBuf, StateError> {
+        let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if name.is_empty() || name.len() > 64 || !name.chars().all(fits) {
+            return Err(StateError::Name(name.to_owned()));
+        }
+        Ok(self.dir.join(format!("{name}.json")))
+    }
+
+    fn sync_dir(&self) -> Result<(), StateError> {
+        File::open(&self.dir)
+            .and_then(|dir| dir.sync_all())
+            .map_err(|error| io_error("sync the folder", &self.dir, error))
+    }
+
+    /// Moves a record aside, keeping the last few.
+    fn quarantine<T>(&self, name: &str, reason: String) -> Result<Loaded<T>, StateError> {
+        let path = self.path(name)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let moved_to = self.dir.join(format!("{name}.corrupt-{now:020}"));
+        fs::rename(&path, &moved_to).map_err(|error| io_error("set aside", &path, error))?;
+        self.sync_dir()?;
+        let prefix = format!("{name}.corrupt-");
+        let mut copies = self.files(|file| file.starts_with(&prefix))?;
+        copies.sort();
+        for old in copies.iter().rev().skip(MAX_QUARANTINED) {
+            fs::remove_file(old).map_err(|error| io_error("remove", old, error))?;
+        }
+        Ok(Loaded::Quarantined { moved_to, reason })
+    }
+
+    /// Temporary files of a process that was killed while it wrote.
+    fn remove_leftovers(&self) -> Result<(), StateError> {
+        for path in self.files(|file| file.ends_with(".tmp"))? {
+            fs::remove_file(&path).map_err(|error| io_error("remove", &path, error))?;
+        }
+        Ok(())
+    }
+
+    fn files(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, StateError> {
+        let list = || -> io::Result<Vec<PathBuf>> {
+            let entries = fs::read_dir(&self.dir)?.collect::<Result<Vec<_>, _>>()?;
+            Ok(entries
+                .into_iter()
+                .filter(|entry| entry.file_name().to_str().is_some_and(&wanted))
+                .map(|entry| entry.path())
+                .collect())
+        };
+        list().map_err(|error| io_error("list", &self.dir, error))
+    }
+}
+
+/// The bytes of a record's file.
+///
+/// # Errors
+/// The value has no form in JSON.
+pub fn encode<T: Serialize>(name: &str, boot: &str, value: &T) -> Result<Vec<u8>, serde_json::Error> {
+    let body = serde_json::to_vec(&Envelope { record: name, boot, value })?;
+    let mut bytes = first_line(&body).into_bytes();
+    bytes.extend(body);
+    Ok(bytes)
+}
+
+/// The value and the boot it was written in, or what is wrong.
+pub fn decode<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<(T, String), String> {
+    let body_start = bytes.iter().position(|b| *b == b'\n').ok_or("it has no first line")? + 1;
+    let (line, body) = bytes.split_at(body_start);
+    // The line is compared, not parsed: one changed byte anywhere, in it too, is seen.
+    if line != first_line(body).as_bytes() {
+        return Err("its checksum does not match its content".to_owned());
+    }
+    let envelope: OwnedEnvelope<T> =
+        serde_json::from_slice(body).map_err(|error| format!("its content has another form: {error}"))?;
+    if envelope.record != name {
+        return Err(format!("it holds the record {:?}", envelope.record));
+    }
+    Ok((envelope.value, envelope.boot))
+}
+
+/// The line before a record's body: what it is, and the body's digest.
+pub fn first_line(body: &[u8]) -> String {
+    use std::fmt::Write as _;
+    let mut line = MAGIC.to_owned();
+    for byte in Sha256::digest(body) {
+        // Writing to a String cannot fail.
+        let _ = write!(line, "{byte:02x}");
+    }
+    line.push('\n');
+    line
+}
+
+fn write_file(path: &Path, bytes: &[u8]) -> io::Result<File> {
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    file.write_all(bytes)?;
+    Ok(file)
+}
+
+/// The file's content; None if it is longer than `limit`.
+fn read_at_most(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    Ok((bytes.len() as u64 <= limit).then_some(bytes))
+}
+
+fn write_error(path: &Path, error: io::Error) -> StateError {
+    match error.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
+        Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => StateError::NoSpace(path.to_owned()),
+        _ => io_error("write", path, error),
+    }
+}
+
+fn io_error(action: &'static str, path: &Path, source: io::Error) -> StateError {
+    StateError::Io { action, path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,299 @@
+//! One reading of a cgroup from its files. What the kernel programs know is added by the sampler; what both know, the
+//! files say: they count from the cgroup's birth.
+//!
+//! A file that isn't there (an old kernel, a controller that is off, PSI switched off) leaves its numbers out; only a
+//! cgroup without memory and CPU time is no reading.
+
+use super::model::{Gauges, Net, Reading, Stalls};
+use super::parse;
+use beelet_cgroups::read::{CgroupDirs, Controller};
+
+/// So many files of a cgroup each reading needs at most: those of version 1 beside cgroup2.
+pub(super) const OFTEN: u64 = 10;
+
+/// How much of a cgroup is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Depth {
+    /// What changes from second to second.
+    Tick,
+    /// Limits and processes too.
+    Full,
+}
+
+/// Reads the cgroup; what [`Depth::Tick`] leaves out is taken from `last`. None if it has gone.
+pub(super) fn read(
+    dirs: &mut CgroupDirs,
+    depth: Depth,
+    last: Option<&Gauges>,
+    at_ns: u64,
+    buffer: &mut Vec<u8>,
+) -> Option<Reading> {
+    let mut reading = Reading { at_ns, ..Reading::default() };
+    let mut files = Files { dirs, often: true, buffer };
+    if let Some(last) = last {
+        reading.gauges = *last;
+    }
+    let cpu = files.cpu(&mut reading);
+    let memory = files.memory(&mut reading);
+    if cpu.is_none() && memory.is_none() {
+        return None;
+    }
+    files.stalls(&mut reading);
+    files.io(&mut reading);
+    if depth == Depth::Full || last.is_none() {
+        Files { often: false, ..files }.limits(&mut reading.gauges);
+    }
+    Some(reading)
+}
+
+struct Files<'a> {
+    dirs: &'a mut CgroupDirs,
+    /// Whether each reading needs them.
+    often: bool,
+    buffer: &'a mut Vec<u8>,
+}
+
+impl Files<'_> {
+    fn text(&mut self, controller: Controller, file: &'static str) -> Option<&str> {
+        if self.often {
+            self.dirs.reread(controller, file, self.buffer).ok()
+        } else {
+            self.dirs.read(controller, file, self.buffer).ok()
+        }
+    }
+
+    fn number(&mut self, controller: Controller, file: &'static str) -> Option<u64> {
+        self.text(controller, file).and_then(parse::number)
+    }
+
+    /// Time and throttling. cgroup2's own `cpu.stat` has the times even without its controller, so beside version 1 it
+    /// saves the three files of cpuacct.
+    fn cpu(&mut self, reading: &mut Reading) -> Option<()> {
+        let counters = &mut reading.counters;
+        let mut timed = false;
+        for (name, value) in self.text(Controller::Unified, "cpu.stat").into_iter().flat_map(parse::keyed) {
+            match name {
+                "usage_usec" => (counters.cpu_ns, timed) = (value * 1000, true),
+                "user_usec" => counters.cpu_user_ns = value * 1000,
+                "system_usec" => counters.cpu_system_ns = value * 1000,
+                "nr_periods" => counters.periods = value,
+                "nr_throttled" => counters.throttled_periods = value,
+                "throttled_usec" => counters.throttled_ns = value * 1000,
+                _ => {}
+            }
+        }
+        if !timed {
+            counters.cpu_ns = self.number(Controller::Cpuacct, "cpuacct.usage")?;
+            counters.cpu_user_ns = self.number(Controller::Cpuacct, "cpuacct.usage_user").unwrap_or(0);
+            counters.cpu_system_ns = self.number(Controller::Cpuacct, "cpuacct.usage_sys").unwrap_or(0);
+        }
+        if self.dirs.is_v1() {
+            for (name, value) in self.text(Controller::Cpu, "cpu.stat").into_iter().flat_map(parse::keyed) {
+                match name {
+                    "nr_periods" => counters.periods = value,
+                    "nr_throttled" => counters.throttled_periods = value,
+                    "throttled_time" => counters.throttled_ns = value,
+                    _ => {}
+                }
+            }
+        }
+        Some(())
+    }
+
+    fn memory(&mut self, reading: &mut Reading) -> Option<()> {
+        let v1 = self.dirs.is_v1();
+        let usage = if v1 { "memory.usage_in_bytes" } else { "memory.current" };
+        let usage = self.number(Controller::Memory, usage)?;
+        let mut inactive_file = 0;
+        let (counters, gauges) = (&mut reading.counters, &mut reading.gauges);
+        let stat = self.text(Controller::Memory, "memory.stat")?;
+        for (name, value) in parse::keyed(stat) {
+            // On version 1 the names without `total_` leave the cgroup's children out.
+            let name = if v1 { name.strip_prefix("total_").unwrap_or_default() } else { name };
+            match name {
+                "inactive_file" => inactive_file = value,
+                "anon" | "rss" => gauges.rss = value,
+                "file" | "cache" => gauges.cache = value,
+                "file_mapped" | "mapped_file" => gauges.mapped = value,
+                "swap" => gauges.swap = Some(value),
+                "pgfault" => counters.page_faults = value,
+                "pgmajfault" => counters.major_faults = value,
+                _ => {}
+            }
+        }
+        gauges.memory_usage = usage;
+        gauges.working_set = usage.saturating_sub(inactive_file);
+        let events = if v1 { "memory.oom_control" } else { "memory.events" };
+        let events = self.text(Controller::Memory, events).into_iter().flat_map(parse::keyed);
+        counters.oom_kills = events.filter(|(name, _)| *name == "oom_kill").map(|(_, kills)| kills).sum();
+        Some(())
+    }
+
+    /// cgroup2 has these, also beside version 1.
+    fn stalls(&mut self, reading: &mut Reading) {
+        let mut of =
+            |file: &'static str| -> Option<Stalls> { parse::stalls(self.text(Controller::Unified, file)?) };
+        let counters = &mut reading.counters;
+        counters.cpu_stalls = of("cpu.pressure");
+        counters.memory_stalls = of("memory.pressure");
+        counters.io_stalls = of("io.pressure");
+    }
+
+    fn io(&mut self, reading: &mut Reading) {
+        let counters = &mut reading.counters;
+        if self.dirs.is_v1() {
+            let mut of = |file: &'static str| self.text(Controller::Blkio, file).map(parse::blkio);
+            counters.io_bytes = of("blkio.throttle.io_service_bytes_recursive");
+            counters.io_operations = of("blkio.throttle.io_serviced_recursive");
+        } else if let Some((bytes, operations)) = self.text(Controller::Blkio, "io.stat").map(parse::io_stat)
+        {
+            (counters.io_bytes, counters.io_operations) = (Some(bytes), Some(operations));
+        }
+    }
+
+    fn limits(&mut self, gauges: &mut Gauges) {
+        let v1 = self.dirs.is_v1();
+        gauges.pids = self.number(Controller::Pids, "pids.current");
+        gauges.pids_limit = self.text(Controller::Pids, "pids.max").and_then(parse::limit);
+        let limit = if v1 { "memory.limit_in_bytes" } else { "memory.max" };
+        gauges.memory_limit = self.text(Controller::Memory, limit).and_then(parse::limit);
+        if !v1 {
+            gauges.cpu_limit = self.text(Controller::Cpu, "cpu.max").and_then(parse::cpu_max);
+            gauges.swap = self.number(Controller::Memory, "memory.swap.current");
+            return;
+        }
+        gauges.cpu_shares = self.number(Controller::Cpu, "cpu.shares");
+        let quota = self.text(Controller::Cpu, "cpu.cfs_quota_us").and_then(|text| text.trim().parse().ok());
+        let period = self.number(Controller::Cpu, "cpu.cfs_period_us");
+        gauges.cpu_limit = quota.zip(period).and_then(|(quota, period)| parse::quota_cores(quota, period));
+    }
+}
+
+/// The network of the process `pid`: its interfaces, and on the first of them the TCP segments sent again. None if the
+/// process has gone.
+pub(super) fn network(pid: u32) -> Option<Vec<(String, Net)>> {
+    let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/net/{file}")).ok();
+    let mut interfaces = parse::interfaces(&read("dev")?);
+    let retransmits = read("snmp").as_deref().and_then(parse::retransmits);
+    if let Some((_, first)) = interfaces.first_mut() {
+        first.retransmits = retransmits.unwrap_or(0);
+    }
+    Some(interfaces)
+}
+
+/// The first process of the cgroup.
+pub(super) fn first_pid(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<u32> {
+    // Beside version 1 the runtime may not have joined cgroup2.
+    [Controller::Unified, Controller::Memory].into_iter().find_map(|controller| {
+        dirs.read(controller, "cgroup.procs", buffer).ok()?.lines().next()?.parse().ok()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::model::Counters;
+    use super::*;
+    use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
+
+    /// A cgroup `/c` with these files, as plain files.
+    fn dirs(dir: &Path, version: Version, files: &[(&str, &str, &str)]) -> CgroupDirs {
+        let v1 = ["cpu", "cpuacct", "memory", "blkio", "pids"];
+        let hierarchy = |name: &str, is_v2, controllers: &[&str]| Hierarchy {
+            mount: dir.join(name),
+            is_v2,
+            controllers: controllers.iter().map(|name| (*name).to_owned()).collect(),
+        };
+        let mut hierarchies = vec![hierarchy("v2", true, &[])];
+        if version == Version::V2 {
+            std::fs::create_dir_all(dir.join("v2/c")).unwrap();
+            std::fs::write(dir.join("v2/cgroup.controllers"), "cpu memory io pids").unwrap();
+        } else {
+            hierarchies = v1.iter().map(|name| hierarchy(name, false, &[name])).collect();
+        }
+        for (place, file, text) in files {
+            std::fs::create_dir_all(dir.join(place).join("c")).unwrap();
+            std::fs::write(dir.join(place).join("c").join(file), text).unwrap();
+        }
+        let layout = Layout { version, hierarchies };
+        Cgroups::over_folders(layout, "/").unwrap().open("/c").unwrap()
+    }
+
+    const V1: &[(&str, &str, &str)] = &[
+        ("cpuacct", "cpuacct.usage", "5000000\n"),
+        ("cpuacct", "cpuacct.usage_user", "3000000\n"),
+        ("cpuacct", "cpuacct.usage_sys", "2000000\n"),
+        ("cpu", "cpu.stat", "nr_periods 10\nnr_throttled 4\nthrottled_time 700000\n"),
+        ("cpu", "cpu.cfs_quota_us", "50000\n"),
+        ("cpu", "cpu.cfs_period_us", "100000\n"),
+        ("memory", "memory.usage_in_bytes", "1000\n"),
+        (
+            "memory",
+            "memory.stat",
+            "cache 1\nrss 1\ninactive_file 1\ntotal_cache 400\ntotal_rss 500\ntotal_mapped_file 30\ntotal_pgfault 7\ntotal_pgmajfault 3\ntotal_inactive_file 100\n",
+        ),
+        ("memory", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+        ("memory", "memory.limit_in_bytes", "4096\n"),
+        ("blkio", "blkio.throttle.io_service_bytes_recursive", "8:0 Read 10\n8:0 Write 20\nTotal 30\n"),
+        ("blkio", "blkio.throttle.io_serviced_recursive", "8:0 Read 1\n8:0 Write 2\nTotal 3\n"),
+        ("pids", "pids.current", "6\n"),
+        ("pids", "pids.max", "max\n"),
+    ];
+    const V2: &[(&str, &str, &str)] = &[
+        (
+            "v2",
+            "cpu.stat",
+            "usage_usec 5000\nuser_usec 3000\nsystem_usec 2000\nnr_periods 10\nnr_throttled 4\nthrottled_usec 700\n",
+        ),
+        ("v2", "cpu.max", "50000 100000\n"),
+        ("v2", "memory.current", "1000\n"),
+        (
+            "v2",
+            "memory.stat",
+            "anon 500\nfile 400\nfile_mapped 30\ninactive_file 100\npgfault 7\npgmajfault 3\n",
+        ),
+        ("v2", "memory.events", "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 0\n"),
+        ("v2", "memory.max", "4096\n"),
+        ("v2", "io.stat", "8:0 rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0\n"),
+        ("v2", "pids.current", "6\n"),
+        ("v2", "pids.max", "max\n"),
+    ];
+
+    #[test]
+    fn both_versions_of_cgroups_say_the_same_of_the_same_container() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut buffer = Vec::new();
+        let mut of = |version, name: &str, files| {
+            let mut dirs = dirs(&dir.path().join(name), version, files);
+            read(&mut dirs, Depth::Full, None, 1, &mut buffer).unwrap()
+        };
+        let (v1, v2) = (of(Version::V1, "1", V1), of(Version::V2, "2", V2));
+        assert_eq!(v1.counters, v2.counters);
+        assert_eq!(v1.gauges, v2.gauges);
+        let Counters { cpu_ns, throttled_ns, oom_kills, major_faults, .. } = v1.counters;
+        assert_eq!((cpu_ns, throttled_ns, oom_kills, major_faults), (5_000_000, 700_000, 2, 3));
+        let Gauges { working_set, rss, memory_limit, cpu_limit, pids, pids_limit, .. } = v1.gauges;
+        assert_eq!((working_set, rss, memory_limit), (900, 500, Some(4096)));
+        assert_eq!((cpu_limit, pids, pids_limit), (Some(0.5), Some(6), None));
+    }
+
+    #[test]
+    fn what_a_tick_leaves_out_stays_as_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut dirs = dirs(dir.path(), Version::V2, V2);
+        let mut buffer = Vec::new();
+        let last = Gauges { pids: Some(1), memory_usage: 1, ..Gauges::default() };
+        let tick = read(&mut dirs, Depth::Tick, Some(&last), 1, &mut buffer).unwrap().gauges;
+        assert_eq!((tick.pids, tick.memory_usage, tick.memory_limit), (Some(1), 1000, None));
+        let full = read(&mut dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap().gauges;
+        assert_eq!((full.pids, full.memory_limit), (Some(6), Some(4096)));
+    }
+
+    #[test]
+    fn a_cgroup_that_says_nothing_is_no_reading() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut dirs = dirs(dir.path(), Version::V2, &[]);
+        assert_eq!(read(&mut dirs, Depth::Full, None, 1, &mut Vec::new()), None);
+    }
+}

@@ -1,0 +1,224 @@
+//! What each container uses, waits for and is kept from: the kernel programs' counters and the cgroups' files made into one
+//! value for the whole node, [`NodePressure`], with rates over a second, ten and a minute.
+//!
+//! Nothing is read while nobody looks. A [`Pressure::subscribe`]d receiver gets a new value every tick as long as it
+//! lives; [`Pressure::now`] makes one reading for one question (a scrape, a snapshot). This module only reads; it decides
+//! nothing and asks the runtime nothing: who is on the node comes from the pod table.
+//!
+//! Where kernel programs measure, run-queue latency, preemption, reclaim and the sockets' traffic are theirs. Where they
+//! don't, these are missing, PSI files say how long containers waited, and a pod's traffic is its network namespace's.
+//! CPU time, memory, throttling and OOM kills come from the files always: they count from the cgroup's birth.
+
+mod files;
+mod history;
+mod inventory;
+mod kernel;
+pub mod metrics;
+pub mod model;
+pub mod parse;
+pub mod rates;
+mod sampler;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_util::sync::CancellationToken;
+
+pub use self::model::NodePressure;
+pub use self::sampler::Snapshot;
+
+use self::sampler::Sampler;
+use beelet_cgroups::Cgroups;
+use beelet_model::table::PodTable;
+
+/// Questions that wait for a reading. One more is answered with the newest value that there is.
+const QUESTIONS: usize = 64;
+/// A question is answered by a reading that is not older than this: several at a time cost one.
+const FRESH: Duration = Duration::from_millis(100);
+/// How long a question waits: the first reading of hundreds of new containers takes some tens of milliseconds.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Where the node's pressure is to be had. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Pressure {
+    latest: watch::Sender<Arc<NodePressure>>,
+    viewers: Arc<Notify>,
+    questions: mpsc::Sender<oneshot::Sender<Arc<NodePressure>>>,
+}
+
+/// The other end, for [`Sampling`].
+#[derive(Debug)]
+pub struct Inbox {
+    latest: watch::Sender<Arc<NodePressure>>,
+    viewers: Arc<Notify>,
+    questions: mpsc::Receiver<oneshot::Sender<Arc<NodePressure>>>,
+}
+
+/// Both ends. Until [`Sampling`] runs, every answer is [`NodePressure::nothing_yet`].
+#[must_use]
+pub fn channel() -> (Pressure, Inbox) {
+    let (latest, _) = watch::channel(Arc::new(NodePressure::nothing_yet()));
+    let (sender, questions) = mpsc::channel(QUESTIONS);
+    let viewers = Arc::new(Notify::new());
+    let inbox = Inbox { latest: latest.clone(), viewers: Arc::clone(&viewers), questions };
+    (Pressure { latest, viewers, questions: sender }, inbox)
+}
+
+impl Pressure {
+    /// One that stays as it is.
+    #[cfg(any(test, feature = "test-util"))]
+    pub fn fixed(value: NodePressure) -> Self {
+        let (pressure, _) = channel();
+        pressure.latest.send_replace(Arc::new(value));
+        pressure
+    }
+
+    /// A value every tick, as long as the receiver (or a clone of it) lives. The first one comes at once; rates are in
+    /// the second.
+    #[must_use]
+    pub fn subscribe(&self) -> watch::Receiver<Arc<NodePressure>> {
+        let receiver = self.latest.subscribe();
+        self.viewers.notify_one();
+        receiver
+    }
+
+    /// A full reading, made now unless there is one of this very moment.
+    pub async fn now(&self) -> Arc<NodePressure> {
+        let (answer, answered) = oneshot::channel();
+        if self.questions.try_send(answer).is_ok()
+            && let Ok(Ok(pressure)) = timeout(PATIENCE, answered).await
+        {
+            return pressure;
+        }
+        self.latest()
+    }
+
+    /// The newest value, however old.
+    #[must_use]
+    pub fn latest(&self) -> Arc<NodePressure> {
+        Arc::clone(&self.latest.borrow())
+    }
+}
+
+/// What sampling needs.
+pub struct Parts {
+    /// Where the files are.
+    pub cgroups: Arc<Cgroups>,
+    /// Who is on the node.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// What the kernel programs counted.
+    pub snapshot: Snapshot,
+    /// The node's name.
+    pub node: String,
+    /// The time between two readings while somebody looks.
+    pub interval: Duration,
+    /// More containers than this are left out.
+    pub most: usize,
+    /// What it tells of itself.
+    pub metrics: metrics::Metrics,
+}
+
+/// Reads, while somebody looks.
+pub struct Sampling {
+    inbox: Inbox,
+    table: watch::Receiver<Arc<PodTable>>,
+    interval: Duration,
+    metrics: metrics::Metrics,
+    /// With the blocking thread while it reads.
+    sampler: Option<Sampler>,
+    /// When the last full reading was made.
+    full: Option<Instant>,
+}
+
+impl Sampling {
+    /// Not reading yet.
+    #[must_use]
+    pub fn new(parts: Parts, inbox: Inbox) -> Self {
+        let sampler = Sampler::new(parts.cgroups, parts.snapshot, parts.node.into(), parts.most);
+        Self {
+            inbox,
+            table: parts.table,
+            interval: parts.interval,
+            metrics: parts.metrics,
+            sampler: Some(sampler),
+            full: None,
+        }
+    }
+
+    /// Reads for whoever looks, until `shutdown`.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        loop {
+            let idle = tokio::select! {
+                () = shutdown.cancelled() => return,
+                question = self.inbox.questions.recv() => question,
+                () = self.inbox.viewers.notified() => None,
+            };
+            if let Some(question) = idle {
+                self.answer(question).await;
+            }
+            if self.inbox.latest.receiver_count() > 0 {
+                tokio::select! {
+                    () = shutdown.cancelled() => return,
+                    () = self.tick() => {}
+                }
+            }
+        }
+    }
+
+    /// A reading every tick until the last viewer has gone.
+    async fn tick(&mut self) {
+        let mut ticks = interval(self.interval);
+        // A reading that took longer than a tick is followed by a whole one, not by a burst.
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let latest = self.inbox.latest.clone();
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {
+                    if latest.receiver_count() == 0 {
+                        break;
+                    }
+                    self.read(false).await;
+                }
+                Some(question) = self.inbox.questions.recv() => self.answer(question).await,
+                () = latest.closed() => break,
+            }
+        }
+        if let Some(sampler) = &mut self.sampler {
+            sampler.rest();
+        }
+    }
+
+    async fn answer(&mut self, question: oneshot::Sender<Arc<NodePressure>>) {
+        if self.full.is_none_or(|at| at.elapsed() > FRESH) {
+            self.read(true).await;
+        }
+        // Whoever asked may have gone.
+        let _ = question.send(Arc::clone(&self.inbox.latest.borrow()));
+    }
+
+    async fn read(&mut self, full: bool) {
+        let Some(mut sampler) = self.sampler.take() else { return };
+        let table = Arc::clone(&self.table.borrow_and_update());
+        let metrics = self.metrics.clone();
+        let read = spawn_blocking(move || {
+            let pressure = metrics.time(|| sampler.read(&table, full));
+            metrics.observe(sampler.tracked(), pressure.left_out);
+            (sampler, pressure)
+        });
+        match read.await {
+            Ok((sampler, pressure)) => {
+                self.sampler = Some(sampler);
+                self.full = full.then(Instant::now).or(self.full);
+                self.inbox.latest.send_replace(Arc::new(pressure));
+            }
+            // Only when the agent's threads are being taken down.
+            Err(error) => tracing::error!("pressure is not read any more: {error}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,308 @@
+//! What is known of the node's containers at one moment: counters as the kernel keeps them, and rates over windows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use super::rates::Rates;
+use beelet_model::table::PodName;
+
+/// Buckets of a histogram of waits for a CPU: see [`super::rates::bucket_bounds`].
+pub const RUNQ_BUCKETS: usize = 32;
+
+/// The lengths of the windows that rates are given over.
+pub const WINDOWS: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
+
+/// Time during which tasks waited for a resource (PSI, Documentation/accounting/psi.rst). Microseconds since the cgroup
+/// was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stalls {
+    /// At least one task waited.
+    pub some_us: u64,
+    /// All tasks that could have done something waited.
+    pub full_us: u64,
+    /// The kernel's own decaying averages over 10 s, 60 s and 300 s, in hundredths of a per cent: some, full.
+    pub averages: [[u16; 3]; 2],
+}
+
+/// What passed through the network.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // the names say it
+pub struct Net {
+    pub rx_bytes: u64,
+    pub rx_packets: u64,
+    pub rx_errors: u64,
+    pub rx_dropped: u64,
+    pub tx_bytes: u64,
+    pub tx_packets: u64,
+    pub tx_errors: u64,
+    pub tx_dropped: u64,
+    /// TCP segments sent again.
+    pub retransmits: u64,
+}
+
+/// What only the kernel programs know. Counts since they were attached.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KernelCounters {
+    /// Time on a CPU, in nanoseconds.
+    pub on_cpu_ns: u64,
+    /// Time spent runnable and waiting for a CPU, in nanoseconds, over all tasks.
+    pub runq_wait_ns: u64,
+    /// Waits by length: see [`RUNQ_BUCKETS`].
+    pub runq: [u64; RUNQ_BUCKETS],
+    /// Context switches away from its tasks.
+    pub switches: u64,
+    /// Of these, involuntary ones, by who came next: a task of the same pod, of another pod, of the system.
+    pub preempted: [u64; 3],
+    /// Time spent reclaiming memory in the allocating task (memory cgroup's limit or the node's), in nanoseconds.
+    pub reclaim_ns: u64,
+    /// How often.
+    pub reclaims: u64,
+    /// TCP connections established.
+    pub established: u64,
+    /// What its sockets sent and received. Errors and drops are not known here.
+    pub net: Net,
+    /// The smoothed round trip times seen, in microseconds, added up.
+    pub rtt_us: u64,
+    /// How many.
+    pub rtt_samples: u64,
+}
+
+/// Everything that only grows. A source that this machine doesn't have is `None`, never 0.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// CPU time, in nanoseconds.
+    pub cpu_ns: u64,
+    /// Of it in user mode.
+    pub cpu_user_ns: u64,
+    /// Of it in the kernel.
+    pub cpu_system_ns: u64,
+    /// Periods of CPU quota enforcement during which something ran; 0 without a quota.
+    pub periods: u64,
+    /// Of these, periods in which the quota was used up.
+    pub throttled_periods: u64,
+    /// Time that tasks were kept from running so, in nanoseconds.
+    pub throttled_ns: u64,
+    /// Waiting for a CPU.
+    pub cpu_stalls: Option<Stalls>,
+    /// Waiting for memory: reclaim, refaults, swap.
+    pub memory_stalls: Option<Stalls>,
+    /// Waiting for block devices.
+    pub io_stalls: Option<Stalls>,
+    /// Page faults.
+    pub page_faults: u64,
+    /// Of these, such that needed a read.
+    pub major_faults: u64,
+    /// Processes that the kernel killed for lack of memory.
+    pub oom_kills: u64,
+    /// Bytes read from and written to block devices.
+    pub io_bytes: Option<[u64; 2]>,
+    /// Reads and writes.
+    pub io_operations: Option<[u64; 2]>,
+    /// From the kernel programs, where they run.
+    pub kernel: Option<Box<KernelCounters>>,
+}
+
+/// What goes up and down.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Gauges {
+    /// All memory that is charged, in bytes.
+    pub memory_usage: u64,
+    /// The part that can't be taken back at once: usage without inactive file pages, as cAdvisor has it.
+    pub working_set: u64,
+    /// Anonymous memory.
+    pub rss: u64,
+    /// Page cache.
+    pub cache: u64,
+    /// Mapped files.
+    pub mapped: u64,
+    /// Swapped out; `None` where swap is not counted.
+    pub swap: Option<u64>,
+    /// The memory limit; `None`: none.
+    pub memory_limit: Option<u64>,
+    /// The CPU quota in cores; `None`: none.
+    pub cpu_limit: Option<f64>,
+    /// `cpu.shares` on version 1.
+    pub cpu_shares: Option<u64>,
+    /// Processes and threads; `None` where they are not counted.
+    pub pids: Option<u64>,
+    /// How many there may be; `None`: any number.
+    pub pids_limit: Option<u64>,
+}
+
+/// One reading of a cgroup.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Reading {
+    /// `CLOCK_MONOTONIC`, in nanoseconds.
+    pub at_ns: u64,
+    /// The counters then.
+    pub counters: Counters,
+    /// The gauges then.
+    pub gauges: Gauges,
+}
+
+/// A container and what its cgroup said.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ContainerPressure {
+    /// Its name in the pod.
+    pub name: String,
+    /// The runtime's identifier, without the runtime's name.
+    pub id: String,
+    /// The image, as the pod's status has it.
+    pub image: String,
+    /// An init container that runs to its end.
+    pub init: bool,
+    /// How often it was started again.
+    pub restarts: u32,
+    /// What it is at.
+    pub state: State,
+    /// `None` where nobody asks it (a foreign pod).
+    pub ready: Option<bool>,
+    /// When it was started.
+    pub started_at: Option<Timestamp>,
+    /// Its cgroup, from the root; `None` while it has none.
+    pub cgroup: Option<String>,
+    /// The cgroup2 directory's inode: how the kernel programs know it.
+    pub cgroup_id: Option<u64>,
+    /// The newest reading; `None` before the first one, and for what doesn't run.
+    pub reading: Option<Reading>,
+    /// Rates over [`WINDOWS`], in that order; `None` before there are two readings.
+    pub windows: [Option<Rates>; 3],
+}
+
+/// What a container is at.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum State {
+    /// It runs.
+    Running,
+    /// It will, and why it doesn't yet.
+    Waiting(String),
+    /// It did, and how it ended.
+    Ended(String),
+    /// The status says nothing.
+    #[default]
+    Unknown,
+}
+
+/// A pod and its containers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PodPressure {
+    /// Namespace and name.
+    pub name: PodName,
+    /// Its UID.
+    pub uid: String,
+    /// `Guaranteed`, `Burstable`, `BestEffort`; empty if unknown.
+    pub qos: String,
+    /// `Pending`, `Running`, …
+    pub phase: String,
+    /// Whether it takes traffic; `None` where nobody asks it.
+    pub ready: Option<bool>,
+    /// Why not: the condition's reason and message, in one line.
+    pub not_ready: String,
+    /// When it was started.
+    pub started_at: Option<Timestamp>,
+    /// It shares the node's network: then `net` is `None`.
+    pub host_network: bool,
+    /// The pod's own cgroup, which its containers' are in.
+    pub cgroup: Option<String>,
+    /// What that one said: containers and pause together. Only where somebody asked for a full reading.
+    pub reading: Option<Reading>,
+    /// The pod's interfaces but the loopback one, by name; in full readings, and where no kernel program counts.
+    pub net: Vec<(String, Net)>,
+    /// Bytes received and sent a second, and segments sent again, over [`WINDOWS`]; from `net`.
+    pub net_windows: [Option<NetRates>; 3],
+    /// In the order of the spec, init containers first.
+    pub containers: Vec<ContainerPressure>,
+}
+
+/// A pod's network, a second.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct NetRates {
+    /// Bytes received.
+    pub rx_bytes: f64,
+    /// Bytes sent.
+    pub tx_bytes: f64,
+    /// TCP segments sent again.
+    pub retransmits: f64,
+}
+
+/// The machine as a whole.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Machine {
+    /// CPUs that are online.
+    pub cpus: u32,
+    /// Time that they were busy together since boot, in nanoseconds.
+    pub cpu_ns: u64,
+    /// Of one CPU each, how many are busy: over [`WINDOWS`].
+    pub cpu: [Option<f64>; 3],
+    /// The load averages.
+    pub load: [f64; 3],
+    /// Bytes of memory.
+    pub memory_total: u64,
+    /// What can be had without swapping.
+    pub memory_available: u64,
+    /// Used without inactive file pages.
+    pub working_set: u64,
+    /// Used in all.
+    pub memory_usage: u64,
+    /// Waiting, on the whole machine: CPU, memory, devices.
+    pub stalls: [Option<Stalls>; 3],
+    /// The same as shares of the time, over 10 s.
+    pub stalled: [Option<super::rates::Share>; 3],
+    /// When it was started.
+    pub booted_at: Option<Timestamp>,
+    /// Anonymous memory.
+    pub rss: Option<u64>,
+    /// Page faults, and such that needed a read.
+    pub faults: Option<[u64; 2]>,
+    /// The machine's interfaces but the loopback one and pods' ends; in full readings.
+    pub net: Vec<(String, Net)>,
+    /// The cgroup of all pods; in full readings.
+    pub all_pods: Option<Reading>,
+}
+
+/// The whole node at one moment. Published whole; never changed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NodePressure {
+    /// When it was read.
+    pub at: Timestamp,
+    /// The same on `CLOCK_MONOTONIC`, in nanoseconds; 0 before the first reading.
+    pub at_ns: u64,
+    /// The node's name.
+    pub node: Arc<str>,
+    /// Whether kernel programs measure; if not, what only they know is missing everywhere.
+    pub by_kernel: bool,
+    /// The machine.
+    pub machine: Machine,
+    /// All pods, by name.
+    pub pods: Vec<PodPressure>,
+    /// Containers that run but whose cgroup was not found (yet), or that are beyond the configured number.
+    pub left_out: usize,
+}
+
+impl NodePressure {
+    /// The value before anything was read.
+    #[must_use]
+    pub fn nothing_yet() -> Self {
+        Self {
+            at: Timestamp::UNIX_EPOCH,
+            at_ns: 0,
+            node: "".into(),
+            by_kernel: false,
+            machine: Machine::default(),
+            pods: Vec::new(),
+            left_out: 0,
+        }
+    }
+
+    /// Every container with its pod.
+    pub fn containers(&self) -> impl Iterator<Item = (&PodPressure, &ContainerPressure)> {
+        self.pods.iter().flat_map(|pod| pod.containers.iter().map(move |container| (pod, container)))
+    }
+
+    /// Every container that was read, with its pod and the reading.
+    pub fn readings(&self) -> impl Iterator<Item = (&PodPressure, &ContainerPressure, &Reading)> {
+        self.containers().filter_map(|(pod, container)| Some((pod, container, container.reading.as_ref()?)))
+    }
+}

@@ -1,0 +1,264 @@
+//! What the files of cgroups and of /proc say: text in, numbers out. Pure. What is not there, or not a number, is left out:
+//! kernels add lines, and leave some away that their configuration lacks.
+
+use super::model::{Net, Stalls};
+
+/// Numbers by name, one a line (`memory.stat`, `cpu.stat`, `memory.events`).
+pub fn keyed(text: &str) -> impl Iterator<Item = (&str, u64)> {
+    text.lines().filter_map(|line| {
+        let (name, value) = line.split_once(' ')?;
+        Some((name, value.trim().parse().ok()?))
+    })
+}
+
+/// A single number.
+pub(super) fn number(text: &str) -> Option<u64> {
+    text.trim().parse().ok()
+}
+
+/// A limit: `max`, and version 1's numbers near the largest there is, are none.
+pub fn limit(text: &str) -> Option<u64> {
+    // PAGE_COUNTER_MAX in bytes, rounded down to pages (mm/page_counter.c); cpu.cfs_quota_us and pids.max never come near.
+    const NO_LIMIT: u64 = i64::MAX as u64 - 65_536;
+    number(text).filter(|bytes| *bytes < NO_LIMIT)
+}
+
+/// CPUs that `cpu.max` allows: quota and period in microseconds.
+pub fn cpu_max(text: &str) -> Option<f64> {
+    let (quota, period) = text.trim().split_once(' ')?;
+    quota_cores(quota.parse().ok()?, period.parse().ok()?)
+}
+
+/// CPUs that a quota allows; -1 is none.
+pub(super) fn quota_cores(quota: i64, period: u64) -> Option<f64> {
+    (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
+}
+
+/// A PSI file: the totals of its two lines.
+pub fn stalls(text: &str) -> Option<Stalls> {
+    let line = |kind: &str| text.lines().find_map(|line| line.strip_prefix(kind));
+    let total = |line: &str| line.rsplit_once("total=")?.1.trim().parse().ok();
+    let averages = |line: &str| {
+        let mut fields = line.split(' ').filter_map(|field| hundredths(field.split_once('=')?.1));
+        std::array::from_fn(|_| fields.next().unwrap_or(0))
+    };
+    // The machine's CPU line has no `full` before Linux 5.13.
+    let (some, full) = (line("some ")?, line("full ").unwrap_or_default());
+    let averages = [averages(some), averages(full)];
+    Some(Stalls { some_us: total(some)?, full_us: total(full).unwrap_or(0), averages })
+}
+
+/// `27.69`: the kernel always prints two decimals.
+fn hundredths(text: &str) -> Option<u16> {
+    let (whole, rest) = text.split_once('.')?;
+    whole.parse::<u16>().ok()?.checked_mul(100)?.checked_add(rest.parse().ok()?)
+}
+
+/// `io.stat` of version 2: bytes and operations, read and written, over all devices. Sums here stop at the largest number:
+/// the kernel's own never come near it, but a file system in user space may be mounted over any of these files.
+pub fn io_stat(text: &str) -> ([u64; 2], [u64; 2]) {
+    let (mut bytes, mut operations) = ([0; 2], [0; 2]);
+    let fields = text.lines().flat_map(|line| line.split(' ').skip(1));
+    for (name, value) in fields.filter_map(|field| field.split_once('=')) {
+        let Ok(value) = value.parse::<u64>() else { continue };
+        match name {
+            "rbytes" => add(&mut bytes[0], value),
+            "wbytes" => add(&mut bytes[1], value),
+            "rios" => add(&mut operations[0], value),
+            "wios" => add(&mut operations[1], value),
+            _ => {}
+        }
+    }
+    (bytes, operations)
+}
+
+fn add(sum: &mut u64, value: u64) {
+    *sum = sum.saturating_add(value);
+}
+
+/// `blkio.throttle.io_service_bytes` or `…io_serviced` of version 1: read and written, over all devices.
+pub fn blkio(text: &str) -> [u64; 2] {
+    let mut sums = [0; 2];
+    for line in text.lines() {
+        let mut words = line.split_whitespace().skip(1);
+        let (Some(kind), Some(Ok(value))) = (words.next(), words.next().map(str::parse::<u64>)) else {
+            continue;
+        };
+        match kind {
+            "Read" => add(&mut sums[0], value),
+            "Write" => add(&mut sums[1], value),
+            _ => {}
+        }
+    }
+    sums
+}
+
+/// `/proc/vmstat`: page faults since the machine's start, and such that needed a read.
+pub fn faults(text: &str) -> Option<[u64; 2]> {
+    let of =
+        |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    Some([of("pgfault")?, of("pgmajfault")?])
+}
+
+/// `/proc/PID/net/dev`: every interface but the loopback one.
+pub fn interfaces(text: &str) -> Vec<(String, Net)> {
+    let interface = |line: &str| {
+        let (name, numbers) = line.split_once(':')?;
+        let numbers: Vec<u64> = numbers.split_whitespace().map_while(|word| word.parse().ok()).collect();
+        let [
+            rx_bytes,
+            rx_packets,
+            rx_errors,
+            rx_dropped,
+            _,
+            _,
+            _,
+            _,
+            tx_bytes,
+            tx_packets,
+            tx_errors,
+            tx_dropped,
+            ..,
+        ] = numbers[..]
+        else {
+            return None;
+        };
+        let net = Net {
+            rx_bytes,
+            rx_packets,
+            rx_errors,
+            rx_dropped,
+            tx_bytes,
+            tx_packets,
+            tx_errors,
+            tx_dropped,
+            retransmits: 0,
+        };
+        Some((name.trim().to_owned(), net))
+    };
+    text.lines().filter_map(interface).filter(|(name, _)| name != "lo").collect()
+}
+
+/// `RetransSegs` of `/proc/PID/net/snmp`: two lines, names and values.
+pub fn retransmits(text: &str) -> Option<u64> {
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+    let (names, values) = (lines.next()?, lines.next()?);
+    let at = names.split(' ').position(|name| name == "RetransSegs")?;
+    values.split(' ').nth(at)?.parse().ok()
+}
+
+/// `/proc/meminfo`, in bytes, by name.
+pub fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
+    let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(':');
+    let kib: u64 = text.lines().find_map(value)?.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// `/proc/stat`: nanoseconds that all CPUs were busy, and the seconds since the epoch at which the machine was started.
+/// Idle and waiting for devices are not busy; a guest's time is part of its user time already.
+pub fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i64>) {
+    let busy = text.lines().find_map(|line| line.strip_prefix("cpu ")).map(|line| {
+        let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
+        let busy = ticks.iter().enumerate().filter(|(at, _)| !matches!(at, 3 | 4)).map(|(_, ticks)| *ticks);
+        busy.fold(0, u64::saturating_add).saturating_mul(1_000_000_000 / ticks_per_second.max(1))
+    });
+    let booted = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());
+    (busy, booted)
+}
+
+/// `/proc/loadavg`.
+pub fn load(text: &str) -> [f64; 3] {
+    let mut words = text.split(' ').map(|word| word.parse().unwrap_or(0.0));
+    std::array::from_fn(|_| words.next().unwrap_or(0.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_come_by_name_and_what_is_none_is_left_out() {
+        let text = "usage_usec 12\nnice\nuser_usec -1\n\nnr_periods 3\n";
+        assert_eq!(keyed(text).collect::<Vec<_>>(), [("usage_usec", 12), ("nr_periods", 3)]);
+    }
+
+    #[test]
+    fn no_limit_has_several_spellings() {
+        for text in ["max\n", "9223372036854771712\n", "9223372036854710272", ""] {
+            assert_eq!(limit(text), None, "{text:?}");
+        }
+        assert_eq!(limit("67108864\n"), Some(67_108_864));
+        assert_eq!((cpu_max("max 100000\n"), cpu_max("50000 100000\n")), (None, Some(0.5)));
+        assert_eq!((quota_cores(-1, 100_000), quota_cores(150_000, 100_000)), (None, Some(1.5)));
+    }
+
+    #[test]
+    fn stalls_are_the_totals_of_both_lines() {
+        let text = "some avg10=27.69 avg60=18.10 avg300=11.66 total=7640785323\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5\n";
+        let averages = [[2769, 1810, 1166], [0; 3]];
+        assert_eq!(stalls(text), Some(Stalls { some_us: 7_640_785_323, full_us: 5, averages }));
+        let some = "some avg10=0.00 avg60=0.00 avg300=0.00 total=9\n";
+        assert_eq!(stalls(some), Some(Stalls { some_us: 9, ..Stalls::default() }));
+        assert_eq!(stalls(""), None);
+    }
+
+    #[test]
+    fn devices_are_added_up() {
+        let v2 = "8:0 rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0\n8:16 rbytes=5 wbytes=0 rios=1 wios=0 dbytes=0 dios=0\n7:0 \n";
+        assert_eq!(io_stat(v2), ([15, 20], [2, 2]));
+        let v1 = "8:0 Read 10\n8:0 Write 20\n8:0 Sync 30\n8:0 Total 30\n8:16 Read 5\nTotal 35\n";
+        assert_eq!(blkio(v1), [15, 20]);
+    }
+
+    #[test]
+    fn numbers_near_the_largest_are_no_overflow() {
+        let most = u64::MAX;
+        let v2 = format!("8:0 rbytes={most} wios={most}\n8:16 rbytes={most} wios=1\n");
+        assert_eq!(io_stat(&v2), ([most, 0], [0, most]));
+        assert_eq!(blkio(&format!("8:0 Read {most}\n8:16 Read 1\n")), [most, 0]);
+        assert_eq!(meminfo(&format!("MemFree: {most} kB\n"), "MemFree"), None);
+        assert_eq!(machine_cpu(&format!("cpu  {most} 1\n"), 100), (Some(most), None));
+    }
+
+    #[test]
+    fn faults_are_counted_by_their_whole_names() {
+        assert_eq!(faults("pgfault_x 1\npgfault 20\npgmajfault 3\n"), Some([20, 3]));
+        assert_eq!(faults("pgfault 20\n"), None);
+    }
+
+    #[test]
+    fn the_network_is_every_interface_but_the_loopback_one() {
+        let text = "\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo:     500       5    0    0    0     0          0         0      500       5    0    0    0     0       0          0
+  eth0:    1000      10    1    2    0     0          0         0     2000      20    3    4    0     0       0          0
+";
+        let found = interfaces(text);
+        assert_eq!(found.len(), 1);
+        let (name, net) = &found[0];
+        assert_eq!(
+            (name.as_str(), net.rx_bytes, net.rx_dropped, net.tx_packets, net.tx_errors),
+            ("eth0", 1000, 2, 20, 3)
+        );
+        let snmp = "Ip: A B\nIp: 1 2\nTcp: RtoAlgorithm InSegs RetransSegs InErrs\nTcp: 1 -1 42 0\n";
+        assert_eq!((retransmits(snmp), retransmits("Tcp: a\n")), (Some(42), None));
+    }
+
+    #[test]
+    fn the_machine_is_busy_when_it_is_neither_idle_nor_waiting() {
+        let stat = "cpu  100 10 50 5000 700 1 2 3 40 0\ncpu0 1 1 1 1\nbtime 1700000000\n";
+        assert_eq!(machine_cpu(stat, 100), (Some(1_660_000_000), Some(1_700_000_000)));
+        assert_eq!(machine_cpu("", 100), (None, None));
+        assert_eq!(meminfo("MemTotal:       16 kB\nMemFree: 1 kB\n", "MemFree"), Some(1024));
+        assert_eq!(load("0.50 1.25 2.00 1/200 1234\n"), [0.5, 1.25, 2.0]);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_makes_them_panic(text in "([a-z_:=0-9 .-]|\n|\\PC){0,200}") {
+            let _ = (keyed(&text).count(), limit(&text), cpu_max(&text), stalls(&text), io_stat(&text), blkio(&text));
+            let _ = (interfaces(&text), retransmits(&text), meminfo(&text, "a"), machine_cpu(&text, 0), load(&text));
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! Reads all containers' cgroups once, when told to: keeps their directories open, their histories, and while somebody looks
+//! the files that each reading needs. Nothing else.
+//! Blocking; it runs where blocking is allowed, one reading at a time.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs;
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use rustix::process::{Resource, getrlimit};
+
+use super::files::{self, Depth};
+use super::history::History;
+use super::inventory;
+use super::model::{
+    ContainerPressure, Counters, KernelCounters, Machine, Net, NetRates, NodePressure, PodPressure, Reading,
+    Stalls, State, WINDOWS,
+};
+use super::parse;
+use super::rates::{grown, share};
+use beelet_base::clock::monotonic_ns;
+use beelet_cgroups::Cgroups;
+use beelet_cgroups::read::CgroupDirs;
+use beelet_model::table::PodTable;
+
+/// Limits, process counts and the like are read at least this often, in nanoseconds.
+const FULL_EVERY: u64 = 10_000_000_000;
+/// A container whose cgroup isn't there is looked for again after this long, then twice as long, up to the longest.
+const SEARCH_AGAIN: u64 = 250_000_000;
+const SEARCH_LONGEST: u64 = 30_000_000_000;
+
+/// Counters of the kernel programs by cgroup id; `None` where no program measures.
+pub type Snapshot = Box<dyn FnMut() -> Option<BTreeMap<u64, KernelCounters>> + Send>;
+
+/// Reads, and remembers what the next reading needs.
+pub(super) struct Sampler {
+    cgroups: Arc<Cgroups>,
+    snapshot: Snapshot,
+    node: Arc<str>,
+    /// More containers than this are left out.
+    most: usize,
+    containers: HashMap<String, Tracked>,
+    /// Containers whose cgroup was not found: when to look again, and how long to wait after that.
+    lost: HashMap<String, (u64, u64)>,
+    /// Pods' own cgroups and networks, by UID.
+    pods: HashMap<String, TrackedPod>,
+    machine: History<MachineCounters>,
+    full_at: u64,
+    buffer: Vec<u8>,
+}
+
+/// A container whose cgroup is known.
+struct Tracked {
+    path: String,
+    id: Option<u64>,
+    dirs: CgroupDirs,
+    last: Option<Reading>,
+    history: History<Counters>,
+}
+
+#[derive(Default)]
+struct TrackedPod {
+    cgroup: Option<(String, CgroupDirs)>,
+    net: History<Net>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct MachineCounters {
+    cpu_ns: u64,
+    stalls: [Option<Stalls>; 3],
+}
+
+impl Sampler {
+    pub(super) fn new(cgroups: Arc<Cgroups>, snapshot: Snapshot, node: Arc<str>, most: usize) -> Self {
+        Self {
+            cgroups,
+            snapshot,
+            node,
+            most,
+            containers: HashMap::new(),
+            lost: HashMap::new(),
+            pods: HashMap::new(),
+            machine: History::default(),
+            full_at: 0,
+            // Room for any cgroup's file that there is, so that one read is enough.
+            buffer: Vec::with_capacity(16 << 10),
+        }
+    }
+
+    /// Reads everything. `full`: somebody wants limits, pods' own cgroups and their networks, too.
+    pub(super) fn read(&mut self, table: &PodTable, full: bool) -> NodePressure {
+        let at_ns = monotonic_ns();
+        let due = at_ns.saturating_sub(self.full_at) >= FULL_EVERY;
+        let depth = if full || due { Depth::Full } else { Depth::Tick };
+        if depth == Depth::Full {
+            self.full_at = at_ns;
+        }
+        let mut pods = inventory::pods(table);
+        let left_out = self.track(&pods, at_ns);
+        if !full {
+            let keep = self.may_keep_open();
+            self.containers.values_mut().for_each(|tracked| tracked.dirs.keep_open(keep));
+        }
+        let kernel = (self.snapshot)();
+        for pod in &mut pods {
+            for container in &mut pod.containers {
+                self.read_container(container, kernel.as_ref(), depth);
+            }
+            self.read_pod(pod, full, kernel.is_some());
+        }
+        let machine = self.machine(at_ns, full);
+        NodePressure {
+            at: Timestamp::now(),
+            at_ns,
+            node: Arc::clone(&self.node),
+            by_kernel: kernel.is_some(),
+            machine,
+            pods,
+            left_out,
+        }
+    }
+
+    /// Nobody looks any more: what was read is too old to be of use by the time that somebody does.
+    pub(super) fn rest(&mut self) {
+        for tracked in self.containers.values_mut() {
+            tracked.history = History::default();
+            tracked.dirs.keep_open(false);
+        }
+        self.pods.values_mut().for_each(|pod| pod.net = History::default());
+        self.machine = History::default();
+    }
+
+    /// Whether that leaves room for the other files of the agent's.
+    fn may_keep_open(&self) -> bool {
+        let files = files::OFTEN * self.containers.len() as u64;
+        getrlimit(Resource::Nofile).current.is_none_or(|limit| files <= limit / 2)
+    }
+
+    /// Finds the cgroups of containers that came, forgets those that went. How many have none.
+    fn track(&mut self, pods: &[PodPressure], now: u64) -> usize {
+        let running = || {
+            let containers = pods.iter().flat_map(|pod| &pod.containers);
+            containers.filter(|c| c.state == State::Running && !c.id.is_empty()).map(|c| c.id.as_str())
+        };
+        let wanted: HashSet<&str> = running().take(self.most).collect();
+        self.containers.retain(|id, _| wanted.contains(id.as_str()));
+        self.lost.retain(|id, _| wanted.contains(id.as_str()));
+        let uids: HashSet<&str> = pods.iter().map(|pod| pod.uid.as_str()).collect();
+        self.pods.retain(|uid, _| uids.contains(uid.as_str()));
+        let due = |id: &&str| self.lost.get(*id).is_none_or(|(again, _)| *again <= now);
+        let missing: HashSet<&str> =
+            wanted.iter().copied().filter(|id| !self.containers.contains_key(*id)).filter(due).collect();
+        if !missing.is_empty() {
+            self.find(&missing, now);
+        }
+        running().count() - self.containers.len()
+    }
+
+    fn find(&mut self, missing: &HashSet<&str>, now: u64) {
+        let mut found = self.cgroups.find_containers(missing);
+        for id in missing {
+            // It may be gone again by now.
+            let opened = found.remove(*id).and_then(|path| Some((self.cgroups.open(&path).ok()?, path)));
+            let Some((dirs, path)) = opened else {
+                let (_, wait) = self.lost.get(*id).copied().unwrap_or((0, SEARCH_AGAIN));
+                self.lost.insert((*id).to_owned(), (now + wait, (wait * 2).min(SEARCH_LONGEST)));
+                continue;
+            };
+            self.lost.remove(*id);
+            let tracked = Tracked { path, id: dirs.id(), dirs, last: None, history: History::default() };
+            self.containers.insert((*id).to_owned(), tracked);
+        }
+    }
+
+    fn read_container(
+        &mut self,
+        container: &mut ContainerPressure,
+        kernel: Option<&BTreeMap<u64, KernelCounters>>,
+        depth: Depth,
+    ) {
+        let Some(tracked) = self.containers.get_mut(&container.id) else { return };
+        let last = tracked.last.as_ref().map(|last| &last.gauges);
+        // Each has its own time: with many containers the last is read some milliseconds after the first.
+        let reading = files::read(&mut tracked.dirs, depth, last, monotonic_ns(), &mut self.buffer);
+        let Some(mut reading) = reading else { return };
+        if let Some(kernel) = kernel {
+            // One that has not run since the programs were attached has no entry: it did nothing yet.
+            let counters = tracked.id.and_then(|id| kernel.get(&id)).cloned().unwrap_or_default();
+            reading.counters.kernel = Some(Box::new(counters));
+        }
+        tracked.history.push(reading.at_ns, reading.counters.clone());
+        container.windows = tracked.history.rates();
+        container.cgroup = Some(tracked.path.clone());
+        container.cgroup_id = tracked.id;
+        tracked.last = Some(reading.clone());
+        container.reading = Some(reading);
+    }
+
+    /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where somebody wants
+    /// all there is or no program counts.
+    fn read_pod(&mut self, pod: &mut PodPressure, full: bool, by_kernel: bool) {
+        let Some(container) = pod.containers.iter().find(|container| container.cgroup.is_some()) else {
+            return;
+        };
+        let path =
+            container.cgroup.as_deref().and_then(|path| path.rsplit_once('/')).map(|(parent, _)| parent);
+        // Without a parent for the pod (a sandbox made by hand) there is no pod's cgroup.
+        let Some(path) = path.filter(|path| !path.is_empty()) else { return };
+        pod.cgroup = Some(path.to_owned());
+        if pod.qos.is_empty() {
+            qos_of(path).clone_into(&mut pod.qos);
+        }
+        let tracked = self.pods.entry(pod.uid.clone()).or_default();
+        if full {
+            if tracked.cgroup.as_ref().is_none_or(|(known, _)| known != path) {
+                tracked.cgroup = self.cgroups.open(path).ok().map(|dirs| (path.to_owned(), dirs));
+            }
+            if let Some((_, dirs)) = &mut tracked.cgroup {
+                pod.reading = files::read(dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer);
+            }
+        }
+        if pod.host_network || !full && by_kernel {
+            return;
+        }
+        let Some(dirs) = self.containers.get(&container.id).map(|tracked| &tracked.dirs) else { return };
+        let pid = files::first_pid(dirs, &mut self.buffer);
+        let Some(interfaces) = pid.and_then(files::network) else { return };
+        tracked.net.push(monotonic_ns(), sum(&interfaces));
+        pod.net_windows = tracked.net.windows(|then, now, over| NetRates {
+            rx_bytes: grown(then.rx_bytes, now.rx_bytes) as f64 / over.as_secs_f64(),
+            tx_bytes: grown(then.tx_bytes, now.tx_bytes) as f64 / over.as_secs_f64(),
+            retransmits: grown(then.retransmits, now.retransmits) as f64 / over.as_secs_f64(),
+        });
+        pod.net = interfaces;
+    }
+
+    fn machine(&mut self, at_ns: u64, full: bool) -> Machine {
+        let read = |file: &str| fs::read_to_string(format!("/proc/{file}")).unwrap_or_default();
+        let (stat, meminfo) = (read("stat"), read("meminfo"));
+        let (cpu_ns, booted) = parse::machine_cpu(&stat, rustix::param::clock_ticks_per_second());
+        let stalls = ["cpu", "memory", "io"].map(|kind| parse::stalls(&read(&format!("pressure/{kind}"))));
+        let memory = |name| parse::meminfo(&meminfo, name).unwrap_or(0);
+        let usage = memory("MemTotal").saturating_sub(memory("MemFree"));
+        self.machine.push(at_ns, MachineCounters { cpu_ns: cpu_ns.unwrap_or(0), stalls });
+        let cpu = self
+            .machine
+            .windows(|then, now, over| grown(then.cpu_ns, now.cpu_ns) as f64 / over.as_nanos() as f64);
+        let stalled = self.machine.windows(|then, now, over| {
+            [0, 1, 2].map(|kind| share(then.stalls[kind], now.stalls[kind], over))
+        });
+        // Ten seconds: the second of the windows.
+        const { assert!(WINDOWS[1].as_secs() == 10) };
+        Machine {
+            cpus: u32::try_from(stat.lines().filter(|line| is_cpu(line)).count()).unwrap_or(0),
+            cpu_ns: cpu_ns.unwrap_or(0),
+            cpu,
+            load: parse::load(&read("loadavg")),
+            memory_total: memory("MemTotal"),
+            memory_available: memory("MemAvailable"),
+            working_set: usage.saturating_sub(memory("Inactive(file)")),
+            memory_usage: usage,
+            stalls,
+            stalled: stalled[1].unwrap_or([None; 3]),
+            booted_at: booted.and_then(|seconds| Timestamp::from_second(seconds).ok()),
+            rss: parse::meminfo(&meminfo, "AnonPages"),
+            faults: full.then(|| parse::faults(&read("vmstat"))).flatten(),
+            // Not this process's own namespace: an observer may be in a pod.
+            net: if full { files::network(1).map(of_the_machine).unwrap_or_default() } else { Vec::new() },
+            all_pods: if full { self.all_pods() } else { None },
+        }
+    }
+
+    fn all_pods(&mut self) -> Option<Reading> {
+        let root = self.cgroups.pods_roots().into_iter().next()?;
+        let mut dirs = self.cgroups.open(&root).ok()?;
+        files::read(&mut dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer)
+    }
+
+    /// How many containers have a cgroup.
+    pub(super) fn tracked(&self) -> usize {
+        self.containers.len()
+    }
+}
+
+/// Without what cAdvisor leaves out: pods' ends of their links, and the bridges of container engines.
+fn of_the_machine(interfaces: Vec<(String, Net)>) -> Vec<(String, Net)> {
+    let is_ours = |name: &str| ["veth", "docker", "nerdctl"].iter().any(|prefix| name.starts_with(prefix));
+    interfaces.into_iter().filter(|(name, _)| !is_ours(name)).collect()
+}
+
+/// The QoS class that a pod's cgroup is in; empty where it is in none.
+fn qos_of(path: &str) -> &'static str {
+    let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
+    match parent.rsplit('/').next().unwrap_or_default().trim_end_matches(".slice").rsplit('-').next() {
+        Some("besteffort") => "BestEffort",
+        Some("burstable") => "Burstable",
+        Some("kubepods") => "Guaranteed",
+        _ => "",
+    }
+}
+
+/// `cpu0`, `cpu1`, …: one line of `/proc/stat` for each.
+fn is_cpu(line: &str) -> bool {
+    line.strip_prefix("cpu").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+fn sum(interfaces: &[(String, Net)]) -> Net {
+    interfaces.iter().fold(Net::default(), |sum, (_, net)| Net {
+        rx_bytes: sum.rx_bytes + net.rx_bytes,
+        rx_packets: sum.rx_packets + net.rx_packets,
+        rx_errors: sum.rx_errors + net.rx_errors,
+        rx_dropped: sum.rx_dropped + net.rx_dropped,
+        tx_bytes: sum.tx_bytes + net.tx_bytes,
+        tx_packets: sum.tx_packets + net.tx_packets,
+        tx_errors: sum.tx_errors + net.tx_errors,
+        tx_dropped: sum.tx_dropped + net.tx_dropped,
+        retransmits: sum.retransmits + net.retransmits,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_qos_class_is_in_the_path_of_a_pods_cgroup() {
+        for (path, class) in [
+            ("/kubepods/besteffort/podx", "BestEffort"),
+            ("/my/kubepods/burstable/podx", "Burstable"),
+            ("/kubepods/podx", "Guaranteed"),
+            ("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podx.slice", "Burstable"),
+            ("/kubepods.slice/kubepods-podx.slice", "Guaranteed"),
+            ("/system.slice/x", ""),
+            ("/x", ""),
+        ] {
+            assert_eq!(qos_of(path), class, "{path}");
+        }
+    }
+}

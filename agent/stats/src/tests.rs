@@ -1,0 +1,209 @@
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde_json::json;
+
+use super::model::KernelCounters;
+use super::*;
+use beelet_cgroups::{Hierarchy, Layout, Version};
+use beelet_model::table::{PodEntry, PodName};
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// A node of plain folders: containers' cgroups with files that a test writes.
+struct Node {
+    dir: tempfile::TempDir,
+    table: watch::Sender<Arc<PodTable>>,
+    pressure: Pressure,
+    shutdown: CancellationToken,
+    task: tokio::task::JoinHandle<()>,
+    /// Readings that were made: each asks the kernel half once.
+    readings: Arc<AtomicU64>,
+}
+
+impl Node {
+    fn start(kernel: Option<BTreeMap<u64, KernelCounters>>, most: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("cgroup.controllers"), "cpu memory io pids").unwrap();
+        let hierarchies =
+            vec![Hierarchy { mount: dir.path().to_owned(), is_v2: true, controllers: [].into() }];
+        let layout = Layout { version: Version::V2, hierarchies };
+        let cgroups = Arc::new(Cgroups::over_folders(layout, "/").unwrap());
+        let (table, receiver) = watch::channel(Arc::new(PodTable::default()));
+        let readings = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&readings);
+        let snapshot: Snapshot = Box::new(move || {
+            counted.fetch_add(1, Ordering::SeqCst);
+            kernel.clone()
+        });
+        let (pressure, inbox) = channel();
+        let parts = Parts {
+            cgroups,
+            table: receiver,
+            snapshot,
+            node: "n".into(),
+            interval: Duration::from_millis(20),
+            most,
+            metrics: metrics::Metrics::default(),
+        };
+        let shutdown = CancellationToken::new();
+        let task = tokio::spawn(Sampling::new(parts, inbox).run(shutdown.clone()));
+        Self { dir, table, pressure, shutdown, task, readings }
+    }
+
+    /// These containers run, one a pod.
+    fn run(&self, ids: &[&str]) {
+        let pods = ids.iter().map(|id| {
+            let pod = serde_json::from_value(json!({
+                "metadata": {"name": format!("pod-{id}"), "uid": format!("uid{id}z")},
+                "spec": {"hostNetwork": true, "containers": [{"name": "app"}]},
+                "status": {"phase": "Running", "containerStatuses": [
+                    {"name": "app", "image": "i", "imageID": "", "ready": true, "restartCount": 0,
+                     "containerID": format!("containerd://{id}"), "state": {"running": {}}}]},
+            }))
+            .unwrap();
+            let entry = PodEntry::of(pod);
+            (PodName::of(&entry.pod), Arc::new(entry))
+        });
+        self.table.send_replace(Arc::new(PodTable { pods: pods.collect(), ..Default::default() }));
+    }
+
+    fn cgroup(&self, id: &str) -> std::path::PathBuf {
+        self.dir.path().join(format!("kubepods/poduid{id}z/{id}"))
+    }
+
+    fn write(&self, id: &str, cpu_us: u64) {
+        let dir = self.cgroup(id);
+        fs::create_dir_all(&dir).unwrap();
+        write(&dir, "cpu.stat", &format!("usage_usec {cpu_us}\n"));
+        write(&dir, "memory.current", "4096\n");
+        write(&dir, "memory.stat", "anon 4096\n");
+        write(&dir, "memory.max", "8192\n");
+        write(dir.parent().unwrap(), "cpu.stat", "usage_usec 7\n");
+    }
+
+    /// Files that are open say nothing any more, as the kernel has it with those of a cgroup that is gone.
+    fn remove(&self, id: &str) {
+        let dir = self.cgroup(id);
+        fs::read_dir(&dir).unwrap().for_each(|file| fs::write(file.unwrap().path(), "").unwrap());
+        fs::remove_dir_all(dir).unwrap();
+    }
+}
+
+fn write(dir: &Path, file: &str, text: &str) {
+    fs::write(dir.join(file), text).unwrap();
+}
+
+async fn until(
+    values: &mut watch::Receiver<Arc<NodePressure>>,
+    found: impl FnMut(&Arc<NodePressure>) -> bool,
+) -> Arc<NodePressure> {
+    Arc::clone(&timeout(LONG, values.wait_for(found)).await.unwrap().unwrap())
+}
+
+#[tokio::test]
+async fn a_subscriber_gets_values_with_rates_and_nothing_is_read_when_he_has_gone() {
+    let node = Node::start(None, 100);
+    node.write("a1", 1000);
+    node.run(&["a1"]);
+    let mut values = node.pressure.subscribe();
+    let first = until(&mut values, |value| !value.pods.is_empty()).await;
+    let container = &first.pods[0].containers[0];
+    assert_eq!(container.cgroup.as_deref(), Some("/kubepods/poduida1z/a1"));
+    assert_eq!(container.reading.as_ref().unwrap().counters.cpu_ns, 1_000_000);
+    assert_eq!(container.reading.as_ref().unwrap().gauges.memory_limit, Some(8192));
+    assert!(container.cgroup_id.is_some() && !first.by_kernel);
+    node.write("a1", 1_001_000);
+    let busy = |value: &Arc<NodePressure>| {
+        value.pods[0].containers[0].windows[0].is_some_and(|rates| rates.cpu > 0.0)
+    };
+    until(&mut values, busy).await;
+    drop(values);
+    // It may be reading right now; after that it must be still.
+    timeout(LONG, async {
+        loop {
+            let before = node.readings.load(Ordering::SeqCst);
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            if node.readings.load(Ordering::SeqCst) == before {
+                return;
+            }
+        }
+    })
+    .await
+    .unwrap();
+    node.shutdown.cancel();
+    timeout(LONG, node.task).await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_question_is_answered_by_one_full_reading_though_nobody_looks() {
+    let node = Node::start(None, 100);
+    node.write("a1", 1000);
+    node.run(&["a1"]);
+    let (one, two) = tokio::join!(node.pressure.now(), node.pressure.now());
+    assert_eq!(one.at_ns, two.at_ns);
+    assert_eq!(node.readings.load(Ordering::SeqCst), 1);
+    assert_eq!(one.pods[0].reading.as_ref().unwrap().counters.cpu_ns, 7000, "the pod's own cgroup");
+    assert_eq!(one.pods[0].cgroup.as_deref(), Some("/kubepods/poduida1z"));
+    assert!(one.machine.cpus > 0 && one.machine.memory_total > 0 && &*one.node == "n");
+}
+
+#[tokio::test]
+async fn containers_come_and_go_and_those_without_a_cgroup_are_counted() {
+    let node = Node::start(None, 100);
+    node.write("a1", 1);
+    node.run(&["a1", "b2"]);
+    let mut values = node.pressure.subscribe();
+    let value = until(&mut values, |value| value.readings().count() == 1).await;
+    assert_eq!(value.left_out, 1);
+    // The runtime had told of it before it made its cgroup.
+    node.write("b2", 1);
+    assert_eq!(until(&mut values, |value| value.readings().count() == 2).await.left_out, 0);
+    node.remove("a1");
+    until(&mut values, |value| value.readings().count() == 1).await;
+    node.run(&["b2"]);
+    let value = until(&mut values, |value| value.pods.len() == 1).await;
+    assert_eq!((value.readings().count(), value.left_out), (1, 0));
+}
+
+#[tokio::test]
+async fn no_more_containers_are_read_than_are_allowed() {
+    let node = Node::start(None, 2);
+    ["a1", "b2", "c3"].iter().for_each(|id| node.write(id, 1));
+    node.run(&["a1", "b2", "c3"]);
+    let value = node.pressure.now().await;
+    assert_eq!((value.readings().count(), value.left_out), (2, 1));
+}
+
+#[tokio::test]
+async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
+    let node = Node::start(Some(BTreeMap::new()), 100);
+    node.write("a1", 1);
+    node.run(&["a1"]);
+    let value = node.pressure.now().await;
+    let (_, container, reading) = value.readings().next().unwrap();
+    assert!(value.by_kernel);
+    assert_eq!(reading.counters.kernel, Some(Box::default()), "it has not run since the attach");
+    let id = container.cgroup_id.unwrap();
+    let counters = KernelCounters { on_cpu_ns: 5, ..KernelCounters::default() };
+    let other = Node::start(Some([(id, counters.clone()), (id + 1, KernelCounters::default())].into()), 100);
+    let link = other.dir.path().join("kubepods");
+    std::os::unix::fs::symlink(node.dir.path().join("kubepods"), &link).unwrap();
+    // Folders elsewhere are not followed: the cgroup is not found, and its counters are nobody's.
+    other.run(&["a1"]);
+    assert_eq!(other.pressure.now().await.left_out, 1);
+    fs::remove_file(&link).unwrap();
+    fs::rename(node.dir.path().join("kubepods"), &link).unwrap();
+    let mut values = other.pressure.subscribe();
+    let value = until(&mut values, |value| value.readings().count() == 1).await;
+    assert_eq!(value.readings().next().unwrap().2.counters.kernel, Some(Box::new(counters)));
+}
+
+#[tokio::test]
+async fn before_sampling_runs_there_is_nothing_yet_and_nobody_waits_for_long() {
+    let (pressure, inbox) = channel();
+    drop(inbox);
+    assert_eq!(*pressure.now().await, NodePressure::nothing_yet());
+}

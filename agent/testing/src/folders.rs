@@ -1,0 +1,23 @@
+//! Folders to walk.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+
+/// Makes `levels` folders below each other in `top`, all called `d`; the last one's descriptor.
+pub fn make_deep(top: &Path, levels: usize) -> OwnedFd {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut here: OwnedFd = fs::File::open(top).unwrap().into();
+    for _ in 0..levels {
+        rustix::fs::mkdirat(&here, "d", Mode::from_raw_mode(0o755)).unwrap();
+        here = rustix::fs::openat(&here, "d", flags, Mode::empty()).unwrap();
+    }
+    here
+}
+
+/// A folder in memory, where the machine has one: thousands of folders take their time on a disk.
+pub fn in_memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}

@@ -1,0 +1,6 @@
+//! What tests of several crates share. Only ever a dev-dependency.
+
+// A test may panic.
+#![allow(clippy::unwrap_used, clippy::panic)]
+pub mod again;
+pub mod folders;

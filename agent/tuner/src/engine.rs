@@ -1,0 +1,543 @@
+//! One tick after the other: look, decide, do. Blocking; knows no clock but the one it is told.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Instant,
+};
+
+use beelet_policy::{
+    qos::QosClass,
+    tuner::{self as policy, Knob, KnobKind, Observed, Step, Supports},
+};
+use jiff::Timestamp;
+use tracing::{debug, info, warn};
+
+use super::{
+    Settings,
+    history::History,
+    journal::{self, Journal},
+    knobs::{self, Setting},
+    metrics::Metrics,
+    quiet::Quiet,
+    sample::{Sampler, Source},
+    targets::Target,
+    view::{Blocked, Held, Outcome, Record, View},
+};
+use beelet_cgroups::{Cgroups, Version};
+use beelet_config::TunerMode;
+use beelet_state::State;
+
+/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours.
+const BEST_EFFORT: &str = "/kubepods/besteffort";
+
+/// Puts back what an agent that ended without doing it had set. For the start, before anything else writes cgroups: while
+/// one is idle the kernel refuses its weight. How many settings were.
+pub fn recover(cgroups: &Cgroups, state: &State) -> usize {
+    let mut journal = Journal::load(state);
+    if journal.is_empty() {
+        return 0;
+    }
+    let restored = journal.restore(cgroups);
+    if let Err(error) = journal.store(state) {
+        warn!(%error, "the tuner's journal can't be kept; what it set is put back once more at the next start");
+    }
+    info!(settings = restored, "what the tuner of an earlier agent had set is put back");
+    restored
+}
+
+/// Why and since when a knob is held.
+struct Why {
+    since: Timestamp,
+    reason: String,
+}
+
+/// A knob that is left alone.
+struct Block {
+    until: Instant,
+    reason: String,
+}
+
+/// See the module's head.
+pub struct Engine {
+    cgroups: Arc<Cgroups>,
+    durable: Arc<State>,
+    waits: Option<Source>,
+    settings: Settings,
+    metrics: Metrics,
+    sampler: Sampler,
+    quiet: Quiet,
+    best_effort: String,
+    /// The cgroups are somebody else's.
+    is_guest: bool,
+    state: policy::State,
+    journal: Journal,
+    why: BTreeMap<Knob, Why>,
+    /// In the mode `advise`: what is advised now, so that it isn't advised anew at each tick.
+    advised: BTreeMap<Knob, u64>,
+    blocked: BTreeMap<Knob, Block>,
+    history: History,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("state", &self.state)
+            .field("journal", &self.journal)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// An engine that holds nothing. What an earlier one left in the journal is [`recover`]ed before.
+    #[must_use]
+    pub fn new(
+        cgroups: Arc<Cgroups>,
+        durable: Arc<State>,
+        waits: Option<Source>,
+        settings: Settings,
+        metrics: Metrics,
+    ) -> Self {
+        Self {
+            journal: Journal::load(&durable),
+            history: History::load(&durable),
+            cgroups,
+            durable,
+            waits,
+            settings,
+            metrics,
+            sampler: Sampler::default(),
+            quiet: Quiet::default(),
+            best_effort: BEST_EFFORT.to_owned(),
+            is_guest: false,
+            state: policy::State::default(),
+            why: BTreeMap::new(),
+            advised: BTreeMap::new(),
+            blocked: BTreeMap::new(),
+        }
+    }
+
+    /// In cgroups that somebody else writes, a kubelet: nothing is set then that could make a write of its owner fail.
+    /// While a cgroup is idle its weight is refused, while it has a burst a lower quota is, and on version 1 a container's
+    /// quota above its pod's is.
+    #[must_use]
+    pub fn as_guest(mut self) -> Self {
+        self.is_guest = true;
+        self
+    }
+
+    /// Where the BestEffort pods are, if it isn't `/kubepods/besteffort`.
+    pub fn look_for_best_effort_in(&mut self, cgroup: String) {
+        self.best_effort = cgroup;
+    }
+
+    /// Looks at the node with these pods at `now`, and does what is to be done.
+    pub fn tick(&mut self, pods: &[Target], now: Instant) -> View {
+        self.metrics.ticks.inc();
+        self.blocked.retain(|_, block| block.until > now);
+        self.yield_overwritten(now);
+        self.settle(now);
+        let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
+        if self.is_guest {
+            (supports.idle, supports.burst) = (false, false);
+        }
+        let all_pods = self.best_effort.rsplit_once('/').map_or("/", |(parent, _)| parent);
+        let rest = (all_pods, self.state.is_at_rest());
+        let waits = self.quiet.tick(&self.cgroups, rest, self.waits.as_ref(), &self.settings.law, now);
+        let limited: Vec<Target>;
+        let pods = if waits.is_some() {
+            pods
+        } else {
+            let may_suffer = |pod: &&Target| pod.is_limited && pod.class != QosClass::BestEffort;
+            limited = pods.iter().filter(may_suffer).cloned().collect();
+            &limited
+        };
+        let waits = waits.unwrap_or_default();
+        let mut seen = self.sampler.look(&self.cgroups, waits, &self.best_effort, supports, pods, now);
+        if self.is_guest && self.cgroups.version() != Version::V2 {
+            seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
+        }
+        self.act(&seen, now)
+    }
+
+    /// Decides for what was seen, and does it: a tick without the look.
+    pub fn act(&mut self, seen: &Observed, now: Instant) -> View {
+        let mut blocked: BTreeSet<Knob> = self.blocked.keys().cloned().collect();
+        if self.is_guest {
+            // A kubelet gives BestEffort pods the least weight anyway.
+            blocked.insert(Knob { cgroup: self.best_effort.clone(), kind: KnobKind::Weight });
+        }
+        let decision = policy::decide(&self.settings.law, &self.state, seen, &blocked);
+        if self.settings.mode == TunerMode::Enforce {
+            self.forget_the_gone(&decision);
+            self.state = decision.state;
+            self.enforce(decision.steps, now);
+        } else {
+            self.advise(decision.state, decision.steps);
+        }
+        self.metrics.hold(&self.state.held.keys().map(|knob| &knob.kind));
+        self.history.keep(&self.durable);
+        self.view(decision.findings, seen.supports, now)
+    }
+
+    /// Gives back all that is held. How many settings were.
+    pub fn restore(&mut self) -> usize {
+        let restored = self.journal.restore(&self.cgroups);
+        self.state = policy::State::default();
+        self.why.clear();
+        if let Err(error) = self.journal.store(&self.durable) {
+            warn!(%error, "the tuner's journal can't be kept; what it set is put back once more at the next start");
+        }
+        self.metrics.restored.inc_by(restored as u64);
+        self.metrics.hold(&self.state.held.keys().map(|knob| &knob.kind));
+        restored
+    }
+
+    // ---- What others do ----
+
+    /// What somebody else has written over is theirs.
+    fn yield_overwritten(&mut self, now: Instant) {
+        let mut lost = Vec::new();
+        for (knob, value) in &self.state.held {
+            for setting in knobs::settings(&self.cgroups, knob, *value) {
+                let Some(entry) = self.journal.entry(&knob.cgroup, setting.file) else { continue };
+                let Some(found) = self.cgroups.read(&knob.cgroup, setting.file) else { continue };
+                let owners_again =
+                    entry.ours.last().is_some_and(|ours| *ours != found) && found == entry.owners;
+                if !journal::is_ours(setting.file, &found, entry) || owners_again {
+                    lost.push((knob.clone(), setting.file, found));
+                    break;
+                }
+            }
+        }
+        let any = !lost.is_empty();
+        for (knob, file, found) in lost {
+            let reason = format!("somebody else has set {file} to {found:?}: it is left to them for a while");
+            warn!(cgroup = knob.cgroup, reason, "a setting of the tuner was overwritten");
+            let held = self.state.held.remove(&knob);
+            self.why.remove(&knob);
+            for setting in knobs::settings(&self.cgroups, &knob, held.unwrap_or(0)) {
+                // What was only not to be touched is put right; what was overwritten stays.
+                if setting.value.is_none()
+                    && let Some(entry) = self.journal.entry(&knob.cgroup, setting.file).cloned()
+                    && let Err(error) = journal::restore(&self.cgroups, &knob.cgroup, setting.file, &entry)
+                {
+                    debug!(%error, "not put back");
+                }
+                self.cgroups.let_go(&knob.cgroup, setting.file);
+                self.journal.forget(&knob.cgroup, setting.file);
+            }
+            self.metrics.overwritten(knob.kind);
+            let from = held.map(|value| knob.kind.show(value));
+            self.remember(&knob, from, None, reason.clone(), Outcome::Overwritten(found));
+            // A burst is taken back by a quota that is lowered: no quarrel.
+            if knob.kind != KnobKind::Burst {
+                self.blocked.insert(knob, Block { until: now + self.settings.back_off, reason });
+            }
+        }
+        if any {
+            self.keep_journal();
+        }
+    }
+
+    /// What was held of cgroups that are gone needs no record.
+    fn forget_the_gone(&mut self, decision: &policy::Decision) {
+        let stepped: BTreeSet<&Knob> = decision.steps.iter().map(|step| &step.knob).collect();
+        let gone: Vec<(Knob, u64)> = self
+            .state
+            .held
+            .iter()
+            .filter(|(knob, _)| !decision.state.held.contains_key(*knob) && !stepped.contains(*knob))
+            .map(|(knob, value)| (knob.clone(), *value))
+            .collect();
+        for (knob, value) in &gone {
+            self.why.remove(knob);
+            if let Err(error) = self.undo(knob, *value) {
+                debug!(error, "not given back");
+            }
+        }
+        if !gone.is_empty() {
+            self.keep_journal();
+        }
+    }
+
+    /// Gives back what could not be when it was time, or by [`recover`]: what the journal has and nothing holds. What is left
+    /// alone for a while waits until that has ended.
+    fn settle(&mut self, now: Instant) {
+        if self.journal.is_empty() {
+            return;
+        }
+        let held = self.state.held.iter().map(|(knob, value)| (knob, *value));
+        let left_alone = self.blocked.keys().map(|knob| (knob, 0));
+        let spoken_for: BTreeSet<(String, &str)> = held
+            .chain(left_alone)
+            .flat_map(|(knob, value)| {
+                let settings = knobs::settings(&self.cgroups, knob, value);
+                settings.into_iter().map(|setting| (knob.cgroup.clone(), setting.file))
+            })
+            .collect();
+        let owed = self.journal.without(&spoken_for);
+        for (cgroup, file, entry) in &owed {
+            let Some(kind) = knobs::kind_of(file) else { continue };
+            let knob = Knob { cgroup: cgroup.clone(), kind };
+            match journal::restore(&self.cgroups, cgroup, file, entry) {
+                Ok(_) => {
+                    self.journal.forget(cgroup, file);
+                    info!(cgroup, file, "given back: it could not be before");
+                    self.metrics.step(kind, true, "done");
+                    let reason = "it could not be given back before".to_owned();
+                    self.remember(&knob, None, None, reason, Outcome::Done);
+                }
+                Err(error) => {
+                    warn!(cgroup, file, %error, "a setting of the tuner still can't be given back");
+                    self.metrics.step(kind, true, "failed");
+                    let reason = format!("it could not be given back: {error}");
+                    self.blocked.insert(knob, Block { until: now + self.settings.back_off, reason });
+                }
+            }
+        }
+        if !owed.is_empty() {
+            self.keep_journal();
+        }
+    }
+
+    // ---- What is done ----
+
+    fn enforce(&mut self, steps: Vec<Step>, now: Instant) {
+        if steps.is_empty() {
+            return;
+        }
+        let planned: Vec<(Step, Vec<Setting>)> = steps
+            .into_iter()
+            .map(|step| {
+                let settings = knobs::settings(&self.cgroups, &step.knob, step.to.or(step.from).unwrap_or(0));
+                (step, settings)
+            })
+            .collect();
+        // All into the journal first, at once; only then the files.
+        for (step, settings) in planned.iter().filter(|(step, _)| step.to.is_some()) {
+            for setting in settings {
+                let owners = self.cgroups.owners_value(&step.knob.cgroup, setting.file).unwrap_or_default();
+                self.journal.note(&step.knob.cgroup, setting.file, &owners, setting.value.as_deref());
+            }
+        }
+        if let Err(error) = self.journal.store(&self.durable) {
+            for (step, _) in planned {
+                self.failed(&step, &format!("it can't be noted how to undo it: {error}"), now);
+            }
+            return;
+        }
+        for (step, settings) in planned {
+            self.carry_out(&step, &settings, now);
+        }
+        self.keep_journal();
+    }
+
+    fn carry_out(&mut self, step: &Step, settings: &[Setting], now: Instant) {
+        let (knob, kind) = (&step.knob, step.knob.kind);
+        let Some(to) = step.to else {
+            let done = self.undo(knob, step.from.unwrap_or(0));
+            self.why.remove(knob);
+            match done {
+                Ok(()) => self.done(step),
+                Err(error) => self.failed(step, &error, now),
+            }
+            return;
+        };
+        for setting in settings {
+            let owners = self.journal.entry(&knob.cgroup, setting.file).map(|entry| entry.owners.clone());
+            let owners = owners.unwrap_or_default();
+            let held = self.cgroups.hold(&knob.cgroup, setting.file, &owners, setting.value.as_deref());
+            if let Err(error) = held {
+                let mut why = error.to_string();
+                if let Err(undone) = self.undo(knob, to) {
+                    why = format!("{why}; {undone}");
+                }
+                self.failed(step, &why, now);
+                return;
+            }
+        }
+        info!(
+            cgroup = knob.cgroup,
+            setting = kind.as_str(),
+            value = kind.show(to),
+            reason = step.reason,
+            "tuned"
+        );
+        let since = self.why.get(knob).map_or_else(Timestamp::now, |why| why.since);
+        self.why.insert(knob.clone(), Why { since, reason: step.reason.clone() });
+        self.done(step);
+    }
+
+    /// Gives a knob's files back to their owner.
+    fn undo(&mut self, knob: &Knob, value: u64) -> Result<(), String> {
+        let mut failed = Vec::new();
+        for setting in knobs::settings(&self.cgroups, knob, value) {
+            let Some(entry) = self.journal.entry(&knob.cgroup, setting.file).cloned() else { continue };
+            match journal::restore(&self.cgroups, &knob.cgroup, setting.file, &entry) {
+                Ok(_) => self.journal.forget(&knob.cgroup, setting.file),
+                // It stays in the journal, so that it is tried again: see `settle`.
+                Err(error) => failed.push(error.to_string()),
+            }
+        }
+        if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
+    }
+
+    fn done(&mut self, step: &Step) {
+        if step.to.is_none() {
+            info!(
+                cgroup = step.knob.cgroup,
+                setting = step.knob.kind.as_str(),
+                reason = step.reason,
+                "given back"
+            );
+        }
+        self.metrics.step(step.knob.kind, step.to.is_none(), "done");
+        self.remember_step(step, Outcome::Done);
+    }
+
+    /// A step that the kernel refuses is not tried again at each tick.
+    fn failed(&mut self, step: &Step, error: &str, now: Instant) {
+        warn!(
+            cgroup = step.knob.cgroup,
+            setting = step.knob.kind.as_str(),
+            error,
+            "a step of the tuner failed"
+        );
+        self.metrics.step(step.knob.kind, step.to.is_none(), "failed");
+        self.state.held.remove(&step.knob);
+        self.why.remove(&step.knob);
+        let reason = format!("it could not be set: {error}");
+        self.blocked.insert(step.knob.clone(), Block { until: now + self.settings.back_off, reason });
+        self.remember_step(step, Outcome::Failed(error.to_owned()));
+    }
+
+    fn keep_journal(&self) {
+        // A record too many does no harm: what it names holds its owner's value, or somebody else's.
+        if let Err(error) = self.journal.store(&self.durable) {
+            warn!(%error, "the tuner's journal can't be kept up to date");
+        }
+    }
+
+    // ---- What is only said ----
+
+    /// Nothing is held, so nothing changes: only what would come first is said, once as long as it stands.
+    fn advise(&mut self, state: policy::State, steps: Vec<Step>) {
+        let calm = state.cpu.is_calm() && state.memory.is_calm();
+        // What isn't done can't help, so it isn't asked whether it did.
+        let (held, helps) = (BTreeMap::new(), BTreeMap::new());
+        self.state = policy::State { held, cpu_help: helps.clone(), memory_help: helps, ..state };
+        for step in steps {
+            let Some(to) = step.to else { continue };
+            self.why.insert(step.knob.clone(), Why { since: Timestamp::now(), reason: step.reason.clone() });
+            if self.advised.insert(step.knob.clone(), to).is_none() {
+                info!(
+                    cgroup = step.knob.cgroup,
+                    setting = step.knob.kind.as_str(),
+                    value = step.knob.kind.show(to),
+                    reason = step.reason,
+                    "the tuner would set this (tuner.mode: enforce lets it)"
+                );
+                self.metrics.step(step.knob.kind, false, "advised");
+                self.remember_step(&step, Outcome::Advised);
+            }
+        }
+        if calm {
+            self.advised.clear();
+            self.why.clear();
+        }
+    }
+
+    // ---- What is shown ----
+
+    fn remember_step(&mut self, step: &Step, outcome: Outcome) {
+        let show = |value: Option<u64>| value.map(|value| step.knob.kind.show(value));
+        self.remember(&step.knob, show(step.from), show(step.to), step.reason.clone(), outcome);
+    }
+
+    fn remember(
+        &mut self,
+        knob: &Knob,
+        from: Option<String>,
+        to: Option<String>,
+        reason: String,
+        outcome: Outcome,
+    ) {
+        let at = Timestamp::now();
+        self.history.add(Record { at, knob: knob.clone(), from, to, reason, outcome });
+    }
+
+    fn view(&self, findings: Vec<String>, supports: Supports, now: Instant) -> View {
+        let held = if self.settings.mode == TunerMode::Enforce { &self.state.held } else { &self.advised };
+        let held = held.iter().map(|(knob, value)| {
+            let file =
+                knobs::settings(&self.cgroups, knob, *value).first().map_or("", |setting| setting.file);
+            let why = self.why.get(knob);
+            Held {
+                knob: knob.clone(),
+                value: knob.kind.show(*value),
+                owners: self.journal.owners_of(knob, file).unwrap_or_default().to_owned(),
+                since: why.map_or_else(Timestamp::now, |why| why.since),
+                reason: why.map(|why| why.reason.clone()).unwrap_or_default(),
+            }
+        });
+        let blocked = self.blocked.iter().map(|(knob, block)| Blocked {
+            knob: knob.clone(),
+            left: block.until.saturating_duration_since(now),
+            reason: block.reason.clone(),
+        });
+        View {
+            mode: Some(self.settings.mode),
+            at: Some(Timestamp::now()),
+            findings,
+            lacking: if self.is_guest {
+                lacking_as_guest(supports)
+            } else {
+                lacking(&self.cgroups, supports)
+            },
+            held: held.collect(),
+            blocked: blocked.collect(),
+            history: self.history.shown(),
+        }
+    }
+}
+
+/// What is not done in somebody else's cgroups, and why.
+fn lacking_as_guest(supports: Supports) -> Vec<String> {
+    let mut lacking = vec![
+        "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
+    ];
+    if !supports.memory_high {
+        lacking.push(
+            "memory.high: cgroup version 1 has none, or there are no BestEffort pods yet; on version 1 Burstable pods are \
+             not capped either, for a container's start could fail"
+                .to_owned(),
+        );
+    }
+    lacking
+}
+
+/// What can't be done here, and why.
+fn lacking(cgroups: &Cgroups, supports: Supports) -> Vec<String> {
+    let mut lacking = Vec::new();
+    if !supports.idle {
+        lacking.push(
+            "cpu.idle: the kernel is older than 5.15; BestEffort pods get the least weight instead"
+                .to_owned(),
+        );
+    }
+    if !supports.memory_high {
+        let why = if cgroups.version() == Version::V2 {
+            "the memory controller is missing"
+        } else {
+            "cgroup version 1 has none"
+        };
+        lacking.push(format!("memory.high: {why}; memory stalls are seen, but nobody is squeezed for them"));
+    }
+    if !supports.burst {
+        lacking.push(
+            "cpu.max.burst: the kernel is older than 5.14; throttled containers are lent nothing".to_owned(),
+        );
+    }
+    lacking
+}

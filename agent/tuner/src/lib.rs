@@ -1,0 +1,186 @@
+//! Closed-loop tuning of cgroups: looks at how containers suffer, lets `policy::tuner` decide, and holds settings of cgroups
+//! accordingly until they are given back.
+//!
+//! Every setting is in a durable journal before it is written, with its owner's value, so that stopping, `off`, and a start
+//! after whatever death of the agent put back what was there. What somebody else overwrites is theirs from then on. In the
+//! mode `advise` nothing is written. Must never set anything but through [`beelet_cgroups`], nor decide by itself.
+
+mod engine;
+mod foreign;
+mod history;
+mod journal;
+mod knobs;
+mod metrics;
+mod quiet;
+mod sample;
+mod targets;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use std::{sync::Arc, time::Duration};
+
+use beelet_policy::{cgroups::CgroupConfig, tuner::Law};
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info};
+
+pub use self::{
+    engine::{Engine, recover},
+    foreign::Foreign,
+    metrics::Metrics,
+    sample::{Source, Waits},
+    targets::{Target, TargetContainer, targets},
+    view::{Blocked, Held, Outcome, Record, View},
+};
+use beelet_cgroups::Cgroups;
+use beelet_config::TunerMode;
+use beelet_model::table::PodTable;
+use beelet_state::State;
+
+/// How it is set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// How far it goes.
+    pub mode: TunerMode,
+    /// The time between two looks.
+    pub interval: Duration,
+    /// How long a setting that somebody else overwrote is left to them.
+    pub back_off: Duration,
+    /// Bounds, step sizes, patience.
+    pub law: Law,
+}
+
+/// Who owns the pods and their cgroups.
+#[derive(Clone, Debug)]
+pub enum Owner {
+    /// This agent, which keeps them so.
+    Us(CgroupConfig),
+    /// A kubelet, whose pods are only observed.
+    Kubelet,
+}
+
+/// What it needs from the rest of the node.
+pub struct Parts {
+    /// The pods.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// The cgroups.
+    pub cgroups: Arc<Cgroups>,
+    /// Who owns them.
+    pub owner: Owner,
+    /// Where the journal is kept.
+    pub state: Arc<State>,
+    /// Single waits, where the kernel half measures them.
+    pub waits: Option<Source>,
+    /// How it is set up.
+    pub settings: Settings,
+    /// Counters and gauges.
+    pub metrics: Metrics,
+    /// What it shows.
+    pub view: watch::Sender<Arc<View>>,
+}
+
+impl std::fmt::Debug for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Parts").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+/// Runs until `shutdown`, then gives back all that is held.
+pub async fn run(parts: Parts, shutdown: CancellationToken) {
+    if parts.settings.mode == TunerMode::Off {
+        let history = history::History::load(&parts.state).shown();
+        parts.view.send_replace(Arc::new(View { history, ..View::off() }));
+        return;
+    }
+    let (mut engine, mut finder) = (parts.engine(), parts.finder());
+    let mut ticks = interval(parts.settings.interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => break,
+            _ = ticks.tick() => {}
+        }
+        let (table, mut looks) = (Arc::clone(&parts.table.borrow()), finder);
+        let ticked = spawn_blocking(move || {
+            let now = Instant::now().into_std();
+            let pods = looks.look(&table, &mut engine, now);
+            let view = engine.tick(&pods, now);
+            (engine, looks, view)
+        });
+        (engine, finder) = match ticked.await {
+            Ok((engine, finder, view)) => {
+                parts.view.send_replace(Arc::new(view));
+                (engine, finder)
+            }
+            Err(failed) => {
+                error!(%failed, "the tuner failed; it starts anew, with everything given back");
+                (parts.recovered_engine().await, parts.finder())
+            }
+        };
+    }
+    let restored = spawn_blocking(move || engine.restore()).await.unwrap_or_default();
+    if restored > 0 {
+        info!(settings = restored, "all that the tuner held is given back");
+    }
+}
+
+/// Finds the pods that run.
+enum Finder {
+    /// With those of the table that was last looked at: reading a hundred pods' amounts anew at each tick would be most of
+    /// what a tick on a quiet node costs.
+    Ours(CgroupConfig, Option<(Arc<PodTable>, Arc<[Target]>)>),
+    Foreign(Foreign),
+}
+
+impl Finder {
+    fn look(&mut self, table: &Arc<PodTable>, engine: &mut Engine, now: std::time::Instant) -> Arc<[Target]> {
+        match self {
+            Self::Ours(_, Some((known, found))) if Arc::ptr_eq(known, table) => Arc::clone(found),
+            Self::Ours(config, known) => {
+                let found: Arc<[Target]> = targets(table, config).into();
+                *known = Some((Arc::clone(table), Arc::clone(&found)));
+                found
+            }
+            Self::Foreign(foreign) => {
+                if let Some(cgroup) = foreign.best_effort() {
+                    engine.look_for_best_effort_in(cgroup);
+                }
+                foreign.targets(table, now).into()
+            }
+        }
+    }
+}
+
+impl Parts {
+    fn engine(&self) -> Engine {
+        let engine = Engine::new(
+            Arc::clone(&self.cgroups),
+            Arc::clone(&self.state),
+            self.waits.clone(),
+            self.settings,
+            self.metrics.clone(),
+        );
+        match self.owner {
+            Owner::Us(_) => engine,
+            Owner::Kubelet => engine.as_guest(),
+        }
+    }
+
+    fn finder(&self) -> Finder {
+        match &self.owner {
+            Owner::Us(config) => Finder::Ours(config.clone(), None),
+            Owner::Kubelet => Finder::Foreign(Foreign::new(Arc::clone(&self.cgroups))),
+        }
+    }
+
+    async fn recovered_engine(&self) -> Engine {
+        let (cgroups, state) = (Arc::clone(&self.cgroups), Arc::clone(&self.state));
+        let _ = spawn_blocking(move || recover(&cgroups, &state)).await;
+        self.engine()
+    }
+}

@@ -1,0 +1,260 @@
+//! From counters that only grow to rates since the tick before.
+
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
+
+use beelet_policy::tuner::{ContainerSample, Observed, PodSample, Supports};
+
+use super::{
+    knobs::quota,
+    targets::{Target, TargetContainer},
+};
+use beelet_cgroups::{Cgroups, Pressure, Version};
+
+/// Two looks nearer to each other than this say nothing.
+pub(super) const LEAST_MICROS: u128 = 10_000;
+/// A container that uses this much of its own limit, in percent, reclaims for its own sake.
+const AT_LIMIT_PERCENT: u64 = 95;
+
+/// Waits for a CPU and stalls for memory of one cgroup's tasks, since the beginning, as the kernel half counts them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Waits {
+    /// Nanoseconds in run queues, all tasks together.
+    pub run_queue_ns: u64,
+    /// How many waits there were by length: the first below 1024 ns, the n-th after it from 2^(9+n) to 2^(10+n) ns.
+    pub histogram: Vec<u64>,
+    /// Nanoseconds in reclaim, all tasks together.
+    pub reclaim_ns: u64,
+}
+
+/// Where they come from: by cgroup id, all at once.
+pub type Source = Arc<dyn Fn() -> BTreeMap<u64, Waits> + Send + Sync>;
+
+/// The counters of one cgroup at one time.
+#[derive(Clone, Debug)]
+struct Counters {
+    at: Instant,
+    used_ns: u64,
+    throttled_ns: u64,
+    cpu_stall_us: Option<u64>,
+    memory_stall_us: Option<u64>,
+    waits: Option<Waits>,
+}
+
+/// Remembers the counters of the tick before.
+#[derive(Debug, Default)]
+pub(super) struct Sampler {
+    before: BTreeMap<String, Counters>,
+}
+
+impl Sampler {
+    /// Looks at the node.
+    pub(super) fn look(
+        &mut self,
+        cgroups: &Cgroups,
+        waits: BTreeMap<u64, Waits>,
+        best_effort: &str,
+        supports: Supports,
+        pods: &[Target],
+        now: Instant,
+    ) -> Observed {
+        let mut look = Look { cgroups, waits, now, before: &self.before, seen: BTreeMap::new() };
+        let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
+        let samples = pods.iter().filter_map(|pod| look.pod(pod)).collect();
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
+        self.before = look.seen;
+        Observed { cpus, best_effort: best_effort.to_owned(), best_effort_used, supports, pods: samples }
+    }
+}
+
+/// One look at everything.
+struct Look<'a> {
+    cgroups: &'a Cgroups,
+    waits: BTreeMap<u64, Waits>,
+    now: Instant,
+    before: &'a BTreeMap<String, Counters>,
+    seen: BTreeMap<String, Counters>,
+}
+
+impl Look<'_> {
+    fn pod(&mut self, pod: &Target) -> Option<PodSample> {
+        let memory = self.cgroups.memory_use(&pod.cgroup)?;
+        let rates = self.rates(&pod.cgroup)?;
+        let containers: Vec<ContainerSample> = pod
+            .containers
+            .iter()
+            .filter_map(|container| self.container(pod, container, rates.throttled))
+            .collect();
+        // Version 1 refuses a quota below one of the containers'; on version 2 the tighter one holds.
+        let can_cap = self.cgroups.version() == Version::V2
+            || containers.iter().all(|container| container.quota_us.is_none());
+        Some(PodSample {
+            name: pod.name.clone(),
+            class: pod.class,
+            cgroup: pod.cgroup.clone(),
+            cpu_request: pod.cpu_request,
+            cpu_used: rates.used,
+            can_cap,
+            quota_us: quota(self.cgroups, &pod.cgroup),
+            memory_request: pod.memory_request,
+            memory_used: memory.usage,
+            working_set: memory.working_set,
+            containers,
+        })
+    }
+
+    /// A container's sample. What its pod's quota holds back, it does not wait for others either.
+    fn container(
+        &mut self,
+        pod: &Target,
+        container: &TargetContainer,
+        pod_throttled: Option<u32>,
+    ) -> Option<ContainerSample> {
+        let cgroup = self.cgroups.container_path(&pod.cgroup, &container.id)?;
+        let rates = self.rates(&cgroup)?;
+        let memory = self.cgroups.memory_use(&cgroup)?;
+        let near = |limit: u64| memory.usage >= limit / 100 * AT_LIMIT_PERCENT;
+        Some(ContainerSample {
+            name: container.name.clone(),
+            cpu_wait_permille: rates.cpu_wait,
+            cpu_wait_p99_us: rates.cpu_wait_p99_us,
+            throttled_permille: rates.throttled.max(pod_throttled),
+            memory_stall_permille: rates.memory_stall,
+            at_memory_limit: memory.limit.is_some_and(near),
+            quota_us: quota(self.cgroups, &cgroup),
+            cgroup,
+        })
+    }
+
+    /// The rates of a cgroup; None if it is gone.
+    fn rates(&mut self, cgroup: &str) -> Option<Rates> {
+        let cpu = self.cgroups.cpu_use(cgroup)?;
+        let waits = (!self.waits.is_empty())
+            .then(|| self.waits.get(&self.cgroups.cgroup_id(cgroup)?).cloned())
+            .flatten();
+        let now = Counters {
+            at: self.now,
+            used_ns: cpu.used_ns,
+            throttled_ns: cpu.throttled_ns,
+            cpu_stall_us: self.cgroups.stalled_us(cgroup, Pressure::Cpu),
+            memory_stall_us: self.cgroups.stalled_us(cgroup, Pressure::Memory),
+            waits,
+        };
+        let rates = self.before.get(cgroup).map(|before| Rates::between(before, &now)).unwrap_or_default();
+        self.seen.insert(cgroup.to_owned(), now);
+        Some(rates)
+    }
+}
+
+/// What happened between two looks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Rates {
+    /// Millicores.
+    used: Option<u64>,
+    throttled: Option<u32>,
+    cpu_wait: Option<u32>,
+    cpu_wait_p99_us: Option<u64>,
+    memory_stall: Option<u32>,
+}
+
+impl Rates {
+    fn between(before: &Counters, now: &Counters) -> Self {
+        let micros = now.at.saturating_duration_since(before.at).as_micros();
+        if micros < LEAST_MICROS {
+            return Self::default();
+        }
+        let permille =
+            |delta_us: u64| u32::try_from(u128::from(delta_us) * 1000 / micros).unwrap_or(u32::MAX);
+        let grown = |before: Option<u64>, now: Option<u64>| Some(permille(now?.checked_sub(before?)?));
+        let waits = before.waits.as_ref().zip(now.waits.as_ref());
+        let by_kernel = |of: fn(&Waits) -> u64| {
+            waits.and_then(|(before, now)| Some(permille(of(now).checked_sub(of(before))? / 1000)))
+        };
+        let used_us = now.used_ns.saturating_sub(before.used_ns) / 1000;
+        Self {
+            used: u64::try_from(u128::from(used_us) * 1000 / micros).ok(),
+            throttled: Some(permille(now.throttled_ns.saturating_sub(before.throttled_ns) / 1000)),
+            // The time in which anybody waited says more than the sum of all waits, which grows with the tasks.
+            cpu_wait: grown(before.cpu_stall_us, now.cpu_stall_us)
+                .or_else(|| by_kernel(|waits| waits.run_queue_ns)),
+            cpu_wait_p99_us: waits.and_then(|(before, now)| p99_us(&before.histogram, &now.histogram)),
+            memory_stall: grown(before.memory_stall_us, now.memory_stall_us)
+                .or_else(|| by_kernel(|waits| waits.reclaim_ns)),
+        }
+    }
+}
+
+/// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within its bucket, in
+/// microseconds. Fewer than 100 waits have none.
+pub(super) fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
+    let counts: Vec<u64> = now
+        .iter()
+        .enumerate()
+        .map(|(n, count)| count.saturating_sub(before.get(n).copied().unwrap_or(0)))
+        .collect();
+    let all: u64 = counts.iter().sum();
+    if all < 100 {
+        return None;
+    }
+    let rank = all - all / 100;
+    let mut seen = 0;
+    for (n, count) in counts.iter().enumerate() {
+        if seen + count >= rank {
+            let end_ns = 1024_u64.checked_shl(u32::try_from(n).ok()?)?;
+            let begin_ns = if n == 0 { 0 } else { end_ns / 2 };
+            let within = u128::from(end_ns - begin_ns) * u128::from(rank - seen) / u128::from(*count);
+            return Some((begin_ns + u64::try_from(within).unwrap_or(0)) / 1000);
+        }
+        seen += count;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn counters(at: Instant) -> Counters {
+        Counters {
+            at,
+            used_ns: 0,
+            throttled_ns: 0,
+            cpu_stall_us: Some(0),
+            memory_stall_us: None,
+            waits: None,
+        }
+    }
+
+    #[test]
+    fn counters_become_shares_of_the_time_between() {
+        let start = Instant::now();
+        let before = counters(start);
+        let mut now = counters(start + Duration::from_millis(500));
+        now.used_ns = 750_000_000;
+        now.throttled_ns = 50_000_000;
+        now.cpu_stall_us = Some(25_000);
+        let rates = Rates::between(&before, &now);
+        let expected = Rates {
+            used: Some(1500),
+            throttled: Some(100),
+            cpu_wait: Some(50),
+            cpu_wait_p99_us: None,
+            memory_stall: None,
+        };
+        assert_eq!(rates, expected);
+        // A container that was started again has counters of its own, which may be smaller.
+        now.cpu_stall_us = Some(10);
+        assert_eq!(Rates::between(&now, &counters(start + Duration::from_secs(1))).cpu_wait, None);
+        assert_eq!(Rates::between(&before, &counters(start)), Rates::default());
+    }
+
+    #[test]
+    fn the_99th_percentile_is_of_what_is_new() {
+        assert_eq!(p99_us(&[], &[50, 49]), None);
+        assert_eq!(p99_us(&[], &[990, 0, 0, 10]), Some(1));
+        // Half of the bucket from 4096 to 8192 ns.
+        assert_eq!(p99_us(&[], &[980, 0, 0, 20]), Some(6));
+        assert_eq!(p99_us(&[1000, 0, 0, 0], &[1000, 0, 0, 200]), Some(8));
+    }
+}

@@ -1,0 +1,68 @@
+//! The pods that the tuner looks at, from the pod table. Pure.
+
+use beelet_policy::{
+    cgroups::{CgroupConfig, pod_path},
+    qos::{QosClass, qos_class_of},
+    resources::{CPU, MEMORY, PodDemand},
+};
+
+use beelet_model::{
+    pod::running,
+    table::{PodEntry, PodName, PodTable},
+};
+
+/// A pod with running containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// `namespace/name`.
+    pub name: String,
+    /// Its class.
+    pub class: QosClass,
+    /// Its cgroup.
+    pub cgroup: String,
+    /// Millicores that it requests.
+    pub cpu_request: u64,
+    /// Bytes that it requests.
+    pub memory_request: u64,
+    /// A container of it may be held back by a CPU limit of its own.
+    pub is_limited: bool,
+    /// Its running containers.
+    pub containers: Vec<TargetContainer>,
+}
+
+/// A running container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TargetContainer {
+    /// Its name in the pod.
+    pub name: String,
+    /// The runtime's identifier.
+    pub id: String,
+}
+
+/// The pods with running containers. One whose amounts can't be read is left out: it can't have been started.
+#[must_use]
+pub fn targets(table: &PodTable, config: &CgroupConfig) -> Vec<Target> {
+    table.pods.values().filter_map(|entry| target(entry, config)).collect()
+}
+
+fn target(entry: &PodEntry, config: &CgroupConfig) -> Option<Target> {
+    let pod = &entry.pod;
+    let containers: Vec<TargetContainer> = running(pod)
+        .map(|(id, container)| TargetContainer { name: container.name.clone(), id: id.to_owned() })
+        .collect();
+    if containers.is_empty() {
+        return None;
+    }
+    let demand = PodDemand::read(pod).ok()?;
+    let class = qos_class_of(pod, &demand);
+    let requests = demand.requests();
+    Some(Target {
+        name: PodName::of(pod).to_string(),
+        class,
+        cgroup: pod_path(pod.metadata.uid.as_deref(), class, config).ok()?,
+        cpu_request: u64::try_from(requests.amount(CPU).milli_value()).unwrap_or(0),
+        memory_request: u64::try_from(requests.amount(MEMORY).value()).unwrap_or(0),
+        is_limited: demand.limits().get(CPU).is_some(),
+        containers,
+    })
+}

@@ -1,0 +1,191 @@
+//! The engine over plain folders.
+
+use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration, time::Instant};
+
+use beelet_policy::{
+    qos::QosClass,
+    tuner::{ContainerSample, KnobKind, Law, Observed, PodSample, Supports},
+};
+use tempfile::TempDir;
+
+use super::{Engine, Metrics, Outcome, Settings, recover};
+use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
+use beelet_config::TunerMode;
+use beelet_state::State;
+
+const BEST_EFFORT: &str = "/kubepods/besteffort";
+
+struct Fake {
+    dir: TempDir,
+    cgroups: Arc<Cgroups>,
+}
+
+impl Fake {
+    fn new() -> Self {
+        let dir = TempDir::new().unwrap();
+        let mount = dir.path().join("cgroup");
+        fs::create_dir_all(mount.join("kubepods/besteffort/podhog")).unwrap();
+        let hierarchies = vec![Hierarchy { mount: mount.clone(), is_v2: true, controllers: BTreeSet::new() }];
+        for folder in ["", "kubepods", "kubepods/besteffort", "kubepods/besteffort/podhog"] {
+            for (file, content) in [
+                ("cgroup.controllers", "cpu memory"),
+                ("cgroup.subtree_control", "cpu memory"),
+                ("cpu.idle", "0"),
+                ("cpu.weight", "1"),
+                ("cpu.max", "max 50000"),
+                ("memory.high", "max"),
+            ] {
+                fs::write(mount.join(folder).join(file), content).unwrap();
+            }
+        }
+        let layout = Layout { version: Version::V2, hierarchies };
+        Self { dir, cgroups: Arc::new(Cgroups::over_folders(layout, "/").unwrap()) }
+    }
+
+    fn state(&self) -> Arc<State> {
+        Arc::new(State::open(&self.dir.path().join("state")).unwrap())
+    }
+
+    fn engine(&self) -> Engine {
+        self.engine_by(Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() })
+    }
+
+    fn engine_by(&self, law: Law) -> Engine {
+        let (interval, back_off) = (Duration::from_secs(1), Duration::from_secs(60));
+        let settings = Settings { mode: TunerMode::Enforce, interval, back_off, law };
+        Engine::new(Arc::clone(&self.cgroups), self.state(), None, settings, Metrics::default())
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join("cgroup").join(&BEST_EFFORT[1..]).join(name)
+    }
+
+    fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.file(name)).unwrap()
+    }
+}
+
+fn seen(wait: u32) -> Observed {
+    let pod = |name: &str, class, cgroup: &str| PodSample {
+        name: name.to_owned(),
+        class,
+        cgroup: cgroup.to_owned(),
+        cpu_request: 0,
+        cpu_used: Some(0),
+        can_cap: true,
+        quota_us: None,
+        memory_request: 0,
+        memory_used: 0,
+        working_set: 0,
+        containers: vec![ContainerSample { cpu_wait_permille: Some(wait), ..ContainerSample::default() }],
+    };
+    Observed {
+        cpus: 2000,
+        best_effort: BEST_EFFORT.to_owned(),
+        best_effort_used: if wait > 0 { 1000 } else { 0 },
+        supports: Supports { idle: true, memory_high: true, burst: false },
+        pods: vec![
+            pod("server", QosClass::Guaranteed, "/kubepods/pods"),
+            pod("hog", QosClass::BestEffort, "/x"),
+        ],
+    }
+}
+
+#[test]
+fn a_cap_keeps_its_owners_period() {
+    let fake = Fake::new();
+    let mut engine = fake.engine();
+    for _ in 0..2 {
+        engine.act(&seen(500), Instant::now());
+    }
+    assert_eq!((fake.read("cpu.idle"), fake.read("cpu.max")), ("1".to_owned(), "37500 50000".to_owned()));
+    assert_eq!(engine.restore(), 3);
+    assert_eq!((fake.read("cpu.idle"), fake.read("cpu.max")), ("0".to_owned(), "max 50000".to_owned()));
+}
+
+#[test]
+fn the_journal_is_written_before_the_file() {
+    let fake = Fake::new();
+    // Nothing can be noted: a folder is where the journal belongs.
+    let mut engine = fake.engine();
+    fs::create_dir_all(fake.dir.path().join("state/tuner.json/x")).unwrap();
+    let view = engine.act(&seen(500), Instant::now());
+    assert_eq!(fake.read("cpu.idle"), "0");
+    assert!(matches!(&view.history[0].outcome, Outcome::Failed(why) if why.contains("noted")), "{view:?}");
+    assert_eq!(view.blocked[0].knob.kind, KnobKind::Idle);
+}
+
+#[test]
+fn what_changed_owners_values_meanwhile_is_what_comes_back() {
+    let fake = Fake::new();
+    let mut engine = fake.engine();
+    engine.act(&seen(500), Instant::now());
+    let weight = [("cpu.weight".to_owned(), "7".to_owned())].into();
+    fake.cgroups.ensure(BEST_EFFORT, &weight).unwrap();
+    assert_eq!(fake.read("cpu.weight"), "1", "a held file is not written");
+    engine.restore();
+    assert_eq!(fake.read("cpu.weight"), "7");
+    fake.cgroups.ensure(BEST_EFFORT, &[("cpu.weight".to_owned(), "8".to_owned())].into()).unwrap();
+    assert_eq!(fake.read("cpu.weight"), "8", "and is written again once it isn't held");
+}
+
+#[test]
+fn the_next_start_puts_back_what_a_killed_agent_left_unless_somebody_else_wrote_it() {
+    let fake = Fake::new();
+    let mut engine = fake.engine();
+    for _ in 0..3 {
+        engine.act(&seen(500), Instant::now());
+    }
+    let journal = fs::read(fake.dir.path().join("state/tuner.json")).unwrap();
+    drop(engine);
+    fs::write(fake.file("cpu.max"), "1000 50000").unwrap();
+    // A process of its own knows nothing of what is held but the journal.
+    let fresh = Fake { cgroups: Arc::new((*fake.cgroups).clone()), dir: fake.dir };
+    assert_eq!(recover(&fresh.cgroups, &fresh.state()), 2);
+    assert_eq!(fresh.read("cpu.idle"), "0");
+    assert_eq!(fresh.read("cpu.max"), "1000 50000");
+    assert_eq!(recover(&fresh.cgroups, &fresh.state()), 0);
+    // Killed between the note and the write: the file is still its owner's.
+    fs::write(fresh.dir.path().join("state/tuner.json"), journal).unwrap();
+    recover(&fresh.cgroups, &fresh.state());
+    assert_eq!((fresh.read("cpu.idle"), fresh.read("cpu.weight")), ("0".to_owned(), "1".to_owned()));
+}
+
+#[test]
+fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_more() {
+    // A file that says what the tuner writes, and that nobody may write, root included: a constant of the kernel.
+    let constant = "/proc/sys/kernel/ngroups_max";
+    let value: u64 = fs::read_to_string(constant).unwrap().trim().parse().unwrap();
+    let fake = Fake::new();
+    let (hog, high) = ("/kubepods/besteffort/podhog", fake.file("podhog/memory.high"));
+    let law =
+        Law { hot_ticks: 1, calm_ticks: 1, memory_step_percent: 100, memory_floor: value, ..Law::default() };
+    let mut engine = fake.engine_by(law);
+    let tick = |stalled: u32, used: u64| {
+        let mut seen = seen(0);
+        seen.pods[0].containers[0].memory_stall_permille = Some(stalled);
+        seen.pods[1].cgroup = hog.to_owned();
+        seen.pods[1].memory_used = used;
+        seen
+    };
+    let start = Instant::now();
+    engine.act(&tick(500, 2 * value), start);
+    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string());
+    fs::remove_file(&high).unwrap();
+    std::os::unix::fs::symlink(constant, &high).unwrap();
+    let view = engine.act(&tick(0, 0), start);
+    assert!(matches!(view.history.last().unwrap().outcome, Outcome::Failed(_)), "{view:?}");
+    assert!(view.held.is_empty());
+    assert_eq!(view.blocked[0].knob.kind, KnobKind::MemoryHigh);
+    // It doesn't work any better later.
+    let view = engine.tick(&[], start + Duration::from_secs(61));
+    assert!(view.blocked[0].reason.contains("could not be given back"), "{view:?}");
+    fs::remove_file(&high).unwrap();
+    fs::write(&high, value.to_string()).unwrap();
+    engine.tick(&[], start + Duration::from_secs(100));
+    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string(), "it is left alone for a minute");
+    let view = engine.tick(&[], start + Duration::from_secs(122));
+    assert_eq!(fs::read_to_string(&high).unwrap(), "max");
+    assert!(view.blocked.is_empty() && view.history.last().unwrap().outcome == Outcome::Done, "{view:?}");
+    assert!(!fake.dir.path().join("state/tuner.json").exists(), "the journal is done with");
+}

@@ -1,0 +1,406 @@
+//! Files that change all at once: what a ConfigMap, a Secret, the downward API or a projection of them shows.
+//!
+//! The layout is the kubelet's (`pkg/volume/util/atomic_writer.go`), which programs have learned to watch:
+//!
+//! ```text
+//! ..2026_11_21_20_15_00.123456789/   a whole set of files
+//! ..data -> ..2026_11_21_20_15_00.123456789
+//! key    -> ..data/key               one link for each name at the top
+//! ```
+//!
+//! A new set is written beside the old one; renaming one link over `..data` puts it in the other's place. An agent
+//! killed at any point leaves the old set or the new one, and what it didn't get to remove goes at the next change.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CString, OsStr, OsString};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Component, Path};
+
+use jiff::Timestamp;
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::fs_group::{Access, FsGroup};
+use beelet_base::walk::remove;
+
+/// The link that leads to the set in force.
+const DATA: &str = "..data";
+const DATA_NEXT: &str = "..data_tmp";
+/// Longest path of a file in a volume, in bytes, as in the kubelet.
+const PATH_MAX: usize = 4096;
+
+/// A set of files by their relative path.
+pub(super) type Payload = BTreeMap<String, PayloadFile>;
+
+/// One file.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct PayloadFile {
+    /// Its content.
+    pub(super) bytes: Vec<u8>,
+    /// Its permissions.
+    pub(super) mode: u32,
+}
+
+impl std::fmt::Debug for PayloadFile {
+    /// Not the content: it may be secret.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes, mode 0{:o}", self.bytes.len(), self.mode)
+    }
+}
+
+/// Whether a folder shows any files already.
+pub(super) fn is_set_up(root: &OwnedFd) -> bool {
+    current(root).is_ok_and(|set| set.is_some())
+}
+
+/// Makes the open folder `root` show these files; `path` is its name in errors. Says whether anything
+/// changed.
+pub(super) fn write(
+    path: &Path,
+    root: &OwnedFd,
+    payload: &Payload,
+    group: Option<&FsGroup>,
+) -> Result<bool, String> {
+    for file in payload.keys() {
+        check_path(file)?;
+    }
+    let failed = |e: std::io::Error| format!("cannot write to {}: {e}", path.display());
+    if group.is_some() {
+        give(group, root, FileType::Directory).map_err(|e| failed(e.into()))?;
+    }
+    let current = current(root).map_err(|e| failed(e.into()))?;
+    if let Some(current) = &current
+        && holds(root, current, payload).unwrap_or(false)
+    {
+        return Ok(false);
+    }
+    let set = write_set(root, payload, group).map_err(failed)?;
+    let finish = || -> Result<(), Errno> {
+        publish(root, &set)?;
+        link_names(root, payload)?;
+        sweep(root, &set)
+    };
+    finish().map_err(|e| failed(e.into()))?;
+    Ok(true)
+}
+
+/// What a path in a volume must be: relative, without `..`, and not one of our own names.
+fn check_path(path: &str) -> Result<(), String> {
+    let mut parts = Path::new(path).components();
+    let normal = parts.clone().all(|part| matches!(part, Component::Normal(_)));
+    let ours =
+        matches!(parts.next(), Some(Component::Normal(name)) if name.as_encoded_bytes().starts_with(b".."));
+    if path.is_empty() || path.len() > PATH_MAX || !normal || ours || path.contains('\0') {
+        return Err(format!(
+            "the path {path:?} must be relative, without '..', and must not begin with '..'"
+        ));
+    }
+    Ok(())
+}
+
+/// Whether a link leads to a set beside it. A container with a hostPath may have put another one there.
+fn is_set(target: &OsStr) -> bool {
+    let mut parts = Path::new(target).components();
+    let first = parts.next();
+    let ours = matches!(first, Some(Component::Normal(name)) if name.as_encoded_bytes().starts_with(b".."));
+    ours && parts.next().is_none()
+}
+
+/// The set in force.
+fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
+    match rustix::fs::readlinkat(root, DATA, Vec::new()) {
+        Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes())).filter(|set| is_set(set))),
+        Err(Errno::NOENT) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Whether a set has these files and no others, with their contents and modes' owner part.
+fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io::Error> {
+    let folder = open_folder(root, set)?;
+    if count(&folder, "", payload)? != Some(payload.len()) {
+        return Ok(false);
+    }
+    for (path, wanted) in payload {
+        let file = File::from(open_beneath(&folder, path)?);
+        let mut bytes = Vec::new();
+        file.take(wanted.bytes.len() as u64 + 1).read_to_end(&mut bytes)?;
+        if bytes != wanted.bytes {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// How many files are in a folder and below it. None once there is something that `payload` hasn't: a container may have
+/// put more there than one would like to see.
+fn count(folder: &OwnedFd, prefix: &str, payload: &Payload) -> Result<Option<usize>, Errno> {
+    let mut files = 0;
+    for name in entries(folder)? {
+        let path = format!("{prefix}{}", name.to_string_lossy());
+        if kind(folder, &name)? == FileType::Directory {
+            let below = format!("{path}/");
+            if !payload.keys().any(|file| file.starts_with(&below)) {
+                return Ok(None);
+            }
+            let Some(more) = count(&open_folder(folder, &name)?, &below, payload)? else { return Ok(None) };
+            files += more;
+        } else if payload.contains_key(&path) {
+            files += 1;
+        } else {
+            return Ok(None);
+        }
+    }
+    Ok(Some(files))
+}
+
+/// Writes a new set; its name.
+fn write_set(root: &OwnedFd, payload: &Payload, group: Option<&FsGroup>) -> Result<OsString, std::io::Error> {
+    let name = loop {
+        let now = Timestamp::now().strftime("..%Y_%m_%d_%H_%M_%S.%9f").to_string();
+        match rustix::fs::mkdirat(root, &now, Mode::from_raw_mode(0o755)) {
+            Ok(()) => break OsString::from(now),
+            Err(Errno::EXIST) => {} // two changes in a nanosecond: the clock stands
+            Err(e) => return Err(e.into()),
+        }
+    };
+    let set = open_folder(root, &name)?;
+    rustix::fs::fchmod(&set, Mode::from_raw_mode(0o755))?;
+    give(group, &set, FileType::Directory)?;
+    for (path, content) in payload {
+        let path = Path::new(path);
+        let folder = make_folders(&set, path.parent().unwrap_or(Path::new("")), group)?;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let name = path.file_name().unwrap_or_default();
+        let mut file = File::from(rustix::fs::openat(&folder, name, flags, Mode::from_raw_mode(0o600))?);
+        file.write_all(&content.bytes)?;
+        rustix::fs::fchmod(&file, Mode::from_raw_mode(content.mode & 0o777))?;
+        give(group, &file, FileType::RegularFile)?;
+    }
+    Ok(name)
+}
+
+fn make_folders(set: &OwnedFd, way: &Path, group: Option<&FsGroup>) -> Result<OwnedFd, Errno> {
+    let mut folder = open_folder(set, OsStr::new("."))?;
+    for name in way.components() {
+        let name = name.as_os_str();
+        match rustix::fs::mkdirat(&folder, name, Mode::from_raw_mode(0o755)) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(e) => return Err(e),
+        }
+        folder = open_folder(&folder, name)?;
+        rustix::fs::fchmod(&folder, Mode::from_raw_mode(0o755))?;
+        give(group, &folder, FileType::Directory)?;
+    }
+    Ok(folder)
+}
+
+fn give(group: Option<&FsGroup>, file: impl AsFd, kind: FileType) -> Result<(), Errno> {
+    group.map_or(Ok(()), |group| group.own_file(file, kind, Access::ReadOnly))
+}
+
+/// Puts a set in force.
+fn publish(root: &OwnedFd, set: &OsStr) -> Result<(), Errno> {
+    match rustix::fs::unlinkat(root, DATA_NEXT, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(e) => return Err(e),
+    }
+    rustix::fs::symlinkat(set, root, DATA_NEXT)?;
+    rustix::fs::renameat(root, DATA_NEXT, root, DATA)
+}
+
+/// A link for each name at the top, and none for names that are gone. What isn't a link of ours (a folder that a
+/// `subPath` made) is left alone.
+fn link_names(root: &OwnedFd, payload: &Payload) -> Result<(), Errno> {
+    let wanted: BTreeSet<&OsStr> = payload
+        .keys()
+        .filter_map(|path| Path::new(path).components().next())
+        .map(Component::as_os_str)
+        .collect();
+    for name in entries(root)? {
+        let is_name = !name.as_encoded_bytes().starts_with(b"..");
+        if is_name && !wanted.contains(&*name) && kind(root, &name)? == FileType::Symlink {
+            rustix::fs::unlinkat(root, &name, AtFlags::empty())?;
+        }
+    }
+    for name in wanted {
+        let target = Path::new(DATA).join(name);
+        match rustix::fs::symlinkat(&target, root, name) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Removes all sets but the one in force.
+fn sweep(root: &OwnedFd, in_force: &OsStr) -> Result<(), Errno> {
+    for name in entries(root)? {
+        let set = name.as_encoded_bytes().starts_with(b"..") && name != DATA && *name != *in_force;
+        if set {
+            let name = CString::new(name.into_vec()).map_err(|_| Errno::INVAL)?;
+            remove(root.as_fd(), &name)?;
+        }
+    }
+    Ok(())
+}
+
+/// The names in a folder that only the agent writes to, without `.` and `..`.
+fn entries(folder: &OwnedFd) -> Result<Vec<OsString>, Errno> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name != c"." && name != c".." {
+            names.push(OsStr::from_bytes(name.to_bytes()).to_owned());
+        }
+    }
+    Ok(names)
+}
+
+/// What kind of thing an entry is, a link seen as a link.
+fn kind(parent: impl AsFd, name: &OsStr) -> Result<FileType, Errno> {
+    let stat = rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(FileType::from_raw_mode(stat.st_mode))
+}
+
+fn open_folder(parent: impl AsFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat(parent, name, flags, Mode::empty())
+}
+
+fn open_beneath(folder: &OwnedFd, path: &str) -> Result<OwnedFd, Errno> {
+    use rustix::fs::ResolveFlags;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    rustix::fs::openat2(folder, path, flags, Mode::empty(), resolve)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn payload(files: &[(&str, &str)]) -> Payload {
+        let file = |text: &str| PayloadFile { bytes: text.into(), mode: 0o644 };
+        files.iter().map(|(path, text)| ((*path).to_owned(), file(text))).collect()
+    }
+
+    fn write(dir: &Path, payload: &Payload, group: Option<&FsGroup>) -> Result<bool, String> {
+        super::write(dir, &File::open(dir).unwrap().into(), payload, group)
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    fn sets(dir: &Path) -> usize {
+        names(dir).iter().filter(|name| name.starts_with("..20")).count()
+    }
+
+    #[test]
+    fn files_are_seen_through_links_and_change_all_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let read = |name: &str| fs::read_to_string(dir.path().join(name)).ok();
+        assert_eq!(
+            write(dir.path(), &payload(&[("a", "1"), ("deep/b", "2"), ("deep/c", "3")]), None),
+            Ok(true)
+        );
+        assert_eq!(
+            (read("a"), read("deep/b"), read("deep/c")),
+            (Some("1".into()), Some("2".into()), Some("3".into()))
+        );
+        assert_eq!(fs::read_link(dir.path().join("a")).unwrap(), Path::new("..data/a"));
+        assert_eq!(fs::read_link(dir.path().join("deep")).unwrap(), Path::new("..data/deep"));
+        let before = fs::read_link(dir.path().join(DATA)).unwrap();
+        assert_eq!(
+            write(dir.path(), &payload(&[("a", "1"), ("deep/b", "2"), ("deep/c", "3")]), None),
+            Ok(false)
+        );
+        assert_eq!(fs::read_link(dir.path().join(DATA)).unwrap(), before);
+        assert_eq!(write(dir.path(), &payload(&[("a", "new")]), None), Ok(true));
+        assert_eq!((read("a"), read("deep/b")), (Some("new".into()), None));
+        assert_eq!(names(dir.path())[1..], ["..data", "a"]);
+        assert_eq!(sets(dir.path()), 1);
+    }
+
+    #[test]
+    fn modes_are_what_they_should_be_whatever_the_umask() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = PayloadFile { bytes: vec![], mode: 0o466 };
+        write(dir.path(), &[("a".to_owned(), file)].into(), None).unwrap();
+        let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode() & 0o7777;
+        assert_eq!((mode("a"), mode("..data/")), (0o466, 0o755));
+    }
+
+    #[test]
+    fn what_leads_out_of_the_folder_is_no_set_and_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let (volume, outside) = (dir.path().join("v"), dir.path().join("outside"));
+        fs::create_dir(&volume).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("a"), "1").unwrap();
+        for target in ["../outside", outside.to_str().unwrap(), "/", "a", "..x/y"] {
+            let _ = fs::remove_file(volume.join(DATA)); // of the case before
+            std::os::unix::fs::symlink(target, volume.join(DATA)).unwrap();
+            assert!(!is_set_up(&File::open(&volume).unwrap().into()), "{target}");
+            assert_eq!(write(&volume, &payload(&[("a", "1")]), None), Ok(true), "{target}");
+            assert_eq!(fs::read_to_string(volume.join("a")).unwrap(), "1");
+        }
+        assert_eq!((names(&outside), sets(&volume)), (vec!["a".to_owned()], 1));
+    }
+
+    #[test]
+    fn a_set_is_not_looked_through_further_than_its_own_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = payload(&[("a", "1"), ("deep/b", "2")]);
+        write(dir.path(), &files, None).unwrap();
+        let set = dir.path().join(fs::read_link(dir.path().join(DATA)).unwrap());
+        for more in ["other/folder", "deep/other"] {
+            fs::create_dir_all(set.join(more)).unwrap();
+            let root = File::open(dir.path()).unwrap().into();
+            assert!(!holds(&root, set.file_name().unwrap(), &files).unwrap(), "{more}");
+            fs::remove_dir(set.join(more)).unwrap();
+        }
+        fs::remove_dir(set.join("other")).unwrap();
+        assert_eq!(write(dir.path(), &files, None), Ok(false));
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_is_swept_up() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("..2020_01_01_00_00_00.000000000/x")).unwrap();
+        std::os::unix::fs::symlink("nowhere", dir.path().join(DATA_NEXT)).unwrap();
+        write(dir.path(), &payload(&[("a", "1")]), None).unwrap();
+        assert_eq!(sets(dir.path()), 1);
+        assert!(!dir.path().join(DATA_NEXT).is_symlink());
+    }
+
+    #[test]
+    fn a_folder_that_a_sub_path_made_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), &payload(&[("a", "1")]), None).unwrap();
+        fs::create_dir(dir.path().join("made")).unwrap();
+        write(dir.path(), &payload(&[("b", "1")]), None).unwrap();
+        assert_eq!(names(dir.path())[1..], ["..data", "b", "made"]);
+    }
+
+    #[test]
+    fn paths_that_lead_elsewhere_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        for path in ["", "/a", "../a", "a/../b", "..data", "..x", "a\0b"] {
+            assert!(write(dir.path(), &payload(&[(path, "1")]), None).is_err(), "{path:?}");
+        }
+        for path in ["a", ".hidden", "a/b", "...a".trim_start_matches('.'), "a..b"] {
+            assert!(write(dir.path(), &payload(&[(path, "1")]), None).is_ok(), "{path:?}");
+        }
+    }
+}

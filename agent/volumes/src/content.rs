@@ -1,0 +1,273 @@
+//! What volumes made of objects hold: ConfigMaps, Secrets, the downward API, and projections of them. Pure.
+
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1 as core;
+
+use super::atomic::{Payload, PayloadFile};
+use beelet_model::objects::Objects;
+use beelet_model::pod::NodeFacts;
+use beelet_spec::downward;
+use beelet_spec::env::missing;
+
+/// The mode of files that no mode is given for.
+const DEFAULT_MODE: i32 = 0o644;
+
+/// What volumes are made of besides their own spec.
+#[derive(Clone, Copy)]
+pub struct Sources<'a> {
+    /// The pod whose volumes they are.
+    pub pod: &'a core::Pod,
+    /// ConfigMaps and Secrets.
+    pub objects: &'a Objects,
+    /// The node.
+    pub node: &'a NodeFacts,
+}
+
+/// Whether a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the disk.
+pub(super) fn in_memory(volume: &core::Volume) -> bool {
+    volume.config_map.is_none()
+}
+
+/// The files of a volume; None for one of another kind. Fails, with a sentence, where something isn't there.
+pub(super) fn payload(volume: &core::Volume, sources: &Sources<'_>) -> Result<Option<Payload>, String> {
+    let mut files = Files { sources, payload: Payload::new() };
+    if let Some(source) = &volume.config_map {
+        files.config_map(&Reference::of_map(source), mode_of(source.default_mode))?;
+    } else if let Some(source) = &volume.secret {
+        files.secret(&Reference::of_secret(source), mode_of(source.default_mode))?;
+    } else if let Some(source) = &volume.downward_api {
+        files.downward(source.items.as_deref(), mode_of(source.default_mode))?;
+    } else if let Some(source) = &volume.projected {
+        let mode = mode_of(source.default_mode);
+        for projection in source.sources.iter().flatten() {
+            files.project(projection, mode)?;
+        }
+    } else {
+        return Ok(None);
+    }
+    Ok(Some(files.payload))
+}
+
+fn mode_of(mode: Option<i32>) -> i32 {
+    mode.unwrap_or(DEFAULT_MODE)
+}
+
+/// A reference to an object, whatever field it is written in.
+struct Reference<'a> {
+    name: &'a str,
+    items: &'a [core::KeyToPath],
+    optional: bool,
+}
+
+impl<'a> Reference<'a> {
+    fn new(name: &'a str, items: Option<&'a Vec<core::KeyToPath>>, optional: Option<bool>) -> Self {
+        let items = items.map(Vec::as_slice).unwrap_or_default();
+        Self { name, items, optional: optional == Some(true) }
+    }
+
+    fn of_map(source: &'a core::ConfigMapVolumeSource) -> Self {
+        Self::new(&source.name, source.items.as_ref(), source.optional)
+    }
+
+    fn of_secret(source: &'a core::SecretVolumeSource) -> Self {
+        Self::new(source.secret_name.as_deref().unwrap_or_default(), source.items.as_ref(), source.optional)
+    }
+}
+
+struct Files<'s> {
+    sources: &'s Sources<'s>,
+    payload: Payload,
+}
+
+impl Files<'_> {
+    fn add(&mut self, path: &str, bytes: &[u8], mode: i32) {
+        // Of two sources for one path the later one wins.
+        let mode = u32::try_from(mode).unwrap_or(0) & 0o777;
+        self.payload.insert(path.to_owned(), PayloadFile { bytes: bytes.to_vec(), mode });
+    }
+
+    fn namespace(&self) -> &str {
+        self.sources.pod.metadata.namespace.as_deref().unwrap_or("default")
+    }
+
+    fn config_map(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), String> {
+        let found = self.sources.objects.config_map(self.namespace(), reference.name);
+        let entries = found.map(|map| {
+            let text = map.data.iter().flatten().map(|(key, text)| (key.as_str(), text.as_bytes()));
+            let bytes =
+                map.binary_data.iter().flatten().map(|(key, ByteString(b))| (key.as_str(), b.as_slice()));
+            text.chain(bytes).collect::<Vec<_>>()
+        });
+        self.object("ConfigMap", reference, entries.as_deref(), mode)
+    }
+
+    fn secret(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), String> {
+        let found = self.sources.objects.secret(self.namespace(), reference.name);
+        let entries = found.map(|secret| {
+            let all = secret.data.iter().flatten();
+            all.map(|(key, ByteString(bytes))| (key.as_str(), bytes.as_slice())).collect::<Vec<_>>()
+        });
+        self.object("Secret", reference, entries.as_deref(), mode)
+    }
+
+    /// All keys of an object, or those that are asked for, under the paths that are asked for.
+    fn object(
+        &mut self,
+        kind: &str,
+        reference: &Reference<'_>,
+        entries: Option<&[(&str, &[u8])]>,
+        mode: i32,
+    ) -> Result<(), String> {
+        let name = reference.name;
+        let Some(entries) = entries else {
+            let error = missing(kind, self.namespace(), name);
+            return if reference.optional { Ok(()) } else { Err(error) };
+        };
+        if reference.items.is_empty() {
+            entries.iter().for_each(|(key, bytes)| self.add(key, bytes, mode));
+        }
+        for item in reference.items {
+            match entries.iter().find(|(key, _)| *key == item.key) {
+                Some((_, bytes)) => self.add(&item.path, bytes, item.mode.unwrap_or(mode)),
+                None if reference.optional => {}
+                None => return Err(format!("the {kind} {name} has no key {}", item.key)),
+            }
+        }
+        Ok(())
+    }
+
+    fn downward(&mut self, items: Option<&[core::DownwardAPIVolumeFile]>, mode: i32) -> Result<(), String> {
+        let Sources { pod, node, .. } = *self.sources;
+        for item in items.into_iter().flatten() {
+            let text = match (&item.field_ref, &item.resource_field_ref) {
+                // A volume is made before the pod has addresses; the API doesn't let it ask for them.
+                (Some(field), _) => downward::field(pod, &field.field_path, &[], node),
+                (None, Some(selector)) => downward::resource(pod, None, selector, node),
+                (None, None) => Err("needs a fieldRef or a resourceFieldRef".to_owned()),
+            };
+            let text = text.map_err(|e| format!("the file {}: {e}", item.path))?;
+            self.add(&item.path, text.as_bytes(), item.mode.unwrap_or(mode));
+        }
+        Ok(())
+    }
+
+    fn project(&mut self, projection: &core::VolumeProjection, mode: i32) -> Result<(), String> {
+        if let Some(source) = &projection.config_map {
+            let reference = Reference::new(&source.name, source.items.as_ref(), source.optional);
+            self.config_map(&reference, mode)
+        } else if let Some(source) = &projection.secret {
+            let reference = Reference::new(&source.name, source.items.as_ref(), source.optional);
+            self.secret(&reference, mode)
+        } else if let Some(source) = &projection.downward_api {
+            self.downward(source.items.as_deref(), mode)
+        } else {
+            Err("a projection of a kind that beelet doesn't know".to_owned())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use serde_json::json;
+
+    use super::*;
+    use beelet_model::objects::Object;
+
+    fn objects() -> Objects {
+        let mut objects = Objects::default();
+        let map = json!({"metadata": {"name": "m", "namespace": "shop"}, "data": {"a": "1", "b": "2"}, "binaryData": {"c": "/w=="}});
+        let secret = json!({"metadata": {"name": "s", "namespace": "shop"}, "data": {"key": "aHVzaA=="}});
+        let map = Object::ConfigMap(Arc::new(serde_json::from_value(map).unwrap()));
+        let secret = Object::Secret(Arc::new(serde_json::from_value(secret).unwrap()));
+        objects.add(Path::new("/m/m"), &map);
+        objects.add(Path::new("/m/s"), &secret);
+        objects
+    }
+
+    /// Files as `path=content:mode`.
+    fn check(volume: serde_json::Value, expected: Result<&[&str], &str>) {
+        let mut volume_of = volume.clone();
+        volume_of["name"] = json!("v");
+        let volume_of: core::Volume = serde_json::from_value(volume_of).unwrap();
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web", "namespace": "shop", "labels": {"x": "y"}},
+            "spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "2"}}}]}
+        }))
+        .unwrap();
+        let (objects, node) = (objects(), beelet_spec::fixtures::node());
+        let sources = Sources { pod: &pod, objects: &objects, node: &node };
+        let shown = payload(&volume_of, &sources).map(|payload| {
+            let show = |(path, file): (&String, &PayloadFile)| {
+                format!("{path}={}:{:o}", String::from_utf8_lossy(&file.bytes), file.mode)
+            };
+            payload.iter().flatten().map(show).collect::<Vec<_>>()
+        });
+        match (shown, expected) {
+            (Ok(shown), Ok(expected)) => assert_eq!(shown, expected, "{volume}"),
+            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (shown, expected) => panic!("{volume}: {shown:?}, not {expected:?}"),
+        }
+    }
+
+    #[test]
+    fn config_maps_show_their_keys_or_those_that_are_asked_for() {
+        check(json!({"configMap": {"name": "m"}}), Ok(&["a=1:644", "b=2:644", "c=\u{fffd}:644"]));
+        check(
+            json!({"configMap": {"name": "m", "defaultMode": 0o400, "items": [{"key": "a", "path": "x/y"}, {"key": "b", "path": "z", "mode": 0o755}]}}),
+            Ok(&["x/y=1:400", "z=2:755"]),
+        );
+        check(
+            json!({"configMap": {"name": "none"}}),
+            Err("there is no ConfigMap shop/none; put its manifest beside the pod's"),
+        );
+        check(json!({"configMap": {"name": "none", "optional": true}}), Ok(&[]));
+        let item = json!([{"key": "none", "path": "x"}]);
+        check(json!({"configMap": {"name": "m", "items": item}}), Err("the ConfigMap m has no key none"));
+        check(json!({"configMap": {"name": "m", "items": item, "optional": true}}), Ok(&[]));
+    }
+
+    #[test]
+    fn secrets_show_their_decoded_values() {
+        check(json!({"secret": {"secretName": "s", "defaultMode": 0o440}}), Ok(&["key=hush:440"]));
+        check(json!({"secret": {"secretName": "m"}}), Err("there is no Secret shop/m"));
+    }
+
+    #[test]
+    fn the_downward_api_shows_fields_and_resources() {
+        let items = json!([
+            {"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}},
+            {"path": "name", "fieldRef": {"fieldPath": "metadata.name"}, "mode": 0o600},
+            {"path": "cpu", "resourceFieldRef": {"containerName": "c", "resource": "limits.cpu", "divisor": "1m"}},
+        ]);
+        check(
+            json!({"downwardAPI": {"items": items}}),
+            Ok(&["cpu=2000:644", "labels=x=\"y\":644", "name=web:600"]),
+        );
+        let wrong = json!([{"path": "x", "fieldRef": {"fieldPath": "spec.color"}}]);
+        check(json!({"downwardAPI": {"items": wrong}}), Err("the file x: fieldPath \"spec.color\""));
+    }
+
+    #[test]
+    fn a_projection_is_all_its_sources_together() {
+        check(
+            json!({"projected": {"defaultMode": 0o444, "sources": [
+                {"configMap": {"name": "m", "items": [{"key": "a", "path": "a"}]}},
+                {"secret": {"name": "s"}},
+                {"secret": {"name": "none", "optional": true}},
+                {"downwardAPI": {"items": [{"path": "a", "fieldRef": {"fieldPath": "metadata.name"}}]}},
+            ]}}),
+            Ok(&["a=web:444", "key=hush:444"]),
+        );
+    }
+
+    #[test]
+    fn other_volumes_have_no_files_of_ours() {
+        let volume: core::Volume = serde_json::from_value(json!({"name": "v", "emptyDir": {}})).unwrap();
+        let (objects, node) = (objects(), beelet_spec::fixtures::node());
+        let pod = core::Pod::default();
+        assert_eq!(payload(&volume, &Sources { pod: &pod, objects: &objects, node: &node }), Ok(None));
+    }
+}

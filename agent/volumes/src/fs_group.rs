@@ -1,0 +1,197 @@
+//! `fsGroup`: volumes that the pod's group may use, whoever its containers run as. As the kubelet's
+//! `SetVolumeOwnership`: everything belongs to the group, which may do what the owner may; what is made later in a
+//! folder belongs to it too (setgid).
+//!
+//! Files are opened without following links, and changed by their descriptor, never by their name.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use k8s_openapi::api::core::v1 as core;
+use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::path::Arg;
+
+use beelet_base::walk::{DEEPEST, Step, Walk};
+
+/// What the group may do with files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    /// Read and write.
+    ReadWrite,
+    /// Read: what is written by the agent alone.
+    ReadOnly,
+}
+
+/// A pod's group for volumes.
+#[derive(Clone, Debug)]
+pub(super) struct FsGroup {
+    group: Gid,
+    /// Leave a volume alone whose top folder is right already (`fsGroupChangePolicy: OnRootMismatch`).
+    on_root_mismatch: bool,
+}
+
+impl FsGroup {
+    /// The group that a pod asks for, if it does.
+    pub(super) fn of(context: Option<&core::PodSecurityContext>) -> Option<Self> {
+        let context = context?;
+        let id = u32::try_from(context.fs_group?).ok().filter(|id| *id != u32::MAX)?;
+        let on_root_mismatch = context.fs_group_change_policy.as_deref() == Some("OnRootMismatch");
+        Some(Self { group: Gid::from_raw(id), on_root_mismatch })
+    }
+
+    /// Gives the folder at `path` and all in it to the group.
+    pub(super) fn own(&self, path: &Path, access: Access) -> Result<(), String> {
+        let failed = |e: Errno| {
+            let why = match e {
+                Errno::NAMETOOLONG => format!("it has folders more than {DEEPEST} levels deep"),
+                Errno::STALE => "folders in it are moved meanwhile".to_owned(),
+                e => e.to_string(),
+            };
+            format!("cannot give {} to the group {}: {why}", path.display(), self.group)
+        };
+        let folder = open(CWD, path.as_os_str(), OFlags::DIRECTORY).map_err(failed)?;
+        if self.on_root_mismatch && self.owns(&folder, access).map_err(failed)? {
+            return Ok(());
+        }
+        self.own_all(folder, access).map_err(failed)
+    }
+
+    /// Whether a folder is as it should be already.
+    fn owns(&self, folder: &OwnedFd, access: Access) -> Result<bool, Errno> {
+        let stat = rustix::fs::fstat(folder)?;
+        let wanted = mask(FileType::Directory, access);
+        Ok(stat.st_gid == self.group.as_raw() && Mode::from_raw_mode(stat.st_mode).contains(wanted))
+    }
+
+    /// The children first, so that an interrupted change is seen at the top. What goes or is replaced
+    /// meanwhile is passed over, and what is mounted below belongs to somebody else.
+    fn own_all(&self, folder: OwnedFd, access: Access) -> Result<(), Errno> {
+        let mut walk = Walk::of(folder)?;
+        while let Some(step) = walk.step()? {
+            let owned = match step {
+                Step::Entry(name, FileType::Directory) => walk.enter(&name),
+                Step::Entry(name, FileType::RegularFile) => {
+                    open(walk.here(), name.as_c_str(), OFlags::empty())
+                        .and_then(|file| self.own_file(&file, FileType::RegularFile, access))
+                }
+                // Links have no mode; opening pipes, sockets and devices may do something.
+                Step::Entry(name, _) => self.own_name(walk.here(), &name),
+                Step::End => self.own_file(walk.here(), FileType::Directory, access),
+                Step::Left(_) => Ok(()),
+            };
+            match owned {
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO | Errno::XDEV) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives an open file to the group.
+    pub(super) fn own_file(&self, file: impl AsFd, kind: FileType, access: Access) -> Result<(), Errno> {
+        let file = file.as_fd();
+        rustix::fs::fchown(file, None, Some(self.group))?;
+        let mode = Mode::from_raw_mode(rustix::fs::fstat(file)?.st_mode);
+        rustix::fs::fchmod(file, mode | mask(kind, access))
+    }
+
+    fn own_name(&self, folder: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
+        rustix::fs::chownat(folder, name, None, Some(self.group), AtFlags::SYMLINK_NOFOLLOW)
+    }
+}
+
+/// What is added to a file's mode.
+fn mask(kind: FileType, access: Access) -> Mode {
+    let rights = match access {
+        Access::ReadWrite => 0o660,
+        Access::ReadOnly => 0o440,
+    };
+    // Folders: setgid, and owner and group may enter.
+    Mode::from_raw_mode(if kind == FileType::Directory { rights | 0o2110 } else { rights })
+}
+
+fn open(parent: impl AsFd, name: impl Arg, more: OFlags) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC | more;
+    rustix::fs::openat(parent, name, flags, Mode::empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    use serde_json::json;
+
+    use super::*;
+    use beelet_base::walk::remove_folder;
+    use beelet_testing::folders::{in_memory, make_deep};
+
+    fn group(policy: &str) -> FsGroup {
+        // A group that even an ordinary user may give files to: its own.
+        let gid = rustix::process::getgid().as_raw();
+        let context = json!({"fsGroup": gid, "fsGroupChangePolicy": policy});
+        FsGroup::of(Some(&serde_json::from_value(context).unwrap())).unwrap()
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().mode() & 0o7777
+    }
+
+    fn set_mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn files_and_folders_get_the_groups_rights_and_links_stay_links() {
+        let dir = tempfile::tempdir().unwrap();
+        let outside = dir.path().join("outside");
+        fs::write(&outside, "").unwrap();
+        set_mode(&outside, 0o600);
+        let volume = dir.path().join("volume");
+        fs::create_dir_all(volume.join("sub")).unwrap();
+        fs::write(volume.join("sub/file"), "").unwrap();
+        std::os::unix::fs::symlink(&outside, volume.join("link")).unwrap();
+        for (path, was) in [("sub/file", 0o600), ("sub", 0o700), ("", 0o700)] {
+            set_mode(&volume.join(path), was);
+        }
+        group("Always").own(&volume, Access::ReadWrite).unwrap();
+        assert_eq!(mode(&volume.join("sub/file")), 0o660);
+        assert_eq!(mode(&volume.join("sub")), 0o2770);
+        assert_eq!(mode(&volume), 0o2770);
+        assert_eq!(mode(&outside), 0o600, "what a link leads to is left alone");
+    }
+
+    #[test]
+    fn a_volume_of_many_thousand_levels_is_given_to_the_group() {
+        let dir = in_memory();
+        let last = make_deep(dir.path(), 20_000);
+        // No deeper in the stack than a thread's of the agent is.
+        let path = dir.path().to_owned();
+        std::thread::spawn(move || group("Always").own(&path, Access::ReadWrite)).join().unwrap().unwrap();
+        assert_eq!(rustix::fs::fstat(last).unwrap().st_mode & 0o7777, 0o2775);
+        remove_folder(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn on_root_mismatch_looks_at_the_top_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs::write(&file, "").unwrap();
+        set_mode(&file, 0o600);
+        group("OnRootMismatch").own(dir.path(), Access::ReadWrite).unwrap();
+        assert_eq!(mode(&file), 0o660);
+        set_mode(&file, 0o600);
+        group("OnRootMismatch").own(dir.path(), Access::ReadWrite).unwrap();
+        assert_eq!(mode(&file), 0o600);
+        group("Always").own(dir.path(), Access::ReadWrite).unwrap();
+        assert_eq!(mode(&file), 0o660);
+    }
+
+    #[test]
+    fn no_group_where_none_is_asked_for() {
+        assert!(FsGroup::of(None).is_none());
+        assert!(FsGroup::of(Some(&core::PodSecurityContext::default())).is_none());
+    }
+}

@@ -1,0 +1,106 @@
+//! hostPath: a file or folder of the machine's, checked against its type.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::Path;
+
+use k8s_openapi::api::core::v1 as core;
+
+use beelet_base::folder::make_folder;
+
+/// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files 0644).
+pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), String> {
+    let path = Path::new(&host.path);
+    let kind = host.type_.as_deref().unwrap_or("");
+    match kind {
+        // Nothing is asked; what isn't there the runtime makes a folder of.
+        "" => return Ok(()),
+        "DirectoryOrCreate" if !path.exists() => {
+            make_folder(path, 0o755)?;
+        }
+        "FileOrCreate" if !path.exists() => {
+            make_file(path).map_err(|e| format!("cannot make the file {}: {e}", path.display()))?;
+        }
+        _ => {}
+    }
+    let found = fs::metadata(path)
+        .map_err(|e| format!("hostPath {} of type {kind}: {e}", path.display()))?
+        .file_type();
+    let fits = match kind {
+        "Directory" | "DirectoryOrCreate" => found.is_dir(),
+        "File" | "FileOrCreate" => found.is_file(),
+        "Socket" => found.is_socket(),
+        "CharDevice" => found.is_char_device(),
+        "BlockDevice" => found.is_block_device(),
+        _ => return Err(format!("hostPath type {kind:?} is not known")),
+    };
+    if fits { Ok(()) } else { Err(format!("hostPath {} is not a {kind}", path.display())) }
+}
+
+/// Makes an empty file, unless somebody else was faster.
+fn make_file(path: &Path) -> std::io::Result<()> {
+    match fs::OpenOptions::new().create_new(true).write(true).open(path) {
+        Ok(file) => file.set_permissions(fs::Permissions::from_mode(0o644)),
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_made_has_the_kubelets_modes_whatever_the_umask() {
+        let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+        let name = "what_is_made_has_the_kubelets_modes_whatever_the_umask";
+        if !beelet_testing::again::in_child(module_path!(), name, &strict) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        for (name, kind, mode) in [("d/e", "DirectoryOrCreate", 0o755), ("f", "FileOrCreate", 0o644)] {
+            let path = dir.path().join(name);
+            let host = core::HostPathVolumeSource {
+                path: path.to_string_lossy().into_owned(),
+                type_: Some(kind.to_owned()),
+            };
+            check(&host).unwrap();
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, mode, "{kind}");
+        }
+    }
+
+    #[test]
+    fn host_paths_are_checked_against_their_type() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("f");
+        fs::write(&file, "kept").unwrap();
+        let socket = dir.path().join("s");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let check = |path: &Path, kind: &str, fits: bool| {
+            let host = core::HostPathVolumeSource {
+                path: path.to_string_lossy().into_owned(),
+                type_: Some(kind.to_owned()),
+            };
+            let checked = check(&host);
+            assert_eq!(checked.is_ok(), fits, "{} {kind}: {checked:?}", path.display());
+        };
+        check(dir.path(), "Directory", true);
+        check(&file, "Directory", false);
+        check(&file, "File", true);
+        check(&file, "DirectoryOrCreate", false);
+        check(dir.path(), "FileOrCreate", false);
+        check(Path::new("/dev/null"), "CharDevice", true);
+        check(Path::new("/dev/null"), "BlockDevice", false);
+        check(Path::new("/dev/null"), "Socket", false);
+        check(&socket, "Socket", true);
+        check(&dir.path().join("missing"), "", true);
+        check(&dir.path().join("missing"), "File", false);
+        check(&dir.path().join("made/deep"), "DirectoryOrCreate", true);
+        check(&dir.path().join("made-file"), "FileOrCreate", true);
+        check(&dir.path().join("none/made-file"), "FileOrCreate", false);
+        check(dir.path(), "Folder", false);
+        assert!(dir.path().join("made/deep").is_dir() && dir.path().join("made-file").is_file());
+        check(&file, "FileOrCreate", true);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "kept");
+    }
+}

@@ -1,0 +1,294 @@
+//! A pod's volumes on disk. A pod's folder is `<pods>/<uid>`: `volumes/<name>` holds what is made for the pod,
+//! `volume-subpaths/<volume>/<container>/<index>` the parts of volumes that are mounted alone. What is in the folder
+//! goes with the pod; nothing outside it ever does.
+//!
+//! Containers may have written to their volumes, so nothing below a volume is trusted: no symbolic link in there is
+//! followed out of it, and no mount point in the folder is crossed when it is removed. Blocking, all of it.
+
+// A test hands its literals over.
+#![cfg_attr(test, allow(clippy::needless_pass_by_value))]
+
+mod atomic;
+mod content;
+mod empty_dir;
+mod fs_group;
+mod host_path;
+pub mod mounts;
+mod sub_path;
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use beelet_policy::expand::expand_strict;
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+pub use self::content::Sources;
+
+use self::fs_group::FsGroup;
+use beelet_base::folder::{PRIVATE, READABLE, make_folder};
+pub use beelet_base::walk::remove_folder;
+use beelet_spec::env::Environment;
+
+/// What the folders in a pod's folder are called.
+const VOLUMES: &str = "volumes";
+const SUB_PATHS: &str = "volume-subpaths";
+
+/// A pod's volumes.
+#[derive(Clone, Debug)]
+pub struct Volumes {
+    /// `<pods>/<uid>`.
+    folder: PathBuf,
+    volumes: Vec<core::Volume>,
+    fs_group: Option<FsGroup>,
+}
+
+/// What a container's mounts are made of besides its spec.
+#[derive(Debug)]
+pub struct MountFacts {
+    /// The container's environment, for `subPathExpr`.
+    pub env: Environment,
+    /// The images of image volumes as the runtime identifies them, by volume; of `optional` failures, none.
+    pub images: BTreeMap<String, String>,
+    /// Whether the runtime can make mounts read-only with all that is mounted below them.
+    pub recursive_read_only: bool,
+}
+
+impl Volumes {
+    /// The volumes of `pod`, with their folders below `pods_dir`.
+    pub fn of(pod: &core::Pod, pods_dir: &Path) -> Self {
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let volumes = pod.spec.as_ref().and_then(|s| s.volumes.clone()).unwrap_or_default();
+        let context = pod.spec.as_ref().and_then(|s| s.security_context.as_ref());
+        Self { folder: pods_dir.join(uid), volumes, fs_group: FsGroup::of(context) }
+    }
+
+    fn path(&self, volume: &str) -> PathBuf {
+        self.folder.join(VOLUMES).join(volume)
+    }
+
+    /// Makes what must be there before the first container runs. Harmless to repeat.
+    pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), String> {
+        for volume in &self.volumes {
+            self.set_up_one(volume, sources).map_err(|e| format!("volume {}: {e}", volume.name))?;
+        }
+        Ok(())
+    }
+
+    fn set_up_one(&self, volume: &core::Volume, sources: &Sources<'_>) -> Result<(), String> {
+        let path = self.path(&volume.name);
+        if let Some(source) = &volume.empty_dir {
+            empty_dir::set_up(&path, source, sources)?;
+            if let Some(group) = &self.fs_group {
+                group.own(&path, fs_group::Access::ReadWrite)?;
+            }
+        } else if let Some(source) = &volume.host_path {
+            host_path::check(source)?;
+        } else if let Some(payload) = content::payload(volume, sources)? {
+            make_top(&path)?;
+            let in_memory = content::in_memory(volume);
+            if in_memory {
+                mounts::mount_tmpfs(&path, None, 0o755)?;
+            }
+            let top = open_top(&path, in_memory)?
+                .ok_or_else(|| format!("{} was taken away while it was made", path.display()))?;
+            atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
+        }
+        Ok(())
+    }
+
+    /// Brings volumes made of objects up to date, those that are there. Says which files changed in how many volumes.
+    pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, String> {
+        let mut changed = 0;
+        for volume in &self.volumes {
+            let path = self.path(&volume.name);
+            // One that isn't set up yet, or is being taken away, is left alone.
+            let Some(top) = open_top(&path, content::in_memory(volume))?.filter(atomic::is_set_up) else {
+                continue;
+            };
+            let refreshed = content::payload(volume, sources).and_then(|payload| match payload {
+                Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
+                None => Ok(false),
+            });
+            changed += usize::from(refreshed.map_err(|e| format!("volume {}: {e}", volume.name))?);
+        }
+        Ok(changed)
+    }
+
+    /// Whether any volume is made of objects or of what the pod is told about itself.
+    pub fn have_content(&self) -> bool {
+        self.volumes.iter().any(|volume| {
+            volume.config_map.is_some()
+                || volume.secret.is_some()
+                || volume.downward_api.is_some()
+                || volume.projected.is_some()
+        })
+    }
+
+    /// The volumes that are images.
+    pub fn images(&self) -> impl Iterator<Item = (&str, &core::ImageVolumeSource)> {
+        self.volumes.iter().filter_map(|volume| Some((volume.name.as_str(), volume.image.as_ref()?)))
+    }
+
+    /// The mounts of one container. Mounts the parts of volumes that it asks for.
+    pub fn mounts(&self, container: &core::Container, facts: &MountFacts) -> Result<Vec<cri::Mount>, String> {
+        let all = container.volume_mounts.iter().flatten().enumerate();
+        all.map(|(index, mount)| {
+            self.mount(container, index, mount, facts)
+                .map_err(|e| format!("mount {} of container {}: {e}", mount.mount_path, container.name))
+        })
+        .collect()
+    }
+
+    fn mount(
+        &self,
+        container: &core::Container,
+        index: usize,
+        mount: &core::VolumeMount,
+        facts: &MountFacts,
+    ) -> Result<cri::Mount, String> {
+        let volume = self
+            .volumes
+            .iter()
+            .find(|v| v.name == mount.name)
+            .ok_or_else(|| format!("the pod has no volume {}", mount.name))?;
+        let sub_path = sub_path_of(mount, &facts.env)?;
+        let recursive = recursive_read_only(mount, facts.recursive_read_only)?;
+        let propagation = match mount.mount_propagation.as_deref() {
+            Some("HostToContainer") => cri::MountPropagation::PropagationHostToContainer,
+            Some("Bidirectional") => cri::MountPropagation::PropagationBidirectional,
+            _ => cri::MountPropagation::PropagationPrivate,
+        };
+        let mut made = cri::Mount {
+            container_path: in_container(&mount.mount_path),
+            readonly: mount.read_only.unwrap_or(false),
+            recursive_read_only: recursive,
+            propagation: propagation.into(),
+            ..Default::default()
+        };
+        if volume.image.is_some() {
+            if sub_path.is_some() {
+                return Err(
+                    "a part of an image volume can't be mounted: beelet's CRI has no field for it".to_owned()
+                );
+            }
+            let image = facts.images.get(&volume.name).cloned().unwrap_or_default();
+            made.image = Some(cri::ImageSpec { image, ..Default::default() });
+            made.readonly = true;
+            return Ok(made);
+        }
+        // What is made of objects is replaced as a whole: nobody else may write there.
+        made.readonly |= volume.empty_dir.is_none() && volume.host_path.is_none();
+        let whole = match &volume.host_path {
+            Some(host) => PathBuf::from(&host.path),
+            None => self.path(&volume.name),
+        };
+        let source = match sub_path {
+            Some(part) => {
+                let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
+                let target = self.folder.join(SUB_PATHS).join(name);
+                sub_path::mount(&whole, &part, &target)?;
+                target
+            }
+            None => whole,
+        };
+        made.host_path = source.to_string_lossy().into_owned();
+        Ok(made)
+    }
+
+    /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
+    /// folder.
+    pub fn give_back(&self) -> Result<(), String> {
+        mounts::unmount_below(&self.folder)?;
+        remove_folder(&self.folder.join(SUB_PATHS))?;
+        remove_folder(&self.folder.join(VOLUMES))
+    }
+
+    /// Unmounts and removes the pod's folder. Symbolic links in it are removed, not followed.
+    pub fn tear_down(&self) -> Result<(), String> {
+        mounts::unmount_below(&self.folder)?;
+        remove_folder(&self.folder)
+    }
+}
+
+/// Makes a volume's top folder. Containers of any user may look into it.
+fn make_top(path: &Path) -> Result<(), String> {
+    if let Some(parent) = path.parent() {
+        make_folder(parent, PRIVATE)?;
+    }
+    make_folder(path, READABLE)?;
+    // An earlier instance of the agent may have made it, under another umask.
+    add_mode(path, READABLE)
+}
+
+/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays. By its
+/// descriptor: a container may have put a link in its place.
+fn add_mode(path: &Path, more: u32) -> Result<(), String> {
+    let failed = |e: Errno| format!("cannot set the mode of {}: {e}", path.display());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+    let mode = (rustix::fs::fstat(&folder).map_err(failed)?.st_mode | more) & 0o7777;
+    rustix::fs::fchmod(&folder, Mode::from_raw_mode(mode)).map_err(failed)
+}
+
+/// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory
+/// though it should be: a volume's memory may be unmounted at any time, and a secret must not be written to
+/// the disk below.
+fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, String> {
+    let failed = |e: Errno| format!("cannot open {}: {e}", path.display());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let top = match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(top) => top,
+        Err(Errno::NOENT) => return Ok(None),
+        Err(e) => return Err(failed(e)),
+    };
+    let there = !in_memory || mounts::is_tmpfs(&top).map_err(failed)?;
+    Ok(there.then_some(top))
+}
+
+/// A path in the container: one that is relative means one below its root, as to the kubelet.
+fn in_container(path: &str) -> String {
+    if path.starts_with('/') { path.to_owned() } else { format!("/{path}") }
+}
+
+/// The part of the volume that is meant, if not the whole.
+fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<PathBuf>, String> {
+    let expression = mount.sub_path_expr.as_deref().filter(|text| !text.is_empty());
+    let text = match expression {
+        Some(expression) => expand_strict(expression, |name| env.get(name)).map_err(|name| {
+            format!("subPathExpr refers to the variable {name}, which the container does not have")
+        })?,
+        None => mount.sub_path.clone().unwrap_or_default(),
+    };
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let path = PathBuf::from(&text);
+    let inside = path
+        .components()
+        .all(|part| matches!(part, std::path::Component::Normal(_) | std::path::Component::CurDir));
+    if !inside || text.contains('\0') {
+        return Err(format!("subPath {text:?} must be relative and without '..'"));
+    }
+    Ok(Some(path))
+}
+
+/// Whether the mount must be read-only with all that is mounted below it.
+fn recursive_read_only(mount: &core::VolumeMount, possible: bool) -> Result<bool, String> {
+    match mount.recursive_read_only.as_deref() {
+        Some("Enabled") if !possible => Err(
+            "recursiveReadOnly: Enabled needs a runtime and a kernel that can do it (containerd 2.0, runc 1.1, Linux \
+             5.12); use IfPossible to do without"
+                .to_owned(),
+        ),
+        Some("Enabled") => Ok(true),
+        Some("IfPossible") => Ok(possible && mount.read_only == Some(true)),
+        _ => Ok(false),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! The mounts that are ours: file systems in memory and bound parts of volumes, all below the pods' folder.
+
+use std::ffi::CString;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, StatxAttributes, StatxFlags};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags};
+
+use beelet_base::mountinfo;
+
+/// Mounts a file system in memory on a folder, unless one is there already; `size` in bytes.
+pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(), String> {
+    if is_mount_point(path)? {
+        return Ok(());
+    }
+    let mut options = format!("mode=0{mode:o}");
+    if let Some(size) = size {
+        options = format!("{options},size={size}");
+    }
+    let data = CString::new(options).map_err(|e| e.to_string())?;
+    let flags = MountFlags::NOSUID | MountFlags::NODEV;
+    rustix::mount::mount("tmpfs", path, "tmpfs", flags, data.as_c_str())
+        .map_err(|e| format!("cannot mount a tmpfs on {}: {e}", path.display()))
+}
+
+/// Whether a folder is the top of a file system in memory.
+pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
+    let top = rustix::fs::statx(folder, c"", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+    let mounted = top.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
+    Ok(mounted && rustix::fs::fstatfs(folder)?.f_type == libc::TMPFS_MAGIC)
+}
+
+/// Unmounts everything at and below `folder`, the innermost first.
+pub fn unmount_below(folder: &Path) -> Result<(), String> {
+    let mut points = below(folder)?;
+    // The last mounted comes off first: of two on one folder it is on top.
+    points.reverse();
+    points.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
+    for point in points {
+        unmount(&point)?;
+    }
+    Ok(())
+}
+
+/// Unmounts what is mounted at `point`, which must be a mount point itself.
+pub(super) fn unmount(point: &Path) -> Result<(), String> {
+    rustix::mount::unmount(point, UnmountFlags::NOFOLLOW)
+        .map_err(|e| format!("cannot unmount {}: {e}; something still uses it", point.display()))
+}
+
+/// Whether something is mounted at `path`.
+pub(super) fn is_mount_point(path: &Path) -> Result<bool, String> {
+    let real = path.canonicalize();
+    let real = real.as_deref().unwrap_or(path);
+    Ok(below(path)?.iter().any(|point| point == real))
+}
+
+/// The mount points at and below `folder`, in the order of mounting.
+fn below(folder: &Path) -> Result<Vec<PathBuf>, String> {
+    let table = mountinfo::read().map_err(|e| format!("cannot read {}: {e}", mountinfo::PATH))?;
+    // The kernel shows real paths; our own may lead through links (/var/run).
+    let folder = match folder.canonicalize() {
+        Ok(real) => real,
+        Err(_) => folder.to_owned(),
+    };
+    let points = mountinfo::mounts(&table).map(|mount| mount.point);
+    Ok(points.filter(|point| point.starts_with(&folder)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+    use std::fs;
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+    use beelet_testing::again;
+
+    #[test]
+    fn a_name_in_the_mount_table_that_is_no_text_is_no_obstacle() {
+        let own_mounts = ["unshare", "--mount", "--propagation", "private"];
+        if !rustix::process::geteuid().is_root()
+            || !again::in_child(
+                module_path!(),
+                "a_name_in_the_mount_table_that_is_no_text_is_no_obstacle",
+                &own_mounts,
+            )
+        {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (volume, part, other) =
+            (dir.path().join("volume"), dir.path().join("part"), dir.path().join("other"));
+        for folder in [&volume, &part, &other] {
+            fs::create_dir(folder).unwrap();
+        }
+        mount_tmpfs(&volume, None, 0o755).unwrap();
+        fs::create_dir(volume.join("dir")).unwrap();
+        rustix::mount::mount_bind(volume.join("dir"), &part).unwrap();
+        // What a container does to what was bound, and what somebody calls a stick.
+        fs::rename(volume.join("dir"), volume.join(OsStr::from_bytes(b"\xff"))).unwrap();
+        let stick = dir.path().join(OsStr::from_bytes(b"caf\xe9 \n1"));
+        fs::create_dir(&stick).unwrap();
+        mount_tmpfs(&stick, None, 0o755).unwrap();
+        assert!(is_mount_point(&part).unwrap() && is_mount_point(&stick).unwrap());
+        assert!(!is_mount_point(&other).unwrap());
+        assert!(beelet_cgroups::layout::parse(&mountinfo::read().unwrap()).is_some());
+        unmount_below(dir.path()).unwrap();
+        assert!(below(dir.path()).unwrap().is_empty());
+    }
+}

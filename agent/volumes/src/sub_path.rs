@@ -1,0 +1,157 @@
+//! Parts of volumes (`subPath`), mounted alone, safe against whatever containers have written to the volume.
+//!
+//! A name that is looked at and then mounted by name can be replaced by a link in between (CVE-2017-1002101,
+//! CVE-2021-25741). So the part is opened once, by a kernel that refuses to leave the volume (openat2(2),
+//! `RESOLVE_BENEATH`), and it is the open file that is bound to a place of the pod's own
+//! (`/proc/self/fd/N`), which the runtime then mounts.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Component, Path};
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+
+use super::mounts;
+use beelet_base::folder::{PRIVATE, make_folder};
+
+/// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the volume's own
+/// mode. Harmless to repeat; a part that was replaced since is bound anew.
+pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), String> {
+    let failed = |e: Errno| {
+        let why = match e {
+            Errno::XDEV | Errno::LOOP => {
+                "it leads out of the volume (a symbolic link?), and is refused".to_owned()
+            }
+            e => e.to_string(),
+        };
+        format!("subPath {} of {}: {why}", part.display(), volume.display())
+    };
+    let root =
+        rustix::fs::openat(CWD, volume, OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY, Mode::empty())
+            .map_err(failed)?;
+    let found = match open(&root, part, OFlags::empty()) {
+        Err(Errno::NOENT) => make(&root, part),
+        found => found,
+    };
+    bind(&found.map_err(failed)?, target)
+}
+
+fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC | more;
+    rustix::fs::openat2(root, part, flags, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS)
+}
+
+/// Makes the folders that lead to `part`, one by one, each below the one before, with the volume's mode and owner's
+/// group where that is handed down (setgid).
+fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
+    let mode = Mode::from_raw_mode(rustix::fs::fstat(root)?.st_mode & 0o777);
+    let mut way = std::path::PathBuf::new();
+    let mut parent = open(root, Path::new("."), OFlags::DIRECTORY)?;
+    for component in part.components() {
+        let Component::Normal(name) = component else { continue };
+        way.push(name);
+        match rustix::fs::mkdirat(&parent, name, mode) {
+            Ok(()) => {
+                // The mode less the agent's own umask is not what was meant. It may be replaced by now: by name, but
+                // nothing else than a folder that is no link.
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let made = rustix::fs::openat(&parent, name, flags, Mode::empty())?;
+                let inherited = Mode::from_raw_mode(rustix::fs::fstat(&made)?.st_mode) & Mode::SGID;
+                rustix::fs::fchmod(&made, mode | inherited)?;
+            }
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(e),
+        }
+        parent = open(root, &way, OFlags::DIRECTORY)?;
+    }
+    Ok(parent)
+}
+
+/// Binds what is open to a file or folder at `target`.
+fn bind(source: &OwnedFd, target: &Path) -> Result<(), String> {
+    let failed = |e: Errno| format!("cannot mount on {}: {e}", target.display());
+    let wanted = rustix::fs::fstat(source).map_err(failed)?;
+    let is_folder = FileType::from_raw_mode(wanted.st_mode) == FileType::Directory;
+    if mounts::is_mount_point(target)? {
+        let there = rustix::fs::stat(target).map_err(failed)?;
+        if (there.st_dev, there.st_ino) == (wanted.st_dev, wanted.st_ino) {
+            return Ok(());
+        }
+        mounts::unmount(target)?;
+    }
+    make_target(target, is_folder)?;
+    let source = format!("/proc/self/fd/{}", source.as_fd().as_raw_fd());
+    rustix::mount::mount_bind(source, target).map_err(failed)
+}
+
+/// Something of the right kind to mount on. It may be there, and be of the other kind, from an earlier time.
+fn make_target(target: &Path, is_folder: bool) -> Result<(), String> {
+    if let Ok(there) = std::fs::symlink_metadata(target) {
+        if there.is_dir() == is_folder {
+            return Ok(());
+        }
+        beelet_base::walk::remove_folder(target)?;
+    }
+    if is_folder {
+        return make_folder(target, PRIVATE);
+    }
+    if let Some(parent) = target.parent() {
+        make_folder(parent, PRIVATE)?;
+    }
+    std::fs::write(target, "").map_err(|e| format!("cannot make {}: {e}", target.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn open_in(volume: &Path, part: &str) -> Result<OwnedFd, Errno> {
+        let root = rustix::fs::openat(CWD, volume, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap();
+        match open(&root, Path::new(part), OFlags::empty()) {
+            Err(Errno::NOENT) => make(&root, Path::new(part)),
+            found => found,
+        }
+    }
+
+    #[test]
+    fn a_part_never_leads_out_of_the_volume() {
+        let dir = tempfile::tempdir().unwrap();
+        let (volume, outside) = (dir.path().join("volume"), dir.path().join("outside"));
+        fs::create_dir_all(volume.join("real/deep")).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("secret"), "").unwrap();
+        symlink("real", volume.join("inside")).unwrap();
+        symlink("../outside", volume.join("up")).unwrap();
+        symlink(&outside, volume.join("absolute")).unwrap();
+        symlink("/proc/self/root", volume.join("magic")).unwrap();
+        symlink("loop", volume.join("loop")).unwrap();
+        let check = |part: &str, expected: Result<(), Errno>| {
+            assert_eq!(open_in(&volume, part).map(drop), expected, "{part}");
+        };
+        check("real/deep", Ok(()));
+        check("inside/deep", Ok(()));
+        check("up", Err(Errno::XDEV));
+        check("up/secret", Err(Errno::XDEV));
+        check("up/new", Err(Errno::XDEV));
+        check("absolute", Err(Errno::XDEV));
+        check("absolute/secret", Err(Errno::XDEV));
+        check("magic/etc", Err(Errno::XDEV));
+        check("loop", Err(Errno::LOOP));
+        assert_eq!(fs::read_dir(&outside).unwrap().count(), 1, "nothing was made outside");
+    }
+
+    #[test]
+    fn a_part_that_is_not_there_is_made_with_the_volumes_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        symlink("other", dir.path().join("link")).unwrap();
+        fs::create_dir(dir.path().join("other")).unwrap();
+        open_in(dir.path(), "a/b").unwrap();
+        open_in(dir.path(), "link/c").unwrap();
+        let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode() & 0o7777;
+        assert_eq!((mode("a"), mode("a/b"), mode("other/c")), (0o777, 0o777, 0o777));
+    }
+}

@@ -1,0 +1,144 @@
+//! Volumes as a pod sees them: plain folders, no root.
+
+use std::fs;
+
+use serde_json::json;
+
+use super::*;
+use beelet_model::objects::Objects;
+
+fn pod(spec: serde_json::Value) -> core::Pod {
+    serde_json::from_value(json!({"metadata": {"uid": "u1", "namespace": "shop"}, "spec": spec})).unwrap()
+}
+
+fn facts() -> MountFacts {
+    MountFacts { env: Environment::default(), images: BTreeMap::new(), recursive_read_only: false }
+}
+
+fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), String>) {
+    let volumes = Volumes::of(pod, dir);
+    let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
+    let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node });
+    (volumes, done)
+}
+
+#[test]
+fn tearing_down_does_not_follow_symbolic_links() {
+    let dir = tempfile::tempdir().unwrap();
+    let outside = dir.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    fs::write(outside.join("kept"), "").unwrap();
+    let pod = pod(json!({"containers": [], "volumes": [{"name": "scratch", "emptyDir": {}}]}));
+    let (volumes, done) = set_up(&pod, &dir.path().join("pods"));
+    done.unwrap();
+    std::os::unix::fs::symlink(&outside, volumes.path("scratch").join("link")).unwrap();
+    volumes.tear_down().unwrap();
+    assert!(outside.join("kept").exists());
+    assert!(!dir.path().join("pods/u1").exists());
+}
+
+#[test]
+fn a_volume_that_misses_its_object_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let pod = pod(json!({"containers": [], "volumes": [{"name": "conf", "configMap": {"name": "m"}}]}));
+    let (_, done) = set_up(&pod, dir.path());
+    assert_eq!(
+        done,
+        Err("volume conf: there is no ConfigMap shop/m; put its manifest beside the pod's".to_owned())
+    );
+}
+
+#[test]
+fn a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not() {
+    use std::os::unix::fs::PermissionsExt;
+    let name = "a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not";
+    let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
+    if !beelet_testing::again::in_child(module_path!(), name, &strict) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let top = dir.path().join("pods/u1/volumes/conf");
+    for made_before in [false, true] {
+        if made_before {
+            fs::set_permissions(&top, fs::Permissions::from_mode(0o700)).unwrap();
+        }
+        make_top(&top).unwrap();
+        assert_eq!(top.metadata().unwrap().permissions().mode() & 0o7777, 0o755);
+    }
+    for above in ["pods/u1/volumes", "pods/u1", "pods"] {
+        let mode = dir.path().join(above).metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o750, "{above}");
+    }
+}
+
+#[test]
+fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
+    let dir = tempfile::tempdir().unwrap();
+    let pod = pod(json!({"containers": [], "volumes": [
+        {"name": "about", "downwardAPI": {"items": [{"path": "uid", "fieldRef": {"fieldPath": "metadata.uid"}}]}},
+    ]}));
+    let volumes = Volumes::of(&pod, dir.path());
+    let path = volumes.path("about");
+    fs::create_dir_all(&path).unwrap();
+    std::os::unix::fs::symlink("..old", path.join("..data")).unwrap();
+    let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
+    let sources = Sources { pod: &pod, objects: &objects, node: &node };
+    assert_eq!(volumes.refresh(&sources), Ok(0));
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
+    assert!(open_top(&path, true).unwrap().is_none() && open_top(&path, false).unwrap().is_some());
+}
+
+fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
+    let pod = pod(json!({
+        "containers": [{"name": "c", "volumeMounts": [mount]}],
+        "volumes": [
+            {"name": "scratch", "emptyDir": {}},
+            {"name": "conf", "configMap": {"name": "m"}},
+            {"name": "host", "hostPath": {"path": "/srv"}},
+            {"name": "image", "image": {"reference": "x"}},
+        ]
+    }));
+    let volumes = Volumes::of(&pod, Path::new("/pods"));
+    let mut facts = facts();
+    facts.images.insert("image".to_owned(), "sha256:1".to_owned());
+    let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts);
+    let shown = made.map(|mounts| (mounts[0].host_path.clone(), mounts[0].readonly));
+    match (shown, expected) {
+        (Ok((path, readonly)), Ok(expected)) => assert_eq!((path.as_str(), readonly), expected, "{mount}"),
+        (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+        (shown, expected) => panic!("{mount}: {shown:?}, not {expected:?}"),
+    }
+}
+
+#[test]
+fn volumes_are_mounted_from_where_they_are() {
+    check_mount(json!({"name": "scratch", "mountPath": "/a"}), Ok(("/pods/u1/volumes/scratch", false)));
+    check_mount(json!({"name": "host", "mountPath": "/a", "readOnly": true}), Ok(("/srv", true)));
+    // What is made of objects is read-only, asked for or not.
+    check_mount(json!({"name": "conf", "mountPath": "/a"}), Ok(("/pods/u1/volumes/conf", true)));
+    check_mount(json!({"name": "image", "mountPath": "/a"}), Ok(("", true)));
+    check_mount(json!({"name": "none", "mountPath": "/a"}), Err("the pod has no volume none"));
+}
+
+#[test]
+fn what_cannot_be_mounted_as_asked_is_refused() {
+    check_mount(json!({"name": "image", "mountPath": "/a", "subPath": "x"}), Err("image volume"));
+    check_mount(
+        json!({"name": "host", "mountPath": "/a", "readOnly": true, "recursiveReadOnly": "Enabled"}),
+        Err("recursiveReadOnly: Enabled needs"),
+    );
+    check_mount(
+        json!({"name": "host", "mountPath": "/a", "readOnly": true, "recursiveReadOnly": "IfPossible"}),
+        Ok(("/srv", true)),
+    );
+    check_mount(
+        json!({"name": "scratch", "mountPath": "/a", "subPathExpr": "$(NONE)"}),
+        Err("subPathExpr refers to the variable NONE"),
+    );
+    for path in ["../x", "/x", "a/../b"] {
+        check_mount(
+            json!({"name": "scratch", "mountPath": "/a", "subPath": path}),
+            Err("must be relative and without '..'"),
+        );
+    }
+}

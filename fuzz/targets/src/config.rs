@@ -1,0 +1,25 @@
+//! Fuzzing: a configuration's text.
+
+use std::path::Path;
+
+use beelet_config::load;
+
+/// A configuration: what is printed of it reads back as the same, without a warning.
+pub fn config(input: &[u8]) {
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    let config = match load::parse(Path::new("/config.yaml"), text) {
+        Ok((config, _)) => config,
+        Err(error) => {
+            assert!(!error.message.contains("please report it as a bug"), "{}", error.message);
+            return;
+        }
+    };
+    let printed = config.effective();
+    match load::parse(Path::new("/effective.yaml"), &printed) {
+        Ok((again, warnings)) => {
+            assert_eq!(again, config, "{printed}");
+            assert!(warnings.is_empty(), "{warnings:?}\n{printed}");
+        }
+        Err(error) => panic!("what was printed is refused: {error}\n{printed}"),
+    }
+}

@@ -1,0 +1,264 @@
+//! What `cargo xtask fuzz` throws inputs at: a function per kind of input from outside, through the entry points that the
+//! agent itself uses. Each takes any bytes, and panics where a promise is broken: not only that nothing panics, but that
+//! what is written reads back, that an order of arrival changes nothing, that an output is bounded.
+//!
+//! The rooms that read such inputs have a `fuzz.rs` for what only they can call; the rest is here. All of it is compiled
+//! for unit tests and with the feature `fuzzing`, never into an agent that is shipped. The inputs that were worth keeping,
+//! and every one that ever broke a promise, are in `fuzz/corpus` and `fuzz/crashes`: the test below replays them.
+
+// A target says by a panic what it has found.
+#![allow(clippy::panic, clippy::unwrap_used)]
+
+pub mod authority;
+pub mod cgroups;
+pub mod config;
+pub mod devices;
+pub mod eviction;
+pub mod images;
+pub mod kernel;
+pub mod logs;
+pub mod manifests;
+pub mod node;
+pub mod probes;
+pub mod runtime;
+pub mod state;
+pub mod stats;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use arbitrary::Unstructured;
+use beelet_policy::devices::{Devices, checkpoint::Data};
+use beelet_policy::plan::{Input, WHATS};
+use beelet_policy::{duration, expand as expansion, quantity::Quantity};
+use serde_json::Value;
+
+pub use crate::{
+    authority::http2_authority,
+    cgroups::mountinfo,
+    config::config,
+    devices::device_plugin,
+    images::{credentials, image_reference},
+    kernel::{btf, ring_records},
+    logs::log_lines,
+    manifests::manifest,
+    probes::probes,
+    runtime::stream_frames,
+};
+
+/// What takes an input, and panics where a promise is broken.
+pub type Target = fn(&[u8]);
+
+/// Every target by its name, which is also that of its program in `fuzz/src/bin` and of its folders of inputs.
+pub const TARGETS: &[(&str, Target)] = &[
+    ("amounts", amounts),
+    ("btf", btf),
+    ("checkpoint", checkpoint),
+    ("config", config),
+    ("credentials", credentials),
+    ("device_plugin", device_plugin),
+    ("expand", expand),
+    ("http2_authority", http2_authority),
+    ("image_reference", image_reference),
+    ("log_lines", log_lines),
+    ("manifest", manifest),
+    ("mountinfo", mountinfo),
+    ("plan", plan),
+    ("probes", probes),
+    ("proc_files", proc_files),
+    ("ring_records", ring_records),
+    ("state_records", state_records),
+    ("stream_frames", stream_frames),
+];
+
+/// Quantities and durations, one per line: what is printed reads back as the same, and sums don't depend on an order.
+pub fn amounts(input: &[u8]) {
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    let mut sum = Quantity::ZERO;
+    for line in text.lines() {
+        if let Ok(quantity) = Quantity::parse(line) {
+            let shown = quantity.to_string();
+            assert_eq!(Quantity::parse(&shown), Ok(quantity), "{line:?} is shown as {shown:?}");
+            let json: Quantity = serde_json::from_value(Value::String(line.to_owned())).unwrap();
+            assert_eq!(json, quantity, "{line:?} in JSON");
+            assert_eq!(sum + quantity, quantity + sum);
+            assert!(quantity.saturating_sub(quantity).is_zero());
+            let (small, large) = (quantity.min(sum), quantity.max(sum));
+            assert!(small.value() <= large.value() && small.milli_value() <= large.milli_value());
+            sum = sum + quantity;
+        }
+        if let Ok(read) = duration::parse(line) {
+            let shown = duration::format(read);
+            assert_eq!(duration::parse(&shown), Ok(read), "{line:?} is shown as {shown:?}");
+        }
+    }
+}
+
+/// `$(VAR)` in the first line, by the definitions `NAME=VALUE` of the others, as Kubernetes' own code does it.
+pub fn expand(input: &[u8]) {
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    let (text, rest) = text.split_once('\n').unwrap_or((text, ""));
+    let defined: Vec<(&str, &str)> = rest.lines().filter_map(|line| line.split_once('=')).collect();
+    let value_of = |name: &str| {
+        defined.iter().find(|(defined, _)| *defined == name).map(|(_, value)| (*value).to_owned())
+    };
+    let expanded = expansion::expand(text, value_of);
+    assert_eq!(expanded, reference_expansion(text, &value_of), "{text:?}");
+    match expansion::expand_strict(text, value_of) {
+        Ok(strictly) => assert_eq!(strictly, expanded),
+        Err(name) => assert_eq!(value_of(&name), None),
+    }
+}
+
+/// `Expand` and `tryReadVariableName` of Kubernetes' third_party/forked/golang/expansion, byte by byte.
+fn reference_expansion(text: &str, value_of: &dyn Fn(&str) -> Option<String>) -> String {
+    let input = text.as_bytes();
+    let (mut out, mut checkpoint, mut cursor) = (Vec::new(), 0, 0);
+    while cursor < input.len() {
+        if input[cursor] == b'$' && cursor + 1 < input.len() {
+            out.extend_from_slice(&input[checkpoint..cursor]);
+            let after = &input[cursor + 1..];
+            let (read, is_name, advance): (&[u8], bool, usize) = match after[0] {
+                b'$' => (&after[..1], false, 1),
+                b'(' => match after.iter().skip(1).position(|byte| *byte == b')') {
+                    Some(length) => (&after[1..=length], true, length + 2),
+                    None => (b"$(", false, 1),
+                },
+                _ => (&input[cursor..cursor + 2], false, 1),
+            };
+            if is_name {
+                let name = std::str::from_utf8(read).unwrap();
+                out.extend(value_of(name).unwrap_or_else(|| format!("$({name})")).into_bytes());
+            } else {
+                out.extend_from_slice(read);
+            }
+            cursor += advance;
+            checkpoint = cursor + 1;
+        }
+        cursor += 1;
+    }
+    out.extend_from_slice(input.get(checkpoint..).unwrap_or_default());
+    String::from_utf8(out).unwrap()
+}
+
+/// A device checkpoint's data in JSON, under a checksum that fits, so that it is believed: what is written of it is read
+/// back, and is written the same again.
+pub fn checkpoint(input: &[u8]) {
+    let _ = Data::read(input);
+    let Ok(data) = serde_json::from_slice::<Data>(input) else { return };
+    let mut file = br#"{"Data":"#.to_vec();
+    file.extend_from_slice(input);
+    file.extend(format!(r#","Checksum":{}}}"#, data.checksum()).into_bytes());
+    let devices = Devices::read(&file, Duration::ZERO).unwrap();
+    let written = devices.checkpoint().write().unwrap();
+    let again = Devices::read(&written, Duration::ZERO).unwrap();
+    assert_eq!(again.checkpoint().write().unwrap(), written);
+    for pod in devices.pods() {
+        assert_eq!(devices.held(pod), again.held(pod));
+    }
+    assert!(devices.resources().eq(again.resources()));
+}
+
+/// A scenario of `beelet plan` in JSON: what is answered is one line of JSON, the same each time, and the same for the tree
+/// that YAML would have given.
+pub fn plan(input: &[u8]) {
+    for what in WHATS {
+        let answer = what.answer(Input::Json(input));
+        let Ok(line) = &answer else { continue };
+        assert!(serde_json::from_str::<Value>(line).is_ok() && !line.contains('\n'), "{}: {line}", what.name);
+        // A field that nobody knows is passed over, even where it isn't UTF-8.
+        let Ok(tree) = serde_json::from_slice(input) else { continue };
+        assert_eq!(what.answer(Input::Tree(tree)), answer, "{} as a tree", what.name);
+    }
+}
+
+/// A file that the kernel writes, as each of those that are read.
+pub fn proc_files(input: &[u8]) {
+    let text = &*String::from_utf8_lossy(input);
+    stats::files(text);
+    eviction::machine(text);
+    node::machine(text);
+    probes::process(input);
+}
+
+/// What an earlier agent left: a record's file, and each kind of record's value in JSON.
+pub fn state_records(input: &[u8]) {
+    use crate::state::{file, value};
+    file::<Value>("pods", input);
+    value::<BTreeMap<String, beelet_pods::records::PodRecord>>("pods", input);
+    value::<beelet_images::Known>("images", input);
+    value::<Vec<beelet_state::events::Event>>("events", input);
+}
+
+/// A number below `end`, at least 0, from the front of the input; 0 where nothing is left.
+pub(crate) fn below(from: &mut Unstructured<'_>, end: usize) -> usize {
+    from.int_in_range(0..=end.saturating_sub(1)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fs::{self, File};
+    use std::io::Read as _;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::path::{Path, PathBuf};
+
+    use flate2::read::GzDecoder;
+
+    use super::*;
+
+    fn folder(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
+    }
+
+    /// The names of a folder's files, as far as they come before their endings.
+    fn names_in(folder: &Path) -> BTreeSet<String> {
+        let entries = fs::read_dir(folder).into_iter().flatten();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.map(|name| name.split('.').next().unwrap_or_default().to_owned()).collect()
+    }
+
+    /// The inputs of a target that are worth keeping: a packed archive each.
+    fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
+        let file = File::open(folder("corpus").join(format!("{target}.tar.gz"))).unwrap();
+        let mut archive = tar::Archive::new(GzDecoder::new(file));
+        let read = |entry: std::io::Result<tar::Entry<'_, _>>| {
+            let mut entry = entry.unwrap();
+            let mut input = Vec::new();
+            entry.read_to_end(&mut input).unwrap();
+            (entry.path().unwrap().display().to_string(), input)
+        };
+        archive.entries().unwrap().map(read).collect()
+    }
+
+    fn crashes(target: &str) -> Vec<(String, Vec<u8>)> {
+        let entries = fs::read_dir(folder("crashes").join(target)).into_iter().flatten();
+        let paths = entries.map(|entry| entry.unwrap().path());
+        paths.map(|path| (path.display().to_string(), fs::read(&path).unwrap())).collect()
+    }
+
+    #[test]
+    fn every_input_that_was_kept_keeps_its_promises() {
+        let mut broken = Vec::new();
+        for (target, run) in TARGETS {
+            let kept = corpus(target);
+            assert!(!kept.is_empty(), "{target} has no inputs");
+            let empty = ("nothing".to_owned(), Vec::new());
+            for (name, input) in kept.into_iter().chain(crashes(target)).chain([empty]) {
+                if catch_unwind(AssertUnwindSafe(|| run(&input))).is_err() {
+                    broken.push(format!("{target}: {name}"));
+                }
+            }
+        }
+        assert!(broken.is_empty(), "promises are broken by {broken:#?}");
+    }
+
+    #[test]
+    fn every_target_has_a_program_and_inputs() {
+        let targets: BTreeSet<String> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
+        assert_eq!(names_in(&folder("src/bin")), targets);
+        assert_eq!(names_in(&folder("corpus")), targets);
+        assert!(names_in(&folder("crashes")).is_subset(&targets));
+        assert!(names_in(&folder("dictionaries")).is_subset(&targets));
+    }
+}

@@ -1,0 +1,95 @@
+//! Fuzzing: containers' logs, through real files.
+
+use std::fs;
+use std::path::PathBuf;
+
+use tokio::sync::mpsc;
+
+use beelet_logs::read::{Piece, Wanted, read};
+use beelet_logs::{Stream, end_of, parse};
+
+/// Enough for whatever an input gives: the reader never waits.
+const PIECES: usize = 1 << 16;
+
+/// A log (after a byte that says what is wanted of it, and where it was rotated): all of it, and its end, come out as a
+/// container wrote them.
+pub fn log_lines(input: &[u8]) {
+    let Some((options, log)) = input.split_first() else { return };
+    let whole: Vec<&[u8]> =
+        log.split_inclusive(|b| *b == b'\n').filter(|line| line.ends_with(b"\n")).collect();
+    for line in &whole {
+        if let Some(read) = parse(line) {
+            let stream = if read.stream == Stream::Out { "stdout" } else { "stderr" };
+            let tag = if read.partial { "P" } else { "F" };
+            let mut again = format!("{} {stream} {tag} ", read.time).into_bytes();
+            again.extend_from_slice(read.text);
+            assert_eq!(parse(&again), Some(read));
+        }
+    }
+    let folder = std::env::temp_dir().join(format!("beelet-fuzz-logs-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let current = folder.join("0.log");
+    // A rotated file may have any end: the line goes on in the next file.
+    let cut = log.len() * usize::from(options & 7) / 8;
+    let (older, newer) = log.split_at(cut);
+    if !older.is_empty() {
+        fs::write(folder.join("0.log.20260101-000000"), older).unwrap();
+    }
+    fs::write(&current, newer).unwrap();
+
+    let timestamps = options & 8 != 0;
+    let all = shown(&current, Wanted { tail: None, since: None, timestamps });
+    assert_eq!(all, expected(&whole, timestamps));
+    let tail = u64::from(options >> 4);
+    if cut == 0 {
+        let last = &whole[whole.len().saturating_sub(tail as usize)..];
+        assert_eq!(
+            shown(&current, Wanted { tail: Some(tail), since: None, timestamps }),
+            expected(last, timestamps)
+        );
+    }
+    let most = usize::from(*options);
+    assert!(end_of(&current, 5, most).is_none_or(|text| text.len() <= most));
+    fs::remove_dir_all(folder).unwrap();
+}
+
+/// What a reader of the log is given, neighbours of one stream put together.
+fn shown(path: &std::path::Path, wanted: Wanted) -> Vec<(Stream, Vec<u8>)> {
+    thread_local! {
+        static RUNTIME: tokio::runtime::Runtime =
+            tokio::runtime::Builder::new_current_thread().build().unwrap();
+    }
+    let (sender, mut receiver) = mpsc::channel(PIECES);
+    let reading = read(PathBuf::from(path), wanted, sender, None::<std::future::Ready<()>>);
+    RUNTIME.with(|runtime| runtime.block_on(reading)).unwrap();
+    let mut all: Vec<(Stream, Vec<u8>)> = Vec::new();
+    while let Ok(Piece { stream, bytes }) = receiver.try_recv() {
+        put(&mut all, stream, &bytes);
+    }
+    all
+}
+
+fn expected(lines: &[&[u8]], timestamps: bool) -> Vec<(Stream, Vec<u8>)> {
+    let mut all = Vec::new();
+    for line in lines {
+        match parse(line) {
+            None => put(&mut all, Stream::Out, line),
+            Some(read) => {
+                if timestamps {
+                    put(&mut all, read.stream, format!("{} ", read.time).as_bytes());
+                }
+                put(&mut all, read.stream, read.text);
+                put(&mut all, read.stream, if read.partial { b"" } else { b"\n" });
+            }
+        }
+    }
+    all
+}
+
+fn put(all: &mut Vec<(Stream, Vec<u8>)>, stream: Stream, bytes: &[u8]) {
+    match all.last_mut() {
+        _ if bytes.is_empty() => {}
+        Some((last, there)) if *last == stream => there.extend_from_slice(bytes),
+        _ => all.push((stream, bytes.to_vec())),
+    }
+}

@@ -1,0 +1,33 @@
+//! Fuzzing: redirects of applications, settings in annotations, and processes that an exec probe left.
+
+use std::collections::BTreeMap;
+
+use beelet_policy::probe::{ProbeKind, settings};
+
+use beelet_probes::{http, stragglers};
+
+/// Three lines: the path that a probe asked for, where the answer sends it, and an annotation. A redirect stays on the host, and
+/// leads to what can be asked for; what annotations say doesn't depend on which pod has them.
+pub fn probes(input: &[u8]) {
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    let mut lines = text.splitn(3, '\n');
+    let mut line = || lines.next().unwrap_or_default();
+    let (path, location, annotation) = (format!("/{}", line()), line(), line());
+    for host in ["10.0.0.1", "::1", "web"] {
+        for tls in [false, true] {
+            http::redirect(tls, &path, host, location);
+        }
+    }
+    let annotations = BTreeMap::from([(settings::POD_ANNOTATION.to_owned(), annotation.to_owned())]);
+    for kind in [ProbeKind::Liveness, ProbeKind::Readiness, ProbeKind::Startup] {
+        let (found, problems) = settings::read(&annotations, "main", kind);
+        assert!(problems.len() <= annotation.split([' ', ',', '\n', '\t']).count());
+        assert!(found.period.is_none_or(|period| period >= settings::SHORTEST), "{found:?}");
+        assert!(found.timeout.is_none_or(|timeout| timeout >= settings::SHORTEST), "{found:?}");
+    }
+}
+
+/// `/proc/<pid>/stat`.
+pub(crate) fn process(stat: &[u8]) {
+    let _ = stragglers::parse(stat);
+}

@@ -1,0 +1,13 @@
+//! Fuzzing: files of cgroups and of /proc.
+
+use beelet_stats::parse;
+
+/// A file, as each of those that are read.
+pub(crate) fn files(text: &str) {
+    let _ = (parse::keyed(text).count(), parse::limit(text), parse::cpu_max(text), parse::stalls(text));
+    let _ = (parse::io_stat(text), parse::blkio(text), parse::faults(text), parse::retransmits(text));
+    let interfaces = parse::interfaces(text);
+    assert!(interfaces.iter().all(|(name, _)| name != "lo"));
+    let name = text.split([':', ' ', '\n']).next().unwrap_or_default();
+    let _ = (parse::meminfo(text, name), parse::machine_cpu(text, 100), parse::load(text));
+}

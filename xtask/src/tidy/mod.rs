@@ -1,0 +1,228 @@
+//! `cargo xtask tidy`: the invariants of ARCHITECTURE.md that the compiler can't keep, looked for in the text of the
+//! files that git knows. A rule is a few lines here; each violation names its file, its line and the rule.
+
+mod house;
+
+use crate::shell;
+use anyhow::{Context as _, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Checks what the compiler can't: floors of crates, doors, file lengths, links.
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+/// More lines than this, and a file does more than one thing.
+const LONGEST: usize = 900;
+
+/// Where the `unsafe` keyword may stand: what speaks to the kernel, and the test process that is handed a descriptor.
+const UNSAFE: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel_", "tests/src/bin/listener.rs"];
+
+/// Who may use bpf(2), by whatever library.
+const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel_", "tests/tests/libbpf"];
+
+/// What a decision must not call: input, output, clocks, chance.
+const POLICY_FORBIDDEN: &[&str] = &[
+    "std::fs",
+    "std::net",
+    "std::io::",
+    "std::process",
+    "std::thread",
+    "Instant::now",
+    "SystemTime",
+    "Timestamp::now",
+];
+
+/// The rules name what they forbid.
+const SELF: &str = "xtask/src/tidy/";
+
+/// A broken rule.
+#[derive(Debug, PartialEq, Eq)]
+struct Violation {
+    file: String,
+    line: usize,
+    message: String,
+}
+
+/// The command line's entry.
+pub(crate) fn run(_: &Args) -> Result<()> {
+    let repository = shell::repository();
+    let mut violations = Vec::new();
+    let files = tracked(&repository)?;
+    violations.extend(house::check(&repository)?);
+    for file in &files {
+        let Ok(text) = std::fs::read_to_string(repository.join(file)) else { continue }; // not text
+        violations.extend(check(file, &text));
+        violations.extend(check_machine_paths(file, &text, &repository));
+        if file.ends_with(".md") {
+            violations.extend(check_links(file, &text, &repository));
+        }
+    }
+    for violation in &violations {
+        eprintln!("{}:{}: {}", violation.file, violation.line, violation.message);
+    }
+    match violations.len() {
+        0 => {
+            eprintln!("tidy: {} files, nothing to complain about", files.len());
+            Ok(())
+        }
+        count => bail!("tidy: {count} violation(s)"),
+    }
+}
+
+/// The files that git tracks or would add.
+fn tracked(repository: &Path) -> Result<Vec<String>> {
+    let mut git = Command::new("git");
+    git.args(["ls-files", "--cached", "--others", "--exclude-standard"]).current_dir(repository);
+    let output = git.output().context("could not start git")?;
+    if !output.status.success() {
+        bail!("git ls-files failed: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).lines().map(ToOwned::to_owned).collect())
+}
+
+/// Every rule that needs only a file's name and text.
+fn check(file: &str, text: &str) -> Vec<Violation> {
+    let mut found = Vec::new();
+    if !file.ends_with(".rs") {
+        return found;
+    }
+    let mut say =
+        |line: usize, message: String| found.push(Violation { file: file.to_owned(), line, message });
+    let length = text.lines().count();
+    if length > LONGEST {
+        say(length, format!("{length} lines; split it: more than {LONGEST} do more than one thing"));
+    }
+    let within = |places: &[&str]| places.iter().any(|place| file.starts_with(place));
+    let mut in_tests = file.contains("/tests/") || file.ends_with("tests.rs");
+    for (index, line) in text.lines().enumerate() {
+        let number = index + 1;
+        in_tests |= line.trim() == "#[cfg(test)]";
+        let code = code_of(line);
+        if has_word(code, "unsafe") && !within(UNSAFE) && !file.starts_with(SELF) {
+            say(number, "unsafe is for agent/bpf and ebpf alone: use a safe wrapper (rustix)".to_owned());
+        }
+        let bpf = ["aya::", "aya_obj::", "libbpf_rs::", "SYS_bpf"];
+        if bpf.iter().any(|name| code.contains(name)) && !within(BPF) && !file.starts_with(SELF) {
+            say(number, "bpf(2) has one door, agent/bpf".to_owned());
+        }
+        if !in_tests
+            && within(&["agent/"])
+            && !within(&["agent/cri/", "agent/proto/"])
+            && code.contains("_service_client::")
+        {
+            say(number, "the container runtime has one door, agent/cri".to_owned());
+        }
+        // A remedy for a person may name the place; a path to open must come from the door.
+        let advice = code.contains("mount -t cgroup2");
+        if !in_tests
+            && within(&["agent/"])
+            && !within(&["agent/cgroups/"])
+            && code.contains("/sys/fs/cgroup")
+            && !advice
+        {
+            say(number, "cgroup files have one writer, agent/cgroups: ask it for the path".to_owned());
+        }
+        if file.starts_with("agent/policy/src/") && !in_tests {
+            for name in POLICY_FORBIDDEN.iter().filter(|name| code.contains(**name)) {
+                say(number, format!("{name}: a decision is a pure function of its arguments"));
+            }
+        }
+    }
+    found
+}
+
+/// The line without its comment. A `//` inside a string cuts too much, never too little of what the rules look for
+/// in practice.
+fn code_of(line: &str) -> &str {
+    line.split("//").next().unwrap_or_default()
+}
+
+fn has_word(text: &str, word: &str) -> bool {
+    text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word)
+}
+
+/// No file may name the folder that this checkout happens to be in.
+fn check_machine_paths(file: &str, text: &str, repository: &Path) -> Vec<Violation> {
+    let Some(parent) = repository.parent().filter(|parent| !is_common(parent)) else { return Vec::new() };
+    let needle = format!("{}/", parent.display());
+    let lines = text.lines().enumerate().filter(|(_, line)| line.contains(&needle));
+    let say = |(index, _)| Violation {
+        file: file.to_owned(),
+        line: index + 1,
+        message: format!("names a folder of this machine, {needle}"),
+    };
+    lines.map(say).collect()
+}
+
+/// Folders that every machine has, so that naming them says nothing about this one.
+fn is_common(path: &Path) -> bool {
+    [
+        "/", "/home", "/mnt", "/opt", "/root", "/run", "/srv", "/tmp", "/usr", "/usr/src", "/var",
+        "/var/lib", "/var/tmp",
+    ]
+    .iter()
+    .any(|common| path == Path::new(common))
+}
+
+/// Links between our own pages lead somewhere.
+fn check_links(file: &str, text: &str, repository: &Path) -> Vec<Violation> {
+    let folder = repository.join(file).parent().map(Path::to_path_buf).unwrap_or_default();
+    let mut found = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        for target in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let path = target.split(['#', ' ']).next().unwrap_or_default();
+            let elsewhere = path.is_empty() || path.contains("://") || path.starts_with("mailto:");
+            if !elsewhere && !folder.join(PathBuf::from(path)).exists() {
+                let message = format!("the link to {path} leads nowhere");
+                found.push(Violation { file: file.to_owned(), line: index + 1, message });
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_find_what_they_are_for_and_nothing_else() {
+        let check = |file: &str, text: &str, expected: &[usize]| {
+            let lines: Vec<usize> = check(file, text).into_iter().map(|violation| violation.line).collect();
+            assert_eq!(lines, expected, "{file}: {text}");
+        };
+        check("agent/pods/src/worker.rs", "fn f() {\n    unsafe { g() }\n}\n", &[2]);
+        check("agent/bpf/src/sys.rs", "unsafe { g() }\n", &[]);
+        check("agent/pods/src/worker.rs", "// an unsafe thing\nlet unsafe_name = 1;\n", &[]);
+        check("agent/probes/src/lib.rs", "use aya::Ebpf;\n", &[1]);
+        check("agent/pods/src/lib.rs", "use cri::runtime_service_client::RuntimeServiceClient;\n", &[1]);
+        check("agent/cri/src/lib.rs", "use cri::runtime_service_client::RuntimeServiceClient;\n", &[]);
+        check("agent/pods/src/lib.rs", "let x = \"/sys/fs/cgroup/cpu\";\n", &[1]);
+        check(
+            "agent/pods/src/lib.rs",
+            "#[cfg(test)]\nmod tests { const X: &str = \"/sys/fs/cgroup\"; }\n",
+            &[],
+        );
+        check("agent/policy/src/probe.rs", "let now = Instant::now();\n", &[1]);
+        check("agent/probes/src/lib.rs", "let now = Instant::now();\n", &[]);
+        check("agent/src/lib.rs", &"x\n".repeat(LONGEST + 1), &[LONGEST + 1]);
+    }
+
+    #[test]
+    fn links_must_lead_to_a_file_of_the_repository() {
+        let check = |text: &str, expected: usize| {
+            assert_eq!(check_links("README.md", text, &shell::repository()).len(), expected, "{text}");
+        };
+        check("see [the licence](LICENSE) and [the web](https://example.com/x)", 0);
+        check("see [a part](#part) and [a part of a file](LICENSE#part)", 0);
+        check("see [this](no/such/file.md)", 1);
+    }
+
+    #[test]
+    fn the_checkouts_own_folder_must_not_be_named() {
+        let repository = Path::new("/some/where/beelet");
+        assert_eq!(check_machine_paths("a.md", "in /some/where/else", repository).len(), 1);
+        assert_eq!(check_machine_paths("a.md", "in /tmp/x", Path::new("/tmp/beelet")).len(), 0);
+    }
+}
