@@ -1,5 +1,5 @@
-//! What the programs of `src/bin` have in common. What they try, and which promises they check, is in the agent
-//! (`agent/src/fuzzing.rs`); libFuzzer brings their `main`. `cargo xtask fuzz` builds and runs them.
+//! What the programs of `src/bin` have in common. What they try, and which promises they check, is in
+//! `fuzz/targets`; libFuzzer brings their `main`. `cargo xtask fuzz` builds and runs them.
 
 use libfuzzer_sys::fuzzer_mutate;
 use serde_json::{Map, Value};

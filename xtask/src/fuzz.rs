@@ -1,5 +1,5 @@
 //! `cargo xtask fuzz`: throws inputs at everything that reads what comes from outside, guided by what they reach in the
-//! code (docs/fuzzing.md). The targets are `agent/src/fuzzing.rs`, their programs `fuzz/src/bin`.
+//! code (docs/fuzzing.md). The targets are `fuzz/targets`, their programs `fuzz/src/bin`.
 //!
 //! Stable Rust builds it: LLVM's coverage instrumentation is a pass that is asked for by plain codegen options, and libFuzzer
 //! comes with the crate libfuzzer-sys (docs/decisions/0016-fuzzing.md).

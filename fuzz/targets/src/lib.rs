@@ -1,10 +1,10 @@
-//! What `cargo xtask fuzz` throws inputs at: a function per kind of input from outside, through the entry points that the
+//! What `cargo xtask fuzz` throws inputs at: one function per kind of input from outside, through the entry points that the
 //! agent itself uses. Each takes any bytes, and panics where a promise is broken: not only that nothing panics, but that
 //! what is written reads back, that an order of arrival changes nothing, that an output is bounded.
 //!
-//! The rooms that read such inputs have a `fuzz.rs` for what only they can call; the rest is here. All of it is compiled
-//! for unit tests and with the feature `fuzzing`, never into an agent that is shipped. The inputs that were worth keeping,
-//! and every one that ever broke a promise, are in `fuzz/corpus` and `fuzz/crashes`: the test below replays them.
+//! A file here has the name of the crate whose inputs it tries; what concerns several, or policy alone, is in this one. The
+//! inputs that were worth keeping, and every one that ever broke a promise, are in `fuzz/corpus` and `fuzz/crashes`: the
+//! test below replays them.
 
 // A target says by a panic what it has found.
 #![allow(clippy::panic, clippy::unwrap_used)]
