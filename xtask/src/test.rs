@@ -100,7 +100,7 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
     }
     // An own choice of packages replaces this one.
     if !args.runner.iter().any(|argument| argument == "-p" || argument.starts_with("--package")) {
-        command.args(["--workspace", "--exclude", "beelet-ebpf"]);
+        command.args(["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"]);
     }
     if !features.is_empty() {
         command.args(["--features", &features.join(",")]);
