@@ -120,7 +120,7 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
         (_, None) => Problem::new("kind", format!("must be there and be a string: {wanted}")),
         (None, Some(_)) => Problem::new("apiVersion", format!("must be there and be a string: {wanted}")),
         (Some(_), Some("List" | "PodList")) => {
-            Problem::new("kind", "one pod a file: split the list into a file for each pod")
+            Problem::new("kind", "one pod per file: split the list into a file for each pod")
         }
         (Some(version), Some("Pod" | "PriorityClass" | "ConfigMap" | "Secret" | "RuntimeClass")) => {
             Problem::new("apiVersion", format!("{version:?} is not known for this kind: {wanted}"))

@@ -74,14 +74,17 @@ fn a_file_holds_one_pod() {
     check_text("kind: Pod", "web.yaml:1:1: apiVersion: must be there and be a string");
     check_text("apiVersion: 1\nkind: Pod", "web.yaml:1:13: apiVersion: must be there and be a string");
     check_text("apiVersion: v2\nkind: Pod", "web.yaml:1:13: apiVersion: \"v2\" is not known for this kind");
-    check_text("apiVersion: v1\nkind: List\nitems: []", "web.yaml:2:7: kind: one pod a file: split the list");
+    check_text(
+        "apiVersion: v1\nkind: List\nitems: []",
+        "web.yaml:2:7: kind: one pod per file: split the list",
+    );
     check_text(
         "apiVersion: apps/v1\nkind: Deployment",
         "web.yaml:2:7: kind: \"Deployment\" is not a kind that a node runs",
     );
     check_text(
         "apiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Pod",
-        "web.yaml:4:1: one pod a file: this is the second of 2 documents",
+        "web.yaml:4:1: one pod per file: this is the second of 2 documents",
     );
     check_text(
         "apiVersion: v1\nkind: Pod",

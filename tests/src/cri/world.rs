@@ -159,9 +159,13 @@ impl World {
     /// The newest container of that name in a pod.
     #[must_use]
     pub fn container(&self, pod: &str, name: &str) -> Option<&Container> {
-        let of_pod = |c: &&Container| self.sandboxes.get(&c.sandbox_id).is_some_and(|s| s.pod_name() == pod);
-        let named = self.containers.values().filter(|c| c.name() == name).filter(of_pod);
-        named.max_by_key(|c| (c.created_at, c.attempt()))
+        let named = self.containers.values().filter(|c| c.name() == name);
+        let of_pod = named.filter_map(|c| Some((self.sandboxes.get(&c.sandbox_id)?, c)));
+        // In one sandbox the attempts count: the clock may have been set between them.
+        let newest = of_pod
+            .filter(|(sandbox, _)| sandbox.pod_name() == pod)
+            .max_by_key(|(sandbox, c)| (sandbox.created_at, c.attempt(), c.created_at));
+        newest.map(|(_, container)| container)
     }
 
     /// The newest sandbox of a pod.
