@@ -128,7 +128,7 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 /// What the agent itself holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Held {
-    /// Open files.
+    /// Open files, but those of cgroups that are there: what was measured once is kept open for the next time.
     pub files: usize,
     /// Resident memory in KiB.
     pub resident: u64,
@@ -141,7 +141,13 @@ impl Held {
     /// It does not run.
     pub fn by(agent: &Agent) -> Result<Held> {
         let pid = agent.pid().context("the agent does not run")?;
-        let files = std::fs::read_dir(format!("/proc/{pid}/fd")).context("the agent has ended")?.count();
+        let open = std::fs::read_dir(format!("/proc/{pid}/fd")).context("the agent has ended")?;
+        let files = open.flatten().filter(|entry| !is_measured(&entry.path())).count();
         Ok(Held { files, resident: machine::resident_kib(pid)? })
     }
+}
+
+/// Whether a descriptor is that of a cgroup that still is there.
+fn is_measured(descriptor: &Path) -> bool {
+    std::fs::read_link(descriptor).is_ok_and(|path| path.starts_with("/sys/fs/cgroup") && path.exists())
 }
