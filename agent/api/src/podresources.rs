@@ -4,7 +4,6 @@
 //! default policies.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use beelet_proto::podresources::{
@@ -19,7 +18,6 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_devices::Devices;
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
@@ -28,13 +26,6 @@ use beelet_serve::{grpc, local};
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said why.
 pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutdown: CancellationToken) {
     let socket = devices.settings().pod_resources_socket();
-    // The part for devices may be making the same folder: it has one mode, whichever comes first.
-    let folder = socket.parent().and_then(Path::parent).map(Path::to_owned);
-    let made = spawn_blocking(move || folder.map_or(Ok(()), |folder| make_folder(&folder, PRIVATE))).await;
-    if let Ok(Err(error)) = made {
-        tracing::error!("pod resources are not served: {error}");
-        return shutdown.cancelled().await;
-    }
     let listener = match grpc::bind(&socket).await {
         Ok(listener) => listener,
         Err(error) => {

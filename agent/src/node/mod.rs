@@ -20,6 +20,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_policy::cgroups::{CgroupConfig, CgroupValues};
 use beelet_proto::cri;
 use jiff::Timestamp;
@@ -111,6 +112,11 @@ pub async fn run(config: Config) -> Result<()> {
 pub async fn run_until(config: Config, shutdown: CancellationToken) -> Result<()> {
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
+    // Several parts make folders in it: it has one mode, whichever comes first.
+    let kubelet_dir = config.beelet.kubelet_dir.clone();
+    let made =
+        spawn_blocking(move || make_folder(&kubelet_dir, PRIVATE)).await.context("the kubelet's folder")?;
+    made.map_err(anyhow::Error::msg)?;
     let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
         .with_image_endpoint(&config.image_endpoint)?;
     let ownership = own(&runtime).await?;
