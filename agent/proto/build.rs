@@ -16,7 +16,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "podresources/api.proto",
         "beelet/probes.proto",
         "grpc/health/v1/health.proto",
-        "io/prometheus/client/metrics.proto",
     ];
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;

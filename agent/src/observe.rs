@@ -10,9 +10,10 @@ use clap::{Args, ValueEnum};
 
 use crate::node::observe::{self, Collecting, Options};
 use crate::run::{LogFormat, start_logging};
-use beelet_bpf::Mode;
+use beelet_bpf::BpfMode;
 use beelet_cli::failed;
-use beelet_config::{Config, TunerMode};
+use beelet_config::Config;
+use beelet_policy::tuner::TunerMode;
 
 /// Arguments of `beelet observe`.
 #[derive(Debug, Args)]
@@ -138,8 +139,8 @@ impl ObserveArgs {
                 Listen::Off => None,
             },
             bpf: match self.bpf {
-                Bpf::Auto => Mode::Auto,
-                Bpf::Off => Mode::Off,
+                Bpf::Auto => BpfMode::Auto,
+                Bpf::Off => BpfMode::Off,
             },
             bpffs: self.bpffs.clone(),
             pin_name: self.pin_name.clone(),

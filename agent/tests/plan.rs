@@ -69,7 +69,7 @@ fn what_cannot_be_read_is_named_and_the_rest_is_answered() {
     let (names, said, code) = outcome(&plan("cgroups", &format!("{B}\n{typo}\n{B}\n")));
     assert_eq!((names, code), (vec!["b".to_owned(), "b".to_owned()], 2));
     assert!(
-        said.starts_with("error: standard input:2:29: scenario 2 (\"a\"): cgroupVersoin: unknown field `cgroupVersoin`, expected one of `name`"),
+        said.starts_with("error: standard input:2:32: scenario 2 (\"a\"): cgroupVersoin: unknown field `cgroupVersoin`, expected one of `name`"),
         "{said}"
     );
 }
@@ -80,7 +80,7 @@ fn a_wrong_value_is_shown_with_its_field_and_place() {
     check(
         pod,
         &[],
-        "error: standard input:1:1: scenario 1 (\"x\"): pods[0].spec.containers[1].resources.requests.cpu: \"abc\" is not a quantity (use e.g. 250m, 1.5 or 512Mi)\n",
+        "error: standard input:1:225: scenario 1 (\"x\"): pods[0].spec.containers[1].resources.requests.cpu: \"abc\" is not a quantity (use e.g. 250m, 1.5 or 512Mi)\n",
         2,
     );
     let yaml = format!(
@@ -99,7 +99,7 @@ fn a_wrong_value_is_shown_with_its_field_and_place() {
     check(
         &A.replace("4Gi", "lots"),
         &[],
-        "error: standard input:1:73: scenario 1 (\"a\"): node.memory: \"lots\" is not a quantity (use e.g. 250m, 1.5 or 512Mi)\n",
+        "error: standard input:1:68: scenario 1 (\"a\"): node.memory: \"lots\" is not a quantity (use e.g. 250m, 1.5 or 512Mi)\n",
         2,
     );
     check(

@@ -1,8 +1,8 @@
 //! A tracepoint's arguments, by positions that the agent looked up in the running kernel's BTF.
 //!
-//! The verifier takes only a constant offset into the context. So each position has a branch of its own with a load of
-//! its own; the read-only global makes all branches but one dead. In assembler, because the compiler would join the
-//! loads again into one from a computed address.
+//! The verifier takes only a constant offset into the context. So each position has a branch of its own with
+//! a load of its own; the read-only global makes all branches but one dead. In assembler, because the
+//! compiler would join the loads again into one from a computed address.
 
 use core::{arch::asm, ffi::c_void};
 

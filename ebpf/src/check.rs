@@ -1,18 +1,20 @@
 //! `socket_check`: which socket would take a connection, and does its application accept what it is given?
 //!
-//! An object of its own, without maps: the agent runs the program by hand (`BPF_PROG_TEST_RUN`), once for each check in
-//! the packet, and reads the answers from the packet. Nothing is attached, pinned or kept; a look costs a lookup in the
-//! kernel's own socket table, the one that a SYN would make, and no packet is sent.
+//! An object of its own, without maps: the agent runs the program by hand (`BPF_PROG_TEST_RUN`), once for
+//! each check in the packet, and reads the answers from the packet. Nothing is attached, pinned or kept. A
+//! check costs a lookup in the kernel's own socket table, the one that a SYN would make, and no packet is
+//! sent.
 //!
-//! The lookup by itself answers existence: specific and wildcard addresses, IPv4 on IPv6 sockets, `SO_REUSEPORT`
-//! groups, and whatever a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace redirects. It starts from the loopback
-//! device, so it passes over a listener bound to another device (`SO_BINDTODEVICE`); user space asks sock_diag then.
+//! The lookup by itself answers existence: specific and wildcard addresses, IPv4 on IPv6 sockets,
+//! `SO_REUSEPORT` groups, and whatever a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace redirects. It
+//! starts from the loopback device, so it passes over a listener bound to another device (`SO_BINDTODEVICE`);
+//! user space asks sock_diag then.
 //!
-//! Kernel structures are read with `bpf_probe_read_kernel`: a group's members and the head of an accept queue are
-//! reached through pointers that may be stale by the time they are followed. Reading the wrong memory then gives a wrong
-//! number for one look, never a fault. What can't be read is 0, which the helper itself writes: to ask it whether it could
-//! would be a branch, and the verifiers of older kernels (6.1) follow every way through the members of a group, which with two
-//! branches a member are more than they look at.
+//! Kernel structures are read with `bpf_probe_read_kernel`: a group's members and the head of an accept queue
+//! are reached through pointers that may be stale by the time they are followed. Reading the wrong memory
+//! then gives a wrong number for one look, never a fault. What can't be read is 0, which the helper itself
+//! writes: to ask it whether it could would be a branch, and the verifiers of older kernels (6.1) follow
+//! every way through the members of a group, which with two branches a member are more than they look at.
 #![no_std]
 #![no_main]
 
@@ -29,49 +31,20 @@ use aya_ebpf::{
 use beelet_ebpf_abi::{
     ABSENT, FAMILY_IPV4, FAMILY_IPV6,
     check::{Answer, Asked, Check, HEAD, MAX_CHECKS, MAX_MEMBERS, found},
+    kernel_fields,
 };
 
-macro_rules! offsets {
-    ($($(#[$doc:meta])* $name:ident;)+) => {$(
-        $(#[$doc])*
-        #[unsafe(no_mangle)]
-        static $name: Global<u32> = Global::new(ABSENT);
-    )+};
+#[macro_use]
+#[allow(unused_macros)] // only the other object asks for groups
+mod fields;
+
+macro_rules! check {
+    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ }) => {
+        globals! { $($both)+ $($check)+ }
+    };
 }
 
-// Set by the agent from the running kernel's BTF (agent/bpf/src/check.rs has the same names).
-offsets! {
-    /// `sock_common.skc_state`, 8 bits
-    CHECK_SKC_STATE;
-    /// `sock_common.skc_net.net`
-    CHECK_SKC_NET;
-    /// `sock_common.skc_cookie.counter`
-    CHECK_SKC_COOKIE;
-    /// `net.net_cookie`
-    CHECK_NET_COOKIE;
-    /// `sock.sk_cgrp_data.cgroup`
-    CHECK_SOCK_CGROUP;
-    /// `cgroup.kn`
-    CHECK_CGROUP_KN;
-    /// `kernfs_node.id`
-    CHECK_KERNFS_ID;
-    /// `sock.sk_socket`
-    CHECK_SK_SOCKET;
-    /// `sock.sk_ack_backlog`
-    CHECK_ACK_BACKLOG;
-    /// `sock.sk_max_ack_backlog`
-    CHECK_MAX_ACK_BACKLOG;
-    /// `sock.sk_reuseport_cb`
-    CHECK_REUSEPORT;
-    /// `sock_reuseport.num_socks`, 16 bits
-    CHECK_NUM_SOCKS;
-    /// `sock_reuseport.socks`
-    CHECK_SOCKS;
-    /// `inet_connection_sock.icsk_accept_queue.rskq_accept_head`
-    CHECK_ACCEPT_HEAD;
-    /// `tcp_request_sock.snt_isn`
-    CHECK_SENT_ISN;
-}
+kernel_fields!(check);
 
 /// include/net/tcp_states.h
 const TCP_ESTABLISHED: u8 = 1;
@@ -82,7 +55,7 @@ const TCP_LISTEN: u8 = 10;
 /// include/net/tcp_states.h
 const TCP_NEW_SYN_RECV: u32 = 12;
 
-/// Run once a check: `cb[0]` counts them, from 0, over the runs of one call.
+/// Runs once per check: `cb[0]` counts them, from 0, over the runs of one call.
 #[classifier]
 pub(crate) fn socket_check(ctx: TcContext) -> i32 {
     let skb = ctx.skb.skb;
@@ -103,7 +76,7 @@ pub(crate) fn socket_check(ctx: TcContext) -> i32 {
     0
 }
 
-/// `struct bpf_sock_tuple` for IPv4, as seen by the one who is connected to: the other side is the source.
+/// `struct bpf_sock_tuple` for IPv4, as the listening side sees it: the other side is the source.
 #[repr(C)]
 struct Tuple4 {
     remote: [u8; 4],
@@ -165,16 +138,16 @@ fn describe(sk: *mut bpf_sock) -> Answer {
         answer.found = if state == TCP_NEW_SYN_RECV { found::HALF_OPEN } else { found::CLOSING };
         return answer;
     }
-    answer.netns_cookie = follow(tcp, &CHECK_SKC_NET, &CHECK_NET_COOKIE);
-    answer.cookie = read(tcp, &CHECK_SKC_COOKIE);
+    answer.netns_cookie = follow(tcp, &OFF_SKC_NET, &OFF_NET_COOKIE);
+    answer.cookie = read(tcp, &OFF_SKC_COOKIE);
     answer.cgroup_id = cgroup_id(tcp);
-    let state: u8 = read(tcp, &CHECK_SKC_STATE);
+    let state: u8 = read(tcp, &OFF_SKC_STATE);
     if state == TCP_LISTEN {
         answer.found = found::LISTENER;
         queues(tcp, &mut answer);
     } else if state == TCP_ESTABLISHED {
         // accept() gives the connection its `struct socket` (sock_graft, include/net/sock.h).
-        let socket: u64 = read(tcp, &CHECK_SK_SOCKET);
+        let socket: u64 = read(tcp, &OFF_SK_SOCKET);
         answer.found = if socket == 0 { found::WAITING } else { found::ACCEPTED };
     } else if state == TCP_SYN_RECV {
         answer.found = found::HALF_OPEN;
@@ -187,17 +160,17 @@ fn describe(sk: *mut bpf_sock) -> Answer {
 /// The accept queues of a listener, or of all members of its group.
 #[inline(always)]
 fn queues(listener: *const u8, answer: &mut Answer) {
-    answer.max_backlog = read(listener, &CHECK_MAX_ACK_BACKLOG);
-    let group: u64 = read(listener, &CHECK_REUSEPORT);
-    if group == 0 || CHECK_NUM_SOCKS.load() == ABSENT || CHECK_SOCKS.load() == ABSENT {
+    answer.max_backlog = read(listener, &OFF_MAX_ACK_BACKLOG);
+    let group: u64 = read(listener, &OFF_REUSEPORT);
+    if group == 0 || OFF_NUM_SOCKS.load() == ABSENT || OFF_SOCKS.load() == ABSENT {
         answer.listeners = 1;
         queue(listener, answer);
         return;
     }
     let group = group as *const u8;
-    let members: u16 = read(group, &CHECK_NUM_SOCKS);
+    let members: u16 = read(group, &OFF_NUM_SOCKS);
     answer.listeners = u32::from(members);
-    let socks = group.wrapping_add(CHECK_SOCKS.load() as usize);
+    let socks = group.wrapping_add(OFF_SOCKS.load() as usize);
     for index in 0..MAX_MEMBERS {
         if index >= u32::from(members) {
             break;
@@ -208,28 +181,30 @@ fn queues(listener: *const u8, answer: &mut Answer) {
     }
 }
 
-/// Adds one listener's accept queue to the answer. Without branches: see the module's head.
+/// Adds one listener's accept queue to the answer. Without branches, which older verifiers would follow for
+/// each member of a group.
 #[inline(always)]
 fn queue(listener: *const u8, answer: &mut Answer) {
-    let backlog: u32 = read(listener, &CHECK_ACK_BACKLOG);
-    let max_backlog: u32 = read(listener, &CHECK_MAX_ACK_BACKLOG);
+    let backlog: u32 = read(listener, &OFF_ACK_BACKLOG);
+    let max_backlog: u32 = read(listener, &OFF_MAX_ACK_BACKLOG);
     let waits = exceeds(backlog, 0);
     answer.backlog = answer.backlog.wrapping_add(backlog);
     answer.waiting += waits as u32;
     // sk_acceptq_is_full, include/net/sock.h.
     answer.full += (waits & exceeds(backlog, max_backlog)) as u32;
-    if CHECK_ACCEPT_HEAD.load() == ABSENT || CHECK_SENT_ISN.load() == ABSENT {
+    if OFF_ACCEPT_HEAD.load() == ABSENT || OFF_SENT_ISN.load() == ABSENT {
         return;
     }
-    let head: u64 = read(listener, &CHECK_ACCEPT_HEAD);
+    let head: u64 = read(listener, &OFF_ACCEPT_HEAD);
     // The request's memory is used again for another one; the random number in it makes it that very one.
-    let isn: u32 = read(head as *const u8, &CHECK_SENT_ISN);
+    let isn: u32 = read(head as *const u8, &OFF_SENT_ISN);
     let name = (u64::from(isn) << 32) ^ head;
     answer.heads =
         answer.heads.wrapping_add(name.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(waits)) | waits;
 }
 
-/// 1 if `a > b`, else 0: the sign of a difference, and nothing that the compiler could make a branch of again.
+/// 1 if `a > b`, else 0: the sign of a difference, and nothing that the compiler could make a branch of
+/// again.
 #[inline(always)]
 fn exceeds(a: u32, b: u32) -> u64 {
     black_box(u64::from(b).wrapping_sub(u64::from(a))) >> 63
@@ -237,14 +212,11 @@ fn exceeds(a: u32, b: u32) -> u64 {
 
 #[inline(always)]
 fn cgroup_id(tcp: *const u8) -> u64 {
-    if CHECK_SOCK_CGROUP.load() == ABSENT
-        || CHECK_CGROUP_KN.load() == ABSENT
-        || CHECK_KERNFS_ID.load() == ABSENT
-    {
+    if OFF_SOCK_CGROUP.load() == ABSENT || OFF_CGROUP_KN.load() == ABSENT || OFF_KERNFS_ID.load() == ABSENT {
         return 0;
     }
-    let cgroup: u64 = read(tcp, &CHECK_SOCK_CGROUP);
-    if cgroup == 0 { 0 } else { follow(cgroup as *const u8, &CHECK_CGROUP_KN, &CHECK_KERNFS_ID) }
+    let cgroup: u64 = read(tcp, &OFF_SOCK_CGROUP);
+    if cgroup == 0 { 0 } else { follow(cgroup as *const u8, &OFF_CGROUP_KN, &OFF_KERNFS_ID) }
 }
 
 /// Reads a 64-bit field through a pointer field.
@@ -277,7 +249,8 @@ fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 
-/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as well.
+/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as
+/// well.
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]
 static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -1,6 +1,7 @@
 //! Cgroups below the pods' root: which pod and QoS class one belongs to, and its counters.
 //!
-//! Nothing is allocated here: all maps are preallocated, because these functions run under the run-queue lock.
+//! Nothing is allocated here: all maps are preallocated, because these functions run under the run-queue
+//! lock.
 
 use aya_ebpf::{Global, helpers::bpf_probe_read_kernel};
 use beelet_ebpf_abi::{
@@ -52,7 +53,8 @@ pub(crate) fn counters(cgroup_id: u64) -> Option<*mut Counters> {
     CONTAINERS.get_ptr_mut(slot_of(cgroup_id))
 }
 
-/// The slot of a cgroup, taken if it has none yet, where this CPU's counters are its own; [`ABSENT`] if there is no room.
+/// The slot of a cgroup, taken if it has none yet, where this CPU's counters are its own; [`ABSENT`] if there
+/// is no room.
 #[inline(never)]
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn slot_of(cgroup_id: u64) -> u32 {
@@ -120,11 +122,13 @@ fn place(cgroup_id: u64, n: u32) -> u32 {
     (home + n * (n + 1) / 2) % MAX_CONTAINERS as u32
 }
 
-/// The pod of a cgroup, through this CPU's cache. For the scheduler's hooks alone: nothing may come between on this CPU.
+/// The pod of a cgroup, through this CPU's cache. For the scheduler's hooks alone: nothing may come between
+/// on this CPU.
 #[inline(always)]
 pub(crate) fn pod_of_cached(cgroup: u64, cgroup_id: u64) -> Pod {
     let Some(settings) = SETTINGS.get_ptr(0) else { return Pod::NONE };
-    // SAFETY: the element lives as long as the array. The agent may be changing it: then the generation follows.
+    // SAFETY: the element lives as long as the array. The agent may be changing it: then the generation
+    // follows.
     let settings = unsafe { &*settings };
     let Some(slot) = ANCESTRY.get_ptr_mut(cgroup_id as u32 % ANCESTRY_SLOTS as u32) else {
         return Pod::NONE;
@@ -152,8 +156,8 @@ pub(crate) fn pod_of_uncached(cgroup: u64) -> Pod {
 
 /// Looks for the pods' root among the ancestors of a cgroup (a `struct cgroup` at that address).
 ///
-/// `<root>/pod<uid>/...` is a Guaranteed pod, `<root>/burstable/pod<uid>/...` and `<root>/besteffort/pod<uid>/...` are
-/// the others. What lies elsewhere is no pod's.
+/// `<root>/pod<uid>/...` is a Guaranteed pod, `<root>/burstable/pod<uid>/...` and
+/// `<root>/besteffort/pod<uid>/...` are the others. What lies elsewhere is no pod's.
 #[inline(never)]
 fn pod_of(cgroup: u64, settings: &Settings) -> Pod {
     if settings.pods_cgroup == 0 || cgroup == 0 {

@@ -42,8 +42,8 @@ pub(crate) fn send<T: Copy + 'static>(record: T) {
 #[inline(always)]
 pub(crate) fn dropped(field: impl FnOnce(&mut Drops) -> *mut u64) {
     if let Some(drops) = DROPS.get_ptr_mut(0) {
-        // SAFETY: the pointer is this CPU's live array element. The add is atomic because a program in an interrupt can
-        // come between on the same CPU.
+        // SAFETY: the pointer is this CPU's live array element. The add is atomic because a program in an
+        // interrupt can come between on the same CPU.
         unsafe { atomic_add(field(&mut *drops), 1) };
     }
 }

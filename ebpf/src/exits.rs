@@ -1,20 +1,21 @@
-//! The end of processes: of those below the pods' root user space hears, each once, with its exit code or signal.
+//! The end of processes: each below the pods' root is sent to user space once, with its exit code or signal.
 //!
-//! `sched_process_exit` tells it, and what it missed is told when the scheduler switches away from the thread for the last
-//! time: newer kernels (7.3, not yet 6.18) let programs on most tracepoints be preempted, and pass over the run of a program
-//! whose last run on the same CPU is not over (`recursion_misses`). The scheduler's own tracepoint can't be preempted.
+//! `sched_process_exit` sends it, and what that missed is sent when the scheduler switches away from the
+//! thread for the last time: newer kernels (7.3, not yet 6.18) let programs on most tracepoints be preempted,
+//! and pass over the run of a program whose last run on the same CPU is not over (`recursion_misses`). The
+//! scheduler's own tracepoint can't be preempted.
 
 use aya_ebpf::{bindings::BPF_NOEXIST, macros::btf_tracepoint, programs::BtfTracePointContext};
-use beelet_ebpf_abi::{ABSENT, ExitEvent, ExitedKey, kind};
+use beelet_ebpf_abi::{ABSENT, ExitEvent, ExitedKey, fields::group, kind};
 
 use crate::{
-    args::{argument, has},
+    args::argument,
     containers::{peek, pod_of_uncached},
     events::{header, is_current, send},
     kernel::{
         OFF_PID_LEVEL, OFF_PID_NUMBERS, OFF_SIGNAL_EXIT_CODE, OFF_SIGNAL_FLAGS, OFF_SIGNAL_LIVE,
-        OFF_TASK_EXIT_CODE, OFF_TASK_LEADER, OFF_TASK_PID, OFF_TASK_SIGNAL, OFF_TASK_START, OFF_TASK_TGID,
-        OFF_TASK_THREAD_PID, POS_EXIT_TASK, cgroup_offsets_known, read,
+        OFF_TASK_EXIT_CODE, OFF_TASK_LEADER, OFF_TASK_SIGNAL, OFF_TASK_START, OFF_TASK_TGID,
+        OFF_TASK_THREAD_PID, POS_EXIT_TASK, known, read,
     },
     maps::EXITED,
     tasks::Task,
@@ -30,13 +31,13 @@ const MAX_PID_LEVEL: u32 = 32;
 /// A thread ends.
 #[btf_tracepoint(function = "sched_process_exit")]
 pub(crate) fn task_exited(ctx: BtfTracePointContext) -> i32 {
-    if !has(&POS_EXIT_TASK) || OFF_TASK_PID.load() == ABSENT {
+    if !known::<{ group::EXIT_TASK | group::THREAD }>() {
         return 0;
     }
     // SAFETY: a task, never null.
     let task = unsafe { Task::new(argument(&ctx, &POS_EXIT_TASK)) };
     task.forget();
-    if !cgroup_offsets_known() || !is_current() {
+    if !known::<{ group::CGROUP }>() || !is_current() {
         return 0;
     }
     let (cgroup, cgroup_id) = task.cgroup();
@@ -46,27 +47,27 @@ pub(crate) fn task_exited(ctx: BtfTracePointContext) -> i32 {
     0
 }
 
-/// A thread of a pod's ends. do_exit counts `live` down before the tracepoint, so of threads that end together each may find
-/// that none lives.
+/// A thread of a pod's ends. do_exit counts `live` down before the tracepoint, so of threads that end
+/// together each may find that none lives.
 #[inline(always)]
 pub(crate) fn thread_ended(task: Task, cgroup_id: u64) {
-    if !exit_offsets_known() {
+    if !known::<{ group::EXIT }>() {
         return;
     }
     let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
     // SAFETY: a thread has its signal structure until it is freed; a typed kernel pointer.
     if unsafe { read::<u32>(signal, OFF_SIGNAL_LIVE.load()) } == 0 {
-        tell_once(task, cgroup_id);
+        send_once(task, cgroup_id);
     }
 }
 
-/// Tells the end of the thread's process, unless that was done.
+/// Sends the end of the thread's process, unless it was sent already.
 #[inline(always)]
-fn tell_once(task: Task, cgroup_id: u64) {
+fn send_once(task: Task, cgroup_id: u64) {
     let signal: u64 = task.field(OFF_TASK_SIGNAL.load());
     let leader: *const u8 = task.field(OFF_TASK_LEADER.load());
-    // SAFETY: a typed kernel pointer. Another thread's last switch may come when the leader is gone already, and its
-    // memory is another's: then its process was told, by the thread that came before.
+    // SAFETY: a typed kernel pointer. Another thread's last switch may come when the leader is gone already,
+    // and its memory is another's: then its process was sent already, by the thread that came before.
     let (started_ns, of_leader): (u64, u64) =
         unsafe { (read(leader, OFF_TASK_START.load()), read(leader, OFF_TASK_SIGNAL.load())) };
     let key = ExitedKey { started_ns, pid: task.field(OFF_TASK_TGID.load()), reserved: 0 };
@@ -87,23 +88,11 @@ fn tell_once(task: Task, cgroup_id: u64) {
     }
 }
 
-#[inline(always)]
-fn exit_offsets_known() -> bool {
-    OFF_TASK_TGID.load() != ABSENT
-        && OFF_TASK_SIGNAL.load() != ABSENT
-        && OFF_TASK_LEADER.load() != ABSENT
-        && OFF_TASK_EXIT_CODE.load() != ABSENT
-        && OFF_SIGNAL_FLAGS.load() != ABSENT
-        && OFF_SIGNAL_EXIT_CODE.load() != ABSENT
-        && OFF_SIGNAL_LIVE.load() != ABSENT
-        && OFF_TASK_START.load() != ABSENT
-}
-
 /// What wait(2) will say (`wait_task_zombie` in kernel/exit.c).
 #[inline(always)]
 fn status(task: Task) -> u32 {
     let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
-    // SAFETY: as in `thread_ended`, and `tell_once` has seen that the leader is there.
+    // SAFETY: as in `thread_ended`, and `send_once` has seen that the leader is there.
     unsafe {
         if read::<u32>(signal, OFF_SIGNAL_FLAGS.load()) & SIGNAL_GROUP_EXIT != 0 {
             return read(signal, OFF_SIGNAL_EXIT_CODE.load());

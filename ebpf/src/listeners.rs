@@ -1,21 +1,24 @@
-//! Who listens, where, since when: on TCP sockets of the whole machine.
+//! TCP sockets that listen, on the whole machine: where, and since when.
 //!
-//! Two hooks feed the same two idempotent functions, [`open`] and [`close`]; whoever comes first wins and the other
+//! Two hooks feed the same two idempotent functions, [`open`] and [`close`]: the first one wins and the other
 //! changes nothing.
 //!
-//! - `pod_socket`, sock_ops on the pods' cgroup (sockets.rs). `LISTEN_CB` runs when `listen` has succeeded, so the port is
-//!   known and connections are taken. `STATE_CB` sees the listener end, where the tracepoint is not allowed.
-//! - `listener_state`, on the tracepoint `inet_sock_set_state`. It sees every socket of the machine: those made before
-//!   the attach, those passed in from another cgroup, and those that die with their process.
+//! - `pod_socket`, sock_ops on the pods' cgroup (sockets.rs). `LISTEN_CB` runs when `listen` has succeeded,
+//!   so the port is known and connections are taken. `STATE_CB` sees the listener end, where the tracepoint
+//!   is not allowed.
+//! - `listener_state`, on the tracepoint `inet_sock_set_state`. It sees every socket of the machine: those
+//!   made before the attach, those passed in from another cgroup, and those that die with their process.
 //!
 //! The tracepoint's quirks (net/ipv4/inet_connection_sock.c):
 //!
-//! - `inet_csk_listen_start` sets the state *before* it has the port. A socket that listens without `bind` has port 0
-//!   then: it is recorded, but neither counted nor reported until `LISTEN_CB` fills the port in. If getting the port
-//!   fails, the state goes back to CLOSE and [`close`] takes the record away again.
-//! - `inet_csk_clone_lock` makes an accepted connection by copying the listener, *cookie and state included*, and sets
-//!   the copy to SYN_RECV: a transition from LISTEN that is not the listener's. Only LISTEN to CLOSE is an end.
-//! - On the way to CLOSE an autobound port is given back first, so [`close`] trusts the record, not the socket.
+//! - `inet_csk_listen_start` sets the state *before* it has the port. A socket that listens without `bind`
+//!   has port 0 then: it is recorded, but neither counted nor reported until `LISTEN_CB` fills the port in.
+//!   If getting the port fails, the state goes back to CLOSE and [`close`] takes the record away again.
+//! - `inet_csk_clone_lock` makes an accepted connection by copying the listener, *cookie and state included*,
+//!   and sets the copy to SYN_RECV: a transition from LISTEN that is not the listener's. Only LISTEN to CLOSE
+//!   is an end.
+//! - On the way to CLOSE an autobound port is given back first, so [`close`] trusts the record, not the
+//!   socket.
 
 use aya_ebpf::{
     EbpfContext,
@@ -24,17 +27,19 @@ use aya_ebpf::{
     macros::btf_tracepoint,
     programs::{BtfTracePointContext, SockOpsContext},
 };
-use beelet_ebpf_abi::{Address, AddressCount, ListenerEvent, ListenerRecord, SocketCookie, kind, seen_by};
+use beelet_ebpf_abi::{
+    Address, AddressCount, ListenerEvent, ListenerRecord, SocketCookie, fields::group, kind, seen_by,
+};
 
 use crate::{
     events::{dropped, header, is_current, send},
-    kernel::{Sock, atomic_add, socket_offsets_known},
+    kernel::{Sock, atomic_add, known},
     maps::{ADDRESSES, LISTENERS, META},
     sockets::sock_of,
 };
 
-/// Asks for `STATE_CB` on this socket, and on the connections it accepts, which inherit it and pay for it: so only where
-/// nothing else sees the end.
+/// Asks for `STATE_CB` on this socket, and on the connections it accepts, which inherit it and pay for it: so
+/// only where nothing else sees the end.
 const BPF_SOCK_OPS_STATE_CB_FLAG: u32 = 4;
 
 /// include/net/tcp_states.h
@@ -46,7 +51,7 @@ const IPPROTO_TCP: u16 = 6;
 /// What sock_ops has to say of a listener in the pods' cgroup: it began to listen, or its state changed.
 #[inline(always)]
 pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
-    if !listens && (ctx.arg(0) != TCP_LISTEN || ctx.arg(1) != TCP_CLOSE) || !socket_offsets_known() {
+    if !listens && (ctx.arg(0) != TCP_LISTEN || ctx.arg(1) != TCP_CLOSE) || !known::<{ group::LISTENER }>() {
         return;
     }
     if !tracepoint_attached() {
@@ -66,13 +71,13 @@ pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
 /// Every TCP socket of the machine that begins or ends to listen.
 #[btf_tracepoint(function = "inet_sock_set_state")]
 pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
-    // The positions have been (sk, oldstate, newstate) since the tracepoint came with 4.16; the agent checks that
-    // they still are before it loads this (agent/bpf/src/offsets.rs).
+    // The positions have been (sk, oldstate, newstate) since the tracepoint came with 4.16; the agent checks
+    // that they still are before it loads this (`check_set_state` in agent/bpf/src/offsets.rs).
     let (old, new): (i32, i32) = (ctx.arg(1), ctx.arg(2));
     let (old, new) = (old as u32, new as u32);
     let opens = new == TCP_LISTEN;
     let closes = old == TCP_LISTEN && new == TCP_CLOSE;
-    if !(opens || closes) || !socket_offsets_known() || !is_current() {
+    if !(opens || closes) || !known::<{ group::LISTENER }>() || !is_current() {
         return 0;
     }
     let pointer: *const u8 = ctx.arg(0);
@@ -93,8 +98,8 @@ pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
 
 /// Whether the tracepoint sees the closes, so that sock_ops may leave them to it.
 ///
-/// Without this, `close` by sock_ops would be followed, in the same `tcp_set_state`, by one by the tracepoint that
-/// finds no record and would report the end of an unknown listener.
+/// Without this, `close` by sock_ops would be followed, in the same `tcp_set_state`, by one by the tracepoint
+/// that finds no record and would report the end of an unknown listener.
 #[inline(always)]
 fn tracepoint_attached() -> bool {
     // SAFETY: the element lives as long as the array; the agent changes this field as one aligned word.
@@ -102,7 +107,8 @@ fn tracepoint_attached() -> bool {
         .is_some_and(|meta| unsafe { core::ptr::read_volatile(&raw const (*meta).tracepoint) } != 0)
 }
 
-/// Records a socket that listens. Both hooks run under the socket's lock, so one cookie is never opened twice at once.
+/// Records a socket that listens. Both hooks run under the socket's lock, so one cookie is never opened twice
+/// at once.
 #[inline(always)]
 fn open(cookie: u64, sock: Sock, by: u32) {
     let Some(address) = sock.address() else { return };
@@ -144,8 +150,9 @@ fn open(cookie: u64, sock: Sock, by: u32) {
 
 /// Takes the record of a socket that listens no longer.
 ///
-/// A listener without a record (older than the attach, or the map was full) is reported as well, with `since_ns` 0:
-/// user space may know it from elsewhere. Its address was never counted, so nothing is taken away.
+/// A listener without a record (older than the attach, or the map was full) is reported as well, with
+/// `since_ns` 0: user space may know it from elsewhere. Its address was never counted, so nothing is taken
+/// away.
 #[inline(always)]
 fn close(cookie: u64, sock: Sock) {
     // SAFETY: takes nothing.
@@ -162,7 +169,8 @@ fn close(cookie: u64, sock: Sock) {
                 uncount(&known.address, now);
             }
             if known.address.port == 0 {
-                // `listen` without `bind` that never succeeded (or was never reported): nobody heard of it.
+                // `listen` without `bind` that never succeeded (or was never reported): no subscriber knows
+                // it.
                 return;
             }
             (known.address, known.cgroup_id, known.since_ns)
@@ -186,7 +194,8 @@ fn count(address: &Address, cookie: u64, now: u64) -> u32 {
     }
     match ADDRESSES.get_ptr_mut(address) {
         Some(entry) => {
-            // SAFETY: a live element; the count is changed atomically, the rest is whole words where the last wins.
+            // SAFETY: a live element; the count is changed atomically, the rest is whole words where the last
+            // wins.
             unsafe {
                 atomic_add(&raw mut (*entry).listeners, 1);
                 (*entry).last_cookie = cookie;

@@ -1,14 +1,18 @@
-//! The kernel half of beelet: one object, one file a hook family.
+//! The kernel half of beelet: one object, one file per hook family.
 //!
-//! Programs here only observe. They never change a verdict, a socket or a packet, and whatever they cannot do (a map is
-//! full, a field is missing) they count, so that user space knows. They share `beelet_ebpf_abi` with the agent and
-//! nothing else. Built by `cargo xtask build-ebpf`; see `ebpf/prebuilt/`.
+//! Programs here only observe. They never change a verdict, a socket or a packet, and whatever they cannot do
+//! (a map is full, a field is missing) they count, so that user space knows. They share `beelet_ebpf_abi`
+//! with the agent and nothing else. Built by `cargo xtask build-ebpf`; see `ebpf/prebuilt/`.
 #![no_std]
 #![no_main]
-// `bpf` has no stable atomics: `core::sync::atomic` needs compare-and-swap, the kernel's atomic add is an intrinsic.
+// `bpf` has no stable atomics: `core::sync::atomic` needs compare-and-swap, the kernel's atomic add is an
+// intrinsic.
 #![feature(core_intrinsics)]
 #![allow(internal_features)] // the only way to say "atomic add" for this target
 #![feature(asm_experimental_arch)] // loads that the compiler must not join (args.rs)
+
+#[macro_use]
+mod fields;
 
 mod args;
 mod containers;
@@ -31,7 +35,8 @@ fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 
-/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as well.
+/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as
+/// well.
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]
 static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

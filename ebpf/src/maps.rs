@@ -1,5 +1,5 @@
-//! Every map of the object. They are BTF-defined, so bpftool shows each key and value with its field names, and they
-//! are pinned under these names.
+//! Every map of the object. They are BTF-defined, so bpftool shows each key and value with its field names,
+//! and they are pinned under these names.
 
 use core::ptr::null;
 
@@ -20,13 +20,14 @@ pub(crate) static LISTENERS: HashMap<SocketCookie, ListenerRecord, MAX_LISTENERS
 
 /// How many sockets listen at each address.
 ///
-/// An entry whose count fell to zero stays: deleting it here would race with an `open` on another CPU that has just
-/// looked it up, and that listener's count would be lost. The agent sweeps old zero entries and verifies the counts
-/// afterwards (agent/bpf/src/sweep.rs).
+/// An entry whose count fell to zero stays: deleting it here would race with an `open` on another CPU that
+/// has just looked it up, and that listener's count would be lost. The agent sweeps old zero entries and
+/// verifies the counts afterwards (agent/bpf/src/sweep.rs).
 #[btf_map]
 pub(crate) static ADDRESSES: HashMap<Address, AddressCount, MAX_ADDRESSES> = HashMap::new();
 
-/// The one way to user space. Untyped: records of several kinds go through it, and libbpf refuses a value type here.
+/// The one way to user space. Untyped: records of several kinds go through it, and libbpf refuses a value
+/// type here.
 #[btf_map]
 pub(crate) static EVENTS: RingBuf<(), RING_BYTES> = RingBuf::new();
 
@@ -34,20 +35,22 @@ pub(crate) static EVENTS: RingBuf<(), RING_BYTES> = RingBuf::new();
 #[btf_map]
 pub(crate) static DROPS: PerCpuArray<Drops, 1> = PerCpuArray::new();
 
-/// Whose pins these are, and the agent's word to the programs.
+/// Marks the pins as ours, and holds what the agent sets for all programs.
 #[btf_map]
 pub(crate) static META: Array<Meta, 1> = Array::new();
 
-/// The agent's word to the programs that count.
+/// What the agent sets for the programs that count.
 #[btf_map]
 pub(crate) static SETTINGS: Array<Settings, 1> = Array::new();
 
-/// What each cgroup below the pods' root used, waited for and moved: a hash table of our own (containers.rs), because a look-up
-/// in the kernel's is a call, which costs as much as all the rest of a switch between threads (decisions/0014).
+/// What each cgroup below the pods' root used, waited for and moved: a hash table of our own (containers.rs),
+/// because a look-up in the kernel's is a call, which costs as much as all the rest of a switch between
+/// threads (decisions/0014).
 #[btf_map]
 pub(crate) static CONTAINERS: PerCpuArray<Counters, MAX_CONTAINERS> = PerCpuArray::new();
 
-/// Whose each of these is. The agent frees those of cgroups that are gone (agent/bpf/src/dead.rs).
+/// The cgroup of each of these. The agent frees those of cgroups that are gone
+/// (agent/bpf/src/stale_counters.rs).
 #[btf_map]
 pub(crate) static SLOTS: Array<Slot, MAX_CONTAINERS, { BPF_F_MMAPABLE as usize }> = Array::new();
 
@@ -57,7 +60,7 @@ pub(crate) static SLOTS: Array<Slot, MAX_CONTAINERS, { BPF_F_MMAPABLE as usize }
 #[btf_map]
 pub(crate) static PRESSURE: HashMap<CgroupKey, Pressure, MAX_CONTAINERS> = HashMap::new();
 
-/// Who runs on each CPU.
+/// The thread that runs on each CPU.
 #[btf_map]
 pub(crate) static RUNNING: PerCpuArray<Running, 1> = PerCpuArray::new();
 
@@ -73,12 +76,12 @@ pub(crate) static TASKS: HashMap<TaskKey, TaskState, MAX_TASKS> = HashMap::new()
 #[btf_map]
 pub(crate) static TASK_STORAGE: TaskStorage<TaskState> = TaskStorage::new();
 
-/// Processes whose end was told lately.
+/// Processes of which the end was sent lately.
 #[btf_map]
 pub(crate) static EXITED: LruHashMap<ExitedKey, u64, MAX_EXITED> = LruHashMap::new();
 
-/// A BTF-defined map of type `BPF_MAP_TYPE_TASK_STORAGE`, which aya-ebpf lacks. Its fields are only types: the loader
-/// reads them from the BTF (libbpf's `__uint` and `__type`).
+/// A BTF-defined map of type `BPF_MAP_TYPE_TASK_STORAGE`, which aya-ebpf lacks. Its fields are only types:
+/// the loader reads them from the BTF (libbpf's `__uint` and `__type`).
 #[repr(C)]
 pub(crate) struct TaskStorage<T> {
     r#type: *const [i32; BPF_MAP_TYPE_TASK_STORAGE as usize],
@@ -94,5 +97,5 @@ impl<T> TaskStorage<T> {
     }
 }
 
-// SAFETY: the pointers are null and nobody follows them: the map lives in the kernel.
+// SAFETY: the pointers are null and never followed: the map lives in the kernel.
 unsafe impl<T> Sync for TaskStorage<T> {}

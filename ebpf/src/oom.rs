@@ -1,11 +1,11 @@
 //! Processes that the kernel chose to kill for want of memory, whether their cgroup's or the machine's.
 //!
-//! The tracepoint passes the victim itself since Linux 6.9, its number before. Below 6.4 the number leads to the thread
-//! through the `TASKS` map; between the two, user space finds the cgroup out by the number. Everything is read by
-//! address here: it is rare, and one way serves both.
+//! The tracepoint passes the victim itself since Linux 6.9, its number before. Below 6.4 the number leads to
+//! the thread through the `TASKS` map; between the two, user space finds the cgroup out by the number.
+//! Everything is read by address here: it is rare, and one way serves both.
 
 use aya_ebpf::{macros::btf_tracepoint, programs::BtfTracePointContext};
-use beelet_ebpf_abi::{ABSENT, OomEvent, TaskKey, kind};
+use beelet_ebpf_abi::{ABSENT, OomEvent, OomKill, TaskKey, fields::group, kind};
 
 use crate::{
     args::{argument, has},
@@ -13,15 +13,14 @@ use crate::{
     events::{header, is_current, send},
     kernel::{
         OFF_CSS_SET_CGROUP, OFF_MM_ANON, OFF_MM_FILE, OFF_MM_SHMEM, OFF_MM_TOTAL_VM, OFF_TASK_CGROUPS,
-        OFF_TASK_MM, OFF_TASK_TGID, POS_OOM_PID, POS_OOM_TASK, Position, USE_TASK_STORAGE, atomic_add,
-        cgroup_offsets_known,
+        OFF_TASK_MM, OFF_TASK_TGID, POS_OOM_PID, POS_OOM_TASK, Position, USE_TASK_STORAGE, atomic_add, known,
     },
     maps::TASKS,
 };
 
 #[btf_tracepoint(function = "mark_victim")]
 pub(crate) fn oom_victim(ctx: BtfTracePointContext) -> i32 {
-    if !cgroup_offsets_known() || !is_current() {
+    if !known::<{ group::CGROUP }>() || !is_current() {
         return 0;
     }
     let (task, pid) = victim(&ctx);
@@ -29,7 +28,7 @@ pub(crate) fn oom_victim(ctx: BtfTracePointContext) -> i32 {
         return 0;
     }
     if task == 0 {
-        return tell(0, 0, pid);
+        return report(0, 0, pid);
     }
     let set: u64 = peek(task + u64::from(OFF_TASK_CGROUPS.load()));
     let cgroup: u64 = peek(set + u64::from(OFF_CSS_SET_CGROUP.load()));
@@ -41,7 +40,7 @@ pub(crate) fn oom_victim(ctx: BtfTracePointContext) -> i32 {
         // SAFETY: a live element.
         unsafe { atomic_add(&raw mut (*found).oom_kills, 1) };
     }
-    tell(task, cgroup_id, pid)
+    report(task, cgroup_id, pid)
 }
 
 /// The victim's `task_struct` (0 if unknown) and its process id.
@@ -60,7 +59,7 @@ fn victim(ctx: &BtfTracePointContext) -> (u64, u32) {
 }
 
 #[inline(always)]
-fn tell(task: u64, cgroup_id: u64, pid: u32) -> i32 {
+fn report(task: u64, cgroup_id: u64, pid: u32) -> i32 {
     let mm: u64 = if task == 0 || OFF_TASK_MM.load() == ABSENT {
         0
     } else {
@@ -68,17 +67,20 @@ fn tell(task: u64, cgroup_id: u64, pid: u32) -> i32 {
     };
     send(OomEvent {
         header: header(kind::OOM_KILL, cgroup_id),
-        pid,
-        reserved: 0,
-        total_vm: pages(mm, &OFF_MM_TOTAL_VM),
-        anon_rss: pages(mm, &OFF_MM_ANON),
-        file_rss: pages(mm, &OFF_MM_FILE),
-        shmem_rss: pages(mm, &OFF_MM_SHMEM),
+        kill: OomKill {
+            pid,
+            reserved: 0,
+            total_vm: pages(mm, &OFF_MM_TOTAL_VM),
+            anon_rss: pages(mm, &OFF_MM_ANON),
+            file_rss: pages(mm, &OFF_MM_FILE),
+            shmem_rss: pages(mm, &OFF_MM_SHMEM),
+        },
     });
     0
 }
 
-/// A counter of a `mm_struct`. Some are sums of which each CPU holds back a little, and may be below zero for a moment.
+/// A counter of a `mm_struct`. Some are sums of which each CPU holds back a little, and may be below zero for
+/// a moment.
 #[inline(always)]
 fn pages(mm: u64, offset: &Position) -> u64 {
     let pages: i64 = if mm == 0 || offset.load() == ABSENT { 0 } else { peek(mm + u64::from(offset.load())) };

@@ -1,5 +1,5 @@
-//! When a cgroup waits too much, user space hears of it: once when it crosses its threshold, once when it is well again,
-//! and never more than once a second. Everything else is only counted.
+//! When a cgroup waits too much, user space gets an edge: one when it crosses its threshold, one when it is
+//! well again, and never more than one per second. Everything else is only counted.
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use beelet_ebpf_abi::{
@@ -40,7 +40,7 @@ pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u
         let calm = age >= 2 * PRESSURE_WINDOW_NS || load(&entry.waited_ns[KIND]) < threshold / 2;
         entry.waited_ns[KIND] = waited_ns;
         if calm && load(&entry.above[KIND]) != 0 && waited_ns < threshold {
-            tell::<KIND>(entry, cgroup_id, false, waited_ns, now);
+            send_edge::<KIND>(entry, cgroup_id, false, waited_ns, now);
             return;
         }
     } else {
@@ -49,13 +49,13 @@ pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u
         sum = load(&entry.waited_ns[KIND]);
     }
     if sum >= threshold && load(&entry.above[KIND]) == 0 {
-        tell::<KIND>(entry, cgroup_id, true, sum, now);
+        send_edge::<KIND>(entry, cgroup_id, true, sum, now);
     }
 }
 
 /// Sends an edge, if the cgroup's last one was a second ago; else the next wait tries again.
 #[inline(always)]
-fn tell<const KIND: usize>(entry: &mut Pressure, cgroup_id: u64, above: bool, waited_ns: u64, now: u64) {
+fn send_edge<const KIND: usize>(entry: &mut Pressure, cgroup_id: u64, above: bool, waited_ns: u64, now: u64) {
     let last = load(&entry.edge_ns);
     if now.saturating_sub(last) < PRESSURE_WINDOW_NS || exchange(&mut entry.edge_ns, last, now) != last {
         return;
@@ -93,6 +93,7 @@ fn entry<'a>(cgroup_id: u64) -> Option<&'a mut Pressure> {
             PRESSURE.get_ptr_mut(key)?
         }
     };
-    // SAFETY: a live element. Other CPUs write it too: each field is one word, changed atomically where it matters.
+    // SAFETY: a live element. Other CPUs write it too: each field is one word, changed atomically where it
+    // matters.
     Some(unsafe { &mut *found })
 }

@@ -1,20 +1,21 @@
-//! How long threads of a cgroup look for free memory instead of running: because their own cgroup is at its limit, or
-//! because the whole machine is short.
+//! How long threads of a cgroup look for free memory instead of running: because their own cgroup is at its
+//! limit, or because the whole machine is short.
 //!
-//! The hooks run in the thread that reclaims, so it is the current one that counts, whatever the tracepoints pass (their
-//! arguments have been reordered between kernels). Work that a kernel thread does for a cgroup stalls nobody.
+//! The hooks run in the thread that reclaims, so it is the current one that counts, whatever the tracepoints
+//! pass (their arguments have been reordered between kernels). Work that a kernel thread does for a cgroup
+//! stalls no thread of it.
 
 use aya_ebpf::{
     helpers::{bpf_get_current_task_btf, bpf_ktime_get_ns},
     macros::btf_tracepoint,
     programs::BtfTracePointContext,
 };
-use beelet_ebpf_abi::{ABSENT, Counters, pressure};
+use beelet_ebpf_abi::{Counters, fields::group, pressure};
 
 use crate::{
     containers::{counters, pod_of_uncached},
     events::is_current,
-    kernel::{OFF_TASK_PID, atomic_add, cgroup_offsets_known},
+    kernel::{atomic_add, known},
     pressure::waited,
     tasks::Task,
 };
@@ -47,7 +48,7 @@ fn current() -> Task {
 
 #[inline(always)]
 fn begin() -> i32 {
-    if OFF_TASK_PID.load() != ABSENT
+    if known::<{ group::THREAD }>()
         && let Some(state) = current().state()
     {
         // SAFETY: a live element that only its own thread writes here; the helper takes nothing.
@@ -58,7 +59,7 @@ fn begin() -> i32 {
 
 #[inline(always)]
 fn end(fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
-    if !cgroup_offsets_known() || !is_current() {
+    if !known::<{ group::CGROUP }>() || !is_current() {
         return 0;
     }
     let task = current();

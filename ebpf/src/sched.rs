@@ -1,13 +1,15 @@
-//! Time on the CPU, waiting for it, and who took it away: for each cgroup below the pods' root, every event.
+//! Time on the CPU, time waiting for it, and preemption by whom: for each cgroup below the pods' root, every
+//! event.
 //!
-//! These hooks run some hundred thousand times a second under the run-queue lock, with interrupts off, so nothing comes
-//! between on the same CPU: plain adds to per-CPU values are enough. What a thread has run and waited is added when it
-//! leaves the CPU, with one look-up; user space adds what runs now (`RUNNING`). All times here are those of the run queue's
-//! own clock: reading another one would be a third of the cost.
+//! These hooks run some hundred thousand times per second under the run-queue lock, with interrupts off, so
+//! nothing comes between on the same CPU: plain adds to per-CPU values are enough. What a thread has run and
+//! waited is added when it leaves the CPU, with one look-up; user space adds what runs now (`RUNNING`). All
+//! times here are those of the run queue's own clock: reading another one would be a third of the cost.
 
 use aya_ebpf::{helpers::bpf_ktime_get_ns, macros::btf_tracepoint, programs::BtfTracePointContext};
 use beelet_ebpf_abi::{
-    ABSENT, Counters, FIRST_BUCKET_BITS, PRESSURE_FLOOR_NS, Running, TaskState, WAIT_BUCKETS, pressure,
+    ABSENT, Counters, FIRST_BUCKET_BITS, PRESSURE_FLOOR_NS, Running, TaskState, WAIT_BUCKETS, fields::group,
+    pressure,
 };
 
 use crate::{
@@ -16,8 +18,8 @@ use crate::{
     events::is_current,
     exits::thread_ended,
     kernel::{
-        OFF_TASK_PID, OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
-        POS_WAKEUP_TASK, cgroup_offsets_known, kernel_counts_waits,
+        OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
+        POS_WAKEUP_TASK, known,
     },
     maps::RUNNING,
     pressure::waited,
@@ -28,8 +30,8 @@ use crate::{
 const TASK_RUNNING: u32 = 0;
 /// include/linux/sched.h: it will never run again.
 const TASK_DEAD: u32 = 0x80;
-/// How often a CPU's run queue's clock is compared with `CLOCK_MONOTONIC`: NTP moves them apart by half a millisecond
-/// in that time at most.
+/// How often a CPU's run queue's clock is compared with `CLOCK_MONOTONIC`: NTP moves them apart by half a
+/// millisecond in that time at most.
 const COMPARE_NS: u64 = 1_000_000_000;
 /// No state of the kernel's.
 const UNKNOWN: u32 = u32::MAX;
@@ -37,7 +39,7 @@ const UNKNOWN: u32 = u32::MAX;
 /// One thread leaves this CPU and another comes.
 #[btf_tracepoint(function = "sched_switch")]
 pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
-    if !cgroup_offsets_known() || !has(&POS_SWITCH_PREV) || !has(&POS_SWITCH_NEXT) || !is_current() {
+    if !known::<{ group::CGROUP | group::SWITCH }>() || !is_current() {
         return 0;
     }
     let Some(cpu) = RUNNING.get_ptr_mut(0) else { return 0 };
@@ -58,7 +60,7 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
             thread_ended(previous, cpu.cgroup_id);
         }
     }
-    if !kernel_counts_waits()
+    if !known::<{ group::RUN_DELAY }>()
         && runnable
         && previous.pid() != 0
         && let Some(state) = previous.state()
@@ -94,20 +96,21 @@ fn compare_clocks(cpu: &mut Running, now: u64) {
     }
 }
 
-/// How long a thread that gets the CPU now has waited for it; `None` if nobody saw it begin.
+/// How long a thread that gets the CPU now has waited for it; `None` if its beginning was not seen.
 #[inline(always)]
 fn waited_ns(next: Task, now: u64) -> Option<u64> {
-    if kernel_counts_waits() { by_run_delay(next, now) } else { by_wakeup(next, now) }
+    if known::<{ group::RUN_DELAY }>() { Some(by_run_delay(next, now)) } else { by_wakeup(next, now) }
 }
 
-/// The kernel adds up how long each thread has waited in its life (`run_delay`). What has come to it since the last time
-/// that we saw it get a CPU is this wait, wherever the thread was moved meanwhile.
+/// The kernel adds up how long each thread has waited in its life (`run_delay`). What has come to it since
+/// the last time that we saw it get a CPU is this wait, wherever the thread was moved meanwhile.
 #[inline(always)]
-fn by_run_delay(next: Task, now: u64) -> Option<u64> {
+fn by_run_delay(next: Task, now: u64) -> u64 {
     let waits = next.waits(now);
-    // New to the pods, or its fork was passed over, as may be on newer kernels (see exits.rs); task storage may be made here.
+    // New to the pods, or its fork was passed over, as may be on newer kernels (see exits.rs); task storage
+    // may be made here.
     let state = next.state_or_new();
-    let Some(state) = state else { return Some(waits.here) };
+    let Some(state) = state else { return waits.here };
     // SAFETY: a live element; only this thread's own hooks write it, one at a time.
     let state = unsafe { &mut *state };
     let wait = if state.arrived_ns == waits.arrived {
@@ -117,11 +120,11 @@ fn by_run_delay(next: Task, now: u64) -> Option<u64> {
     };
     state.arrived_ns = now;
     state.waited_ns = waits.all;
-    Some(wait)
+    wait
 }
 
-/// Whoever comes was woken or pushed aside before, so what its state says is always of the current wait. That is of no length
-/// if the wake-up is why there is a switch: then the kernel spares itself another look at its clock
+/// A thread that comes was woken or preempted before, so its state is always of the current wait. That has no
+/// length if the wake-up caused the switch: then the kernel saves reading its clock again
 /// (`rq_clock_skip_update`).
 #[inline(always)]
 fn by_wakeup(next: Task, now: u64) -> Option<u64> {
@@ -149,15 +152,15 @@ fn account(cpu: &Running, now: u64, preempted: bool, next: Pod) {
     }
     if cpu.waited != 0 {
         found.run_queue_wait_ns += cpu.wait_ns;
-        // A mask, hidden from the compiler, which would find it needless: older verifiers follow branches that their own
-        // bounds rule out, so a comparison is not enough for them.
+        // A mask, hidden from the compiler, which would find it needless: older verifiers follow branches
+        // that their own bounds rule out, so a comparison is not enough for them.
         let bucket = core::hint::black_box(bucket(cpu.wait_ns)) as usize % WAIT_BUCKETS;
         found.run_queue_waits[bucket] += 1;
     }
 }
 
-/// In what state the thread leaves. [`TASK_RUNNING`]: it would have gone on, but was preempted, or yielded; the kernel
-/// counts that as an involuntary switch (`nivcsw` in kernel/sched/core.c).
+/// In what state the thread leaves. [`TASK_RUNNING`]: it would have gone on, but was preempted, or yielded;
+/// the kernel counts that as an involuntary switch (`nivcsw` in kernel/sched/core.c).
 #[inline(always)]
 fn state_of(ctx: &BtfTracePointContext, previous: Task) -> u32 {
     if has(&POS_SWITCH_PREEMPT) && argument(ctx, &POS_SWITCH_PREEMPT) & 0xff != 0 {
@@ -191,8 +194,8 @@ fn bucket(wait_ns: u64) -> u64 {
     bits + (rest >> 1) + 1
 }
 
-/// A thread becomes runnable. The agent attaches this and the next only where the kernel doesn't count waits itself: two more
-/// hooks would cost half as much again (decisions/0015).
+/// A thread becomes runnable. The agent attaches this and the next only where the kernel doesn't count waits
+/// itself: two more hooks would cost half as much again (decisions/0015).
 #[btf_tracepoint(function = "sched_wakeup")]
 pub(crate) fn sched_wakeup(ctx: BtfTracePointContext) -> i32 {
     woken(&ctx, Task::state)
@@ -206,7 +209,7 @@ pub(crate) fn sched_wakeup_new(ctx: BtfTracePointContext) -> i32 {
 
 #[inline(always)]
 fn woken(ctx: &BtfTracePointContext, state_of: impl FnOnce(Task) -> Option<*mut TaskState>) -> i32 {
-    if !has(&POS_WAKEUP_TASK) || OFF_TASK_PID.load() == ABSENT {
+    if !known::<{ group::THREAD | group::WAKEUP }>() {
         return 0;
     }
     // SAFETY: a task, never null.

@@ -1,5 +1,5 @@
-//! TCP sockets of the pods: who listens (listeners.rs), how many connections were made, how often something was sent
-//! again, and how long the way is. One program for all: each costs every connection some ten calls.
+//! TCP sockets of the pods: which listen (listeners.rs), how many connections were made, how often something
+//! was sent again, and how long the way is. One program for all: each costs every connection some ten calls.
 
 use aya_ebpf::{helpers::bpf_skc_to_tcp_sock, macros::sock_ops, programs::SockOpsContext};
 use beelet_ebpf_abi::{ABSENT, Counters};
@@ -19,7 +19,7 @@ const BPF_SOCK_OPS_RETRANS_CB: u32 = 9;
 const BPF_SOCK_OPS_STATE_CB: u32 = 10;
 /// `listen` has succeeded.
 const BPF_SOCK_OPS_TCP_LISTEN_CB: u32 = 11;
-/// Once a round trip.
+/// Once per round trip.
 const BPF_SOCK_OPS_RTT_CB: u32 = 12;
 /// Asks for retransmits and round trips.
 const CALLBACKS: u32 = 1 << 1 | 1 << 3;

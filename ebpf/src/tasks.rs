@@ -1,8 +1,9 @@
 //! Threads: what cgroup one is in, and what it is waiting for.
 //!
-//! A thread's state is made when it is forked (and, for those that were there before us, by one walk), and is only looked
-//! up afterwards: the scheduler's hooks run under the run-queue lock, where nothing may be allocated. From Linux 6.4 on it
-//! is task storage. Below, task storage can deadlock there, and it is a preallocated hash.
+//! A thread's state is made when it is forked (and, for those that were there before us, by one walk), and is
+//! only looked up afterwards: the scheduler's hooks run under the run-queue lock, where nothing may be
+//! allocated. From Linux 6.4 on it is task storage. Below, task storage can deadlock there, and it is a
+//! preallocated hash.
 
 use core::ffi::c_void;
 
@@ -12,7 +13,7 @@ use aya_ebpf::{
     macros::btf_tracepoint,
     programs::BtfTracePointContext,
 };
-use beelet_ebpf_abi::{ABSENT, TaskKey, TaskState};
+use beelet_ebpf_abi::{ABSENT, TaskKey, TaskState, fields::group};
 
 use crate::{
     args::argument,
@@ -20,7 +21,7 @@ use crate::{
     kernel::{
         OFF_CFS_RQ_RQ, OFF_CGROUP_KN, OFF_CSS_SET_CGROUP, OFF_KERNFS_ID, OFF_RQ_CLOCK, OFF_TASK_CFS_RQ,
         OFF_TASK_CGROUPS, OFF_TASK_FLAGS, OFF_TASK_LAST_ARRIVAL, OFF_TASK_LAST_QUEUED, OFF_TASK_PID,
-        OFF_TASK_RUN_DELAY, POS_FORK_CHILD, USE_TASK_STORAGE, read, run_queue_clock_known,
+        OFF_TASK_RUN_DELAY, POS_FORK_CHILD, USE_TASK_STORAGE, known, read,
     },
     maps::{TASK_STORAGE, TASKS},
 };
@@ -73,8 +74,8 @@ impl Task {
     #[inline(always)]
     pub(crate) fn cgroup(self) -> (u64, u64) {
         let set: *const u8 = self.field(OFF_TASK_CGROUPS.load());
-        // SAFETY: every task has a css_set, every css_set a default cgroup, every cgroup its node; typed kernel
-        // pointers, and a null one would read as zero.
+        // SAFETY: every task has a css_set, every css_set a default cgroup, every cgroup its node; typed
+        // kernel pointers, and a null one would read as zero.
         unsafe {
             let cgroup: *const u8 = read(set, OFF_CSS_SET_CGROUP.load());
             let node: *const u8 = read(cgroup, OFF_CGROUP_KN.load());
@@ -82,19 +83,19 @@ impl Task {
         }
     }
 
-    /// Now, in nanoseconds, on the clock of the run queue that it is on: the kernel reads that clock right before each
-    /// of the scheduler's hooks, under the lock that is still held (`update_rq_clock` in kernel/sched/core.c), and
-    /// measures waiting by it too (`sched_info`). Another reading would cost more than the rest of a wake-up
-    /// (decisions/0013).
+    /// Now, in nanoseconds, on the clock of the run queue that it is on: the kernel reads that clock right
+    /// before each of the scheduler's hooks, under the lock that is still held (`update_rq_clock` in
+    /// kernel/sched/core.c), and measures waiting by it too (`sched_info`). Another reading would cost more
+    /// than the rest of a wake-up (decisions/0013).
     #[inline(always)]
     pub(crate) fn run_queue_clock(self) -> u64 {
-        if !run_queue_clock_known() {
+        if !known::<{ group::RUN_QUEUE_CLOCK }>() {
             // SAFETY: takes nothing.
             return unsafe { bpf_ktime_get_ns() };
         }
         let group: *const u8 = self.field(OFF_TASK_CFS_RQ.load());
-        // SAFETY: every thread has one, and each has its run queue; typed kernel pointers, and a null one would read as
-        // zero.
+        // SAFETY: every thread has one, and each has its run queue; typed kernel pointers, and a null one
+        // would read as zero.
         unsafe {
             let queue: *const u8 = read(group, OFF_CFS_RQ_RQ.load());
             read(queue, OFF_RQ_CLOCK.load())
@@ -117,8 +118,8 @@ impl Task {
         self.find(0)
     }
 
-    /// Its state, made if `task_forked` was passed over for it: that can be preempted on newer kernels (see exits.rs),
-    /// where task storage may be made under the run-queue lock.
+    /// Its state, made if `task_forked` was passed over for it: that can be preempted on newer kernels (see
+    /// exits.rs), where task storage may be made under the run-queue lock.
     #[inline(always)]
     pub(crate) fn state_or_new(self) -> Option<*mut TaskState> {
         self.find(BPF_LOCAL_STORAGE_GET_F_CREATE)
@@ -147,8 +148,8 @@ impl Task {
         .cast()
     }
 
-    /// Makes its state. A hash entry that is there belongs to an earlier thread with the same number, or (`flags`) is
-    /// left alone.
+    /// Makes its state. A hash entry that is there belongs to an earlier thread with the same number, or
+    /// (`flags`) is left alone.
     #[inline(always)]
     fn follow(self, flags: u32) {
         let made = if USE_TASK_STORAGE.load() == 0 {
@@ -176,15 +177,15 @@ impl Task {
     }
 }
 
-/// What a thread begins with. Not made on the stack: the compiler would call `memset`, and before Linux 6.8 a program may
-/// call no function that returns nothing.
+/// What a thread begins with. Not made on the stack: the compiler would call `memset`, and before Linux 6.8 a
+/// program may call no function that returns nothing.
 static FRESH: TaskState =
     TaskState { runnable_since_ns: 0, arrived_ns: 0, waited_ns: 0, reclaiming_since_ns: 0, task: 0 };
 
 /// Every new thread of the machine, before it runs for the first time.
 #[btf_tracepoint(function = "sched_process_fork")]
 pub(crate) fn task_forked(ctx: BtfTracePointContext) -> i32 {
-    if OFF_TASK_PID.load() == ABSENT {
+    if !known::<{ group::THREAD }>() {
         return 0;
     }
     let child = argument(&ctx, &POS_FORK_CHILD);
@@ -211,7 +212,7 @@ pub(crate) struct TaskWalk {
 pub(crate) unsafe fn task_walk(ctx: *const TaskWalk) -> u32 {
     // SAFETY: the context's second word; the verifier checks the access.
     let pointer = unsafe { core::ptr::read_volatile(&raw const (*ctx).task) };
-    if pointer == 0 || OFF_TASK_PID.load() == ABSENT {
+    if pointer == 0 || !known::<{ group::THREAD }>() {
         return 0;
     }
     // SAFETY: not null, and typed by the kernel.

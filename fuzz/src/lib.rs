@@ -33,8 +33,8 @@ const ODD: &[&str] = &[
     "\"-009999-01-01T00:00:00Z\"",
 ];
 
-/// Changes JSON at one place, so that it stays JSON and most of it means what it did: in three of four cases, where the input
-/// is JSON at all; else its bytes. Like libFuzzer's own mutation it returns the new length.
+/// Changes JSON at one place, so that it stays JSON and most of it means what it did: in three of four cases,
+/// where the input is JSON at all; else its bytes. Like libFuzzer's own mutation it returns the new length.
 pub fn mutate_json(data: &mut [u8], size: usize, max_size: usize, seed: u32) -> usize {
     let mut chance = Chance(seed);
     if chance.below(4) > 0

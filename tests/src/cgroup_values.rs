@@ -32,7 +32,8 @@ impl Row {
     }
 }
 
-/// What v1's memory controller shows for "no bound": the largest multiple of the page size that fits (4 KiB pages).
+/// What v1's memory controller shows for "no bound": the largest multiple of the page size that fits (4 KiB
+/// pages).
 const V1_UNLIMITED: u64 = 0x7fff_ffff_ffff_f000;
 
 /// Reads the values of the cgroup at `path` below `root`, on whichever cgroup version holds the controllers.

@@ -1,4 +1,5 @@
-//! The sample device plugin (`src/bin/sample_device_plugin.rs`) as a child process: told what to do by lines, and heard.
+//! The sample device plugin (`src/bin/sample_device_plugin.rs`) as a child process: told what to do by lines,
+//! and heard.
 
 use std::io::{BufRead as _, Write as _};
 use std::path::Path;

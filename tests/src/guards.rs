@@ -3,9 +3,8 @@
 
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
+use beelet_base::mountinfo;
 use rustix::process::{Pid, Signal};
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
@@ -37,37 +36,16 @@ pub struct MountPoint {
 
 /// Every mount that this process sees, in the order of mounting.
 pub fn mounts() -> Result<Vec<MountPoint>> {
-    // Containers name what is mounted: any bytes.
-    let table = std::fs::read("/proc/self/mountinfo").context("could not read the mount table")?;
-    Ok(table.split(|byte| *byte == b'\n').filter_map(parse_mount).collect())
-}
-
-fn parse_mount(line: &[u8]) -> Option<MountPoint> {
-    let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-    let path = PathBuf::from(OsString::from_vec(unescape(fields.get(4)?)));
-    let end = fields.iter().position(|field| *field == b"-")?;
-    let text = |at: usize| fields.get(at).map(|field| String::from_utf8_lossy(field).into_owned());
-    Some(MountPoint { path, kind: text(end + 1)?, options: text(end + 3).unwrap_or_default() })
-}
-
-/// mountinfo writes space, tab, newline and backslash as a backslash and three octal digits.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut plain = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((first, after)) = rest.split_first() {
-        let digits = after.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()).filter(|_| *first == b'\\') {
-            Some(byte) => {
-                plain.push(byte);
-                rest = &after[3..];
-            }
-            None => {
-                plain.push(*first);
-                rest = after;
-            }
-        }
-    }
-    plain
+    let table = mountinfo::read().context("could not read the mount table")?;
+    let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
+    let all = mountinfo::mounts(&table);
+    Ok(all
+        .map(|mount| MountPoint {
+            kind: text(mount.fs_type),
+            options: text(mount.super_options),
+            path: mount.point,
+        })
+        .collect())
 }
 
 /// The cgroup hierarchies that are mounted here: one on pure cgroup2, several on v1 and hybrid.
@@ -377,15 +355,6 @@ impl Drop for Process {
 mod tests {
     use super::*;
     use crate::require;
-    use std::os::unix::ffi::OsStrExt as _;
-
-    #[test]
-    fn mountinfo_lines_are_read_with_their_escapes() {
-        let line = b"31 24 0:27 / /tmp/a\\040b\\134040\xff rw,relatime shared:5 - cgroup cgroup rw,cpuset";
-        let mount = parse_mount(line).unwrap();
-        let path = Path::new(std::ffi::OsStr::from_bytes(b"/tmp/a b\\040\xff"));
-        assert_eq!((mount.path.as_path(), &*mount.kind, &*mount.options), (path, "cgroup", "rw,cpuset"));
-    }
 
     #[test]
     fn a_cgroup_root_is_in_every_hierarchy_and_goes_with_its_processes() {

@@ -1,5 +1,5 @@
-//! Container images made without a registry: OCI layouts in a tar, from the machine's static busybox and the test
-//! app. `ctr images import` takes them as they are.
+//! Container images made without a registry: OCI layouts in a tar, from the machine's static busybox and the
+//! test app. `ctr images import` takes them as they are.
 
 use crate::workdir;
 use anyhow::{Context as _, Result, bail};
@@ -35,8 +35,8 @@ pub enum Entry {
     Folder(u32),
 }
 
-/// The two images that everything runs on, [`PAUSE`] and [`APP`], made once for each set of contents and kept under
-/// the target folder.
+/// The two images that everything runs on, [`PAUSE`] and [`APP`], made once for each set of contents and kept
+/// under the target folder.
 pub fn standard() -> Result<Vec<ImageTar>> {
     let app = std::fs::read(testapp()?).context("could not read the test app")?;
     Ok(vec![pause(&app)?, busybox_image(&app)?])
@@ -183,8 +183,9 @@ pub fn busybox() -> Result<PathBuf> {
     bail!("no static busybox found; `cargo xtask setup --for demo` installs it (Debian: busybox-static)")
 }
 
-/// Whether the program at `path` asks for no dynamic loader: only such a one runs in an image that holds nothing
-/// else. It reads the program headers of a 64-bit little-endian ELF file and looks for PT_INTERP (elf(5)).
+/// Whether the program at `path` asks for no dynamic loader: only such a one runs in an image that holds
+/// nothing else. It reads the program headers of a 64-bit little-endian ELF file and looks for PT_INTERP
+/// (elf(5)).
 pub fn is_static(path: &Path) -> Result<bool> {
     const PT_INTERP: u32 = 3;
     let mut head = Vec::new();
@@ -225,7 +226,8 @@ pub fn build_testapp() -> Result<PathBuf> {
 }
 
 fn build_testapp_now() -> Result<PathBuf> {
-    // A folder of its own: the flag would otherwise make cargo rebuild the shared dependencies back and forth.
+    // A folder of its own: the flag would otherwise make cargo rebuild the shared dependencies back and
+    // forth.
     let target = workdir::target_dir().join("static");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)

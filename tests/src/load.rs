@@ -1,8 +1,8 @@
-//! A process that loads the machine when told to, in cgroups and on a CPU that it is given: kernel tests and benches
-//! compare what the programs counted of it with what the kernel's own files say.
+//! A process that loads the machine when told to, in cgroups and on a CPU that it is given: kernel tests and
+//! benches compare what the programs counted of it with what the kernel's own files say.
 //!
-//! [`serve`] is the process (`load [--cgroup DIR]… [--netns FILE] [--cpu N]`): commands come on standard input, one a
-//! line, each answered by one line when it is done. [`Load`] is the other end.
+//! [`serve`] is the process (`load [--cgroup DIR]… [--netns FILE] [--cpu N]`): commands come on standard
+//! input, one a line, each answered by one line when it is done. [`Load`] is the other end.
 
 use anyhow::{Context as _, Result, bail};
 use rustix::thread::{CpuSet, LinkNameSpaceType, move_into_link_name_space, sched_setaffinity};
@@ -33,7 +33,8 @@ pub struct Load {
 }
 
 impl Load {
-    /// Starts `program`, which must call [`serve`] (with `arguments` before its own), and waits until it is in place.
+    /// Starts `program`, which must call [`serve`] (with `arguments` before its own), and waits until it is
+    /// in place.
     pub fn start(program: &Path, arguments: &[&str], seat: &Seat) -> Result<Load> {
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -97,7 +98,7 @@ impl Drop for Load {
 ///
 /// - `burn MS`: computes
 /// - `mixed MS`: computes and sleeps in turns, on two threads
-/// - `idle MS`: two threads that do next to nothing, ten times a second
+/// - `idle MS`: two threads that do next to nothing, ten times per second
 /// - `pingpong ROUNDS`: two threads wake each other through pipes → `ok NANOSECONDS`
 /// - `spawn COUNT`: short processes one after the other → `ok PID:CODE:SIGNAL …`
 /// - `exit CODE`, `crowd CODE`, `abort`: ends, in a crowd of threads, by a signal
@@ -105,7 +106,8 @@ impl Drop for Load {
 /// - `allocate BYTES`: takes memory and touches it
 /// - `udp COUNT BYTES`: sends itself datagrams over loopback
 /// - `tcp COUNT BYTES`: connects to itself and sends, time after time → `ok NANOSECONDS`
-/// - `listen`: → `ok PORT`; then `take COUNT` takes so many connections, one after the other, and reads what comes
+/// - `listen`: → `ok PORT`; then `take COUNT` takes so many connections, one after the other, and reads what
+///   comes
 /// - `call PORT COUNT BYTES`: connects there and sends, time after time → `ok NANOSECONDS`
 /// - `lose`: sends over a connection whose other end drops all that comes, and keeps both open
 /// - `found`: takes the drop away again, and waits until what was sent is there
@@ -279,7 +281,8 @@ fn pingpong(rounds: u64) -> Result<Duration> {
     Ok(took)
 }
 
-/// Every fifth is killed by a signal, the others end with a code of their own, some of them with several threads.
+/// Every fifth is killed by a signal, the others end with a code of their own, some of them with several
+/// threads.
 fn spawn(count: u64) -> Result<String> {
     use std::os::unix::process::ExitStatusExt as _;
     let program = std::env::current_exe()?;
@@ -359,7 +362,8 @@ fn call(address: SocketAddr, count: usize, bytes: usize) -> Result<Duration> {
             connection.write_all(&buffer[..part])?;
             left -= part;
         }
-        // Waits until the server has taken it: else, on one CPU, the accept queue fills up and TCP waits for seconds.
+        // Waits until the server has taken it: else, on one CPU, the accept queue fills up and TCP waits for
+        // seconds.
         connection.shutdown(Shutdown::Write)?;
         connection.read_exact(&mut [0]).err().context("the server says nothing")?;
     }
@@ -384,8 +388,8 @@ impl Lossy {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let mut sender = TcpStream::connect(listener.local_addr()?)?;
         let (receiver, _) = listener.accept()?;
-        // The kernel runs a socket's filter before TCP sees the packet: what it cuts to no bytes was never there
-        // (net/ipv4/tcp_ipv4.c, tcp_filter).
+        // The kernel runs a socket's filter before TCP sees the packet: what it cuts to no bytes was never
+        // there (net/ipv4/tcp_ipv4.c, tcp_filter).
         let keep_nothing = socket2::SockFilter::new(BPF_RET_K, 0, 0, 0);
         socket2::SockRef::from(&receiver).attach_filter(&[keep_nothing]).context("no socket filter")?;
         sender.write_all(&[1])?;

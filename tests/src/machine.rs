@@ -1,4 +1,5 @@
-//! What the kernel's files say of the machine, of a process and of a cgroup, for tests and benches that compare.
+//! What the kernel's files say of the machine, of a process and of a cgroup, for tests and benches that
+//! compare.
 
 use crate::guards::CgroupRoot;
 use crate::workdir;
@@ -52,7 +53,8 @@ pub fn cpu_seconds_of(root: &CgroupRoot, path: &str) -> Result<f64> {
     Ok(micros.context("no usage in cpu.stat")?.trim().parse::<f64>()? / 1e6)
 }
 
-/// Seconds of CPU time that a hypervisor had for somebody else while tasks of this machine wanted it, since it booted.
+/// Seconds of CPU time that a hypervisor had for somebody else while tasks of this machine wanted it, since
+/// it booted.
 ///
 /// # Errors
 /// /proc/stat has another form.

@@ -21,16 +21,16 @@ pub fn pod(name: &str, command: &[&str]) -> Value {
     })
 }
 
-/// A pod whose test app listens on [`PORT`], with a readiness probe on it that looks once in ten seconds: whatever
-/// happens sooner, the kernel reported.
+/// A pod whose test app listens on [`PORT`], with a readiness probe on it that looks once in ten seconds:
+/// whatever happens sooner, the kernel reported.
 pub fn serving(name: &str) -> Value {
     let (port, control) = (PORT.to_string(), CONTROL.to_string());
     let pod = pod(name, &["/bin/testapp", "serve", "--tcp", &port, "--control", &control]);
     with(pod, "readinessProbe", json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 10 }))
 }
 
-/// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure, and that a
-/// busy machine does not fail.
+/// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure,
+/// and that a busy machine does not fail.
 pub fn answering(name: &str) -> Value {
     let (port, control) = (PORT.to_string(), CONTROL.to_string());
     let pod = pod(name, &["/bin/testapp", "serve", "--http", &port, "--control", &control]);

@@ -1,4 +1,5 @@
-//! Whether the kernel's OOM killer had to act because pods together reached their limit: what eviction is there to prevent.
+//! Whether the kernel's OOM killer had to act because pods together reached their limit: what eviction is
+//! there to prevent.
 
 use crate::workdir;
 use anyhow::{Context as _, Result};
@@ -7,9 +8,10 @@ use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// Counts from when it was made. Version 2 counts the processes killed in the cgroup and below it, whichever limit it was for.
-/// On version 1 a kill is counted in the victim's own cgroup alone, which goes with it; so there what counts is how often the
-/// cgroup itself was found without memory, its own limit or one above being reached.
+/// Counts from when it was made. Version 2 counts the processes killed in the cgroup and below it, whichever
+/// limit it was for. On version 1 a kill is counted in the victim's own cgroup alone, which goes with it; so
+/// there what counts is how often the cgroup itself was found without memory, its own limit or one above
+/// being reached.
 #[derive(Debug)]
 pub enum OomWatch {
     /// By `memory.events`.

@@ -121,8 +121,8 @@ impl Watch {
         Ok(kind)
     }
 
-    /// Waits until `found` finds something in the pods. The error says what was waited for and how the pods were
-    /// last.
+    /// Waits until `found` finds something in the pods. The error says what was waited for and how the pods
+    /// were last.
     pub async fn until<T>(
         &mut self,
         what: &str,

@@ -6,6 +6,7 @@ use crate::guards;
 use crate::machine;
 use crate::workdir::{PATIENCE, wait_for};
 use anyhow::{Context as _, Result};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// What pods can leave behind on the machine.
@@ -126,10 +127,11 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// What the agent itself holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
-    /// Open files, but those of cgroups that are there: what was measured once is kept open for the next time.
-    pub files: usize,
+    /// How many descriptors it has of each open file, but those of cgroups that are there: what was measured once is kept
+    /// open for the next time. Sockets and pipes are counted by their kind.
+    open: BTreeMap<String, usize>,
     /// Resident memory in KiB.
     pub resident: u64,
 }
@@ -141,13 +143,36 @@ impl Held {
     /// It does not run.
     pub fn by(agent: &Agent) -> Result<Held> {
         let pid = agent.pid().context("the agent does not run")?;
-        let open = std::fs::read_dir(format!("/proc/{pid}/fd")).context("the agent has ended")?;
-        let files = open.flatten().filter(|entry| !is_measured(&entry.path())).count();
-        Ok(Held { files, resident: machine::resident_kib(pid)? })
+        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).context("the agent has ended")?;
+        let mut open = BTreeMap::new();
+        // One that is closed meanwhile has no link any more.
+        for path in descriptors.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()) {
+            if !is_measured(&path) {
+                let name = path.to_string_lossy();
+                let numbered = name.starts_with("socket:") || name.starts_with("pipe:");
+                let kind = name.split_once(':').filter(|_| numbered).map_or(&*name, |(kind, _)| kind);
+                *open.entry(kind.to_owned()).or_default() += 1;
+            }
+        }
+        Ok(Held { open, resident: machine::resident_kib(pid)? })
+    }
+
+    /// How many files are open.
+    pub fn files(&self) -> usize {
+        self.open.values().sum()
+    }
+
+    /// The files of which more are open `later`, with the numbers, for a message.
+    pub fn opened(&self, later: &Held) -> String {
+        let before = |name: &String| self.open.get(name).copied().unwrap_or_default();
+        let more = later.open.iter().filter(|(name, count)| **count > before(name));
+        let told: Vec<String> =
+            more.map(|(name, count)| format!("{name}: {} before, {count} now", before(name))).collect();
+        told.join("; ")
     }
 }
 
-/// Whether a descriptor is that of a cgroup that still is there.
-fn is_measured(descriptor: &Path) -> bool {
-    std::fs::read_link(descriptor).is_ok_and(|path| path.starts_with("/sys/fs/cgroup") && path.exists())
+/// Whether an open file is that of a cgroup that still is there.
+fn is_measured(path: &Path) -> bool {
+    path.starts_with("/sys/fs/cgroup") && path.exists()
 }

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long a test waits for something that should take a moment. Only a broken program reaches it: machines under
-/// load are slow, and a test must not mind.
+/// How long a test waits for something that should take a moment. Only a broken program reaches it: machines
+/// under load are slow, and a test must not mind.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The repository's top folder.
@@ -34,8 +34,8 @@ pub fn unique(prefix: &str) -> String {
 /// Set by the first SIGINT, SIGTERM or SIGHUP after [`heed_signals`].
 static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 
-/// From now on a signal to stop makes every wait end with an error, so that what the program made is taken back on
-/// the way out.
+/// From now on a signal to stop makes every wait end with an error, so that what the program made is taken
+/// back on the way out.
 pub fn heed_signals() -> Result<()> {
     let flag = INTERRUPTED.get_or_init(Arc::default);
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
@@ -49,8 +49,8 @@ pub fn interrupted() -> bool {
     INTERRUPTED.get().is_some_and(|flag| flag.load(Ordering::Relaxed))
 }
 
-/// Calls `probe` until it hands back a value, for things that give no event to wait for. The error names what was
-/// waited for, and what the last call said.
+/// Calls `probe` until it hands back a value, for things that give no event to wait for. The error names what
+/// was waited for, and what the last call said.
 pub fn wait_for<T, E: Display>(
     what: &str,
     patience: Duration,

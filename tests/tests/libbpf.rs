@@ -1,15 +1,17 @@
-//! Tier 2: the object is no aya object. libbpf loads it as well, attaches it, and reads the same records from it.
+//! Tier 2: the object is no aya object. libbpf loads it as well, attaches it, and reads the same records from
+//! it.
 #![cfg(feature = "libbpf")]
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
-mod kernel;
+#[path = "kernel/place.rs"]
+mod place;
 
 use beelet_ebpf_abi::{ListenerEvent, ListenerRecord, kind};
 use beelet_tests::require;
 use beelet_tests::workdir::PATIENCE;
-use kernel::Place;
 use libbpf_rs::{MapCore as _, MapFlags, ObjectBuilder, RingBufferBuilder};
 use object::{Object as _, ObjectSymbol as _};
+use place::Place;
 use std::cell::RefCell;
 use std::os::fd::AsRawFd as _;
 use std::rc::Rc;

@@ -1,8 +1,9 @@
-//! Packages from a Debian release's backports, for the one case that needs them: a machine where some package of
-//! QEMU came from there already. The release's own QEMU doesn't work beside it, since they share files.
+//! Packages from a Debian release's backports, for the one case that needs them: a machine where some package
+//! of QEMU came from there already. The release's own QEMU doesn't work beside it, since they share files.
 //!
-//! The machine's package sources stay as they are: apt is given a copy of them, with the backports added, and lists
-//! of its own, both below the target folder and gone afterwards. The mirror is the one that the machine uses.
+//! The machine's package sources stay as they are: apt is given a copy of them, with the backports added, and
+//! lists of its own, both below the target folder and gone afterwards. The mirror is the one that the machine
+//! uses.
 
 use crate::progress::Step;
 use anyhow::{Context as _, Result};
@@ -23,7 +24,8 @@ pub(crate) fn needed(packages: &[&str]) -> bool {
             .is_some_and(|text| is_backported(&text))
 }
 
-/// Whether a package of [`SOURCE`] is installed whose version is a backport's; lines of status, source and version.
+/// Whether a package of [`SOURCE`] is installed whose version is a backport's; lines of status, source and
+/// version.
 fn is_backported(installed: &str) -> bool {
     installed.lines().any(|line| {
         let words: Vec<&str> = line.split(' ').collect();

@@ -5,7 +5,7 @@ use crate::build_ebpf;
 use crate::progress::Step;
 use crate::{setup_ebpf, shell};
 use anyhow::{Context as _, Result, bail};
-use beelet_bpf::{Kernel, KernelOptions, Mode, Thresholds};
+use beelet_bpf::{Kernel, KernelOptions};
 use std::path::{Path, PathBuf};
 
 /// Our cgroup, where none is given.
@@ -56,10 +56,8 @@ impl Place {
             bpffs: self.bpffs.clone(),
             pin_name: self.pin_name.clone(),
             cgroup,
-            mode: Mode::Auto,
             object,
-            thresholds: Thresholds::default(),
-            without: &[],
+            ..KernelOptions::default()
         }
     }
 }

@@ -1,8 +1,9 @@
-//! `cargo xtask build-ebpf`: builds the kernel programs and puts the object where `cargo build` takes it from.
+//! `cargo xtask build-ebpf`: builds the kernel programs and puts the object where `cargo build` takes it
+//! from.
 //!
-//! The objects are committed (`ebpf/prebuilt/`), so that nobody needs a BPF toolchain to build beelet. Their bytes are
-//! reproducible: no path of the machine and no debug information but BTF is in them, and so `--check` can build them
-//! again and compare. Beside them lies a record of what they were made from.
+//! The objects are committed (`ebpf/prebuilt/`), so that nobody needs a BPF toolchain to build beelet. Their
+//! bytes are reproducible: no path of the machine and no debug information but BTF is in them, and so
+//! `--check` can build them again and compare. Beside them lies a record of what they were made from.
 
 use crate::progress::Step;
 use crate::setup_ebpf::{self, Toolchain};
@@ -14,7 +15,8 @@ use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Builds the kernel programs and writes ebpf/prebuilt/ (committed: `cargo build` takes the object from there)
+/// Builds the kernel programs and writes ebpf/prebuilt/ (committed: `cargo build` takes the object from
+/// there)
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Write nothing: fail unless the committed object is what the committed sources give
@@ -58,8 +60,8 @@ fn record_path() -> PathBuf {
 /// The command line's entry.
 ///
 /// # Errors
-/// The toolchain is missing and could not be installed, the programs do not build, or (`--check`) the committed object
-/// is not what the sources give.
+/// The toolchain is missing and could not be installed, the programs do not build, or (`--check`) the
+/// committed object is not what the sources give.
 pub(crate) fn run(args: &Args) -> Result<()> {
     if args.check {
         return check();
@@ -200,12 +202,13 @@ pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
     Ok(objects)
 }
 
-/// The flags for the programs and `core`. Names of folders are mapped to fixed ones: the bytes must not depend on
-/// where the repository, cargo's registry or the sources of `core` lie.
+/// The flags for the programs and `core`. Names of folders are mapped to fixed ones: the bytes must not
+/// depend on where the repository, cargo's registry or the sources of `core` lie.
 fn rustflags(toolchain: &Toolchain) -> Result<Vec<String>> {
     let map = |from: &Path, to: &str| format!("--remap-path-prefix={}={to}", from.display());
     let mut flags = vec![
-        // aya-ebpf asks for it to choose `struct pt_regs`, which these programs never touch: one object for all.
+        // aya-ebpf asks for it to choose `struct pt_regs`, which these programs never touch: one object for
+        // all.
         "--cfg=bpf_target_arch=\"x86_64\"".to_owned(),
         "-Cdebuginfo=2".to_owned(), // BTF is made from it
         "-Clink-arg=--btf".to_owned(),
@@ -213,8 +216,8 @@ fn rustflags(toolchain: &Toolchain) -> Result<Vec<String>> {
         map(&toolchain.library, "/rust/library"),
         map(&shell::repository(), "/beelet"),
     ];
-    // The folder below is named after the registry's address, which is a mirror's on some machines. The last one that
-    // fits counts.
+    // The folder below is named after the registry's address, which is a mirror's on some machines. The last
+    // one that fits counts.
     if let Ok(registries) = std::fs::read_dir(cargo_home()?.join("registry/src")) {
         flags.extend(registries.flatten().map(|registry| map(&registry.path(), "/cargo/registry")));
     }

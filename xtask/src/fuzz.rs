@@ -1,8 +1,8 @@
-//! `cargo xtask fuzz`: throws inputs at everything that reads what comes from outside, guided by what they reach in the
-//! code (docs/fuzzing.md). The targets are `fuzz/targets`, their programs `fuzz/src/bin`.
+//! `cargo xtask fuzz`: throws inputs at everything that reads what comes from outside, guided by what they
+//! reach in the code (docs/fuzzing.md). The targets are `fuzz/targets`, their programs `fuzz/src/bin`.
 //!
-//! Stable Rust builds it: LLVM's coverage instrumentation is a pass that is asked for by plain codegen options, and libFuzzer
-//! comes with the crate libfuzzer-sys (docs/decisions/0016-fuzzing.md).
+//! Stable Rust builds it: LLVM's coverage instrumentation is a pass that is asked for by plain codegen
+//! options, and libFuzzer comes with the crate libfuzzer-sys (docs/decisions/0016-fuzzing.md).
 
 use crate::progress::Step;
 use crate::setup::{self, Part};
@@ -28,7 +28,8 @@ pub(crate) struct Args {
     /// Try this one input, of one target
     #[arg(long, value_name = "FILE", conflicts_with_all = ["list", "merge"])]
     input: Option<PathBuf>,
-    /// Try nothing: put into fuzz/corpus the fewest and smallest inputs that reach all that was ever reached here
+    /// Try nothing: put into fuzz/corpus the fewest and smallest inputs that reach all that was ever reached
+    /// here
     #[arg(long, conflicts_with = "list")]
     merge: bool,
 }
@@ -124,7 +125,8 @@ fn host() -> Result<String> {
     host.map(str::to_owned).context("rustc -vV names no host")
 }
 
-/// The inputs of a target: those that are committed, unpacked, and those that were found to reach something new here.
+/// The inputs of a target: those that are committed, unpacked, and those that were found to reach something
+/// new here.
 fn corpora(target: &str) -> Result<[PathBuf; 2]> {
     let folder = workdir::target_dir().join("fuzz");
     let [committed, grown] = ["committed", "grown"].map(|kind| folder.join(kind).join(target));

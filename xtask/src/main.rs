@@ -1,8 +1,8 @@
 //! The project's own commands: `cargo xtask --help`.
 //!
-//! One file a command: arguments and the steps, in order. What the demo, the tests and the benches share (a
-//! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so that
-//! all of them go the same way. Nothing here is needed to build or to run beelet itself.
+//! One file per command: arguments and the steps, in order. What the demo, the tests and the benches share (a
+//! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so
+//! that all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
 mod backports;
 mod bench;

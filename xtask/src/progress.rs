@@ -1,6 +1,6 @@
-//! What is being done now, for a person who waits: a spinner with the step's name and its last line of output on
-//! a terminal, one plain line a step anywhere else. Everything goes to standard error, so that a command's
-//! standard output stays its result.
+//! What is being done now, for a person who waits: a spinner with the step's name and its last line of output
+//! on a terminal, one plain line per step anywhere else. Everything goes to standard error, so that a
+//! command's standard output stays its result.
 
 use anyhow::{Context as _, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 /// How much of a failed step's output is shown.
 const SHOWN_LINES: usize = 40;
 
-/// One step that a person waits for. Finished by [`Step::done`]; dropped before that, it disappears, and the error
-/// that follows says what went wrong.
+/// One step that a person waits for. Finished by [`Step::done`]; dropped before that, it disappears, and the
+/// error that follows says what went wrong.
 pub(crate) struct Step {
     name: String,
     since: Instant,
@@ -59,8 +59,8 @@ impl Step {
         eprintln!("{mark} {}{separator}{outcome} ({:.1} s)", self.name, self.since.elapsed().as_secs_f64());
     }
 
-    /// Runs `command` as this step, its output beside the spinner, and hands back its standard output. An error
-    /// carries the command, its exit status and the end of what it printed.
+    /// Runs `command` as this step, its output beside the spinner, and hands back its standard output. An
+    /// error carries the command, its exit status and the end of what it printed.
     pub(crate) fn run(&self, command: &mut Command) -> Result<String> {
         let shown = crate::shell::display(command);
         let mut child = command

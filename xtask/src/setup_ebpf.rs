@@ -1,6 +1,7 @@
-//! What building the kernel programs needs, and where it comes from: bpf-linker, made here once against the very LLVM
-//! that rustc itself uses (another LLVM could not read rustc's bitcode), and the sources of `core`, because the BPF
-//! target has no ready-made one. Both go to a cache folder of the user's own, so every clone finds them.
+//! What building the kernel programs needs, and where it comes from: bpf-linker, made here once against the
+//! very LLVM that rustc itself uses (another LLVM could not read rustc's bitcode), and the sources of `core`,
+//! because the BPF target has no ready-made one. Both go to a cache folder of the user's own, so every clone
+//! finds them.
 
 use crate::progress::Step;
 use crate::shell;

@@ -1,4 +1,5 @@
-//! Small things every command needs: the repository's folders, cargo, a command shown as a person would type it.
+//! Small things every command needs: the repository's folders, cargo, a command shown as a person would type
+//! it.
 
 use anyhow::{Context as _, Result, bail};
 use std::path::{Path, PathBuf};

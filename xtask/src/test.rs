@@ -88,7 +88,8 @@ fn complete(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) -> Result<
     )
 }
 
-/// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through cargo.
+/// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through
+/// cargo.
 fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
     let nextest = requires::find_program("cargo-nextest").is_some();
     let mut command = shell::cargo();

@@ -58,7 +58,7 @@ struct Claim {
     until: Option<Instant>,
 }
 
-/// See the module's head.
+/// The room that each admitted pod holds, and the pods that wait for room.
 #[derive(Debug)]
 pub(super) struct Ledger {
     resources: NodeResources,

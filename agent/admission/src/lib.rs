@@ -10,10 +10,10 @@
 //! that runs already.
 
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
-mod comeback;
 mod ledger;
 mod metrics;
 mod node;
+mod retry_evicted;
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -34,9 +34,9 @@ use tokio::{
 use tracing::{info, warn};
 
 pub use self::{
-    comeback::Comeback,
     metrics::Metrics,
     node::{NodeResources, hugepages},
+    retry_evicted::RetryEvicted,
 };
 
 use self::ledger::{Ledger, Verdict};
@@ -79,7 +79,7 @@ pub struct Parts {
     pub metrics: Metrics,
 }
 
-/// See the module's head.
+/// Decides whether a pod has room; clones of its `Arc` share one ledger.
 #[derive(Debug)]
 pub struct Admission {
     parts: Parts,

@@ -314,7 +314,7 @@ async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the
     }));
     let (requests, mut asked) = mpsc::channel(8);
     std::mem::swap(&mut node.requests, &mut asked);
-    let comeback = Comeback {
+    let retrying = RetryEvicted {
         table,
         conditions: node.conditions.subscribe(),
         admission: Arc::clone(&node.admission),
@@ -322,7 +322,7 @@ async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the
         transition: 300 * SECOND,
     };
     let shutdown = tokio_util::sync::CancellationToken::new();
-    let working = tokio::spawn(comeback.run(shutdown.clone()));
+    let working = tokio::spawn(retrying.run(shutdown.clone()));
     assert!(tokio::time::timeout(299 * SECOND, node.requests.recv()).await.is_err());
     let request = tokio::time::timeout(2 * SECOND, node.requests.recv()).await.unwrap();
     assert!(matches!(request, Some(Request::Retry { uid }) if uid == "a"));

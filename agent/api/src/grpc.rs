@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use beelet_codec::ApiType as _;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::node_server::{Node, NodeServer};
 use beelet_proto::beelet::pod_event::Type;
@@ -96,13 +97,11 @@ impl Node for NodeService {
             return Err(Status::unavailable(format!("what runs here is not known yet: {notice}")));
         }
         let encode = move || {
-            let pods =
-                table.pods.iter().map(|(name, entry)| encode_pod(name, entry)).collect::<Result<_, _>>()?;
-            Ok(proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected), notice })
+            let pods = table.pods.iter().map(|(name, entry)| encode_pod(name, entry)).collect();
+            proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected), notice }
         };
-        let encoded: Result<_, Status> =
-            tokio::task::spawn_blocking(encode).await.map_err(|error| Status::internal(error.to_string()))?;
-        encoded.map(Response::new)
+        let encoded = tokio::task::spawn_blocking(encode).await;
+        encoded.map(Response::new).map_err(|error| Status::internal(error.to_string()))
     }
 
     type WatchPodsStream = ReceiverStream<Result<proto::PodEvent, Status>>;
@@ -213,8 +212,7 @@ impl Watcher {
             (None, Some(sent)) => (Type::Deleted, sent),
             (None, None) => return None,
         };
-        let pod =
-            encode_pod(name, &entry).inspect_err(|error| tracing::warn!("watch: {name}: {error}")).ok()?;
+        let pod = encode_pod(name, &entry);
         match kind {
             Type::Deleted => self.sent.remove(name),
             _ => self.sent.insert(name.clone(), entry),
@@ -236,22 +234,20 @@ fn event(kind: Type) -> proto::PodEvent {
     proto::PodEvent { r#type: kind.into(), pod: None, rejected: Vec::new(), notice: String::new() }
 }
 
-#[allow(clippy::result_large_err)] // tonic's own error type
-fn encode_pod(name: &PodName, entry: &PodEntry) -> Result<proto::Pod, Status> {
-    let json = serde_json::to_vec(&entry.pod).map_err(|error| Status::internal(error.to_string()))?;
+fn encode_pod(name: &PodName, entry: &PodEntry) -> proto::Pod {
     let edge = entry.readiness_edge.as_ref().map(|edge| proto::ReadinessEdge {
         container: edge.container.clone(),
         ready: edge.ready,
         kernel_ns: edge.kernel_ns,
         published_ns: edge.published_ns,
     });
-    Ok(proto::Pod {
+    proto::Pod {
         namespace: name.namespace.clone(),
         name: name.name.clone(),
         uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
-        json,
+        json: entry.pod.to_json(),
         readiness_edge: edge,
-    })
+    }
 }
 
 fn encode_rejected(rejected: &[RejectedManifest]) -> Vec<proto::RejectedManifest> {

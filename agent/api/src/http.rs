@@ -3,11 +3,10 @@
 //! are made of (environment variables, arguments) is nobody's business who isn't root: `/pods` is served only
 //! where the configuration asks for it.
 //!
-//! Any local user can connect, so a connection is short and there are few: whoever opens many or says nothing waits for
-//! himself, not for others' next minute.
+//! Any local user can connect, so connections are short-lived and limited: a client that opens many, or sends nothing,
+//! delays only itself.
 
 pub mod numbers;
-mod protobuf;
 pub mod summary;
 
 use std::fmt;
@@ -23,7 +22,6 @@ use axum::routing::get;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use k8s_openapi::List;
 use k8s_openapi::api::core::v1::Pod;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
@@ -31,7 +29,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 use beelet_model::table::PodTable;
-use beelet_stats::Pressure;
+use beelet_stats::Stats;
 
 /// Connections at a time. One more waits in the kernel's queue until another has ended.
 const MAX_CONNECTIONS: usize = 64;
@@ -47,13 +45,13 @@ pub struct ApiState {
     /// Every metric of the agent.
     pub registry: Arc<Registry>,
     /// Containers' numbers.
-    pub pressure: Pressure,
+    pub pressure: Stats,
     /// Serve `/pods`: all specs, to whoever can connect.
     pub specs: bool,
     /// Serve `/stats/summary`: names and numbers of this machine.
     pub summary: bool,
-    /// Whether the agent is well, and if not, why.
-    pub health: Arc<dyn Fn() -> Result<(), String> + Send + Sync>,
+    /// Why the agent is not well; None if it is.
+    pub health: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
 impl fmt::Debug for ApiState {
@@ -150,8 +148,8 @@ async fn no_pods() -> Response {
 
 async fn healthz(State(state): State<ApiState>) -> Response {
     match (state.health)() {
-        Ok(()) => "ok".into_response(),
-        Err(reasons) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{reasons}\n")).into_response(),
+        None => "ok".into_response(),
+        Some(reasons) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{reasons}\n")).into_response(),
     }
 }
 
@@ -159,12 +157,10 @@ async fn pods(State(state): State<ApiState>) -> Response {
     let table = Arc::clone(&state.pods.borrow());
     // Thousands of pods are megabytes of text: not on a thread that others' timers need.
     let encoded = tokio::task::spawn_blocking(move || {
-        let items: Vec<Pod> = table.pods.values().map(|entry| entry.pod.clone()).collect();
-        serde_json::to_vec(&List { items, ..Default::default() })
+        beelet_codec::list::<Pod>(table.pods.values().map(|entry| &entry.pod)).to_string()
     });
     match encoded.await {
-        Ok(Ok(body)) => ([(header::CONTENT_TYPE, "application/json")], body).into_response(),
-        Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, format!("pods: {error}\n")).into_response(),
+        Ok(body) => ([(header::CONTENT_TYPE, "application/json")], body).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("pods: {error}\n")).into_response(),
     }
 }

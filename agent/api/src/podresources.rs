@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status};
 use beelet_devices::Devices;
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
-use beelet_serve::{grpc, local};
+use beelet_serve::grpc;
 
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said why.
 pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutdown: CancellationToken) {
@@ -34,7 +34,7 @@ pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutd
         }
     };
     let service = PodResourcesListerServer::new(Lister { devices, pods });
-    if let Err(error) = local::serve(listener, Routes::new(service), shutdown).await {
+    if let Err(error) = grpc::serve_others(listener, Routes::new(service), shutdown).await {
         tracing::error!("pod resources are not served any more: {error:#}");
     }
 }
@@ -48,7 +48,7 @@ struct Lister {
 /// Ids with the NUMA nodes that each is near.
 type Ids = BTreeMap<String, Vec<i64>>;
 
-/// One entry a device, as the kubelet does.
+/// One entry per device, as the kubelet does.
 fn container_devices(of_resource: BTreeMap<String, Ids>) -> Vec<ContainerDevices> {
     let all = of_resource.into_iter().flat_map(|(resource, ids)| {
         ids.into_iter().map(move |(id, nodes)| {

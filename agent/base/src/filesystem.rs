@@ -5,7 +5,9 @@ use std::{path::Path, sync::Arc, time::Duration};
 
 use beelet_policy::image_gc::FsUsage;
 use beelet_proto::cri;
-use tokio::task::spawn_blocking;
+
+use crate::Error;
+use crate::blocking::blocking;
 
 /// How long a file system may take to tell its size. One that hangs (a dead network mount) must hold nothing up.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -14,7 +16,7 @@ const DEADLINE: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 pub struct Space(Arc<Measure>);
 
-type Measure = dyn Fn(&Path) -> Result<Statvfs, String> + Send + Sync;
+type Measure = dyn Fn(&Path) -> Result<Statvfs, Error> + Send + Sync;
 
 /// What statvfs(2) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +37,7 @@ impl Space {
     }
 
     /// By a function that may block: for tests.
-    pub fn by(measure: impl Fn(&Path) -> Result<Statvfs, String> + Send + Sync + 'static) -> Self {
+    pub fn by(measure: impl Fn(&Path) -> Result<Statvfs, Error> + Send + Sync + 'static) -> Self {
         Self(Arc::new(measure))
     }
 
@@ -43,24 +45,19 @@ impl Space {
     ///
     /// # Errors
     /// It can't be asked, or doesn't answer in time.
-    pub async fn measure(&self, path: &Path) -> Result<Statvfs, String> {
+    pub async fn measure(&self, path: &Path) -> Result<Statvfs, Error> {
         let (measure, owned) = (Arc::clone(&self.0), path.to_owned());
-        match tokio::time::timeout(DEADLINE, spawn_blocking(move || measure(&owned))).await {
-            Ok(Ok(measured)) => measured,
-            Ok(Err(error)) => Err(format!("an internal task failed: {error}")),
-            Err(_) => Err(format!(
-                "the file system of {} has not said its size for {} s; is it a network mount that hangs?",
-                path.display(),
-                DEADLINE.as_secs()
-            )),
-        }
+        let measured = blocking("measuring a file system", move || measure(&owned));
+        tokio::time::timeout(DEADLINE, measured)
+            .await
+            .unwrap_or_else(|_| Err(Error::Hangs { path: path.to_owned(), after: DEADLINE }))
     }
 
     /// The same where blocking does no harm.
     ///
     /// # Errors
     /// It can't be asked.
-    pub fn measure_now(&self, path: &Path) -> Result<Statvfs, String> {
+    pub fn measure_now(&self, path: &Path) -> Result<Statvfs, Error> {
         (self.0)(path)
     }
 }
@@ -74,10 +71,9 @@ impl std::fmt::Debug for Space {
 /// Size and use of the file system of `path`.
 ///
 /// # Errors
-/// A sentence with the path.
-pub fn statvfs(path: &Path) -> Result<Statvfs, String> {
-    let stat = rustix::fs::statvfs(path)
-        .map_err(|e| format!("the size of the file system of {} cannot be read: {e}", path.display()))?;
+/// The kernel doesn't say it.
+pub fn statvfs(path: &Path) -> Result<Statvfs, Error> {
+    let stat = rustix::fs::statvfs(path).map_err(|cause| Error::Measure { path: path.to_owned(), cause })?;
     let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
     Ok(Statvfs {
         bytes: FsUsage { capacity_bytes: bytes(stat.f_blocks), available_bytes: bytes(stat.f_bavail) },
@@ -86,13 +82,13 @@ pub fn statvfs(path: &Path) -> Result<Statvfs, String> {
     })
 }
 
-/// The place of the images' file system, by the runtime's word.
+/// The mount point of the images' file system, as the runtime names it.
 pub fn image_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
     mountpoint(&info.image_filesystems)
 }
 
-/// The place of the file system of the containers' writable layers; the images' own where the runtime doesn't tell them
-/// apart.
+/// The mount point of the file system of the containers' writable layers; the images' own where the runtime doesn't tell
+/// them apart.
 pub fn container_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
     mountpoint(&info.container_filesystems).or_else(|| image_mountpoint(info))
 }

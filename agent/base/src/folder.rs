@@ -5,6 +5,8 @@ use std::path::Path;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
+use crate::Error;
+
 /// The mode of folders that anybody may look into: logs, and volumes, which containers of any user read.
 pub const READABLE: u32 = 0o755;
 
@@ -13,8 +15,8 @@ pub const READABLE: u32 = 0o755;
 pub const PRIVATE: u32 = 0o750;
 
 /// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask.
-pub fn make_folder(path: &Path, mode: u32) -> Result<(), String> {
-    let failed = |e: Errno| format!("cannot create the folder {}: {e}", path.display());
+pub fn make_folder(path: &Path, mode: u32) -> Result<(), Error> {
+    let failed = |cause: Errno| Error::MakeFolder { path: path.to_owned(), cause };
     let missing: Vec<&Path> =
         path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
     let mode = Mode::from_raw_mode(mode);

@@ -1,6 +1,8 @@
-//! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS, the size of file
-//! systems, counters with the kubelet's names.
+//! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS, blocking work, walks
+//! by descriptor, the size of file systems, counters with the kubelet's names.
+pub mod blocking;
 pub mod clock;
+mod error;
 pub mod filesystem;
 pub mod folder;
 pub mod kubelet_counter;
@@ -9,3 +11,5 @@ pub mod mountinfo;
 pub mod own_file;
 pub mod tls;
 pub mod walk;
+
+pub use self::error::Error;

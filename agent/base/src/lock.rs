@@ -4,7 +4,6 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -15,10 +14,6 @@ pub struct Lock {
     path: PathBuf,
     _file: File,
 }
-
-/// How often, and how long apart, a holder is looked for that does not name itself yet.
-const LOOKS: u32 = 20;
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// Losing the race against a holder that removes its file, time after time, is no race any more.
 const MAX_TRIES: usize = 100;
@@ -114,17 +109,24 @@ fn write_pid(file: &mut File) -> io::Result<()> {
     writeln!(file, "{}", std::process::id())
 }
 
-/// The process that has the lock. One that has just taken it needs a moment to write itself down: until then the file
-/// names nobody, or one that is dead.
+/// The process that has the lock: by the kernel's list, or, where that hides it (a process outside our PID namespace), by
+/// its own word in the file, which may be a dead one's until the holder has written.
 fn holder_of(file: &mut File) -> Option<u32> {
-    for _ in 0..LOOKS {
-        let pid = read_pid(file);
-        if pid.is_some_and(|pid| Path::new("/proc").join(pid.to_string()).exists()) {
-            return pid;
-        }
-        std::thread::sleep(LOOK_AGAIN);
-    }
-    None
+    let inode = file.metadata().ok()?.ino();
+    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    let alive = |pid: &u32| Path::new("/proc").join(pid.to_string()).exists();
+    locks.lines().find_map(|line| flock_on(line, inode)).or_else(|| read_pid(file)).filter(alive)
+}
+
+/// The holder, if a line of `/proc/locks` (proc_locks(5)) is of a flock on the file of this inode. The device is not
+/// compared: some file systems show another one there than in stat(2).
+///
+/// `1: FLOCK  ADVISORY  WRITE 4711 fe:01:262146 0 EOF`, and `1: -> FLOCK …` of one that waits.
+fn flock_on(line: &str, inode: u64) -> Option<u32> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let [_, "FLOCK", _, _, pid, file, ..] = fields.as_slice() else { return None };
+    let (_, number) = file.rsplit_once(':')?;
+    (number.parse() == Ok(inode)).then(|| pid.parse().ok()).flatten()
 }
 
 fn read_pid(file: &mut File) -> Option<u32> {
@@ -132,4 +134,36 @@ fn read_pid(file: &mut File) -> Option<u32> {
     file.rewind().ok()?;
     file.take(32).read_to_string(&mut text).ok()?;
     text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_holder_is_found_in_the_kernels_list_of_locks() {
+        let check =
+            |line: &str, expected: Option<u32>| assert_eq!(flock_on(line, 262_146), expected, "{line}");
+        check("1: FLOCK  ADVISORY  WRITE 4711 fe:01:262146 0 EOF", Some(4711));
+        check("12: FLOCK  ADVISORY  READ  4712 00:2f:262146 0 EOF", Some(4712));
+        check("1: -> FLOCK  ADVISORY  WRITE 4713 fe:01:262146 0 EOF", None);
+        check("1: FLOCK  ADVISORY  WRITE 4714 fe:01:26214 0 EOF", None);
+        check("1: POSIX  ADVISORY  WRITE 4715 fe:01:262146 0 EOF", None);
+        check("1: FLOCK  ADVISORY  WRITE -1 fe:01:262146 0 EOF", None);
+        check("1: FLOCK", None);
+        check("", None);
+    }
+
+    #[test]
+    fn a_holder_that_has_not_written_itself_down_yet_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let file = open(&path).unwrap();
+        flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let Err(LockError::Held { pid, .. }) = Lock::take(&path, "the state") else { panic!() };
+        assert_eq!(pid, Some(std::process::id()));
+        drop(file);
+        drop(Lock::take(&path, "the state").unwrap());
+        assert!(!path.exists());
+    }
 }

@@ -49,7 +49,7 @@ fn unescape(field: &[u8]) -> PathBuf {
     while let Some((&first, tail)) = rest.split_first() {
         let octal = tail
             .get(..3)
-            .filter(|_| first == b'\\')
+            .filter(|digits| first == b'\\' && digits.iter().all(u8::is_ascii_digit))
             .and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
         bytes.push(octal.unwrap_or(first));
         rest = if octal.is_some() { &tail[3..] } else { tail };
@@ -84,8 +84,11 @@ mod tests {
         };
         assert_eq!(point(b"/a\\040b\\011c\\012d\\134e"), b"/a b\tc\nd\\e");
         assert_eq!(point(b"/a\xff\xfeb\\377"), b"/a\xff\xfeb\xff");
+        // A backslash that was escaped begins no other escape.
+        assert_eq!(point(b"/tmp/a\\040b\\134040\xff"), b"/tmp/a b\\040\xff");
         assert_eq!(point(b"/a\\9\\04"), b"/a\\9\\04");
         assert_eq!(point(b"/\\400"), b"/\\400");
+        assert_eq!(point(b"/\\+12"), b"/\\+12");
     }
 
     proptest::proptest! {

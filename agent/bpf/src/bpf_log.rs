@@ -1,7 +1,8 @@
-//! Development: what the programs of an object built with `cargo xtask build-ebpf --log` say, passed on to tracing.
+//! Development: what the programs of an object built with `cargo xtask build-ebpf --log` say, passed on to
+//! tracing.
 //!
-//! The built-in object says nothing: libbpf refuses the map that aya-log needs, and the shipped object must load
-//! everywhere.
+//! The built-in object says nothing: libbpf refuses the map that aya-log needs, and the shipped object must
+//! load everywhere.
 
 use aya::Ebpf;
 use aya_log::EbpfLogger;

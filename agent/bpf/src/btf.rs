@@ -1,7 +1,7 @@
 //! Decodes BTF, the kernel's description of its own types: where a field lies, what a tracepoint passes.
 //!
-//! Pure: bytes in, answers out. It never panics and never loops for long, whatever the bytes (they come from the kernel,
-//! but from *any* kernel). Format: Documentation/bpf/btf.rst.
+//! Pure: bytes in, answers out. It never panics and never loops for long, whatever the bytes (they come from
+//! the kernel, but from *any* kernel). Format: Documentation/bpf/btf.rst.
 
 use thiserror::Error;
 
@@ -43,6 +43,14 @@ pub enum BtfError {
     /// The kernel has the type, but not this field.
     #[error("the kernel's BTF has no field {0}")]
     NoField(String),
+    /// A tracepoint passes something else than a program reads.
+    #[error("the tracepoint {tracepoint} does not begin with {expected} in this kernel")]
+    OtherArguments {
+        /// Its name.
+        tracepoint: &'static str,
+        /// What the program reads, in order.
+        expected: &'static str,
+    },
 }
 
 /// Where a field lies in its outermost struct.
@@ -133,7 +141,8 @@ impl Btf {
         Ok(Btf { bytes, strings, records })
     }
 
-    /// Where the field `path` (names joined by dots; anonymous members are looked through) of `struct name` lies.
+    /// Where the field `path` (names joined by dots; anonymous members are looked through) of `struct name`
+    /// lies.
     ///
     /// # Errors
     /// There is no such struct or field.
@@ -177,8 +186,8 @@ impl Btf {
 
     /// What the tracepoint `name` passes, without the hidden first argument.
     ///
-    /// The types come from `btf_trace_<name>`, which is also what the kernel checks programs against. Names come from
-    /// `__traceiter_<name>` or `__bpf_trace_<name>`, where the BTF has these functions.
+    /// The types come from `btf_trace_<name>`, which is also what the kernel checks programs against. Names
+    /// come from `__traceiter_<name>` or `__bpf_trace_<name>`, where the BTF has these functions.
     ///
     /// # Errors
     /// The kernel has no such tracepoint.

@@ -1,7 +1,9 @@
-//! What this kernel, these privileges and this machine allow, as data: one table of programs, and for each what it
-//! needs, whether it is there, what stands in for it and what a person can do about it. Read by `beelet doctor`.
+//! What this kernel, these privileges and this machine allow, as data: one table of programs, and for each
+//! what it needs, whether it is there, what stands in for it and what a person can do about it. Read by
+//! `beelet doctor`.
 
-use super::{check, offsets};
+use super::KernelError;
+use beelet_ebpf_abi::fields::group;
 
 /// Something the kernel half wants to do, and whether it can.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,8 +13,9 @@ pub struct Capability {
     /// What it needs from the kernel and the machine.
     pub needs: &'static str,
     /// Whether it works; if not, why.
-    pub have: Result<(), String>,
-    /// Why it is left out although it would work: the kernel itself does what it is for. `None` where it isn't.
+    pub have: Result<(), KernelError>,
+    /// Why it is left out although it would work: the kernel itself does what it is for. `None` where it
+    /// isn't.
     pub spared: Option<&'static str>,
     /// What stands in when it doesn't.
     pub fallback: &'static str,
@@ -20,7 +23,7 @@ pub struct Capability {
     pub remedy: String,
 }
 
-/// How `beelet doctor` begins its word on a program that is spared.
+/// The words with which `beelet doctor` begins the row of a program that is spared.
 pub const NOT_NEEDED: &str = "not needed";
 
 /// How a program gets its events.
@@ -38,22 +41,23 @@ pub(super) enum Hook {
     TaskWalk,
 }
 
-/// A program of the object. A new hook family adds its rows here and its fields to `offsets.rs`; nothing else in the
-/// loader knows programs by name.
+/// A program of the object. A new hook family adds its rows here and its fields to `beelet_ebpf_abi::fields`;
+/// nothing else in the loader knows programs by name.
 pub(super) struct Program {
     /// Its name in the object, and that of its link's pin.
     pub(super) name: &'static str,
     pub(super) hook: Hook,
     pub(super) needs: &'static str,
     pub(super) fallback: &'static str,
-    /// The read-only globals it can't do without.
-    pub(super) fields: &'static [&'static [&'static str]],
-    /// With which read-only globals it is spared, and why.
-    pub(super) spared: Option<(&'static [&'static str], &'static str)>,
+    /// The fields that it can't do without: bits of [`group`].
+    pub(super) fields: u32,
+    /// The fields with which it is spared, and why.
+    pub(super) spared: Option<(u32, &'static str)>,
 }
 
-/// The program whose presence `Meta::tracepoint` tells to the others.
+/// The program whose presence `Meta::tracepoint` says to the others.
 pub(super) const LISTENER_STATE: &str = "listener_state";
+const POD_SOCKET: &str = "pod_socket";
 
 const TRACING: &str = "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON";
 const ON_CGROUP: &str =
@@ -61,102 +65,74 @@ const ON_CGROUP: &str =
 const NO_WAITS: &str = "CPU time from cpu.stat, waiting from cpu.pressure: averages of 10 s, no histogram";
 const NO_RECLAIM: &str = "memory.pressure: averages of 10 s, refaults and throttling included";
 
-const fn tracepoint(
-    name: &'static str,
-    hook: &'static str,
-    fallback: &'static str,
-    fields: &'static [&'static [&'static str]],
-) -> Program {
+const fn tracepoint(name: &'static str, hook: &'static str, fallback: &'static str, fields: u32) -> Program {
     Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields, spared: None }
 }
 
 /// A hook that is for nothing but the beginning of waits.
 const fn wakeup(name: &'static str) -> Program {
-    let spared = Some((offsets::RUN_DELAY_FIELDS, "this kernel counts itself how long each thread waits"));
-    Program { spared, ..tracepoint(name, name, NO_WAITS, &[&["POS_WAKEUP_TASK", "OFF_TASK_PID"]]) }
+    let spared = Some((group::RUN_DELAY, "this kernel counts itself how long each thread waits"));
+    Program { spared, ..tracepoint(name, name, NO_WAITS, group::WAKEUP | group::THREAD) }
 }
 
-/// Every program, in the order of attaching. The tracepoint sees every listener of the machine, so it comes first; a
-/// thread must be followed from its fork on before the scheduler's hooks ask for it.
+/// Every program, in the order of attaching. The tracepoint sees every listener of the machine, so it comes
+/// first; a thread must be followed from its fork on before the scheduler's hooks ask for it.
 pub(super) const PROGRAMS: &[Program] = &[
     tracepoint(
         LISTENER_STATE,
         "inet_sock_set_state",
         "pod_socket sees the listeners of pods; those opened before the start or passed in from outside are found \
          by sock_diag, once a probe period",
-        &[offsets::LISTENER_FIELDS],
+        group::LISTENER,
     ),
     Program {
-        name: "pod_socket",
+        name: POD_SOCKET,
         hook: Hook::SockOps,
         needs: ON_CGROUP,
         fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once a \
                    probe period. Connections, retransmits and round-trip times are not counted",
-        fields: &[offsets::LISTENER_FIELDS],
+        fields: group::LISTENER,
         spared: None,
     },
     tracepoint(
         "task_exited",
         "sched_process_exit",
         "containers that exit are seen when the runtime tells, or by the relist",
-        &[
-            offsets::CGROUP_FIELDS,
-            &[
-                "POS_EXIT_TASK",
-                "OFF_TASK_TGID",
-                "OFF_TASK_SIGNAL",
-                "OFF_TASK_LEADER",
-                "OFF_TASK_EXIT_CODE",
-                "OFF_SIGNAL_FLAGS",
-                "OFF_SIGNAL_EXIT_CODE",
-                "OFF_SIGNAL_LIVE",
-                "OFF_TASK_START",
-            ],
-        ],
+        group::CGROUP | group::EXIT_TASK | group::EXIT,
     ),
     tracepoint(
         "oom_victim",
         "mark_victim",
         "oom_kill in memory.events (v1: memory.oom_control), and the runtime's OOMKilled",
-        &[offsets::CGROUP_FIELDS],
+        group::CGROUP,
     ),
     tracepoint(
         "task_forked",
         "sched_process_fork",
         "run-queue and reclaim times are not counted for threads that begin later",
-        &[&["POS_FORK_CHILD", "OFF_TASK_PID"]],
+        group::FORK | group::THREAD,
     ),
     Program {
         name: "task_walk",
         hook: Hook::TaskWalk,
         needs: TRACING,
         fallback: "run-queue and reclaim times are not counted for threads that were there before",
-        fields: &[&["OFF_TASK_PID"]],
+        fields: group::THREAD,
         spared: None,
     },
     wakeup("sched_wakeup"),
     wakeup("sched_wakeup_new"),
-    tracepoint(
-        "sched_switch",
-        "sched_switch",
-        NO_WAITS,
-        &[offsets::CGROUP_FIELDS, &["POS_SWITCH_PREV", "POS_SWITCH_NEXT"]],
-    ),
-    tracepoint("memcg_reclaim_begin", "mm_vmscan_memcg_reclaim_begin", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
-    tracepoint("memcg_reclaim_end", "mm_vmscan_memcg_reclaim_end", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
-    tracepoint(
-        "direct_reclaim_begin",
-        "mm_vmscan_direct_reclaim_begin",
-        NO_RECLAIM,
-        &[offsets::CGROUP_FIELDS],
-    ),
-    tracepoint("direct_reclaim_end", "mm_vmscan_direct_reclaim_end", NO_RECLAIM, &[offsets::CGROUP_FIELDS]),
+    tracepoint("sched_switch", "sched_switch", NO_WAITS, group::CGROUP | group::SWITCH),
+    tracepoint("memcg_reclaim_begin", "mm_vmscan_memcg_reclaim_begin", NO_RECLAIM, group::CGROUP),
+    tracepoint("memcg_reclaim_end", "mm_vmscan_memcg_reclaim_end", NO_RECLAIM, group::CGROUP),
+    tracepoint("direct_reclaim_begin", "mm_vmscan_direct_reclaim_begin", NO_RECLAIM, group::CGROUP),
+    tracepoint("direct_reclaim_end", "mm_vmscan_direct_reclaim_end", NO_RECLAIM, group::CGROUP),
     Program {
         name: "traffic_in",
         hook: Hook::SkbIngress,
         needs: ON_CGROUP,
         fallback: "the counters of the pod's interface, all its containers together",
-        fields: &[],
+        fields: 0,
         spared: None,
     },
     Program {
@@ -164,16 +140,10 @@ pub(super) const PROGRAMS: &[Program] = &[
         hook: Hook::SkbEgress,
         needs: ON_CGROUP,
         fallback: "the counters of the pod's interface, all its containers together",
-        fields: &[],
+        fields: 0,
         spared: None,
     },
 ];
-
-/// The rows that aren't programs.
-pub(super) const PINS: &str = "pins";
-pub(super) const PINS_NEED: &str =
-    "a bpf file system at the configured place, and nothing foreign at our folder in it";
-pub(super) const PINS_FALLBACK: &str = "the programs run while the agent does: what happens while it is restarted is found by sock_diag afterwards";
 
 /// A row of the table without a machine: for documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,63 +156,57 @@ pub struct ProgramInfo {
     pub fallback: &'static str,
 }
 
+/// The row of the pins.
+pub(super) const PINS: ProgramInfo = ProgramInfo {
+    name: "pins",
+    needs: "a bpf file system at the configured place, and nothing foreign at our folder in it",
+    fallback: "the programs run while the agent does: what happens while it is restarted is found by sock_diag afterwards",
+};
+
+/// The row of the program that looks listeners up (check.rs), an object of its own.
+pub(super) const SOCKET_CHECK: ProgramInfo = ProgramInfo {
+    name: "socket_check",
+    needs: "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux), no lockdown=confidentiality; CAP_BPF, CAP_PERFMON and \
+            CAP_NET_ADMIN",
+    fallback: "sock_diag confirms listeners, one call per look; only a full accept queue counts as stalled, and liveness \
+               probes send no canary; where that fails too, probes connect",
+};
+
+impl Program {
+    pub(super) const fn info(&self) -> ProgramInfo {
+        ProgramInfo { name: self.name, needs: self.needs, fallback: self.fallback }
+    }
+}
+
 /// Every row that [`Capability`] can have.
 pub fn programs() -> impl Iterator<Item = ProgramInfo> {
-    let pins = ProgramInfo { name: PINS, needs: PINS_NEED, fallback: PINS_FALLBACK };
-    let check = ProgramInfo { name: check::NAME, needs: check::NEEDS, fallback: check::FALLBACK };
-    let info = |one: &Program| ProgramInfo { name: one.name, needs: one.needs, fallback: one.fallback };
-    PROGRAMS.iter().map(info).chain([pins, check])
+    PROGRAMS.iter().map(Program::info).chain([PINS, SOCKET_CHECK])
 }
 
-/// What stands in for all that knows of listeners.
+impl Capability {
+    pub(super) fn new(
+        row: &ProgramInfo,
+        spared: Option<&'static str>,
+        have: Result<(), KernelError>,
+    ) -> Capability {
+        let remedy = have.as_ref().err().map(KernelError::remedy).unwrap_or_default();
+        Capability { program: row.name, needs: row.needs, have, spared, fallback: row.fallback, remedy }
+    }
+}
+
+/// What stands in for all that knows of listeners when no program is there at all: they don't stand in for
+/// each other then.
 const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
 
-/// What stands in when no program is there at all: those that stand in for each other don't.
-fn off_fallback(program: &Program) -> &'static str {
-    match program.name {
-        LISTENER_STATE | "pod_socket" => OFF_FALLBACK,
-        _ => program.fallback,
-    }
-}
-
 /// Rows for a kernel half that is off as a whole, for one reason.
-pub(super) fn all_missing(why: &str, remedy: &str) -> Vec<Capability> {
-    let program = |program: &Program| Capability {
-        program: program.name,
-        needs: program.needs,
-        have: Err(why.to_owned()),
-        spared: None,
-        fallback: off_fallback(program),
-        remedy: remedy.to_owned(),
-    };
-    let other = |program, needs, fallback| Capability {
-        program,
-        needs,
-        have: Err(why.to_owned()),
-        spared: None,
-        fallback,
-        remedy: remedy.to_owned(),
-    };
-    let check = other(check::NAME, check::NEEDS, OFF_FALLBACK);
-    PROGRAMS.iter().map(program).chain([other(PINS, PINS_NEED, PINS_FALLBACK), check]).collect()
-}
-
-/// What to do about a refusal, by what the kernel answered.
-pub(super) fn remedy(error: &str, kind: Option<std::io::ErrorKind>) -> String {
-    use std::io::ErrorKind;
-    match kind {
-        Some(ErrorKind::PermissionDenied) => {
-            "run as root with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN; in a container also allow bpf(2) in its seccomp \
-             profile; see /sys/kernel/security/lockdown and the sysctl kernel.unprivileged_bpf_disabled"
-        }
-        Some(ErrorKind::NotFound) => "use a kernel built with CONFIG_DEBUG_INFO_BTF and CONFIG_BPF_SYSCALL",
-        _ if error.contains("cgroup") => {
-            "mount cgroup2 (beside v1: mount -t cgroup2 none /sys/fs/cgroup/unified) and check cgroupRoot"
-        }
-        _ if error.contains("BTF has no") => "use a kernel from 5.15 on, built with CONFIG_DEBUG_INFO_BTF",
-        _ => "please report it with the kernel's version and this message",
-    }
-    .to_owned()
+pub(super) fn all_missing(why: &KernelError) -> Vec<Capability> {
+    programs()
+        .map(|row| {
+            let of_listeners = [LISTENER_STATE, POD_SOCKET, SOCKET_CHECK.name].contains(&row.name);
+            let fallback = if of_listeners { OFF_FALLBACK } else { row.fallback };
+            Capability::new(&ProgramInfo { fallback, ..row }, None, Err(why.clone()))
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -251,9 +215,9 @@ mod tests {
 
     #[test]
     fn every_row_says_what_it_needs_and_what_stands_in() {
-        for row in all_missing("BPF is off", "set bpf: Auto") {
+        for row in all_missing(&KernelError::Off) {
             assert!(!row.needs.is_empty() && !row.fallback.is_empty() && !row.remedy.is_empty(), "{row:?}");
-            assert_eq!(row.have, Err("BPF is off".to_owned()));
+            assert_eq!(row.have, Err(KernelError::Off));
         }
     }
 }

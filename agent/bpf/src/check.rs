@@ -1,15 +1,17 @@
-//! Asks the kernel which socket would take a connection, and whether its application accepts what it is given: many
-//! addresses at a time, without a packet. The other half is `ebpf/src/check.rs`.
+//! Asks the kernel which socket would take a connection, and whether its application accepts what it is
+//! given: many addresses at a time, without a packet. The other half is `ebpf/src/check.rs`.
 //!
-//! The program is loaded from an object of its own and run by hand (`BPF_PROG_TEST_RUN`); nothing of it is pinned or
-//! outlives the agent. Docs: docs/decisions/0007-socket-check.md.
+//! The program is loaded from an object of its own and run by hand (`BPF_PROG_TEST_RUN`); nothing of it is
+//! pinned or outlives the agent. Docs: docs/decisions/0007-socket-check.md.
 
 use super::btf::Btf;
-use super::capability::Capability;
+use super::capability::{Capability, SOCKET_CHECK};
+use super::offsets::Offsets;
 use super::{KernelError, NetnsHandle, nsid, sys};
 use aya::EbpfLoader;
 use aya::programs::SchedClassifier;
 use beelet_ebpf_abi::check::{Answer, Asked, CURRENT_NETNS, Check, HEAD, MAX_CHECKS, found};
+use beelet_ebpf_abi::fields::group;
 use beelet_ebpf_abi::{FAMILY_IPV4, FAMILY_IPV6};
 use std::mem::offset_of;
 use std::net::{IpAddr, SocketAddr};
@@ -22,42 +24,6 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/../../ebpf/prebuilt/beelet-check.bpf.o"
 ));
-
-/// The program's name, in the object and in the table of capabilities.
-pub(super) const NAME: &str = "socket_check";
-pub(super) const NEEDS: &str = "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux), no lockdown=confidentiality; CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
-pub(super) const FALLBACK: &str = "sock_diag confirms listeners, one call a look; only a full accept queue counts as stalled, and liveness probes send \
-     no canary; where that fails too, probes connect";
-
-/// A read-only global of the program: the field whose offset it gets, and whether the program can do without.
-struct Field {
-    global: &'static str,
-    structure: &'static str,
-    path: &'static str,
-    required: bool,
-}
-
-const fn field(global: &'static str, structure: &'static str, path: &'static str, required: bool) -> Field {
-    Field { global, structure, path, required }
-}
-
-const FIELDS: &[Field] = &[
-    field("CHECK_SKC_STATE", "sock_common", "skc_state", true),
-    field("CHECK_SKC_NET", "sock_common", "skc_net.net", true),
-    field("CHECK_SKC_COOKIE", "sock_common", "skc_cookie.counter", false),
-    field("CHECK_NET_COOKIE", "net", "net_cookie", true),
-    field("CHECK_SOCK_CGROUP", "sock", "sk_cgrp_data.cgroup", false),
-    field("CHECK_CGROUP_KN", "cgroup", "kn", false),
-    field("CHECK_KERNFS_ID", "kernfs_node", "id", false),
-    field("CHECK_SK_SOCKET", "sock", "sk_socket", true),
-    field("CHECK_ACK_BACKLOG", "sock", "sk_ack_backlog", true),
-    field("CHECK_MAX_ACK_BACKLOG", "sock", "sk_max_ack_backlog", true),
-    field("CHECK_REUSEPORT", "sock", "sk_reuseport_cb", true),
-    field("CHECK_NUM_SOCKS", "sock_reuseport", "num_socks", true),
-    field("CHECK_SOCKS", "sock_reuseport", "socks", true),
-    field("CHECK_ACCEPT_HEAD", "inet_connection_sock", "icsk_accept_queue.rskq_accept_head", false),
-    field("CHECK_SENT_ISN", "tcp_request_sock", "snt_isn", false),
-];
 
 /// A network namespace that lookups can be made in, for as long as this value lives.
 #[derive(Debug)]
@@ -103,8 +69,8 @@ impl CheckedNetns {
         self.number.is_some()
     }
 
-    /// A lookup in it, if it has a number: of whoever listens at `local`, or with `remote`, of the connection between
-    /// the two.
+    /// A lookup in it, if it has a number: of the listener at `local`, or with `remote`, of the connection
+    /// between the two.
     #[must_use]
     pub fn target(&self, local: SocketAddr, remote: Option<SocketAddr>) -> Option<CheckTarget> {
         Some(CheckTarget { netns_id: self.number?, netns_cookie: self.handle.cookie(), local, remote })
@@ -174,28 +140,23 @@ impl Checker {
     /// Loads the program; the second value is its row in the table of capabilities.
     pub(super) fn start(kernel_btf: &Btf) -> (Option<Checker>, Capability) {
         let loaded = Checker::load(kernel_btf);
-        let have = loaded.as_ref().map(|_| ()).map_err(|error| error.message.clone());
-        let remedy = match &loaded {
-            Ok(_) => String::new(),
-            Err(error) => super::capability::remedy(&error.message, error.kind),
-        };
-        let row = Capability { program: NAME, needs: NEEDS, have, spared: None, fallback: FALLBACK, remedy };
+        let have = loaded.as_ref().map(|_| ()).map_err(Clone::clone);
+        let row = Capability::new(&SOCKET_CHECK, None, have);
         (loaded.ok(), row)
     }
 
     fn load(kernel_btf: &Btf) -> Result<Checker, KernelError> {
-        let mut offsets = Vec::new();
-        for one in FIELDS {
-            match kernel_btf.field(one.structure, one.path) {
-                Ok(at) => offsets.push((one.global, at.offset)),
-                Err(error) if one.required => return Err(KernelError::new(error.to_string())),
-                Err(error) => tracing::debug!("{NAME} does without: {error}"),
-            }
+        const NAME: &str = SOCKET_CHECK.name;
+        let offsets = Offsets::of_check(kernel_btf);
+        offsets.require(group::CHECK)?;
+        for missing in offsets.missing() {
+            tracing::debug!("{NAME} does without: {missing}");
         }
         let mut loader = EbpfLoader::new();
-        for (global, offset) in &offsets {
+        for (global, offset) in &offsets.globals {
             loader.override_global(global, offset, true);
         }
+        let refused = KernelError::refused;
         let mut ebpf =
             loader.load(OBJECT).map_err(|error| refused("the object could not be loaded", &error))?;
         let program: &mut SchedClassifier = ebpf
@@ -218,15 +179,15 @@ impl Checker {
             local: SocketAddr::from(([127, 0, 0, 1], 1)),
             remote: Some(SocketAddr::from(([127, 0, 0, 1], 1))),
         };
-        checker.look(&[nobody])?;
+        checker.lookup(&[nobody])?;
         Ok(checker)
     }
 
-    /// Looks all `targets` up, in order. Some tenths of a microsecond each, and a few for each 32 of them.
+    /// Looks up all `targets`, in order. Some tenths of a microsecond each, and a few for each 32 of them.
     ///
     /// # Errors
     /// The kernel refused to run the program.
-    pub fn look(&self, targets: &[CheckTarget]) -> Result<Vec<Found>, KernelError> {
+    pub fn lookup(&self, targets: &[CheckTarget]) -> Result<Vec<Found>, KernelError> {
         let mut all = Vec::with_capacity(targets.len());
         for some in targets.chunks(MAX_CHECKS) {
             let mut packet = vec![0; HEAD + some.len() * size_of::<Check>()];
@@ -235,10 +196,7 @@ impl Checker {
             }
             let runs = u32::try_from(some.len()).unwrap_or(u32::MAX);
             sys::program_test_run(self.inner.program.as_fd(), &mut packet, runs).map_err(|error| {
-                KernelError {
-                    message: format!("the kernel would not run {NAME}: {error}"),
-                    kind: Some(error.kind()),
-                }
+                KernelError::io(&format!("the kernel would not run {}", SOCKET_CHECK.name), &error)
             })?;
             let answers = packet[HEAD..].chunks_exact(size_of::<Check>()).map(read_answer);
             all.extend(some.iter().zip(answers).map(|(target, answer)| target.found(&answer)));
@@ -263,8 +221,8 @@ impl CheckTarget {
     }
 
     fn found(&self, answer: &Answer) -> Found {
-        // A socket of another namespace would mean that our number for it is stale: nothing can be said then. Sockets
-        // without a namespace's cookie are requests and those in TIME_WAIT.
+        // A socket of another namespace would mean that our number for it is stale: nothing can be said then.
+        // Sockets without a namespace's cookie are requests and those in TIME_WAIT.
         if answer.netns_cookie != 0 && answer.netns_cookie != self.netns_cookie {
             return Found::Nothing;
         }
@@ -343,26 +301,8 @@ fn read_answer(place: &[u8]) -> Answer {
 fn own_netns() -> Result<u64, KernelError> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None)
         .map_err(|error| KernelError::new(format!("no socket: {error}")))?;
-    sys::netns_cookie(socket.as_fd()).map_err(|error| {
-        KernelError::new(format!("our network namespace's cookie is not to be had: {error}"))
-    })
-}
-
-/// An error with its innermost cause, which is the kernel's own.
-fn refused(what: &str, error: &(dyn std::error::Error + 'static)) -> KernelError {
-    let (mut kind, mut innermost, mut cause) = (None, String::new(), Some(error));
-    while let Some(current) = cause {
-        if let Some(io) = current.downcast_ref::<std::io::Error>() {
-            kind = Some(io.kind());
-        }
-        innermost = current.to_string();
-        cause = current.source();
-    }
-    // The verifier's log is long, and its last lines say it.
-    let top = error.to_string();
-    let mut lines: Vec<&str> = top.lines().rev().filter(|line| !line.trim().is_empty()).take(3).collect();
-    lines.reverse();
-    KernelError { message: format!("{what}: {}: {innermost}", lines.join("; ")), kind }
+    sys::netns_cookie(socket.as_fd())
+        .map_err(|error| KernelError::io("cannot read the cookie of our network namespace", &error))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The programs' table. They take slots; only who has this frees them.
+/// The programs' table. They take slots; only this value frees them.
 pub(super) struct Containers {
     /// The map's own memory: which slots are taken is known without a call for each.
     slots: MmapRaw,
@@ -18,7 +18,7 @@ pub(super) struct Containers {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Taken {
     slot: u32,
-    /// The cgroup2 id of whose it is.
+    /// The cgroup2 id of its owner.
     pub(super) cgroup_id: u64,
 }
 
@@ -35,12 +35,13 @@ impl Containers {
     }
 
     fn owners(&self) -> &[AtomicU64] {
-        // SAFETY: mapped with this length for as long as `self` lives, and aligned to a page; a `Slot` is one word, which
-        // everybody changes as a whole.
+        // SAFETY: mapped with this length for as long as `self` lives, and aligned to a page; a `Slot` is one
+        // word, which everybody changes as a whole.
         unsafe { std::slice::from_raw_parts(self.slots.as_ptr().cast(), MAX_CONTAINERS) }
     }
 
-    /// The slots that are taken. A cgroup may have two: where one nearer to its home was freed just when it took its own.
+    /// The slots that are taken. A cgroup may have two: where one nearer to its home was freed just when it
+    /// took its own.
     pub(super) fn taken(&self) -> impl Iterator<Item = Taken> {
         let owners = (0..).zip(self.owners());
         owners

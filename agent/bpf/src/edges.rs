@@ -1,11 +1,11 @@
-//! Edges, and how they get from the reader thread to whoever asked for them.
+//! Edges, and how they get from the reader thread to their subscribers.
 //!
-//! Each subscriber has a bounded channel of its own, so one that is slow harms nobody else. Where its channel is full,
-//! edges are counted and dropped, and once it has read what it has, it gets one [`Edge::Lost`] for all of them: it reads
-//! the maps (or asks the runtime) again then. Nobody ever waits for a subscriber.
+//! Each subscriber has a bounded channel of its own, so one that is slow harms nobody else. Where its channel
+//! is full, edges are counted and dropped, and once it has read what it has, it gets one [`Edge::Lost`] for
+//! all of them: it reads the maps (or asks the runtime) again then. Nobody ever waits for a subscriber.
 
 use super::listeners::Listener;
-use beelet_ebpf_abi::pressure;
+use beelet_ebpf_abi::{OomKill, pressure};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError};
 use std::ops::BitOr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +16,8 @@ use tokio::sync::Notify;
 /// Edges that wait for one subscriber before it loses some.
 pub(super) const CHANNEL_EDGES: usize = 4096;
 
-/// Something happened that somebody should hear of now. Times are `CLOCK_MONOTONIC` in nanoseconds, taken in the kernel.
+/// Something happened that a subscriber should know now. Times are `CLOCK_MONOTONIC` in nanoseconds, taken in
+/// the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Edge {
     /// A socket began to listen.
@@ -26,16 +27,17 @@ pub enum Edge {
         /// When.
         at_ns: u64,
     },
-    /// A socket listens no longer. Others may still listen at its address: ask [`super::Listeners::is_listening`].
+    /// A socket listens no longer. Others may still listen at its address: ask
+    /// [`super::Listeners::is_listening`].
     ListenerClosed {
         /// Which, and where. `since_ns` is 0 if it was opened before the programs were attached.
         listener: Listener,
         /// When.
         at_ns: u64,
     },
-    /// A process below the pods' root cgroup ended, with its last thread. It is told once for each process: of a
-    /// container's processes the one with `own_pid` 1 is the container's own, unless the pod's containers share a pid
-    /// namespace. The runtime learns of it a little later.
+    /// A process below the pods' root cgroup ended, with its last thread. It is told once for each process:
+    /// of a container's processes the one with `own_pid` 1 is the container's own, unless the pod's
+    /// containers share a pid namespace. The runtime learns of it a little later.
     ContainerExited {
         /// The cgroup2 id (the inode of the directory) of its container.
         cgroup_id: u64,
@@ -50,27 +52,19 @@ pub enum Edge {
         /// When.
         at_ns: u64,
     },
-    /// The kernel chose a process below the pods' root cgroup to be killed for want of memory. Its exit follows. Sizes
-    /// are in bytes; 0 if unknown.
+    /// The kernel chose a process below the pods' root cgroup to be killed for want of memory. Its exit
+    /// follows.
     OomKill {
         /// The cgroup2 id of its container; 0 if unknown.
         cgroup_id: u64,
-        /// The process, in the machine's pid namespace.
-        pid: u32,
-        /// Its address space.
-        total_vm: u64,
-        /// Its anonymous memory.
-        anon_rss: u64,
-        /// Files that it had mapped.
-        file_rss: u64,
-        /// Shared memory that it had mapped.
-        shmem_rss: u64,
+        /// The process.
+        kill: OomKill,
         /// When.
         at_ns: u64,
     },
-    /// A cgroup below the pods' root crossed the threshold of its QoS class: it waited longer than that within a second
-    /// (`above`), or no longer half as long. At most one a cgroup and second. One that goes idle says nothing more: its
-    /// [`super::Measures`] do.
+    /// A cgroup below the pods' root crossed the threshold of its QoS class: it waited longer than that
+    /// within a second (`above`), or no longer half as long. At most one per cgroup and second. One that goes
+    /// idle sends nothing more: its [`super::Measures`] do.
     Pressure {
         /// The cgroup2 id of the container.
         cgroup_id: u64,
@@ -88,7 +82,7 @@ pub enum Edge {
 }
 
 impl Edge {
-    /// Who wants to hear of it; `None`: everybody.
+    /// Which subscribers get it; `None`: all.
     fn interest(&self) -> Option<Interest> {
         match self {
             Edge::ListenerOpened { .. } | Edge::ListenerClosed { .. } => Some(Interest::LISTENERS),
@@ -149,8 +143,8 @@ impl BitOr for Interest {
     }
 }
 
-/// Where a subscriber's edges come out. Dropping it, and its clones, ends the subscription. Clones share it: each edge
-/// goes to one of them.
+/// The end at which a subscriber receives its edges. Dropping it, and its clones, ends the subscription.
+/// Clones share it: each edge goes to one of them.
 #[derive(Clone, Debug)]
 pub struct Edges {
     receiver: Receiver<Edge>,
@@ -206,7 +200,7 @@ impl Edges {
     }
 }
 
-/// Hands edges to everybody who asked for them.
+/// Hands edges to all subscribers that want them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Hub {
     subscribers: Arc<Mutex<Vec<Weak<Shared>>>>,
@@ -229,7 +223,7 @@ impl Hub {
         Edges { receiver, shared }
     }
 
-    /// Hands edges on and wakes whoever got one. Never waits.
+    /// Hands edges on and wakes the subscribers that got one. Never waits.
     pub(super) fn send(&self, edges: &[Edge]) {
         if edges.is_empty() {
             return;
@@ -286,7 +280,7 @@ mod tests {
     }
 
     fn oom(pid: u32) -> Edge {
-        Edge::OomKill { cgroup_id: 1, pid, total_vm: 0, anon_rss: 0, file_rss: 0, shmem_rss: 0, at_ns: 9 }
+        Edge::OomKill { cgroup_id: 1, kill: OomKill { pid, ..OomKill::default() }, at_ns: 9 }
     }
 
     fn all(edges: &Edges) -> Vec<Edge> {

@@ -1,4 +1,5 @@
-//! What is pinned, looked at from outside: for `beelet bpf`, `beelet doctor --bpf` and the benches. It changes nothing.
+//! What is pinned, looked at from outside: for `beelet bpf`, `beelet doctor --bpf` and the benches. It
+//! changes nothing.
 
 use super::capability::{Hook, PROGRAMS};
 use super::pins::{self, MAPS};
@@ -29,8 +30,8 @@ pub struct PinnedProgram {
     pub runs: u64,
     /// How long these runs took, nanoseconds.
     pub run_ns: u64,
-    /// How often it was due and did not run, because its last run on that CPU was not over: newer kernels (7.3, not yet
-    /// 6.18) preempt programs on tracepoints. 0 before Linux 5.12.
+    /// How often it was due and did not run, because its last run on that CPU was not over: newer kernels
+    /// (7.3, not yet 6.18) preempt programs on tracepoints. 0 before Linux 5.12.
     pub misses: u64,
 }
 
@@ -47,7 +48,7 @@ pub struct Pinned {
     pub maps: Vec<MapMemory>,
 }
 
-/// While it lives the kernel counts and times the runs of all programs, at some 20 ns a run.
+/// While it lives the kernel counts and times the runs of all programs, at some 20 ns per run.
 #[derive(Debug)]
 pub struct RunStatistics(#[expect(dead_code, reason = "held for its end")] OwnedFd);
 
@@ -99,8 +100,8 @@ pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
     Ok(Pinned { dir, digest, programs, maps: super::memory(&maps)? })
 }
 
-/// The entries of a pinned map, with the names of their fields: an object with `key` and `value` each, or `values` (one
-/// a CPU) for a per-CPU map. What was never written is left out of per-CPU arrays.
+/// The entries of a pinned map, with the names of their fields: an object with `key` and `value` each, or
+/// `values` (one per CPU) for a per-CPU map. What was never written is left out of per-CPU arrays.
 ///
 /// # Errors
 /// There is no such map, it is of a kind that can't be listed, or the kernel refuses.

@@ -1,17 +1,17 @@
-//! The only user of bpf(2) in the agent: loads and attaches the kernel programs of `ebpf/`, keeps them pinned while the
-//! agent restarts, reads their maps and hands their edges on.
+//! The only user of bpf(2) in the agent: loads and attaches the kernel programs of `ebpf/`, keeps them pinned
+//! while the agent restarts, reads their maps and hands their edges on.
 //!
-//! It never fails to start. What the kernel, the privileges or the machine don't allow is in [`Kernel::capabilities`],
-//! with what stands in for it. It decides nothing about pods, and knows none: sockets, cgroup ids and network namespace
-//! cookies in, edges out.
+//! It never fails to start. What the kernel, the privileges or the machine don't allow is in
+//! [`Kernel::capabilities`], with what stands in for it. It decides nothing about pods, and knows none:
+//! sockets, cgroup ids and network namespace cookies in, edges out.
 
 mod bpf_log;
 pub mod btf;
 mod capability;
 mod check;
 mod containers;
-mod dead;
 pub mod edges;
+mod error;
 mod inspect;
 mod listeners;
 mod loader;
@@ -24,15 +24,17 @@ mod pins;
 pub mod quota;
 pub mod reader;
 mod settings;
+mod stale_counters;
 mod sweep;
 mod sys;
 
 pub use sys::{give_memory_back, share_arenas, watched};
 
-pub use beelet_ebpf_abi::{Counters, WAIT_BUCKETS};
+pub use beelet_ebpf_abi::{Counters, Drops, OomKill, WAIT_BUCKETS};
 pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
 pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
 pub use edges::{Edge, Edges, Interest, PressureKind};
+pub use error::KernelError;
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, wait_bucket_floor_ns};
@@ -41,9 +43,8 @@ pub use settings::{ByQos, Thresholds};
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
-use beelet_ebpf_abi::Drops;
 use edges::Hub;
-use pins::{Current, NoPins, Pins};
+use pins::{Current, Pins};
 use reader::Reader;
 use sha2::{Digest as _, Sha256};
 use std::path::{Path, PathBuf};
@@ -53,9 +54,11 @@ static OBJECT: &[u8] =
     aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../ebpf/prebuilt/beelet.bpf.o"));
 
 /// Whether to use BPF.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Wherever it is possible.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BpfMode {
+    /// As far as this kernel and these privileges allow.
+    #[default]
     Auto,
     /// Nowhere: every fallback is in use.
     Off,
@@ -64,38 +67,35 @@ pub enum Mode {
 /// Where and how to run the kernel half.
 #[derive(Clone, Debug)]
 pub struct KernelOptions {
-    /// The bpf file system, as a rule `/sys/fs/bpf`. Mounted if it isn't, where there is nothing else.
+    /// The bpf file system, as a rule `/sys/fs/bpf`. It is mounted there if nothing else is.
     pub bpffs: PathBuf,
     /// Our folder in it. No slashes, no dots.
     pub pin_name: String,
     /// The cgroup2 folder that all pods are below.
     pub cgroup: PathBuf,
     /// Whether to use BPF at all.
-    pub mode: Mode,
+    pub mode: BpfMode,
     /// Another object than the built-in one, for development.
     pub object: Option<PathBuf>,
-    /// From what on waiting is told as an edge.
+    /// From what on waiting is sent as an edge.
     pub thresholds: Thresholds,
-    /// Fields of the kernel's to do without, by their names in `offsets.rs`, as if this kernel lacked them: what stands in
-    /// for them can be tried on any kernel.
+    /// Fields of the kernel's to do without, by their names in [`beelet_ebpf_abi::fields`], as if this kernel
+    /// lacked them: what stands in for them can be tried on any kernel.
     pub without: &'static [&'static str],
 }
 
-/// Why the kernel half could not do something: a sentence.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{message}")]
-pub struct KernelError {
-    message: String,
-    kind: Option<std::io::ErrorKind>,
-}
-
-impl KernelError {
-    fn new(message: impl Into<String>) -> KernelError {
-        KernelError { message: message.into(), kind: None }
-    }
-
-    fn map(name: &str, error: &dyn std::fmt::Display) -> KernelError {
-        KernelError::new(format!("could not use the BPF map {name}: {error}"))
+impl Default for KernelOptions {
+    /// The usual places. Programs of pods need a cgroup, too.
+    fn default() -> KernelOptions {
+        KernelOptions {
+            bpffs: PathBuf::from("/sys/fs/bpf"),
+            pin_name: "beelet".to_owned(),
+            cgroup: PathBuf::new(),
+            mode: BpfMode::default(),
+            object: None,
+            thresholds: Thresholds::default(),
+            without: &[],
+        }
     }
 }
 
@@ -110,7 +110,7 @@ pub struct MapMemory {
     pub entry_bytes: u64,
     /// How many copies there are of each value: the possible CPUs for a per-CPU map, else 1.
     pub copies: u64,
-    /// The product. The kernel's own bookkeeping (some 50 bytes an entry of a hash) comes on top.
+    /// The product. The kernel's own bookkeeping (some 50 bytes per entry of a hash) comes on top.
     pub bytes: u64,
 }
 
@@ -141,27 +141,35 @@ impl std::fmt::Debug for Kernel {
 }
 
 impl Kernel {
-    /// Brings up whatever is possible. Blocks for some hundred milliseconds at most, or a few if an earlier instance's
-    /// programs are taken over.
+    /// Brings up whatever is possible. Blocks for some hundred milliseconds at most, or a few if an earlier
+    /// instance's programs are taken over.
     #[must_use]
     pub fn start(options: &KernelOptions) -> Kernel {
         let mut kernel = Kernel::idle();
-        if options.mode == Mode::Off {
-            kernel.capabilities =
-                capability::all_missing("BPF is switched off", "set bpf: Auto in the configuration");
+        if options.mode == BpfMode::Off {
+            kernel.capabilities = capability::all_missing(&KernelError::Off);
             return kernel;
         }
-        if let Err((error, remedy)) = kernel.bring_up(options) {
-            tracing::warn!("no BPF: {error}");
-            let remedy = remedy.unwrap_or_else(|| capability::remedy(&error.message, error.kind));
-            kernel.capabilities = capability::all_missing(&error.message, &remedy);
-        }
-        for row in &kernel.capabilities {
-            if let Err(why) = &row.have {
-                tracing::warn!("{} is not there ({why}); instead: {}", row.program, row.fallback);
+        match kernel.bring_up(options) {
+            // Once for all rows: they have the same reason.
+            Err(error) => {
+                tracing::warn!(
+                    "BPF is not available here: {error}; every fallback is in use. To do: {}",
+                    error.remedy()
+                );
+                kernel.capabilities = capability::all_missing(&error);
             }
+            Ok(()) => kernel.warn_of_missing(),
         }
         kernel
+    }
+
+    fn warn_of_missing(&self) {
+        for row in &self.capabilities {
+            if let Err(why) = &row.have {
+                tracing::warn!("{} is not available here ({why}); instead: {}", row.program, row.fallback);
+            }
+        }
     }
 
     fn idle() -> Kernel {
@@ -180,18 +188,16 @@ impl Kernel {
         }
     }
 
-    /// An error comes with a remedy where it is a special one.
-    fn bring_up(&mut self, options: &KernelOptions) -> Result<(), (KernelError, Option<String>)> {
-        let plain = |error| (error, None);
+    fn bring_up(&mut self, options: &KernelOptions) -> Result<(), KernelError> {
         let own;
         let object: &[u8] = match &options.object {
             None => OBJECT,
             Some(path) => {
-                own = read_object(path).map_err(plain)?;
+                own = read_object(path)?;
                 &own
             }
         };
-        let kernel_btf = read_kernel_btf().map_err(plain)?;
+        let kernel_btf = read_kernel_btf()?;
         let release = kernel_release();
         let (pins, found, pins_row) = find_pins(options, release)?;
         let current = found.as_ref().map_or(Current::Absent, |found| match &found.current {
@@ -208,11 +214,11 @@ impl Kernel {
             release,
             without: options.without,
         };
-        let mut loaded = loader::load(&request).map_err(plain)?;
+        let mut loaded = loader::load(&request)?;
         self.capabilities = std::mem::take(&mut loaded.capabilities);
         self.capabilities.push(pins_row);
         let attached =
-            self.capabilities.iter().any(|row| row.program != capability::PINS && row.have.is_ok());
+            self.capabilities.iter().any(|row| row.program != capability::PINS.name && row.have.is_ok());
         // After the new ones are attached: between the two, nothing goes unseen.
         for stale in found.map(|found| found.stale).unwrap_or_default() {
             match Pins::remove_stale(&stale) {
@@ -225,18 +231,18 @@ impl Kernel {
         self.checker = checker;
         self.capabilities.push(row);
         if attached {
-            self.take(loaded, options).map_err(plain)?;
+            self.open_maps(loaded, options)?;
         }
         Ok(())
     }
 
     /// Opens the maps and starts the reader.
-    fn take(&mut self, mut loaded: loader::Loaded, options: &KernelOptions) -> Result<(), KernelError> {
+    fn open_maps(&mut self, mut loaded: loader::Loaded, options: &KernelOptions) -> Result<(), KernelError> {
         let map = |name: &str| {
             loaded.maps.get(name).ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
         };
         self.memory = memory(&loaded.maps)?;
-        settings::tell(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.thresholds)?;
+        settings::publish(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.thresholds)?;
         let listeners =
             Listeners::new(loader::duplicate(map("LISTENERS")?)?, loader::duplicate(map("ADDRESSES")?)?)
                 .map_err(|error| KernelError::map("LISTENERS", &error))?;
@@ -246,8 +252,8 @@ impl Kernel {
         )?;
         let containers =
             || containers::Containers::open(map("SLOTS")?, loader::duplicate(map("CONTAINERS")?)?);
-        let undertaker =
-            dead::Undertaker::new(containers()?, loader::duplicate(map("PRESSURE")?)?, &options.cgroup)?;
+        let pressure = loader::duplicate(map("PRESSURE")?)?;
+        let stale_counters = stale_counters::StaleCounters::new(containers()?, pressure, &options.cgroup)?;
         let measures = Measures::new(containers()?, loader::duplicate(map("RUNNING")?)?)?;
         let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
             aya::maps::Map::from_map_data(data)
@@ -259,7 +265,7 @@ impl Kernel {
             .map_err(|error| KernelError::map("EVENTS", &error))?;
         self.drops = Some(drops(loader::duplicate(map("DROPS")?)?)?);
         let reader_drops = drops(loader::duplicate(map("DROPS")?)?)?;
-        let sweepers = (sweeper, undertaker);
+        let sweepers = (sweeper, stale_counters);
         let reader = Reader::start(ring, reader_drops, sweepers, loaded.log.take(), self.hub.clone())?;
         self.measures = Some(measures);
         self.reader = Some(reader);
@@ -269,17 +275,14 @@ impl Kernel {
         Ok(())
     }
 
-    /// Takes away what any instance pinned under `<bpffs>/<pin_name>`, of every version: the programs end unless somebody
-    /// still holds them. False if there was nothing.
+    /// Takes away what any instance pinned under `<bpffs>/<pin_name>`, of every version: the programs end
+    /// unless somebody still holds them. False if there was nothing.
     ///
     /// # Errors
     /// Something there is not ours (it is left alone), or can't be removed.
     pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
-        let said = |why| match why {
-            NoPins::NoFileSystem(why) | NoPins::Foreign(why) => KernelError::new(why),
-        };
-        let pins = Pins::open(bpffs, pin_name).map_err(said)?;
-        let found = pins.inspect(offsets::has_task_storage(kernel_release())).map_err(said)?;
+        let pins = Pins::open(bpffs, pin_name)?;
+        let found = pins.inspect(offsets::has_task_storage(kernel_release()))?;
         let any = !found.stale.is_empty() || pins.dir().exists();
         for stale in found.stale {
             Pins::remove_stale(&stale)?;
@@ -288,33 +291,33 @@ impl Kernel {
         Ok(any)
     }
 
-    /// What works, what doesn't, why, and what stands in: one row a program, and one for the pins.
+    /// What works, what doesn't, why, and what stands in: one row per program, and one for the pins.
     #[must_use]
     pub fn capabilities(&self) -> &[Capability] {
         &self.capabilities
     }
 
-    /// Whether programs and maps of an earlier instance were taken over, so that the listener map was kept complete
-    /// while no agent ran.
+    /// Returns true if programs and maps of an earlier instance were taken over, so that the listener map was
+    /// kept complete while no agent ran.
     #[must_use]
     pub fn adopted(&self) -> bool {
         self.adopted
     }
 
-    /// The maps of who listens; `None` where no program could be attached.
+    /// The maps of listening sockets; `None` where no program could be attached.
     #[must_use]
     pub fn listeners(&self) -> Option<Listeners> {
         self.listeners.clone()
     }
 
-    /// Looks listeners up and sees their accept queues; `None` where that program could not be loaded.
+    /// Looks up listeners and their accept queues; `None` where that program could not be loaded.
     #[must_use]
     pub fn checker(&self) -> Option<Checker> {
         self.checker.clone()
     }
 
-    /// Waits until the kernel's events can be read no longer, though nobody ended that, and says why. Never
-    /// without programs.
+    /// Waits until the kernel's events can be read no longer, though nothing ended that, and returns the
+    /// reason. Never ends without programs.
     pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
         let failed = self.reader.as_ref().map(Reader::failed);
         async move {
@@ -325,8 +328,8 @@ impl Kernel {
         }
     }
 
-    /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed. Without programs
-    /// no edge ever comes.
+    /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed.
+    /// Without programs no edge ever comes.
     #[must_use]
     pub fn subscribe(&self, interest: Interest) -> Edges {
         self.hub.subscribe(interest)
@@ -344,7 +347,8 @@ impl Kernel {
         &self.memory
     }
 
-    /// What the programs could not record or send, on all CPUs, since the maps were made; `None` without programs.
+    /// What the programs could not record or send, on all CPUs, since the maps were made; `None` without
+    /// programs.
     ///
     /// # Errors
     /// The kernel refused to read the map.
@@ -365,8 +369,8 @@ impl Kernel {
         self.pins.as_ref().map(Pins::dir)
     }
 
-    /// Ends the reader. With `keep_pins` the programs run on and the next instance adopts them; without, they go, and
-    /// so does the bpf file system if this instance mounted it.
+    /// Ends the reader. With `keep_pins` the programs run on and the next instance adopts them; without, they
+    /// go, and so does the bpf file system if this instance mounted it.
     ///
     /// # Errors
     /// A pin could not be removed.
@@ -382,8 +386,8 @@ impl Kernel {
     }
 }
 
-/// The read-only globals of the object and their values for this kernel, for loaders other than [`Kernel`] (tests,
-/// benches). A global that is missing here keeps its default.
+/// The read-only globals of the object and their values for this kernel, for loaders other than [`Kernel`]
+/// (tests, benches). A global that is missing here keeps its default.
 ///
 /// # Errors
 /// The kernel does not describe its types.
@@ -415,48 +419,32 @@ fn release_of(text: &str) -> (u32, u32) {
 
 fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {
     std::fs::read(path).map_err(|error| {
-        KernelError::new(format!("could not read the BPF object {}: {error}", path.display()))
+        KernelError::io(&format!("could not read the BPF object {}", path.display()), &error)
     })
 }
 
 fn read_kernel_btf() -> Result<btf::Btf, KernelError> {
     const PATH: &str = "/sys/kernel/btf/vmlinux";
-    let bytes = std::fs::read(PATH).map_err(|error| KernelError {
-        message: format!("this kernel does not describe its types: {PATH}: {error}"),
-        kind: Some(error.kind()),
+    let bytes = std::fs::read(PATH).map_err(|error| {
+        KernelError::io(&format!("this kernel does not describe its types: {PATH}"), &error)
     })?;
     btf::Btf::parse(bytes).map_err(|error| KernelError::new(format!("{PATH} is {error}")))
 }
 
 type PinsFound = (Option<Pins>, Option<pins::Found>, Capability);
 
-/// The place for pins, what is there, and the row that says so. Only something foreign at our place is an error.
-fn find_pins(
-    options: &KernelOptions,
-    release: (u32, u32),
-) -> Result<PinsFound, (KernelError, Option<String>)> {
-    let row = |have: Result<(), String>, remedy: String| Capability {
-        program: capability::PINS,
-        needs: capability::PINS_NEED,
-        have,
-        spared: None,
-        fallback: capability::PINS_FALLBACK,
-        remedy,
-    };
+/// The place for pins, what is there, and the row that says so. Only something foreign at our place is an
+/// error.
+fn find_pins(options: &KernelOptions, release: (u32, u32)) -> Result<PinsFound, KernelError> {
+    let row = |have| Capability::new(&capability::PINS, None, have);
     let opened = Pins::open(&options.bpffs, &options.pin_name).and_then(|pins| {
         let found = pins.inspect(offsets::has_task_storage(release))?;
         Ok((pins, found))
     });
     match opened {
-        Ok((pins, found)) => Ok((Some(pins), Some(found), row(Ok(()), String::new()))),
-        Err(NoPins::NoFileSystem(why)) => {
-            let remedy = format!("mount one: mount -t bpf bpf {}", options.bpffs.display());
-            Ok((None, None, row(Err(why), remedy)))
-        }
-        Err(NoPins::Foreign(why)) => {
-            let remedy = "look at it with `bpftool`; then remove it, or set another pinName".to_owned();
-            Err((KernelError::new(why), Some(remedy)))
-        }
+        Ok((pins, found)) => Ok((Some(pins), Some(found), row(Ok(())))),
+        Err(error @ KernelError::NoFileSystem { .. }) => Ok((None, None, row(Err(error)))),
+        Err(error) => Err(error),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Who listens: the maps of the listener programs, read by whoever wants to know.
+//! Listening sockets, from the maps of the listener programs.
 
 use super::KernelError;
 use aya::maps::{HashMap, Map, MapData, MapError};
@@ -19,13 +19,13 @@ pub struct Listener {
     pub family: u16,
     /// Where it listens; unspecified (`0.0.0.0`, `::`) for every address.
     pub address: IpAddr,
-    /// Its port; 0 while the kernel hasn't told it (a socket outside the pods' cgroup that listens without `bind`).
+    /// Its port; 0 while it is unknown (a socket outside the pods' cgroup that listens without `bind`).
     pub port: u16,
     /// An IPv6 socket that takes IPv4 connections as well.
     pub dual_stack: bool,
     /// The cgroup2 id (the inode of the directory) it was made in; 0 if unknown.
     pub cgroup_id: u64,
-    /// Since when it listens: `CLOCK_MONOTONIC`, nanoseconds; 0 if nobody saw it begin.
+    /// Since when it listens: `CLOCK_MONOTONIC`, nanoseconds; 0 if its beginning was not seen.
     pub since_ns: u64,
 }
 
@@ -121,7 +121,7 @@ impl Listeners {
         Ok(found.into_values().collect())
     }
 
-    /// Whether anything in that network namespace takes connections to `port` at any of `addresses`; if so, who.
+    /// A listener in that network namespace that takes connections to `port` at any of `addresses`.
     ///
     /// A socket bound to every address counts, also an IPv6 one that takes IPv4.
     ///

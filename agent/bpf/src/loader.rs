@@ -1,12 +1,13 @@
 //! Puts the programs into the kernel, or finds them there.
 //!
-//! Three ways, from the cheapest: everything runs already, from the same object (adopt it, load nothing); the maps are
-//! there but the object is another (load, put the new programs in the old ones' place, keep the maps); nothing is there
-//! (load, attach, pin). Every program is attached on its own: what fails becomes a row of the capabilities, no more.
+//! Three ways, from the cheapest: everything runs already, from the same object (adopt it, load nothing); the
+//! maps are there but the object is another (load, put the new programs in the old ones' place, keep the
+//! maps); nothing is there (load, attach, pin). Every program is attached on its own: what fails becomes a
+//! row of the capabilities, no more.
 
 use super::KernelError;
 use super::bpf_log::BpfLog;
-use super::capability::{self, Capability, Hook, LISTENER_STATE, PROGRAMS, Program};
+use super::capability::{Capability, Hook, LISTENER_STATE, PROGRAMS, Program};
 use super::offsets::{self, Offsets};
 use super::pins::{Current, MAPS, META, Pins, TASKS};
 use super::sys;
@@ -39,43 +40,6 @@ pub(super) struct Loaded {
     pub(super) adopted: bool,
 }
 
-/// What one program ran into.
-struct Failure {
-    message: String,
-    kind: Option<std::io::ErrorKind>,
-}
-
-impl Failure {
-    fn new(message: impl Into<String>) -> Failure {
-        Failure { message: message.into(), kind: None }
-    }
-
-    /// From an error of aya's, with the causes that matter to a person.
-    fn from_error(what: &str, error: &(dyn std::error::Error + 'static)) -> Failure {
-        let mut kind = None;
-        let mut cause = Some(error);
-        let mut last = String::new();
-        while let Some(current) = cause {
-            if let Some(io) = current.downcast_ref::<std::io::Error>() {
-                kind = Some(io.kind());
-            }
-            last = current.to_string();
-            cause = current.source();
-        }
-        let top = error.to_string();
-        // The verifier's log is long, and its last lines before its statistics say it.
-        let statistics = ["verification time", "stack depth", "processed "];
-        let says =
-            |line: &&str| !line.trim().is_empty() && !statistics.iter().any(|word| line.starts_with(word));
-        let mut lines: Vec<&str> = top.lines().rev().filter(says).take(3).collect();
-        lines.reverse();
-        let top = lines.join("; ");
-        let message =
-            if top.contains(&last) { format!("{what}: {top}") } else { format!("{what}: {top}: {last}") };
-        Failure { message, kind }
-    }
-}
-
 /// What is to be loaded, and onto what.
 pub(super) struct Request<'a> {
     pub(super) object: &'a [u8],
@@ -92,9 +56,9 @@ pub(super) struct Request<'a> {
 
 /// Brings the kernel half up.
 ///
-/// While programs are replaced, the old and the new ones are attached at once; those that would tell an event twice heed
-/// `Meta::instance`, so writing that is the moment of change. Whoever dies before it leaves the old ones at work, after
-/// it the new ones; the next start tidies up.
+/// While programs are replaced, the old and the new ones are attached at once; those that would send an event
+/// twice heed `Meta::instance`, so writing that is the moment of change. An agent that dies before it leaves
+/// the old ones at work, after it the new ones; the next start tidies up.
 ///
 /// # Errors
 /// Nothing could be loaded at all. What only one program lacks is in [`Loaded::capabilities`].
@@ -165,25 +129,7 @@ fn fresh_meta(digest: [u8; 32]) -> Meta {
 
 /// Why a program is left out on this kernel.
 fn spared(program: &Program, offsets: &Offsets) -> Option<&'static str> {
-    program.spared.filter(|(fields, _)| offsets.require(fields).is_ok()).map(|(_, why)| why)
-}
-
-fn row(program: &'static Program, spared: Option<&'static str>, result: Result<(), Failure>) -> Capability {
-    let (have, remedy) = match result {
-        Ok(()) => (Ok(()), String::new()),
-        Err(failure) => {
-            let remedy = capability::remedy(&failure.message, failure.kind);
-            (Err(failure.message), remedy)
-        }
-    };
-    Capability {
-        program: program.name,
-        needs: program.needs,
-        have,
-        spared,
-        fallback: program.fallback,
-        remedy,
-    }
+    program.spared.filter(|(fields, _)| offsets.require(*fields).is_ok()).map(|(_, why)| why)
 }
 
 /// Takes over what runs, without loading anything.
@@ -194,8 +140,10 @@ fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
             MapData::from_pin(pins.map(shape.name)).map_err(|error| KernelError::map(shape.name, &error))?;
         maps.insert(shape.name, map);
     }
-    let capabilities =
-        PROGRAMS.iter().map(|program| row(program, spared(program, offsets), Ok(()))).collect();
+    let capabilities = PROGRAMS
+        .iter()
+        .map(|program| Capability::new(&program.info(), spared(program, offsets), Ok(())))
+        .collect();
     Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true, log: None })
 }
 
@@ -235,10 +183,9 @@ fn open_object(
             loader.map_pin_path(shape.name, pins.map(shape.name));
         }
     }
-    loader.load(request.object).map_err(|error| {
-        let failure = Failure::from_error("the BPF object could not be loaded", &error);
-        KernelError { message: failure.message, kind: failure.kind }
-    })
+    loader
+        .load(request.object)
+        .map_err(|error| KernelError::refused("the BPF object could not be loaded", &error))
 }
 
 fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelError> {
@@ -272,11 +219,9 @@ fn pin_maps(pins: &Pins, maps: &mut BTreeMap<&'static str, MapData>, meta: &Meta
     write_meta(maps, meta)?;
     for shape in MAPS {
         let Some(map) = maps.get(shape.name) else { continue };
-        map.pin(pins.map(shape.name)).map_err(|error| {
-            let failure =
-                Failure::from_error(&format!("could not pin {}", pins.map(shape.name).display()), &error);
-            KernelError { message: failure.message, kind: failure.kind }
-        })?;
+        let place = pins.map(shape.name);
+        map.pin(&place)
+            .map_err(|error| KernelError::refused(&format!("could not pin {}", place.display()), &error))?;
     }
     Ok(())
 }
@@ -313,7 +258,8 @@ struct Attach<'a> {
 }
 
 impl Attach<'_> {
-    /// Attaches what this kernel needs, and tells the programs whether the tracepoint sees the listeners as soon as it does.
+    /// Attaches what this kernel needs. The programs learn as soon as it is attached whether the tracepoint
+    /// sees listeners.
     fn all(
         &mut self,
         maps: &BTreeMap<&'static str, MapData>,
@@ -327,21 +273,19 @@ impl Attach<'_> {
                 meta.tracepoint = u32::from(attached.is_ok());
                 write_meta(maps, meta)?;
             }
-            rows.push(row(program, spared, attached));
+            rows.push(Capability::new(&program.info(), spared, attached));
         }
         Ok(rows)
     }
 
-    fn program(&mut self, program: &Program) -> Result<(), Failure> {
+    fn program(&mut self, program: &Program) -> Result<(), KernelError> {
         if self.reuse_same
             && let Some(pins) = self.request.pins
             && is_alive(pins, program, self.request.cgroup)
         {
             return Ok(());
         }
-        for fields in program.fields {
-            self.offsets.require(fields).map_err(Failure::new)?;
-        }
+        self.offsets.require(program.fields)?;
         match program.hook {
             Hook::Tracepoint(name) => self.tracepoint(program, name),
             Hook::TaskWalk => self.walk(program),
@@ -350,21 +294,21 @@ impl Attach<'_> {
     }
 
     /// The object's program, as the kind that it must be.
-    fn find<'b, P>(&'b mut self, program: &Program) -> Result<&'b mut P, Failure>
+    fn find<'b, P>(&'b mut self, program: &Program) -> Result<&'b mut P, KernelError>
     where
         &'b mut P: TryFrom<&'b mut aya::programs::Program, Error = aya::programs::ProgramError>,
     {
         let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
         found
             .try_into()
-            .map_err(|error| Failure::from_error("the object's program is of another kind", &error))
+            .map_err(|error| KernelError::refused("the object's program is of another kind", &error))
     }
 
-    /// A tracing link can't be updated: the new one is attached before the old one goes. Meanwhile both see each event;
-    /// the functions behind them are idempotent, or heed `Meta::instance`.
-    fn tracepoint(&mut self, program: &Program, name: &str) -> Result<(), Failure> {
+    /// A tracing link can't be updated: the new one is attached before the old one goes. Meanwhile both see
+    /// each event; the functions behind them are idempotent, or heed `Meta::instance`.
+    fn tracepoint(&mut self, program: &Program, name: &str) -> Result<(), KernelError> {
         if program.name == LISTENER_STATE {
-            offsets::check_set_state(self.request.kernel_btf).map_err(Failure::new)?;
+            offsets::check_set_state(self.request.kernel_btf)?;
         }
         let kernel_types = self.kernel_types;
         let loaded: &mut BtfTracePoint = self.find(program)?;
@@ -375,7 +319,7 @@ impl Attach<'_> {
     }
 
     /// Runs the program for each thread that is there.
-    fn walk(&mut self, program: &Program) -> Result<(), Failure> {
+    fn walk(&mut self, program: &Program) -> Result<(), KernelError> {
         let kernel_types = self.kernel_types;
         let loaded: &mut Iter = self.find(program)?;
         loaded.load("task", kernel_types).map_err(|error| refused(&error))?;
@@ -385,11 +329,12 @@ impl Attach<'_> {
         // It prints nothing: reading to the end is what runs it.
         walk.read_to_end(&mut Vec::new())
             .map(drop)
-            .map_err(|error| Failure::from_error("the walk over the threads ended early", &error))
+            .map_err(|error| KernelError::refused("the walk over the threads ended early", &error))
     }
 
-    /// Loads and attaches a program of the pods' root cgroup, or puts it in the place of the one that is there.
-    fn on_cgroup(&mut self, program: &Program) -> Result<(), Failure> {
+    /// Loads and attaches a program of the pods' root cgroup, or puts it in the place of the one that is
+    /// there.
+    fn on_cgroup(&mut self, program: &Program) -> Result<(), KernelError> {
         let cgroup = open_cgroup(self.request.cgroup)?;
         let living = self.request.pins.filter(|pins| is_alive(pins, program, self.request.cgroup));
         let living = living.and_then(|pins| sys::object_get(&pins.link(program.name)).ok());
@@ -416,11 +361,11 @@ impl Attach<'_> {
             let attached = loaded.attach(&cgroup, kind, mode).and_then(|id| loaded.take_link(id));
             FdLink::try_from(attached.map_err(|error| not_attached(&error))?)
         };
-        self.keep(program, link.map_err(|error| Failure::from_error("the kernel gave no link", &error))?)
+        self.keep(program, link.map_err(|error| KernelError::refused("the kernel gave no link", &error))?)
     }
 
     /// Pins a link beside its place, which it takes when all are there; or holds it.
-    fn keep(&mut self, program: &Program, link: FdLink) -> Result<(), Failure> {
+    fn keep(&mut self, program: &Program, link: FdLink) -> Result<(), KernelError> {
         let Some(pins) = self.request.pins else {
             self.links.push(link);
             return Ok(());
@@ -428,45 +373,43 @@ impl Attach<'_> {
         let new = pins.new_link(program.name);
         let _ = std::fs::remove_file(&new); // left by one that died right here
         let pinned: PinnedLink =
-            link.pin(&new).map_err(|error| Failure::from_error("the link could not be pinned", &error))?;
+            link.pin(&new).map_err(|error| KernelError::refused("the link could not be pinned", &error))?;
         drop(pinned); // the pin holds it now
         Ok(())
     }
 }
 
-fn refused(error: &(dyn std::error::Error + 'static)) -> Failure {
-    Failure::from_error("the kernel refused the program", error)
+fn refused(error: &(dyn std::error::Error + 'static)) -> KernelError {
+    KernelError::refused("the kernel refused the program", error)
 }
 
-fn not_attached(error: &(dyn std::error::Error + 'static)) -> Failure {
-    Failure::from_error("the kernel refused to attach", error)
+fn not_attached(error: &(dyn std::error::Error + 'static)) -> KernelError {
+    KernelError::refused("the kernel refused to attach", error)
 }
 
 /// Puts a program in the place of the one behind a link, without a moment between.
 fn replace(
     link: std::os::fd::BorrowedFd<'_>,
     program: Result<&ProgramFd, aya::programs::ProgramError>,
-) -> Result<(), Failure> {
-    let program = program.map_err(|error| Failure::from_error("the program has no descriptor", &error))?;
+) -> Result<(), KernelError> {
+    let program = program.map_err(|error| KernelError::refused("the program has no descriptor", &error))?;
     sys::link_update(link, program.as_fd())
-        .map_err(|error| Failure::from_error("the kernel refused to replace the program", &error))
+        .map_err(|error| KernelError::refused("the kernel refused to replace the program", &error))
 }
 
-fn no_program(program: &Program) -> Failure {
-    Failure::new(format!("the BPF object has no program {}", program.name))
+fn no_program(program: &Program) -> KernelError {
+    KernelError::new(format!("the BPF object has no program {}", program.name))
 }
 
 /// Opens the pods' root cgroup, which must be a cgroup2 one.
-fn open_cgroup(path: &Path) -> Result<std::fs::File, Failure> {
+fn open_cgroup(path: &Path) -> Result<std::fs::File, KernelError> {
     let shown = path.display();
-    let file = std::fs::File::open(path).map_err(|error| Failure {
-        message: format!("could not open the cgroup {shown}: {error}"),
-        kind: None,
-    })?;
+    let file = std::fs::File::open(path)
+        .map_err(|error| KernelError::Cgroup(format!("could not open the cgroup {shown}: {error}")))?;
     let kind = rustix::fs::fstatfs(&file)
-        .map_err(|error| Failure::new(format!("could not look at {shown}: {error}")))?;
+        .map_err(|error| KernelError::Cgroup(format!("could not look at {shown}: {error}")))?;
     if kind.f_type as u64 != CGROUP2_SUPER_MAGIC {
-        return Err(Failure::new(format!("{shown} is no cgroup2 folder")));
+        return Err(KernelError::Cgroup(format!("{shown} is no cgroup2 folder")));
     }
     Ok(file)
 }

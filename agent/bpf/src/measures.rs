@@ -35,8 +35,9 @@ impl Measures {
         Ok(Measures { maps: Arc::new(Maps { containers, running }) })
     }
 
-    /// The counters of every cgroup that did anything yet, by cgroup2 id: all CPUs added up, with what its threads that
-    /// run right now have run so far. Counters only grow, and a cgroup that is gone is missing after a while.
+    /// The counters of every cgroup that did anything yet, by cgroup2 id: all CPUs added up, with what its
+    /// threads that run right now have run so far. Counters only grow, and a cgroup that is gone is missing
+    /// after a while.
     ///
     /// # Errors
     /// The kernel refused to read a map.
@@ -75,7 +76,7 @@ impl Measures {
             }
             tries -= 1;
             if settled || tries == 0 {
-                // Who would not hold still has just begun to run: there is next to nothing to add.
+                // What keeps changing has just begun to run: there is next to nothing to add.
                 return Ok(Some(counters));
             }
         }
@@ -109,8 +110,8 @@ fn wait_bucket(wait_ns: u64) -> usize {
     (bits.saturating_sub(FIRST_BUCKET_BITS) as usize).min(WAIT_BUCKETS - 1)
 }
 
-/// Adds what a CPU's current thread has run and waited, which the programs add when it leaves the CPU. `now_ns` is on
-/// `CLOCK_MONOTONIC`.
+/// Adds what a CPU's current thread has run and waited, which the programs add when it leaves the CPU.
+/// `now_ns` is on `CLOCK_MONOTONIC`.
 fn add_running(counters: &mut Counters, cpu: &Running, now_ns: u64) {
     counters.on_cpu_ns += now_ns.saturating_sub(cpu.since_ns.wrapping_add(cpu.ahead_ns));
     if cpu.waited != 0 {

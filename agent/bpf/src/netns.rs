@@ -1,7 +1,7 @@
-//! A handle on a pod's network namespace, and who listens in it as the kernel's sock_diag says.
+//! A handle on a pod's network namespace, and its listening sockets as the kernel's sock_diag lists them.
 //!
-//! This is the second opinion: it seeds what listened before the programs were attached, confirms a verdict once a
-//! period, and answers alone where there is no BPF. It opens no connection and sends no packet.
+//! This is the second opinion: it seeds what listened before the programs were attached, confirms a verdict
+//! once per period, and answers alone where there is no BPF. It opens no connection and sends no packet.
 
 use super::{AcceptQueues, KernelError, sys};
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
@@ -65,15 +65,16 @@ impl NetnsHandle {
     pub fn open(path: &Path) -> Result<NetnsHandle, KernelError> {
         let shown = path.display().to_string();
         let file = std::fs::File::open(path).map_err(|error| {
-            KernelError::new(format!("could not open the network namespace {shown}: {error}"))
+            KernelError::io(&format!("could not open the network namespace {shown}"), &error)
         })?;
-        // Only a thread's own namespace can be changed, and it must not be one that others work on: this one ends here.
+        // Only a thread's own namespace can be changed, and it must not be one that others work on: this one
+        // ends here.
         let opened = std::thread::Builder::new().name("netns".to_owned()).spawn(move || {
             rustix::thread::move_into_link_name_space(
                 std::os::fd::AsFd::as_fd(&file),
                 Some(rustix::thread::LinkNameSpaceType::Network),
             )
-            .map_err(|error| format!("could not enter it: {error}"))?;
+            .map_err(|error| KernelError::io("could not enter it", &error.into()))?;
             open_socket()
         });
         let failed =
@@ -82,7 +83,7 @@ impl NetnsHandle {
             .map_err(|error| failed(&format!("no thread: {error}")))?
             .join()
             .map_err(|_| failed("the thread that entered it panicked"))?
-            .map_err(|why| failed(&why))?;
+            .map_err(|why| failed(&why.to_string()))?;
         Ok(NetnsHandle { cookie, socket: Mutex::new(socket) })
     }
 
@@ -111,8 +112,8 @@ impl NetnsHandle {
         Ok(found)
     }
 
-    /// The accept queues of what takes connections to `ip:port` in it; `None` if nothing does. The heads of the queues
-    /// are not to be had here.
+    /// The accept queues of what takes connections to `ip:port` in it; `None` if nothing does. The heads of
+    /// the queues are unknown here.
     ///
     /// # Errors
     /// As [`NetnsHandle::listening`].
@@ -143,16 +144,16 @@ impl NetnsHandle {
     }
 }
 
-fn open_socket() -> Result<(u64, Socket), String> {
-    let mut socket =
-        Socket::new(NETLINK_SOCK_DIAG).map_err(|error| format!("no sock_diag socket: {error}"))?;
-    socket.bind_auto().map_err(|error| format!("no sock_diag address: {error}"))?;
-    socket.connect(&SocketAddr::new(0, 0)).map_err(|error| format!("no sock_diag: {error}"))?;
+fn open_socket() -> Result<(u64, Socket), KernelError> {
+    let failed = KernelError::io;
+    let mut socket = Socket::new(NETLINK_SOCK_DIAG).map_err(|error| failed("no sock_diag socket", &error))?;
+    socket.bind_auto().map_err(|error| failed("no sock_diag address", &error))?;
+    socket.connect(&SocketAddr::new(0, 0)).map_err(|error| failed("no sock_diag", &error))?;
     // SAFETY: `socket` owns the descriptor and outlives the borrow.
     let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };
     rustix::net::sockopt::set_socket_timeout(fd, rustix::net::sockopt::Timeout::Recv, Some(ANSWER_WITHIN))
-        .map_err(|error| format!("no deadline for sock_diag: {error}"))?;
-    let cookie = sys::netns_cookie(fd).map_err(|error| format!("its cookie is not to be had: {error}"))?;
+        .map_err(|error| failed("no deadline for sock_diag", &error.into()))?;
+    let cookie = sys::netns_cookie(fd).map_err(|error| failed("cannot read its cookie", &error))?;
     Ok((cookie, socket))
 }
 
@@ -199,8 +200,8 @@ fn dump(socket: &Socket, family: u8, port: Option<u16>) -> Result<Vec<ListeningS
     }
 }
 
-/// What the kernel's refusal means. A request about TCP is answered by a part of its own, which may be a module that the
-/// kernel can't find (net/core/sock_diag.c, `sock_diag_lock_handler`).
+/// What the kernel's refusal means. A request about TCP is answered by a part of its own, which may be a
+/// module that the kernel can't find (net/core/sock_diag.c, `sock_diag_lock_handler`).
 fn refusal(error: &std::io::Error) -> String {
     if error.kind() == std::io::ErrorKind::NotFound {
         "this kernel has no tcp_diag: load that module (modprobe tcp_diag), or use a kernel built with \
@@ -219,7 +220,8 @@ fn listening_socket(response: &InetResponse) -> ListeningSocket {
         address: id.source_address,
         port: id.source_port,
         dual_stack: response.header.family == AF_INET6 && !v6_only,
-        // inet_diag of a listener (tcp_diag_get_info, net/ipv4/tcp_diag.c): sk_ack_backlog and sk_max_ack_backlog.
+        // inet_diag of a listener (tcp_diag_get_info, net/ipv4/tcp_diag.c): sk_ack_backlog and
+        // sk_max_ack_backlog.
         backlog: response.header.recv_queue,
         max_backlog: response.header.send_queue,
     }

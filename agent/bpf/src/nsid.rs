@@ -1,10 +1,10 @@
 //! The number of a network namespace as seen from ours: what a BPF socket lookup takes.
 //!
-//! The kernel numbers namespaces for each namespace that wants to speak of them (`RTM_NEWNSID`, rtnetlink). A number is
-//! free again when its namespace ends, so it means something only while somebody holds the namespace: whoever asks for
-//! one keeps a [`super::NetnsHandle`] on it.
+//! The kernel numbers namespaces for each namespace that wants to speak of them (`RTM_NEWNSID`, rtnetlink). A
+//! number is free again when its namespace ends, so it means something only while the namespace is held: the
+//! owner of a number keeps a [`super::NetnsHandle`] on it.
 //!
-//! Two messages of two attributes each: written by hand, for want of a crate that isn't all of rtnetlink.
+//! Two messages of two attributes each: written by hand, since the crates for it bring all of rtnetlink.
 
 use super::KernelError;
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
@@ -14,7 +14,7 @@ const RTM_NEWNSID: u16 = 88; // include/uapi/linux/rtnetlink.h
 const RTM_GETNSID: u16 = 90;
 const NETNSA_NSID: u16 = 1; // include/uapi/linux/net_namespace.h
 const NETNSA_FD: u16 = 3;
-/// As a number: there is none yet. As a wish: any.
+/// In an answer: it has none yet. In a request: any.
 const NSID_NOT_ASSIGNED: i32 = -1;
 const NLMSG_ERROR: u16 = 2; // include/uapi/linux/netlink.h
 const NLM_F_REQUEST: u16 = 1;

@@ -1,6 +1,6 @@
-//! How much work others can make for the reader of the ring. Any process of the machine makes it wake up by
-//! listen() and close(), and look at everything again by more listeners than the maps hold. Both have a bound
-//! here; what comes meanwhile waits in the ring or in the maps, and none of it is lost for good.
+//! Bounds of the work, and of the log lines, that others can cause in the reader of the ring. Any process of
+//! the machine makes it wake up by listen() and close(), and read all maps again by more listeners than they
+//! hold. What comes meanwhile waits in the ring or in the maps, and none of it is lost for good.
 
 use std::time::{Duration, Instant};
 
@@ -9,8 +9,10 @@ const FREE_WAKES: u32 = 1000;
 /// The pause between two of those that come on top. The ring holds the events of a hundred thousand sockets a
 /// second for as long as that.
 pub(super) const PAUSE: Duration = Duration::from_millis(10);
-/// Between two times at which losses are told and made up for.
+/// The time between two readings of the maps for losses.
 pub(super) const LOSS_PERIOD: Duration = Duration::from_secs(5);
+/// The time between two warnings of losses, which may go on for as long as a storm does.
+pub(super) const WARNING_PERIOD: Duration = Duration::from_secs(60);
 
 /// Counts wake-ups.
 #[derive(Debug, Default)]
@@ -20,7 +22,7 @@ pub(super) struct Wakes {
 }
 
 impl Wakes {
-    /// Notes one. Whether the next must wait for a [`PAUSE`].
+    /// Counts one. Returns true if the next must wait for a [`PAUSE`].
     pub(super) fn are_too_many(&mut self, now: Instant) -> bool {
         if self.since.is_none_or(|since| now.duration_since(since) >= Duration::from_secs(1)) {
             (self.since, self.count) = (Some(now), 0);
@@ -30,14 +32,19 @@ impl Wakes {
     }
 }
 
-/// Something that may be done once in a while.
-#[derive(Debug, Default)]
-pub(super) struct Seldom {
+/// Something that may be done once per period.
+#[derive(Debug)]
+pub(super) struct RateLimit {
+    period: Duration,
     last: Option<Instant>,
 }
 
-impl Seldom {
-    /// Whether it may be done now; then it is noted as done.
+impl RateLimit {
+    pub(super) fn new(period: Duration) -> RateLimit {
+        RateLimit { period, last: None }
+    }
+
+    /// Returns true if it may be done now, and records it as done.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let is_due = self.next().is_none_or(|next| next <= now);
         if is_due {
@@ -48,7 +55,7 @@ impl Seldom {
 
     /// When it may be done again; None: at once.
     pub(super) fn next(&self) -> Option<Instant> {
-        self.last.map(|last| last + LOSS_PERIOD)
+        self.last.map(|last| last + self.period)
     }
 }
 
@@ -69,11 +76,17 @@ mod tests {
     }
 
     #[test]
-    fn a_first_loss_is_told_at_once_and_the_next_ones_together() {
-        let (start, mut losses) = (Instant::now(), Seldom::default());
+    fn a_first_loss_is_due_at_once_and_the_next_ones_together() {
+        let (start, mut losses) = (Instant::now(), RateLimit::new(LOSS_PERIOD));
         assert!(losses.next().is_none() && losses.is_due(start));
         assert!(!losses.is_due(start + LOSS_PERIOD / 2));
         assert_eq!(losses.next(), Some(start + LOSS_PERIOD));
         assert!(losses.is_due(start + LOSS_PERIOD) && !losses.is_due(start + LOSS_PERIOD));
+        // As long as a storm goes on, losses are handled each time and a line is logged once per minute.
+        let (mut losses, mut warnings) = (RateLimit::new(LOSS_PERIOD), RateLimit::new(WARNING_PERIOD));
+        let ten_minutes = (0..1200).map(|half| start + half * Duration::from_millis(500));
+        let handled: Vec<Instant> = ten_minutes.filter(|now| losses.is_due(*now)).collect();
+        let logged = handled.iter().filter(|now| warnings.is_due(**now)).count();
+        assert_eq!((handled.len(), logged), (120, 10));
     }
 }

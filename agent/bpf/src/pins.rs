@@ -1,7 +1,8 @@
 //! Where maps and links stay while the agent is away: `<bpffs>/<name>/v<ABI>/`, with the links in `links/`.
 //!
-//! `META` is pinned first and removed last, so every folder of ours has it, whatever moment we died in. A folder without
-//! it, or with anything in it that we would not have put there, is a stranger's: named, and never touched.
+//! `META` is pinned first and removed last, so every folder of ours has it, whatever moment we died in. A
+//! folder without it, or with anything in it that we would not have put there, is a stranger's: named, and
+//! never touched.
 
 use super::KernelError;
 use super::capability::PROGRAMS;
@@ -35,7 +36,8 @@ pub(super) struct MapShape {
 }
 
 impl MapShape {
-    /// How many entries it has here: threads are in one of two maps, and the other is kept as small as can be.
+    /// How many entries it has here: threads are in one of two maps, and the other is kept as small as can
+    /// be.
     pub(super) fn entries(&self, task_storage: bool) -> usize {
         if self.name == TASKS && task_storage { 1 } else { self.entries }
     }
@@ -92,33 +94,31 @@ pub(super) struct Found {
     pub(super) stale: Vec<PathBuf>,
 }
 
-/// Why there are no pins.
-#[derive(Debug)]
-pub(super) enum NoPins {
-    /// There is no bpf file system: everything works, unpinned.
-    NoFileSystem(String),
-    /// Our place is taken: the kernel half stays off.
-    Foreign(String),
-}
-
 impl Pins {
     /// Finds, or mounts, the bpf file system.
-    pub(super) fn open(bpffs: &Path, name: &str) -> Result<Pins, NoPins> {
+    ///
+    /// # Errors
+    /// [`KernelError::NoFileSystem`]: all works without pins then.
+    pub(super) fn open(bpffs: &Path, name: &str) -> Result<Pins, KernelError> {
+        let no_file_system = |why| KernelError::NoFileSystem { bpffs: bpffs.to_path_buf(), why };
         if name.is_empty() || name.contains(['/', '.']) {
-            return Err(NoPins::NoFileSystem(format!(
+            return Err(no_file_system(format!(
                 "the pin name {name:?} can't be used: bpffs takes no slashes and no dots in a name"
             )));
         }
-        let mounted = ensure_mounted(bpffs).map_err(NoPins::NoFileSystem)?;
+        let mounted = ensure_mounted(bpffs).map_err(no_file_system)?;
         let base = bpffs.join(name);
         let dir = folder(bpffs, name);
         Ok(Pins { bpffs: bpffs.to_path_buf(), base, dir, mounted })
     }
 
-    /// Looks at what is there, touching nothing.
-    pub(super) fn inspect(&self, task_storage: bool) -> Result<Found, NoPins> {
+    /// Inspects what is there, and changes nothing.
+    ///
+    /// # Errors
+    /// [`KernelError::Foreign`]: our place is taken, and the kernel half stays off.
+    pub(super) fn inspect(&self, task_storage: bool) -> Result<Found, KernelError> {
         let foreign = |path: &Path, what: &str| {
-            NoPins::Foreign(format!(
+            KernelError::Foreign(format!(
                 "{} is {what}, which beelet did not make. It is left alone; remove it, or give beelet another place \
                  (bpffs and pinName in its configuration)",
                 path.display()
@@ -127,7 +127,7 @@ impl Pins {
         let mut found = Found { current: Current::Absent, stale: Vec::new() };
         match std::fs::symlink_metadata(&self.base) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
-            Err(error) => return Err(foreign(&self.base, &format!("not to be read ({error})"))),
+            Err(error) => return Err(foreign(&self.base, &format!("unreadable ({error})"))),
             Ok(metadata) if !metadata.is_dir() => return Err(foreign(&self.base, "no folder")),
             Ok(_) => {}
         }
@@ -159,7 +159,7 @@ impl Pins {
     /// Everything in the folder of this version must be something that we put there.
     fn check_current(&self) -> Result<(), (PathBuf, String)> {
         let unreadable =
-            |path: &Path, error: &std::io::Error| (path.to_path_buf(), format!("not to be read ({error})"));
+            |path: &Path, error: &std::io::Error| (path.to_path_buf(), format!("unreadable ({error})"));
         for entry in entries(&self.dir).map_err(|error| unreadable(&self.dir, &error))? {
             let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if name == LINKS {
@@ -319,7 +319,7 @@ fn read_meta(dir: &Path) -> Result<Option<Meta>, String> {
         return Ok(None);
     }
     expect_kind(&path, ObjectKind::Map).map_err(|(_, what)| what)?;
-    let unreadable = |error: &dyn std::fmt::Display| format!("not to be read ({error})");
+    let unreadable = |error: &dyn std::fmt::Display| format!("unreadable ({error})");
     let data = MapData::from_pin(&path).map_err(|error| unreadable(&error))?;
     let info = data.info().map_err(|error| unreadable(&error))?;
     if info.value_size() as usize != size_of::<Meta>() || info.map_type().ok() != Some(MapType::Array) {

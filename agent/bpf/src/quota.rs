@@ -1,8 +1,9 @@
-//! Disk usage without walking: where a file system counts by project (XFS and ext4 mounted with `prjquota`), a volume gets a
-//! project of its own, and the kernel says what it takes.
+//! Disk usage without walking: where a file system counts by project (XFS and ext4 mounted with `prjquota`),
+//! a volume gets a project of its own, and the kernel says what it takes.
 //!
-//! Nothing is limited by this, only counted. Whatever doesn't work, for whatever reason, leaves the walk in its place. Must
-//! never take a folder out of somebody else's project, nor follow what a pod puts in the way of the agent: a link, a pipe.
+//! Nothing is limited by this, only counted. Whatever doesn't work, for whatever reason, leaves the walk in
+//! its place. Must never take a folder out of somebody else's project, nor follow what a pod puts in the way
+//! of the agent: a link, a pipe.
 
 use std::{
     ffi::CStr,
@@ -17,7 +18,7 @@ use rustix::{
     io::Errno,
 };
 
-/// What a folder takes.
+/// Disk usage of a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counted {
     /// Bytes on disk.
@@ -87,8 +88,8 @@ const READ: OFlags = OFlags::RDONLY
 /// Deeper than any volume that a pod has just begun to fill.
 const DEEPEST: usize = 64;
 
-/// What `folder` takes, by its project, which it gets if it has none. None where the file system counts no projects, the
-/// folder is in a project that isn't its own, or anything else is in the way.
+/// Disk usage of `folder`, by its project, which it gets if it has none. None where the file system counts no
+/// projects, the folder is in a project that isn't its own, or anything else is in the way.
 #[must_use]
 pub fn measure(folder: &Path) -> Option<Counted> {
     let top = open_folder(folder).ok()?;
@@ -98,11 +99,12 @@ pub fn measure(folder: &Path) -> Option<Counted> {
     usage(top.as_fd(), adopt_opened(folder, &top).ok()?)
 }
 
-/// Puts `folder` and all that is in it into the folder's own project, and says which that is. A folder that is in it stays as
-/// it is: it is marked last, once everything below it is.
+/// Puts `folder` and all that is in it into the folder's own project, and says which that is. A folder that
+/// is in it stays as it is: it is marked last, once everything below it is.
 ///
 /// # Errors
-/// It is in another project (it inherited that, and somebody's limit may come with it), or something in it can't be marked.
+/// It is in another project (it inherited that, and somebody's limit may come with it), or something in it
+/// can't be marked.
 pub fn adopt(folder: &Path) -> io::Result<u32> {
     adopt_opened(folder, &open_folder(folder)?)
 }
@@ -129,10 +131,10 @@ fn adopt_opened(folder: &Path, top: &OwnedFd) -> io::Result<u32> {
         return Err(io::Error::other("the folder is in somebody else's project"));
     }
     let marking = Marking { project, device: fstat(top)?.st_dev };
-    marking.all_in(top, 0, false)?;
+    marking.all_in(top, false)?;
     mark(top, project, true)?;
     // What was made in the folder itself meanwhile has inherited nothing; from now on everything does.
-    if let Err(error) = marking.all_in(top, 0, true) {
+    if let Err(error) = marking.all_in(top, true) {
         // Else it would be taken for complete the next time.
         set_attributes(top.as_fd(), &before)?;
         return Err(error);
@@ -158,47 +160,57 @@ struct Marking {
 }
 
 impl Marking {
-    /// Marks everything in `folder`; but not what is in the project already, if `all_but_marked`.
-    fn all_in(self, folder: &OwnedFd, depth: usize, all_but_marked: bool) -> io::Result<()> {
-        if depth > DEEPEST {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
-        for entry in Dir::read_from(folder)? {
+    /// Marks everything in `folder`; but what in `folder` itself is in the project already stays as it is if
+    /// `all_but_marked`. Fails where it is deeper than [`DEEPEST`].
+    fn all_in(self, folder: &OwnedFd, all_but_marked: bool) -> io::Result<()> {
+        // The folders on the way down, each with what is left to read of it: as many descriptors as it is
+        // deep.
+        let mut open = vec![(Dir::read_from(folder)?, folder.try_clone()?)];
+        loop {
+            let depth = open.len();
+            let Some((entries, parent)) = open.last_mut() else { return Ok(()) };
+            let Some(entry) = entries.next() else {
+                open.pop();
+                continue;
+            };
             let entry = entry?;
             let (name, kind) = (entry.file_name(), entry.file_type());
             let markable = matches!(kind, FileType::Directory | FileType::RegularFile | FileType::Unknown);
-            if markable && name != c"." && name != c".." {
-                self.entry(folder, name, depth, all_but_marked)?;
+            if !markable || name == c"." || name == c".." {
+                continue;
             }
+            let Some(below) = self.entry(parent, name, all_but_marked && depth == 1)? else { continue };
+            if depth > DEEPEST {
+                return Err(io::ErrorKind::Unsupported.into());
+            }
+            open.push((Dir::read_from(&below)?, below));
         }
-        Ok(())
     }
 
-    /// Marks a file, or a folder with all that is in it: the folder first, so that what is made in it meanwhile inherits.
-    /// What it was when it was listed says nothing any more: a pod may have put a link or a pipe in its place.
-    fn entry(self, folder: &OwnedFd, name: &CStr, depth: usize, all_but_marked: bool) -> io::Result<()> {
+    /// Marks a file, or a folder, which is returned: the folder comes before what is in it, so that what is
+    /// made in it meanwhile inherits. Its kind when it was listed means nothing any more: a pod may have put
+    /// a link or a pipe in its place.
+    fn entry(self, folder: &OwnedFd, name: &CStr, all_but_marked: bool) -> io::Result<Option<OwnedFd>> {
         let file = match openat(folder, name, READ, Mode::empty()) {
             Ok(file) => file,
             // It is gone, a link, or a socket.
-            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(()),
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         let stat = fstat(&file)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
         if !matches!(kind, FileType::Directory | FileType::RegularFile) {
-            return Ok(());
+            return Ok(None);
         }
         if stat.st_dev != self.device {
             return Err(io::ErrorKind::CrossesDevices.into());
         }
         if all_but_marked && attributes(file.as_fd())?.projid == self.project {
-            return Ok(());
+            return Ok(None);
         }
-        mark(&file, self.project, kind == FileType::Directory)?;
-        if kind == FileType::Directory {
-            self.all_in(&file, depth + 1, false)?;
-        }
-        Ok(())
+        let is_folder = kind == FileType::Directory;
+        mark(&file, self.project, is_folder)?;
+        Ok(is_folder.then_some(file))
     }
 }
 
@@ -215,8 +227,8 @@ fn mark(file: &OwnedFd, project: u32, inherit: bool) -> io::Result<()> {
 
 fn attributes(file: BorrowedFd<'_>) -> io::Result<Attributes> {
     let mut attributes = Attributes::default();
-    // SAFETY: the descriptor is open for the call, and the kernel writes one `struct fsxattr` to the pointer, which is
-    // to one of that size and alignment (fs/ioctl.c, `ioctl_fsgetxattr`).
+    // SAFETY: the descriptor is open for the call, and the kernel writes one `struct fsxattr` to the pointer,
+    // which is to one of that size and alignment (fs/ioctl.c, `ioctl_fsgetxattr`).
     let result = unsafe { libc::ioctl(file.as_raw_fd(), GET_ATTRIBUTES, &raw mut attributes) };
     if result == 0 { Ok(attributes) } else { Err(io::Error::last_os_error()) }
 }
@@ -228,15 +240,18 @@ fn set_attributes(file: BorrowedFd<'_>, attributes: &Attributes) -> io::Result<(
 }
 
 /// Why volumes in a folder are measured by walking through them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Uncounted {
     /// Their file system counts no projects: as a rule, it could.
+    #[error("{0}")]
     Off(String),
     /// It may, but the agent isn't allowed to ask.
+    #[error("{0}")]
     Refused(String),
 }
 
-/// Whether the kernel counts what volumes in `folder`, or in the nearest folder above it that is there, take.
+/// Checks that the kernel counts what volumes in `folder`, or in the nearest folder above it that exists,
+/// take.
 ///
 /// # Errors
 /// It doesn't: why, and what to do, in a sentence.
@@ -276,8 +291,9 @@ fn usage(file: BorrowedFd<'_>, project: u32) -> Option<Counted> {
 /// quotactl_fd(2), Linux 5.14: the file system is that of the descriptor, wherever its device is.
 fn quotactl<T>(file: BorrowedFd<'_>, command: u32, id: u32) -> Result<T, Errno> {
     let mut answer = MaybeUninit::<T>::zeroed();
-    // SAFETY: the descriptor is open for the call, and the kernel writes the structure that the command is for to the
-    // pointer, which is to zeroed memory of its size and alignment (fs/quota/quota.c, `do_quotactl`).
+    // SAFETY: the descriptor is open for the call, and the kernel writes the structure that the command is
+    // for to the pointer, which is to zeroed memory of its size and alignment (fs/quota/quota.c,
+    // `do_quotactl`).
     let result =
         unsafe { libc::syscall(libc::SYS_quotactl_fd, file.as_raw_fd(), command, id, answer.as_mut_ptr()) };
     if result != 0 {
@@ -319,9 +335,9 @@ mod tests {
         let folder = open_folder(dir.path()).unwrap();
         let marking = Marking { project: FIRST_PROJECT, device: fstat(&folder).unwrap().st_dev };
         for name in [c"link", c"pipe", c"socket", c"gone"] {
-            marking.entry(&folder, name, 0, false).unwrap();
+            assert!(marking.entry(&folder, name, false).unwrap().is_none());
         }
-        let error = Marking { device: 0, ..marking }.entry(&folder, c".", 0, false).unwrap_err();
+        let error = Marking { device: 0, ..marking }.entry(&folder, c".", false).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::CrossesDevices);
         assert!(
             open_folder(&dir.path().join("link")).is_err() && open_folder(&dir.path().join("pipe")).is_err()

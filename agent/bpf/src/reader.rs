@@ -1,18 +1,20 @@
 //! The one thread that reads the ring buffer and hands typed edges on.
 //!
-//! It sleeps in poll(2) until the kernel or [`Reader::stop`] wakes it; it never spins. Nothing is lost for good: where an
-//! edge could not be delivered (the ring was full, or a channel) it delivers [`Edge::Lost`], and whoever gets that reads
-//! the maps again.
+//! It sleeps in poll(2) until the kernel or [`Reader::stop`] wakes it; it never spins. Nothing is lost for
+//! good: where an edge could not be delivered (the ring was full, or a channel) it delivers [`Edge::Lost`],
+//! and its subscribers read the maps again.
 
 use super::bpf_log::BpfLog;
-use super::dead::Undertaker;
 use super::edges::{Edge, Hub, PressureKind};
 use super::listeners::Listener;
-use super::pace::{PAUSE, Seldom, Wakes};
+use super::pace::{LOSS_PERIOD, PAUSE, RateLimit, WARNING_PERIOD, Wakes};
+use super::stale_counters::StaleCounters;
 use super::sweep::Sweeper;
 use super::{KernelError, monotonic_ns};
 use aya::maps::{MapData, PerCpuArray, RingBuf};
-use beelet_ebpf_abi::{Address, Drops, EventHeader, ExitEvent, ListenerEvent, OomEvent, PressureEvent, kind};
+use beelet_ebpf_abi::{
+    Address, Drops, EventHeader, ExitEvent, ListenerEvent, OomEvent, OomKill, PressureEvent, kind,
+};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::AssertUnwindSafe;
@@ -21,11 +23,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::SetOnce;
 
-/// Edges that are handed on together: whoever gets them is woken once.
+/// Edges that are handed on together: their subscribers are woken once.
 const BATCH: usize = 256;
-/// After so many new listeners the reader looks whether unused addresses fill their map.
+/// After so many new listeners the reader checks whether unused addresses fill their map.
 const OPENS_PER_SWEEP: u32 = 1024;
-/// After so many processes that ended it looks for dead cgroups, or after some time.
+/// After so many processes that ended it removes the counters of cgroups that are gone, or after some time.
 const EXITS_PER_SWEEP: u32 = 256;
 const SWEEP_AFTER: Duration = Duration::from_secs(30);
 
@@ -42,20 +44,21 @@ struct Work {
     ring: RingBuf<MapData>,
     drops: PerCpuArray<MapData, Drops>,
     sweeper: Sweeper,
-    undertaker: Undertaker,
+    stale_counters: StaleCounters,
     log: Option<BpfLog>,
     hub: Hub,
     stop_poll: Arc<OwnedFd>,
-    /// The drops that were told, and made up for.
-    told_drops: Drops,
-    losses: Seldom,
-    sweeps: Seldom,
+    /// The drops that subscribers were notified of.
+    handled_drops: Drops,
+    losses: RateLimit,
+    warnings: RateLimit,
+    sweeps: RateLimit,
     wakes: Wakes,
     /// Listeners opened since the last sweep.
     opened: u32,
-    /// Processes that ended since the last look for dead cgroups; and when to look at the latest.
+    /// Processes that ended since stale counters were last removed; and when to do it again at the latest.
     exited: u32,
-    look_at: Option<Instant>,
+    remove_at: Option<Instant>,
 }
 
 impl Reader {
@@ -66,7 +69,7 @@ impl Reader {
     pub(super) fn start(
         mut ring: RingBuf<MapData>,
         drops: PerCpuArray<MapData, Drops>,
-        sweepers: (Sweeper, Undertaker),
+        sweepers: (Sweeper, StaleCounters),
         log: Option<BpfLog>,
         hub: Hub,
     ) -> Result<Reader, KernelError> {
@@ -75,30 +78,31 @@ impl Reader {
         };
         let stop_poll =
             Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("no eventfd", &error))?);
-        let told_drops = sum(&drops)?;
+        let handled_drops = sum(&drops)?;
         while ring.next().is_some() {}
-        let (sweeper, undertaker) = sweepers;
+        let (sweeper, stale_counters) = sweepers;
         let work = Work {
             ring,
             drops,
             sweeper,
-            undertaker,
+            stale_counters,
             log,
             hub,
             stop_poll: Arc::clone(&stop_poll),
-            told_drops,
-            losses: Seldom::default(),
-            sweeps: Seldom::default(),
+            handled_drops,
+            losses: RateLimit::new(LOSS_PERIOD),
+            warnings: RateLimit::new(WARNING_PERIOD),
+            sweeps: RateLimit::new(LOSS_PERIOD),
             wakes: Wakes::default(),
             opened: 0,
             exited: 0,
-            look_at: None,
+            remove_at: None,
         };
         let reason = Arc::new(SetOnce::new());
-        let told = Arc::clone(&reason);
+        let failed_out = Arc::clone(&reason);
         let thread = std::thread::Builder::new()
             .name("kernel-events".to_owned())
-            .spawn(move || tell_failure(&told, || work.run()))
+            .spawn(move || publish_failure(&failed_out, || work.run()))
             .map_err(|error| failed("no thread", &error))?;
         Ok(Reader { thread: Some(thread), stop_poll, failed: reason })
     }
@@ -116,7 +120,7 @@ impl Reader {
             return;
         }
         if let Some(thread) = self.thread.take() {
-            // A panic was told where it happened.
+            // A panic was published where it happened.
             let _ = thread.join();
         }
     }
@@ -128,11 +132,11 @@ impl Drop for Reader {
     }
 }
 
-/// Tells why `work` ended, unless it was told to.
-fn tell_failure(failed: &SetOnce<String>, work: impl FnOnce() -> Result<(), String>) {
+/// Publishes why `work` ended, unless it was asked to.
+fn publish_failure(failed: &SetOnce<String>, work: impl FnOnce() -> Result<(), KernelError>) {
     let reason = match std::panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => return,
-        Ok(Err(reason)) => reason,
+        Ok(Err(error)) => error.to_string(),
         Err(panic) => {
             let text = panic.downcast_ref::<&str>().copied();
             let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
@@ -145,7 +149,7 @@ fn tell_failure(failed: &SetOnce<String>, work: impl FnOnce() -> Result<(), Stri
 
 impl Work {
     /// An error says why there are no events any more.
-    fn run(mut self) -> Result<(), String> {
+    fn run(mut self) -> Result<(), KernelError> {
         loop {
             let owes = self.drain();
             if let Some(log) = &mut self.log {
@@ -159,12 +163,14 @@ impl Work {
                 fds.push(PollFd::from_borrowed_fd(self.ring.as_fd(), PollFlags::IN));
                 fds.extend(self.log.iter().map(|log| PollFd::from_borrowed_fd(log.as_fd(), PollFlags::IN)));
                 let owed_at = self.losses.next().filter(|_| owes);
-                self.look_at.into_iter().chain(owed_at).min().map(|at| at.saturating_duration_since(now))
+                self.remove_at.into_iter().chain(owed_at).min().map(|at| at.saturating_duration_since(now))
             };
             let wait = wait.and_then(|wait| Timespec::try_from(wait).ok());
             match poll(&mut fds, wait.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(format!("ended: poll on the ring buffer failed: {error}")),
+                Err(error) => {
+                    return Err(KernelError::io("ended: poll on the ring buffer failed", &error.into()));
+                }
             }
             if !fds[0].revents().is_empty() {
                 return Ok(());
@@ -172,7 +178,7 @@ impl Work {
         }
     }
 
-    /// Hands on what is in the ring. Whether a loss is still to be told.
+    /// Hands on what is in the ring. Returns true if subscribers are still to be notified of a loss.
     fn drain(&mut self) -> bool {
         let mut batch = Vec::new();
         while let Some(edge) = self.ring.next().map(|record| decode(&record)) {
@@ -191,19 +197,23 @@ impl Work {
         }
         self.hub.send(&batch);
         // After the ring: a drop means that it was full, so there was something to read.
-        let before = self.told_drops;
+        let before = self.handled_drops;
         let seen = sum(&self.drops).unwrap_or_else(|error| {
             tracing::warn!("{error}");
             before
         });
-        let is_told = seen != before && self.losses.is_due(Instant::now());
-        let new = if is_told { seen } else { before };
-        // Before anyone is told to read the maps again: they are right when this is done.
+        let is_due = seen != before && self.losses.is_due(Instant::now());
+        let new = if is_due { seen } else { before };
+        // Before subscribers read the maps again: they are right when this is done.
         self.sweep(new.addresses_full != before.addresses_full);
-        self.bury(new.containers_full != before.containers_full);
-        if is_told {
-            tracing::warn!("the kernel programs lost something: {new:?} in all");
-            self.told_drops = new;
+        self.remove_stale_counters(new.containers_full != before.containers_full);
+        if is_due {
+            if self.warnings.is_due(Instant::now()) {
+                tracing::warn!(
+                    "the kernel programs lost something, which is read from the maps instead: {new:?} in all"
+                );
+            }
+            self.handled_drops = new;
         }
         let edges = |drops: Drops| (drops.ring_full, drops.listeners_full, drops.addresses_full);
         if edges(new) != edges(before) {
@@ -212,27 +222,28 @@ impl Work {
         seen != new
     }
 
-    /// Looks for dead cgroups once enough processes have ended, or a while after one has.
-    fn bury(&mut self, full: bool) {
-        if self.exited == 0 && !full && self.look_at.is_none() {
+    /// Removes the counters of cgroups that are gone once enough processes have ended, or a while after one
+    /// has.
+    fn remove_stale_counters(&mut self, full: bool) {
+        if self.exited == 0 && !full && self.remove_at.is_none() {
             return;
         }
         let now = Instant::now();
-        let at = *self.look_at.get_or_insert(now + SWEEP_AFTER);
+        let at = *self.remove_at.get_or_insert(now + SWEEP_AFTER);
         if self.exited < EXITS_PER_SWEEP && now < at && !full {
             return;
         }
         // What is found gone for the first time is removed the next time: so there is one.
-        self.look_at = (self.exited > 0).then_some(now + SWEEP_AFTER);
+        self.remove_at = (self.exited > 0).then_some(now + SWEEP_AFTER);
         self.exited = 0;
-        match self.undertaker.sweep(full) {
+        match self.stale_counters.sweep(full) {
             Ok(0) => {}
             Ok(removed) => tracing::debug!("removed the counters of {removed} cgroups that are gone"),
             Err(error) => tracing::warn!("{error}"),
         }
     }
 
-    /// Makes room for new addresses, now and then.
+    /// Makes room for new addresses, once per period at most.
     fn sweep(&mut self, full: bool) {
         if !full && (self.opened < OPENS_PER_SWEEP || !self.sweeps.is_due(Instant::now())) {
             return;
@@ -241,7 +252,8 @@ impl Work {
         match self.sweeper.sweep(monotonic_ns(), full) {
             Ok(0) => {}
             Ok(removed) => tracing::info!("removed {removed} addresses that nobody listens on any more"),
-            Err(error) => tracing::warn!("{error}"),
+            Err(error) if self.warnings.is_due(Instant::now()) => tracing::warn!("{error}"),
+            Err(error) => tracing::debug!("{error}"),
         }
     }
 }
@@ -258,7 +270,8 @@ pub(super) fn sum(drops: &PerCpuArray<MapData, Drops>) -> Result<Drops, KernelEr
     }))
 }
 
-/// Reads one record; `Err` with the kind of one that this version doesn't know, or that is too short for its kind.
+/// Reads one record; `Err` with the kind of one that this version doesn't know, or that is too short for its
+/// kind.
 pub fn decode(record: &[u8]) -> Result<Edge, u32> {
     let mut bytes = Bytes(record);
     let header = EventHeader {
@@ -296,17 +309,8 @@ fn exited(event: &ExitEvent) -> Edge {
 }
 
 fn oom_kill(event: &OomEvent) -> Edge {
-    let page = rustix::param::page_size() as u64;
     let EventHeader { at_ns, cgroup_id, .. } = event.header;
-    Edge::OomKill {
-        cgroup_id,
-        pid: event.pid,
-        total_vm: event.total_vm.saturating_mul(page),
-        anon_rss: event.anon_rss.saturating_mul(page),
-        file_rss: event.file_rss.saturating_mul(page),
-        shmem_rss: event.shmem_rss.saturating_mul(page),
-        at_ns,
-    }
+    Edge::OomKill { cgroup_id, kill: event.kill.in_bytes(rustix::param::page_size() as u64), at_ns }
 }
 
 fn pressure_edge(event: &PressureEvent) -> Option<Edge> {
@@ -321,15 +325,15 @@ fn exit_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<ExitEvent> {
 }
 
 fn oom_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<OomEvent> {
-    Some(OomEvent {
-        header,
+    let kill = OomKill {
         pid: bytes.u32()?,
         reserved: bytes.u32()?,
         total_vm: bytes.u64()?,
         anon_rss: bytes.u64()?,
         file_rss: bytes.u64()?,
         shmem_rss: bytes.u64()?,
-    })
+    };
+    Some(OomEvent { header, kill })
 }
 
 fn pressure_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<PressureEvent> {
@@ -393,13 +397,13 @@ mod tests {
 
     #[test]
     fn a_thread_that_ends_unasked_says_why() {
-        let check = |work: fn() -> Result<(), String>, expected: Option<&str>| {
+        let check = |work: fn() -> Result<(), KernelError>, expected: Option<&str>| {
             let failed = SetOnce::new();
-            tell_failure(&failed, work);
+            publish_failure(&failed, work);
             assert_eq!(failed.get().map(String::as_str), expected);
         };
         check(|| Ok(()), None);
-        check(|| Err("ended: poll".to_owned()), Some("ended: poll"));
+        check(|| Err(KernelError::new("ended: poll")), Some("ended: poll"));
         check(|| std::panic::panic_any("a slot that is none"), Some("panicked: a slot that is none"));
     }
 
@@ -454,11 +458,14 @@ mod tests {
         let page = rustix::param::page_size() as u64;
         let edge = Edge::OomKill {
             cgroup_id: 42,
-            pid: 700,
-            total_vm: 4 * page,
-            anon_rss: 3 * page,
-            file_rss: 2 * page,
-            shmem_rss: page,
+            kill: OomKill {
+                pid: 700,
+                reserved: 0,
+                total_vm: 4 * page,
+                anon_rss: 3 * page,
+                file_rss: 2 * page,
+                shmem_rss: page,
+            },
             at_ns: 1000,
         };
         let record = words(kind::OOM_KILL, &[700, 0, 4, 0, 3, 0, 2, 0, 1, 0]);

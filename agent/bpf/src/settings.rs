@@ -1,4 +1,5 @@
-//! The agent's word to the programs that count: which cgroups are pods', and from what on waiting is worth an edge.
+//! The settings of the programs that count: which cgroups are pods', and from what on waiting is worth an
+//! edge.
 
 use super::KernelError;
 use aya::maps::{Array, Map, MapData};
@@ -7,8 +8,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
-/// From what on a container's waiting is told as [`super::Edge::Pressure`]: how long its threads, added up, may wait
-/// within a second. Zero: it is never told.
+/// From what on a container's waiting is sent as [`super::Edge::Pressure`]: how long its threads, added up,
+/// may wait within a second. Zero: never.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {
     /// For a CPU that is free.
@@ -17,7 +18,7 @@ pub struct Thresholds {
     pub reclaim: ByQos,
 }
 
-/// One duration a QoS class.
+/// One duration per QoS class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByQos {
     /// Guaranteed pods.
@@ -29,8 +30,8 @@ pub struct ByQos {
 }
 
 impl Default for Thresholds {
-    /// A twentieth of a second hurts what was promised a CPU of its own, a tenth what was promised a share; what was
-    /// promised nothing is told only where it stands still for want of memory.
+    /// A twentieth of a second hurts what was promised a CPU of its own, a tenth what was promised a share;
+    /// what was promised nothing is reported only where it stands still for want of memory.
     fn default() -> Thresholds {
         let ms = Duration::from_millis;
         Thresholds {
@@ -47,8 +48,8 @@ impl ByQos {
     }
 }
 
-/// Tells the programs, unless they know it already.
-pub(super) fn tell(map: MapData, pods: &Path, thresholds: &Thresholds) -> Result<(), KernelError> {
+/// Writes the settings, unless the programs have the same already.
+pub(super) fn publish(map: MapData, pods: &Path, thresholds: &Thresholds) -> Result<(), KernelError> {
     let failed = |error: &dyn std::fmt::Display| KernelError::map("SETTINGS", error);
     let mut map: Array<MapData, Settings> =
         Map::from_map_data(map).and_then(Array::try_from).map_err(|error| failed(&error))?;

@@ -1,16 +1,17 @@
 //! Keeps `ADDRESSES` from filling up with addresses that nobody listens on any more.
 //!
-//! The programs never delete an address whose count fell to zero: another CPU may have looked the entry up already and
-//! be about to add to it, and that listener's count would go with the entry (or be added to whoever gets the entry's
-//! memory next). A map has no lock that tracing programs may take, so user space does it *optimistically and verifies*:
+//! The programs never delete an address whose count fell to zero: another CPU may have looked the entry up
+//! already and be about to add to it, and that listener's count would go with the entry (or be added to the
+//! next owner of the entry's memory). A map has no lock that tracing programs may take, so user space does it
+//! *optimistically and verifies*:
 //!
 //! 1. only when the map is half full, only entries that have been zero for a minute;
-//! 2. wait until every program that runs now has ended: whoever held a stale entry is through;
-//! 3. compare all counts with the listeners' records, and correct what differs twice, with such a wait between. The
-//!    correction is not atomic either, so this is repeated until nothing differs.
+//! 2. wait until every program that runs now has ended: none of them holds a stale entry any more;
+//! 3. compare all counts with the listeners' records, and correct what differs twice, with such a wait
+//!    between. The correction is not atomic either, so this is repeated until nothing differs.
 //!
-//! A listener that hits the window (nanoseconds, at an address unused for a minute) is thus counted wrongly for
-//! milliseconds. The same comparison counts listeners that came while the map was full.
+//! A listener that hits the window (nanoseconds, at an address unused for a minute) is thus counted wrongly
+//! for milliseconds. The same comparison counts listeners that came while the map was full.
 
 use super::listeners::{Listeners, absent_is_none};
 use super::{KernelError, sys};
@@ -20,7 +21,7 @@ use std::collections::BTreeMap;
 
 /// A count must have been zero this long.
 const UNUSED_NS: u64 = 60_000_000_000;
-/// Corrections are tried this often; one is enough unless an address changes thousands of times a second.
+/// Corrections are tried this often; one is enough unless an address changes thousands of times per second.
 const MAX_ROUNDS: u32 = 8;
 const BPF_EXIST: u64 = 2;
 
@@ -52,7 +53,7 @@ impl Sweeper {
     }
 
     /// Removes what has been unused for long if the map is half full; `force` if the programs found it full.
-    /// How many entries it removed.
+    /// Returns how many entries.
     pub(super) fn sweep(&mut self, now_ns: u64, force: bool) -> Result<usize, KernelError> {
         let counts = self.counts()?;
         if counts.len() <= self.limit && !force {
@@ -119,7 +120,7 @@ impl Sweeper {
             }
         }
         Err(KernelError::new(
-            "the counts of the map ADDRESSES would not settle; verdicts are confirmed by sock_diag once a period",
+            "the counts of the map ADDRESSES would not settle; verdicts are confirmed by sock_diag once per period",
         ))
     }
 
@@ -132,7 +133,12 @@ impl Sweeper {
         let none = AddressCount { listeners: 0, last_cookie: 0, changed_ns: 0 };
         let mut corrected = count.copied().unwrap_or(none);
         corrected.listeners = corrected.listeners.saturating_add_signed(difference);
-        tracing::info!("counted {} listeners at a swept address, port {}", corrected.listeners, address.port);
+        // Of any process's making, so there may be thousands.
+        tracing::debug!(
+            "counted {} listeners at a swept address, port {}",
+            corrected.listeners,
+            address.port
+        );
         self.addresses.insert(address, corrected, 0).map_err(|error| KernelError::map("ADDRESSES", &error))
     }
 }

@@ -33,7 +33,8 @@ fn bpf(cmd: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i64> {
 }
 
 fn empty_attr() -> bpf_attr {
-    // SAFETY: all zero is a value of this union of plain integers, and what the kernel wants for what isn't used.
+    // SAFETY: all zero is a value of this union of plain integers, and what the kernel wants for what isn't
+    // used.
     unsafe { zeroed() }
 }
 
@@ -152,32 +153,35 @@ pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs:
     }
 }
 
-/// A descriptor whose readiness the async runtime tells: for timers, PSI triggers and event counters. Must be called in a
-/// runtime that has I/O.
+/// A descriptor whose readiness the async runtime tells: for timers, PSI triggers and event counters. Must be
+/// called in a runtime that has I/O.
 ///
 /// # Errors
 /// The runtime can't watch it.
 pub fn watched(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an `OwnedFd` is open and names the same file for as long as it lives, and the value returned owns it.
+    // SAFETY: an `OwnedFd` is open and names the same file for as long as it lives, and the value returned
+    // owns it.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }
 
-/// Gives back to the system what the C library's allocator keeps of freed memory. Takes some milliseconds where there is much.
+/// Gives back to the system what the C library's allocator keeps of freed memory. Takes some milliseconds
+/// where there is much.
 pub fn give_memory_back() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: malloc_trim(3) takes a number, locks the allocator as free(3) does, and changes no memory that is in use.
+    // SAFETY: malloc_trim(3) takes a number, locks the allocator as free(3) does, and changes no memory that
+    // is in use.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
-/// Lets all threads share a few of the C library's arenas. By default each of dozens of short-lived threads gets one of its
-/// own, and keeps what was freed in it. To be called before there are threads.
+/// Lets all threads share a few of the C library's arenas. By default each of dozens of short-lived threads
+/// gets one of its own, and keeps what was freed in it. To be called before there are threads.
 pub fn share_arenas() {
     const ARENAS: libc::c_int = 2;
     #[cfg(target_env = "gnu")]
-    // SAFETY: mallopt(3) takes two numbers and changes only the allocator's settings; before there are other threads nobody
-    // reads them meanwhile. A refusal (0) leaves things as they were.
+    // SAFETY: mallopt(3) takes two numbers and changes only the allocator's settings; before there are other
+    // threads nobody reads them meanwhile. A refusal (0) leaves things as they were.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, ARENAS);
     }

@@ -4,11 +4,16 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
 use super::layout::Hierarchy;
 use super::{CgroupError, Store, is_gone};
+use beelet_base::walk::{Step, Walk};
 
 /// Controllers that are passed down to pods on version 2, where the kernel has them.
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
@@ -101,38 +106,85 @@ fn inherit(parent: &Path, child: &Path, file: &str) -> Result<(), CgroupError> {
     fs::write(&path, read(parent)?.trim()).map_err(|error| CgroupError::io("write", &path, error))
 }
 
-/// Removes `dir` and all below it. Only the directories: a cgroup's files go with it.
+/// Removes `dir` and all below it, from the bottom, by descriptors: a container that makes cgroups of its own may nest
+/// them deeper than any path. Only the directories: a cgroup's files go with it.
 pub(super) fn remove(dir: &Path, store: Store) -> Result<(), CgroupError> {
-    for name in children(dir)? {
-        remove(&dir.join(name), store)?;
+    let failed = |error: Errno| CgroupError::io("remove the cgroup", dir, error.into());
+    match open(dir).and_then(|top| empty(Walk::of(top)?, store)) {
+        Ok(()) => {}
+        Err(error) if is_gone(&error.into()) => return Ok(()),
+        Err(error) => return Err(failed(error)),
     }
-    if store == Store::Folders {
-        let emptied = files(dir).and_then(|all| all.iter().try_for_each(|f| fs::remove_file(dir.join(f))));
-        emptied.map_err(|error| CgroupError::io("empty", dir, error))?;
-    }
-    match fs::remove_dir(dir) {
+    match rustix::fs::rmdir(dir) {
         Ok(()) => Ok(()),
-        Err(error) if is_gone(&error) => Ok(()),
-        Err(error) => Err(CgroupError::io("remove the cgroup", dir, error)),
+        Err(error) if is_gone(&error.into()) => Ok(()),
+        Err(error) => Err(failed(error)),
     }
 }
 
-/// Adds the ids of all processes in `dir` and below it to `pids`.
-pub(super) fn pids(dir: &Path, pids: &mut BTreeSet<u32>) -> Result<(), CgroupError> {
-    let path = dir.join("cgroup.procs");
-    match fs::read_to_string(&path) {
-        Ok(text) => {
-            pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()).filter(|pid| *pid != 0));
+/// Removes what is below the top of a walk.
+fn empty(mut walk: Walk, store: Store) -> Result<(), Errno> {
+    while let Some(step) = walk.step()? {
+        let done = match step {
+            Step::Entry(name, FileType::Directory) => walk.enter(&name),
+            Step::Entry(name, _) if store == Store::Folders => {
+                rustix::fs::unlinkat(walk.here(), &name, AtFlags::empty())
+            }
+            Step::Left(name) => rustix::fs::unlinkat(walk.here(), &name, AtFlags::REMOVEDIR),
+            // What is left of a cgroup that was moved meanwhile keeps the one above it: that fails then.
+            Step::Entry(..) | Step::End | Step::Lost => Ok(()),
+        };
+        match done {
+            Err(error) if !is_gone(&error.into()) => return Err(error),
+            _ => {}
         }
-        Err(error) if is_gone(&error) => return Ok(()),
-        // A threaded cgroup of version 2 has its processes listed at its domain.
-        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
-        Err(error) => return Err(CgroupError::io("read", &path, error)),
-    }
-    for name in children(dir)? {
-        self::pids(&dir.join(name), pids)?;
     }
     Ok(())
+}
+
+/// Adds the ids of all processes in `dir` and below it to `pids`. By descriptors, as [`remove`].
+pub(super) fn pids(dir: &Path, pids: &mut BTreeSet<u32>) -> Result<(), CgroupError> {
+    let listed = open(dir).and_then(|top| {
+        let mut walk = Walk::of(top)?;
+        add_pids(walk.here(), pids)?;
+        while let Some(step) = walk.step()? {
+            match step {
+                Step::Entry(name, FileType::Directory) => match walk.enter(&name) {
+                    Ok(()) => add_pids(walk.here(), pids)?,
+                    Err(error) if is_gone(&error.into()) => {}
+                    Err(error) => return Err(error),
+                },
+                Step::Lost => return Err(Errno::STALE),
+                Step::Entry(..) | Step::Left(_) | Step::End => {}
+            }
+        }
+        Ok(())
+    });
+    match listed.map_err(io::Error::from) {
+        Err(error) if !is_gone(&error) => Err(CgroupError::io("list the processes of", dir, error)),
+        _ => Ok(()),
+    }
+}
+
+fn add_pids(cgroup: BorrowedFd<'_>, pids: &mut BTreeSet<u32>) -> Result<(), Errno> {
+    let read = rustix::fs::openat(cgroup, "cgroup.procs", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+        .map_err(io::Error::from)
+        .and_then(|file| io::read_to_string(fs::File::from(file)));
+    match read {
+        Ok(text) => {
+            pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()).filter(|pid| *pid != 0));
+            Ok(())
+        }
+        Err(error) if is_gone(&error) => Ok(()),
+        // A threaded cgroup of version 2 has its processes listed at its domain.
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+        Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
+    }
+}
+
+fn open(dir: &Path) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::open(dir, flags, Mode::empty())
 }
 
 /// The names of the cgroups right below `dir`; none if `dir` is not there.
@@ -152,5 +204,29 @@ pub(super) fn children(dir: &Path) -> Result<Vec<String>, CgroupError> {
         Ok(names) => Ok(names),
         Err(error) if is_gone(&error) => Ok(Vec::new()),
         Err(error) => Err(CgroupError::io("list", dir, error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cgroups_nested_deeper_than_any_path_hide_no_process_and_are_removed() {
+        let dir = beelet_testing::folders::in_memory();
+        let top = dir.path().join("pod");
+        fs::create_dir(&top).unwrap();
+        fs::write(top.join("cgroup.procs"), "7\n").unwrap();
+        let last = beelet_testing::folders::make_deep(&top, 5000);
+        let flags = OFlags::WRONLY | OFlags::CREATE;
+        let procs = rustix::fs::openat(last, "cgroup.procs", flags, Mode::from_raw_mode(0o600)).unwrap();
+        rustix::io::write(procs, b"12\n0\n").unwrap();
+        let mut found = BTreeSet::new();
+        pids(&top, &mut found).unwrap();
+        assert_eq!(found, BTreeSet::from([7, 12]));
+        remove(&top, Store::Folders).unwrap();
+        assert!(!top.exists());
+        remove(&top, Store::Folders).unwrap();
+        pids(&top, &mut found).unwrap();
     }
 }

@@ -9,6 +9,7 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::apply_response::Result as Applied;
 use clap::Args;
 
+use super::args::AgentArgs;
 use super::{USAGE, failed, plain};
 use beelet_client::Client;
 use beelet_codec::document::{self, Limits};
@@ -23,9 +24,8 @@ pub struct ApplyArgs {
     /// Only check them. Needs no agent.
     #[arg(long)]
     dry_run: bool,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 /// A manifest to apply.
@@ -68,7 +68,7 @@ pub fn run(args: &ApplyArgs) -> ExitCode {
 }
 
 async fn apply(args: &ApplyArgs, texts: Vec<Text>) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     for Text { name, text } in texts {
         let request = proto::ApplyRequest { text, name: name.clone(), dry_run: false };
         let applied = client.apply(request).await?;
@@ -141,10 +141,10 @@ fn split(name: &str, text: String) -> anyhow::Result<Vec<Text>> {
     }
     let one = |(index, document): (usize, document::Document)| {
         // JSON is YAML, and says the same to every reader.
-        let text = serde_json::to_string_pretty(&document.value)?;
-        Ok(Text { name: format!("{name} (document {})", index + 1), text: format!("{text}\n") })
+        let text = format!("{:#}\n", document.value);
+        Text { name: format!("{name} (document {})", index + 1), text }
     };
-    documents.into_iter().enumerate().map(one).collect()
+    Ok(documents.into_iter().enumerate().map(one).collect())
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! `beelet delete`: manifests out of the agent's folder, and for pods the wait until they are gone.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -8,6 +7,7 @@ use anyhow::bail;
 use beelet_proto::beelet as proto;
 use clap::{Args, ValueEnum};
 
+use super::args::AgentArgs;
 use super::failed;
 use beelet_client::{Client, Event};
 use beelet_model::table::PodTable;
@@ -39,9 +39,8 @@ pub struct DeleteArgs {
     /// Wait at most so many seconds.
     #[arg(long, value_name = "SECONDS", conflicts_with = "no_wait")]
     timeout: Option<u64>,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -88,7 +87,7 @@ pub fn run(args: &DeleteArgs) -> ExitCode {
 }
 
 async fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     let mut uids = Vec::new();
     for name in &args.names {
         let request = proto::DeleteRequest {

@@ -2,7 +2,6 @@
 
 mod pod;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{anyhow, bail};
@@ -10,6 +9,7 @@ use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 
+use super::args::AgentArgs;
 use super::failed;
 use super::get::{is_broken_pipe, print, show_notice};
 use beelet_client::Client;
@@ -35,9 +35,8 @@ struct PodArgs {
     /// The pod's namespace.
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 /// Shows it.
@@ -54,7 +53,7 @@ pub fn run(args: &DescribeArgs) -> ExitCode {
 }
 
 async fn describe(args: &PodArgs) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     let (table, notice) = client.pods().await?;
     let of_namespace = |namespace: &str| args.namespace.as_ref().is_none_or(|wanted| wanted == namespace);
     let mut found: Vec<_> = table

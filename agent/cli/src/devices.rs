@@ -1,12 +1,12 @@
 //! `beelet devices`: the devices of this node and who holds them, from the agent's own socket.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use beelet_proto::beelet as proto;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::{Value, json};
 
+use super::args::{Output, ShownArgs};
 use super::get::columns::Columns;
 use super::get::{is_broken_pipe, print};
 use super::{failed, plain};
@@ -20,20 +20,8 @@ pub struct DevicesArgs {
     /// Only these resources.
     #[arg(value_name = "RESOURCE")]
     resources: Vec<String>,
-    /// How they are shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// One line a device, and what is wrong below.
-    Table,
-    /// One JSON object.
-    Json,
+    #[command(flatten)]
+    shown: ShownArgs,
 }
 
 /// Shows them.
@@ -43,21 +31,21 @@ pub fn run(args: &DevicesArgs) -> ExitCode {
     let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(devices(args)));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
 async fn devices(args: &DevicesArgs) -> anyhow::Result<()> {
-    let mut listed = Client::connect(&args.socket).await?.devices().await?;
+    let mut listed = Client::connect(&args.shown.agent.socket).await?.devices().await?;
     if let Some(missing) =
         args.resources.iter().find(|name| listed.resources.iter().all(|r| r.name != **name))
     {
         anyhow::bail!("no device plugin has registered {missing:?} here; `beelet devices` shows all");
     }
     listed.resources.retain(|resource| args.resources.is_empty() || args.resources.contains(&resource.name));
-    match args.output {
+    match args.shown.output {
         Output::Json => Ok(print(&format!("{}\n", serde_json::to_string_pretty(&to_json(&listed))?))?),
         Output::Table => {
             print(&table(&listed.resources))?;

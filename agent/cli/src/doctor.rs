@@ -10,12 +10,13 @@ use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use comfy_table::{Attribute, Cell, Color, ContentArrangement, Table, presets};
 use serde::Serialize;
 
 use self::kernel::Costs;
 use self::runtime::Facts;
+use super::args::Output;
 use super::{USAGE, failed};
 use beelet_config::Config;
 
@@ -31,14 +32,6 @@ pub struct DoctorArgs {
     /// Also say what the BPF programs cost: instructions, runs and their time within a second, memory.
     #[arg(long)]
     bpf: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// For people.
-    Table,
-    /// One JSON object: `canRun`, `findings`, and with --bpf `bpf`.
-    Json,
 }
 
 /// How well something is.

@@ -1,6 +1,5 @@
 //! `beelet events`: what happened to pods, and what went wrong.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -8,6 +7,7 @@ use beelet_proto::beelet as proto;
 use clap::{Args, ValueEnum};
 use jiff::Timestamp;
 
+use super::args::{Output, ShownArgs};
 use super::failed;
 use super::get::columns::Columns;
 use super::get::pod::age;
@@ -31,12 +31,8 @@ pub struct EventsArgs {
     /// After those that are kept, show each one when it happens, until interrupted.
     #[arg(short, long)]
     watch: bool,
-    /// How they are shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    shown: ShownArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -47,14 +43,6 @@ enum Type {
     Warning,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// One line an event.
-    Table,
-    /// One JSON object a line.
-    Json,
-}
-
 /// Shows them.
 #[must_use]
 pub fn run(args: &EventsArgs) -> ExitCode {
@@ -62,14 +50,14 @@ pub fn run(args: &EventsArgs) -> ExitCode {
     let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(events(args)));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
 async fn events(args: &EventsArgs) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.shown.agent.socket).await?;
     let wanted = proto::ListEventsRequest {
         watch: args.watch,
         namespace: args.namespace.clone().unwrap_or_default(),
@@ -117,7 +105,7 @@ impl EventsArgs {
 }
 
 fn table(args: &EventsArgs, columns: &mut Columns, events: &[proto::Event]) -> anyhow::Result<()> {
-    if args.output == Output::Table {
+    if args.shown.output == Output::Table {
         if events.is_empty() && !args.watch {
             eprintln!("No events found.");
             return Ok(());
@@ -132,7 +120,7 @@ fn table(args: &EventsArgs, columns: &mut Columns, events: &[proto::Event]) -> a
 }
 
 fn one(args: &EventsArgs, columns: &mut Columns, event: &proto::Event) -> anyhow::Result<String> {
-    if args.output == Output::Json {
+    if args.shown.output == Output::Json {
         return Ok(format!("{}\n", json(event)?));
     }
     let row = row(event, Timestamp::now());

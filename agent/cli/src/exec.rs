@@ -1,7 +1,6 @@
 //! `beelet exec`: a command in a container, with the caller's standard streams and terminal.
 
 use std::io::{self, IsTerminal, Read, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -13,6 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
+use super::args::AgentArgs;
 use super::failed;
 use beelet_client::Client;
 
@@ -39,9 +39,8 @@ pub struct ExecArgs {
     /// Give the command a terminal.
     #[arg(short, long)]
     tty: bool,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
     /// The command, after `--`.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
@@ -76,7 +75,7 @@ impl Drop for RawTerminal {
 }
 
 async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     let terminal = args.tty && args.stdin && io::stdin().is_terminal();
     if args.tty && !terminal {
         eprintln!(

@@ -1,12 +1,12 @@
 //! `beelet gc images` and `beelet gc containers`: removes what nobody needs, or says what would go.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::bail;
 use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 
+use super::args::AgentArgs;
 use super::{failed, get::columns::Columns, plain};
 use beelet_client::Client;
 
@@ -44,9 +44,8 @@ struct Common {
     /// Remove nothing; say what would go.
     #[arg(long)]
     dry_run: bool,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 /// Does it.
@@ -63,13 +62,13 @@ pub fn run(args: &GcArgs) -> ExitCode {
 async fn collect(what: &What) -> anyhow::Result<()> {
     match what {
         What::Images { all_unused, common } => {
-            let mut client = Client::connect(&common.socket).await?;
+            let mut client = Client::connect(&common.agent.socket).await?;
             let collected = client.collect_images(*all_unused, common.dry_run).await?;
             print!("{}", plain::lines(&images(&collected, common.dry_run)));
             if collected.error.is_empty() { Ok(()) } else { bail!("{}", collected.error) }
         }
         What::Containers { terminated, common } => {
-            let mut client = Client::connect(&common.socket).await?;
+            let mut client = Client::connect(&common.agent.socket).await?;
             let collected = client.collect_containers(*terminated, common.dry_run).await?;
             print!("{}", plain::lines(&containers(&collected, common.dry_run)));
             if collected.errors.is_empty() { Ok(()) } else { bail!("{}", collected.errors.join("; ")) }

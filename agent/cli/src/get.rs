@@ -5,19 +5,19 @@ mod node;
 pub(super) mod pod;
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
-use k8s_openapi::List;
 use k8s_openapi::api::core::v1::Pod;
 
 use self::columns::Columns;
+use super::args::AgentArgs;
 use super::{failed, plain};
 use beelet_client::{Client, Event, Watch};
+use beelet_codec::ApiType as _;
 use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
 
 /// Arguments of `beelet get`.
@@ -54,20 +54,19 @@ struct PodsArgs {
     /// After all pods, show each one again when it changes, until interrupted.
     #[arg(short, long)]
     watch: bool,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// One line a pod.
+    /// One line per pod.
     Table,
     /// The same with addresses, QoS class, and how long the last readiness change took from the kernel's event.
     Wide,
-    /// A v1.PodList; with --watch one v1.Pod a line.
+    /// A v1.PodList; with --watch one v1.Pod per line.
     Json,
-    /// A v1.PodList; with --watch one document a pod.
+    /// A v1.PodList; with --watch one document per pod.
     Yaml,
 }
 
@@ -81,7 +80,7 @@ pub fn run(args: &GetArgs) -> ExitCode {
     });
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
@@ -92,7 +91,7 @@ pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 async fn get(args: &PodsArgs) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     if !args.watch {
         let (table, notice) = client.pods().await?;
         show(args, &table)?;
@@ -131,13 +130,10 @@ fn show(args: &PodsArgs, table: &PodTable) -> anyhow::Result<()> {
     {
         bail!("there is no pod {missing:?}; `beelet get pods` shows all");
     }
-    let list = || List::<Pod> {
-        items: chosen.iter().map(|entry| entry.pod.clone()).collect(),
-        ..Default::default()
-    };
+    let list = || beelet_codec::list::<Pod>(chosen.iter().map(|entry| &entry.pod));
     let text = match args.output {
-        Output::Json => format!("{}\n", serde_json::to_string_pretty(&list())?),
-        Output::Yaml => serde_saphyr::to_string(&list()).context("the pods cannot be written as YAML")?,
+        Output::Json => format!("{:#}\n", list()),
+        Output::Yaml => beelet_codec::yaml(&list()).context("the pods")?,
         Output::Table | Output::Wide if chosen.is_empty() => {
             eprintln!("No pods found.");
             String::new()
@@ -189,11 +185,8 @@ async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
 /// One pod as the watch shows it.
 fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Result<String> {
     Ok(match args.output {
-        Output::Json => format!("{}\n", serde_json::to_string(&entry.pod)?),
-        Output::Yaml => {
-            let body = serde_saphyr::to_string(&entry.pod).context("the pod cannot be written as YAML")?;
-            format!("---\n{body}")
-        }
+        Output::Json => format!("{}\n", entry.pod.to_value()),
+        Output::Yaml => format!("---\n{}", beelet_codec::yaml(&entry.pod.to_value()).context("the pod")?),
         Output::Table | Output::Wide => {
             let row = args.row(entry);
             columns.fit(&row);

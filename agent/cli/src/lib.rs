@@ -1,4 +1,4 @@
-//! The command line: one file a subcommand, arguments in, text out, no decisions.
+//! The command line: one file per command, arguments in, text out, no decisions.
 //!
 //! Exit codes: 0 all well, 1 it could not be done, 2 the command line or a file given on it is wrong.
 
@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 pub mod apply;
+mod args;
 pub mod bpf;
 pub mod delete;
 pub mod describe;

@@ -1,7 +1,6 @@
 //! `beelet logs`: what a container has printed.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -9,6 +8,7 @@ use beelet_proto::beelet as proto;
 use clap::Args;
 use jiff::{SignedDuration, Timestamp};
 
+use super::args::AgentArgs;
 use super::failed;
 use super::get::is_broken_pipe;
 use beelet_client::Client;
@@ -43,9 +43,8 @@ pub struct LogsArgs {
     /// With the time before each line.
     #[arg(long)]
     timestamps: bool,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 /// Prints them.
@@ -55,14 +54,14 @@ pub fn run(args: &LogsArgs) -> ExitCode {
     let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(logs(args)));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
 async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     let pieces = client.logs(args.request(Timestamp::now())?).await?;
     tokio::select! {
         done = print(pieces) => done,

@@ -9,7 +9,7 @@ use std::{
     process::ExitCode,
 };
 
-use beelet_policy::plan::{Input, PlanError, WHATS, What};
+use beelet_plan::{Input, PlanError, WHATS, What};
 use clap::{Args, builder::PossibleValuesParser};
 use serde_json::Value;
 
@@ -31,7 +31,7 @@ const YAML_LIMITS: Limits = Limits { bytes: 1 << 30, nodes: 100_000_000 };
     about = "Decide for a scenario what the agent would do",
     long_about = "Decide for a scenario what the agent would do, with no privilege and no daemon.\n\n\
         The input is one scenario, a JSON array of scenarios, JSON Lines, or a YAML stream. The output has one JSON object \
-        a line for each, in order. Exit code 0: every scenario has its decision; 2: some input could not be read.",
+        per scenario and line, in order. Exit code 0: every scenario has its decision; 2: some input could not be read.",
     after_help = "See docs/plan.md for a worked example of each WHAT."
 )]
 pub struct PlanArgs {
@@ -48,7 +48,7 @@ pub struct PlanArgs {
 /// Answers every scenario of the input.
 #[must_use]
 pub fn run(args: &PlanArgs) -> ExitCode {
-    let Some(what) = beelet_policy::plan::what(&args.what) else {
+    let Some(what) = beelet_plan::what(&args.what) else {
         eprintln!("error: {:?} is nothing that can be planned", args.what);
         return ExitCode::from(USAGE);
     };
@@ -117,20 +117,19 @@ impl<W: Write> Report<'_, W> {
         }
         match what.answer(Input::Json(&chunk.text)) {
             // A YAML mapping in braces looks like JSON at first.
-            Err(error) if error.not_json => self.answer_yaml(what, chunk, Some(&error)),
+            Err(error) if error.not_json.is_some() => self.answer_yaml(what, chunk, Some(&error)),
             answer => {
-                let place = |error: &PlanError| match error.position {
-                    Some((1, column)) => (chunk.line, chunk.column + column.saturating_sub(1)),
+                self.scenarios += 1;
+                self.put(answer, |error| match place_in_json(&chunk.text, error.field.path()) {
+                    Some((1, column)) => (chunk.line, chunk.column + column - 1),
                     Some((line, column)) => (chunk.line + line - 1, column),
                     None => (chunk.line, chunk.column),
-                };
-                self.scenarios += 1;
-                self.put(answer, place)
+                })
             }
         }
     }
 
-    /// `as_json`: what the JSON reader said about it, which is shown if it isn't YAML either.
+    /// `as_json`: the error of the JSON reader, which is shown if it isn't YAML either.
     fn answer_yaml(&mut self, what: &What, chunk: &Chunk, as_json: Option<&PlanError>) -> io::Result<()> {
         let first_line = chunk.line - 1;
         let documents = match std::str::from_utf8(&chunk.text) {
@@ -150,7 +149,7 @@ impl<W: Write> Report<'_, W> {
                 }
             }
             (Err(_), Some(json)) => {
-                let (line, column) = json.position.unwrap_or((1, 1));
+                let (line, column) = json.not_json.unwrap_or((1, 1));
                 let column = if line == 1 { chunk.column + column.saturating_sub(1) } else { column };
                 self.unreadable(first_line + line, column, &json.to_string());
             }
@@ -192,6 +191,11 @@ impl<W: Write> Report<'_, W> {
         match answer {
             Ok(line) => writeln!(self.output, "{line}"),
             Err(error) => {
+                if self.errors >= MOST_MESSAGES {
+                    // To find its place would cost more than to read it.
+                    self.errors += 1;
+                    return Ok(());
+                }
                 let (line, column) = place(&error);
                 let name = error.scenario.as_ref().map(|name| format!(" ({name:?})")).unwrap_or_default();
                 let message = format!(
@@ -210,4 +214,10 @@ impl<W: Write> Report<'_, W> {
             eprintln!("error: {message}");
         }
     }
+}
+
+/// Line and column of a field of one JSON text.
+fn place_in_json(text: &[u8], path: &str) -> Option<(u64, u64)> {
+    let documents = document::parse_within(std::str::from_utf8(text).ok()?, YAML_LIMITS).ok()?;
+    documents.first()?.locate(path)
 }

@@ -1,7 +1,6 @@
 //! `beelet probe`: what probes look at and what they say, and one look on demand.
 
 use std::io::{self, IsTerminal};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::args::{Output, ShownArgs};
 use super::get::columns::Columns;
 use super::get::pod::age;
 use super::get::{is_broken_pipe, print};
@@ -44,12 +44,8 @@ struct LsArgs {
     /// Only probes of pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// How they are shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    shown: ShownArgs,
 }
 
 #[derive(Debug, Args)]
@@ -66,20 +62,8 @@ struct RunArgs {
     /// The pod's namespace, where several have a pod of that name.
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// How the look is shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// For people.
-    Table,
-    /// One JSON document.
-    Json,
+    #[command(flatten)]
+    shown: ShownArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -116,17 +100,17 @@ pub fn run(args: &ProbeArgs) -> ExitCode {
     });
     match done {
         Ok(code) => code,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
 async fn ls(args: &LsArgs) -> anyhow::Result<ExitCode> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.shown.agent.socket).await?;
     let all = client.probes().await?;
     let wanted: Vec<&proto::Probe> = all.iter().filter(|probe| args.wants(probe)).collect();
-    if args.output == Output::Json {
+    if args.shown.output == Output::Json {
         let list: Vec<Value> = wanted.iter().map(|probe| probe_json(probe)).collect();
         print(&format!("{}\n", serde_json::to_string_pretty(&list)?))?;
         return Ok(ExitCode::SUCCESS);
@@ -207,7 +191,7 @@ fn time(time: Duration) -> String {
 }
 
 async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.shown.agent.socket).await?;
     let wanted = proto::RunProbeRequest {
         namespace: args.namespace.clone().unwrap_or_default(),
         pod: args.pod.clone(),
@@ -216,7 +200,7 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
     };
     let answer = client.run_probe(wanted).await?;
     let (probe, look) = (answer.probe.unwrap_or_default(), answer.look.unwrap_or_default());
-    if args.output == Output::Json {
+    if args.shown.output == Output::Json {
         let document = json!({
             "probe": probe_json(&probe),
             "look": look_json(&look),

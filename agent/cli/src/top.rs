@@ -6,20 +6,22 @@
 mod app;
 mod columns;
 mod draw;
+mod row;
 mod rows;
 mod screen;
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
 use beelet_proto::beelet::SignalSnapshot;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use self::columns::{COLUMNS, Column};
-use self::rows::{Row, Trends, View, Window, rows};
+use self::row::Row;
+use self::rows::{Trends, View, Window, rows};
+use super::args::{AgentArgs, Output};
 use super::failed;
 use beelet_client::signals::Client;
 
@@ -50,17 +52,8 @@ pub struct TopArgs {
     /// Show all containers, not only pods.
     #[arg(short, long)]
     expand: bool,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// Columns.
-    Table,
-    /// One object with everything that is known (beelet.v1.SignalSnapshot).
-    Json,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 impl TopArgs {
@@ -89,7 +82,7 @@ pub fn run(args: &TopArgs) -> ExitCode {
     });
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
@@ -101,7 +94,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 
 async fn watch(args: &TopArgs) -> anyhow::Result<()> {
     // Asked before the screen is taken: whoever forgot to start the agent reads why in plain text.
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     let snapshots = client.snapshots(&args.namespace).await?;
     screen::run(app::App::new(args.view()), args, snapshots).await
 }
@@ -125,7 +118,7 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
 async fn with_rates(args: &TopArgs) -> anyhow::Result<SignalSnapshot> {
     /// More than this is not worth waiting for: a node may have nothing that could be measured.
     const TRIES: usize = 3;
-    let mut client = Client::connect(&args.socket).await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
     let mut snapshots = client.snapshots(&args.namespace).await?;
     let mut last = None;
     for _ in 0..TRIES {

@@ -1,14 +1,14 @@
 //! `beelet tune`: what the tuner of cgroups sees, holds and did.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use beelet_proto::beelet as proto;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::args::{Output, ShownArgs};
 use super::failed;
 use super::get::columns::Columns;
 use super::get::pod::age;
@@ -32,20 +32,8 @@ enum What {
 
 #[derive(Debug, Args)]
 struct ShowArgs {
-    /// How it is shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// For people.
-    Table,
-    /// One JSON object; of the history one a line.
-    Json,
+    #[command(flatten)]
+    shown: ShownArgs,
 }
 
 const HELD: &[&str] = &["CGROUP", "SETTING", "VALUE", "OWNER'S", "SINCE", "REASON"];
@@ -58,7 +46,7 @@ pub fn run(args: &TuneArgs) -> ExitCode {
     let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(show(args)));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever reads our output has seen enough (`… | head`).
+        // The reader of our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
@@ -68,16 +56,16 @@ async fn show(args: &TuneArgs) -> anyhow::Result<()> {
     let now = Timestamp::now();
     match &args.what {
         What::Status(args) => {
-            let status = Client::connect(&args.socket).await?.tuner_status().await?;
-            let text = match args.output {
+            let status = Client::connect(&args.shown.agent.socket).await?.tuner_status().await?;
+            let text = match args.shown.output {
                 Output::Table => status_text(&status, now),
                 Output::Json => format!("{}\n", status_json(&status)),
             };
             Ok(print(&text)?)
         }
         What::History(args) => {
-            let history = Client::connect(&args.socket).await?.tuner_history().await?;
-            let text = match args.output {
+            let history = Client::connect(&args.shown.agent.socket).await?.tuner_history().await?;
+            let text = match args.shown.output {
                 Output::Table => history_text(&history, now),
                 Output::Json => history.steps.iter().map(|step| format!("{}\n", step_json(step))).collect(),
             };

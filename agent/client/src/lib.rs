@@ -17,10 +17,12 @@ use beelet_proto::beelet::pod_event::Type;
 use beelet_proto::beelet::probes_client::ProbesClient;
 use beelet_proto::beelet::tuner_client::TunerClient;
 use hyper_util::rt::TokioIo;
+use k8s_openapi::api::core::v1::Pod;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
+use beelet_codec::{ApiType as _, JsonError};
 use beelet_model::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedManifest};
 
 /// Larger than any list of a node's pods.
@@ -61,8 +63,23 @@ pub enum ClientError {
     #[error("the agent: {}", .0.message())]
     Status(Box<Status>),
     /// The agent sent something else than a pod.
-    #[error("the agent sent a pod that cannot be read")]
-    Malformed(#[from] serde_json::Error),
+    #[error("the agent sent a pod that cannot be read: {0}; is it of another version?")]
+    Malformed(JsonError),
+}
+
+impl ClientError {
+    /// Returns true if the same call may succeed later: the agent starts, or is started again.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::NotRunning { .. } => true,
+            Self::Status(status) => matches!(
+                status.code(),
+                Code::Unavailable | Code::Unknown | Code::Cancelled | Code::Aborted | Code::DeadlineExceeded
+            ),
+            Self::Denied(_) | Self::Malformed(_) => false,
+        }
+    }
 }
 
 impl From<Status> for ClientError {
@@ -332,7 +349,10 @@ fn decode_pod(pod: proto::Pod) -> Result<(PodName, Arc<PodEntry>), ClientError> 
         published_ns: edge.published_ns,
     });
     // The namespace's path is the agent's own business and not sent.
-    let entry = PodEntry { readiness_edge, ..PodEntry::of(serde_json::from_slice(&pod.json)?) };
+    let entry = PodEntry {
+        readiness_edge,
+        ..PodEntry::of(Pod::from_json(&pod.json).map_err(ClientError::Malformed)?)
+    };
     Ok((name, Arc::new(entry)))
 }
 
@@ -349,12 +369,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_agent_that_is_away_may_come_back_and_one_that_refuses_does_not() {
+        let path = PathBuf::from("/s");
+        for (error, expected) in [
+            (ClientError::from(Status::unavailable("it starts")), true),
+            (ClientError::from(Status::not_found("no such pod")), false),
+            (ClientError::NotRunning { path: path.clone(), error: io::ErrorKind::NotFound.into() }, true),
+            (ClientError::Denied(path), false),
+        ] {
+            assert_eq!(error.is_transient(), expected, "{error}");
+        }
+    }
+
+    #[test]
     fn a_cause_is_said_once_when_all_causes_are_printed() {
         let path = PathBuf::from("/s");
         for error in [
             ClientError::from(Status::unavailable("it sleeps")),
             ClientError::NotRunning { path, error: io::ErrorKind::NotFound.into() },
-            ClientError::Malformed(serde_json::from_str::<()>("x").unwrap_err()),
+            ClientError::Malformed(Pod::from_json(b"x").unwrap_err()),
         ] {
             let cause = match &error {
                 ClientError::Status(status) => status.message().to_owned(),

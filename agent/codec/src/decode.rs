@@ -1,7 +1,6 @@
-//! A tree of values to a typed pod: numbers where Kubernetes takes numbers or strings, every type error at
+//! A tree of values to a typed object: numbers where Kubernetes takes numbers or strings, every type error at
 //! once, and the fields that nobody knows.
 
-use k8s_openapi::api::core::v1::Pod;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -9,7 +8,7 @@ use serde_path_to_error::{Path, Segment};
 
 use super::error::Problem;
 
-/// What is said of a field that a pod does not have.
+/// Message about a field that an object does not have.
 const UNKNOWN: &str = "there is no such field; it has no effect (a misspelling?)";
 
 /// Most type errors that are looked for in one manifest.
@@ -31,15 +30,7 @@ const QUANTITIES: &[&str] = &[
     "spec.volumes[*].projected.sources[*].downwardAPI.items[*].resourceFieldRef.divisor",
 ];
 
-/// A decoded pod.
-pub struct Decoded {
-    /// The pod, without the fields that it does not have.
-    pub pod: Pod,
-    /// Fields that a pod doesn't have.
-    pub unknown: Vec<Problem>,
-}
-
-/// Turns numbers into the strings that the typed pod wants, where Kubernetes takes both: `cpu: 2`.
+/// Turns the numbers of a pod into the strings that its type wants, where Kubernetes takes both: `cpu: 2`.
 pub fn normalize(value: &mut Value) {
     for pattern in QUANTITIES {
         visit_mut(value, pattern, &mut |node| {
@@ -69,15 +60,13 @@ fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
     }
 }
 
-/// Decodes a pod, or tells every field that has the wrong type.
-pub fn pod(value: &Value) -> Result<Decoded, Vec<Problem>> {
-    let (pod, unknown) = object::<Pod>(value)?;
-    Ok(Decoded { pod, unknown })
-}
-
-/// Decodes any object; besides, the fields that it doesn't have.
-pub fn object<T: DeserializeOwned + Serialize>(value: &Value) -> Result<(T, Vec<Problem>), Vec<Problem>> {
-    let decoded: T = typed(value.clone())?;
+/// Decodes an object, and finds the fields that such an object does not have; or finds every field that has the wrong
+/// type.
+pub(crate) fn object<T: DeserializeOwned + Serialize>(
+    value: &Value,
+) -> Result<(T, Vec<Problem>), Vec<Problem>> {
+    let decoded: T =
+        serde_path_to_error::deserialize(value).map_err(|error| type_errors::<T>(value, error))?;
     let mut unknown = Vec::new();
     if let Ok(known) = serde_json::to_value(&decoded) {
         unknown_fields(value, &known, &mut String::new(), &mut unknown);
@@ -85,27 +74,30 @@ pub fn object<T: DeserializeOwned + Serialize>(value: &Value) -> Result<(T, Vec<
     Ok((decoded, unknown))
 }
 
-/// Decodes any object, or tells every field that has the wrong type.
-pub fn typed<T: DeserializeOwned>(mut value: Value) -> Result<T, Vec<Problem>> {
+/// Every field that has the wrong type; `error` is the first one.
+fn type_errors<T: DeserializeOwned>(
+    value: &Value,
+    mut error: serde_path_to_error::Error<serde_json::Error>,
+) -> Vec<Problem> {
+    let mut value = value.clone();
     let mut problems = Vec::new();
     loop {
-        let error = match serde_path_to_error::deserialize::<_, T>(&value) {
-            Ok(decoded) if problems.is_empty() => return Ok(decoded),
-            Ok(_) => return Err(problems),
-            Err(error) => error,
-        };
-        let path = error.path().clone();
-        problems.push(Problem::new(path_text(&path), sentence(&error.into_inner().to_string())));
+        problems.push(Problem::new(path_text(error.path()), sentence(&error.inner().to_string())));
         // Taken out, the field no longer hides the errors behind it.
-        if problems.len() >= MAX_TYPE_ERRORS || !take_out(&mut value, &path) {
-            return Err(problems);
+        if problems.len() >= MAX_TYPE_ERRORS || !take_out(&mut value, error.path()) {
+            return problems;
+        }
+        match serde_path_to_error::deserialize::<_, T>(&value) {
+            Ok(_) => return problems,
+            Err(next) => error = next,
         }
     }
 }
 
-fn path_text(path: &Path) -> String {
-    let text = path.to_string();
-    if text == "." { String::new() } else { text.trim_end_matches(".?").to_owned() }
+/// The path of an error, as [`crate::document::Document::locate`] takes it; empty for the root.
+pub(crate) fn path_text(path: &Path) -> String {
+    // "." is the root, and "?" a place that the reader could not make out.
+    path.to_string().trim_end_matches('?').trim_end_matches('.').to_owned()
 }
 
 /// Removes the node at `path`, or the list that holds it (an element's removal would renumber the others).
@@ -171,7 +163,7 @@ fn in_words(found: &str) -> (String, bool) {
     (words.to_owned(), false)
 }
 
-/// What kind of value it is, for a sentence.
+/// The kind of a value, for a sentence.
 pub fn name_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "nothing",

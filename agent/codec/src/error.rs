@@ -8,7 +8,7 @@ use crate::document::{Document, DocumentError};
 const MAX_REASONS: usize = 10;
 
 /// Something wrong with a field, before its place in the file is looked up.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Problem {
     /// The field, as `spec.containers[0].image`; empty for the manifest as a whole.
     pub path: String,
@@ -23,6 +23,15 @@ impl Problem {
     }
 }
 
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.path.as_str() {
+            "" => f.write_str(&self.message),
+            path => write!(f, "{path}: {}", self.message),
+        }
+    }
+}
+
 /// One reason why a manifest is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FieldError {
@@ -34,7 +43,7 @@ pub struct FieldError {
     pub message: String,
 }
 
-/// Why a manifest is refused. Displayed, it has one line a reason, each starting with `file:line:column:`.
+/// Why a manifest is refused. Displayed, it has one line per reason, each starting with `file:line:column:`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestError {
     file: String,

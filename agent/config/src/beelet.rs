@@ -5,7 +5,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::pressure_edges::PressureEdgesWire;
 use super::tuner::TunerWire;
 use super::values::GoDuration;
-use super::{BpfMode, CpuWeightFormula, EdgePolicy, PreemptionPolicy, TcpProbes};
+use super::{BpfMode, TcpProbes};
+use beelet_policy::{cgroups::CpuWeightFormula, preemption, probe::EdgePolicy};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -28,7 +29,7 @@ pub(super) struct BeeletWire {
     pub(super) kubelet_dir: Option<String>,
     pub(super) device_plugin_wait: Option<GoDuration>,
     pub(super) stop_pods_on_exit: Option<bool>,
-    pub(super) preemption: Option<PreemptionPolicy>,
+    pub(super) preemption: Option<preemption::Policy>,
     #[serde(rename = "containerGCMinimumAge")]
     pub(super) container_gc_minimum_age: Option<GoDuration>,
     #[serde(rename = "containerGCMaxPerPodContainer")]

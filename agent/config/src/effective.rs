@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use beelet_policy::cgroups::MemoryReservationPolicy;
+use beelet_codec::data;
 use beelet_policy::quantity::Quantity;
 
 use super::Config;
@@ -10,15 +10,16 @@ use super::beelet::BeeletWire;
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
 use super::tuner::TunerWire;
 use super::values::{Amounts, GoDuration};
-use beelet_policy::cgroups::CgroupDriver;
 
 pub(super) fn print(config: &Config) -> String {
     let mut text = String::new();
     for (version, kind, body) in [
-        ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration", serde_saphyr::to_string(&kubelet(config))),
-        ("beelet.dev/v1alpha1", "BeeletConfiguration", serde_saphyr::to_string(&beelet(config))),
+        ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration", data::to_value(&kubelet(config))),
+        ("beelet.dev/v1alpha1", "BeeletConfiguration", data::to_value(&beelet(config))),
     ] {
         // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
+        let body = body.map_err(|error| error.to_string());
+        let body = body.and_then(|body| beelet_codec::yaml(&body).map_err(|error| error.to_string()));
         let body = body.unwrap_or_else(|error| format!("# cannot be printed: {error}\n"));
         text += &format!("---\napiVersion: {version}\nkind: {kind}\n{body}");
     }
@@ -41,13 +42,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         healthz_port: Some(config.healthz_port.into()),
         cgroup_root: Some(config.cgroup_root.clone()),
         cgroups_per_qos: Some(true),
-        cgroup_driver: Some(
-            match config.cgroup_driver {
-                CgroupDriver::Cgroupfs => "cgroupfs",
-                CgroupDriver::Systemd => "systemd",
-            }
-            .to_owned(),
-        ),
+        cgroup_driver: word(&config.cgroup_driver),
         fail_cgroup_v1: Some(config.fail_cgroup_v1),
         cpu_cfs_quota: Some(config.cpu_cfs_quota),
         cpu_cfs_quota_period: Some(GoDuration(config.cpu_cfs_quota_period)),
@@ -58,10 +53,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         system_reserved_cgroup: config.system_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
         kube_reserved_cgroup: config.kube_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
         memory_throttling_factor: config.memory_qos.and_then(|qos| qos.throttling_factor),
-        memory_reservation_policy: config.memory_qos.map(|qos| match qos.reservation {
-            MemoryReservationPolicy::None => "None".to_owned(),
-            MemoryReservationPolicy::TieredReservation => "TieredReservation".to_owned(),
-        }),
+        memory_reservation_policy: config.memory_qos.and_then(|qos| word(&qos.reservation)),
         qos_reserved: Some(Amounts(percents.collect())),
         cluster_dns: Some(config.cluster_dns.iter().map(ToString::to_string).collect()),
         cluster_domain: Some(config.cluster_domain.clone()),
@@ -110,7 +102,7 @@ fn kubelet(config: &Config) -> KubeletWire {
 
 /// A value that is written as one word.
 fn word(value: &impl serde::Serialize) -> Option<String> {
-    serde_json::to_value(value).ok()?.as_str().map(str::to_owned)
+    data::to_value(value).ok()?.as_str().map(str::to_owned)
 }
 
 /// What is held to its amounts, by the kubelet's names.

@@ -13,11 +13,13 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use beelet_policy::cgroups::{CgroupDriver, MemoryQos};
+use beelet_policy::cgroups::{CgroupDriver, CpuWeightFormula, MemoryQos};
 use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
+use beelet_policy::preemption;
+use beelet_policy::probe::EdgePolicy;
 use beelet_policy::quantity::Quantity;
-use beelet_policy::tuner::Law;
+use beelet_policy::tuner::{Law, TunerMode};
 use serde::{Deserialize, Serialize};
 
 mod beelet;
@@ -32,6 +34,7 @@ mod resolve;
 mod tuner;
 mod unsupported;
 mod values;
+mod words;
 
 pub use error::{ConfigError, Place, Warning};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
@@ -96,7 +99,7 @@ pub struct Config {
     pub topology: (TopologyPolicy, TopologyScope),
     /// Images pulled at a time; None: as many as pods ask for.
     pub parallel_image_pulls: Option<usize>,
-    /// Pulls a second, on average; 0: no limit.
+    /// Pulls per second, on average; 0: no limit.
     pub registry_pull_qps: u32,
     /// Pulls that may begin at once after a quiet time.
     pub registry_burst: u32,
@@ -137,7 +140,7 @@ pub struct Beelet {
     pub state_dir: PathBuf,
     /// Where the socket is.
     pub run_dir: PathBuf,
-    /// Volumes and hosts files of pods, one folder a pod.
+    /// Volumes and hosts files of pods, one folder per pod.
     pub pods_dir: PathBuf,
     /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
     pub seccomp_profile_root: PathBuf,
@@ -168,7 +171,7 @@ pub struct Beelet {
     /// Stop all pods when the agent is told to stop.
     pub stop_pods_on_exit: bool,
     /// How the pods are chosen that make room for a critical one.
-    pub preemption: PreemptionPolicy,
+    pub preemption: preemption::Policy,
     /// How many dead containers stay, and for how long at least.
     pub container_gc: ContainerGcPolicy,
     /// The time between two readings of the containers' counters while somebody looks.
@@ -181,25 +184,6 @@ pub struct Beelet {
     pub unauthenticated_pods: bool,
     /// The closed loop that protects latency.
     pub tuner: Tuner,
-}
-
-/// How the pods are chosen that make room for a critical one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PreemptionPolicy {
-    /// As the kubelet chooses.
-    Kubelet,
-    /// The set that costs the important pods least.
-    Minimal,
-}
-
-impl From<PreemptionPolicy> for beelet_policy::preemption::Policy {
-    fn from(policy: PreemptionPolicy) -> Self {
-        match policy {
-            PreemptionPolicy::Kubelet => Self::Kubelet,
-            PreemptionPolicy::Minimal => Self::Minimal,
-        }
-    }
 }
 
 /// A cgroup of daemons that are held to what is reserved for them.
@@ -224,27 +208,7 @@ pub struct Tuner {
     pub law: Law,
 }
 
-/// How far the tuner goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TunerMode {
-    /// It doesn't look.
-    Off,
-    /// It says what it would do.
-    Advise,
-    /// It does it.
-    Enforce,
-}
-
-/// Whether the kernel half is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum BpfMode {
-    /// As far as this kernel and these privileges allow.
-    Auto,
-    /// Not at all.
-    Off,
-}
+pub use beelet_bpf::BpfMode;
 
 /// How tcpSocket probes are answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -254,26 +218,6 @@ pub enum TcpProbes {
     Kernel,
     /// By connecting, as the kubelet does.
     Connect,
-}
-
-/// What a listener's coming and going does to readiness.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EdgePolicy {
-    /// It decides at once.
-    Immediate,
-    /// It is one more sample towards the thresholds.
-    Threshold,
-}
-
-/// How CPU requests become cpu.weight on cgroup v2.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CpuWeightFormula {
-    /// Linear above the container, the runtime's formula at it.
-    Kubelet,
-    /// Millicores / 10 at every level.
-    Proportional,
 }
 
 impl Config {
@@ -323,15 +267,6 @@ impl Config {
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.beelet.run_dir.join("beelet.sock")
-    }
-}
-
-impl From<CpuWeightFormula> for beelet_policy::cgroups::CpuWeightFormula {
-    fn from(formula: CpuWeightFormula) -> Self {
-        match formula {
-            CpuWeightFormula::Kubelet => Self::Kubelet,
-            CpuWeightFormula::Proportional => Self::Proportional,
-        }
     }
 }
 

@@ -11,6 +11,7 @@ use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::{Config, ConfigError, Place, Warning, fields, resolve, unsupported};
+use beelet_codec::data;
 use beelet_codec::document::{self, Document, Limits};
 
 const KUBELET: (&str, &str) = ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration");
@@ -114,10 +115,8 @@ fn wire<T: DeserializeOwned + Default>(
             return Err(error_at(path, position, name, format!("there is no such field{hint}")));
         }
     }
-    serde_path_to_error::deserialize(Value::Object(known)).map_err(|error| {
-        let field = error.path().to_string();
-        error_at(path, document.locate(&field), &field, error.inner().to_string())
-    })
+    data::read(&Value::Object(known))
+        .map_err(|problem| error_at(path, document.locate(&problem.path), &problem.path, problem.message))
 }
 
 fn error_at(

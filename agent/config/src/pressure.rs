@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use beelet_codec::data;
 use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::eviction::{Signal, Threshold, ThresholdValue};
 use beelet_policy::image_gc::ImageGcPolicy;
@@ -13,8 +14,8 @@ use beelet_policy::image_gc::ImageGcPolicy;
 use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
-use super::resolve::{duration, number};
 use super::values::Amounts;
+use super::words::{duration, number};
 
 /// What counts as low where the configuration says nothing.
 const DEFAULT_HARD: [(&str, &str); 5] = [
@@ -159,7 +160,7 @@ fn texts(wire: &KubeletWire) -> EvictionTexts {
 }
 
 fn signal(field: &str, name: &str) -> Result<Signal, Problem> {
-    serde_json::from_value(serde_json::Value::String(name.to_owned())).map_err(|_| {
+    data::read(&serde_json::Value::String(name.to_owned())).map_err(|_| {
         let message = "is no signal: memory.available, nodefs.available, nodefs.inodesFree, imagefs.available, \
                        imagefs.inodesFree and pid.available are";
         Problem::new(format!("{field}.{name}"), message)

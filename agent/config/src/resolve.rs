@@ -15,10 +15,8 @@ use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
-use super::{
-    Beelet, BpfMode, Config, CpuWeightFormula, EdgePolicy, PreemptionPolicy, ReservedCgroup, TcpProbes,
-    pressure,
-};
+use super::words::{duration, number};
+use super::{Beelet, BpfMode, Config, ReservedCgroup, TcpProbes, pressure};
 use beelet_policy::cgroups::CgroupDriver;
 
 /// The first of each is the default.
@@ -123,15 +121,15 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         pressure_edges: super::pressure_edges::read(wire.pressure_edges.as_ref()),
         bpf_log: None,
         tcp_probes: wire.tcp_probes.unwrap_or(TcpProbes::Kernel),
-        edge_policy: wire.edge_policy.unwrap_or(EdgePolicy::Immediate),
+        edge_policy: wire.edge_policy.unwrap_or_default(),
         // Zero is a value here: never.
         liveness_canary: wire.liveness_canary.map_or(crate::defaults::CANARY, |every| every.0),
         critical_static_pods: wire.critical_static_pods.unwrap_or(false),
-        cpu_weight_formula: wire.cpu_weight_formula.unwrap_or(CpuWeightFormula::Kubelet),
+        cpu_weight_formula: wire.cpu_weight_formula.unwrap_or_default(),
         kubelet_dir: folder("kubeletDir", &wire.kubelet_dir, "/var/lib/kubelet")?,
         device_plugin_wait: duration(wire.device_plugin_wait, crate::defaults::PLUGIN_WAIT),
         stop_pods_on_exit: wire.stop_pods_on_exit.unwrap_or(false),
-        preemption: wire.preemption.unwrap_or(PreemptionPolicy::Kubelet),
+        preemption: wire.preemption.unwrap_or_default(),
         container_gc: pressure::container_gc(wire)?,
         pressure_interval: pressure_interval(duration(wire.pressure_interval, Duration::from_secs(1)))?,
         max_measured_containers: number(
@@ -188,25 +186,6 @@ fn word<T: Copy, const N: usize>(
         let all: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
         Problem::new(field, format!("{value:?} is not one of {}", all.join(", ")))
     })
-}
-
-pub(super) fn duration(value: Option<GoDuration>, default: Duration) -> Duration {
-    value.map(|value| value.0).filter(|value| !value.is_zero()).unwrap_or(default)
-}
-
-pub(super) fn number<T: TryFrom<i64>>(
-    field: &str,
-    value: Option<i64>,
-    default: i64,
-    least: i64,
-    most: i64,
-) -> Result<T, Problem> {
-    let value = value.unwrap_or(default);
-    let wrong = || Problem::new(field, format!("{value} is out of range: {least} to {most}"));
-    if !(least..=most).contains(&value) {
-        return Err(wrong());
-    }
-    T::try_from(value).map_err(|_| wrong())
 }
 
 /// An absolute path without `..`, or nothing for an empty one.

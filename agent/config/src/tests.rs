@@ -169,7 +169,7 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("devicePluginWait: 1m").device_plugin_wait, Duration::from_secs(60));
     assert_eq!(field("").device_plugin_wait, Duration::from_secs(300));
     assert!(field("stopPodsOnExit: true").stop_pods_on_exit);
-    assert_eq!(field("preemption: minimal").preemption, PreemptionPolicy::Minimal);
+    assert_eq!(field("preemption: minimal").preemption, preemption::Policy::Minimal);
     assert_eq!(field("").container_gc.max_per_pod_container, 1);
     assert_eq!(field("containerGCMaxPerPodContainer: -1").container_gc.max_per_pod_container, -1);
     assert_eq!(field("containerGCMinimumAge: 1m").container_gc.min_age, Duration::from_secs(60));

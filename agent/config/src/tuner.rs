@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use beelet_policy::quantity::Quantity;
-use beelet_policy::tuner::Law;
+use beelet_policy::tuner::{Law, TunerMode};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::Tuner;
 use super::error::Problem;
 use super::values::GoDuration;
-use super::{Tuner, TunerMode};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
@@ -39,12 +39,12 @@ fn mode<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<TunerMode>,
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "off, advise or enforce")]
     enum Spelling {
-        Mode(TunerMode),
+        Word(TunerMode),
         Switch(bool),
     }
     match Option::<Spelling>::deserialize(deserializer)? {
         None => Ok(None),
-        Some(Spelling::Mode(mode)) => Ok(Some(mode)),
+        Some(Spelling::Word(mode)) => Ok(Some(mode)),
         Some(Spelling::Switch(false)) => Ok(Some(TunerMode::Off)),
         Some(Spelling::Switch(true)) => {
             Err(serde::de::Error::custom("say how far the tuner goes: off, advise or enforce"))

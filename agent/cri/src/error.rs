@@ -32,7 +32,7 @@ pub enum Kind {
 }
 
 /// A call to the runtime that failed. Displayed, it is a whole sentence.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     /// What was asked for.
     pub operation: Operation,
@@ -46,10 +46,10 @@ pub struct Error {
 }
 
 impl Error {
-    /// Whether the runtime couldn't be reached or didn't answer in time, so that the same call may well
-    /// succeed later.
+    /// Returns true if the runtime couldn't be reached or didn't answer in time, so that the same call may
+    /// well succeed later.
     #[must_use]
-    pub fn is_unavailable(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         matches!(self.kind, Kind::Unavailable | Kind::Timeout)
     }
 

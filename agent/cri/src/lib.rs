@@ -25,6 +25,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_proto::cri;
 use cri::image_service_client::ImageServiceClient;
 use cri::runtime_service_client::RuntimeServiceClient;
@@ -65,15 +66,6 @@ pub struct Runtime {
 /// ours is stopped and removed, and that must not hang on somebody else's filter.
 fn has_labels(labels: &HashMap<String, String>, wanted: &HashMap<String, String>) -> bool {
     wanted.iter().all(|(key, value)| labels.get(key) == Some(value))
-}
-
-/// How the runtime groups processes: what the cgroup part must do too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CgroupDriver {
-    /// systemd owns the hierarchy; a cgroup is a slice.
-    Systemd,
-    /// The runtime writes the hierarchy itself; a cgroup is a path.
-    Cgroupfs,
 }
 
 impl Runtime {

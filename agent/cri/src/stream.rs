@@ -58,37 +58,94 @@ pub struct Streams {
     pub tty: bool,
 }
 
+/// Why a command's streams ended before the command, or its end is not known. Displayed, it is a whole sentence.
+#[derive(Debug, thiserror::Error)]
+pub enum StreamError {
+    /// A streaming server that is not spoken to in plain HTTP.
+    #[error("the runtime's streaming server is at {0}, and only http:// is supported")]
+    Scheme(String),
+    /// The server can't be reached.
+    #[error("the runtime's streaming server at {host}: {cause}")]
+    Server {
+        /// Where it is.
+        host: String,
+        /// Why.
+        cause: io::Error,
+    },
+    /// The server does not answer.
+    #[error("the runtime's streaming server at {host} did not answer within {} s", .after.as_secs())]
+    Timeout {
+        /// Where it is.
+        host: String,
+        /// How long it was waited for.
+        after: Duration,
+    },
+    /// The server does not take the command.
+    #[error("the runtime's streaming server at {host} {what}")]
+    Refused {
+        /// Where it is.
+        host: String,
+        /// What it did.
+        what: String,
+    },
+    /// The connection broke.
+    #[error("the connection to the runtime's streaming server broke: {0}")]
+    Broken(io::Error),
+    /// The server sends something else.
+    #[error("the runtime's streaming server does not speak SPDY/3.1")]
+    NotSpdy,
+    /// A status that is too long.
+    #[error("the runtime's status of the command has no end")]
+    EndlessStatus,
+    /// No status.
+    #[error("the runtime ended the streams without saying how the command ended")]
+    NoStatus,
+    /// A status that is none.
+    #[error("the runtime's status of the command can't be read: {0}")]
+    UnreadableStatus(String),
+    /// The command could not be run; the runtime's own words.
+    #[error("{0}")]
+    Command(String),
+}
+
+impl StreamError {
+    fn server(host: &str, cause: io::Error) -> Self {
+        Self::Server { host: host.to_owned(), cause }
+    }
+
+    fn refused(host: &str, what: impl Into<String>) -> Self {
+        Self::Refused { host: host.to_owned(), what: what.into() }
+    }
+}
+
 /// Runs the command that waits at `url` until it has ended, or nobody takes its output any more.
 ///
 /// # Errors
-/// A sentence: the server isn't there, speaks something else, or the command could not be started.
+/// The server isn't there, speaks something else, or the command could not be started.
 pub async fn stream(
     url: &str,
     streams: Streams,
     inputs: mpsc::Receiver<Input>,
     outputs: mpsc::Sender<Output>,
-) -> Result<(), String> {
-    let address = url.strip_prefix("http://").ok_or_else(|| {
-        format!("the runtime's streaming server is at {url}, and only http:// is supported")
-    })?;
+) -> Result<(), StreamError> {
+    let address = url.strip_prefix("http://").ok_or_else(|| StreamError::Scheme(url.to_owned()))?;
     let (host, path) = address.split_once('/').unwrap_or((address, ""));
-    let failed = |e: io::Error| format!("the runtime's streaming server at {host}: {e}");
+    let failed = |e: io::Error| StreamError::server(host, e);
     let connected = tokio::time::timeout(CONNECT, async {
         let mut socket = TcpStream::connect(host).await.map_err(failed)?;
         socket.set_nodelay(true).map_err(failed)?;
         let rest = upgrade(&mut socket, host, path).await?;
         Ok((socket, rest))
     });
-    let (socket, rest) = connected.await.unwrap_or_else(|_| {
-        Err(format!("the runtime's streaming server at {host} did not answer within {} s", CONNECT.as_secs()))
-    })?;
+    let timeout = |_| Err(StreamError::Timeout { host: host.to_owned(), after: CONNECT });
+    let (socket, rest) = connected.await.unwrap_or_else(timeout)?;
     let (from, to) = socket.into_split();
     Session::new(streams).run(io::Cursor::new(rest).chain(from), to, inputs, outputs).await
 }
 
 /// Asks for SPDY; what the server has sent beyond its answer.
-async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u8>, String> {
-    let failed = |e: io::Error| format!("the runtime's streaming server at {host}: {e}");
+async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u8>, StreamError> {
+    let failed = |e: io::Error| StreamError::server(host, e);
     let request = format!(
         "POST /{path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
          X-Stream-Protocol-Version: v4.channel.k8s.io\r\nContent-Length: 0\r\n\r\n"
@@ -100,10 +157,10 @@ async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u
             break end + 4;
         }
         if answer.len() > ANSWER_MAX {
-            return Err(format!("the runtime's streaming server at {host} answers without end"));
+            return Err(StreamError::refused(host, "answers without end"));
         }
         if socket.read_buf(&mut answer).await.map_err(failed)? == 0 {
-            return Err(format!("the runtime's streaming server at {host} hung up"));
+            return Err(StreamError::refused(host, "hung up"));
         }
     };
     let rest = answer.split_off(end);
@@ -111,7 +168,7 @@ async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u
     let status = head.split(' ').nth(1).unwrap_or_default();
     if status != "101" {
         let line = head.lines().next().unwrap_or_default();
-        return Err(format!("the runtime's streaming server at {host} refused: {line}"));
+        return Err(StreamError::refused(host, format!("refused: {line}")));
     }
     Ok(rest)
 }
@@ -150,8 +207,8 @@ impl Session {
         mut to: impl AsyncWrite + Unpin,
         mut inputs: mpsc::Receiver<Input>,
         outputs: mpsc::Sender<Output>,
-    ) -> Result<(), String> {
-        let failed = |e: io::Error| format!("the connection to the runtime's streaming server broke: {e}");
+    ) -> Result<(), StreamError> {
+        let failed = StreamError::Broken;
         to.write_all(&self.opening).await.map_err(failed)?;
         let (pongs, mut pinged) = mpsc::channel::<Vec<u8>>(PONGS);
         let writing = async {
@@ -195,20 +252,20 @@ impl Session {
     /// Reads frames until the other side ends, or says something that is no frame.
     ///
     /// # Errors
-    /// What the other side said, as a sentence.
+    /// The connection broke, or the other side does not say how the command ended.
     pub async fn read(
         &self,
         mut from: impl AsyncRead + Unpin,
         outputs: &mpsc::Sender<Output>,
         pongs: &mpsc::Sender<Vec<u8>>,
-    ) -> Result<(), String> {
+    ) -> Result<(), StreamError> {
         let mut status = Vec::new();
         while let Some(frame) = next(&mut from).await? {
             let output = match frame {
                 Frame::Data { stream, bytes, last } if stream == self.error => {
                     status.extend(bytes);
                     if status.len() > STATUS_MAX {
-                        return Err("the runtime's status of the command has no end".to_owned());
+                        return Err(StreamError::EndlessStatus);
                     }
                     if !last {
                         continue;
@@ -239,20 +296,19 @@ impl Session {
 }
 
 /// The next frame; None at the end.
-async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, String> {
+async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, StreamError> {
     let mut head = [0; HEAD];
     match from.read_exact(&mut head).await {
         Ok(_) => {}
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
-        Err(e) => return Err(format!("the connection to the runtime's streaming server broke: {e}")),
+        Err(e) => return Err(StreamError::Broken(e)),
     }
     let head = spdy::head(head);
     if head.length > FRAME_MAX {
-        return Err("the runtime's streaming server does not speak SPDY/3.1".to_owned());
+        return Err(StreamError::NotSpdy);
     }
     let mut bytes = vec![0; head.length];
-    let read = from.read_exact(&mut bytes).await;
-    read.map_err(|e| format!("the connection to the runtime's streaming server broke: {e}"))?;
+    from.read_exact(&mut bytes).await.map_err(StreamError::Broken)?;
     Ok(Some(spdy::frame(head, bytes)))
 }
 
@@ -279,12 +335,11 @@ struct Cause {
     message: String,
 }
 
-fn exit_code(status: &[u8]) -> Result<i32, String> {
+fn exit_code(status: &[u8]) -> Result<i32, StreamError> {
     if status.is_empty() {
-        return Err("the runtime ended the streams without saying how the command ended".to_owned());
+        return Err(StreamError::NoStatus);
     }
-    let unreadable =
-        || format!("the runtime's status of the command can't be read: {}", String::from_utf8_lossy(status));
+    let unreadable = || StreamError::UnreadableStatus(String::from_utf8_lossy(status).into_owned());
     let status: Status = serde_json::from_slice(status).map_err(|_| unreadable())?;
     if status.status == "Success" {
         return Ok(0);
@@ -292,7 +347,7 @@ fn exit_code(status: &[u8]) -> Result<i32, String> {
     let code = status.details.causes.iter().find(|cause| cause.reason == "ExitCode");
     match code.and_then(|cause| cause.message.parse().ok()) {
         Some(code) if status.reason == "NonZeroExitCode" => Ok(code),
-        _ => Err(status.message),
+        _ => Err(StreamError::Command(status.message)),
     }
 }
 
@@ -305,7 +360,7 @@ mod tests {
         let check = |status: &str, expected: Result<i32, &str>| match (exit_code(status.as_bytes()), expected)
         {
             (Ok(code), Ok(expected)) => assert_eq!(code, expected, "{status}"),
-            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
             (got, _) => panic!("{status}: {got:?}"),
         };
         check(r#"{"metadata":{},"status":"Success"}"#, Ok(0));
@@ -323,7 +378,7 @@ mod tests {
         streams: Streams,
         inputs: Vec<Input>,
         answer: Vec<u8>,
-    ) -> (Result<(), String>, Vec<Output>, Vec<u8>) {
+    ) -> (Result<(), StreamError>, Vec<Output>, Vec<u8>) {
         let (input, inputs_out) = mpsc::channel(8);
         for one in inputs {
             input.send(one).await.unwrap();
@@ -358,7 +413,7 @@ mod tests {
         let inputs =
             vec![Input::Stdin(b"in".to_vec()), Input::Resize { columns: 80, rows: 24 }, Input::StdinClosed];
         let (done, outputs, got) = session(Streams { stdin: true, tty: false }, inputs, answer).await;
-        assert_eq!(done, Ok(()));
+        done.unwrap();
         let expected = [Output::Stdout(b"out".to_vec()), Output::Stderr(b"err".to_vec()), Output::Exit(7)];
         assert_eq!(outputs, expected);
         let end = [spdy::data(3, b"in", false), spdy::data(3, b"", true)].concat();
@@ -370,7 +425,7 @@ mod tests {
         let inputs = vec![Input::StdinClosed];
         let (done, outputs, _) =
             session(Streams { stdin: true, tty: true }, inputs, spdy::data(5, b"x", false)).await;
-        assert!(done.unwrap_err().contains("without saying how"));
+        assert!(matches!(done, Err(StreamError::NoStatus)), "{done:?}");
         assert_eq!(outputs, [Output::Stdout(b"x".to_vec())]);
     }
 }

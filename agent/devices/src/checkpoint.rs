@@ -8,11 +8,12 @@
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use beelet_policy::devices::{Devices, Remnant, checkpoint::Text};
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use super::ledger::Shared;
+use beelet_base::blocking::blocking;
 use beelet_state::{ForeignFile, StateError};
 
 /// The pause after a failed write.
@@ -169,13 +170,8 @@ impl Writer {
             let bytes = text.write(snapshot).map_err(|e| e.to_string());
             (bytes.and_then(|bytes| store.replace(&bytes).map_err(|e| e.to_string())), text)
         };
-        let result = match spawn_blocking(write).await {
-            Ok((result, text)) => {
-                self.text = text;
-                result
-            }
-            Err(failed) => Err(format!("an internal task failed: {failed}")),
-        };
+        let (result, text) = blocking("writing the device checkpoint", write).await;
+        self.text = text;
         let failed_before = self.written.borrow().trouble.is_some();
         match &result {
             Ok(()) if failed_before => info!("the device checkpoint can be written again"),
@@ -201,9 +197,8 @@ async fn settle(store: Arc<dyn Store>, mut written: watch::Receiver<Written>) {
             continue;
         }
         let store = Arc::clone(&store);
-        let settled = spawn_blocking(move || store.settle().map_err(|e| e.to_string())).await;
-        if let Err(error) = settled.unwrap_or_else(|e| Err(e.to_string())) {
-            warn!(error, "the device checkpoint may not survive a power cut");
+        if let Err(error) = blocking("settling the device checkpoint", move || store.settle()).await {
+            warn!(%error, "the device checkpoint may not survive a power cut");
         }
     }
 }

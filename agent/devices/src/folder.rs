@@ -6,13 +6,15 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
+use super::Error;
+
 /// Makes the folder where it isn't, and removes the sockets in it: plugins watch theirs, and register again when it goes.
 /// Other files (the checkpoint) stay. Blocks.
 ///
 /// # Errors
-/// A sentence.
-pub(super) fn clear(dir: &Path) -> Result<(), String> {
-    let failed = |error: io::Error| format!("cannot prepare the folder {}: {error}", dir.display());
+/// The folder can't be made or read, or a socket not be removed.
+pub(super) fn clear(dir: &Path) -> Result<(), Error> {
+    let failed = |cause: io::Error| Error::Folder { path: dir.to_owned(), cause };
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir).map_err(failed)?;
     for entry in fs::read_dir(dir).map_err(failed)? {
         let entry = entry.map_err(failed)?;
@@ -30,14 +32,11 @@ pub(super) fn clear(dir: &Path) -> Result<(), String> {
 ///
 /// # Errors
 /// It isn't there, isn't a socket, or is outside.
-pub(super) fn socket_in(dir: &Path, endpoint: &str) -> Result<PathBuf, String> {
+pub(super) fn socket_in(dir: &Path, endpoint: &str) -> Result<PathBuf, Error> {
     let said = Path::new(endpoint);
     let inside = said.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
     if endpoint.is_empty() || !inside {
-        return Err(format!(
-            "bad endpoint {endpoint:?}: it must be the name of a socket in {}, without '..'",
-            dir.display()
-        ));
+        return Err(Error::Endpoint { endpoint: endpoint.to_owned(), dir: dir.to_owned() });
     }
     within(dir, &dir.join(said))
 }
@@ -46,19 +45,15 @@ pub(super) fn socket_in(dir: &Path, endpoint: &str) -> Result<PathBuf, String> {
 ///
 /// # Errors
 /// It isn't there, isn't a socket, or is outside.
-pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, String> {
-    let failed = |error: io::Error| format!("bad socketPath {}: {error}", path.display());
+pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
+    let bad = |why: String| Error::Socket { path: path.to_owned(), why };
+    let failed = |error: io::Error| bad(error.to_string());
     let canonical = path.canonicalize().map_err(failed)?;
     if !canonical.starts_with(dir.canonicalize().map_err(failed)?) {
-        return Err(format!(
-            "bad socketPath {}: it leads to {}, which is not in {}",
-            path.display(),
-            canonical.display(),
-            dir.display()
-        ));
+        return Err(bad(format!("it leads to {}, which is not in {}", canonical.display(), dir.display())));
     }
     if !fs::metadata(&canonical).map_err(failed)?.file_type().is_socket() {
-        return Err(format!("bad socketPath {}: it is not a socket", path.display()));
+        return Err(bad("it is not a socket".to_owned()));
     }
     Ok(canonical)
 }

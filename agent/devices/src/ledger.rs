@@ -12,7 +12,7 @@ use beelet_policy::devices::{Device, Devices, ENDPOINT_GRACE, PluginOptions};
 use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
 
-use super::{Active, Metrics, NodeDevices, Settings, plugin::Plugin};
+use super::{Active, Error, Metrics, NodeDevices, Settings, plugin::Plugin};
 
 /// Plugins that may be registered at a time. One more is refused.
 const MAX_PLUGINS: usize = 256;
@@ -58,7 +58,7 @@ pub(super) struct Ledger {
     pub(super) trouble: Option<String>,
 }
 
-/// See the module's head.
+/// The ledger of devices behind its lock, and the channels that publish its changes.
 #[derive(Debug)]
 pub(super) struct Shared {
     ledger: Mutex<Ledger>,
@@ -141,13 +141,11 @@ impl Shared {
         plugin: Plugin,
         options: PluginOptions,
         socket: PathBuf,
-    ) -> Result<(u64, CancellationToken), String> {
+    ) -> Result<(u64, CancellationToken), Error> {
         let superseded = CancellationToken::new();
         self.change(|ledger| {
             if !ledger.plugins.contains_key(resource) && ledger.plugins.len() >= MAX_PLUGINS {
-                return Err(format!(
-                    "{MAX_PLUGINS} device plugins are registered; there is no room for more"
-                ));
+                return Err(Error::Full(MAX_PLUGINS));
             }
             ledger.generations += 1;
             let generation = ledger.generations;

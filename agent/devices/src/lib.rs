@@ -9,10 +9,10 @@
 //! A plugin that misbehaves hurts only those who ask for its devices: what it sends is bounded, what is asked of it has a
 //! deadline, and its tasks are its own. Must never touch a pod or the runtime: pods are ended by requests to `pods/`.
 
-use beelet_config::defaults::PLUGIN_WAIT;
 mod admit;
 pub mod annotation;
 mod checkpoint;
+mod error;
 mod folder;
 mod follow;
 mod ledger;
@@ -46,10 +46,12 @@ pub use self::{
     admit::{Circumstances, Refusal},
     annotation::remnants,
     checkpoint::{Store, StoreError},
+    error::Error,
     metrics::Metrics,
     options::{ContainerOptions, cdi_by_annotation},
     view::{DeviceView, Holder, ResourceView, WaitingView},
 };
+use beelet_config::defaults::PLUGIN_WAIT;
 use beelet_model::request::Request;
 use beelet_state::{
     ForeignFile,
@@ -211,12 +213,8 @@ impl Devices {
     /// What makes a container's devices visible to it. Calls the plugins that want to know of each start.
     ///
     /// # Errors
-    /// A plugin doesn't let it start; a sentence.
-    pub async fn container_options(
-        &self,
-        pod_uid: &str,
-        container: &str,
-    ) -> Result<ContainerOptions, String> {
+    /// A plugin doesn't let it start.
+    pub async fn container_options(&self, pod_uid: &str, container: &str) -> Result<ContainerOptions, Error> {
         options::of_container(&self.shared, pod_uid, container).await
     }
 

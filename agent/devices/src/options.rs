@@ -8,7 +8,7 @@ use beelet_proto::{cri, deviceplugin::ContainerAllocateResponse};
 use prost::Message as _;
 use tracing::warn;
 
-use super::{annotation, ledger::Shared, plugin};
+use super::{Error, annotation, ledger::Shared};
 use beelet_model::labels;
 
 /// The annotation by which a runtime that has no CDI field (containerd before 1.7) is told CDI devices.
@@ -34,18 +34,16 @@ pub(super) async fn of_container(
     shared: &Shared,
     pod_uid: &str,
     container: &str,
-) -> Result<ContainerOptions, String> {
+) -> Result<ContainerOptions, Error> {
     let held = shared.look(|ledger| ledger.devices.held(pod_uid).and_then(|pod| pod.get(container)).cloned());
     let Some(held) = held else { return Ok(ContainerOptions::default()) };
     for (resource, held) in &held {
         let Some((plugin, options)) = shared.plugin(resource) else { continue };
         if options.pre_start_required {
-            plugin.pre_start(held.ids()).await.map_err(|status| {
-                format!(
-                    "device plugin PreStartContainer rpc failed for {resource} with err: {}",
-                    plugin::told(&status)
-                )
-            })?;
+            plugin
+                .pre_start(held.ids())
+                .await
+                .map_err(|status| Error::PreStart { resource: resource.clone(), status: Box::new(status) })?;
         }
     }
     Ok(merge(&held))

@@ -20,11 +20,13 @@ use tonic::{
     transport::{Channel, Endpoint, Uri},
 };
 
-/// What a plugin gets to take a connection and to say what it can do: the kubelet's time for dialling.
+use super::Error;
+
+/// Time that a plugin gets to take a connection and to say what it can do: the kubelet's time for dialling.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// What it gets to choose devices, and to prepare them. The kubelet waits for ever, and all pods with it.
+/// Time that it gets to choose devices, and to prepare them. The kubelet waits for ever, and all pods with it.
 pub(super) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(60);
-/// What it gets before a container is started: the kubelet's.
+/// Time that it gets before a container is started: the kubelet's.
 const PRE_START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The largest list of devices: some 100,000 of them.
 const MAX_LIST: usize = 16 << 20;
@@ -45,7 +47,7 @@ pub(super) struct Plugin {
 ///
 /// # Errors
 /// Nobody answers there.
-pub(super) async fn dial(socket: &Path) -> Result<Channel, String> {
+pub(super) async fn dial(socket: &Path) -> Result<Channel, Error> {
     let path: PathBuf = socket.to_owned();
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
@@ -54,12 +56,12 @@ pub(super) async fn dial(socket: &Path) -> Result<Channel, String> {
     // A socket's path is no authority: servers in other languages refuse it too.
     let endpoint = Endpoint::from_static("http://localhost").connect_timeout(CONNECT_TIMEOUT);
     let dialled = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
-    let socket = socket.display();
-    match dialled {
-        Ok(Ok(channel)) => Ok(channel),
-        Ok(Err(error)) => Err(format!("failed to dial device plugin at {socket}: {}", cause(&error))),
-        Err(_) => Err(format!("failed to dial device plugin at {socket}: it didn't answer in time")),
-    }
+    let why = match dialled {
+        Ok(Ok(channel)) => return Ok(channel),
+        Ok(Err(error)) => cause(&error),
+        Err(_) => "it didn't answer in time".to_owned(),
+    };
+    Err(Error::Dial { socket: socket.to_owned(), why })
 }
 
 /// The last cause, which is what a person wants to know.

@@ -7,19 +7,18 @@ use beelet_proto::deviceplugin::{
     DevicePluginOptions, Empty, RegisterRequest,
     registration_server::{Registration, RegistrationServer},
 };
-use tokio::task::spawn_blocking;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::{Request, Response, Status, service::Routes};
 use tracing::{error, info, warn};
 
 use super::{
-    folder,
+    Error, folder,
     follow::follow,
     ledger::Shared,
     plugin::{self, Plugin},
 };
+use beelet_base::blocking::blocking;
 use beelet_serve::grpc;
-use beelet_serve::local;
 
 /// Connects to a plugin and follows it from now on, in the place of another of the same resource.
 ///
@@ -31,11 +30,10 @@ pub(super) async fn connect(
     socket: &Path,
     said: Option<DevicePluginOptions>,
     (tracker, shutdown): (&TaskTracker, &CancellationToken),
-) -> Result<(), String> {
+) -> Result<(), Error> {
     let plugin = Plugin::new(plugin::dial(socket).await?);
     let options = plugin.options(said).await;
-    let options =
-        options.map_err(|s| format!("failed to get device plugin options: {}", plugin::told(&s)))?;
+    let options = options.map_err(|status| Error::Options(Box::new(status)))?;
     let current = shared.register(resource, plugin.clone(), options, socket.to_owned())?;
     info!(resource, socket = %socket.display(), "a device plugin has registered");
     tracker.spawn(follow(Arc::clone(shared), resource.to_owned(), plugin, current, shutdown.clone()));
@@ -51,15 +49,15 @@ pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
         Ok(listener) => listener,
         Err(cause) => {
             error!("device plugins can't register: {cause}");
-            shared.look(|ledger| ledger.trouble = Some(cause));
+            shared.look(|ledger| ledger.trouble = Some(cause.to_string()));
             return shutdown.cancelled().await;
         }
     };
     let tracker = TaskTracker::new();
     let service = Service { shared, tracker: tracker.clone(), shutdown: shutdown.clone() };
     info!(socket = %socket.display(), "device plugins can register");
-    if let Err(error) = local::serve(listener, Routes::new(RegistrationServer::new(service)), shutdown).await
-    {
+    let services = Routes::new(RegistrationServer::new(service));
+    if let Err(error) = grpc::serve_others(listener, services, shutdown).await {
         error!("device plugins can't register any more: {error:#}");
     }
     tracker.close();
@@ -67,17 +65,14 @@ pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
 }
 
 /// Clears the folder, which tells plugins to register again, and listens.
-async fn prepare(dir: &Path, socket: &Path) -> Result<grpc::Listener, String> {
+async fn prepare(dir: &Path, socket: &Path) -> Result<grpc::Listener, Error> {
     // A kubelet's socket must not be taken away from it.
     if tokio::net::UnixStream::connect(socket).await.is_ok() {
-        return Err(format!(
-            "another process, probably a kubelet, serves {}: stop it, or set another kubeletDir",
-            socket.display()
-        ));
+        return Err(Error::InUse(socket.to_owned()));
     }
     let folder = dir.to_owned();
-    spawn_blocking(move || folder::clear(&folder)).await.map_err(|error| error.to_string())??;
-    grpc::bind(socket).await.map_err(|error| format!("{error:#}"))
+    blocking("clearing the folder of device plugins", move || folder::clear(&folder)).await?;
+    grpc::bind(socket).await.map_err(Error::Listen)
 }
 
 #[derive(Debug)]
@@ -88,13 +83,13 @@ struct Service {
 }
 
 impl Service {
-    async fn accept(&self, request: RegisterRequest) -> Result<(), String> {
-        registration::check(&[&request.version], &request.resource_name).map_err(|e| e.to_string())?;
+    async fn accept(&self, request: RegisterRequest) -> Result<(), Error> {
+        registration::check(&[&request.version], &request.resource_name)?;
         let (dir, endpoint) = (self.shared.settings.plugins_dir(), request.endpoint);
-        let found = spawn_blocking(move || folder::socket_in(&dir, &endpoint)).await;
-        let socket = found.map_err(|error| error.to_string())??;
+        let socket =
+            blocking("finding a plugin's socket", move || folder::socket_in(&dir, &endpoint)).await?;
         if socket.file_name() == self.shared.settings.registration_socket().file_name() {
-            return Err(format!("bad endpoint: {} is the agent's own socket", socket.display()));
+            return Err(Error::OwnSocket(socket));
         }
         let tasks = (&self.tracker, &self.shutdown);
         connect(&self.shared, &request.resource_name, &socket, request.options, tasks).await
@@ -109,7 +104,7 @@ impl Registration for Service {
         self.accept(request).await.map_err(|cause| {
             self.shared.metrics.refused_registrations.inc();
             warn!(resource, "a device plugin's registration was refused: {cause}");
-            Status::unknown(cause)
+            Status::unknown(cause.to_string())
         })?;
         Ok(Response::new(Empty {}))
     }

@@ -18,13 +18,14 @@ use beelet_proto::pluginregistration::{
 use futures::StreamExt as _;
 use inotify::{EventStream, Inotify, WatchMask};
 use tokio::{
-    task::{self, AbortHandle, JoinError, JoinSet, spawn_blocking},
+    task::{self, AbortHandle, JoinError, JoinSet},
     time::Instant,
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{debug, warn};
 
-use super::{folder, ledger::Shared, plugin, register};
+use super::{Error, folder, ledger::Shared, plugin, register};
+use beelet_base::blocking::blocking;
 
 /// Bytes of events read from the kernel at once.
 const BUFFER: usize = 16 << 10;
@@ -63,14 +64,14 @@ pub(super) async fn watch(shared: Arc<Shared>, shutdown: CancellationToken) {
     }
     loop {
         let folder = dir.clone();
-        let scanned = spawn_blocking(move || {
+        let scanned = blocking("looking for device plugins", move || {
             // It must be there to be watched. Where it can't be made, it is found missing below.
             let _ = std::fs::create_dir_all(&folder);
             let (folders, sockets) = folder::scan(&folder);
             let identity = |path: PathBuf| std::fs::metadata(&path).ok().map(|m| (path, m.ino()));
             (folders, sockets.into_iter().filter_map(identity).collect::<Vec<Identity>>())
         });
-        let Ok((folders, sockets)) = scanned.await else { return };
+        let (folders, sockets) = scanned.await;
         if let Ok(events) = &mut events {
             arm(events, &folders);
         }
@@ -118,7 +119,7 @@ struct Host {
 struct Registry {
     host: Host,
     known: BTreeMap<Identity, Known>,
-    meetings: JoinSet<Result<Known, String>>,
+    meetings: JoinSet<Result<Known, Error>>,
 }
 
 impl Registry {
@@ -160,10 +161,10 @@ impl Registry {
     }
 
     /// What came of a meeting.
-    fn met(&mut self, met: Result<(task::Id, Result<Known, String>), JoinError>) {
+    fn met(&mut self, met: Result<(task::Id, Result<Known, Error>), JoinError>) {
         let (id, met) = match met {
             Ok(met) => met,
-            Err(error) => (error.id(), Err(format!("asking it ended early: {error}"))),
+            Err(error) => (error.id(), Err(error.into())),
         };
         let of_id = |known: &Known| matches!(known, Known::Meeting { task, .. } if task.id() == id);
         let Some((identity, known)) = self.known.iter_mut().find(|(_, known)| of_id(known)) else {
@@ -195,12 +196,12 @@ impl Registry {
 
 impl Host {
     /// Asks a socket what it is, and tells it what came of that.
-    async fn introduce(&self, path: &Path) -> Result<Known, String> {
+    async fn introduce(&self, path: &Path) -> Result<Known, Error> {
         let mut client = RegistrationClient::new(plugin::dial(path).await?);
         let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
         let info = match asked {
-            Ok(info) => info.map_err(|status| plugin::told(&status))?.into_inner(),
-            Err(_) => return Err("it doesn't say what it is".to_owned()),
+            Ok(info) => info.map_err(|status| Error::Info(Box::new(status)))?.into_inner(),
+            Err(_) => return Err(Error::Silent),
         };
         if info.r#type != "DevicePlugin" {
             let error = format!(
@@ -215,22 +216,21 @@ impl Host {
         let registered = self.register(path, info).await;
         if let Err(cause) = &registered {
             self.shared.metrics.refused_registrations.inc();
-            notify(&mut client, Some(cause.clone())).await;
+            notify(&mut client, Some(cause.to_string())).await;
         } else {
             notify(&mut client, None).await;
         }
         registered
     }
 
-    async fn register(&self, path: &Path, info: PluginInfo) -> Result<Known, String> {
-        registration::check(&info.supported_versions, &info.name).map_err(|e| e.to_string())?;
+    async fn register(&self, path: &Path, info: PluginInfo) -> Result<Known, Error> {
+        registration::check(&info.supported_versions, &info.name)?;
         let service = if info.endpoint.is_empty() { path.to_owned() } else { PathBuf::from(&info.endpoint) };
         if !service.is_absolute() {
-            return Err(format!("bad socketPath {}, must be an absolute path", service.display()));
+            return Err(Error::Relative(service));
         }
         let dir = self.shared.settings.kubelet_dir.clone();
-        let found = spawn_blocking(move || folder::within(&dir, &service)).await;
-        let socket = found.map_err(|error| error.to_string())??;
+        let socket = blocking("finding a plugin's socket", move || folder::within(&dir, &service)).await?;
         register::connect(&self.shared, &info.name, &socket, None, (&self.tracker, &self.shutdown)).await?;
         Ok(Known::Plugin { resource: info.name, socket })
     }

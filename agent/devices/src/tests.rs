@@ -12,6 +12,7 @@ use tonic::{Code, Status};
 
 use super::plugin::Plugin;
 use super::*;
+use beelet_testing::http2::frame;
 
 fn parts(dir: &std::path::Path) -> Parts {
     let settings = Settings::new(dir.join("kubelet"));
@@ -28,14 +29,6 @@ fn parts(dir: &std::path::Path) -> Parts {
 
 fn device(id: &str) -> Device {
     Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: vec![1] }
-}
-
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let mut bytes = u32::try_from(payload.len()).unwrap().to_be_bytes()[1..].to_vec();
-    bytes.extend([kind, flags]);
-    bytes.extend(stream.to_be_bytes());
-    bytes.extend(payload);
-    bytes
 }
 
 /// Registers as a client does that sends this as its `:authority`; grpc-status and grpc-message of the answer.

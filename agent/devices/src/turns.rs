@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 /// Resources, by name.
 pub(super) type Resources = BTreeSet<String>;
 
-/// See the module's head.
+/// The queue for resources: those in use, and who waits for which.
 #[derive(Debug)]
 pub(super) struct Turns<T> {
     busy: Resources,

@@ -247,7 +247,7 @@ impl Eviction {
                         Reclaim::DeleteUnusedContainers => "unused containers",
                         Reclaim::DeleteUnusedImages => "unused images",
                     };
-                    warn!(error, "{what} could not be given back");
+                    warn!(%error, "{what} could not be given back");
                 }
             }
             // It fails where eviction has ended.
@@ -410,29 +410,19 @@ fn message(
     let resource = signal.resource();
     let mut text = format!(
         "The node was low on resource: {resource}. Threshold quantity: {}, available: {}. ",
-        amount(threshold.value.of(observation.capacity)),
-        amount(observation.available)
+        threshold.value.of(observation.capacity).binary(),
+        observation.available.binary()
     );
     for (name, usage, request) in containers {
         if usage > request {
             text += &format!(
                 "Container {name} was using {}, request is {}, has larger consumption of {resource}. ",
-                amount(*usage),
-                amount(*request)
+                usage.binary(),
+                request.binary()
             );
         }
     }
     text
-}
-
-/// A quantity in the largest binary unit that says it exactly; bytes measured in pages come out in Ki.
-pub(super) fn amount(quantity: Quantity) -> String {
-    let value = quantity.value();
-    let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
-    match units.iter().find(|(unit, _)| value != 0 && value % unit == 0) {
-        Some((unit, name)) => format!("{}{name}", value / unit),
-        None => value.to_string(),
-    }
 }
 
 #[cfg(test)]

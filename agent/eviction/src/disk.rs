@@ -12,10 +12,11 @@ use beelet_policy::{
     eviction::{DiskLayout, Observation, PodUsage, Signal},
     quantity::Quantity,
 };
-use tokio::{sync::watch, task::spawn_blocking, time::Instant};
+use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
-use super::gauges::Gauge;
+use super::{Readings, gauges::Gauge};
+use beelet_base::blocking::blocking;
 use beelet_base::filesystem::{Space, container_mountpoint, image_mountpoint};
 use beelet_cri::Runtime;
 
@@ -71,12 +72,7 @@ impl Filesystems {
         ]
     }
 
-    fn read(
-        &self,
-        path: &std::path::Path,
-        bytes: Signal,
-        inodes: Signal,
-    ) -> Result<BTreeMap<Signal, Observation>, String> {
+    fn read(&self, path: &std::path::Path, bytes: Signal, inodes: Signal) -> Readings {
         let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
         let measured = self.space.measure_now(path)?;
         let observation =
@@ -100,7 +96,7 @@ impl Filesystems {
                     places.images = place(image_mountpoint(&answer));
                     places.containers = place(container_mountpoint(&answer));
                     *self.places.lock().unwrap_or_else(PoisonError::into_inner) = places.clone();
-                    let found = spawn_blocking(move || layout_of(&places)).await.ok().flatten();
+                    let found = blocking("comparing file systems", move || layout_of(&places)).await;
                     if let Some(found) = found {
                         layout.send_if_modified(|known| {
                             let new = *known != found;

@@ -18,6 +18,7 @@ use tokio::{io::Interest, sync::watch, time::Instant};
 use tracing::{debug, info, warn};
 
 use super::Metrics;
+use beelet_base::blocking::blocking;
 use beelet_bpf::{Edge, Edges, PressureKind};
 use beelet_cgroups::Cgroups;
 
@@ -76,7 +77,7 @@ enum Kind {
 /// `thresholds` leave of the pods' limit is a hint.
 pub async fn listen(cgroups: Arc<Cgroups>, thresholds: Vec<Threshold>, hints: Hints) {
     let mut listening = Vec::new();
-    let opened = tokio::task::spawn_blocking(move || open(&cgroups, &thresholds)).await.unwrap_or_default();
+    let opened = blocking("opening hints of memory pressure", move || open(&cgroups, &thresholds)).await;
     let names: Vec<&str> = opened.iter().map(|(name, ..)| *name).collect();
     if names.is_empty() {
         info!(
@@ -100,8 +101,12 @@ pub async fn listen(cgroups: Arc<Cgroups>, thresholds: Vec<Threshold>, hints: Hi
 pub async fn listen_to_kernel(edges: Edges, hints: Hints, metrics: Metrics) {
     loop {
         match edges.recv().await {
-            Edge::OomKill { pid, anon_rss, .. } => {
-                warn!(pid, anon_rss, "the kernel killed a pod's process for want of memory");
+            Edge::OomKill { kill, .. } => {
+                warn!(
+                    pid = kill.pid,
+                    anon_rss = kill.anon_rss,
+                    "the kernel killed a pod's process for want of memory"
+                );
                 metrics.oom_killed();
             }
             Edge::Pressure { kind: PressureKind::Reclaim, above: true, .. } | Edge::Lost => {}

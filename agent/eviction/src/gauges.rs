@@ -11,10 +11,11 @@ use beelet_policy::{
     eviction::{Observation, Signal, Threshold},
     quantity::Quantity,
 };
-use tokio::{sync::Notify, task::spawn_blocking, time::Instant};
+use tokio::{sync::Notify, time::Instant};
 use tracing::{info, warn};
 
-use super::{Observations, edges::Hints, machine};
+use super::{Error, Observations, edges::Hints, machine};
+use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 
 /// Between two readings.
@@ -30,8 +31,8 @@ const FORESIGHT: Duration = Duration::from_secs(3);
 /// … or if less than this part of the capacity is left above it.
 const MARGIN: i64 = 20;
 
-/// What one reading says. A signal that isn't there could not be read.
-pub type Readings = Result<BTreeMap<Signal, Observation>, String>;
+/// The numbers of one reading. A signal that isn't there could not be read.
+pub type Readings = Result<BTreeMap<Signal, Observation>, Error>;
 
 /// One source of numbers. It may block, and hang: then its signals vanish, and nobody waits.
 #[derive(Clone)]
@@ -71,15 +72,14 @@ impl Gauge {
             hinted.mark_unchanged();
             let began = Instant::now();
             let read = Arc::clone(&self.read);
-            let readings =
-                spawn_blocking(move || read()).await.unwrap_or_else(|error| Err(error.to_string()));
-            let (seen, problem) = sound(readings);
+            let (seen, problem) = sound(blocking("reading a gauge", move || read()).await);
+            let problem = problem.map(|error| error.to_string());
             if problem != trouble {
                 match &problem {
                     Some(error) => {
-                        warn!(gauge = self.name, error, "a number is not to be had; it is taken for none");
+                        warn!(gauge = self.name, error, "cannot read this gauge; its signals are unknown");
                     }
-                    None => info!(gauge = self.name, "the numbers are there again"),
+                    None => info!(gauge = self.name, "the gauge can be read again"),
                 }
                 trouble = problem;
             }
@@ -113,7 +113,7 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
         })
         .of_memory(),
         Gauge::new("pods' memory", stale, move || {
-            let seen = machine::pods_memory(&of_pods)?;
+            let seen = machine::pods_memory(&of_pods);
             Ok(seen.map(|seen| (Signal::AllocatableMemoryAvailable, seen)).into_iter().collect())
         })
         .of_memory(),
@@ -123,8 +123,9 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
     ]
 }
 
-/// What can be believed of a reading, and what can't: nothing has no capacity, and no more is available than there is.
-fn sound(readings: Readings) -> (Observations, Option<String>) {
+/// The part of a reading that can be believed, and why not all of it: nothing has no capacity, and no more is available
+/// than there is.
+fn sound(readings: Readings) -> (Observations, Option<Error>) {
     let mut problem = None;
     let mut seen = match readings {
         Ok(seen) => seen,
@@ -133,8 +134,7 @@ fn sound(readings: Readings) -> (Observations, Option<String>) {
     seen.retain(|signal, observation| {
         let sound = observation.capacity > Quantity::ZERO;
         if !sound {
-            problem =
-                Some(format!("{} is said to have a capacity of {}", signal.name(), observation.capacity));
+            problem = Some(Error::NoCapacity { signal: *signal, capacity: observation.capacity });
         }
         observation.available = observation.available.max(Quantity::ZERO).min(observation.capacity);
         sound

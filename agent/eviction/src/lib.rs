@@ -17,6 +17,7 @@
 mod decide;
 mod disk;
 pub mod edges;
+mod error;
 pub mod gauges;
 mod local_storage;
 pub mod machine;
@@ -45,6 +46,7 @@ use tracing::warn;
 pub use self::{
     disk::{DiskUsages, Filesystems},
     edges::Hints,
+    error::Error,
     gauges::{Gauge, Readings},
     local_storage::LocalStorage,
     metrics::Metrics,
@@ -58,8 +60,11 @@ use beelet_state::events::NodeEvents;
 /// The longest time between two decisions: grace and transition periods end without a new number.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Gives back what nobody needs.
-pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<(), String>> + Send + Sync>;
+/// Removes what nobody needs. Its errors are its maker's.
+pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<(), BoxError>> + Send + Sync>;
+
+/// An error of another part.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// What eviction needs from the rest of the node.
 pub struct Parts {
@@ -91,7 +96,7 @@ pub struct Parts {
     pub metrics: Metrics,
 }
 
-/// See the module's head.
+/// Decides what is reclaimed, and which pods go, whenever a number is new; runs as one task.
 pub struct Eviction {
     parts: Parts,
     /// With the derived ones, for `layout`.

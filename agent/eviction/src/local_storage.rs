@@ -23,7 +23,6 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
     sync::{mpsc, watch},
-    task::spawn_blocking,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -33,8 +32,9 @@ use super::{
     decide::IMMEDIATE,
     disk::{DiskUsages, PodDisk, Taken},
     metrics::Metrics,
-    walk::{Budget, Walk, processor_time},
+    walk::{Budget, Measure, processor_time},
 };
+use beelet_base::blocking::blocking;
 use beelet_bpf::quota;
 use beelet_cri::Runtime;
 use beelet_model::{
@@ -62,7 +62,7 @@ const TURN: (Duration, Duration) = (Duration::from_millis(5), Duration::from_mil
 /// How long the runtime may take to say what writable layers take, while eviction waits.
 const LAYERS: Duration = Duration::from_secs(2);
 
-/// See the module's head.
+/// Measures the disk use of all pods in turn, and ends those above their limits; runs as one task.
 #[derive(Debug)]
 pub struct LocalStorage {
     /// All pods.
@@ -91,7 +91,7 @@ struct Measuring {
     began: Instant,
     found: PodDisk,
     todo: Vec<Part>,
-    walk: Option<(Part, Walk)>,
+    walk: Option<(Part, Measure)>,
 }
 
 /// Something of a pod that is to be measured.
@@ -134,7 +134,7 @@ impl Measuring {
     }
 
     /// The walk that it takes; None where the kernel counts.
-    fn begin(&mut self, part: Part) -> Option<(Part, Walk)> {
+    fn begin(&mut self, part: Part) -> Option<(Part, Measure)> {
         let (Part::Volume(_, path) | Part::Log(_, path)) = &part;
         if let Part::Volume(..) = &part
             && let Some(counted) = quota::measure(path)
@@ -142,7 +142,7 @@ impl Measuring {
             self.note(&part, Taken { bytes: counted.bytes, inodes: counted.inodes });
             return None;
         }
-        let walk = Walk::new(path);
+        let walk = Measure::new(path);
         Some((part, walk))
     }
 
@@ -228,13 +228,12 @@ impl LocalStorage {
                 None => self.begin(uid, &entry.pod, since, &mut rounds.layers).await,
             };
             let turn = rounds.turn;
-            let advanced = spawn_blocking(move || {
+            let advanced = blocking("measuring a pod's disk", move || {
                 let mut measuring = measuring;
                 let (ended, used) = measuring.go_on(turn);
                 (measuring, ended, used)
             });
-            // It fails where it panicked, or the agent ends.
-            let Ok((measuring, ended, used)) = advanced.await else { continue };
+            let (measuring, ended, used) = advanced.await;
             self.enforce(uid, entry, &measuring.found, ended, &mut rounds.above).await;
             if ended {
                 let period = if is_limited(&entry.pod) { LIMITED_PERIOD } else { self.period };

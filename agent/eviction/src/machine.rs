@@ -4,6 +4,7 @@ use std::fs;
 
 use beelet_policy::{eviction::Observation, quantity::Quantity};
 
+use super::Error;
 use beelet_cgroups::Cgroups;
 
 /// The cgroup of all pods.
@@ -11,9 +12,8 @@ const PODS: &str = "/kubepods";
 
 /// The machine's memory: available is what isn't in use, and file pages that nobody touched lately. This is the kubelet's
 /// `memory.available`: capacity less the working set of the root cgroup, for which version 2 has no file of its own.
-pub(super) fn memory() -> Result<Observation, String> {
-    let text = read("/proc/meminfo")?;
-    meminfo(&text).ok_or_else(|| "/proc/meminfo lacks MemTotal, MemFree or Inactive(file)".to_owned())
+pub(super) fn memory() -> Result<Observation, Error> {
+    meminfo(&read("/proc/meminfo")?).ok_or(Error::NoMemory)
 }
 
 /// The machine's available memory and its size, from `/proc/meminfo`; `None` if it lacks a line.
@@ -26,23 +26,21 @@ pub fn meminfo(text: &str) -> Option<Observation> {
     Some(observation(available, kib("MemTotal")?))
 }
 
-/// What the pods may use together: their cgroup's limit, less their working set. Nothing before the cgroup is there.
-pub(super) fn pods_memory(cgroups: &Cgroups) -> Result<Option<Observation>, String> {
-    let Some(used) = cgroups.memory_use(PODS) else { return Ok(None) };
-    let Some(limit) = used.limit else { return Ok(None) };
+/// Memory that the pods may use together: their cgroup's limit, less their working set. None before the cgroup is there.
+pub(super) fn pods_memory(cgroups: &Cgroups) -> Option<Observation> {
+    let used = cgroups.memory_use(PODS)?;
+    let limit = used.limit?;
     let whole = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
-    Ok(Some(observation(whole(limit.saturating_sub(used.working_set)), whole(limit))))
+    Some(observation(whole(limit.saturating_sub(used.working_set)), whole(limit)))
 }
 
 /// Process ids: the kernel's most, by number and by threads, less the threads there are.
-pub(super) fn pids() -> Result<Observation, String> {
-    let number = |file: &str| -> Result<i64, String> {
-        read(file)?.trim().parse().map_err(|_| format!("{file} holds no number"))
-    };
+pub(super) fn pids() -> Result<Observation, Error> {
+    let number =
+        |file| -> Result<i64, Error> { read(file)?.trim().parse().map_err(|_| Error::NotANumber(file)) };
     let most = number("/proc/sys/kernel/pid_max")?.min(number("/proc/sys/kernel/threads-max")?);
     let load = read("/proc/loadavg")?;
-    let threads =
-        threads(&load).ok_or_else(|| "/proc/loadavg does not say how many threads there are".to_owned())?;
+    let threads = threads(&load).ok_or(Error::NoThreads)?;
     Ok(observation(most.saturating_sub(threads), most))
 }
 
@@ -55,8 +53,8 @@ fn observation(available: i64, capacity: i64) -> Observation {
     Observation { available: Quantity::from_units(available), capacity: Quantity::from_units(capacity) }
 }
 
-fn read(file: &str) -> Result<String, String> {
-    fs::read_to_string(file).map_err(|error| format!("{file} cannot be read: {error}"))
+fn read(file: &'static str) -> Result<String, Error> {
+    fs::read_to_string(file).map_err(|source| Error::Read { file, source })
 }
 
 #[cfg(test)]

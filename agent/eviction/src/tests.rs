@@ -57,10 +57,10 @@ fn gauge(name: &'static str, signal: Signal, dial: &Dial) -> Gauge {
         match shows {
             Shows::Mib(available) => seen(available * MIB, CAPACITY * MIB),
             Shows::Numbers(available, capacity) => seen(available, capacity),
-            Shows::Error => Err("gone".to_owned()),
+            Shows::Error => Err(Error::NoMemory),
             Shows::Hangs(until) => {
                 let _ = until.lock().unwrap_or_else(PoisonError::into_inner).recv();
-                Err("it hung".to_owned())
+                Err(Error::NoMemory)
             }
         }
     })

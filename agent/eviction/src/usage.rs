@@ -21,9 +21,12 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::disk::DiskUsages;
+use beelet_base::blocking::joined;
 use beelet_cgroups::Cgroups;
 use beelet_model::status::runtime_id;
 
+/// The name of a round.
+const ROUND: &str = "reading what pods use";
 /// How long it may take to ask what all pods use. What is known from before counts then.
 const DEADLINE: Duration = Duration::from_millis(500);
 
@@ -127,11 +130,22 @@ impl Survey {
         measured: Option<Instant>,
     ) -> BTreeMap<String, Known> {
         if self.is_at_rest() {
+            if let Some(late) = self.round.take() {
+                joined(ROUND, late.await).await;
+            }
             let (usage, known, asked) = (self.usage.clone(), Arc::clone(&self.known), pods.to_vec());
             let round = self.round.insert(spawn_blocking(move || {
                 read_all(&usage, &asked, (signal, measured), &known);
             }));
-            let ended = tokio::time::timeout(DEADLINE, round).await.is_ok();
+            let ended = tokio::time::timeout(DEADLINE, round).await;
+            let ended = match ended {
+                Ok(round) => {
+                    self.round = None;
+                    joined(ROUND, round).await;
+                    true
+                }
+                Err(_) => false,
+            };
             if self.hangs && ended {
                 info!("what pods use can be read again");
             } else if !self.hangs && !ended {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use futures::{FutureExt as _, StreamExt as _};
 use inotify::{EventStream, Inotify, WatchMask, Watches};
-use tokio::task::spawn_blocking;
 
+use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 
 /// Room for some hundred events; more at a time come as an overflow, which is a word too.
@@ -44,7 +44,7 @@ impl Hints {
         let Some((watches, events)) = &mut self.inotify else { return };
         while let Some(Some(Ok(_))) = events.next().now_or_never() {}
         let cgroups = Arc::clone(&self.cgroups);
-        let Ok(folders) = spawn_blocking(move || cgroups.pod_folders()).await else { return };
+        let folders = blocking("listing pods' cgroups", move || cgroups.pod_folders()).await;
         let now: HashSet<PathBuf> = folders.into_iter().collect();
         let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::ONLYDIR;
         let mut watches = watches.clone();
@@ -63,7 +63,7 @@ impl Hints {
         self.watched = now;
     }
 
-    /// Waits for a word; for ever, where there is none to be had.
+    /// Waits for a word; for ever where the cgroups are not watched.
     pub(super) async fn next(&mut self) {
         let Some((_, events)) = &mut self.inotify else { return std::future::pending().await };
         if let Some(Err(error)) = events.next().await {

@@ -63,16 +63,25 @@ impl Pulse {
     }
 
     /// # Errors
-    /// A sentence that says since when the runtime has not answered.
-    pub fn check(&self) -> Result<(), String> {
+    /// The runtime has not answered lately.
+    pub fn check(&self) -> Result<(), NoAnswer> {
         match *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(at) if at.elapsed() < UNHEALTHY => Ok(()),
-            Some(at) => {
-                Err(format!("the container runtime has not answered for {} s", at.elapsed().as_secs()))
-            }
-            None => Err("the container runtime has not answered yet".to_owned()),
+            Some(at) => Err(NoAnswer::For(at.elapsed())),
+            None => Err(NoAnswer::Yet),
         }
     }
+}
+
+/// Since when the runtime has not answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoAnswer {
+    /// It did, this long ago.
+    #[error("the container runtime has not answered for {} s", .0.as_secs())]
+    For(Duration),
+    /// It never did.
+    #[error("the container runtime has not answered yet")]
+    Yet,
 }
 
 /// What an observer needs.

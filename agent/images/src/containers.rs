@@ -21,14 +21,16 @@ use futures::stream::{self, StreamExt};
 use jiff::Timestamp;
 use prometheus_client::registry::Registry;
 use tokio::{
-    sync::{mpsc, oneshot, watch},
-    task::spawn_blocking,
-    time::{Instant, MissedTickBehavior, interval_at},
+    sync::watch,
+    time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
-use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
-use beelet_base::kubelet_counter::KubeletCounter;
+use super::{
+    Error,
+    collector::{self, Collector, Garbage},
+};
+use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter};
 use beelet_cri::Runtime;
 use beelet_model::{
     labels,
@@ -42,8 +44,9 @@ use beelet_state::events::NodeEvents;
 pub const PERIOD: Duration = Duration::from_secs(60);
 /// Removals at a time. More would only queue in the runtime.
 const AT_ONCE: usize = 8;
-/// Wishes under way. Who has one more waits.
-const COMMANDS: usize = 16;
+
+/// Asks the collector of containers; clones ask the same one.
+pub type Handle = collector::Handle<ContainerGcRequest, Collected>;
 
 /// What container garbage collection needs from the rest of the node.
 #[derive(Debug)]
@@ -96,30 +99,23 @@ impl Metrics {
     }
 }
 
-/// What a collection is to do.
+/// Options of one collection of containers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wish {
-    /// What pods have that ended goes too, however few.
+pub struct ContainerGcRequest {
+    /// Remove the containers of pods that ended too, however few.
     pub terminated: bool,
     /// Only say what would go.
     pub dry_run: bool,
 }
 
-/// A wish, and where to answer.
-#[derive(Debug)]
-pub struct Command {
-    wish: Wish,
-    reply: oneshot::Sender<Result<Collected, String>>,
-}
-
-/// What a collection came to.
+/// The outcome of a collection of containers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Collected {
     /// Containers that went (or would go), in order.
     pub containers: Vec<CollectedContainer>,
     /// Sandboxes that went (or would go), in order.
     pub sandboxes: Vec<String>,
-    /// What could not be removed, a sentence each.
+    /// Failed removals, one sentence each.
     pub errors: Vec<String>,
 }
 
@@ -136,72 +132,54 @@ pub struct CollectedContainer {
     pub attempt: u32,
 }
 
-/// Asks the collector; clones ask the same one.
-#[derive(Clone, Debug)]
-pub struct Handle {
-    commands: mpsc::Sender<Command>,
-}
-
-impl Handle {
-    /// Collects now, after what is being collected already.
-    ///
-    /// # Errors
-    /// Why nothing could be decided.
-    pub async fn collect(&self, wish: Wish) -> Result<Collected, String> {
-        let (reply, answer) = oneshot::channel();
-        let ended = || "the agent stops; ask again when it runs".to_owned();
-        self.commands.send(Command { wish, reply }).await.map_err(|_| ended())?;
-        answer.await.map_err(|_| ended())?
-    }
-}
-
-/// See the module's head.
+/// The dead containers and sandboxes of our pods, and their removal.
 #[derive(Debug)]
 pub struct ContainerGc {
     parts: Parts,
-    commands: mpsc::Receiver<Command>,
+}
+
+impl Garbage for ContainerGc {
+    type GcRequest = ContainerGcRequest;
+    type Collected = Collected;
+    type Timers = Interval;
+    type Due = ();
+
+    async fn begin(&mut self) -> Interval {
+        let mut ticks = interval_at(Instant::now() + self.parts.period, self.parts.period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        ticks
+    }
+
+    async fn due(ticks: &mut Interval) {
+        ticks.tick().await;
+    }
+
+    async fn work(&mut self, (): ()) {
+        self.collect_by_itself().await;
+    }
+
+    async fn collect(&mut self, request: ContainerGcRequest) -> Result<Collected, Error> {
+        self.collect_once(request).await
+    }
 }
 
 impl ContainerGc {
     /// A collector that has not looked yet, and how to ask it.
     #[must_use]
-    pub fn new(parts: Parts) -> (Self, Handle) {
-        let (sender, commands) = mpsc::channel(COMMANDS);
-        (Self { parts, commands }, Handle { commands: sender })
-    }
-
-    /// Works until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut ticks = interval_at(Instant::now() + self.parts.period, self.parts.period);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            let step = async {
-                tokio::select! {
-                    Some(command) = self.commands.recv() => {
-                        let collected = self.collect(command.wish).await;
-                        // Who asked may have gone away meanwhile.
-                        let _ = command.reply.send(collected);
-                    }
-                    _ = ticks.tick() => self.collect_by_itself().await,
-                }
-            };
-            tokio::select! {
-                () = shutdown.cancelled() => return,
-                () = step => {}
-            }
-        }
+    pub fn new(parts: Parts) -> (Collector<Self>, Handle) {
+        Collector::new(Self { parts })
     }
 
     async fn collect_by_itself(&self) {
-        let error = match self.collect(Wish::default()).await {
+        let error = match self.collect_once(ContainerGcRequest::default()).await {
             Ok(collected) if collected.errors.is_empty() => return,
             Ok(collected) => collected.errors.join("; "),
-            Err(error) => error,
+            Err(error) => error.to_string(),
         };
         self.parts.events.warning("ContainerGCFailed", &error);
     }
 
-    async fn collect(&self, wish: Wish) -> Result<Collected, String> {
+    async fn collect_once(&self, request: ContainerGcRequest) -> Result<Collected, Error> {
         let filter = || managed();
         let (sandboxes, containers) = tokio::try_join!(
             self.parts.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
@@ -212,11 +190,10 @@ impl ContainerGc {
                 label_selector: filter(),
                 ..Default::default()
             })),
-        )
-        .map_err(|error| error.to_string())?;
+        )?;
         let ended = ended_pods(&self.parts.table.borrow());
-        let chosen = choose(&self.parts.policy, Timestamp::now(), wish, &ended, &containers, &sandboxes);
-        if wish.dry_run {
+        let chosen = choose(&self.parts.policy, Timestamp::now(), request, &ended, &containers, &sandboxes);
+        if request.dry_run {
             return Ok(chosen);
         }
         let mut done = Collected::default();
@@ -283,8 +260,7 @@ impl ContainerGc {
         let folder = beelet_model::pod::log_folder(&self.parts.pod_logs_dir, &container.pod, &uid)
             .join(&container.name);
         let prefix = format!("{}.log", container.attempt);
-        let removed = spawn_blocking(move || remove_logs(&folder, &prefix)).await;
-        if let Ok(Err(error)) = removed {
+        if let Err(error) = blocking("removing logs", move || remove_logs(&folder, &prefix)).await {
             debug!(%error, container = container.name, "a log could not be removed");
         }
     }
@@ -312,7 +288,7 @@ fn ended_pods(table: &PodTable) -> HashSet<String> {
 fn choose(
     policy: &ContainerGcPolicy,
     now: Timestamp,
-    wish: Wish,
+    request: ContainerGcRequest,
     ended: &HashSet<String>,
     containers: &[cri::Container],
     sandboxes: &[cri::PodSandbox],
@@ -341,7 +317,7 @@ fn choose(
             pod_state: pod_state(uid),
         })
         .collect();
-    let going = removable_containers(policy, now, wish.terminated, &records);
+    let going = removable_containers(policy, now, request.terminated, &records);
     let gone: HashSet<&str> = going.iter().copied().collect();
     let with_containers: HashSet<&str> = containers
         .iter()
@@ -365,7 +341,7 @@ fn choose(
     let by_id: BTreeMap<&str, &cri::Container> = containers.iter().map(|c| (c.id.as_str(), c)).collect();
     Collected {
         containers: going.iter().filter_map(|id| by_id.get(id)).map(|c| collected(c)).collect(),
-        sandboxes: removable_sandboxes(wish.terminated, &sandbox_records, &with_containers)
+        sandboxes: removable_sandboxes(request.terminated, &sandbox_records, &with_containers)
             .into_iter()
             .map(str::to_owned)
             .collect(),
@@ -430,8 +406,8 @@ mod tests {
             ContainerGcPolicy { min_age: Duration::ZERO, max_per_pod_container: 1, max_containers: -1 };
         let ended = HashSet::from(["b".to_owned()]);
         let check = |terminated: bool, expect: &[&str], sandboxes_expected: &[&str]| {
-            let wish = Wish { terminated, dry_run: false };
-            let chosen = choose(&policy, Timestamp::now(), wish, &ended, &containers, &sandboxes);
+            let request = ContainerGcRequest { terminated, dry_run: false };
+            let chosen = choose(&policy, Timestamp::now(), request, &ended, &containers, &sandboxes);
             let ids: Vec<&str> = chosen.containers.iter().map(|c| c.id.as_str()).collect();
             assert_eq!(ids, expect);
             assert_eq!(chosen.sandboxes, sandboxes_expected);
@@ -450,7 +426,8 @@ mod tests {
         };
         let policy =
             ContainerGcPolicy { min_age: Duration::ZERO, max_per_pod_container: 1, max_containers: -1 };
-        let chosen = choose(&policy, now, Wish::default(), &HashSet::new(), &[made(0), made(1)], &[]);
+        let chosen =
+            choose(&policy, now, ContainerGcRequest::default(), &HashSet::new(), &[made(0), made(1)], &[]);
         assert_eq!(chosen.containers.iter().map(|c| c.id.as_str()).collect::<Vec<_>>(), ["a0"]);
     }
 

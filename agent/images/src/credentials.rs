@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use beelet_codec::data;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1::Secret;
 use serde::Deserialize;
 
-use super::reference;
+use super::{Error, reference};
 
 /// The registry of images that name none.
 const DOCKER_HUB: &str = "docker.io";
@@ -33,9 +34,11 @@ struct DockerConfigJson {
     auths: BTreeMap<String, Entry>,
 }
 
-/// The credentials for an image, best fit first; empty where none fits. Fails, with a sentence, for a secret that is no
-/// docker configuration.
-pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<cri::AuthConfig>, String> {
+/// The credentials for an image, best fit first; empty where none fits.
+///
+/// # Errors
+/// A secret is no docker configuration.
+pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<cri::AuthConfig>, Error> {
     let mut fits: Vec<(usize, cri::AuthConfig)> = Vec::new();
     for secret in secrets {
         for (registry, entry) in entries(secret)? {
@@ -49,25 +52,22 @@ pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<cri::AuthConfi
     Ok(fits.into_iter().map(|(_, auth)| auth).collect())
 }
 
-fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, String> {
-    let name = secret.metadata.name.as_deref().unwrap_or_default();
-    let data = |key: &str| secret.data.as_ref().and_then(|data| data.get(key));
-    // serde's own message might quote the secret.
-    let unreadable = |key: &str| format!("the Secret {name}: {key} is not docker's configuration in JSON");
-    if let Some(json) = data(".dockerconfigjson") {
+fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, Error> {
+    let name = secret.metadata.name.clone().unwrap_or_default();
+    let value = |key: &str| secret.data.as_ref().and_then(|data| data.get(key));
+    let unreadable = |key| Error::NotDockerConfig { secret: name.clone(), key };
+    if let Some(json) = value(".dockerconfigjson") {
         let config: DockerConfigJson =
-            serde_json::from_slice(&json.0).map_err(|_| unreadable(".dockerconfigjson"))?;
+            data::from_json(&json.0).map_err(|_| unreadable(".dockerconfigjson"))?;
         return Ok(config.auths);
     }
-    if let Some(json) = data(".dockercfg") {
-        return serde_json::from_slice(&json.0).map_err(|_| unreadable(".dockercfg"));
+    if let Some(json) = value(".dockercfg") {
+        return data::from_json(&json.0).map_err(|_| unreadable(".dockercfg"));
     }
-    Err(format!(
-        "the Secret {name} has neither .dockerconfigjson nor .dockercfg, so it can't be an imagePullSecret"
-    ))
+    Err(Error::NotAPullSecret(name))
 }
 
-fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, String> {
+fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, Error> {
     let mut auth = cri::AuthConfig {
         username: entry.username,
         password: entry.password,
@@ -77,7 +77,7 @@ fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, String> {
         ..Default::default()
     };
     if auth.username.is_empty() && !entry.auth.is_empty() {
-        let wrong = || format!("the entry for {registry}: auth is not base64 of user:password");
+        let wrong = || Error::NotBase64(registry.to_owned());
         let text = STANDARD.decode(entry.auth.trim()).map_err(|_| wrong())?;
         let text = String::from_utf8(text).map_err(|_| wrong())?;
         let (user, password) = text.split_once(':').ok_or_else(wrong)?;
@@ -181,10 +181,11 @@ mod tests {
     fn a_secret_that_is_no_docker_configuration_is_named_but_not_quoted() {
         let opaque: Secret =
             serde_json::from_value(json!({"metadata": {"name": "s"}, "data": {"x": "aHVzaA=="}})).unwrap();
-        assert!(of_secrets("busybox", &[&opaque]).unwrap_err().contains("the Secret s has neither"));
+        assert_eq!(of_secrets("busybox", &[&opaque]), Err(Error::NotAPullSecret("s".to_owned())));
         let broken =
             json!({"metadata": {"name": "s"}, "data": {".dockerconfigjson": STANDARD.encode("hush")}});
-        let error = of_secrets("busybox", &[&serde_json::from_value(broken).unwrap()]).unwrap_err();
+        let error =
+            of_secrets("busybox", &[&serde_json::from_value(broken).unwrap()]).unwrap_err().to_string();
         assert!(error.contains("docker's configuration") && !error.contains("hush"), "{error}");
     }
 }

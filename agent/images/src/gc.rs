@@ -17,16 +17,18 @@ use beelet_policy::image_gc::{
 use beelet_proto::cri;
 use jiff::Timestamp;
 use tokio::{
-    sync::{mpsc, oneshot, watch},
-    time::{Instant, MissedTickBehavior, interval, interval_at},
+    select,
+    sync::watch,
+    time::{Instant, Interval, MissedTickBehavior, interval, interval_at},
 };
-use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
+    Error,
+    collector::{self, Collector, Garbage},
     lease::Leases,
     metrics::Metrics,
-    records::{self, Known},
+    records::{self, ImageRecords},
     usage::{Usage, names, sandbox_image},
 };
 use beelet_base::clock::WallClock;
@@ -41,8 +43,9 @@ pub const PERIOD: Duration = Duration::from_secs(300);
 const LIST_PERIOD: Duration = Duration::from_secs(30);
 /// Between the first look and the first collection: workers that start containers at the same time go first.
 const SETTLING: Duration = Duration::from_secs(1);
-/// Wishes under way. Who has one more waits.
-const COMMANDS: usize = 16;
+
+/// Asks the collector of images; clones ask the same one.
+pub type Handle = collector::Handle<ImageGcRequest, Collected>;
 
 /// What image garbage collection needs from the rest of the node.
 #[derive(Debug)]
@@ -67,26 +70,19 @@ pub struct Parts {
     pub metrics: Metrics,
 }
 
-/// What a collection is to do.
+/// Options of one collection of images.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Wish {
-    /// Everything that is unused and not too young goes, whatever space there is.
+pub struct ImageGcRequest {
+    /// Remove everything that is unused and not too young, whatever space there is.
     pub all_unused: bool,
     /// Only say what would go.
     pub dry_run: bool,
 }
 
-/// A wish, and where to answer.
-#[derive(Debug)]
-pub struct Command {
-    wish: Wish,
-    reply: oneshot::Sender<Result<Collected, String>>,
-}
-
-/// What a collection came to.
+/// The outcome of a collection of images.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// What `policy` says of it.
+    /// The policy's judgement of it.
     pub outcome: Outcome,
     /// The images that went (or would go), in order.
     pub images: Vec<CollectedImage>,
@@ -99,39 +95,19 @@ pub struct CollectedImage {
     pub id: String,
     /// Its tags, or its digests where it has none.
     pub names: Vec<String>,
-    /// What the runtime said it takes, in bytes.
+    /// Its size as the runtime said it, in bytes.
     pub size_bytes: u64,
-    /// What its going freed, in bytes: measured, or in a dry run its size.
+    /// Bytes freed by its removal: measured, or in a dry run its size.
     pub freed_bytes: u64,
     /// `age` or `space`.
     pub reason: &'static str,
 }
 
-/// Asks the collector; clones ask the same one.
-#[derive(Clone, Debug)]
-pub struct Handle {
-    commands: mpsc::Sender<Command>,
-}
-
-impl Handle {
-    /// Collects now, after what is being collected already.
-    ///
-    /// # Errors
-    /// Why nothing could be decided; a collection that did less than it should is none, its outcome says so.
-    pub async fn collect(&self, wish: Wish) -> Result<Collected, String> {
-        let (reply, answer) = oneshot::channel();
-        let ended = || "the agent stops; ask again when it runs".to_owned();
-        self.commands.send(Command { wish, reply }).await.map_err(|_| ended())?;
-        answer.await.map_err(|_| ended())?
-    }
-}
-
-/// See the module's head.
+/// Ages and users of the images on this node, and their removal.
 #[derive(Debug)]
 pub struct ImageGc {
     parts: Parts,
-    commands: mpsc::Receiver<Command>,
-    known: Known,
+    known: ImageRecords,
     /// Ages are told by the wall's clock, for they outlive the machine's run. It may be set.
     clock: WallClock,
     /// Where images are, once the runtime has said it.
@@ -148,60 +124,97 @@ enum Removed {
     Failed(String),
 }
 
+/// When images are looked at, collected and listed without a request.
+#[derive(Debug)]
+pub struct Timers {
+    looks: Interval,
+    /// None: only when asked.
+    collections: Option<Interval>,
+    lists: Interval,
+}
+
+/// What is due by the [`Timers`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Due {
+    /// Bring ages up to date.
+    Look,
+    /// Collect.
+    Collection,
+    /// List the images.
+    List,
+}
+
+impl Garbage for ImageGc {
+    type GcRequest = ImageGcRequest;
+    type Collected = Collected;
+    type Timers = Timers;
+    type Due = Due;
+
+    async fn begin(&mut self) -> Timers {
+        self.known = records::load(&self.parts.state).await;
+        let often = |mut ticks: Interval| {
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            ticks
+        };
+        // The first look comes first.
+        let first = |period: Duration| Instant::now() + period.min(SETTLING);
+        Timers {
+            looks: often(interval(PERIOD)),
+            collections: self.parts.period.map(|period| often(interval_at(first(period), period))),
+            lists: often(interval(LIST_PERIOD)),
+        }
+    }
+
+    async fn due(timers: &mut Timers) -> Due {
+        let collection = async {
+            match &mut timers.collections {
+                Some(collections) => drop(collections.tick().await),
+                None => std::future::pending().await,
+            }
+        };
+        select! {
+            biased;
+            _ = timers.looks.tick() => Due::Look,
+            () = collection => Due::Collection,
+            _ = timers.lists.tick() => Due::List,
+        }
+    }
+
+    async fn work(&mut self, due: Due) {
+        match due {
+            Due::Look => self.look_around().await,
+            Due::Collection => self.collect_by_itself().await,
+            Due::List => self.list().await,
+        }
+    }
+
+    async fn collect(&mut self, request: ImageGcRequest) -> Result<Collected, Error> {
+        let collected = self.collect_once(request).await?;
+        if !request.dry_run {
+            self.record_events(&collected);
+        }
+        Ok(collected)
+    }
+}
+
 impl ImageGc {
     /// A collector that has not looked yet, and how to ask it.
     #[must_use]
-    pub fn new(parts: Parts) -> (Self, Handle) {
-        let (sender, commands) = mpsc::channel(COMMANDS);
-        let gc = Self {
+    pub fn new(parts: Parts) -> (Collector<Self>, Handle) {
+        Collector::new(Self {
             parts,
-            commands,
-            known: Known::default(),
+            known: ImageRecords::default(),
             clock: WallClock::default(),
             mountpoint: None,
             sandbox_image: None,
             failed_before: false,
-        };
-        (gc, Handle { commands: sender })
-    }
-
-    /// Works until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        self.known = records::load(&self.parts.state).await;
-        let mut looks = interval(PERIOD);
-        // The first look comes first.
-        let period = self.parts.period.unwrap_or(PERIOD);
-        let mut collections = interval_at(Instant::now() + period.min(SETTLING), period);
-        let mut lists = interval(LIST_PERIOD);
-        for ticks in [&mut looks, &mut collections, &mut lists] {
-            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        }
-        let periodic = self.parts.period.is_some();
-        loop {
-            let step = async {
-                tokio::select! {
-                    biased;
-                    Some(command) = self.commands.recv() => {
-                        let collected = self.answer(command.wish).await;
-                        // Who asked may have gone away meanwhile.
-                        let _ = command.reply.send(collected);
-                    }
-                    _ = looks.tick() => self.look_around().await,
-                    _ = collections.tick(), if periodic => self.collect_by_itself().await,
-                    _ = lists.tick() => self.list().await,
-                }
-            };
-            tokio::select! {
-                () = shutdown.cancelled() => return,
-                () = step => {}
-            }
-        }
+        })
     }
 
     /// Brings ages up to date.
     async fn look_around(&mut self) {
         if let Err(error) = self.detect(Timestamp::now()).await {
-            warn!(error, "the images could not be looked at; their ages are as of the last time");
+            warn!(%error, "the images could not be looked at; their ages are as of the last time");
         }
     }
 
@@ -217,29 +230,14 @@ impl ImageGc {
         self.parts.metrics.listed(images.len(), bytes);
     }
 
+    /// As the kubelet reports it: a first failure is only logged, the next ones are events.
     async fn collect_by_itself(&mut self) {
-        let collected = self.collect(Wish::default()).await;
-        self.tell(&collected);
-    }
-
-    async fn answer(&mut self, wish: Wish) -> Result<Collected, String> {
-        let collected = self.collect(wish).await;
-        if !wish.dry_run
-            && let Ok(collected) = &collected
-        {
-            collected.outcome.events.iter().for_each(|event| self.event(event.reason, &event.message));
-        }
-        collected
-    }
-
-    /// As the kubelet tells: a first failure is only logged, the next ones are events.
-    fn tell(&mut self, collected: &Result<Collected, String>) {
-        let error = match collected {
+        let error = match self.collect_once(ImageGcRequest::default()).await {
             Ok(collected) => {
-                collected.outcome.events.iter().for_each(|event| self.event(event.reason, &event.message));
-                collected.outcome.error.as_ref()
+                self.record_events(&collected);
+                collected.outcome.error
             }
-            Err(error) => Some(error),
+            Err(error) => Some(error.to_string()),
         };
         let Some(error) = error else {
             if std::mem::take(&mut self.failed_before) {
@@ -249,10 +247,14 @@ impl ImageGc {
         };
         self.parts.metrics.failed();
         if std::mem::replace(&mut self.failed_before, true) {
-            self.event("ImageGCFailed", error);
+            self.event("ImageGCFailed", &error);
         } else {
             warn!(error, "image garbage collection failed; it is tried again");
         }
+    }
+
+    fn record_events(&self, collected: &Collected) {
+        collected.outcome.events.iter().for_each(|event| self.event(event.reason, &event.message));
     }
 
     fn event(&self, reason: &str, message: &str) {
@@ -260,10 +262,10 @@ impl ImageGc {
     }
 
     /// Looks at all images and their users; brings the records up to date.
-    async fn detect(&mut self, now: Timestamp) -> Result<(Vec<cri::Image>, Usage), String> {
+    async fn detect(&mut self, now: Timestamp) -> Result<(Vec<cri::Image>, Usage), Error> {
         self.learn_sandbox_image().await;
         // Use is asked for after the list: an image that came into use in between counts as used.
-        let images = self.parts.runtime.list_images().await.map_err(|e| e.to_string())?;
+        let images = self.parts.runtime.list_images().await?;
         let usage = self.usage().await?;
         self.note_list(&images);
         let first = self.known.began.is_none();
@@ -282,18 +284,16 @@ impl ImageGc {
             && let Err(error) = records::store(&self.parts.state, &self.known).await
         {
             warn!(
-                error,
+                %error,
                 "the ages of images could not be kept; after a restart of the agent they are older ones"
             );
         }
         Ok((images, usage))
     }
 
-    async fn usage(&self) -> Result<Usage, String> {
+    async fn usage(&self) -> Result<Usage, Error> {
         let table = Arc::clone(&self.parts.table.borrow());
-        Usage::look(&self.parts.runtime, &table, self.sandbox_image.as_deref())
-            .await
-            .map_err(|error| error.to_string())
+        Ok(Usage::look(&self.parts.runtime, &table, self.sandbox_image.as_deref()).await?)
     }
 
     /// Once: the runtime reads its configuration when it starts, and a restart of it is a restart of nothing here.
@@ -306,7 +306,7 @@ impl ImageGc {
     }
 
     /// One run, from the look at everything to the low mark.
-    async fn collect(&mut self, wish: Wish) -> Result<Collected, String> {
+    async fn collect_once(&mut self, request: ImageGcRequest) -> Result<Collected, Error> {
         // Nothing is younger than the run that looks for it.
         let (images, usage) = self.detect(Timestamp::now()).await?;
         let now = Timestamp::now();
@@ -318,7 +318,8 @@ impl ImageGc {
             .filter(|image| usage.has(image) || self.parts.leases.any_held(names(image)))
             .map(|image| image.id.as_str())
             .collect();
-        let mode = if wish.all_unused { Mode::AllUnused } else { Mode::Policy { began: self.known.began } };
+        let mode =
+            if request.all_unused { Mode::AllUnused } else { Mode::Policy { began: self.known.began } };
         let policy = self.parts.policy;
         let mut run = Collection::new(&policy, mode, now, &records, &in_use);
         let mut gone = Vec::new();
@@ -333,14 +334,14 @@ impl ImageGc {
                 Step::Remove(image, reason) => {
                     let listed = listed.get(image.id.as_str()).copied();
                     let removed = match listed {
-                        _ if wish.dry_run => Removed::Freed(image.size_bytes),
+                        _ if request.dry_run => Removed::Freed(image.size_bytes),
                         Some(listed) => self.remove(listed, &mut freed).await,
                         None => Removed::InUse,
                     };
                     match removed {
                         Removed::Freed(bytes) => {
                             gone.push(collected(image, listed, reason, bytes));
-                            if !wish.dry_run {
+                            if !request.dry_run {
                                 let image = gone.last().map(|image| image.names.join(", "));
                                 info!(image, freed_bytes = bytes, ?reason, "image is removed");
                                 self.parts.metrics.collected(word(reason), bytes);
@@ -369,7 +370,7 @@ impl ImageGc {
         match self.usage().await {
             Ok(usage) if usage.has(&current) => return Removed::InUse,
             Ok(_) => {}
-            Err(error) => return Removed::Failed(error),
+            Err(error) => return Removed::Failed(error.to_string()),
         }
         let before = if freed.has_begun() { None } else { self.measure().await.ok() };
         if let Some(fs) = before {
@@ -384,22 +385,19 @@ impl ImageGc {
         match self.measure().await {
             Ok(fs) => Removed::Freed(freed.more(fs)),
             Err(error) => {
-                warn!(error, "what the removal freed is not known; its size is taken for it");
+                warn!(%error, "cannot measure what the removal freed; its size is taken for it");
                 Removed::Freed(listed.size)
             }
         }
     }
 
     /// The images' file system, where the runtime says it is.
-    async fn measure(&mut self) -> Result<FsUsage, String> {
+    async fn measure(&mut self) -> Result<FsUsage, Error> {
         let path = match &self.mountpoint {
             Some(path) => path.clone(),
             None => {
-                let info = self.parts.runtime.image_fs_info().await.map_err(|e| e.to_string())?;
-                let path = image_mountpoint(&info).map(PathBuf::from).ok_or_else(|| {
-                    "the container runtime does not say where it keeps its images (ImageFsInfo names no mountpoint)"
-                        .to_owned()
-                })?;
+                let info = self.parts.runtime.image_fs_info().await?;
+                let path = image_mountpoint(&info).map(PathBuf::from).ok_or(Error::NoMountpoint)?;
                 self.mountpoint.insert(path).clone()
             }
         };
@@ -408,7 +406,7 @@ impl ImageGc {
             // The runtime may have another place next time.
             self.mountpoint = None;
         }
-        measured.map(|measured| measured.bytes)
+        Ok(measured?.bytes)
     }
 }
 

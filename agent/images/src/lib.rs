@@ -6,9 +6,10 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
+pub mod collector;
 pub mod containers;
-
 pub mod credentials;
+mod error;
 pub mod gc;
 pub mod lease;
 mod metrics;
@@ -17,10 +18,12 @@ mod records;
 pub mod reference;
 mod usage;
 
-pub use self::records::Known;
 pub use self::{
-    gc::{Collected, Handle, ImageGc, Parts, Wish},
+    collector::Collector,
+    error::Error,
+    gc::{Collected, Handle, ImageGc, ImageGcRequest, Parts},
     lease::{Lease, Leases},
     metrics::Metrics,
+    records::ImageRecords,
 };
 pub use beelet_base::filesystem::{Space, Statvfs};

@@ -23,7 +23,7 @@ use beelet_model::pod::ImageUser;
 pub struct Limits {
     /// Pulls at a time; None: as many as are asked for.
     pub parallel: Option<usize>,
-    /// Pulls a second, on average; 0: as many as are asked for.
+    /// Pulls per second, on average; 0: as many as are asked for.
     pub per_second: f64,
     /// Pulls that may begin at once after a quiet time.
     pub burst: u32,
@@ -40,28 +40,34 @@ impl Default for Limits {
 pub struct Image {
     /// As the runtime identifies it.
     pub id: String,
-    /// Who it runs as.
+    /// User and group that it runs as.
     pub user: ImageUser,
 }
 
-/// Why an image can't be had.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Why there is no image for a container.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
 pub struct PullError {
     /// The word that the pod's status shows.
     pub reason: &'static str,
     /// A sentence.
     pub message: String,
-    /// The runtime wasn't there or gave no answer: nothing is known against the image.
-    pub unanswered: bool,
+    transient: bool,
 }
 
 impl PullError {
     fn new(reason: &'static str, message: String) -> Self {
-        Self { reason, message, unanswered: false }
+        Self { reason, message, transient: false }
     }
 
     fn of_runtime(reason: &'static str, error: &Error) -> Self {
-        Self { reason, message: error.to_string(), unanswered: error.is_unavailable() }
+        Self { reason, message: error.to_string(), transient: error.is_transient() }
+    }
+
+    /// Returns true if the runtime wasn't there or gave no answer: nothing is known against the image.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        self.transient
     }
 }
 
@@ -78,7 +84,7 @@ enum Freshness {
     IfAbsent,
 }
 
-/// See the module's head.
+/// Pulls images, within [`Limits`], and each once at a time.
 #[derive(Debug)]
 pub struct Puller {
     runtime: Runtime,

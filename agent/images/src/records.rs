@@ -5,25 +5,25 @@ use std::{collections::BTreeMap, sync::Arc};
 use beelet_policy::image_gc::ImageRecord;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use beelet_state::{Loaded, State};
+use beelet_base::blocking::blocking;
+use beelet_state::{Loaded, State, StateError};
 
 /// The name of the durable record.
 const NAME: &str = "images";
 
-/// What is kept.
+/// The durable record of image ages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Known {
+pub struct ImageRecords {
     /// When images were first looked at on this machine; None: never yet.
     pub(super) began: Option<Timestamp>,
     /// By id.
     pub(super) images: BTreeMap<String, ImageRecord>,
 }
 
-impl Known {
+impl ImageRecords {
     /// All times in it.
     pub(super) fn times(&mut self) -> impl Iterator<Item = &mut Timestamp> {
         let of_images = self.images.values_mut().flat_map(|record| {
@@ -35,30 +35,24 @@ impl Known {
 }
 
 /// Reads what an earlier instance knew. Without it every image is as if it were seen for the first time.
-pub(super) async fn load(state: &Arc<State>) -> Known {
+pub(super) async fn load(state: &Arc<State>) -> ImageRecords {
     let state = Arc::clone(state);
-    let loaded = spawn_blocking(move || state.load::<Known>(NAME)).await;
-    match loaded {
-        Ok(Ok(Loaded::Value { value, .. })) => value,
-        Ok(Ok(Loaded::Absent)) => Known::default(),
-        Ok(Ok(Loaded::Quarantined { moved_to, reason })) => {
+    match blocking("reading the record of image ages", move || state.load::<ImageRecords>(NAME)).await {
+        Ok(Loaded::Value { value, .. }) => value,
+        Ok(Loaded::Absent) => ImageRecords::default(),
+        Ok(Loaded::Quarantined { moved_to, reason }) => {
             warn!(?moved_to, %reason, "the record of image ages was damaged and set aside; ages begin anew");
-            Known::default()
-        }
-        Ok(Err(error)) => {
-            warn!(%error, "the record of image ages can't be read; ages begin anew");
-            Known::default()
+            ImageRecords::default()
         }
         Err(error) => {
-            warn!(%error, "the record of image ages was not read; ages begin anew");
-            Known::default()
+            warn!(%error, "cannot read the record of image ages; ages begin anew");
+            ImageRecords::default()
         }
     }
 }
 
-/// Keeps it. A sentence if it could not be.
-pub(super) async fn store(state: &Arc<State>, known: &Known) -> Result<(), String> {
+/// Writes the durable record.
+pub(super) async fn store(state: &Arc<State>, known: &ImageRecords) -> Result<(), StateError> {
     let (state, known) = (Arc::clone(state), known.clone());
-    let stored = spawn_blocking(move || state.store(NAME, &known).map_err(|e| e.to_string()));
-    stored.await.unwrap_or_else(|e| Err(format!("an internal task failed: {e}")))
+    blocking("writing the record of image ages", move || state.store(NAME, &known)).await
 }

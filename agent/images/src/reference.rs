@@ -14,14 +14,37 @@ pub struct Reference<'a> {
     pub path: &'a str,
 }
 
-/// Reads an image's name. Fails, with the rest of a sentence that begins with the name.
-pub fn parse(image: &str) -> Result<Reference<'_>, String> {
+/// Why a text is no image's name: the rest of a sentence that begins with the name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotAReference {
+    /// What follows `@`.
+    #[error("has a digest that is none, such as sha256:<64 hexadecimal digits>")]
+    Digest,
+    /// What follows the last colon.
+    #[error("has a tag that is none: up to {TAG_MAX} of letters, digits, '_', '.' and '-'")]
+    Tag,
+    /// What stands before the first slash.
+    #[error("has a registry that is no host name, nor one with a port")]
+    Registry,
+    /// The rest.
+    #[error(
+        "has a path that is none: up to {NAME_MAX} of a-z, 0-9, '.', '_', '-' and '/', no capital letters, each part \
+         beginning and ending with a letter or digit"
+    )]
+    Path,
+}
+
+/// Reads an image's name.
+///
+/// # Errors
+/// It is none.
+pub fn parse(image: &str) -> Result<Reference<'_>, NotAReference> {
     let (rest, digest) = match image.split_once('@') {
         Some((rest, digest)) => (rest, Some(digest)),
         None => (image, None),
     };
     if digest.is_some_and(|digest| !is_digest(digest)) {
-        return Err("has a digest that is none, such as sha256:<64 hexadecimal digits>".to_owned());
+        return Err(NotAReference::Digest);
     }
     // A colon before the last slash belongs to the registry's port.
     let at = rest.rfind('/').map_or(0, |slash| slash + 1);
@@ -30,20 +53,17 @@ pub fn parse(image: &str) -> Result<Reference<'_>, String> {
         None => (rest, None),
     };
     if tag.is_some_and(|tag| !is_tag(tag)) {
-        return Err(format!("has a tag that is none: up to {TAG_MAX} of letters, digits, '_', '.' and '-'"));
+        return Err(NotAReference::Tag);
     }
     let (host, path) = match name.split_once('/') {
         Some((first, path)) if first.contains(['.', ':']) || first == "localhost" => (Some(first), path),
         _ => (None, name),
     };
     if host.is_some_and(|host| !is_host(host)) {
-        return Err("has a registry that is no host name, nor one with a port".to_owned());
+        return Err(NotAReference::Registry);
     }
     if name.len() > NAME_MAX || !path.split('/').all(is_component) {
-        return Err(format!(
-            "has a path that is none: up to {NAME_MAX} of a-z, 0-9, '.', '_', '-' and '/', no capital letters, each \
-             part beginning and ending with a letter or digit"
-        ));
+        return Err(NotAReference::Path);
     }
     Ok(Reference { host, path })
 }
@@ -122,7 +142,7 @@ mod tests {
     #[test]
     fn names_that_are_none() {
         let check = |image: &str, part: &str| {
-            let error = parse(image).unwrap_err();
+            let error = parse(image).unwrap_err().to_string();
             assert!(error.contains(part), "{image}: {error}");
         };
         check("Busybox", "no capital letters");

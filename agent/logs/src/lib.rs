@@ -4,8 +4,11 @@
 //!
 //! What is in them comes from containers: any bytes, any length. Nothing here may rely on a line's form.
 
+mod error;
 pub mod read;
 pub mod rotate;
+
+pub use self::error::Error;
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -80,9 +83,9 @@ pub fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> {
 
 /// Makes the runtime open a plain file for a container's instance, whatever a container put in its log's place: to open
 /// a FIFO nobody reads would hold the runtime up for ever. Blocking.
-pub fn clear(folder: &Path, attempt: u32) -> Result<(), String> {
+pub fn clear(folder: &Path, attempt: u32) -> Result<(), Error> {
     let log = folder.join(format!("{attempt}.log"));
-    own_file::clear(&log).map_err(|e| format!("cannot make room for the log {}: {e}", log.display()))
+    own_file::clear(&log).map_err(|cause| Error::Clear { log, cause })
 }
 
 /// Bytes of a container's as text of at most so many bytes.

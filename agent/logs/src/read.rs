@@ -13,7 +13,8 @@ use inotify::{Inotify, WatchMask};
 use jiff::Timestamp;
 use tokio::sync::mpsc;
 
-use super::{Stream, own_file, parse, rotate};
+use super::{Error, Stream, own_file, parse, rotate};
+use beelet_base::blocking::blocking;
 
 /// Most bytes of a piece that is handed on.
 const PIECE: usize = 32 << 10;
@@ -42,21 +43,6 @@ pub struct Piece {
     pub bytes: Vec<u8>,
 }
 
-/// Why reading ended early.
-#[derive(Debug)]
-pub enum ReadError {
-    /// Nobody listens any more.
-    Closed,
-    /// The log can't be read.
-    Io(io::Error),
-}
-
-impl From<io::Error> for ReadError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
 /// Sends what is wanted of the log at `path`, its rotated files included; then, until `ended` comes true, what is
 /// written to it. `ended` is asked for after each change; None: it isn't followed at all.
 ///
@@ -67,9 +53,9 @@ pub async fn read(
     wanted: Wanted,
     pieces: mpsc::Sender<Piece>,
     ended: Option<impl Future<Output = ()> + Send>,
-) -> Result<(), ReadError> {
+) -> Result<(), Error> {
     let Some(ended) = ended else {
-        return blocking(move || Reader::new(path, wanted, pieces).all().map(drop)).await;
+        return blocking("reading a log", move || Reader::new(path, wanted, pieces).all().map(drop)).await;
     };
     // Watched before it is read: what comes in between is told.
     let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
@@ -78,7 +64,7 @@ pub async fn read(
     inotify.watches().add(&folder, mask)?;
     let mut events = inotify.into_event_stream(vec![0; EVENTS])?;
     let listener = pieces.clone();
-    let mut reader = blocking(move || Reader::new(path, wanted, pieces).all()).await?;
+    let mut reader = blocking("reading a log", move || Reader::new(path, wanted, pieces).all()).await?;
     let mut ended = std::pin::pin!(ended);
     loop {
         let over = tokio::select! {
@@ -92,23 +78,17 @@ pub async fn read(
                 None => return Err(io::Error::other("the kernel ended the stream of inotify events").into()),
             },
             () = &mut ended => true,
-            () = listener.closed() => return Err(ReadError::Closed),
+            () = listener.closed() => return Err(Error::Closed),
         };
-        reader = blocking(move || {
+        reader = blocking("following a log", move || {
             reader.more()?;
-            Ok(reader)
+            Ok::<_, Error>(reader)
         })
         .await?;
         if over {
             return Ok(());
         }
     }
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, ReadError> + Send + 'static,
-) -> Result<T, ReadError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| Err(io::Error::other(e).into()))
 }
 
 /// Reads; all of it blocks.
@@ -131,7 +111,7 @@ impl Reader {
     }
 
     /// What there is now.
-    fn all(mut self) -> Result<Self, ReadError> {
+    fn all(mut self) -> Result<Self, Error> {
         // Opened first: what is rotated from now on is still read here, and must not be read twice.
         let current = match own_file::read(&self.path) {
             Ok(file) => Some(file),
@@ -155,7 +135,7 @@ impl Reader {
     }
 
     /// The rotated files but the one that is open already.
-    fn rotated(&self, current: Option<&File>) -> Result<Vec<PathBuf>, ReadError> {
+    fn rotated(&self, current: Option<&File>) -> Result<Vec<PathBuf>, Error> {
         let ours = current.map(File::metadata).transpose()?.map(|found| (found.dev(), found.ino()));
         let mut files = rotate::rotated(&self.path)?;
         files.retain(|path| {
@@ -167,7 +147,7 @@ impl Reader {
     }
 
     /// Which file to begin with, and how many lines of it to leave out.
-    fn start(&self, files: &[PathBuf], current: Option<&File>) -> Result<(usize, u64), ReadError> {
+    fn start(&self, files: &[PathBuf], current: Option<&File>) -> Result<(usize, u64), Error> {
         let Some(mut missing) = self.wanted.tail else { return Ok((0, 0)) };
         if let Some(current) = current {
             // Another descriptor of the same file, with a position of its own.
@@ -190,7 +170,7 @@ impl Reader {
     }
 
     /// What has been written since.
-    fn more(&mut self) -> Result<(), ReadError> {
+    fn more(&mut self) -> Result<(), Error> {
         let mut none = 0;
         if let Some(mut before) = self.before.take() {
             self.lines(&mut before, &mut none)?;
@@ -218,7 +198,7 @@ impl Reader {
     }
 
     /// Whether another file has the log's name by now.
-    fn was_replaced(&self, open: &BufReader<File>) -> Result<bool, ReadError> {
+    fn was_replaced(&self, open: &BufReader<File>) -> Result<bool, Error> {
         let ours = open.get_ref().metadata()?;
         match fs::metadata(&self.path) {
             Ok(there) => Ok((ours.dev(), ours.ino()) != (there.dev(), there.ino())),
@@ -229,7 +209,7 @@ impl Reader {
     }
 
     /// Hands on all whole lines that are left in a file, but the first `skip`.
-    fn lines(&mut self, file: &mut dyn BufRead, skip: &mut u64) -> Result<(), ReadError> {
+    fn lines(&mut self, file: &mut dyn BufRead, skip: &mut u64) -> Result<(), Error> {
         loop {
             let mut line = std::mem::take(&mut self.begun);
             let read = file.take(LINE_MAX).read_until(b'\n', &mut line)?;
@@ -246,7 +226,7 @@ impl Reader {
         }
     }
 
-    fn hand_on(&mut self, line: &[u8]) -> Result<(), ReadError> {
+    fn hand_on(&mut self, line: &[u8]) -> Result<(), Error> {
         // A line of no known form is shown as it is.
         let Some(parsed) = parse(line) else { return self.gather(Stream::Out, &[line]) };
         if let Some(since) = self.wanted.since
@@ -262,7 +242,7 @@ impl Reader {
         }
     }
 
-    fn gather(&mut self, stream: Stream, parts: &[&[u8]]) -> Result<(), ReadError> {
+    fn gather(&mut self, stream: Stream, parts: &[&[u8]]) -> Result<(), Error> {
         if self.gathered.as_ref().is_some_and(|piece| piece.stream != stream || piece.bytes.len() >= PIECE) {
             self.flush()?;
         }
@@ -271,16 +251,16 @@ impl Reader {
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), ReadError> {
+    fn flush(&mut self) -> Result<(), Error> {
         match self.gathered.take() {
-            Some(piece) => self.pieces.blocking_send(piece).map_err(|_| ReadError::Closed),
+            Some(piece) => self.pieces.blocking_send(piece).map_err(|_| Error::Closed),
             None => Ok(()),
         }
     }
 }
 
 /// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
-fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, ReadError> {
+fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, Error> {
     let compressed = path.extension().is_some_and(|end| end == "gz");
     match own_file::read(path) {
         Ok(file) if compressed => Ok(Some(Box::new(BufReader::new(GzDecoder::new(BufReader::new(file)))))),
@@ -293,7 +273,7 @@ fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, ReadError> {
     }
 }
 
-fn count_lines(file: &mut dyn BufRead) -> Result<u64, ReadError> {
+fn count_lines(file: &mut dyn BufRead) -> Result<u64, Error> {
     let mut count = 0;
     loop {
         let buffer = file.fill_buf()?;

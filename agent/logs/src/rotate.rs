@@ -6,10 +6,10 @@
 //! missing that should be there, the runtime is asked again.
 
 use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,6 +25,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
+use super::Error;
+use beelet_base::{blocking::blocking, walk};
 use beelet_cri::Runtime;
 use beelet_model::pod::{log_folder, log_path};
 use beelet_model::status::runtime_id;
@@ -86,11 +88,11 @@ impl Rotator {
             }
             let written = written(&self.table.borrow(), &self.logs);
             let (max, logs) = (self.limits.max_size, self.logs.clone());
-            let large = tokio::task::spawn_blocking(move || {
+            let due = blocking("looking at the sizes of logs", move || {
                 let is_due = |log: &Written| Log::open(&logs, &log.path).is_ok_and(|log| log.is_due(max));
                 written.into_iter().filter(is_due).collect::<Vec<_>>()
             });
-            let due = large.await.unwrap_or_default();
+            let due = due.await;
             self.failing.retain(|path, _| due.iter().any(|log| log.path == *path));
             for log in due {
                 let rotated = self.rotate(&log).await;
@@ -99,15 +101,15 @@ impl Rotator {
         }
     }
 
-    async fn rotate(&self, log: &Written) -> Result<(), String> {
+    async fn rotate(&self, log: &Written) -> Result<(), Error> {
         let (logs, path, max_files) = (self.logs.clone(), log.path.clone(), self.limits.max_files);
-        let moved = tokio::task::spawn_blocking(move || {
+        let moved = blocking("rotating a log", move || {
             let log = Log::open(&logs, &path)?;
             let moved = log.make_room(max_files)?;
             Ok::<_, io::Error>((log, moved))
         });
-        let moved = moved.await.unwrap_or_else(|e| Err(io::Error::other(e)));
-        let (files, moved) = moved.map_err(|e| format!("cannot rotate {}: {e}", log.path.display()))?;
+        let moved = moved.await.map_err(|cause| Error::Rotate { log: log.path.clone(), cause });
+        let (files, moved) = moved?;
         match self.runtime.reopen_container_log(&log.container_id).await {
             Ok(()) => {
                 debug!(log = %log.path.display(), "log rotated");
@@ -115,23 +117,22 @@ impl Rotator {
             }
             Err(error) => {
                 // The container goes on writing to the file by its descriptor: give it its name back.
-                let back = tokio::task::spawn_blocking(move || match moved {
+                let back = blocking("renaming a log back", move || match moved {
                     Some(moved) if !files.has(&files.name) => files.rename(&moved, &files.name),
                     _ => Ok(()),
                 });
-                let back = back.await.unwrap_or_else(|e| Err(io::Error::other(e)));
-                let also = back.err().map(|e| format!("; nor can it get its name back: {e}"));
-                Err(format!("{error}{}", also.unwrap_or_default()))
+                Err(Error::Reopen { error, back: back.await.err() })
             }
         }
     }
 
-    fn note(&mut self, path: &Path, result: Result<(), String>) {
+    fn note(&mut self, path: &Path, result: Result<(), Error>) {
         match result {
             Ok(()) => {
                 self.failing.remove(path);
             }
             Err(error) => {
+                let error = error.to_string();
                 if self.failing.get(path) != Some(&error) {
                     warn!(log = %path.display(), "{error}; tried again at the next check");
                 }
@@ -281,8 +282,10 @@ impl Log {
         Ok(rustix::fs::renameat(&self.folder, from, &self.folder, to)?)
     }
 
+    /// Removes whatever is called so: a pod may have put a folder there.
     fn remove(&self, name: &OsStr) -> io::Result<()> {
-        Ok(rustix::fs::unlinkat(&self.folder, name, AtFlags::empty())?)
+        let name = CString::new(name.as_bytes())?;
+        Ok(walk::remove(self.folder.as_fd(), &name)?)
     }
 }
 
@@ -367,6 +370,23 @@ mod tests {
         fs::write(outside.join("0.log"), "").unwrap();
         forget_older(&folder, 5);
         assert!(outside.join("0.log").exists());
+    }
+
+    #[test]
+    fn folders_that_a_pod_puts_among_the_logs_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let ends = ["-000000", "-000001.gz", "-000002", "-000002.tmp", "-000003.gz.tmp"];
+        for end in ends {
+            fs::create_dir_all(dir.path().join(format!("0.log.20260101{end}/in/deep"))).unwrap();
+        }
+        fs::write(dir.path().join("0.log.20260101-000004"), "old").unwrap();
+        fs::create_dir(dir.path().join("0.log.20260101-000004.tmp")).unwrap();
+        fs::write(dir.path().join("0.log"), "now").unwrap();
+        log(dir.path()).make_room(5).unwrap().unwrap();
+        let left = names(dir.path());
+        let (kept, folder) = ("0.log.20260101-000004.gz", "0.log.20260101-000001.gz");
+        assert!(left.iter().any(|name| name == kept), "{left:?}");
+        assert!(left.iter().all(|name| !dir.path().join(name).is_dir() || name == folder), "{left:?}");
     }
 
     fn names(dir: &Path) -> Vec<String> {

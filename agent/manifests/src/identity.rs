@@ -11,6 +11,7 @@ pub(crate) use beelet_model::labels::{
 use std::fmt::Write as _;
 use std::path::Path;
 
+use beelet_codec::ApiType as _;
 use k8s_openapi::api::core::v1::{Pod, Toleration};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use sha2::{Digest, Sha256};
@@ -51,10 +52,7 @@ pub(super) fn keep_what_a_manifest_says(pod: &mut Pod) {
 
 /// A digest of what a manifest says.
 pub(super) fn content_digest(pod: &Pod) -> [u8; 32] {
-    // Neither maps with odd keys nor foreign types are in a pod, so this can't fail; if it did, two contents
-    // would be taken for the same, and the periodic comparison of files still replaces the pod.
-    let text = serde_json::to_vec(pod).unwrap_or_default();
-    Sha256::digest(&text).into()
+    Sha256::digest(pod.to_json()).into()
 }
 
 /// The name that a pod has on a node.

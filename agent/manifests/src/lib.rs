@@ -1,7 +1,7 @@
 //! A manifest's text to a pod: read, completed as the API server completes it, checked, or refused with every
 //! reason at once.
 //!
-//! One object a file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a cluster keeps in
+//! One object per file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a cluster keeps in
 //! its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`] watches the folder.
 //!
 //! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`support`]),
@@ -10,7 +10,6 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
-use beelet_codec::decode;
 mod defaults;
 pub mod folder;
 mod identity;
@@ -29,6 +28,7 @@ use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::Value;
 
+use beelet_codec::ApiType as _;
 use beelet_codec::document::{self, Document, Limits};
 
 pub use beelet_codec::error::{FieldError, ManifestError};
@@ -75,7 +75,7 @@ pub struct Manifest {
     pub object: Object,
     /// A digest of what was written (defaults, comments and layout left out), for the pod's identity.
     pub content: [u8; 32],
-    /// What was written but has no effect, a sentence each.
+    /// What was written but has no effect, one sentence each.
     pub warnings: Vec<String>,
 }
 
@@ -95,7 +95,7 @@ pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
     match (api_version, kind) {
         (Some("v1"), Some("Pod")) => read_pod(&document).map_err(locate),
         (Some("scheduling.k8s.io/v1"), Some("PriorityClass")) => {
-            priority::read(document.value.clone()).map_err(locate)
+            priority::read(&document.value).map_err(locate)
         }
         (Some("v1"), Some("ConfigMap")) => objects::config_map(&document.value).map_err(locate),
         (Some("v1"), Some("Secret")) => objects::secret(&document.value).map_err(locate),
@@ -114,7 +114,7 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
     let wanted = "a manifest is a v1 Pod (or a v1 ConfigMap or Secret, a scheduling.k8s.io/v1 PriorityClass, a \
                   node.k8s.io/v1 RuntimeClass)";
     if !value.is_object() {
-        return Problem::new("", format!("{wanted}, a mapping; this is {}", decode::name_of(value)));
+        return Problem::new("", format!("{wanted}, a mapping; this is {}", beelet_codec::name_of(value)));
     }
     match (api_version, kind) {
         (_, None) => Problem::new("kind", format!("must be there and be a string: {wanted}")),
@@ -133,15 +133,14 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
 
 fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     let mut value = document.value.clone();
-    decode::normalize(&mut value);
+    beelet_codec::normalize(&mut value);
     let found = support::check(&value);
     let mut problems = found.refused;
-    let decoded = match decode::pod(&value) {
-        Ok(decoded) => decoded,
+    let (mut pod, unknown) = match Pod::read(&value) {
+        Ok(read) => read,
         // What doesn't even have its type can't be judged further; what can't be run is still worth saying.
         Err(errors) => return Err(errors.into_iter().chain(problems).collect()),
     };
-    let mut pod = decoded.pod;
     identity::keep_what_a_manifest_says(&mut pod);
     let content = identity::content_digest(&pod);
     defaults::apply(&mut pod);
@@ -151,7 +150,7 @@ fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     }
     let place =
         |path: &str| document.locate(path).map_or_else(String::new, |(line, _)| format!("line {line}: "));
-    let warnings = decoded.unknown.into_iter().chain(found.ignored);
+    let warnings = unknown.into_iter().chain(found.ignored);
     let warnings = warnings.map(|p| format!("{}{}: {}", place(&p.path), p.path, p.message)).collect();
     Ok(Manifest { object: Object::Pod(Box::new(pod)), content, warnings })
 }

@@ -12,7 +12,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::Value;
 
 use super::{Manifest, Object, names};
-use beelet_codec::decode;
+use beelet_codec::ApiType as _;
 use beelet_codec::error::Problem;
 use beelet_model::objects;
 
@@ -23,7 +23,7 @@ const KEY_MAX: usize = 253;
 
 /// Reads a ConfigMap.
 pub(super) fn config_map(value: &Value) -> Result<Manifest, Vec<Problem>> {
-    let (mut map, unknown) = decode::object::<ConfigMap>(value)?;
+    let (mut map, unknown) = ConfigMap::read(value)?;
     let mut problems = namespaced(&mut map.metadata);
     let text = map.data.iter().flatten().map(|(key, text)| (key, text.len()));
     problems.extend(data("data", text));
@@ -34,12 +34,12 @@ pub(super) fn config_map(value: &Value) -> Result<Manifest, Vec<Problem>> {
             problems.push(Problem::new(names::field("binaryData", key), "is a key of data too"));
         }
     }
-    manifest(objects::Object::ConfigMap(Arc::new(map)), problems, unknown)
+    manifest(objects::Object::ConfigMap(Arc::new(map)), problems, &unknown)
 }
 
 /// Reads a Secret. Its `stringData` becomes `data`, as in the API server.
 pub(super) fn secret(value: &Value) -> Result<Manifest, Vec<Problem>> {
-    let (mut secret, unknown) = decode::object::<Secret>(value).map_err(|problems| {
+    let (mut secret, unknown) = Secret::read(value).map_err(|problems| {
         // A message of the decoder's may quote what it found.
         let hide = |problem: Problem| match problem.path.starts_with("data.") {
             true => {
@@ -57,7 +57,7 @@ pub(super) fn secret(value: &Value) -> Result<Manifest, Vec<Problem>> {
         "data",
         secret.data.iter().flatten().map(|(key, ByteString(bytes))| (key, bytes.len())),
     ));
-    manifest(objects::Object::Secret(Arc::new(secret)), problems, unknown)
+    manifest(objects::Object::Secret(Arc::new(secret)), problems, &unknown)
 }
 
 /// Reads a RuntimeClass.
@@ -69,7 +69,7 @@ pub(super) fn runtime_class(mut value: Value) -> Result<Manifest, Vec<Problem>> 
             *amount = Value::String(number.to_string());
         }
     }
-    let (mut class, unknown) = decode::object::<RuntimeClass>(&value)?;
+    let (mut class, unknown) = RuntimeClass::read(&value)?;
     // It belongs to the whole node, whatever is written.
     class.metadata.namespace = None;
     let mut problems: Vec<Problem> =
@@ -86,19 +86,18 @@ pub(super) fn runtime_class(mut value: Value) -> Result<Manifest, Vec<Problem>> 
             Err(error) => problems.push(Problem::new(path, error.to_string())),
         }
     }
-    manifest(objects::Object::RuntimeClass(Arc::new(class)), problems, unknown)
+    manifest(objects::Object::RuntimeClass(Arc::new(class)), problems, &unknown)
 }
 
 fn manifest(
     object: objects::Object,
     problems: Vec<Problem>,
-    unknown: Vec<Problem>,
+    unknown: &[Problem],
 ) -> Result<Manifest, Vec<Problem>> {
     if !problems.is_empty() {
         return Err(problems);
     }
-    let warnings =
-        unknown.into_iter().map(|problem| format!("{}: {}", problem.path, problem.message)).collect();
+    let warnings = unknown.iter().map(Problem::to_string).collect();
     Ok(Manifest { object: Object::Other(object), content: [0; 32], warnings })
 }
 

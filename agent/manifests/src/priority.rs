@@ -8,7 +8,7 @@ use k8s_openapi::api::scheduling::v1::PriorityClass;
 use serde_json::Value;
 
 use super::{Manifest, Object, names};
-use beelet_codec::decode;
+use beelet_codec::ApiType as _;
 use beelet_codec::error::Problem;
 
 /// The classes that always exist.
@@ -19,8 +19,8 @@ const SYSTEM: [(&str, i32); 2] =
 const HIGHEST_OWN: i32 = 1_000_000_000;
 
 /// Reads a PriorityClass.
-pub(super) fn read(value: Value) -> Result<Manifest, Vec<Problem>> {
-    let class: PriorityClass = decode::typed(value)?;
+pub(super) fn read(value: &Value) -> Result<Manifest, Vec<Problem>> {
+    let (class, unknown) = PriorityClass::read(value)?;
     let name = class.metadata.name.as_deref().unwrap_or_default();
     let mut problems: Vec<Problem> = names::subdomain("metadata.name", name).into_iter().collect();
     let system = SYSTEM.iter().find(|(system, _)| *system == name);
@@ -44,7 +44,8 @@ pub(super) fn read(value: Value) -> Result<Manifest, Vec<Problem>> {
     if !problems.is_empty() {
         return Err(problems);
     }
-    Ok(Manifest { object: Object::PriorityClass(Box::new(class)), content: [0; 32], warnings: Vec::new() })
+    let warnings = unknown.iter().map(Problem::to_string).collect();
+    Ok(Manifest { object: Object::PriorityClass(Box::new(class)), content: [0; 32], warnings })
 }
 
 /// Whether a preemption policy is one.
@@ -189,7 +190,7 @@ mod tests {
     }
 
     fn check_read(class: &Value, expected: Option<&str>) {
-        let problems = read(class.clone()).map_or_else(|p| p, |_| Vec::new());
+        let problems = read(class).map_or_else(|p| p, |_| Vec::new());
         let text: Vec<_> = problems.iter().map(|p| format!("{}: {}", p.path, p.message)).collect();
         match expected {
             None => assert!(text.is_empty(), "{text:?}"),

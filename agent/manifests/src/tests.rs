@@ -1,4 +1,4 @@
-//! Manifests in, pods or sentences out: one line a case.
+//! Manifests in, pods or sentences out: one line per case.
 
 use serde_json::{Value, json};
 

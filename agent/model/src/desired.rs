@@ -33,6 +33,27 @@ pub struct Desired {
 }
 
 impl Desired {
+    /// What several sources want together. Where two want a pod or an object of the same name, the first one counts.
+    #[must_use]
+    pub fn joined(sources: &[Arc<Self>]) -> Self {
+        let mut all = Self::default();
+        let mut objects = Objects::default();
+        for one in sources {
+            for (name, pod) in &one.pods {
+                all.pods.entry(name.clone()).or_insert_with(|| Arc::clone(pod));
+            }
+            all.rejected.extend(one.rejected.iter().cloned());
+            all.unreadable.extend(one.unreadable.iter().cloned());
+            all.folder_unread |= one.folder_unread;
+            objects.add_missing(&one.objects);
+            for (name, file) in &one.class_files {
+                all.class_files.entry(name.clone()).or_insert_with(|| file.clone());
+            }
+        }
+        all.objects = Arc::new(objects);
+        all
+    }
+
     /// The file that describes an object, if any does: `kind` as it is written, a pod's name as on this node.
     #[must_use]
     pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<PathBuf> {

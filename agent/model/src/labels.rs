@@ -9,6 +9,8 @@ pub const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 pub const POD_UID: &str = "io.kubernetes.pod.uid";
 /// Label: the container's name in the pod's spec.
 pub const CONTAINER_NAME: &str = "io.kubernetes.container.name";
+/// Container annotation: a digest of what it was made from.
+pub const CONTAINER_HASH: &str = "io.kubernetes.container.hash";
 /// Container annotation: the restart count.
 pub const RESTART_COUNT: &str = "io.kubernetes.container.restartCount";
 /// Container and sandbox annotation: seconds a pod gets to end by itself.

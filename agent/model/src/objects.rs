@@ -92,6 +92,13 @@ impl Objects {
         }
     }
 
+    /// Adds what `others` has and this lacks.
+    pub fn add_missing(&mut self, others: &Self) {
+        add_missing(&mut self.config_maps, &others.config_maps);
+        add_missing(&mut self.secrets, &others.secrets);
+        add_missing(&mut self.runtime_classes, &others.runtime_classes);
+    }
+
     /// A ConfigMap.
     pub fn config_map(&self, namespace: &str, name: &str) -> Option<&ConfigMap> {
         get(&self.config_maps, namespace, name)
@@ -129,6 +136,12 @@ impl Objects {
 
 fn insert<T>(all: &mut ByName<T>, key: (String, String), file: &Path, object: &Arc<T>) {
     all.insert(key, Kept { file: file.to_owned(), object: Arc::clone(object) });
+}
+
+fn add_missing<T: Clone>(all: &mut ByName<T>, others: &ByName<T>) {
+    for (key, kept) in others {
+        all.entry(key.clone()).or_insert_with(|| kept.clone());
+    }
 }
 
 fn get<'a, T>(all: &'a ByName<T>, namespace: &str, name: &str) -> Option<&'a T> {

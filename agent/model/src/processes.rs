@@ -2,14 +2,14 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-/// Whose first process it is.
+/// What a first process belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     /// The pod's UID.
     pub uid: String,
     /// The runtime's identifier of the container, or of the sandbox.
     pub id: String,
-    /// Whether it is a sandbox's.
+    /// True for a sandbox.
     pub sandbox: bool,
     /// Its cgroup, as [`beelet_cgroups`] names it. Empty for a sandbox.
     pub cgroup: String,

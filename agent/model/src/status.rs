@@ -1,5 +1,6 @@
 //! What a pod's status and its containers' facts say, read in one way by all parts.
 
+pub use beelet_ebpf_abi::OomKill;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 
@@ -30,30 +31,23 @@ pub struct ProbeFacts {
     pub started: Option<bool>,
 }
 
-/// A process of a container that the kernel killed for want of memory. Sizes are bytes; 0 if unknown.
+/// A process of a container that the kernel killed for want of memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct OomFacts {
-    /// The process, on the host.
-    pub pid: u32,
-    /// What it called itself; empty if unknown.
+    /// The process and its memory.
+    #[serde(flatten)]
+    pub kill: OomKill,
+    /// Its name as it set it; empty if unknown.
     #[serde(default)]
     pub command: String,
     /// Whether the container's first process was killed, with which the container ends: this one, or one beside it.
     pub first: bool,
-    /// Its anonymous memory.
-    pub anon_rss: u64,
-    /// Files that it had mapped.
-    pub file_rss: u64,
-    /// Shared memory that it had mapped.
-    pub shmem_rss: u64,
-    /// Its address space.
-    pub total_vm: u64,
 }
 
 impl OomFacts {
     /// All memory that it had.
     pub fn size(&self) -> u64 {
-        self.anon_rss.saturating_add(self.file_rss).saturating_add(self.shmem_rss)
+        self.kill.anon_rss.saturating_add(self.kill.file_rss).saturating_add(self.kill.shmem_rss)
     }
 
     /// What the kernel saw, for people. `limit` is the container's memory limit as its manifest has it.
@@ -67,10 +61,10 @@ impl OomFacts {
         format!(
             "the kernel killed process {}{command} for want of memory: it had {} of its own, {} of files and {} shared; \
              {limit}",
-            self.pid,
-            mib(self.anon_rss),
-            mib(self.file_rss),
-            mib(self.shmem_rss)
+            self.kill.pid,
+            mib(self.kill.anon_rss),
+            mib(self.kill.file_rss),
+            mib(self.kill.shmem_rss)
         )
     }
 }
@@ -81,4 +75,21 @@ pub fn timestamp(nanoseconds: i64) -> Option<Timestamp> {
         return None;
     }
     Timestamp::from_nanosecond(i128::from(nanoseconds)).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_of_an_oom_kill_lie_flat_in_a_record_as_they_always_have() {
+        let kill =
+            OomKill { pid: 7, total_vm: 4, anon_rss: 3, file_rss: 2, shmem_rss: 1, ..OomKill::default() };
+        let facts = OomFacts { kill, command: "java".to_owned(), first: true };
+        let record = serde_json::json!({
+            "pid": 7, "command": "java", "first": true, "anon_rss": 3, "file_rss": 2, "shmem_rss": 1, "total_vm": 4,
+        });
+        assert_eq!(serde_json::to_value(&facts).unwrap(), record);
+        assert_eq!(serde_json::from_value::<OomFacts>(record).unwrap(), facts);
+    }
 }

@@ -1,8 +1,8 @@
 //! From the first sign of a container's end to the runtime's own word of it.
 //!
-//! One task waits for all: it asks about a container soon and often while its end is fresh, then less and less, and leaves
-//! the rest to the relist. Many at once are asked for in one listing. It remembers exits of processes that it can't place
-//! yet: a container can end before anybody looked at it.
+//! One task waits for all: it asks about a container soon and often while its end is fresh, then less and
+//! less, and leaves the rest to the relist. Many at once are asked for in one listing. It remembers exits of
+//! processes that it can't place yet: a container can end before anybody looked at it.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -25,8 +25,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::{OomKill, Pace, Signal};
+use super::{ExitHint, Pace};
 use beelet_base::clock::monotonic_ns;
+use beelet_bpf::OomKill;
 use beelet_cgroups::Cgroups;
 use beelet_cri::{Error, Runtime};
 use beelet_model::{
@@ -36,14 +37,15 @@ use beelet_model::{
     status::OomFacts,
 };
 
-/// How long after an exit the runtime is asked how often. After the last it is the relist's. It takes most containers a
-/// tenth of a second to be called ended, and some a second where the machine is busy: those are not to wait longer still.
+/// How long after an exit the runtime is asked how often. After the last it is the relist's. It takes most
+/// containers a tenth of a second to be called ended, and up to a second where the machine is busy: those
+/// must not wait longer still.
 const SCHEDULE: [(Duration, Duration); 3] = [
     (Duration::from_secs(2), Duration::from_millis(2)),
     (Duration::from_secs(5), Duration::from_millis(20)),
     (Duration::from_secs(30), Duration::from_millis(250)),
 ];
-/// The same where the runtime will tell by itself: asking is only the net.
+/// The same where the runtime sends its events: asking is only the net.
 const SCHEDULE_STREAMED: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::from_secs(30), Duration::from_millis(250)),
@@ -64,7 +66,7 @@ pub struct Metrics {
     given_up: Counter,
 }
 
-/// Who said first that a container had ended.
+/// The source that said first that a container had ended.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Source {
     source: &'static str,
@@ -82,7 +84,7 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "beelet_container_exits",
-            "Ends of containers, by who said so first",
+            "Ends of containers, by the source that said so first",
             self.seen.clone(),
         );
         registry.register(
@@ -103,12 +105,12 @@ impl Metrics {
 pub struct Parts {
     /// The runtime.
     pub runtime: Runtime,
-    /// Where exits are told.
+    /// Receives the exits that the runtime confirmed.
     pub requests: mpsc::Sender<Request>,
     /// What runs.
     pub processes: watch::Receiver<Shared>,
-    /// Signs of exits.
-    pub signals: mpsc::Receiver<Signal>,
+    /// Hints of exits.
+    pub hints: mpsc::Receiver<ExitHint>,
     /// The relist's need.
     pub pace: Pace,
     /// To know containers by their cgroup.
@@ -126,7 +128,7 @@ struct Pending {
     at_ns: Option<u64>,
 }
 
-/// See the module's head.
+/// Waits for the runtime's word on every container of which something says that it ended; runs as one task.
 #[derive(Debug)]
 pub struct Exits {
     parts: Parts,
@@ -136,16 +138,16 @@ pub struct Exits {
     /// By the runtime's identifier.
     pending: BTreeMap<String, Pending>,
     next_ask: Instant,
-    /// Processes that ended, and whose they were is not known yet.
+    /// Processes that ended, of containers that are not known yet.
     strangers: VecDeque<(u32, u64, Instant)>,
     /// Processes that are gone from `known`, and of which the kernel said nothing yet.
     unheard: BTreeMap<u32, Instant>,
-    /// Processes of whose exit the kernel spoke before they were gone from `known`.
+    /// Processes of which the kernel sent the exit before they were gone from `known`.
     heard: VecDeque<u32>,
 }
 
 impl Exits {
-    /// A task that has heard nothing yet.
+    /// A task without any hint yet.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         Self {
@@ -172,7 +174,7 @@ impl Exits {
                     if changed.is_err() { return }
                     self.on_processes().await;
                 }
-                Some(signal) = self.parts.signals.recv() => self.on_signal(signal).await,
+                Some(hint) = self.parts.hints.recv() => self.on_hint(hint).await,
                 () = tokio::time::sleep_until(ask), if !self.pending.is_empty() => {
                     if self.ask().await.is_err() { return }
                 }
@@ -180,9 +182,9 @@ impl Exits {
         }
     }
 
-    async fn on_signal(&mut self, signal: Signal) {
-        match signal {
-            Signal::Exited { pid, at_ns } => {
+    async fn on_hint(&mut self, hint: ExitHint) {
+        match hint {
+            ExitHint::Exited { pid, at_ns } => {
                 self.unheard.remove(&pid);
                 if self.known.contains_key(&pid) {
                     push(&mut self.heard, pid);
@@ -191,12 +193,12 @@ impl Exits {
                     push(&mut self.strangers, (pid, at_ns, Instant::now()));
                 }
             }
-            Signal::Stopped { id } => match self.known.iter().find(|(_, process)| process.id == id) {
+            ExitHint::Stopped { id } => match self.known.iter().find(|(_, process)| process.id == id) {
                 Some((pid, _)) => self.expect(*pid, None),
                 None => self.parts.pace.nudge(),
             },
-            Signal::OomKilled(kill) => self.on_oom(kill).await,
-            Signal::Lost => self.parts.pace.nudge(),
+            ExitHint::OomKilled { cgroup_id, kill } => self.on_oom(cgroup_id, kill).await,
+            ExitHint::Lost => self.parts.pace.nudge(),
         }
     }
 
@@ -232,7 +234,7 @@ impl Exits {
 
     /// Asks the runtime about all that are awaited; an error if nobody wants to know any more.
     async fn ask(&mut self) -> Result<(), ()> {
-        let statuses = match self.look().await {
+        let statuses = match self.ask_runtime().await {
             Ok(statuses) => statuses,
             Err(error) => {
                 debug!(%error, "containers that ended could not be asked about; tried again");
@@ -264,9 +266,9 @@ impl Exits {
         Ok(())
     }
 
-    /// The status of each container that is awaited; None for one that is gone. Those that can't have changed are left
-    /// out.
-    async fn look(&self) -> Result<BTreeMap<String, Option<cri::ContainerStatus>>, Error> {
+    /// The status of each container that is awaited; None for one that is gone. Those that can't have changed
+    /// are left out.
+    async fn ask_runtime(&self) -> Result<BTreeMap<String, Option<cri::ContainerStatus>>, Error> {
         let runtime = &self.parts.runtime;
         let mut ended: Vec<&String> = self.pending.keys().collect();
         let mut found = BTreeMap::new();
@@ -369,34 +371,24 @@ impl Exits {
         self.cgroup_ids.extend(spawn_blocking(find).await.unwrap_or_default());
     }
 
-    async fn on_oom(&mut self, kill: OomKill) {
+    async fn on_oom(&mut self, cgroup_id: u64, kill: OomKill) {
         // First of all: it will be gone soon.
         let command = spawn_blocking(move || command_of(kill.pid)).await.unwrap_or_default();
-        let pid = self.cgroup_ids.get(&kill.cgroup_id).copied().unwrap_or(kill.pid);
+        let pid = self.cgroup_ids.get(&cgroup_id).copied().unwrap_or(kill.pid);
         let Some(process) = self.known.get(&pid).filter(|process| !process.sandbox) else {
-            debug!(?kill, "an OOM kill outside of all known containers");
+            debug!(cgroup_id, ?kill, "an OOM kill outside of all known containers");
             return;
         };
-        let update = OomUpdate {
-            uid: process.uid.clone(),
-            id: process.id.clone(),
-            facts: OomFacts {
-                pid: kill.pid,
-                command,
-                // The container's own end follows only if it was its first process.
-                first: kill.pid == pid,
-                anon_rss: kill.anon_rss,
-                file_rss: kill.file_rss,
-                shmem_rss: kill.shmem_rss,
-                total_vm: kill.total_vm,
-            },
-        };
+        // The container's own end follows only if it was its first process.
+        let facts = OomFacts { kill, command, first: kill.pid == pid };
+        let update = OomUpdate { uid: process.uid.clone(), id: process.id.clone(), facts };
         // It fails where the manager has ended.
         let _ = self.parts.requests.send(Request::OomKilled(update)).await;
     }
 }
 
-/// What a process calls itself, for people; empty if it is gone. Containers choose that: any bytes may come.
+/// The name that a process gave itself, for people; empty if it is gone. Containers choose it: any bytes may
+/// come.
 fn command_of(pid: u32) -> String {
     let name = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
     let name = name.strip_suffix(b"\n").unwrap_or(&name);

@@ -1,11 +1,12 @@
-//! Finds out what happened to sandboxes and containers, and tells the pods' manager. It never acts on
-//! a pod and never decides; what a change means is the worker's to see.
+//! The pod lifecycle event generator: finds out what happened to sandboxes and containers, and sends it to
+//! the pods' manager. It never acts on a pod and never decides; what a change means is the worker's to see.
 //!
-//! Three sources say that a container has ended: the kernel (its first process exited: known within a millisecond, on any
-//! runtime), the runtime's event stream (where it has one), and the [`relist`]. The first two only start a wait for the
-//! runtime's own word, in [`exits`]: until the runtime says EXITED, what else was in the container may hold the pod's
-//! ports, and only that word allows a restart. Whatever the sources say twice is acted on once, because a worker looks
-//! at attempts, not at messages. While the first two are trusted, the relist becomes rare.
+//! Three sources say that a container has ended: the kernel (its first process exited: known within a
+//! millisecond, on any runtime), the runtime's event stream (where it has one), and the [`relist`]. The first
+//! two only start a wait for the runtime's own word, in [`exits`]: until the runtime says EXITED, what else
+//! was in the container may hold the pod's ports, and only that word allows a restart. Whatever the sources
+//! say twice is acted on once, because a worker looks at attempts, not at messages. While the first two are
+//! trusted, the relist becomes rare.
 
 pub mod exits;
 pub mod relist;
@@ -19,15 +20,15 @@ use std::sync::{
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use beelet_bpf::{Edge, Edges};
+use beelet_bpf::{Edge, Edges, OomKill};
 
-/// Signals on their way to [`exits`]. When it is full the kernel's edges wait in their own channel, which counts what it
-/// loses and says so.
-pub const SIGNALS: usize = 1024;
+/// Hints on their way to [`exits`]. While that channel is full the kernel's edges wait in their own, which
+/// counts what it loses and reports it.
+pub const HINTS: usize = 1024;
 
 /// Something that may be a container's end.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Signal {
+pub enum ExitHint {
     /// A process ended, by the kernel's word.
     Exited {
         /// Its id on the host.
@@ -36,7 +37,12 @@ pub enum Signal {
         at_ns: u64,
     },
     /// The kernel killed a process for want of memory, by its own word.
-    OomKilled(OomKill),
+    OomKilled {
+        /// The container's cgroup2 id; 0 if unknown.
+        cgroup_id: u64,
+        /// The process.
+        kill: OomKill,
+    },
     /// A container or sandbox ended, by the runtime's word.
     Stopped {
         /// The runtime's identifier.
@@ -46,39 +52,20 @@ pub enum Signal {
     Lost,
 }
 
-/// A process that the kernel killed for want of memory. Sizes are bytes; 0 if unknown.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OomKill {
-    /// The container's cgroup2 id; 0 if unknown.
-    pub cgroup_id: u64,
-    /// The process, on the host.
-    pub pid: u32,
-    /// Its address space.
-    pub total_vm: u64,
-    /// Its anonymous memory.
-    pub anon_rss: u64,
-    /// Files that it had mapped.
-    pub file_rss: u64,
-    /// Shared memory that it had mapped.
-    pub shmem_rss: u64,
-}
-
-/// Hands the kernel's edges on as signals, until `shutdown`.
-pub async fn forward(edges: Edges, signals: mpsc::Sender<Signal>, shutdown: CancellationToken) {
+/// Hands the kernel's edges on as hints, until `shutdown`.
+pub async fn forward(edges: Edges, hints: mpsc::Sender<ExitHint>, shutdown: CancellationToken) {
     loop {
         let edge = tokio::select! {
             () = shutdown.cancelled() => return,
             edge = edges.recv() => edge,
         };
-        let signal = match edge {
-            Edge::ContainerExited { pid, at_ns, .. } => Signal::Exited { pid, at_ns },
-            Edge::OomKill { cgroup_id, pid, total_vm, anon_rss, file_rss, shmem_rss, .. } => {
-                Signal::OomKilled(OomKill { cgroup_id, pid, total_vm, anon_rss, file_rss, shmem_rss })
-            }
-            Edge::Lost => Signal::Lost,
+        let hint = match edge {
+            Edge::ContainerExited { pid, at_ns, .. } => ExitHint::Exited { pid, at_ns },
+            Edge::OomKill { cgroup_id, kill, .. } => ExitHint::OomKilled { cgroup_id, kill },
+            Edge::Lost => ExitHint::Lost,
             _ => continue,
         };
-        if signals.send(signal).await.is_err() {
+        if hints.send(hint).await.is_err() {
             return;
         }
     }

@@ -1,6 +1,6 @@
-//! The safety net: asks the runtime for everything that is ours, once a period, and compares it with the
-//! last answer. Two calls, whatever the number of pods. While nothing is new and other sources are trusted, the period
-//! grows.
+//! The safety net: asks the runtime for everything that is ours, once per period, and compares it with the
+//! last answer. Two calls, whatever the number of pods. While nothing is new and other sources are trusted,
+//! the period grows.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,7 +39,8 @@ const GAP: Duration = Duration::from_millis(100);
 /// With no answer for this long the agent calls itself unhealthy and its node not ready, as the kubelet does
 /// (`maxWaitForContainerRuntime`, pkg/kubelet/kubelet.go).
 pub const UNHEALTHY_AFTER: Duration = Duration::from_secs(30);
-/// With no answer for this long whoever looks at pods is told: twice the longest time between two looks.
+/// With no answer for this long the readers of the pod table see it: twice the longest time between two
+/// relists.
 pub const NOTICED_AFTER: Duration = Duration::from_secs(10);
 
 /// When the runtime last answered; clones share it.
@@ -141,7 +142,7 @@ impl Relist {
         (Self { runtime, requests, metrics, pulse: pulse.clone(), pace, seen: None }, pulse)
     }
 
-    /// Looks until `shutdown`, at once and then periodically. A failure is said once, and so is its end.
+    /// Asks until `shutdown`, at once and then periodically. A failure is logged once, and so is its end.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut failing = false;
         // A slow answer delays the next look; it does not make a burst of them.
@@ -152,15 +153,15 @@ impl Relist {
                 () = sleep_until(last + period) => {}
                 () = self.pace.nudged() => sleep_until(last + GAP.min(period)).await,
             }
-            let looked = tokio::select! {
+            let listed = tokio::select! {
                 () = shutdown.cancelled() => return,
-                looked = self.look() => looked,
+                listed = self.list() => listed,
             };
             last = Instant::now();
-            let quiet = matches!(&looked, Ok(news) if news.changed.is_empty()) && !failing;
+            let quiet = matches!(&listed, Ok(news) if news.changed.is_empty()) && !failing;
             let longest = if quiet && self.pace.is_trusted() { PERIOD_MAX } else { PERIOD };
             period = (period * 2).clamp(PERIOD, longest);
-            match looked {
+            match listed {
                 Ok(news) => {
                     if failing {
                         info!("the container runtime answers again");
@@ -169,7 +170,8 @@ impl Relist {
                     let news = RuntimePods { recovered: failing, ..news };
                     failing = false;
                     self.pulse.beat();
-                    // Without changes too: what came and went between two looks is missed by those who saw it.
+                    // Without changes too: what came and went between two looks is missed by those who saw
+                    // it.
                     if self.requests.send(Request::Runtime(news)).await.is_err() {
                         return;
                     }
@@ -186,7 +188,7 @@ impl Relist {
     }
 
     /// Asks, and compares.
-    async fn look(&mut self) -> Result<RuntimePods, Error> {
+    async fn list(&mut self) -> Result<RuntimePods, Error> {
         let began = Instant::now();
         let ours = managed();
         let (sandboxes, containers) = tokio::try_join!(

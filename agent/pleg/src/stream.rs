@@ -1,4 +1,5 @@
-//! The runtime's event stream as a source of exits. Only where the agent owns the node: the stream has one subscriber.
+//! The runtime's event stream as a source of exits. Only where the agent owns the node: the stream has one
+//! subscriber.
 
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::{Pace, Signal};
+use super::{ExitHint, Pace};
 use beelet_cri::{ContainerEvents, Error, Kind, Runtime};
 
 /// The pause before the stream is asked for again; it doubles up to [`RETRY_MAX`].
@@ -18,7 +19,7 @@ const RETRY_MAX: Duration = Duration::from_secs(30);
 /// Follows the stream until `shutdown`, or until the runtime says that it has none.
 pub async fn follow(
     runtime: Runtime,
-    signals: mpsc::Sender<Signal>,
+    hints: mpsc::Sender<ExitHint>,
     pace: Pace,
     shutdown: CancellationToken,
 ) {
@@ -26,7 +27,7 @@ pub async fn follow(
     loop {
         let ended = tokio::select! {
             () = shutdown.cancelled() => return,
-            ended = once(&runtime, &signals, &pace) => ended,
+            ended = once(&runtime, &hints, &pace) => ended,
         };
         if pace.is_streaming() {
             pause = RETRY;
@@ -48,9 +49,9 @@ pub async fn follow(
     }
 }
 
-/// One subscription, to its end. It counts as working from its first event on: a runtime may accept it, and then have
-/// another subscriber whom it tells.
-async fn once(runtime: &Runtime, signals: &mpsc::Sender<Signal>, pace: &Pace) -> Result<(), Error> {
+/// One subscription, to its end. It counts as working from its first event on: a runtime may accept it, and
+/// then have another subscriber that gets them.
+async fn once(runtime: &Runtime, hints: &mpsc::Sender<ExitHint>, pace: &Pace) -> Result<(), Error> {
     let mut events: ContainerEvents = runtime.container_events().await?;
     while let Some(event) = events.next().await? {
         if !pace.is_streaming() {
@@ -60,7 +61,7 @@ async fn once(runtime: &Runtime, signals: &mpsc::Sender<Signal>, pace: &Pace) ->
             pace.nudge();
         }
         let stopped = event.container_event_type() == ContainerEventType::ContainerStoppedEvent;
-        if stopped && signals.send(Signal::Stopped { id: event.container_id }).await.is_err() {
+        if stopped && hints.send(ExitHint::Stopped { id: event.container_id }).await.is_err() {
             return Ok(());
         }
     }

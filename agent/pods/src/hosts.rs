@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1 as core;
 use beelet_base::own_file;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
-pub(crate) use beelet_spec::cri_config::HostName;
+use beelet_spec::cri_config::HostName;
 
 /// Where the file is in a container.
 const IN_CONTAINER: &str = "/etc/hosts";
@@ -64,7 +64,7 @@ pub(super) fn write(
     let of_host = if on_host { read_host()? } else { Vec::new() };
     let wanted = content(pod, pod_ips, &of_host, node);
     let path = folder.join("etc-hosts");
-    beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE)?;
+    beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE).map_err(|e| e.to_string())?;
     let written = own_file::own(&path).and_then(|mut file| make_say(&mut file, &wanted));
     written.map_err(|e| format!("cannot write {}: {e}", path.display()))?;
     Ok(path)

@@ -3,7 +3,6 @@
 //! One task owns everything: desired pods, what the runtime was seen to have, probe results and worker
 //! reports come in, control values and the table go out. Nothing here waits for the runtime.
 
-pub use beelet_model::request::{ProbeUpdate, Request, RuntimePod};
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
@@ -30,8 +29,8 @@ use tracing::{info, warn};
 use super::{
     launch::Launcher,
     metrics::Metrics,
-    observe::Observation,
     records::{PodRecord, Records},
+    runtime_view::Observation,
     status::{Inputs, Waiting},
     worker::{Control, Report, Stage, Terminate, Worker},
 };
@@ -43,6 +42,7 @@ use beelet_model::{
     labels::ANNOTATION_HASH,
     objects::Objects,
     processes,
+    request::{ProbeUpdate, Request, RuntimePod},
     status::{OomFacts, ProbeFacts, has_ended, whole_second},
     table::{Complete, PodEntry, PodName, PodTable, ReadinessEdge},
 };
@@ -122,7 +122,7 @@ impl Managed {
     }
 }
 
-/// See the module's head.
+/// Owns every pod's desired and observed state; runs as one task.
 #[derive(Debug)]
 pub struct Manager {
     parts: Parts,

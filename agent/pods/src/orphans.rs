@@ -14,13 +14,13 @@ use std::{
 
 use tokio::{
     sync::watch,
-    task::spawn_blocking,
     time::{Instant, MissedTickBehavior, interval},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::records::Known;
+use beelet_base::blocking::blocking;
 use beelet_base::walk::remove_folder;
 use beelet_cri::Runtime;
 use beelet_model::{desired::Desired, table::PodTable};
@@ -70,11 +70,11 @@ struct Found {
 impl Found {
     async fn look(&mut self, parts: &Sweep) {
         let pods_dir = parts.pods_dir.clone();
-        let listed = spawn_blocking(move || {
+        let listed = blocking("listing the folders of pods", move || {
             let entries = std::fs::read_dir(pods_dir).into_iter().flatten().flatten();
             entries.filter_map(|entry| entry.file_name().into_string().ok()).collect::<BTreeSet<String>>()
         });
-        let mut unknown = listed.await.unwrap_or_default();
+        let mut unknown = listed.await;
         unknown.retain(|uid| is_uid(uid) && !parts.is_known(uid));
         self.since.retain(|uid, _| unknown.contains(uid));
         self.told.retain(|uid| unknown.contains(uid));
@@ -97,11 +97,11 @@ impl Found {
 
     async fn remove(&mut self, parts: &Sweep, uid: String) {
         let folder = parts.pods_dir.join(&uid);
-        let removed = spawn_blocking(move || {
+        let removed = blocking("removing a folder of volumes", move || {
             mounts::unmount_below(&folder)?;
-            remove_folder(&folder)
+            Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
         });
-        match removed.await.unwrap_or_else(|e| Err(e.to_string())) {
+        match removed.await {
             Ok(()) => {
                 info!(uid, "the volumes of a pod that nobody knows are removed");
                 self.since.remove(&uid);

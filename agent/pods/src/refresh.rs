@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::launch::Launcher;
+use beelet_base::blocking::blocking;
 use beelet_model::objects::Objects;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_volumes::Volumes;
@@ -40,14 +41,8 @@ pub async fn follow(
         if !here.is_subset(&current) {
             let (worker, known) = (Arc::clone(&launcher), std::mem::take(&mut current));
             let refreshed =
-                tokio::task::spawn_blocking(move || refresh_all(&pods, &known, &worker, &objects)).await;
-            let failures = match refreshed.map_err(tokio::task::JoinError::try_into_panic) {
-                Ok(failures) => failures,
-                // The part's own panic: without it no volume would be brought up to date, and nobody would
-                // know.
-                Err(Ok(panic)) => std::panic::resume_unwind(panic),
-                Err(Err(_cancelled)) => return,
-            };
+                blocking("refreshing volumes", move || refresh_all(&pods, &known, &worker, &objects));
+            let failures = refreshed.await;
             told = tell(&failures, &told);
         }
         current = here;
@@ -75,7 +70,7 @@ fn refresh_all(
                 info!(pod = %name, volumes = changed, "volumes show their objects as they are now");
             }
             Err(error) => {
-                failures.insert(sentence(name, &error));
+                failures.insert(sentence(name, &error.to_string()));
             }
         }
     }
@@ -86,7 +81,7 @@ fn sentence(name: &PodName, error: &str) -> String {
     format!("pod {name}: {error}; the volume stays as it was")
 }
 
-fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<usize, String> {
+fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<usize, beelet_volumes::Error> {
     let pod: &Pod = &entry.pod;
     let volumes = Volumes::of(pod, &launcher.pods_dir);
     if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() {

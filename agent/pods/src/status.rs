@@ -12,13 +12,13 @@ use beelet_proto::cri;
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 
-use super::observe::Observation;
+use super::runtime_view::Observation;
 use beelet_model::{failure::Failure, pod::NodeFacts, status::timestamp};
 use beelet_spec::resize::{self, ResizeFacts};
 
 /// Why a container isn't running.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiting {
+pub(crate) struct Waiting {
     /// One word: `ContainerCreating`, `ErrImagePull`, `CrashLoopBackOff`, …
     pub reason: String,
     /// A sentence.
@@ -27,7 +27,7 @@ pub struct Waiting {
 
 /// All that a status is made of.
 #[derive(Clone, Copy, Debug)]
-pub struct Inputs<'a> {
+pub(crate) struct Inputs<'a> {
     /// The pod with its spec.
     pub pod: &'a core::Pod,
     /// What the runtime has.
@@ -63,7 +63,7 @@ enum Role {
 
 impl Inputs<'_> {
     /// The pod's status.
-    pub fn status(&self) -> core::PodStatus {
+    pub(crate) fn status(&self) -> core::PodStatus {
         let default_spec = core::PodSpec::default();
         let spec = self.pod.spec.as_ref().unwrap_or(&default_spec);
         let inits: Vec<&core::Container> = spec.init_containers.iter().flatten().collect();

@@ -30,7 +30,7 @@ pub(super) fn prepare(
         return Ok(None);
     }
     let folder = folder.join("containers").join(&container.name);
-    beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE)?;
+    beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE).map_err(|e| e.to_string())?;
     forget_older(&folder, attempt);
     let file = folder.join(attempt.to_string());
     // Whoever the container runs as may write it.
@@ -46,7 +46,7 @@ pub(super) fn prepare(
     }))
 }
 
-/// Removes what instances before the last one said. It is no harm if one stays.
+/// Removes the last words of all instances but the last one. Leaving one behind is harmless.
 fn forget_older(folder: &Path, attempt: u32) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let number = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok());

@@ -20,8 +20,10 @@ use tokio::{
 use tracing::{debug, info, warn};
 
 use super::{
-    launch::{Chores, Launcher, StartError},
-    observe::{self, Observation, Observer},
+    error::{Error, StartError},
+    launch::{Chores, Launcher},
+    plan::PodPlan,
+    runtime_view::{self, Observation, Observer},
     status::Waiting,
 };
 use beelet_cri::Runtime;
@@ -118,13 +120,11 @@ struct FailedStart {
     retry_at: Instant,
 }
 
-/// See the module's head.
+/// Makes one pod real: looks, decides, acts, and looks again; runs as one task.
 pub(super) struct Worker {
     runtime: Runtime,
     launcher: Arc<Launcher>,
-    pod: Arc<core::Pod>,
-    name: PodName,
-    uid: String,
+    plan: Arc<PodPlan>,
     observer: Observer,
     control: watch::Receiver<Control>,
     reports: mpsc::Sender<Report>,
@@ -165,18 +165,15 @@ impl Worker {
         reports: mpsc::Sender<Report>,
         chores: Chores,
     ) -> Self {
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let plan = launcher.plan(pod);
         let runtime = launcher.runtime.clone();
-        let observer = Observer::new(runtime.clone(), uid.clone());
-        let name = PodName::of(&pod);
+        let observer = Observer::new(runtime.clone(), plan.uid.clone());
         let hooked = control.borrow().verdicts.hooked.clone();
         let devices = Grant::new(launcher.devices.node());
         Self {
             runtime,
             launcher,
-            name,
-            uid,
-            pod,
+            plan,
             observer,
             control,
             reports,
@@ -210,20 +207,20 @@ impl Worker {
         supervise::keep(&name, start).await;
     }
 
-    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: a node's workers wait most
-    /// of the time, and each would keep room for the largest step.
+    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: workers wait most of the
+    /// time, and each would keep room for the largest step.
     async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
         loop {
             let control = self.control.borrow_and_update().clone();
-            if let Some(pod) = &control.resized {
+            if let Some(pod) = control.resized.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
                 // For containers that start from now on; those that run are the QoS tree's.
-                self.pod = Arc::clone(pod);
+                self.plan = self.launcher.plan(Arc::clone(pod));
             }
             let mut signal = self.control.clone();
             let step = if let Some(end) = control.end() {
                 let grace = self.grace_of(end);
-                let own = beelet_model::pod::grace_period(&self.pod);
+                let own = self.plan.grace;
                 tokio::select! {
                     // A pod that must go sooner than was said before is told so.
                     changed = signal.wait_for(|c| c.end().is_some_and(|e| e.grace.unwrap_or(own) < grace)) => {
@@ -253,7 +250,7 @@ impl Worker {
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    warn!(pod = %self.name, error, "a step failed and will be tried again");
+                    warn!(pod = %self.plan.name, %error, "a step failed and will be tried again");
                     let at = Instant::now() + pause;
                     pause = (pause * 2).min(RETRY_MAX);
                     Some(at)
@@ -282,13 +279,13 @@ impl Worker {
     }
 
     /// One look, one decision, and what it asks for.
-    async fn advance(&mut self, control: &Control) -> Result<Option<Step>, String> {
+    async fn advance(&mut self, control: &Control) -> Result<Option<Step>, Error> {
         let seen = self.look(control).await?;
         let verdicts = self.verdicts(&control.verdicts, &seen);
         self.ends.note(&seen.pod, Timestamp::now());
         let times = pod::Times { ended: self.ends.known(), now: self.ends.now() };
         let mut actions =
-            pod::actions(&self.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, times);
+            pod::actions(&self.plan.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, times);
         if control.ended {
             // Without records of its containers it would look as if it had never run.
             actions.create_sandbox = None;
@@ -314,7 +311,9 @@ impl Worker {
         let doing = (seen.pod.clone(), actions.clone());
         // Not again at once: the runtime would be asked without end.
         if self.last_done.take().is_some_and(|done| done == doing && count(&actions) > actions.start.len()) {
-            return Err("what the runtime was asked to do, and said it did, can't be seen yet".to_owned());
+            return Err(Error::Unseen(
+                "what the runtime was asked to do, and said it did, can't be seen yet",
+            ));
         }
         if !self.has_room(&actions).await {
             return Ok(Some(Step::Idle(None)));
@@ -336,30 +335,30 @@ impl Worker {
     }
 
     /// A pod that has ended gives back its volumes and its cgroup, once.
-    async fn release_volumes(&mut self, actions: &Actions) -> Result<(), String> {
+    async fn release_volumes(&mut self, actions: &Actions) -> Result<(), Error> {
         if actions.release && !self.released {
-            self.launcher.release_ended(&self.pod, &self.chores).await?;
-            info!(pod = %self.name, "pod has ended, and its volumes and its cgroup are given back");
+            self.launcher.release_ended(&self.plan, &self.chores).await?;
+            info!(pod = %self.plan.name, "pod has ended, and its volumes and its cgroup are given back");
         }
         self.released = actions.release;
         Ok(())
     }
 
     /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't asked again.
-    async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, String> {
+    async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
         if let Some((last, changes)) = self.last_look.take()
             && changes == control.changes
         {
             let ended = control.exited.values().filter(|status| last.is_running(&status.id));
             let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
             if !ended.is_empty() {
-                let ended = observe::with_last_words(ended).await;
+                let ended = runtime_view::with_last_words(ended).await;
                 let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
                 ended.into_iter().for_each(|status| self.observer.note(status));
                 return Ok(Arc::new(seen));
             }
         }
-        Ok(Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?))
+        Ok(Arc::new(self.observer.observe().await?))
     }
 
     /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is on its way.
@@ -367,10 +366,10 @@ impl Worker {
         if actions.create_sandbox.is_none() && actions.start.is_empty() {
             return true;
         }
-        match self.launcher.admission.admit(&self.pod).await {
+        match self.launcher.admission.admit(&self.plan.pod).await {
             Ok(()) => true,
             Err(rejection) => {
-                self.launcher.admission.refuse(&self.uid, rejection).await;
+                self.launcher.admission.refuse(&self.plan.uid, rejection).await;
                 false
             }
         }
@@ -384,7 +383,7 @@ impl Worker {
         let mut verdicts = Verdicts { hooked: self.hooked.clone(), ..probes.clone() };
         let failed = self.failed_hooks.iter().map(|id| (id.clone(), KillReason::PostStartHook));
         verdicts.condemned.extend(failed);
-        let spec = self.pod.spec.as_ref();
+        let spec = self.plan.pod.spec.as_ref();
         let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
         for container in all.filter(|c| c.startup_probe.is_none()) {
             verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
@@ -398,24 +397,24 @@ impl Worker {
 
     /// Tells of containers that are held back from now on.
     fn tell_of_backoff(&mut self, actions: &Actions) {
-        let PodName { namespace, name: pod } = &self.name;
+        let PodName { namespace, name: pod } = &self.plan.name;
         for name in actions.backoff.keys().filter(|name| !self.backing_off.contains(*name)) {
-            let uid = &self.uid;
+            let uid = &self.plan.uid;
             let message =
                 format!("Back-off restarting failed container {name} in pod {pod}_{namespace}({uid})");
-            self.launcher.events.warning(Object::container(&self.pod, name), "BackOff", message);
+            self.launcher.events.warning(Object::container(&self.plan.pod, name), "BackOff", message);
         }
         self.backing_off = actions.backoff.keys().cloned().collect();
     }
 
-    async fn create_sandbox(&self, attempt: u32) -> Result<(), String> {
-        let (events, pod) = (&self.launcher.events, || Object::pod(&self.pod));
+    async fn create_sandbox(&self, attempt: u32) -> Result<(), Error> {
+        let (events, pod) = (&self.launcher.events, || Object::pod(&self.plan.pod));
         if attempt > 0 {
             events.normal(pod(), "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
         }
-        match self.launcher.create_sandbox(&self.pod, attempt, &self.chores).await {
+        match self.launcher.create_sandbox(&self.plan, attempt, &self.chores).await {
             Ok(id) => {
-                info!(pod = %self.name, sandbox = id, attempt, "sandbox runs");
+                info!(pod = %self.plan.name, sandbox = id, attempt, "sandbox runs");
                 Ok(())
             }
             Err(error) => {
@@ -426,10 +425,10 @@ impl Worker {
         }
     }
 
-    async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<(), String> {
+    async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<(), Error> {
         self.kill(&actions.kill, seen).await?;
         for id in &actions.stop_sandboxes {
-            self.stop_sandbox(id, seen, Window::new(beelet_model::pod::grace_period(&self.pod))).await?;
+            self.stop_sandbox(id, seen, Window::new(self.plan.grace)).await?;
         }
         if let Some(attempt) = actions.create_sandbox {
             self.create_sandbox(attempt).await?;
@@ -447,52 +446,52 @@ impl Worker {
     }
 
     /// Starts containers, one after the other, hooks included.
-    async fn start(&mut self, actions: &Actions, seen: &Observation) -> Result<(), String> {
+    async fn start(&mut self, actions: &Actions, seen: &Observation) -> Result<(), Error> {
         for start in &actions.start {
             if !self.may_start(&start.name) {
                 continue;
             }
             let Some(sandbox) = &seen.sandbox else {
-                return Err("the sandbox is gone that its containers were to run in".to_owned());
+                return Err(Error::Unseen("the sandbox is gone that its containers were to run in"));
             };
-            info!(pod = %self.name, container = start.name, attempt = start.attempt, "container is asked for");
-            match self.launcher.start(&self.pod, sandbox, start, &self.chores).await {
+            info!(pod = %self.plan.name, container = start.name, attempt = start.attempt, "container is asked for");
+            match self.launcher.start(&self.plan, sandbox, start, &self.chores).await {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
-                    info!(pod = %self.name, container = start.name, id, attempt = start.attempt, "container runs");
+                    info!(pod = %self.plan.name, container = start.name, id, attempt = start.attempt, "container runs");
                     if !self.post_start(&start.name, &id, seen).await {
                         // It is stopped before anything else is done.
                         return Ok(());
                     }
                 }
-                Err(error) => self.note_failed_start(&start.name, error),
+                Err(error) => self.note_failed_start(&start.name, &error),
             }
         }
         Ok(())
     }
 
     /// A container that can't be started waits, and doesn't hold the others back.
-    fn note_failed_start(&mut self, name: &str, error: StartError) {
-        let (initial, max) = if error.unanswered { (RETRY_INITIAL, RETRY_MAX) } else { START_RETRY };
+    fn note_failed_start(&mut self, name: &str, error: &StartError) {
+        let (initial, max) = if error.is_transient() { (RETRY_INITIAL, RETRY_MAX) } else { START_RETRY };
         let before = self.failed_starts.get(name);
         let delay = before.map_or(initial, |before| (before.delay * 2).clamp(initial, max));
         let tries = before.map_or(0, |before| before.tries) + 1;
-        warn!(pod = %self.name, container = name, reason = error.reason, error = error.message,
+        warn!(pod = %self.plan.name, container = name, reason = error.reason(), %error,
             retry_in_seconds = delay.as_secs(), "container could not be started");
-        let waiting = Waiting { reason: error.reason.to_owned(), message: error.message };
+        let waiting = Waiting { reason: error.reason().to_owned(), message: error.to_string() };
         let told = format!("Error: {}: {}", waiting.reason, waiting.message);
-        self.launcher.events.warning(Object::container(&self.pod, name), "Failed", told);
+        self.launcher.events.warning(Object::container(&self.plan.pod, name), "Failed", told);
         let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay };
         self.failed_starts.insert(name.to_owned(), failed);
     }
 
     fn grace_of(&self, end: Terminate) -> Duration {
-        end.grace.unwrap_or_else(|| beelet_model::pod::grace_period(&self.pod))
+        end.grace.unwrap_or_else(|| self.plan.grace)
     }
 
     /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of it.
-    async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, String> {
-        let seen = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+    async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
+        let seen = Arc::new(self.observer.observe().await?);
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
         // With its containers removed a pod would look as if it had never run: its last states stand.
@@ -502,10 +501,10 @@ impl Worker {
         let window = self.ending.filter(|window| window.grace == grace).unwrap_or_else(|| Window::new(grace));
         self.ending = Some(window);
         let stops = seen.pod.sandboxes.iter().map(|sandbox| self.stop_sandbox(&sandbox.id, &seen, window));
-        join_all(stops).await.into_iter().collect::<Result<(), String>>()?;
+        join_all(stops).await.into_iter().collect::<Result<(), Error>>()?;
         if !empty {
             // The last states are worth seeing before the records go.
-            let last = Arc::new(self.observer.observe().await.map_err(|e| e.to_string())?);
+            let last = Arc::new(self.observer.observe().await?);
             if !self.report(&last, &nothing, Stage::Here).await {
                 return Ok(None);
             }
@@ -520,14 +519,14 @@ impl Worker {
         self.failed_starts.clear();
         (self.last_done, self.ending) = (None, None);
         self.devices.revoke();
-        self.launcher.release(&self.pod, &self.chores).await?;
+        self.launcher.release(&self.plan, &self.chores).await?;
         if control.terminate.is_none() {
-            info!(pod = %self.name, uid = self.uid, "pod has given back everything it had");
+            info!(pod = %self.plan.name, uid = self.plan.uid, "pod has given back everything it had");
             let told = self.report(&seen, &nothing, Stage::Cleared).await;
             return Ok(told.then_some(Step::Idle(None)));
         }
-        self.launcher.remove_logs(&self.pod, &self.chores).await?;
-        info!(pod = %self.name, uid = self.uid, "pod is gone");
+        self.launcher.remove_logs(&self.plan, &self.chores).await?;
+        info!(pod = %self.plan.name, uid = self.plan.uid, "pod is gone");
         self.report(&seen, &nothing, Stage::Gone).await;
         Ok(None)
     }
@@ -536,8 +535,8 @@ impl Worker {
     async fn report(&self, seen: &Arc<Observation>, actions: &Actions, stage: Stage) -> bool {
         let mut waiting: BTreeMap<String, Waiting> = BTreeMap::new();
         for (name, backoff) in &actions.backoff {
-            let PodName { namespace, name: pod } = &self.name;
-            let (delay, uid) = (in_go(backoff.delay), &self.uid);
+            let PodName { namespace, name: pod } = &self.plan.name;
+            let (delay, uid) = (in_go(backoff.delay), &self.plan.uid);
             let message =
                 format!("back-off {delay} restarting failed container={name} pod={pod}_{namespace}({uid})");
             waiting.insert(name.clone(), Waiting { reason: "CrashLoopBackOff".to_owned(), message });
@@ -545,9 +544,9 @@ impl Worker {
         let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
         waiting.extend(failed);
         waiting.extend(self.without_devices(actions));
-        debug!(pod = %self.name, ?actions, "looked at the pod");
+        debug!(pod = %self.plan.name, ?actions, "looked at the pod");
         let report = Report {
-            uid: self.uid.clone(),
+            uid: self.plan.uid.clone(),
             seen: Arc::clone(seen),
             waiting,
             hooked: self.hooked.clone(),
@@ -586,9 +585,9 @@ fn in_go(duration: Duration) -> String {
 }
 
 /// What is gone already needs no removal.
-fn ignore_missing(result: Result<(), beelet_cri::Error>) -> Result<(), String> {
+fn ignore_missing(result: Result<(), beelet_cri::Error>) -> Result<(), Error> {
     match result {
-        Err(e) if !e.is_not_found() => Err(e.to_string()),
+        Err(error) if !error.is_not_found() => Err(error.into()),
         _ => Ok(()),
     }
 }

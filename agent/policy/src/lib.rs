@@ -1,7 +1,10 @@
 //! Every decision of the agent, as pure functions of data: no async, no I/O, no clock, no randomness.
 #![forbid(unsafe_code)]
+// A test hands its literals over.
+#![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod admission;
+pub mod api_status;
 pub mod cgroups;
 pub mod container_gc;
 pub mod critical;
@@ -12,12 +15,15 @@ pub mod expand;
 pub mod field;
 pub mod image_gc;
 pub mod local_storage;
+pub mod mirror;
 pub mod moment;
-pub mod plan;
+pub mod node_fit;
 pub mod pod;
 pub mod preemption;
 pub mod probe;
 pub mod qos;
 pub mod quantity;
+pub mod references;
 pub mod resources;
+pub mod token;
 pub mod tuner;

@@ -47,7 +47,7 @@ pub fn violation(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, F
     if let Some(limit) = limit.filter(|limit| used > *limit) {
         let message = format!(
             "Pod ephemeral local storage usage exceeds the total limit of containers {}. ",
-            words(limit)
+            limit.binary()
         );
         return Ok(Some(Violation { signal: "ephemeralpodfs.limit", message }));
     }
@@ -65,8 +65,11 @@ fn volume(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldErr
         })?;
         let used = storage.volumes.get(&volume.name).copied().map(bytes);
         if limit > Quantity::ZERO && used.is_some_and(|used| used > limit) {
-            let message =
-                format!("Usage of EmptyDir volume {:?} exceeds the limit {:?}. ", volume.name, words(limit));
+            let message = format!(
+                "Usage of EmptyDir volume {:?} exceeds the limit {:?}. ",
+                volume.name,
+                limit.binary()
+            );
             return Ok(Some(Violation { signal: "emptydirfs.limit", message }));
         }
     }
@@ -85,7 +88,7 @@ fn container(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, Field
             let message = format!(
                 "Container {} exceeded its local ephemeral storage limit {:?}. ",
                 container.name,
-                words(limit)
+                limit.binary()
             );
             return Ok(Some(Violation { signal: "ephemeralcontainerfs.limit", message }));
         }
@@ -95,16 +98,6 @@ fn container(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, Field
 
 fn bytes(bytes: u64) -> Quantity {
     Quantity::from_units(i64::try_from(bytes).unwrap_or(i64::MAX))
-}
-
-/// In the largest binary unit that says it exactly.
-fn words(quantity: Quantity) -> String {
-    let value = quantity.value();
-    let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
-    match units.iter().find(|(unit, _)| value != 0 && value % unit == 0) {
-        Some((unit, name)) => format!("{}{name}", value / unit),
-        None => value.to_string(),
-    }
 }
 
 #[cfg(test)]

@@ -55,6 +55,17 @@ impl Quantity {
         Self { nanos: millis as i128 * NANOS_PER_MILLI }
     }
 
+    /// Its value, rounded up, in the largest binary unit that says it exactly: bytes measured in pages come out in `Ki`.
+    #[must_use]
+    pub fn binary(self) -> String {
+        let value = self.value();
+        let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
+        match units.iter().find(|(unit, _)| value != 0 && value % unit == 0) {
+            Some((unit, name)) => format!("{}{name}", value / unit),
+            None => value.to_string(),
+        }
+    }
+
     /// Reads a quantity as `ParseQuantity` does: no blanks, no underscores, at most one suffix.
     ///
     /// # Errors
@@ -296,6 +307,21 @@ mod tests {
 
     fn check(text: &str, nanos: i128) {
         assert_eq!(Quantity::parse(text).map(|q| q.nanos), Ok(nanos), "{text}");
+    }
+
+    #[test]
+    fn a_binary_amount_has_the_largest_unit_that_says_it_exactly() {
+        let check = |text: &str, expected: &str| {
+            assert_eq!(Quantity::parse(text).unwrap().binary(), expected, "{text}");
+        };
+        check("0", "0");
+        check("1", "1");
+        check("1023", "1023");
+        check("1Ki", "1Ki");
+        check("1536Ki", "1536Ki");
+        check("2048Ki", "2Mi");
+        check("1500m", "2");
+        check("1Ti", "1024Gi");
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! One timer of the kernel's for all deadlines. The runtime's own timers are kept in slots of growing length, and a wait
-//! that is longer than the first slots wakes the thread in between: for probes that the kernel answers, waking up is most of
-//! what they cost.
+//! One timer of the kernel's for all deadlines. The runtime's own timers are kept in slots of growing length,
+//! and a wait that is longer than the first slots wakes the thread in between: for probes that the kernel
+//! answers, waking up is most of what they cost.
 
 use std::{io, os::fd::OwnedFd, time::Duration};
 
@@ -33,7 +33,7 @@ impl Alarm {
         Ok(Self { timer: watched(timer, Interest::READABLE)?, set: None })
     }
 
-    /// Waits until `at`; for ever without it. Whoever stops waiting may wait for another time.
+    /// Waits until `at`; for ever without it. A wait that is dropped may be followed by one for another time.
     ///
     /// # Errors
     /// The timer can't be set: not for a time that there is.

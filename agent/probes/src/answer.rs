@@ -2,7 +2,7 @@
 
 use beelet_policy::probe::Outcome;
 
-/// The most of an application's answer that is read or told (`maxRespBodyLength` in pkg/probe).
+/// The most of an application's answer that is read or reported (`maxRespBodyLength` in pkg/probe).
 pub(super) const MAX_OUTPUT: usize = 10 << 10;
 
 /// What a probe found.
@@ -12,7 +12,7 @@ pub(super) struct Answer {
     pub outcome: Outcome,
     /// A sentence, or what the application said, for the person who asks why.
     pub detail: String,
-    /// It counts as a success, and still somebody should hear of it.
+    /// It counts as a success, and is still worth an event.
     pub warning: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Asks somebody who may take a while: an application, or the runtime.
+//! Asks what may take a while to answer: an application, or the runtime.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -12,14 +12,15 @@ use beelet_cri::Runtime;
 
 /// Probes that wait for an answer at the same time. More wait for their turn.
 const AT_ONCE: usize = 256;
-/// Commands that run at the same time: each costs the runtime some processes and some tens of milliseconds of CPU.
+/// Commands that run at the same time: each costs the runtime some processes and some tens of milliseconds of
+/// CPU.
 const COMMANDS_AT_ONCE: usize = 16;
 /// How often a probe that can't be run is tried (`maxProbeRetries`, pkg/kubelet/prober).
 const TRIES: usize = 3;
 
-/// The ways to the applications. Clones share them.
+/// Asks the applications and the runtime. Clones share its limits.
 #[derive(Clone, Debug)]
-pub(super) struct Doors {
+pub(super) struct Probers {
     runtime: Option<Runtime>,
     tls: Option<Arc<ClientConfig>>,
     slots: Arc<Semaphore>,
@@ -29,7 +30,7 @@ pub(super) struct Doors {
 /// One thing to ask.
 #[derive(Clone, Debug)]
 pub(super) struct Question {
-    /// Whom.
+    /// The probe's target.
     pub target: Target,
     /// The pod's address, once it has one.
     pub pod_ip: Option<IpAddr>,
@@ -39,7 +40,7 @@ pub(super) struct Question {
     pub within: Duration,
 }
 
-impl Doors {
+impl Probers {
     pub(super) fn new(runtime: Option<Runtime>) -> Self {
         let tls =
             tls::settings().inspect_err(|error| tracing::error!(%error, "probes by HTTPS can't be run")).ok();
@@ -115,21 +116,21 @@ mod tests {
 
     #[tokio::test]
     async fn what_cannot_be_asked_is_an_error_and_no_failure() {
-        let doors = Doors::new(None);
+        let probers = Probers::new(None);
         let tcp = Target::Tcp { host: None, port: 80 };
-        assert_eq!(doors.ask(&question(tcp)).await.0, Answer::error("the pod has no address yet"));
+        assert_eq!(probers.ask(&question(tcp)).await.0, Answer::error("the pod has no address yet"));
         let exec = Target::Exec { command: vec!["true".to_owned()] };
-        assert_eq!(doors.ask(&question(exec)).await.0.outcome, Outcome::Error);
+        assert_eq!(probers.ask(&question(exec)).await.0.outcome, Outcome::Error);
     }
 
     #[tokio::test]
     async fn a_host_of_its_own_is_looked_up() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let doors = Doors::new(None);
+        let probers = Probers::new(None);
         let at = |host: &str| question(Target::Tcp { host: Some(host.to_owned()), port });
-        assert_eq!(doors.ask(&at("127.0.0.1")).await.0.outcome, Outcome::Success);
-        let answer = doors.ask(&at("no-such-host.invalid")).await.0;
+        assert_eq!(probers.ask(&at("127.0.0.1")).await.0.outcome, Outcome::Success);
+        let answer = probers.ask(&at("no-such-host.invalid")).await.0;
         assert!(
             answer.outcome == Outcome::Failure && answer.detail.starts_with("cannot resolve"),
             "{answer:?}"

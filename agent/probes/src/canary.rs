@@ -1,8 +1,9 @@
-//! One connection, to see whether an application that nobody calls still accepts.
+//! One connection, to see whether an idle application still accepts.
 //!
-//! The application gets what a tcpSocket probe of the kubelet's gives it: a connection that is closed at once. What is
-//! new is who says that it succeeded: the kernel completes a handshake by itself, so connect() proves nothing about the
-//! application before its queue is full. Here the kernel is asked whether the application has *taken* it (accept()).
+//! The application gets what a tcpSocket probe of the kubelet's gives it: a connection that is closed at
+//! once. What is new is who says that it succeeded: the kernel completes a handshake by itself, so connect()
+//! proves nothing about the application before its queue is full. Here the kernel is asked whether the
+//! application has *taken* it (accept()).
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -44,7 +45,7 @@ pub(super) async fn send(
         // A connection that the application has closed, or written to, it had accepted.
         let mut byte = [0; 1];
         let heard = stream.try_read(&mut byte).is_ok();
-        match checker.look(&[target]) {
+        match checker.lookup(&[target]) {
             _ if heard => return Answer::success(format!("the application accepted a canary at {address}")),
             Ok(found) => match found.first().copied().unwrap_or(Found::Nothing) {
                 Found::Accepted | Found::Closing => {
@@ -56,7 +57,8 @@ pub(super) async fn send(
                         within.as_secs_f64()
                     ));
                 }
-                // Another address for the pod than for us (NAT), or TCP_DEFER_ACCEPT: connect() is all there is.
+                // Another address for the pod than for us (NAT), or TCP_DEFER_ACCEPT: connect() is all there
+                // is.
                 Found::Nothing | Found::HalfOpen | Found::Listener(_) if last => {
                     return Answer::success(format!(
                         "connected to {address}; the connection can't be followed, so whether it was accepted is not known"

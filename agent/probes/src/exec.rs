@@ -1,8 +1,9 @@
 //! One exec probe: a command in the container, by the runtime. Exit code 0 is a success.
 //!
-//! A probe that is out of time must not leave its processes in the container: a runtime kills the command it started,
-//! but not what that has started (and may then wait for their output for ever). So the deadline is kept here, the whole
-//! tree is ended here (`stragglers.rs`), and the runtime's own timeout, in whole seconds, is the net below.
+//! A probe that is out of time must not leave its processes in the container: a runtime kills the command it
+//! started, but not what that has started (and may then wait for their output for ever). So the deadline is
+//! kept here, the whole tree is ended here (`stragglers.rs`), and the runtime's own timeout, in whole
+//! seconds, is the net below.
 
 use std::time::Duration;
 
@@ -18,7 +19,8 @@ use beelet_cri::{Kind, Runtime};
 
 /// How much later than the probe's own deadline the runtime gives up.
 const NET: Duration = Duration::from_secs(2);
-/// How long the runtime may take to notice that the command it waits for is dead. Meanwhile the probe keeps its turn.
+/// How long the runtime may take to notice that the command it waits for is dead. Meanwhile the probe keeps
+/// its slot.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// Runs `command` in a container.
@@ -48,7 +50,7 @@ pub(super) async fn run(
     };
     match output {
         Ok(output) => {
-            // The runtime hands on megabytes; no more is told than of any answer.
+            // The runtime hands on megabytes; the same part is kept as of any answer.
             let said: Vec<u8> = output.stdout.into_iter().chain(output.stderr).take(MAX_OUTPUT).collect();
             let said = String::from_utf8_lossy(&said).into_owned();
             match output.exit_code {
@@ -80,7 +82,7 @@ async fn end(runtime: &Runtime, container_id: &str, command: &[String], started:
     let ended = tokio::task::spawn_blocking(move || stragglers::end(init, &command, started)).await;
     match ended {
         Ok(Ok(count)) => debug!(container_id, count, "ended the processes of an exec probe"),
-        Ok(Err(error)) => warn!(container_id, error, "processes of an exec probe may be left"),
+        Ok(Err(error)) => warn!(container_id, %error, "processes of an exec probe may be left"),
         Err(error) => warn!(container_id, %error, "processes of an exec probe may be left"),
     }
 }

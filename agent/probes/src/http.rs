@@ -1,5 +1,6 @@
-//! One httpGet probe: a status from 200 to 399 is a success. Redirects are followed as long as they stay on the host
-//! (`RedirectChecker`, pkg/probe/http); one that leaves it ends the probe as a success with a warning.
+//! One httpGet probe: a status from 200 to 399 is a success. Redirects are followed as long as they stay on
+//! the host (`RedirectChecker`, pkg/probe/http); one that leaves it ends the probe as a success with a
+//! warning.
 
 use std::{net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
 
@@ -197,7 +198,7 @@ async fn exchange(
 trait Stream: AsyncRead + AsyncWrite + Send {}
 impl<T: AsyncRead + AsyncWrite + Send> Stream for T {}
 
-/// The body, as far as it is told.
+/// The body, up to [`MAX_OUTPUT`].
 async fn read(response: Response<Incoming>) -> Result<String, hyper::Error> {
     let mut body = response.into_body();
     let mut read = Vec::new();

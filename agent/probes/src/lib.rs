@@ -1,10 +1,11 @@
-//! Probes: when to look, how, and what it means for a container's state. The meaning is
-//! `policy::probe`'s; this module keeps the timetable and looks, and sends what changed to the pods'
-//! manager. It never restarts anything itself.
+//! Probes: when to look at a container, how, and what changed. `policy::probe` says what an answer means for
+//! the container's state; this crate keeps the timetable, looks, and sends what changed to the pods' manager.
+//! It never restarts anything itself.
 //!
-//! One task, on a thread of its own, owns all probes. A timetable holds when each looks next. A probe that waits for somebody's answer (HTTP,
-//! gRPC, a command, a connection) runs beside it, bounded; what the kernel knows is read on the spot, for all that are
-//! due together. A listener that comes or goes reaches the task as an edge, between two looks.
+//! One task, on a thread of its own, owns all probes. A timetable holds when each looks next. A probe that
+//! waits for an answer (HTTP, gRPC, a command, a connection) runs beside it, bounded; what the kernel knows
+//! is read on the spot, for all that are due together. A listener that comes or goes reaches the task as an
+//! edge, between two looks.
 
 mod alarm;
 mod answer;
@@ -12,7 +13,10 @@ mod ask;
 mod canary;
 mod exec;
 mod grpc;
+mod handle;
+mod hot;
 pub mod http;
+mod ids;
 mod listening;
 mod manager;
 mod metrics;
@@ -28,11 +32,11 @@ use std::time::Duration;
 
 use beelet_policy::probe::EdgePolicy;
 
+pub use handle::{Commands, Explained, Handle, LookView, ProbeView, Refused, Wanted, handle};
 pub use manager::{Parts, Probes};
 pub use metrics::Metrics;
-pub use view::{Commands, Explained, Handle, LookView, ProbeView, Refused, Wanted, handle};
 
-/// How probes behave on this node, where a pod's annotations say nothing else.
+/// How probes behave on this node, unless a pod's annotations say otherwise.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     /// Whether tcpSocket probes are answered by the kernel where it can.

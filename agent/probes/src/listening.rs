@@ -1,8 +1,8 @@
-//! What the kernel says of TCP ports: looked up for many probes at once when they are due, and at once for those that an
-//! edge is about.
+//! What the kernel says of TCP ports: looked up for many probes at once when they are due, and at once for
+//! those that an edge is about.
 //!
-//! An edge is a hint, never a verdict: the address is looked up when it arrives, so that a listener that closed and
-//! opened again, was one of several, or never got as far as listening is seen as what it is now.
+//! An edge is a hint, never a verdict: the address is looked up when it arrives, so that a listener that
+//! closed and opened again, was one of several, or never got as far as listening is seen as what it is now.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -14,30 +14,31 @@ use tracing::debug;
 
 use super::{
     answer::Answer,
+    ids::Id,
     manager::{Probes, monotonic},
     worker::{Hint, Worker, now},
-    workers::Id,
 };
 use beelet_bpf::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
 
-/// When the socket table doesn't show yet what an edge told, it is looked at again after this time, then after twice as long,
-/// and so on for a second: who calls listen() may lose the CPU in the middle of it, and to a quota for a tenth of a second.
+/// When the socket table doesn't show yet what an edge announced, it is looked at again after this time, then
+/// after twice as long, and so on for a second: the caller of listen() may lose the CPU in the middle of it,
+/// and to a quota for a tenth of a second.
 const RECHECK: Duration = Duration::from_millis(1);
 const RECHECKS: u8 = 10;
 /// A queue that isn't empty is first looked at again after this time, and then after twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
 /// What a look found at one probe's address.
-pub(super) enum Sight {
-    /// Nobody listens.
+pub(super) enum Lookup {
+    /// No socket listens.
     Absent,
-    /// Somebody does.
+    /// A socket listens.
     Listening(AcceptQueues),
-    /// Nobody can say: a sentence.
+    /// Unknown, and why: a sentence.
     Unknown(String),
 }
 
-impl Sight {
+impl Lookup {
     /// What a lookup says by itself.
     pub(super) fn of(found: Found) -> Self {
         match found {
@@ -62,55 +63,56 @@ fn judged(queues: &AcceptQueues) -> Queues {
 
 impl Probes {
     /// Looks at the ports of these probes, and records what it finds.
-    pub(super) async fn look(&mut self, ids: &[Id]) {
+    pub(super) async fn poll(&mut self, ids: &[Id]) {
         if ids.is_empty() {
             return;
         }
         let started = now();
-        let sights = self.sights(ids);
+        let lookups = self.lookups(ids);
         let looked = now();
         let latency = looked.saturating_sub(started) / u32::try_from(ids.len()).unwrap_or(1).max(1);
-        for (id, sight) in ids.iter().copied().zip(sights) {
-            if self.goes_on(id, &sight, looked, latency) {
+        for (id, lookup) in ids.iter().copied().zip(lookups) {
+            if self.goes_on(id, &lookup, looked, latency) {
                 continue;
             }
             if self.workers.get(id).is_some_and(|worker| worker.edge.is_some()) {
-                self.settle_edge(id, &sight).await;
+                self.settle_edge(id, &lookup).await;
             } else {
-                self.settle(id, &sight, looked, latency).await;
+                self.settle(id, &lookup, looked, latency).await;
             }
         }
     }
 
-    /// Whether a steady probe has found what it always finds; if so it is counted, and nothing else is to be done.
-    fn goes_on(&mut self, id: Id, sight: &Sight, at: Duration, latency: Duration) -> bool {
-        let Sight::Listening(queues) = sight else { return false };
+    /// Whether a steady probe has found what it always finds; if so it is counted, and nothing else is to be
+    /// done.
+    fn goes_on(&mut self, id: Id, lookup: &Lookup, at: Duration, latency: Duration) -> bool {
+        let Lookup::Listening(queues) = lookup else { return false };
         let queues = judged(queues);
         if !queues.has_empty() || queues.are_full() {
             return false;
         }
-        let Some(beat) = self.workers.steady_mut(id) else { return false };
-        beat.looked = (at, latency);
-        beat.tally.count(Outcome::Success, latency);
+        let Some(hot) = self.workers.steady_mut(id) else { return false };
+        hot.looked = (at, latency);
+        hot.tally.count(Outcome::Success, latency);
         true
     }
 
     /// A regular look.
-    async fn settle(&mut self, id: Id, sight: &Sight, at: Duration, latency: Duration) {
+    async fn settle(&mut self, id: Id, lookup: &Lookup, at: Duration, latency: Duration) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let Some((_, port)) = worker.in_kernel() else { return };
-        let Some(sighting) = sight.sighting() else {
-            // The kernel can't say: whoever can be connected to is there.
+        let Some(sighting) = lookup.sighting() else {
+            // The kernel can't say: the probe connects instead.
             debug!(pod = %worker.name, port, "the kernel can't say whether anybody listens; the probe connects");
             self.launch(id, false);
             return;
         };
-        let verdict = worker.beat.queues.judge(at, worker.timeout, sighting);
+        let verdict = worker.hot.queues.judge(at, worker.timeout, sighting);
         if let Verdict::Pending { until } = verdict {
             let waited = (at + worker.timeout).saturating_sub(until);
             let again = (at + FIRST_PAUSE.max(waited)).min(until);
-            let again = worker.beat.due.map_or(again, |due| due.min(again));
-            self.timetable.set(id, &mut worker.beat.due, again);
+            let again = worker.hot.due.map_or(again, |due| due.min(again));
+            self.timetable.set(id, &mut worker.hot.due, again);
             return;
         }
         self.record(id, &answer(verdict, port), latency).await;
@@ -120,14 +122,14 @@ impl Probes {
     }
 
     /// What is at the addresses of these probes, in order.
-    pub(super) fn sights(&self, ids: &[Id]) -> Vec<Sight> {
+    pub(super) fn lookups(&self, ids: &[Id]) -> Vec<Lookup> {
         let target = |id: &Id| {
             let worker = self.workers.get(*id)?;
-            worker.beat.steady.or_else(|| worker.place())
+            worker.hot.steady.or_else(|| worker.place())
         };
         let targets: Vec<_> = ids.iter().map(target).collect();
         let asked: Vec<_> = targets.iter().copied().flatten().collect();
-        let mut found = match self.parts.checker.as_ref().map(|checker| checker.look(&asked)) {
+        let mut found = match self.parts.checker.as_ref().map(|checker| checker.lookup(&asked)) {
             Some(Ok(found)) => found.into_iter(),
             Some(Err(error)) => {
                 debug!(%error, "listeners are confirmed by sock_diag");
@@ -135,38 +137,38 @@ impl Probes {
             }
             None => Vec::new().into_iter(),
         };
-        let mut sights = Vec::with_capacity(ids.len());
+        let mut lookups = Vec::with_capacity(ids.len());
         for (id, target) in ids.iter().zip(targets) {
             let found = if target.is_some() { found.next() } else { None };
-            sights.push(match found {
-                Some(Found::Listener(queues)) => Sight::Listening(queues),
+            lookups.push(match found {
+                Some(Found::Listener(queues)) => Lookup::Listening(queues),
                 other => self.without_a_listener(*id, other),
             });
         }
-        sights
+        lookups
     }
 
     /// What is at a probe's address if a lookup `found` no listener, or could not be made.
-    fn without_a_listener(&self, id: Id, found: Option<Found>) -> Sight {
+    fn without_a_listener(&self, id: Id, found: Option<Found>) -> Lookup {
         let Some(worker) = self.workers.get(id) else {
-            return Sight::Unknown("the probe is gone".to_owned());
+            return Lookup::Unknown("the probe is gone".to_owned());
         };
         match (found, worker.in_kernel(), worker.ip) {
             (Some(_), Some((netns, port)), Some(ip)) => self.second_opinion(netns, port, ip),
             (None, Some((netns, port)), Some(ip)) => by_sock_diag(netns, port, ip),
-            (_, _, None) => Sight::Unknown("the pod has no address yet".to_owned()),
-            (_, None, _) => Sight::Unknown("the kernel doesn't answer this probe".to_owned()),
+            (_, _, None) => Lookup::Unknown("the pod has no address yet".to_owned()),
+            (_, None, _) => Lookup::Unknown("the kernel doesn't answer this probe".to_owned()),
         }
     }
 
-    /// The lookup found nothing. If our own table has a listener, it may be bound to one device, which the lookup
-    /// passes over: then the namespace's socket list decides.
-    fn second_opinion(&self, netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Sight {
+    /// The lookup found nothing. If our own table has a listener, it may be bound to one device, which the
+    /// lookup passes over: then the namespace's socket list decides.
+    fn second_opinion(&self, netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Lookup {
         let cookie = netns.handle().cookie();
         let in_table = self.parts.listeners.as_ref().map(|table| table.is_listening(cookie, port, &[ip]));
         match in_table {
             Some(Ok(Some(_))) => by_sock_diag(netns, port, ip),
-            _ => Sight::Absent,
+            _ => Lookup::Absent,
         }
     }
 
@@ -202,51 +204,51 @@ impl Probes {
                 worker.rechecks = 0;
             }
         }
-        let sights = self.sights(&ids);
-        for (id, sight) in ids.into_iter().zip(sights) {
-            self.settle_edge(id, &sight).await;
+        let lookups = self.lookups(&ids);
+        for (id, lookup) in ids.into_iter().zip(lookups) {
+            self.settle_edge(id, &lookup).await;
         }
     }
 
-    /// An edge is told, and this is what is there now.
-    async fn settle_edge(&mut self, id: Id, sight: &Sight) {
+    /// Judges an edge by what is there now.
+    async fn settle_edge(&mut self, id: Id, lookup: &Lookup) {
         let now = now();
         let Some(worker) = self.workers.get_mut(id) else { return };
         let (Some((hint, at_ns)), Some((_, port))) = (worker.edge, worker.in_kernel()) else { return };
-        let listening = match (hint, sight) {
-            (Hint::Opened | Hint::Missed, Sight::Listening(_)) => true,
-            (Hint::Closed(_) | Hint::Missed, Sight::Absent) => false,
+        let listening = match (hint, lookup) {
+            (Hint::Opened | Hint::Missed, Lookup::Listening(_)) => true,
+            (Hint::Closed(_) | Hint::Missed, Lookup::Absent) => false,
             // The socket table is about to show it: looked at again, in a moment.
             // Or our table is ahead of it, and there is no socket list to ask (a kernel without tcp_diag).
-            (Hint::Opened, Sight::Absent) | (_, Sight::Unknown(_)) if worker.rechecks < RECHECKS => {
+            (Hint::Opened, Lookup::Absent) | (_, Lookup::Unknown(_)) if worker.rechecks < RECHECKS => {
                 return self.recheck(id, now);
             }
-            (Hint::Closed(cookie), Sight::Listening(queues))
+            (Hint::Closed(cookie), Lookup::Listening(queues))
                 if queues.cookie == cookie && worker.rechecks < RECHECKS =>
             {
                 return self.recheck(id, now);
             }
-            (_, Sight::Unknown(_)) => {
+            (_, Lookup::Unknown(_)) => {
                 worker.edge = None;
                 if !worker.in_flight {
                     self.launch(id, false);
                 }
                 return;
             }
-            // Another one is there; or it has gone again, which the next edge tells.
+            // Another one is there; or it has gone again, which the next edge says.
             _ => {
                 worker.edge = None;
                 if matches!(hint, Hint::Closed(_)) {
                     // What waited at the one that closed is gone with it.
-                    worker.beat.queues.reset();
+                    worker.hot.queues.reset();
                 }
                 return;
             }
         };
         worker.edge = None;
-        if let Some(sighting) = sight.sighting() {
+        if let Some(sighting) = lookup.sighting() {
             // Remembers what waits, and forgets what waited at a listener that is gone.
-            worker.beat.queues.judge(now, worker.timeout, sighting);
+            worker.hot.queues.judge(now, worker.timeout, sighting);
         }
         let verdict = if listening { Verdict::Listening } else { Verdict::NotListening };
         let answer = answer(verdict, port);
@@ -254,12 +256,12 @@ impl Probes {
         let before = worker.state.published();
         let transition = worker.state.edge(now, listening);
         if worker.state.due(now) || transition.is_some() {
-            worker.note(&answer, latency);
+            worker.keep(&answer, latency);
         }
         if let Some(transition) = transition {
             self.parts.metrics.edges.inc();
             if transition.result != before {
-                self.tell(id, &answer);
+                self.record_event(id, &answer);
             }
             self.send(id, transition, Some(at_ns)).await;
         }
@@ -269,12 +271,12 @@ impl Probes {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let pause = RECHECK * (1 << worker.rechecks);
         worker.rechecks += 1;
-        self.timetable.set(id, &mut worker.beat.due, now + pause);
+        self.timetable.set(id, &mut worker.hot.due, now + pause);
     }
 
-    /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a listener from
-    /// before the programs were attached, whose port the kernel had chosen, has lost it by the time its end is told
-    /// (tcp_set_state puts the port before the tracepoint).
+    /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a
+    /// listener from before the programs were attached, whose port the kernel had chosen, has lost it by the
+    /// time its end is sent (tcp_set_state puts the port before the tracepoint).
     fn probes_at(&self, cookie: u64, port: u16) -> Vec<Id> {
         let ports = if port == 0 { 0..=u16::MAX } else { port..=port };
         let found = self.by_port.range((cookie, *ports.start())..=(cookie, *ports.end()));
@@ -290,21 +292,22 @@ impl Probes {
         for id in ids {
             let Some(worker) = self.workers.get_mut(id) else { continue };
             worker.edge = Some((Hint::Missed, monotonic(now)));
-            self.timetable.set(id, &mut worker.beat.due, now);
+            self.timetable.set(id, &mut worker.hot.due, now);
         }
     }
 }
 
 /// What the namespace's socket list says.
-fn by_sock_diag(netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Sight {
+fn by_sock_diag(netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Lookup {
     match netns.handle().accept_queues(port, ip) {
-        Ok(Some(queues)) => Sight::Listening(queues),
-        Ok(None) => Sight::Absent,
-        Err(error) => Sight::Unknown(error.to_string()),
+        Ok(Some(queues)) => Lookup::Listening(queues),
+        Ok(None) => Lookup::Absent,
+        Err(error) => Lookup::Unknown(error.to_string()),
     }
 }
 
-/// A verdict as an answer. The same verdict has always the same words, so that events of it are counted as one.
+/// A verdict as an answer. The same verdict has always the same words, so that events of it are counted as
+/// one.
 pub(super) fn answer(verdict: Verdict, port: u16) -> Answer {
     match verdict {
         Verdict::Listening | Verdict::Pending { .. } => {

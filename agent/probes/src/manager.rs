@@ -1,4 +1,5 @@
-//! The task that owns all probes: it makes them fit the pods, looks when it is time, and tells what changed.
+//! The task that owns all probes: it makes them fit the pods, looks when it is time, and publishes what
+//! changed.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -24,16 +25,17 @@ use super::{
     Settings,
     alarm::Alarm,
     answer::Answer,
-    ask::Doors,
+    ask::Probers,
     canary,
+    handle::Commands,
+    ids::{Id, Key},
     metrics::Metrics,
     target::{pod_ip, probes_of},
     timetable::Timetable,
-    view::Commands,
-    worker::{Hint, Key, Way, Worker, now},
-    workers::{Id, Workers},
+    worker::{Hint, Method, Worker, now},
+    workers::Workers,
 };
-use beelet_bpf::{CheckedNetns, Checker, Edges, Listeners};
+use beelet_bpf::{CheckedNetns, Checker, Edges, KernelError, Listeners};
 use beelet_cri::Runtime;
 use beelet_model::{
     request::{ProbeUpdate, Request},
@@ -42,7 +44,7 @@ use beelet_model::{
 };
 use beelet_state::events::{Object, Recorder};
 
-/// Answers on their way to the task. Who has one waits while the task is behind by this many.
+/// Answers on their way to the task. A sender waits while the task is behind by this many.
 const ANSWERS: usize = 256;
 
 /// What the probes need from the rest of the node.
@@ -54,7 +56,7 @@ pub struct Parts {
     pub requests: mpsc::Sender<Request>,
     /// The container runtime, for commands.
     pub runtime: Option<Runtime>,
-    /// The kernel's listeners, where it tells them.
+    /// The kernel's listeners, where programs record them.
     pub listeners: Option<Listeners>,
     /// Looks listeners up, where the kernel lets us.
     pub checker: Option<Checker>,
@@ -62,13 +64,13 @@ pub struct Parts {
     pub edges: Edges,
     /// What is asked of this task.
     pub commands: Commands,
-    /// See there.
+    /// How probes behave on this node.
     pub settings: Settings,
     /// For people.
     pub events: Recorder,
     /// Counters.
     pub metrics: Metrics,
-    /// Where the looks run that wait for somebody's answer.
+    /// The runtime of the looks that wait for an answer.
     pub asking: tokio::runtime::Handle,
 }
 
@@ -101,7 +103,7 @@ impl Netns {
     }
 }
 
-/// See the module's head.
+/// Owns every probe of the node; runs as one task on a thread of its own.
 #[derive(Debug)]
 pub struct Probes {
     pub(super) parts: Parts,
@@ -112,7 +114,7 @@ pub struct Probes {
     /// The probes that the kernel answers, by namespace cookie and port.
     pub(super) by_port: BTreeMap<(u64, u16), BTreeSet<Id>>,
     namespaces: HashMap<Netns, Arc<CheckedNetns>>,
-    pub(super) doors: Doors,
+    pub(super) probers: Probers,
     finished_in: mpsc::Receiver<Finished>,
     finished_out: mpsc::Sender<Finished>,
 }
@@ -122,7 +124,7 @@ impl Probes {
     pub fn new(parts: Parts) -> Self {
         let (finished_out, finished_in) = mpsc::channel(ANSWERS);
         Self {
-            doors: Doors::new(parts.runtime.clone()),
+            probers: Probers::new(parts.runtime.clone()),
             parts,
             known: BTreeMap::new(),
             ids: HashMap::new(),
@@ -135,8 +137,8 @@ impl Probes {
         }
     }
 
-    /// Probes until `shutdown`, or until this future is dropped: on a thread of its own, since most of what a regular look costs
-    /// is waking up for it, and a runtime of several threads wakes two.
+    /// Probes until `shutdown`, or until this future is dropped: on a thread of its own, since most of what a
+    /// regular look costs is waking up for it, and a runtime of several threads wakes two.
     pub async fn run(self, shutdown: CancellationToken) {
         let stop = shutdown.child_token();
         let _stop_with_us = stop.clone().drop_guard();
@@ -184,7 +186,7 @@ impl Probes {
                     Err(error) => return error!(%error, "no probe can be run any more: the timer fails"),
                 },
                 Some(command) = self.parts.commands.recv() => {
-                    // Whoever asks may have seen the pods that are there now.
+                    // The client may have seen the pods that are there now.
                     if self.parts.table.has_changed().unwrap_or(false) {
                         self.sync().await;
                     }
@@ -220,7 +222,8 @@ impl Probes {
         }
         let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
         self.namespaces.retain(|netns, _| used.contains(netns));
-        let connecting = self.workers.iter().filter(|(_, worker)| matches!(worker.way, Way::Ask(Some(_))));
+        let connecting =
+            self.workers.iter().filter(|(_, worker)| matches!(worker.method, Method::Ask(Some(_))));
         self.parts.metrics.fallbacks.set(i64::try_from(connecting.count()).unwrap_or(i64::MAX));
     }
 
@@ -232,8 +235,8 @@ impl Probes {
         for id in ids {
             self.leave_port(id);
             if let Some(mut worker) = self.workers.remove(id) {
-                self.timetable.remove(id, &mut worker.beat.due);
-                self.parts.metrics.forget(&worker.beat.tally);
+                self.timetable.remove(id, &mut worker.hot.due);
+                self.parts.metrics.forget(&worker.hot.tally);
             }
         }
     }
@@ -278,7 +281,7 @@ impl Probes {
         let worker = match made {
             Ok(worker) => worker,
             Err(error) => {
-                // Said once a change of the pod, and counted as one event.
+                // Once per change of the pod, and counted as one event.
                 self.parts.events.warning(
                     about(),
                     "Unhealthy",
@@ -296,10 +299,10 @@ impl Probes {
         Some(id)
     }
 
-    /// Tells a probe what became of its container.
+    /// Brings a probe up to date with its container.
     async fn sync_container(&mut self, entry: &PodEntry, id: Id) {
         let now = now();
-        let chosen = self.choose_way(entry, id);
+        let chosen = self.choose_method(entry, id);
         let Some(worker) = self.workers.get_mut(id) else { return };
         worker.ip = pod_ip(&entry.pod);
         let status = container_status(&entry.pod, &worker.key.container);
@@ -325,16 +328,16 @@ impl Probes {
                 worker.start(container, now);
                 let at = worker.plan(started_at, now, taken_over);
                 if taken_over {
-                    // The edge that would have told may have come while nobody listened.
+                    // Its edge may have come while no agent ran.
                     worker.edge = Some((Hint::Missed, monotonic(now)));
                 }
-                self.timetable.set(id, &mut worker.beat.due, at);
+                self.timetable.set(id, &mut worker.hot.due, at);
             }
             (None, _) => transitions.extend(worker.state.container_stopped(now)),
             // The network namespace of one that was taken over is known only now.
             (Some(_), Some(_)) if chosen && worker.in_kernel().is_some() => {
                 worker.edge = Some((Hint::Missed, monotonic(now)));
-                self.timetable.set(id, &mut worker.beat.due, now);
+                self.timetable.set(id, &mut worker.hot.due, now);
             }
             _ => {}
         }
@@ -345,7 +348,7 @@ impl Probes {
             let was_due = worker.state.due(now);
             worker.state.startup_succeeded();
             if !was_due && worker.state.due(now) {
-                self.timetable.set(id, &mut worker.beat.due, now);
+                self.timetable.set(id, &mut worker.hot.due, now);
             }
         }
         for transition in transitions {
@@ -353,36 +356,36 @@ impl Probes {
         }
     }
 
-    /// Decides who answers a probe, as far as it can be decided yet, and again where the pod has got another network
-    /// namespace. Whether it was decided now.
-    fn choose_way(&mut self, entry: &PodEntry, id: Id) -> bool {
+    /// Decides what answers a probe, as far as it can be decided yet, and again where the pod has got another
+    /// network namespace. Whether it was decided now.
+    fn choose_method(&mut self, entry: &PodEntry, id: Id) -> bool {
         let Some(worker) = self.workers.get(id) else { return false };
-        if !matches!(worker.way, Way::Undecided) {
+        if !matches!(worker.method, Method::Undecided) {
             if entry.netns.is_none() || worker.netns == entry.netns {
                 return false;
             }
             self.leave_port(id);
         }
         let Some(worker) = self.workers.get(id) else { return false };
-        let way = if !worker.wants_kernel() {
-            Way::Ask(None)
+        let method = if !worker.wants_kernel() {
+            Method::Ask(None)
         } else if self.parts.checker.is_none() && self.parts.listeners.is_none() {
-            Way::Ask(Some("the kernel half is off here (see beelet doctor)".to_owned()))
+            Method::Ask(Some("the kernel half is off here (see beelet doctor)".to_owned()))
         } else {
             let on_host = entry.pod.spec.as_ref().is_some_and(|s| s.host_network == Some(true));
             if entry.netns.is_none() && !on_host {
                 return false; // not known before the sandbox runs
             }
             match self.namespace(Netns::of(entry)) {
-                Ok(netns) => Way::Kernel(netns),
+                Ok(netns) => Method::Kernel(netns),
                 Err(error) => {
-                    warn!(pod = %PodName::of(&entry.pod), error, "the kernel can't answer this pod's TCP probes; they connect");
-                    Way::Ask(Some(error))
+                    warn!(pod = %PodName::of(&entry.pod), %error, "the kernel can't answer this pod's TCP probes; they connect");
+                    Method::Ask(Some(error.to_string()))
                 }
             }
         };
         let Some(worker) = self.workers.get_mut(id) else { return false };
-        (worker.way, worker.netns) = (way, entry.netns.clone());
+        (worker.method, worker.netns) = (method, entry.netns.clone());
         if let Some((netns, port)) = worker.in_kernel() {
             let place = (netns.handle().cookie(), port);
             self.by_port.entry(place).or_default().insert(id);
@@ -390,12 +393,11 @@ impl Probes {
         true
     }
 
-    fn namespace(&mut self, netns: Netns) -> Result<Arc<CheckedNetns>, String> {
+    fn namespace(&mut self, netns: Netns) -> Result<Arc<CheckedNetns>, KernelError> {
         if let Some(known) = self.namespaces.get(&netns) {
             return Ok(Arc::clone(known));
         }
-        let opened = CheckedNetns::open(netns.path(), self.parts.checker.as_ref());
-        let opened = Arc::new(opened.map_err(|error| error.to_string())?);
+        let opened = Arc::new(CheckedNetns::open(netns.path(), self.parts.checker.as_ref())?);
         self.namespaces.insert(netns, Arc::clone(&opened));
         Ok(opened)
     }
@@ -416,15 +418,16 @@ impl Probes {
         let now = now();
         let (mut by_kernel, mut ask) = (Vec::new(), Vec::new());
         for id in self.timetable.take(now) {
-            if let Some(beat) = self.workers.steady_mut(id).filter(|beat| now < beat.canary_due) {
-                beat.again(id, &mut self.timetable, now, true);
+            if let Some(hot) = self.workers.steady_mut(id).filter(|hot| now < hot.canary_due) {
+                hot.again(id, &mut self.timetable, now, true);
                 by_kernel.push(id);
                 continue;
             }
             let Some(worker) = self.workers.get_mut(id) else { continue };
             let in_kernel = worker.in_kernel().is_some();
-            worker.beat.again(id, &mut self.timetable, now, in_kernel);
-            // A probe on hold or not due yet keeps its place in the timetable; one under way has had its turn.
+            worker.hot.again(id, &mut self.timetable, now, in_kernel);
+            // A probe on hold or not due yet keeps its place in the timetable; one under way has had its
+            // turn.
             if worker.in_flight || !worker.state.due(now) {
                 continue;
             }
@@ -434,14 +437,14 @@ impl Probes {
                 ask.push(id);
             }
         }
-        self.look(&by_kernel).await;
+        self.poll(&by_kernel).await;
         for id in ask {
             self.launch(id, true);
         }
     }
 
-    /// Asks somebody who may take a while, beside this task. A connection to an application whose listener the kernel
-    /// knows is followed until it is accepted, if it `may_follow`.
+    /// Asks what may take a while to answer, beside this task. A connection to an application whose listener
+    /// the kernel knows is followed until it is accepted, if it `may_follow`.
     pub(super) fn launch(&mut self, id: Id, may_follow: bool) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let Some(question) = worker.question() else { return };
@@ -451,7 +454,7 @@ impl Probes {
         if canary.is_some() {
             self.parts.metrics.canaries.inc();
         }
-        let (doors, finished) = (self.doors.clone(), self.finished_out.clone());
+        let (probers, finished) = (self.probers.clone(), self.finished_out.clone());
         self.parts.asking.spawn(async move {
             let started = Instant::now();
             let asked = async {
@@ -460,7 +463,7 @@ impl Probes {
                         let address = (ip, port).into();
                         (canary::send(&checker, &netns, address, question.within).await, started.elapsed())
                     }
-                    None => doors.ask(&question).await,
+                    None => probers.ask(&question).await,
                 }
             };
             // An answer comes in any case: without one this probe would never be run again.
@@ -469,7 +472,7 @@ impl Probes {
                 (Answer::error("the probe panicked, which is a bug: the log says where"), started.elapsed())
             });
             let container_id = question.container_id;
-            // Nobody waits for it any more if the agent ends.
+            // It has no receiver any more if the agent ends.
             let _ = finished.send(Finished { id, container_id, answer, latency }).await;
         });
     }
@@ -483,16 +486,16 @@ impl Probes {
         }
     }
 
-    /// An outcome: counted, told, and judged.
+    /// Counts an outcome, publishes it, and judges it.
     pub(super) async fn record(&mut self, id: Id, answer: &Answer, latency: Duration) {
         let Some(worker) = self.workers.get_mut(id) else { return };
-        worker.keep(answer, latency);
+        worker.count(answer, latency);
         let now = now();
         // One that was under way when the pod began to end.
         let ending = worker.state.held(now) == Some(Held::Deleted);
         let transition = worker.state.record(now, answer.outcome);
         if !ending {
-            self.tell(id, answer);
+            self.record_event(id, answer);
         }
         if let Some(transition) = transition {
             self.send(id, transition, None).await;
@@ -500,7 +503,7 @@ impl Probes {
     }
 
     /// Events for people, in the kubelet's words (pkg/kubelet/prober/prober.go).
-    pub(super) fn tell(&self, id: Id, answer: &Answer) {
+    pub(super) fn record_event(&self, id: Id, answer: &Answer) {
         let Some(worker) = self.workers.get(id) else { return };
         let (kind, detail) = (worker.key.kind.title(), &answer.detail);
         let (reason, message) = match answer.outcome {
@@ -570,7 +573,7 @@ fn container_status<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Cont
     all.into_iter().find(|c| c.name == name)
 }
 
-/// Since when a probe that was taken over has said what it says, as far as the pod's status tells.
+/// Since when a probe that was taken over has said what it says, as far as the pod's status says.
 fn since_of(pod: &core::Pod, kind: ProbeKind) -> Option<Timestamp> {
     let wanted = if kind == ProbeKind::Readiness { "ContainersReady" } else { "Initialized" };
     let conditions = pod.status.as_ref()?.conditions.as_ref()?;

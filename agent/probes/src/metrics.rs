@@ -1,4 +1,4 @@
-//! What probes tell of themselves, under the kubelet's names.
+//! Metrics of the probes, under the kubelet's names.
 
 use std::{
     collections::BTreeMap,
@@ -18,14 +18,14 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::worker::Key;
+use super::ids::Key;
 use beelet_model::table::PodName;
 
 /// Prometheus' default buckets, as the kubelet has them, and two for the kernel's answers; seconds.
 const BOUNDS: [f64; 13] = [0.000_01, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
-/// What one probe has counted. Counters of its own, since a node makes thousands of looks a second that are all the same:
-/// what a kernel's success changes lies in one line of the CPU's caches.
+/// What one probe has counted. Counters of its own, since a node makes thousands of looks per second that are
+/// all the same: what a kernel's success changes lies in one line of the CPU's caches.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct Tally {
@@ -38,7 +38,7 @@ pub(super) struct Tally {
     of: Labels,
 }
 
-/// Whose probe it is.
+/// The labels of a probe.
 #[derive(Debug)]
 struct Labels {
     /// `Liveness`, `Readiness` or `Startup`.

@@ -1,16 +1,16 @@
 //! Finds and ends the processes of an exec probe that is out of time.
 //!
-//! The runtime starts a probe's command beside the container's first process: with the same parent (the shim), in the
-//! same cgroup, as the leader of a session of its own (runc's nsexec calls setsid). All that the command starts is in
-//! its process tree; what it leaves behind when a part of the tree ends goes to the container's first process, but
-//! stays in the session, or if it has made a session of its own too, mostly still holds the pipe that the command's
-//! output goes to. So the leader is found by parent, cgroup, start time and command line, and then tree, session and
-//! holders of its pipes are ended together, again and again until nothing is found any more: something may fork
-//! meanwhile.
+//! The runtime starts a probe's command beside the container's first process: with the same parent (the
+//! shim), in the same cgroup, as the leader of a session of its own (runc's nsexec calls setsid). All that
+//! the command starts is in its process tree; what it leaves behind when a part of the tree ends goes to the
+//! container's first process, but stays in the session, or if it has made a session of its own too, mostly
+//! still holds the pipe that the command's output goes to. So the leader is found by parent, cgroup, start
+//! time and command line, and then tree, session and holders of its pipes are ended together, again and again
+//! until nothing is found any more: something may fork meanwhile.
 //!
-//! A script runs as its interpreter, and a command may have become another program (exec), so the command line is no
-//! more than a sign: see [`Likeness`]. What left the tree, the session and the pipes can't be told from what the
-//! application itself has started, and stays.
+//! A script runs as its interpreter, and a command may have become another program (exec), so the command
+//! line is no more than a sign: see [`Likeness`]. What left the tree, the session and the pipes can't be told
+//! from what the application itself has started, and stays.
 //!
 //! Never touched: the container's first process, its own children in other sessions, and anything outside the
 //! container's cgroup.
@@ -47,7 +47,7 @@ impl Moment {
     }
 }
 
-/// A process, as `/proc/<pid>/stat` tells it.
+/// A process, as `/proc/<pid>/stat` has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
     pid: u32,
@@ -56,15 +56,30 @@ pub struct Process {
     started: Moment,
 }
 
-/// Ends the command that was started after `since` in the container whose first process is `init`, and all that it has
-/// started. How many processes that were. Blocks for some milliseconds.
+/// Why processes of a probe may be left.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum StragglersError {
+    #[error("the container's process {0} is gone")]
+    ContainerGone(u32),
+    #[error("process {0} has no cgroup")]
+    NoCgroup(u32),
+    #[error("cannot list processes: {0}")]
+    Proc(String),
+    #[error("{count} commands run in the container and none looks like {command:?}, so none is ended")]
+    NoneAlike { count: usize, command: Vec<String> },
+    #[error("processes of the probe's session {0} are still there")]
+    StillThere(u32),
+}
+
+/// Ends the command that was started after `since` in the container whose first process is `init`, and all
+/// that it has started. Returns how many processes that were. Blocks for some milliseconds.
 ///
 /// # Errors
-/// The processes can't be told from others, or did not end: a sentence.
-pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize, String> {
+/// The processes can't be told from others, or did not end.
+pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize, StragglersError> {
     let proc = Path::new("/proc");
-    let first = read(proc, init).ok_or_else(|| format!("the container's process {init} is gone"))?;
-    let cgroup = cgroup_of(proc, init).ok_or_else(|| format!("process {init} has no cgroup"))?;
+    let first = read(proc, init).ok_or(StragglersError::ContainerGone(init))?;
+    let cgroup = cgroup_of(proc, init).ok_or(StragglersError::NoCgroup(init))?;
     let all = processes(proc)?;
     let in_container = |process: &Process| cgroup_of(proc, process.pid).as_ref() == Some(&cgroup);
     let mut candidates = beside(&all, first, since);
@@ -92,7 +107,7 @@ pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize,
         ended.extend(members.iter().map(|process| process.pid));
         await_end(&killed);
     }
-    Err(format!("processes of the probe's session {} are still there", leader.session))
+    Err(StragglersError::StillThere(leader.session))
 }
 
 /// What the runtime started after `since` beside the container's first process, in order.
@@ -113,7 +128,8 @@ fn beside(all: &[Process], first: Process, since: Moment) -> Vec<Process> {
 enum Likeness {
     /// Nothing speaks for it: it may have become another program.
     None,
-    /// It has the command's arguments: another program was put before them, or in the place of the first word.
+    /// It has the command's arguments: another program was put before them, or in the place of the first
+    /// word.
     Arguments,
     /// A script: its interpreter, the script's path, the arguments (execve(2)).
     Script,
@@ -137,21 +153,20 @@ impl Likeness {
     }
 }
 
-/// Which of the command lines in `lines` belongs to `command`: the first of those that are most like it. One that isn't
-/// like it at all is taken only if there is no other.
-fn choose(command: &[String], lines: &[Vec<String>]) -> Result<Option<usize>, String> {
+/// Which of the command lines in `lines` belongs to `command`: the first of those that are most like it. One
+/// that isn't like it at all is taken only if there is no other.
+fn choose(command: &[String], lines: &[Vec<String>]) -> Result<Option<usize>, StragglersError> {
     let likeness: Vec<Likeness> = lines.iter().map(|line| Likeness::of(command, line)).collect();
     match likeness.iter().max() {
         None => Ok(None),
-        Some(Likeness::None) if lines.len() > 1 => Err(format!(
-            "{} commands run in the container and none looks like {command:?}, so none is ended",
-            lines.len()
-        )),
+        Some(Likeness::None) if lines.len() > 1 => {
+            Err(StragglersError::NoneAlike { count: lines.len(), command: command.to_vec() })
+        }
         Some(most) => Ok(likeness.iter().position(|one| one == most)),
     }
 }
 
-/// The pipes that a process' output goes to. Whoever else has one inherited it.
+/// The pipes that a process' output goes to. Any other process that has one inherited it.
 fn output_pipes(proc: &Path, pid: u32) -> BTreeSet<PathBuf> {
     let fd = proc.join(pid.to_string()).join("fd");
     let targets = ["1", "2"].into_iter().filter_map(|number| fs::read_link(fd.join(number)).ok());
@@ -194,9 +209,9 @@ fn await_end(killed: &[OwnedFd]) {
     }
 }
 
-/// All processes but those that are dead and not yet taken notice of.
-fn processes(proc: &Path) -> Result<Vec<Process>, String> {
-    let entries = fs::read_dir(proc).map_err(|error| format!("{} can't be read: {error}", proc.display()))?;
+/// All processes but zombies.
+fn processes(proc: &Path) -> Result<Vec<Process>, StragglersError> {
+    let entries = fs::read_dir(proc).map_err(|error| StragglersError::Proc(error.to_string()))?;
     let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     Ok(numbers.filter_map(|pid| read(proc, pid)).collect())
 }
@@ -305,7 +320,7 @@ mod tests {
         check(&["other", "real a"], Some(1));
         check(&["other"], Some(0));
         let strangers = choose(&words("/probe a"), &[words("one"), words("two")]);
-        assert!(strangers.unwrap_err().starts_with("2 commands run"));
+        assert!(strangers.unwrap_err().to_string().starts_with("2 commands run"));
     }
 
     #[test]
@@ -327,16 +342,19 @@ mod tests {
         assert_eq!(found, [23, 31, 32, 33, 34, 36, 37]);
     }
 
-    /// A process beside this one's other children, as the shim's are: in a session of its own, its output in a pipe.
+    /// A process beside this one's other children, as the shim's are: in a session of its own, its output in
+    /// a pipe.
     fn start(command: &[String]) -> Child {
         let mut setsid = Command::new("setsid");
         setsid.args(command).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Starts a probe's command beside a container, lets it run out of time, and looks what is left of the processes
-    /// that sleep for this many seconds. It has started all of them when it prints a line, and then runs as `runs_as`.
+    /// Starts a probe's command beside a container, lets it run out of time, and looks what is left of the
+    /// processes that sleep for this many seconds. It has started all of them when it prints a line, and then
+    /// runs as `runs_as`.
     fn check(command: &[&str], runs_as: &[&str], at_least: usize, sleepers: std::ops::RangeInclusive<u32>) {
-        // This process stands for the shim: both the container's first process and the probe are its children.
+        // This process stands for the shim: both the container's first process and the probe are its
+        // children.
         let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         let mut first = start(&owned(&["sh", "-c", "sleep 600 & wait"]));
         let since = Moment::now();

@@ -11,6 +11,21 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrS
 
 use super::http::Get;
 
+/// Why a probe can't be run as its spec has it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum TargetError {
+    #[error("a probe needs one of exec, httpGet, tcpSocket and grpc")]
+    NoHandler,
+    #[error("an exec probe needs a command")]
+    NoCommand,
+    #[error("httpGet knows the schemes HTTP and HTTPS, not {0:?}")]
+    Scheme(String),
+    #[error("container {container} has no port named {name:?}")]
+    NoPort { container: String, name: String },
+    #[error("port {0} is not between 1 and 65535")]
+    PortRange(i32),
+}
+
 /// What is looked at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
@@ -34,7 +49,7 @@ pub(super) enum Target {
     Grpc {
         /// The port.
         port: u16,
-        /// Whose health; empty for the whole server.
+        /// The gRPC service name; empty means the server as a whole.
         service: String,
     },
     /// A command in the container.
@@ -70,12 +85,12 @@ impl Timing {
 
 impl Target {
     /// The target of a probe, or why there is none.
-    pub(super) fn of(probe: &core::Probe, container: &core::Container) -> Result<Self, String> {
+    pub(super) fn of(probe: &core::Probe, container: &core::Container) -> Result<Self, TargetError> {
         let named = |host: &Option<String>| host.clone().filter(|h| !h.is_empty());
         if let Some(exec) = &probe.exec {
             let command = exec.command.as_deref().unwrap_or_default();
             if command.is_empty() {
-                return Err("an exec probe needs a command".to_owned());
+                return Err(TargetError::NoCommand);
             }
             let env = container.env.as_deref().unwrap_or_default();
             return Ok(Self::Exec { command: expand_probe_command(command, env) });
@@ -87,7 +102,7 @@ impl Target {
             let tls = match http.scheme.as_deref().unwrap_or_default() {
                 "" | "HTTP" => false,
                 "HTTPS" => true,
-                other => return Err(format!("httpGet knows the schemes HTTP and HTTPS, not {other:?}")),
+                other => return Err(TargetError::Scheme(other.to_owned())),
             };
             let headers = http.http_headers.iter().flatten().map(|h| (h.name.clone(), h.value.clone()));
             let path = http.path.clone().unwrap_or_default();
@@ -102,7 +117,7 @@ impl Target {
             let port = port(&IntOrString::Int(grpc.port), container)?;
             return Ok(Self::Grpc { port, service: grpc.service.clone().unwrap_or_default() });
         }
-        Err("a probe needs one of exec, httpGet, tcpSocket and grpc".to_owned())
+        Err(TargetError::NoHandler)
     }
 
     /// The name of the way it is looked at, where the kernel doesn't answer.
@@ -133,7 +148,7 @@ impl fmt::Display for Target {
     }
 }
 
-fn port(port: &IntOrString, container: &core::Container) -> Result<u16, String> {
+fn port(port: &IntOrString, container: &core::Container) -> Result<u16, TargetError> {
     let number = match port {
         IntOrString::Int(number) => *number,
         IntOrString::String(name) => match name.parse() {
@@ -144,13 +159,13 @@ fn port(port: &IntOrString, container: &core::Container) -> Result<u16, String> 
                 .flatten()
                 .find(|p| p.name.as_deref() == Some(name))
                 .map(|p| p.container_port)
-                .ok_or_else(|| format!("container {} has no port named {name:?}", container.name))?,
+                .ok_or_else(|| TargetError::NoPort {
+                    container: container.name.clone(),
+                    name: name.clone(),
+                })?,
         },
     };
-    u16::try_from(number)
-        .ok()
-        .filter(|p| *p > 0)
-        .ok_or_else(|| format!("port {number} is not between 1 and 65535"))
+    u16::try_from(number).ok().filter(|p| *p > 0).ok_or(TargetError::PortRange(number))
 }
 
 /// A container's probes by kind, in the words of `policy`.
@@ -183,7 +198,8 @@ mod tests {
             "env": [{"name": "FILE", "value": "/ready"}]
         }))
         .unwrap();
-        assert_eq!(Target::of(&probe, &container), expect.map_err(str::to_owned));
+        let found = Target::of(&probe, &container).map_err(|error| error.to_string());
+        assert_eq!(found, expect.map_err(str::to_owned));
     }
 
     #[test]

@@ -23,8 +23,8 @@ pub(super) async fn connect(address: SocketAddr, within: Duration) -> Answer {
     }
 }
 
-/// A reset instead of a handshake's end leaves no TIME_WAIT behind (kubernetes PR 115143 shortens it to one second).
-/// Nothing was sent, so nothing is lost.
+/// A reset instead of a handshake's end leaves no TIME_WAIT behind (kubernetes PR 115143 shortens it to one
+/// second). Nothing was sent, so nothing is lost.
 pub(super) fn hang_up(stream: &TcpStream) {
     let _ = stream.set_zero_linger();
 }

@@ -1,9 +1,9 @@
 //! When to look at what next: one ordered set of deadlines for all probes of the node.
 //!
-//! Probes that the kernel answers cost a microsecond each, so what they cost together is how often the agent wakes up
-//! for them: their looks are put on a grid of their period (at most a second), and all that are due together are asked
-//! together. The grid moves a probe's first look, not the time between its looks. Nobody but the kernel notices such a
-//! burst; looks that somebody must answer are spread instead.
+//! Probes that the kernel answers cost a microsecond each, so what they cost together is how often the agent
+//! wakes up for them: their looks are put on a grid of their period (at most a second), and all that are due
+//! together are asked together. The grid moves a probe's first look, not the time between its looks. Nobody
+//! but the kernel notices such a burst; looks that somebody must answer are spread instead.
 
 use std::{
     collections::BTreeMap,
@@ -11,12 +11,13 @@ use std::{
     time::Duration,
 };
 
-use super::workers::Id;
+use super::ids::Id;
 
 /// The coarsest grid.
 const COARSEST: Duration = Duration::from_secs(1);
 
-/// The deadlines, on the clock of `policy::probe`, each with the probes that are due then: on the grid that are many.
+/// The deadlines, on the clock of `policy::probe`, each with the probes that are due then: on the grid that
+/// are many.
 #[derive(Debug, Default)]
 pub(super) struct Timetable {
     due: BTreeMap<Duration, Vec<Id>>,

@@ -3,170 +3,22 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use beelet_policy::probe::{
-    Outcome, ProbeKind, ProbeResult,
+    Outcome,
     listener::{QueueWatch, Verdict},
 };
 use jiff::Timestamp;
-use tokio::{
-    sync::{mpsc, oneshot},
-    time::Instant,
-};
+use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     answer::Answer,
     canary,
-    listening::{Sight, answer},
+    handle::{Command, Explained, LookView, ProbeView, Refused, Wanted},
+    ids::Id,
+    listening::{Lookup, answer},
     manager::Probes,
-    worker::{Way, Worker, now},
-    workers::Id,
+    worker::{Method, Worker, now},
 };
 use beelet_bpf::{CheckedNetns, Checker, Found};
-
-/// Commands under way to the probes. More are refused.
-const COMMANDS: usize = 16;
-
-/// What can be asked of the probes.
-#[derive(Debug)]
-pub enum Command {
-    /// Every probe.
-    List(oneshot::Sender<Vec<ProbeView>>),
-    /// One look, now.
-    Run {
-        /// Of which container.
-        wanted: Wanted,
-        /// The answer, or why there is none.
-        reply: oneshot::Sender<Result<Explained, Refused>>,
-    },
-}
-
-/// Which probe.
-#[derive(Clone, Debug)]
-pub struct Wanted {
-    /// The pod's namespace; empty for any.
-    pub namespace: String,
-    /// The pod's name, with or without the node's behind it.
-    pub pod: String,
-    /// The container's name.
-    pub container: String,
-    /// The kind.
-    pub kind: ProbeKind,
-}
-
-/// The receiving end of [`Handle`].
-pub type Commands = mpsc::Receiver<Command>;
-
-/// Asks the probes.
-#[derive(Clone, Debug)]
-pub struct Handle {
-    commands: mpsc::Sender<Command>,
-}
-
-/// Why a question to the probes has no answer: a sentence.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
-    /// There is no such probe, or more than one.
-    #[error("{0}")]
-    NotFound(String),
-    /// The probes don't run, or have too much to do.
-    #[error("the agent's probes don't answer: it is starting, stopping or overloaded; try again")]
-    Unavailable,
-}
-
-/// Both ends of the line to the probes.
-#[must_use]
-pub fn handle() -> (Handle, Commands) {
-    let (sender, receiver) = mpsc::channel(COMMANDS);
-    (Handle { commands: sender }, receiver)
-}
-
-/// How long a question may wait until the probes take it.
-const TAKEN_WITHIN: Duration = Duration::from_secs(10);
-
-impl Handle {
-    /// Every probe.
-    ///
-    /// # Errors
-    /// The probes don't run.
-    pub async fn list(&self) -> Result<Vec<ProbeView>, Refused> {
-        let (reply, answer) = oneshot::channel();
-        self.put(Command::List(reply))?;
-        match tokio::time::timeout(TAKEN_WITHIN, answer).await {
-            Ok(Ok(list)) => Ok(list),
-            _ => Err(Refused::Unavailable),
-        }
-    }
-
-    /// One look, now. Takes as long as the probe does.
-    ///
-    /// # Errors
-    /// There is no such probe, or the probes don't run.
-    pub async fn run(&self, wanted: Wanted) -> Result<Explained, Refused> {
-        let (reply, answer) = oneshot::channel();
-        self.put(Command::Run { wanted, reply })?;
-        answer.await.unwrap_or(Err(Refused::Unavailable))
-    }
-
-    fn put(&self, command: Command) -> Result<(), Refused> {
-        self.commands.try_send(command).map_err(|_| Refused::Unavailable)
-    }
-}
-
-/// A probe, for people.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ProbeView {
-    /// The pod's namespace.
-    pub namespace: String,
-    /// The pod's name.
-    pub pod: String,
-    /// The container's name.
-    pub container: String,
-    /// The kind.
-    pub kind: ProbeKind,
-    /// What is looked at.
-    pub target: String,
-    /// How: `kernel`, `sock_diag`, `connect`, `http`, `https`, `grpc` or `exec`.
-    pub mode: &'static str,
-    /// Why the kernel doesn't answer, where it was to.
-    pub fallback: Option<String>,
-    /// What it says of the container.
-    pub result: ProbeResult,
-    /// Since when.
-    pub since: Option<Timestamp>,
-    /// The last look.
-    pub last: Option<LookView>,
-    /// Time between two looks.
-    pub period: Duration,
-    /// The longest wait for an answer.
-    pub timeout: Duration,
-    /// Why nothing counts at present.
-    pub held: Option<String>,
-    /// What of the pod's annotations can't be read.
-    pub problems: Vec<String>,
-}
-
-/// A look, for people.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LookView {
-    /// How it ended.
-    pub outcome: Outcome,
-    /// What it found.
-    pub detail: String,
-    /// How long it took.
-    pub latency: Duration,
-    /// When.
-    pub at: Timestamp,
-}
-
-/// One look, with all that led to it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Explained {
-    /// The probe as it was before.
-    pub probe: ProbeView,
-    /// What was found.
-    pub look: LookView,
-    /// What was asked of whom and what came back, in order.
-    pub explanation: Vec<String>,
-}
 
 impl Probes {
     pub(super) fn on_command(&mut self, command: Command) {
@@ -181,7 +33,7 @@ impl Probes {
                         b.kind,
                     ))
                 });
-                // Who asked may have gone.
+                // The client may have gone.
                 let _ = reply.send(list);
             }
             Command::Run { wanted, reply } => match self.one(&wanted) {
@@ -207,7 +59,7 @@ impl Probes {
         }
     }
 
-    /// Looks once, beside the timetable, and tells all it knows.
+    /// Looks once, beside the timetable, and explains all that was found.
     fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, Refused>>) {
         let Some(worker) = self.workers.get(id) else { return };
         let probe = view(worker);
@@ -222,25 +74,25 @@ impl Probes {
         }
         let kernel = worker.in_kernel().map(|(netns, port)| (Arc::clone(netns), port));
         let Some((netns, port)) = kernel else {
-            let doors = self.doors.clone();
+            let probers = self.probers.clone();
             self.parts.asking.spawn(async move {
                 explanation
                     .push(format!("{}: {}, waiting {:?} at most", probe.mode, probe.target, probe.timeout));
-                let (answer, latency) = doors.ask(&question).await;
+                let (answer, latency) = probers.ask(&question).await;
                 let _ = reply.send(Ok(explained(probe, answer, latency, explanation)));
             });
             return;
         };
         let started = Instant::now();
-        let sight = self.sights(&[id]).pop().unwrap_or(Sight::Unknown("the probe is gone".to_owned()));
+        let lookup = self.lookups(&[id]).pop().unwrap_or(Lookup::Unknown("the probe is gone".to_owned()));
         explanation.push(format!(
             "{}: looked port {port} up in the network namespace with the cookie {}",
             probe.mode,
             netns.handle().cookie()
         ));
-        let mut queues = worker.beat.queues;
-        explanation.push(said(&sight));
-        let verdict = sight.sighting().map(|sighting| queues.judge(now(), question.within, sighting));
+        let mut queues = worker.hot.queues;
+        explanation.push(said(&lookup));
+        let verdict = lookup.sighting().map(|sighting| queues.judge(now(), question.within, sighting));
         let address = worker.ip.map(|ip| (ip, port).into());
         let onlooker = Onlooker { checker: self.parts.checker.clone(), netns, address, queues };
         let canary = worker.sends_canaries();
@@ -271,9 +123,9 @@ fn view(worker: &Worker) -> ProbeView {
         kind: worker.key.kind,
         target: worker.target.to_string(),
         mode: worker.mode(),
-        fallback: match &worker.way {
-            Way::Ask(why) => why.clone(),
-            Way::Undecided if worker.wants_kernel() && worker.container_id.is_some() => {
+        fallback: match &worker.method {
+            Method::Ask(why) => why.clone(),
+            Method::Undecided if worker.wants_kernel() && worker.container_id.is_some() => {
                 Some("the runtime has not told the pod's network namespace".to_owned())
             }
             _ => None,
@@ -283,10 +135,10 @@ fn view(worker: &Worker) -> ProbeView {
         last: worker.last.as_ref().map(|look| LookView {
             outcome: look.outcome,
             detail: look.detail.clone(),
-            latency: worker.beat.looked.1,
-            at: wall(worker.beat.looked.0),
+            latency: worker.hot.looked.1,
+            at: wall(worker.hot.looked.0),
         }),
-        period: worker.beat.period,
+        period: worker.hot.period,
         timeout: worker.timeout,
         held: worker.state.held(now()).map(|held| held.to_string()),
         problems: worker.problems.clone(),
@@ -319,13 +171,13 @@ impl Onlooker {
         let target = self.address.and_then(|address| self.netns.target(address, None));
         let (Some(checker), Some(target)) = (&self.checker, target) else { return verdict };
         tokio::time::sleep(until.saturating_sub(now())).await;
-        let sight = match checker.look(&[target]) {
-            Ok(found) => Sight::of(found.first().copied().unwrap_or(Found::Nothing)),
-            Err(error) => Sight::Unknown(error.to_string()),
+        let lookup = match checker.lookup(&[target]) {
+            Ok(found) => Lookup::of(found.first().copied().unwrap_or(Found::Nothing)),
+            Err(error) => Lookup::Unknown(error.to_string()),
         };
-        explanation.push(format!("after {within:?}: {}", said(&sight)));
+        explanation.push(format!("after {within:?}: {}", said(&lookup)));
         let mut queues = self.queues;
-        sight.sighting().map(|sighting| queues.judge(now(), within, sighting))
+        lookup.sighting().map(|sighting| queues.judge(now(), within, sighting))
     }
 
     async fn canary(&self, within: Duration) -> Option<Answer> {
@@ -334,11 +186,11 @@ impl Onlooker {
     }
 }
 
-fn said(sight: &Sight) -> String {
-    match sight {
-        Sight::Absent => "no socket listens there: a connection would be refused".to_owned(),
-        Sight::Unknown(why) => format!("no answer: {why}"),
-        Sight::Listening(queues) => format!(
+fn said(lookup: &Lookup) -> String {
+    match lookup {
+        Lookup::Absent => "no socket listens there: a connection would be refused".to_owned(),
+        Lookup::Unknown(why) => format!("no answer: {why}"),
+        Lookup::Listening(queues) => format!(
             "{} listener(s), cgroup {}, cookie {}; {} connection(s) wait, the queue takes {}; {} of them have waiting \
              connections, {} are full",
             queues.listeners,

@@ -14,33 +14,26 @@ use super::{
     Settings,
     answer::Answer,
     ask::Question,
+    hot::HotState,
+    ids::Key,
     metrics::Metrics,
-    target::{Target, Timing},
+    target::{Target, TargetError, Timing},
     timetable::{on_grid, phase},
-    workers::Beat,
 };
 use beelet_base::clock::monotonic_ns;
 use beelet_bpf::{CheckTarget, CheckedNetns};
 use beelet_model::table::PodName;
 
-/// Which probe of which container.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Key {
-    pub uid: Arc<str>,
-    pub container: Arc<str>,
-    pub kind: ProbeKind,
-}
-
 /// What a look found, for people.
 #[derive(Clone, Debug)]
-pub(super) struct Look {
+pub(super) struct ProbeRecord {
     pub outcome: Outcome,
     pub detail: String,
 }
 
-/// Who answers.
+/// What answers.
 #[derive(Clone, Debug)]
-pub(super) enum Way {
+pub(super) enum Method {
     /// Not known before the container runs.
     Undecided,
     /// The application, or the runtime. The sentence says why not the kernel, where it was to answer.
@@ -49,7 +42,7 @@ pub(super) enum Way {
     Kernel(Arc<CheckedNetns>),
 }
 
-/// What an edge has told, until a look confirms it.
+/// What an edge announced, until a look confirms it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hint {
     /// A listener came.
@@ -64,7 +57,7 @@ pub(super) enum Hint {
 pub(super) struct Worker {
     pub key: Key,
     pub name: PodName,
-    pub beat: Beat,
+    pub hot: HotState,
     pub state: ProbeState,
     pub target: Target,
     /// The longest wait for an answer.
@@ -74,7 +67,7 @@ pub(super) struct Worker {
     pub ip: Option<IpAddr>,
     /// Whether the kernel is to answer, by the node's configuration and the annotations.
     wants_kernel: bool,
-    pub way: Way,
+    pub method: Method,
     /// The namespace that the way was chosen for; `None` for the host's own.
     pub netns: Option<PathBuf>,
     /// An edge that is to be judged by the next look, and when it came, `CLOCK_MONOTONIC` nanoseconds.
@@ -84,7 +77,7 @@ pub(super) struct Worker {
     pub in_flight: bool,
     canary_every: Duration,
     /// What the last look found.
-    pub last: Option<Look>,
+    pub last: Option<ProbeRecord>,
     pub since: Option<Timestamp>,
     /// What of the annotations can't be read.
     pub problems: Vec<String>,
@@ -99,7 +92,7 @@ impl Worker {
         probe: &core::Probe,
         node: &Settings,
         metrics: &Metrics,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, TargetError> {
         let target = Target::of(probe, container)?;
         let annotations = pod.metadata.annotations.clone().unwrap_or_default();
         let (own, problems) = settings::read(&annotations, &container.name, key.kind);
@@ -111,7 +104,7 @@ impl Worker {
         let canary = own.canary.unwrap_or(node.canary);
         let timing = Timing::of(probe, &own);
         Ok(Self {
-            beat: Beat {
+            hot: HotState {
                 steady: None,
                 due: None,
                 regular: Duration::ZERO,
@@ -126,7 +119,7 @@ impl Worker {
             container_id: None,
             ip: None,
             wants_kernel: mode == TcpMode::Kernel && matches!(target, Target::Tcp { host: None, .. }),
-            way: Way::Undecided,
+            method: Method::Undecided,
             netns: None,
             edge: None,
             rechecks: 0,
@@ -148,13 +141,13 @@ impl Worker {
 
     /// The port and the namespace, where the kernel answers.
     pub(super) fn in_kernel(&self) -> Option<(&Arc<CheckedNetns>, u16)> {
-        match (&self.way, &self.target) {
-            (Way::Kernel(netns), Target::Tcp { port, .. }) => Some((netns, *port)),
+        match (&self.method, &self.target) {
+            (Method::Kernel(netns), Target::Tcp { port, .. }) => Some((netns, *port)),
             _ => None,
         }
     }
 
-    /// Who answers, in a word.
+    /// What answers, in a word.
     pub(super) fn mode(&self) -> &'static str {
         match self.in_kernel() {
             Some((netns, _)) if netns.is_numbered() => "kernel",
@@ -172,39 +165,42 @@ impl Worker {
     /// Another container instance runs.
     pub(super) fn start(&mut self, id: String, now: Duration) {
         self.container_id = Some(id);
-        self.beat.queues.reset();
+        self.hot.queues.reset();
         if !self.canary_every.is_zero() {
-            // The application gets one interval before its first canary, and the canaries of a node are spread.
-            self.beat.canary_due = now + self.canary_every + phase(&self.key, self.canary_every / 4);
+            // The application gets one interval before its first canary, and the canaries of a node are
+            // spread.
+            self.hot.canary_due = now + self.canary_every + phase(&self.key, self.canary_every / 4);
         }
     }
 
-    /// When to look first at a container that started at `started_at`. Readiness and startup want good news at
-    /// once. Liveness can only bring bad news, so a container gets one period before the first of it, and an
-    /// application that fails on its first failure isn't killed while it still starts. (The kubelet's first
-    /// look comes at a random moment of the first period.) What ran before this agent did is asked at a moment of its
-    /// own in the first period; the kernel, whom it costs nothing, at once, so that nothing wrong is said for long.
+    /// When to look first at a container that started at `started_at`. Readiness and startup want good news
+    /// at once. Liveness can only bring bad news, so a container gets one period before the first of it, and
+    /// an application that fails on its first failure isn't killed while it still starts. (The kubelet's
+    /// first look comes at a random moment of the first period.) What ran before this agent did is asked at a
+    /// moment of its own in the first period; the kernel, which it costs nothing, at once, so that nothing
+    /// wrong is said for long.
     pub(super) fn plan(&mut self, started_at: Duration, now: Duration, taken_over: bool) -> Duration {
-        let (initial, period) = (self.state.params().initial_delay, self.beat.period);
+        let (initial, period) = (self.state.params().initial_delay, self.hot.period);
         let liveness = self.key.kind == ProbeKind::Liveness;
         let at = started_at + if liveness { initial.max(period) } else { initial };
         let spread = now + phase(&self.key, period);
         let kernel = self.in_kernel().is_some();
         let first = if taken_over && !kernel || liveness && at <= now { at.max(spread) } else { at.max(now) };
-        self.beat.regular = if kernel { on_grid(first.max(spread), period) } else { first };
-        first.min(self.beat.regular)
+        self.hot.regular = if kernel { on_grid(first.max(spread), period) } else { first };
+        first.min(self.hot.regular)
     }
 
-    /// Whether canaries go to this probe's target at all: somebody must be able to say whether they are accepted.
+    /// Whether canaries go to this probe's target at all: the kernel must be able to say whether they are
+    /// accepted.
     pub(super) fn sends_canaries(&self) -> bool {
         !self.canary_every.is_zero() && self.in_kernel().is_some_and(|(netns, _)| netns.is_numbered())
     }
 
     /// Whether this look is to be a canary; if so, the next one is planned.
     pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
-        let due = self.sends_canaries() && now >= self.beat.canary_due;
+        let due = self.sends_canaries() && now >= self.hot.canary_due;
         if due {
-            self.beat.canary_due = now + self.canary_every;
+            self.hot.canary_due = now + self.canary_every;
         }
         due
     }
@@ -225,23 +221,24 @@ impl Worker {
         netns.target((self.ip?, port).into(), None)
     }
 
-    /// Whether a success of the kernel's at `now` or later, until anything else happens, would change nothing.
+    /// Whether a success of the kernel's at `now` or later, until anything else happens, would change
+    /// nothing.
     pub(super) fn is_steady(&self, now: Duration) -> bool {
-        self.state.is_steady(now) && self.edge.is_none() && !self.in_flight && !self.beat.queues.has_waiting()
+        self.state.is_steady(now) && self.edge.is_none() && !self.in_flight && !self.hot.queues.has_waiting()
     }
 
     /// Keeps what a look found, and counts it.
-    pub(super) fn keep(&mut self, answer: &Answer, latency: Duration) {
-        self.beat.tally.count(answer.outcome, latency);
-        self.note(answer, latency);
+    pub(super) fn count(&mut self, answer: &Answer, latency: Duration) {
+        self.hot.tally.count(answer.outcome, latency);
+        self.keep(answer, latency);
     }
 
     /// Keeps what a look or an edge found.
-    pub(super) fn note(&mut self, answer: &Answer, latency: Duration) {
-        self.beat.looked = (now(), latency);
-        let same = |last: &Look| last.outcome == answer.outcome && last.detail == answer.detail;
+    pub(super) fn keep(&mut self, answer: &Answer, latency: Duration) {
+        self.hot.looked = (now(), latency);
+        let same = |last: &ProbeRecord| last.outcome == answer.outcome && last.detail == answer.detail;
         if !self.last.as_ref().is_some_and(same) {
-            self.last = Some(Look { outcome: answer.outcome, detail: answer.detail.clone() });
+            self.last = Some(ProbeRecord { outcome: answer.outcome, detail: answer.detail.clone() });
         }
     }
 }

@@ -36,9 +36,3 @@ pub mod podresources {
 pub mod health {
     tonic::include_proto!("grpc.health.v1");
 }
-
-/// Prometheus' metric families, as they are scraped.
-#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
-pub mod prometheus {
-    tonic::include_proto!("io.prometheus.client");
-}

@@ -1,5 +1,4 @@
 //! Servers on sockets.
 pub mod authority;
 pub mod grpc;
-pub mod local;
 pub mod socket;

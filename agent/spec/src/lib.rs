@@ -4,8 +4,10 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod cri_config;
+pub mod definition;
 pub mod downward;
 pub mod env;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fixtures;
 pub mod resize;
+pub mod services;

@@ -6,6 +6,7 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
+use beelet_codec::ApiType as _;
 use beelet_policy::qos::qos_class;
 use k8s_openapi::{
     api::core::v1::{Container, Pod, PodStatus, ResourceRequirements},
@@ -90,9 +91,7 @@ pub fn shape(pod: &Pod) -> String {
         spec.priority = None;
         spec.init_containers.iter_mut().flatten().chain(&mut spec.containers).for_each(blank);
     }
-    // Neither maps with odd keys nor foreign types are in a pod, so this can't fail.
-    let text = serde_json::to_vec(&rest).unwrap_or_default();
-    let digest = Sha256::new().chain_update(class).chain_update(text).finalize();
+    let digest = Sha256::new().chain_update(class).chain_update(rest.to_json()).finalize();
     digest[..16].iter().fold(String::with_capacity(32), |mut text, byte| {
         // Writing to a String can't fail.
         let _ = write!(text, "{byte:02x}");

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 use tokio::sync::watch;
 
-use super::Health;
+use super::health::Health;
 use beelet_model::pressure::Conditions;
 
 /// In the order in which the kubelet has them.

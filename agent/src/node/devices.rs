@@ -9,7 +9,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::Node;
+use super::run::Node;
 use beelet_devices::{Active, Devices, Parts, Settings, Tasks, remnants};
 use beelet_model::{pod::managed, request::Request};
 use beelet_proto::cri;
@@ -36,8 +36,9 @@ impl Node {
             warn!(%error, "the runtime's containers can't be listed: a lost device checkpoint could not be rebuilt");
             Vec::new()
         });
+        let store = self.doors.checkpoint.clone().unwrap_or_else(|| Arc::new(settings.checkpoint()));
         let parts = Parts {
-            store: Arc::new(settings.checkpoint()),
+            store,
             settings,
             active,
             requests,

@@ -7,12 +7,12 @@ use std::path::Path;
 
 use prometheus_client::registry::Registry;
 
-use super::signals::Signals;
+use super::{metrics::Metrics, stats::Stats};
 use beelet_api::http::{numbers, summary};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 
 use beelet_cri::Runtime;
-use beelet_stats::metrics::{CADVISOR, ContainerMetric, KERNEL, Kind, RUNQUEUE, RUNQUEUE_NATIVE};
+use beelet_stats::metrics::{CADVISOR, ContainerMetric, KERNEL, Kind, RUNQUEUE};
 
 const HEAD: &str = "\
 # Metrics
@@ -28,10 +28,7 @@ a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metr
 `prober_probe_total`, which has it always, as the kubelet's has; its series go with the pod. A scrape reads every container
 once, whatever the number of pages scraped in the same moment.
 
-`/metrics` and `/metrics/probes` are OpenMetrics text, or Prometheus' protobuf where `Accept` prefers that (`scrape_protocols:
-[PrometheusProto]` and `scrape_native_histograms: true`). Only there are native histograms: the waits for a CPU in all of the
-kernel's buckets, exactly. A wait of exactly a power of two nanoseconds counts as a longer one, and one of more than 2^41 ns
-(36 min) in the last bucket.
+`/metrics` and `/metrics/probes` are OpenMetrics text.
 
 A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, also where the table
 leaves that out.
@@ -132,9 +129,9 @@ fn page() -> String {
     };
     let layout = Layout { version: Version::V1, hierarchies: vec![v2] };
     let cgroups = Cgroups::over_folders(layout, "/").unwrap();
-    let (signals, _) = Signals::new();
-    let mut run = super::Metrics::default().registry(&runtime, &cgroups);
-    signals.register(&mut run, false);
+    let (stats, _) = Stats::new();
+    let mut run = Metrics::default().registry(&runtime, &cgroups);
+    stats.register(&mut run, false);
     let mut observe = Registry::default();
     beelet_foreign::Metrics::default().register(&mut observe);
 
@@ -145,8 +142,6 @@ fn page() -> String {
     containers(&mut text, "`/metrics`: containers, by kernel programs", labels, KERNEL);
     let (name, help) = RUNQUEUE;
     let _ = writeln!(text, "| `{name}` | histogram | {help} |");
-    let (name, help) = RUNQUEUE_NATIVE;
-    let _ = writeln!(text, "| `{name}` | native histogram, in protobuf only | {help} |");
     table(&mut text, "`/metrics/probes`", &run, |name| name.starts_with("prober_"));
     let labels = "`container`, `id` (the cgroup), `image`, `name` (the container's id), `namespace`, `pod`";
     containers(&mut text, "`/metrics/cadvisor`", labels, CADVISOR);

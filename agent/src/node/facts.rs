@@ -1,6 +1,7 @@
 //! What the machine is: its size, its address, its name resolution.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     net::{IpAddr, Ipv4Addr, UdpSocket},
     path::Path,
@@ -8,46 +9,96 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use beelet_policy::{
-    cgroups::{CgroupConfig, CgroupValues, CgroupVersion, CpuWeightFormula, NodeAmounts, reserved_cgroup},
+    cgroups::{CgroupConfig, CgroupValues, CgroupVersion, NodeAmounts, reserved_cgroup},
     quantity::Quantity,
-    resources::ResourceList,
+    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList},
 };
 use beelet_proto::cri;
+use tracing::warn;
 
 use beelet_api::grpc::devices::NodeResources;
+use beelet_base::{blocking::blocking, filesystem};
 use beelet_cgroups::{Cgroups, Version};
 use beelet_config::Config;
 use beelet_model::pod::{Allocatable, NodeFacts};
 
+/// What the machine has, and its address.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// CPUs that this process may use.
+    pub cpus: usize,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Bytes of the file system of the state folder, as eviction measures it; `None` if it can't be measured.
+    pub storage_bytes: Option<u64>,
+    /// Huge pages by resource name.
+    pub hugepages: BTreeMap<String, Quantity>,
+    /// The node's own address, `status.hostIP`.
+    pub address: IpAddr,
+}
+
+impl Machine {
+    /// Inspects this machine.
+    pub(super) async fn inspect(config: &Config) -> Result<Self> {
+        let dir = config.beelet.state_dir.clone();
+        let storage = blocking("measuring the state folder", move || filesystem::statvfs(&dir)).await;
+        let storage_bytes = storage.map(|disk| disk.bytes.capacity_bytes).inspect_err(|error| {
+            warn!(%error, "cannot measure the state folder's file system; pods that request ephemeral-storage find none here");
+        });
+        Ok(Self {
+            cpus: std::thread::available_parallelism().context("cannot count the CPUs")?.get(),
+            memory_bytes: memory()?,
+            storage_bytes: storage_bytes.ok(),
+            hugepages: beelet_admission::hugepages(),
+            address: host_ip(),
+        })
+    }
+}
+
+/// A whole number of a resource's units.
+fn whole(units: u64) -> Quantity {
+    Quantity::from_units(i64::try_from(units).unwrap_or(i64::MAX))
+}
+
+/// What the machine has, and what pods may request together.
+pub(super) fn capacity(config: &Config, machine: &Machine) -> beelet_admission::NodeResources {
+    let mut capacity = machine.hugepages.clone();
+    capacity.insert(CPU.to_owned(), whole(machine.cpus as u64));
+    capacity.insert(MEMORY.to_owned(), whole(machine.memory_bytes));
+    capacity.insert(PODS.to_owned(), whole(config.pod_limit(machine.cpus).into()));
+    if let Some(bytes) = machine.storage_bytes {
+        capacity.insert(EPHEMERAL_STORAGE.to_owned(), whole(bytes));
+    }
+    let mut reserved = BTreeMap::new();
+    for name in config.system_reserved.keys().chain(config.kube_reserved.keys()) {
+        reserved.insert(name.clone(), config.reserved(name));
+    }
+    beelet_admission::NodeResources::new(capacity, &reserved, &config.eviction.thresholds)
+}
+
 /// How cgroup values are computed on this machine.
-pub(super) fn cgroup_config(config: &Config, version: Version) -> Result<CgroupConfig> {
+pub(super) fn cgroup_config(config: &Config, machine: &Machine, version: Version) -> CgroupConfig {
     let version = match version {
         Version::V1 | Version::Hybrid => CgroupVersion::V1,
         Version::V2 => CgroupVersion::V2,
     };
-    let cpus = std::thread::available_parallelism().context("cannot count the CPUs")?.get();
-    let memory = memory()?;
     let node = NodeAmounts::new(
-        Quantity::parse(&cpus.to_string())?,
-        Quantity::parse(&memory.to_string())?,
+        whole(machine.cpus as u64),
+        whole(machine.memory_bytes),
         config.reserved("cpu"),
         config.reserved("memory"),
     );
-    let formula = match config.beelet.cpu_weight_formula {
-        beelet_config::CpuWeightFormula::Kubelet => CpuWeightFormula::Kubelet,
-        beelet_config::CpuWeightFormula::Proportional => CpuWeightFormula::Proportional,
-    };
-    Ok(CgroupConfig {
-        // `crate::cgroups` puts the configured root in front of every path.
+    CgroupConfig {
+        // `beelet_cgroups` puts the configured root in front of every path.
         cpu_cfs_quota: config.cpu_cfs_quota,
         cpu_cfs_quota_period_us: u64::try_from(config.cpu_cfs_quota_period.as_micros()).unwrap_or(100_000),
         qos_reserved_memory_percent: config.qos_reserved.get("memory").copied(),
-        cpu_weight_formula: formula,
+        cpu_weight_formula: config.beelet.cpu_weight_formula,
         memory_qos: config.memory_qos,
         oom_group: config.single_process_oom_kill != Some(true),
         pod_pids_limit: (config.pod_pids_limit > 0).then_some(config.pod_pids_limit),
         ..CgroupConfig::new(version, node)
-    })
+    }
 }
 
 /// What the machine has beside devices, and what pods may have of it, as Kubernetes writes it.
@@ -66,7 +117,7 @@ pub(super) fn node_resources(config: &Config, resources: &beelet_admission::Node
 }
 
 /// All of the machine's memory, in bytes.
-pub(super) fn memory() -> Result<u64> {
+fn memory() -> Result<u64> {
     memory_total(&fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?)
         .context("/proc/meminfo has no MemTotal")
 }
@@ -111,14 +162,15 @@ pub fn memory_total(meminfo: &str) -> Option<u64> {
 }
 
 /// What the node adds to every pod.
-pub(super) fn node_facts(config: &Config, amounts: &NodeAmounts) -> Result<NodeFacts> {
+pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmounts) -> Result<NodeFacts> {
     let host_dns = match &config.resolv_conf {
         Some(path) => resolver(path)?,
         None => cri::DnsConfig::default(),
     };
+    let storage = whole(machine.storage_bytes.unwrap_or(0));
     Ok(NodeFacts {
         node_name: config.node_name.clone(),
-        host_ip: host_ip(),
+        host_ip: machine.address,
         pod_logs_dir: config.pod_logs_dir.clone(),
         host_dns,
         cluster_dns: config.cluster_dns.clone(),
@@ -128,18 +180,9 @@ pub(super) fn node_facts(config: &Config, amounts: &NodeAmounts) -> Result<NodeF
         allocatable: Allocatable {
             cpu_millis: amounts.allocatable_millis,
             memory_bytes: amounts.allocatable_memory,
-            storage_bytes: storage(&config.beelet.pods_dir, config.reserved("ephemeral-storage")),
+            storage_bytes: storage.saturating_sub(config.reserved(EPHEMERAL_STORAGE)).value().max(0),
         },
     })
-}
-
-/// What the file system of the pods' folder holds, less what is reserved; the folder itself may not be there yet.
-fn storage(pods_dir: &Path, reserved: Quantity) -> i64 {
-    let there = pods_dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-    let Ok(found) = rustix::fs::statvfs(there) else { return 0 };
-    let bytes = found.f_blocks.saturating_mul(found.f_frsize);
-    let all = Quantity::from_units(i64::try_from(bytes).unwrap_or(i64::MAX));
-    all.saturating_sub(reserved).value().max(0)
 }
 
 /// The address that the node's default route leaves from; the loopback address where there is no route.

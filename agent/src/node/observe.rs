@@ -7,30 +7,36 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result};
 use beelet_policy::image_gc::ImageGcPolicy;
+use beelet_proto::cri;
 use prometheus_client::registry::Registry;
 use tokio::{sync::watch, task::spawn_blocking};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use super::{
-    parts::{Failures, Parts},
-    process, signals,
-    signals::Signals,
-    stop_on_signals, systemd,
+    builder::{Builder, Doors},
+    frame::Frame,
+    kernel,
+    parts::Parts,
+    process,
+    stats::{self, Stats},
+    stop_on_signals,
 };
 use beelet_api::{
     grpc::{self, Outlook},
-    http::{self, ApiState},
+    http::ApiState,
     signals::Mode,
 };
-use beelet_bpf::{Kernel, KernelOptions, Thresholds};
+use beelet_base::filesystem::Space;
+use beelet_bpf::{BpfMode, Kernel, KernelOptions};
 use beelet_cgroups::Cgroups;
-use beelet_config::{Config, TunerMode};
+use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_foreign::{Observer, Pulse};
 use beelet_images::{ImageGc, Leases};
 use beelet_model::table::{Complete, PodTable};
+use beelet_policy::tuner::TunerMode;
 use beelet_state::{
     State,
     events::{NodeEvents, Recorder},
@@ -50,7 +56,7 @@ pub struct Options {
     /// Where HTTP is served; `None`: nowhere.
     pub listen: Option<SocketAddr>,
     /// Whether kernel programs are used.
-    pub bpf: beelet_bpf::Mode,
+    pub bpf: BpfMode,
     /// Where a BPF file system is.
     pub bpffs: PathBuf,
     /// Our folder in it.
@@ -99,7 +105,7 @@ const OPEN_FILES: u64 = 65_536;
 /// Observes until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// Something that can't be done without isn't to be had; the sentence says what, and what to do.
+/// A required resource is unavailable; the sentence says which, and what to do.
 pub async fn run(options: Options) -> Result<()> {
     let shutdown = CancellationToken::new();
     let (bpffs, pin_name, keep_pins) = (options.bpffs.clone(), options.pin_name.clone(), options.keep_pins);
@@ -110,105 +116,131 @@ pub async fn run(options: Options) -> Result<()> {
         }
     };
     stop_on_signals(&shutdown, at_once)?;
-    run_until(options, shutdown).await
+    Builder::default().observe(options, shutdown).await
 }
 
 /// Observes until `shutdown`.
-///
-/// # Errors
-/// As for [`run`].
-pub async fn run_until(options: Options, shutdown: CancellationToken) -> Result<()> {
-    let runtime = Runtime::new(&options.runtime_endpoint, REQUEST)?;
-    for trouble in process::allow_open_files(OPEN_FILES) {
-        warn!("{trouble}");
+pub(super) async fn observe(doors: Doors, options: Options, shutdown: CancellationToken) -> Result<()> {
+    let runtime = match doors.runtime {
+        Some(runtime) => runtime,
+        None => Runtime::new(&options.runtime_endpoint, REQUEST)?,
+    };
+    if doors.own_process {
+        for trouble in process::allow_open_files(OPEN_FILES) {
+            warn!("{trouble}");
+        }
     }
-    let cgroups = Arc::new(Cgroups::for_reading(&options.cgroup_root)?);
-    let (signals, inbox) = Signals::new();
+    let cgroups = match doors.cgroups {
+        Some(cgroups) => cgroups,
+        None => Arc::new(Cgroups::for_reading(&options.cgroup_root)?),
+    };
+    let (stats, inbox) = Stats::new();
     let metrics = beelet_foreign::Metrics::default();
     let mut registry = Registry::default();
     metrics.register(&mut registry);
     runtime.register_metrics(&mut registry);
-    signals.register(&mut registry, options.pod_uid);
+    stats.register(&mut registry, options.pod_uid);
+    let allowed = Allowed::new(&options, doors.space, &mut registry);
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
-    let failures = Failures::default();
-    let mut tasks = Parts::new(&shutdown, &failures);
-    let allowed = Allowed::new(&options, &mut registry);
-    let pulse = Pulse::default();
-    let serving = CancellationToken::new();
-    let mut servers = Parts::new(&serving, &failures);
-    let complete = Complete::default();
-    let outlook = outlook(&complete, &pulse);
-    let registry = Arc::new(registry);
-    serve(
-        &options,
-        table.clone(),
-        (registry, &signals),
-        (&allowed, &pulse, outlook),
-        (&mut servers, &serving),
-    )
-    .await?;
+    let (pulse, complete) = (Pulse::default(), Complete::default());
+    let watched = Watched { options, runtime, cgroups, stats, table, pulse, complete };
+    let mut frame = Frame::new(&shutdown);
+    let services = watched.services(&allowed, &frame.serving);
+    frame.serve(&watched.options.socket, services, watched.http(registry)).await?;
     // Nothing stops with it.
-    let patience = || Duration::ZERO;
-    servers.spawn("service manager", systemd::follow(shutdown.clone(), serving.clone(), patience));
-
-    let answered = tokio::select! {
-        version = runtime.wait_ready(&shutdown) => Ok(version),
-        failed = failures.first() => Err(failed),
-    };
-    let mut failed = None;
-    match answered {
-        Err(error) => failed = Some(error),
-        Ok(None) => {}
+    frame.notify_service_manager(|| Duration::ZERO);
+    let ran = match frame.wait_for(&watched.runtime).await {
+        Err(failed) => Err(failed),
+        Ok(None) => Ok(()),
         Ok(Some(version)) => {
-            info!(
-                name = version.runtime_name,
-                version = version.runtime_version,
-                "container runtime answers"
-            );
-            let kernel = start_kernel(&options, &cgroups).await?;
-            let seen = (&runtime, &cgroups, &kernel, table.clone());
-            allowed.start(&options, seen, &mut tasks, &shutdown).await?;
-            let measuring = signals::Options {
-                node: options.node_name.clone(),
-                interval: options.interval,
-                most: options.most,
-            };
-            signals.start(inbox, measuring, (Arc::clone(&cgroups), table, &kernel), &mut tasks, &shutdown);
-            let observer = Observer::new(
-                beelet_foreign::Parts {
-                    runtime,
-                    runtime_name: version.runtime_name,
-                    node: options.node_name,
-                    cgroups,
-                    table: table_out,
-                    complete,
-                    metrics,
-                },
-                pulse,
-            );
-            tasks.watch("kernel events", kernel.failed());
-            tokio::select! {
-                () = observer.run(shutdown.clone()) => {}
-                error = failures.first() => failed = Some(error),
-            }
-            shutdown.cancel();
-            super::farewell(tasks).await;
-            let stopped = spawn_blocking(move || kernel.stop(options.keep_pins)).await;
-            if let Err(error) = stopped.context("the kernel half was dropped")? {
-                warn!(%error, "what was loaded into the kernel could not be taken back");
-            }
+            let outputs = (table_out, metrics, inbox);
+            watched.observe(version, allowed, outputs, &frame, shutdown).await
         }
-    }
-    serving.cancel();
-    servers.ended().await;
+    };
+    frame.end().await;
     info!("ended");
-    failed.map_or(Ok(()), Err)
+    ran
 }
 
-/// What clients are told beside the pods.
-fn outlook(complete: &Complete, pulse: &Pulse) -> Outlook {
-    let pulse = pulse.clone();
-    Outlook::new(Arc::clone(complete), move || pulse.check().err())
+/// What is there before the runtime answers.
+struct Watched {
+    options: Options,
+    runtime: Runtime,
+    cgroups: Arc<Cgroups>,
+    stats: Stats,
+    table: watch::Receiver<Arc<PodTable>>,
+    pulse: Pulse,
+    complete: Complete,
+}
+
+impl Watched {
+    fn services(&self, allowed: &Allowed, serving: &CancellationToken) -> Routes {
+        let pulse = self.pulse.clone();
+        let outlook =
+            Outlook::new(Arc::clone(&self.complete), move || pulse.check().err().map(|e| e.to_string()));
+        Routes::new(grpc::node_service(self.table.clone(), outlook, serving.clone()))
+            .add_service(self.stats.service(Mode::Observe, serving))
+            .add_service(grpc::tuner::service(allowed.view.subscribe()))
+    }
+
+    fn http(&self, registry: Registry) -> Option<(SocketAddr, ApiState)> {
+        let (address, pulse) = (self.options.listen?, self.pulse.clone());
+        let state = ApiState {
+            pods: self.table.clone(),
+            registry: Arc::new(registry),
+            pressure: self.stats.pressure.clone(),
+            health: Arc::new(move || pulse.check().err().map(|e| e.to_string())),
+            specs: false,
+            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
+            summary: address.ip().is_loopback(),
+        };
+        Some((address, state))
+    }
+
+    /// Starts the measuring and what else is allowed, and observes until `shutdown`.
+    async fn observe(
+        self,
+        version: cri::VersionResponse,
+        allowed: Allowed,
+        (table_out, metrics, inbox): (
+            watch::Sender<Arc<PodTable>>,
+            beelet_foreign::Metrics,
+            beelet_stats::Inbox,
+        ),
+        frame: &Frame,
+        shutdown: CancellationToken,
+    ) -> Result<()> {
+        let mut tasks = Parts::new(&shutdown, &frame.failures);
+        let kernel = start_kernel(&self.options, &self.cgroups).await?;
+        let seen = (&self.runtime, &self.cgroups, &kernel, self.table.clone());
+        allowed.start(&self.options, seen, &mut tasks, &shutdown).await?;
+        let measuring = stats::Options {
+            node: self.options.node_name.clone(),
+            interval: self.options.interval,
+            most: self.options.most,
+        };
+        let measured = (Arc::clone(&self.cgroups), self.table, &kernel);
+        self.stats.start(inbox, measuring, measured, &mut tasks, &shutdown);
+        let parts = beelet_foreign::Parts {
+            runtime: self.runtime,
+            runtime_name: version.runtime_name,
+            node: self.options.node_name,
+            cgroups: self.cgroups,
+            table: table_out,
+            complete: self.complete,
+            metrics,
+        };
+        let observer = Observer::new(parts, self.pulse);
+        tasks.watch("kernel events", kernel.failed());
+        let failed = tokio::select! {
+            () = observer.run(shutdown.clone()) => None,
+            failed = frame.failures.first() => Some(failed),
+        };
+        shutdown.cancel();
+        super::farewell(tasks).await;
+        kernel::stop(kernel, self.options.keep_pins).await;
+        failed.map_or(Ok(()), Err)
+    }
 }
 
 /// What acts, where it is allowed by name.
@@ -216,15 +248,17 @@ struct Allowed {
     images: beelet_images::Metrics,
     tuner: beelet_tuner::Metrics,
     view: watch::Sender<Arc<beelet_tuner::View>>,
+    space: Space,
 }
 
 impl Allowed {
     /// Nothing is done yet.
-    fn new(options: &Options, registry: &mut Registry) -> Self {
+    fn new(options: &Options, space: Space, registry: &mut Registry) -> Self {
         let allowed = Self {
             images: beelet_images::Metrics::default(),
             tuner: beelet_tuner::Metrics::default(),
             view: watch::channel(Arc::new(beelet_tuner::View::default())).0,
+            space,
         };
         if options.image_gc.is_some() {
             allowed.images.register(registry);
@@ -257,7 +291,7 @@ impl Allowed {
         }
         let state = Arc::new(State::open(&options.state_dir)?);
         if let Some(collecting) = &options.image_gc {
-            let parts = (runtime, table.clone(), self.images);
+            let parts = (runtime, table.clone(), self.images, self.space);
             collect_images(collecting, &options.node_name, &state, parts, tasks, shutdown);
         }
         if let Some(settings) = options.tune {
@@ -270,7 +304,7 @@ impl Allowed {
                 cgroups: Arc::clone(cgroups),
                 owner: beelet_tuner::Owner::Kubelet,
                 state,
-                waits: kernel.measures().map(super::waits),
+                waits: kernel.measures().map(kernel::waits),
                 settings,
                 metrics: self.tuner,
                 view: self.view,
@@ -287,7 +321,12 @@ fn collect_images(
     collecting: &Collecting,
     node: &str,
     state: &Arc<State>,
-    (runtime, table, metrics): (&Runtime, watch::Receiver<Arc<PodTable>>, beelet_images::Metrics),
+    (runtime, table, metrics, space): (
+        &Runtime,
+        watch::Receiver<Arc<PodTable>>,
+        beelet_images::Metrics,
+        Space,
+    ),
     tasks: &mut Parts,
     shutdown: &CancellationToken,
 ) {
@@ -299,48 +338,13 @@ fn collect_images(
         table,
         policy: collecting.policy,
         period: Some(collecting.period),
-        space: beelet_images::Space::by_statvfs(),
+        space,
         events: NodeEvents::new(recorder.clone(), node),
         metrics,
     });
     info!(state = %state.dir().display(), "unused images are removed, as allowed");
     tasks.spawn("image collection", image_gc.run(shutdown.clone()));
     tasks.spawn("event log", recorder.writer(Arc::clone(state), shutdown.clone()));
-}
-
-async fn serve(
-    options: &Options,
-    pods: watch::Receiver<Arc<PodTable>>,
-    (registry, signals): (Arc<Registry>, &Signals),
-    (allowed, pulse, outlook): (&Allowed, &Pulse, Outlook),
-    (servers, serving): (&mut Parts, &CancellationToken),
-) -> Result<()> {
-    let socket = beelet_serve::grpc::bind(&options.socket).await?;
-    let services = Routes::new(grpc::node_service(pods.clone(), outlook, serving.clone()))
-        .add_service(signals.service(Mode::Observe, serving))
-        .add_service(grpc::tuner::service(allowed.view.subscribe()));
-    let until = serving.clone();
-    servers.spawn("gRPC server", async move {
-        if let Err(error) = beelet_serve::grpc::serve(socket, services, until).await {
-            error!("{error:#}");
-        }
-    });
-    if let Some(address) = options.listen {
-        let listener = http::bind(address).await?;
-        let pulse = pulse.clone();
-        let state = ApiState {
-            pods,
-            registry,
-            pressure: signals.pressure.clone(),
-            health: Arc::new(move || pulse.check()),
-            specs: false,
-            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this
-            // machine.
-            summary: address.ip().is_loopback(),
-        };
-        servers.spawn("HTTP server", http::serve(listener, state, serving.clone()));
-    }
-    Ok(())
 }
 
 /// The counting programs, for everything below the pods' root.
@@ -367,12 +371,9 @@ async fn start_kernel(options: &Options, cgroups: &Arc<Cgroups>) -> Result<Kerne
         pin_name: options.pin_name.clone(),
         cgroup: cgroups.cgroup2_path(root).unwrap_or_default(),
         mode: options.bpf,
-        object: None,
-        thresholds: Thresholds::default(),
-        without: &[],
+        ..KernelOptions::default()
     };
-    let kernel = spawn_blocking(move || Kernel::start(&options)).await;
-    let kernel = kernel.context("the kernel half could not start")?;
+    let kernel = kernel::start(options).await?;
     info!(by_kernel = kernel.measures().is_some(), root, "measuring");
     Ok(kernel)
 }

@@ -2,13 +2,15 @@
 //! agent with the reason: half an agent would look well and do half its work. A new start is safe at any
 //! instant, and finds the pods as they are.
 
-use std::{any::Any, future::pending, panic::AssertUnwindSafe, time::Duration};
+use std::{future::pending, panic::AssertUnwindSafe, time::Duration};
 
 use anyhow::anyhow;
 use futures::FutureExt;
 use tokio::{sync::watch, task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
+
+use beelet_base::blocking::message;
 
 /// What a part worked for may have ended a moment before all parts are told to.
 const MOMENT: Duration = Duration::from_secs(1);
@@ -100,12 +102,6 @@ impl Parts {
     pub(super) async fn ended(&mut self) {
         while self.tasks.join_next().await.is_some() {}
     }
-}
-
-/// What a panic said.
-fn message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a word")
 }
 
 /// In debug builds a part panics if `BEELET_PANIC` has its name: tests see what comes of it.

@@ -19,9 +19,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 mod foreign;
+
+use beelet_codec::data;
 
 pub use beelet_base::lock::{Lock, LockError};
 pub use foreign::ForeignFile;
@@ -60,8 +63,28 @@ pub enum Loaded<T> {
         /// Where it was moved.
         moved_to: PathBuf,
         /// What is wrong with it.
-        reason: String,
+        reason: Damage,
     },
+}
+
+/// Why a record cannot be trusted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Damage {
+    /// No record of ours is that large.
+    #[error("it has more than {MAX_RECORD} bytes")]
+    TooLarge,
+    /// The line with the checksum is missing.
+    #[error("it has no first line")]
+    NoFirstLine,
+    /// The file was changed, or not written to its end.
+    #[error("its checksum does not match its content")]
+    Checksum,
+    /// It was written by a version that knew other fields.
+    #[error("its content has another form: {0}")]
+    Form(String),
+    /// It was renamed.
+    #[error("it holds the record {0:?}")]
+    OtherRecord(String),
 }
 
 /// Why state could not be kept.
@@ -100,18 +123,12 @@ pub enum StateError {
     Name(String),
 }
 
-#[derive(Serialize)]
-struct Envelope<'a, T> {
-    record: &'a str,
-    boot: &'a str,
-    value: &'a T,
-}
-
-#[derive(Deserialize)]
-struct OwnedEnvelope<T> {
+/// The body of a record's file.
+#[derive(Serialize, Deserialize)]
+struct Envelope {
     record: String,
     boot: String,
-    value: T,
+    value: Value,
 }
 
 impl State {
@@ -154,7 +171,7 @@ impl State {
         let path = self.path(name)?;
         let bytes = match read_at_most(&path, MAX_RECORD) {
             Ok(Some(bytes)) => bytes,
-            Ok(None) => return self.quarantine(name, format!("it has more than {MAX_RECORD} bytes")),
+            Ok(None) => return self.quarantine(name, Damage::TooLarge),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Loaded::Absent),
             Err(error) => return Err(io_error("read", &path, error)),
         };
@@ -243,7 +260,7 @@ impl State {
     }
 
     /// Moves a record aside, keeping the last few.
-    fn quarantine<T>(&self, name: &str, reason: String) -> Result<Loaded<T>, StateError> {
+    fn quarantine<T>(&self, name: &str, reason: Damage) -> Result<Loaded<T>, StateError> {
         let path = self.path(name)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
         let moved_to = self.dir.join(format!("{name}.corrupt-{now:020}"));
@@ -284,26 +301,30 @@ impl State {
 /// # Errors
 /// The value has no form in JSON.
 pub fn encode<T: Serialize>(name: &str, boot: &str, value: &T) -> Result<Vec<u8>, serde_json::Error> {
-    let body = serde_json::to_vec(&Envelope { record: name, boot, value })?;
+    let value = data::to_value(value)?;
+    let body = serde_json::to_vec(&Envelope { record: name.to_owned(), boot: boot.to_owned(), value })?;
     let mut bytes = first_line(&body).into_bytes();
     bytes.extend(body);
     Ok(bytes)
 }
 
-/// The value and the boot it was written in, or what is wrong.
-pub fn decode<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<(T, String), String> {
-    let body_start = bytes.iter().position(|b| *b == b'\n').ok_or("it has no first line")? + 1;
+/// The value of a record's file, and the boot it was written in.
+///
+/// # Errors
+/// The file is not what [`encode`] makes of such a value under this name.
+pub fn decode<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<(T, String), Damage> {
+    let body_start = bytes.iter().position(|b| *b == b'\n').ok_or(Damage::NoFirstLine)? + 1;
     let (line, body) = bytes.split_at(body_start);
     // The line is compared, not parsed: one changed byte anywhere, in it too, is seen.
     if line != first_line(body).as_bytes() {
-        return Err("its checksum does not match its content".to_owned());
+        return Err(Damage::Checksum);
     }
-    let envelope: OwnedEnvelope<T> =
-        serde_json::from_slice(body).map_err(|error| format!("its content has another form: {error}"))?;
+    let envelope: Envelope = serde_json::from_slice(body).map_err(|error| Damage::Form(error.to_string()))?;
     if envelope.record != name {
-        return Err(format!("it holds the record {:?}", envelope.record));
+        return Err(Damage::OtherRecord(envelope.record));
     }
-    Ok((envelope.value, envelope.boot))
+    let value = data::read(&envelope.value);
+    Ok((value.map_err(|problem| Damage::Form(problem.to_string()))?, envelope.boot))
 }
 
 /// The line before a record's body: what it is, and the body's digest.

@@ -1,8 +1,8 @@
-//! One reading of a cgroup from its files. What the kernel programs know is added by the sampler; what both know, the
-//! files say: they count from the cgroup's birth.
+//! One reading of a cgroup from its files. What the kernel programs know is added by the sampler; what both
+//! know, the files say: they count from the cgroup's birth.
 //!
-//! A file that isn't there (an old kernel, a controller that is off, PSI switched off) leaves its numbers out; only a
-//! cgroup without memory and CPU time is no reading.
+//! A file that isn't there (an old kernel, a controller that is off, PSI switched off) leaves its numbers
+//! out; only a cgroup without memory and CPU time is no reading.
 
 use super::model::{Gauges, Net, Reading, Stalls};
 use super::parse;
@@ -66,8 +66,8 @@ impl Files<'_> {
         self.text(controller, file).and_then(parse::number)
     }
 
-    /// Time and throttling. cgroup2's own `cpu.stat` has the times even without its controller, so beside version 1 it
-    /// saves the three files of cpuacct.
+    /// Time and throttling. cgroup2's own `cpu.stat` has the times even without its controller, so beside
+    /// version 1 it saves the three files of cpuacct.
     fn cpu(&mut self, reading: &mut Reading) -> Option<()> {
         let counters = &mut reading.counters;
         let mut timed = false;
@@ -169,8 +169,8 @@ impl Files<'_> {
     }
 }
 
-/// The network of the process `pid`: its interfaces, and on the first of them the TCP segments sent again. None if the
-/// process has gone.
+/// The network of the process `pid`: its interfaces, and on the first of them the TCP segments sent again.
+/// None if the process has gone.
 pub(super) fn network(pid: u32) -> Option<Vec<(String, Net)>> {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/net/{file}")).ok();
     let mut interfaces = parse::interfaces(&read("dev")?);

@@ -1,11 +1,11 @@
-//! The readings that windows are made from: every one of the last seconds, every tenth second of the last minute. Pure;
-//! times are `CLOCK_MONOTONIC` nanoseconds.
+//! The readings that windows are made from: every one of the last seconds, every tenth second of the last
+//! minute. Pure; times are `CLOCK_MONOTONIC` nanoseconds.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::model::{Counters, WINDOWS};
-use super::rates::{Rates, rates};
+use super::model::{Counters, Rates, WINDOWS};
+use super::rates::rates;
 
 /// Readings younger than this are all kept, and one in so much of older ones.
 const FINE: u64 = 11_000_000_000;
@@ -14,7 +14,7 @@ const COARSE: u64 = 9_500_000_000;
 const OLDEST: u64 = 75_000_000_000;
 /// A window may be this much shorter than its name says: ticks come a little early and late.
 const SLACK: u64 = 20;
-/// However often somebody reads, no two readings but the last two are closer together.
+/// However often they are read, no two readings but the last two are closer together.
 const SPACING: u64 = 200_000_000;
 
 /// Some of the readings of the last minute, oldest first.
@@ -30,7 +30,8 @@ impl<T> Default for History<T> {
 }
 
 impl<T> History<T> {
-    /// Adds a reading and forgets those that no window needs any more. One that is not newer than the last is left out.
+    /// Adds a reading and forgets those that no window needs any more. One that is not newer than the last is
+    /// left out.
     pub(super) fn push(&mut self, at_ns: u64, reading: T) {
         if self.readings.back().is_some_and(|(last, _)| *last >= at_ns) {
             return;
@@ -56,8 +57,8 @@ impl<T> History<T> {
         });
     }
 
-    /// The reading that the window of this length begins with: the youngest one that is old enough, else the oldest that
-    /// there is. None before there are two.
+    /// The reading that the window of this length begins with: the youngest one that is old enough, else the
+    /// oldest that there is. None before there are two.
     #[must_use]
     pub(super) fn base(&self, window: Duration) -> Option<&(u64, T)> {
         let (newest, _) = self.readings.back()?;

@@ -1,21 +1,22 @@
-//! Who is on the node, from the pod table: pods and containers with everything that a cgroup doesn't say. Pure.
+//! The pods and containers of the node, from the pod table, with everything that a cgroup doesn't say.
+//! Pure.
 
 use k8s_openapi::api::core::v1::{Container, ContainerState, ContainerStatus, Pod, PodStatus};
 
-use super::model::{ContainerPressure, PodPressure, State};
+use super::model::{ContainerStats, PodStats, State};
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
 /// Every pod of the table, nothing read yet.
-pub(super) fn pods(table: &PodTable) -> Vec<PodPressure> {
+pub(super) fn pods(table: &PodTable) -> Vec<PodStats> {
     table.pods.iter().map(|(name, entry)| pod(name, entry)).collect()
 }
 
-fn pod(name: &PodName, entry: &PodEntry) -> PodPressure {
+fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
     let pod = &entry.pod;
     let empty = PodStatus::default();
     let status = pod.status.as_ref().unwrap_or(&empty);
     let (ready, not_ready) = readiness(status);
-    PodPressure {
+    PodStats {
         name: name.clone(),
         uid: pod.metadata.uid.clone().unwrap_or_default(),
         qos: status.qos_class.clone().unwrap_or_default(),
@@ -47,7 +48,7 @@ fn readiness(status: &PodStatus) -> (Option<bool>, String) {
 }
 
 /// All containers that have a status, init containers first.
-fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<ContainerPressure> {
+fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<ContainerStats> {
     let init_specs: &[Container] =
         pod.spec.as_ref().and_then(|spec| spec.init_containers.as_deref()).unwrap_or_default();
     let runs_to_its_end = |status: &&ContainerStatus| {
@@ -59,10 +60,10 @@ fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<Conta
     init.chain(main.map(|status| container(status, false, readiness_known))).collect()
 }
 
-fn container(status: &ContainerStatus, init: bool, readiness_known: bool) -> ContainerPressure {
+fn container(status: &ContainerStatus, init: bool, readiness_known: bool) -> ContainerStats {
     let id = status.container_id.as_deref().unwrap_or_default();
     let running = status.state.as_ref().and_then(|state| state.running.as_ref());
-    ContainerPressure {
+    ContainerStats {
         name: status.name.clone(),
         // `containerd://<id>`
         id: id.rsplit_once("://").map_or(id, |(_, id)| id).to_owned(),
@@ -72,7 +73,7 @@ fn container(status: &ContainerStatus, init: bool, readiness_known: bool) -> Con
         state: status.state.as_ref().map(state).unwrap_or_default(),
         ready: (readiness_known && !init).then_some(status.ready),
         started_at: running.and_then(|running| running.started_at.as_ref()).map(|time| time.0),
-        ..ContainerPressure::default()
+        ..ContainerStats::default()
     }
 }
 
@@ -96,7 +97,7 @@ mod tests {
 
     use super::*;
 
-    fn of(pod: serde_json::Value) -> PodPressure {
+    fn of(pod: serde_json::Value) -> PodStats {
         let pod: Pod = serde_json::from_value(pod).unwrap();
         let entry = PodEntry::of(pod);
         let table =

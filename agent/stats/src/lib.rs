@@ -1,22 +1,22 @@
-//! What each container uses, waits for and is kept from: the kernel programs' counters and the cgroups' files made into one
-//! value for the whole node, [`NodePressure`], with rates over a second, ten and a minute.
+//! What each container uses, waits for and is kept from: the kernel programs' counters and the cgroups' files
+//! made into one value for the whole node, [`NodeStats`], with rates over a second, ten and a minute.
 //!
-//! Nothing is read while nobody looks. A [`Pressure::subscribe`]d receiver gets a new value every tick as long as it
-//! lives; [`Pressure::now`] makes one reading for one question (a scrape, a snapshot). This module only reads; it decides
-//! nothing and asks the runtime nothing: who is on the node comes from the pod table.
+//! Nothing is read without a reader. A [`Stats::subscribe`]d receiver gets a new value every tick as long as
+//! it lives; [`Stats::now`] makes one reading for one question (a scrape, a snapshot). This module only
+//! reads; it decides nothing and asks the runtime nothing: the pod table says which pods are on the node.
 //!
-//! Where kernel programs measure, run-queue latency, preemption, reclaim and the sockets' traffic are theirs. Where they
-//! don't, these are missing, PSI files say how long containers waited, and a pod's traffic is its network namespace's.
-//! CPU time, memory, throttling and OOM kills come from the files always: they count from the cgroup's birth.
+//! Where kernel programs measure, run-queue latency, preemption, reclaim and the sockets' traffic are theirs.
+//! Where they don't, these are missing, PSI files say how long containers waited, and a pod's traffic is its
+//! network namespace's. CPU time, memory, throttling and OOM kills come from the files always: they count
+//! from the cgroup's birth.
 
 mod files;
 mod history;
 mod inventory;
-mod kernel;
 pub mod metrics;
 pub mod model;
 pub mod parse;
-pub mod rates;
+mod rates;
 mod sampler;
 
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
-pub use self::model::NodePressure;
+pub use self::model::NodeStats;
 pub use self::sampler::Snapshot;
 
 use self::sampler::Sampler;
@@ -38,67 +38,68 @@ use beelet_model::table::PodTable;
 const QUESTIONS: usize = 64;
 /// A question is answered by a reading that is not older than this: several at a time cost one.
 const FRESH: Duration = Duration::from_millis(100);
-/// How long a question waits: the first reading of hundreds of new containers takes some tens of milliseconds.
+/// How long a question waits: the first reading of hundreds of new containers takes some tens of
+/// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Where the node's pressure is to be had. Cheap to clone.
+/// Answers with the node's stats. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Pressure {
-    latest: watch::Sender<Arc<NodePressure>>,
+pub struct Stats {
+    latest: watch::Sender<Arc<NodeStats>>,
     viewers: Arc<Notify>,
-    questions: mpsc::Sender<oneshot::Sender<Arc<NodePressure>>>,
+    questions: mpsc::Sender<oneshot::Sender<Arc<NodeStats>>>,
 }
 
 /// The other end, for [`Sampling`].
 #[derive(Debug)]
 pub struct Inbox {
-    latest: watch::Sender<Arc<NodePressure>>,
+    latest: watch::Sender<Arc<NodeStats>>,
     viewers: Arc<Notify>,
-    questions: mpsc::Receiver<oneshot::Sender<Arc<NodePressure>>>,
+    questions: mpsc::Receiver<oneshot::Sender<Arc<NodeStats>>>,
 }
 
-/// Both ends. Until [`Sampling`] runs, every answer is [`NodePressure::nothing_yet`].
+/// Both ends. Until [`Sampling`] runs, every answer is [`NodeStats::nothing_yet`].
 #[must_use]
-pub fn channel() -> (Pressure, Inbox) {
-    let (latest, _) = watch::channel(Arc::new(NodePressure::nothing_yet()));
+pub fn channel() -> (Stats, Inbox) {
+    let (latest, _) = watch::channel(Arc::new(NodeStats::nothing_yet()));
     let (sender, questions) = mpsc::channel(QUESTIONS);
     let viewers = Arc::new(Notify::new());
     let inbox = Inbox { latest: latest.clone(), viewers: Arc::clone(&viewers), questions };
-    (Pressure { latest, viewers, questions: sender }, inbox)
+    (Stats { latest, viewers, questions: sender }, inbox)
 }
 
-impl Pressure {
+impl Stats {
     /// One that stays as it is.
     #[cfg(any(test, feature = "test-util"))]
-    pub fn fixed(value: NodePressure) -> Self {
-        let (pressure, _) = channel();
-        pressure.latest.send_replace(Arc::new(value));
-        pressure
+    pub fn fixed(value: NodeStats) -> Self {
+        let (stats, _) = channel();
+        stats.latest.send_replace(Arc::new(value));
+        stats
     }
 
-    /// A value every tick, as long as the receiver (or a clone of it) lives. The first one comes at once; rates are in
-    /// the second.
+    /// A value every tick, as long as the receiver (or a clone of it) lives. The first one comes at once;
+    /// rates are in the second.
     #[must_use]
-    pub fn subscribe(&self) -> watch::Receiver<Arc<NodePressure>> {
+    pub fn subscribe(&self) -> watch::Receiver<Arc<NodeStats>> {
         let receiver = self.latest.subscribe();
         self.viewers.notify_one();
         receiver
     }
 
     /// A full reading, made now unless there is one of this very moment.
-    pub async fn now(&self) -> Arc<NodePressure> {
+    pub async fn now(&self) -> Arc<NodeStats> {
         let (answer, answered) = oneshot::channel();
         if self.questions.try_send(answer).is_ok()
-            && let Ok(Ok(pressure)) = timeout(PATIENCE, answered).await
+            && let Ok(Ok(stats)) = timeout(PATIENCE, answered).await
         {
-            return pressure;
+            return stats;
         }
         self.latest()
     }
 
     /// The newest value, however old.
     #[must_use]
-    pub fn latest(&self) -> Arc<NodePressure> {
+    pub fn latest(&self) -> Arc<NodeStats> {
         Arc::clone(&self.latest.borrow())
     }
 }
@@ -107,21 +108,21 @@ impl Pressure {
 pub struct Parts {
     /// Where the files are.
     pub cgroups: Arc<Cgroups>,
-    /// Who is on the node.
+    /// The pods of the node.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// What the kernel programs counted.
     pub snapshot: Snapshot,
     /// The node's name.
     pub node: String,
-    /// The time between two readings while somebody looks.
+    /// The time between two readings while there is a subscriber.
     pub interval: Duration,
     /// More containers than this are left out.
     pub most: usize,
-    /// What it tells of itself.
+    /// Metrics of the sampling itself.
     pub metrics: metrics::Metrics,
 }
 
-/// Reads, while somebody looks.
+/// Makes the readings, while there is a reader; runs as one task.
 pub struct Sampling {
     inbox: Inbox,
     table: watch::Receiver<Arc<PodTable>>,
@@ -148,13 +149,18 @@ impl Sampling {
         }
     }
 
-    /// Reads for whoever looks, until `shutdown`.
+    /// Reads for subscribers and questions, until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
         loop {
+            let tracks = self.sampler.as_ref().is_some_and(Sampler::tracks);
             let idle = tokio::select! {
                 () = shutdown.cancelled() => return,
                 question = self.inbox.questions.recv() => question,
                 () = self.inbox.viewers.notified() => None,
+                Ok(()) = self.table.changed(), if tracks => {
+                    self.forget_gone();
+                    continue;
+                }
             };
             if let Some(question) = idle {
                 self.answer(question).await;
@@ -165,6 +171,14 @@ impl Sampling {
                     () = self.tick() => {}
                 }
             }
+        }
+    }
+
+    /// Closes what is open of pods that are gone: the next one who looks may come in an hour.
+    fn forget_gone(&mut self) {
+        let table = Arc::clone(&self.table.borrow_and_update());
+        if let Some(sampler) = &mut self.sampler {
+            sampler.forget_gone(&table);
         }
     }
 
@@ -191,11 +205,11 @@ impl Sampling {
         }
     }
 
-    async fn answer(&mut self, question: oneshot::Sender<Arc<NodePressure>>) {
+    async fn answer(&mut self, question: oneshot::Sender<Arc<NodeStats>>) {
         if self.full.is_none_or(|at| at.elapsed() > FRESH) {
             self.read(true).await;
         }
-        // Whoever asked may have gone.
+        // The receiver may have gone.
         let _ = question.send(Arc::clone(&self.inbox.latest.borrow()));
     }
 
@@ -204,18 +218,18 @@ impl Sampling {
         let table = Arc::clone(&self.table.borrow_and_update());
         let metrics = self.metrics.clone();
         let read = spawn_blocking(move || {
-            let pressure = metrics.time(|| sampler.read(&table, full));
-            metrics.observe(sampler.tracked(), pressure.left_out);
-            (sampler, pressure)
+            let stats = metrics.time(|| sampler.read(&table, full));
+            metrics.observe(sampler.tracked(), stats.left_out);
+            (sampler, stats)
         });
         match read.await {
-            Ok((sampler, pressure)) => {
+            Ok((sampler, stats)) => {
                 self.sampler = Some(sampler);
                 self.full = full.then(Instant::now).or(self.full);
-                self.inbox.latest.send_replace(Arc::new(pressure));
+                self.inbox.latest.send_replace(Arc::new(stats));
             }
             // Only when the agent's threads are being taken down.
-            Err(error) => tracing::error!("pressure is not read any more: {error}"),
+            Err(error) => tracing::error!("cannot read stats any more: {error}"),
         }
     }
 }

@@ -1,8 +1,9 @@
-//! Containers' numbers as metrics, and what the sampling tells of itself.
+//! Containers' numbers as metrics, and metrics of the sampling itself.
 //!
-//! One table a page: a metric is its name, its meaning and the function that takes it from the value, and everything that
-//! shows metrics goes through these tables (`/metrics`, `/metrics/cadvisor`, `/metrics/resource`, docs/metrics.md).
-//! Cardinality is bounded by the number of containers, which the sampler bounds; histograms have 17 buckets.
+//! One table per page: a metric is its name, its meaning and the function that takes it from the value, and
+//! everything that shows metrics goes through these tables (`/metrics`, `/metrics/cadvisor`,
+//! `/metrics/resource`, docs/metrics.md). Cardinality is bounded by the number of containers, which the
+//! sampler bounds; histograms have 17 buckets.
 
 use std::fmt::{self, Write as _};
 use std::time::Instant;
@@ -15,11 +16,11 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
-use super::Pressure;
-use super::model::{ContainerPressure, NodePressure, PodPressure, RUNQ_BUCKETS, Reading};
-use super::rates::bucket_bounds;
+use super::Stats;
+use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS};
+use super::rates::{bucket_bounds, reclaim_ns};
 
-/// What the sampling tells of itself. Clones count together.
+/// Metrics of the sampling itself. Clones count together.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     duration: Histogram,
@@ -258,7 +259,7 @@ pub const KERNEL: &[ContainerMetric] = &[
     counter(
         "beelet_container_runqueue_wait_seconds_total",
         "Time that runnable tasks waited for a CPU, in seconds",
-        |r| seconds(r.counters.kernel.as_ref()?.runq_wait_ns),
+        |r| seconds(r.counters.kernel.as_ref()?.run_queue_wait_ns),
     ),
     counter("beelet_container_context_switches_total", "Times that a task left its CPU", |r| {
         Some(r.counters.kernel.as_ref()?.switches as f64)
@@ -267,7 +268,7 @@ pub const KERNEL: &[ContainerMetric] = &[
         counter(
             "beelet_container_preemptions_total",
             "Times that a task had to leave its CPU, by who came next",
-            |r| Some(r.counters.kernel.as_ref()?.preempted[0] as f64),
+            |r| Some(r.counters.kernel.as_ref()?.preempted_by_same_pod as f64),
         ),
         "by",
         "same-pod",
@@ -276,7 +277,7 @@ pub const KERNEL: &[ContainerMetric] = &[
         counter(
             "beelet_container_preemptions_total",
             "Times that a task had to leave its CPU, by who came next",
-            |r| Some(r.counters.kernel.as_ref()?.preempted[1] as f64),
+            |r| Some(r.counters.kernel.as_ref()?.preempted_by_other_pod as f64),
         ),
         "by",
         "other-pod",
@@ -285,7 +286,7 @@ pub const KERNEL: &[ContainerMetric] = &[
         counter(
             "beelet_container_preemptions_total",
             "Times that a task had to leave its CPU, by who came next",
-            |r| Some(r.counters.kernel.as_ref()?.preempted[2] as f64),
+            |r| Some(r.counters.kernel.as_ref()?.preempted_by_system as f64),
         ),
         "by",
         "system",
@@ -293,24 +294,24 @@ pub const KERNEL: &[ContainerMetric] = &[
     counter(
         "beelet_container_reclaim_seconds_total",
         "Time that tasks spent reclaiming memory, in seconds",
-        |r| seconds(r.counters.kernel.as_ref()?.reclaim_ns),
+        |r| seconds(reclaim_ns(r.counters.kernel.as_ref()?)),
     ),
     counter("beelet_container_reclaims_total", "Times that a task had to reclaim memory", |r| {
-        Some(r.counters.kernel.as_ref()?.reclaims as f64)
+        r.counters.kernel.as_ref().map(|kernel| (kernel.memcg_reclaims + kernel.direct_reclaims) as f64)
     }),
     counter("beelet_container_tcp_established_total", "TCP connections established, both ways", |r| {
         Some(r.counters.kernel.as_ref()?.established as f64)
     }),
     counter("beelet_container_tcp_retransmits_total", "TCP segments sent again", |r| {
-        Some(r.counters.kernel.as_ref()?.net.retransmits as f64)
+        Some(r.counters.kernel.as_ref()?.retransmits as f64)
     }),
     counter(
         "beelet_container_network_receive_bytes_total",
         "Bytes received by the container's sockets",
-        |r| Some(r.counters.kernel.as_ref()?.net.rx_bytes as f64),
+        |r| Some(r.counters.kernel.as_ref()?.rx_bytes as f64),
     ),
     counter("beelet_container_network_transmit_bytes_total", "Bytes sent by the container's sockets", |r| {
-        Some(r.counters.kernel.as_ref()?.net.tx_bytes as f64)
+        Some(r.counters.kernel.as_ref()?.tx_bytes as f64)
     }),
 ];
 
@@ -320,18 +321,12 @@ pub const RUNQUEUE: (&str, &str) = (
     "How long runnable tasks waited for a CPU, in seconds: 1 µs to 18 min, four times as long from bucket to bucket",
 );
 
-/// The same waits as a native histogram, in the protobuf form alone. The kernel counts by powers of two of nanoseconds, and so
-/// does schema 0: no count is moved to another bucket, which in seconds could not be.
-pub const RUNQUEUE_NATIVE: (&str, &str) = (
-    "beelet_container_runqueue_latency_nanoseconds",
-    "How long runnable tasks waited for a CPU, in nanoseconds, twice as long from bucket to bucket (native, schema 0)",
-);
-
-/// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is configured.
+/// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is
+/// configured.
 #[derive(Debug, Clone)]
 struct Labels<'a> {
-    pod: &'a PodPressure,
-    container: &'a ContainerPressure,
+    pod: &'a PodStats,
+    container: &'a ContainerStats,
     own: Option<(&'static str, &'static str)>,
     pod_uid: bool,
 }
@@ -353,11 +348,12 @@ impl EncodeLabelSet for Labels<'_> {
     }
 }
 
-/// [`KERNEL`] and the histogram for the registry, from the newest reading: whoever serves the registry asks for one first.
+/// [`KERNEL`] and the histogram for the registry, from the newest reading: the server of the registry asks
+/// for one first.
 #[derive(Debug, Clone)]
 pub struct Containers {
     /// Where the reading is.
-    pub pressure: Pressure,
+    pub pressure: Stats,
     /// Whether each sample has the pod's UID.
     pub pod_uid: bool,
 }
@@ -395,18 +391,18 @@ impl Collector for Containers {
 }
 
 impl Containers {
-    fn histogram(&self, pressure: &NodePressure, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+    fn histogram(&self, pressure: &NodeStats, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let (name, help) = RUNQUEUE;
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
         for (pod, container, reading) in pressure.readings() {
             let Some(kernel) = &reading.counters.kernel else { continue };
             let labels = Labels { pod, container, own: None, pod_uid: self.pod_uid };
-            let sum = kernel.runq_wait_ns as f64 / 1e9;
-            let count = kernel.runq.iter().sum();
+            let sum = kernel.run_queue_wait_ns as f64 / 1e9;
+            let count = kernel.run_queue_waits.iter().sum();
             family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
                 sum,
                 count,
-                &buckets(&kernel.runq),
+                &buckets(&kernel.run_queue_waits),
                 None,
             )?;
         }
@@ -414,11 +410,12 @@ impl Containers {
     }
 }
 
-/// Upper bounds in seconds and counts, two of the kernel's buckets in one: 4^k times 1.024 µs. The last has no bound.
-fn buckets(counts: &[u64; RUNQ_BUCKETS]) -> Vec<(f64, u64)> {
-    let mut merged: Vec<(f64, u64)> = Vec::with_capacity(RUNQ_BUCKETS / 2 + 1);
+/// Upper bounds in seconds and counts, two of the kernel's buckets in one: 4^k times 1.024 µs. The last has
+/// no bound.
+fn buckets(counts: &[u64; WAIT_BUCKETS]) -> Vec<(f64, u64)> {
+    let mut merged: Vec<(f64, u64)> = Vec::with_capacity(WAIT_BUCKETS / 2 + 1);
     for (bucket, &count) in counts.iter().enumerate() {
-        let last = bucket + 1 == RUNQ_BUCKETS;
+        let last = bucket + 1 == WAIT_BUCKETS;
         match merged.last_mut().filter(|_| bucket % 2 == 0 && bucket > 0) {
             // An even bucket is joined with the odd one before it.
             Some(before) if !last => *before = (bucket_bounds(bucket).1 / 1e9, before.1 + count),
@@ -429,8 +426,8 @@ fn buckets(counts: &[u64; RUNQ_BUCKETS]) -> Vec<(f64, u64)> {
     merged
 }
 
-/// Samples in Prometheus's text format 0.0.4, with the time of the reading: what cAdvisor and the kubelet serve, and what
-/// metrics-server reads. prometheus-client writes OpenMetrics alone, and no times.
+/// Samples in Prometheus's text format 0.0.4, with the time of the reading: what cAdvisor and the kubelet
+/// serve, and what metrics-server reads. prometheus-client writes OpenMetrics alone, and no times.
 #[derive(Debug, Default)]
 pub struct Page {
     text: String,
@@ -504,12 +501,12 @@ mod tests {
 
     #[test]
     fn the_histogram_has_few_buckets_and_loses_no_wait() {
-        let counts: [u64; RUNQ_BUCKETS] = std::array::from_fn(|bucket| bucket as u64 + 1);
+        let counts: [u64; WAIT_BUCKETS] = std::array::from_fn(|bucket| bucket as u64 + 1);
         let buckets = buckets(&counts);
-        assert_eq!(buckets.len(), RUNQ_BUCKETS / 2 + 1);
+        assert_eq!(buckets.len(), WAIT_BUCKETS / 2 + 1);
         assert_eq!(buckets.iter().map(|(_, count)| count).sum::<u64>(), counts.iter().sum::<u64>());
         assert!(buckets.is_sorted_by(|a, b| a.0 < b.0), "{buckets:?}");
-        assert!((buckets[0].0 - 1.024e-6).abs() < 1e-12 && buckets[RUNQ_BUCKETS / 2].0.is_infinite());
+        assert!((buckets[0].0 - 1.024e-6).abs() < 1e-12 && buckets[WAIT_BUCKETS / 2].0.is_infinite());
     }
 
     #[test]

@@ -1,21 +1,22 @@
-//! What is known of the node's containers at one moment: counters as the kernel keeps them, and rates over windows.
+//! What is known of the node's containers at one moment: counters as the kernel keeps them, and rates over
+//! windows.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::rates::Rates;
 use beelet_model::table::PodName;
 
-/// Buckets of a histogram of waits for a CPU: see [`super::rates::bucket_bounds`].
-pub const RUNQ_BUCKETS: usize = 32;
+/// What only the kernel programs know, counted since they were attached; and the buckets of its histogram of
+/// waits for a CPU (`bucket_bounds` in rates.rs).
+pub use beelet_ebpf_abi::{Counters as KernelCounters, WAIT_BUCKETS};
 
 /// The lengths of the windows that rates are given over.
 pub const WINDOWS: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
-/// Time during which tasks waited for a resource (PSI, Documentation/accounting/psi.rst). Microseconds since the cgroup
-/// was made.
+/// Time during which tasks waited for a resource (PSI, Documentation/accounting/psi.rst). Microseconds since
+/// the cgroup was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stalls {
     /// At least one task waited.
@@ -40,33 +41,6 @@ pub struct Net {
     pub tx_dropped: u64,
     /// TCP segments sent again.
     pub retransmits: u64,
-}
-
-/// What only the kernel programs know. Counts since they were attached.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct KernelCounters {
-    /// Time on a CPU, in nanoseconds.
-    pub on_cpu_ns: u64,
-    /// Time spent runnable and waiting for a CPU, in nanoseconds, over all tasks.
-    pub runq_wait_ns: u64,
-    /// Waits by length: see [`RUNQ_BUCKETS`].
-    pub runq: [u64; RUNQ_BUCKETS],
-    /// Context switches away from its tasks.
-    pub switches: u64,
-    /// Of these, involuntary ones, by who came next: a task of the same pod, of another pod, of the system.
-    pub preempted: [u64; 3],
-    /// Time spent reclaiming memory in the allocating task (memory cgroup's limit or the node's), in nanoseconds.
-    pub reclaim_ns: u64,
-    /// How often.
-    pub reclaims: u64,
-    /// TCP connections established.
-    pub established: u64,
-    /// What its sockets sent and received. Errors and drops are not known here.
-    pub net: Net,
-    /// The smoothed round trip times seen, in microseconds, added up.
-    pub rtt_us: u64,
-    /// How many.
-    pub rtt_samples: u64,
 }
 
 /// Everything that only grows. A source that this machine doesn't have is `None`, never 0.
@@ -131,6 +105,67 @@ pub struct Gauges {
     pub pids_limit: Option<u64>,
 }
 
+/// A share of the time, 0 to 1.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Share {
+    /// Some task waited.
+    pub some: f64,
+    /// All waited.
+    pub full: f64,
+}
+
+/// How long runnable tasks waited for a CPU.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RunQueue {
+    /// Half of the waits were shorter, in nanoseconds. `None` if there were none.
+    pub p50_ns: Option<f64>,
+    /// All but one in a hundred were shorter.
+    pub p99_ns: Option<f64>,
+    /// Seconds waited per second, over all tasks.
+    pub waiting: f64,
+    /// Waits per second.
+    pub waits: f64,
+}
+
+/// What happened between two readings, per second. `None` where no source measures it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Rates {
+    /// The time between the two readings, in nanoseconds: near the window's length, less at the beginning.
+    pub over_ns: u64,
+    /// CPUs in use.
+    pub cpu: f64,
+    /// Share of the enforcement periods in which the quota was used up; `None` without a quota.
+    pub throttled: Option<f64>,
+    /// Seconds per second that tasks were kept from running by the quota.
+    pub throttled_time: f64,
+    /// Waits for a CPU.
+    pub runq: Option<RunQueue>,
+    /// Involuntary switches by the thread that came next: same pod, other pod, system.
+    pub preempted: Option<[f64; 3]>,
+    /// Waiting for a CPU (PSI).
+    pub cpu_stalled: Option<Share>,
+    /// Waiting for memory (PSI).
+    pub memory_stalled: Option<Share>,
+    /// Waiting for devices (PSI).
+    pub io_stalled: Option<Share>,
+    /// Seconds per second spent in reclaim.
+    pub reclaim: Option<f64>,
+    /// Faults that needed a read.
+    pub major_faults: f64,
+    /// Bytes read from devices.
+    pub read_bytes: Option<f64>,
+    /// Bytes written to devices.
+    pub written_bytes: Option<f64>,
+    /// The container's sockets.
+    pub net: Option<NetRates>,
+    /// Connections established.
+    pub established: Option<f64>,
+    /// The mean of the smoothed round trip times seen, in microseconds; `None` if none was.
+    pub rtt_us: Option<f64>,
+    /// Processes killed for lack of memory, in all between the two readings.
+    pub oom_kills: u64,
+}
+
 /// One reading of a cgroup.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reading {
@@ -144,7 +179,7 @@ pub struct Reading {
 
 /// A container and what its cgroup said.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct ContainerPressure {
+pub struct ContainerStats {
     /// Its name in the pod.
     pub name: String,
     /// The runtime's identifier, without the runtime's name.
@@ -157,7 +192,7 @@ pub struct ContainerPressure {
     pub restarts: u32,
     /// What it is at.
     pub state: State,
-    /// `None` where nobody asks it (a foreign pod).
+    /// `None` where it is not probed (a foreign pod).
     pub ready: Option<bool>,
     /// When it was started.
     pub started_at: Option<Timestamp>,
@@ -187,7 +222,7 @@ pub enum State {
 
 /// A pod and its containers.
 #[derive(Debug, Clone, PartialEq)]
-pub struct PodPressure {
+pub struct PodStats {
     /// Namespace and name.
     pub name: PodName,
     /// Its UID.
@@ -196,7 +231,7 @@ pub struct PodPressure {
     pub qos: String,
     /// `Pending`, `Running`, …
     pub phase: String,
-    /// Whether it takes traffic; `None` where nobody asks it.
+    /// Whether it takes traffic; `None` where it is not probed.
     pub ready: Option<bool>,
     /// Why not: the condition's reason and message, in one line.
     pub not_ready: String,
@@ -206,17 +241,18 @@ pub struct PodPressure {
     pub host_network: bool,
     /// The pod's own cgroup, which its containers' are in.
     pub cgroup: Option<String>,
-    /// What that one said: containers and pause together. Only where somebody asked for a full reading.
+    /// What that one said: containers and pause together. Only in full readings.
     pub reading: Option<Reading>,
-    /// The pod's interfaces but the loopback one, by name; in full readings, and where no kernel program counts.
+    /// The pod's interfaces but the loopback one, by name; in full readings, and where no kernel program
+    /// counts.
     pub net: Vec<(String, Net)>,
-    /// Bytes received and sent a second, and segments sent again, over [`WINDOWS`]; from `net`.
+    /// Bytes received and sent per second, and segments sent again, over [`WINDOWS`]; from `net`.
     pub net_windows: [Option<NetRates>; 3],
     /// In the order of the spec, init containers first.
-    pub containers: Vec<ContainerPressure>,
+    pub containers: Vec<ContainerStats>,
 }
 
-/// A pod's network, a second.
+/// A pod's network traffic, per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct NetRates {
     /// Bytes received.
@@ -249,7 +285,7 @@ pub struct Machine {
     /// Waiting, on the whole machine: CPU, memory, devices.
     pub stalls: [Option<Stalls>; 3],
     /// The same as shares of the time, over 10 s.
-    pub stalled: [Option<super::rates::Share>; 3],
+    pub stalled: [Option<Share>; 3],
     /// When it was started.
     pub booted_at: Option<Timestamp>,
     /// Anonymous memory.
@@ -264,7 +300,7 @@ pub struct Machine {
 
 /// The whole node at one moment. Published whole; never changed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct NodePressure {
+pub struct NodeStats {
     /// When it was read.
     pub at: Timestamp,
     /// The same on `CLOCK_MONOTONIC`, in nanoseconds; 0 before the first reading.
@@ -276,12 +312,12 @@ pub struct NodePressure {
     /// The machine.
     pub machine: Machine,
     /// All pods, by name.
-    pub pods: Vec<PodPressure>,
+    pub pods: Vec<PodStats>,
     /// Containers that run but whose cgroup was not found (yet), or that are beyond the configured number.
     pub left_out: usize,
 }
 
-impl NodePressure {
+impl NodeStats {
     /// The value before anything was read.
     #[must_use]
     pub fn nothing_yet() -> Self {
@@ -297,12 +333,12 @@ impl NodePressure {
     }
 
     /// Every container with its pod.
-    pub fn containers(&self) -> impl Iterator<Item = (&PodPressure, &ContainerPressure)> {
+    pub fn containers(&self) -> impl Iterator<Item = (&PodStats, &ContainerStats)> {
         self.pods.iter().flat_map(|pod| pod.containers.iter().map(move |container| (pod, container)))
     }
 
     /// Every container that was read, with its pod and the reading.
-    pub fn readings(&self) -> impl Iterator<Item = (&PodPressure, &ContainerPressure, &Reading)> {
+    pub fn readings(&self) -> impl Iterator<Item = (&PodStats, &ContainerStats, &Reading)> {
         self.containers().filter_map(|(pod, container)| Some((pod, container, container.reading.as_ref()?)))
     }
 }

@@ -1,5 +1,5 @@
-//! What the files of cgroups and of /proc say: text in, numbers out. Pure. What is not there, or not a number, is left out:
-//! kernels add lines, and leave some away that their configuration lacks.
+//! What the files of cgroups and of /proc say: text in, numbers out. Pure. What is not there, or not a
+//! number, is left out: kernels add lines, and leave some away that their configuration lacks.
 
 use super::model::{Net, Stalls};
 
@@ -18,7 +18,8 @@ pub(super) fn number(text: &str) -> Option<u64> {
 
 /// A limit: `max`, and version 1's numbers near the largest there is, are none.
 pub fn limit(text: &str) -> Option<u64> {
-    // PAGE_COUNTER_MAX in bytes, rounded down to pages (mm/page_counter.c); cpu.cfs_quota_us and pids.max never come near.
+    // PAGE_COUNTER_MAX in bytes, rounded down to pages (mm/page_counter.c); cpu.cfs_quota_us and pids.max
+    // never come near.
     const NO_LIMIT: u64 = i64::MAX as u64 - 65_536;
     number(text).filter(|bytes| *bytes < NO_LIMIT)
 }
@@ -54,8 +55,9 @@ fn hundredths(text: &str) -> Option<u16> {
     whole.parse::<u16>().ok()?.checked_mul(100)?.checked_add(rest.parse().ok()?)
 }
 
-/// `io.stat` of version 2: bytes and operations, read and written, over all devices. Sums here stop at the largest number:
-/// the kernel's own never come near it, but a file system in user space may be mounted over any of these files.
+/// `io.stat` of version 2: bytes and operations, read and written, over all devices. Sums here stop at the
+/// largest number: the kernel's own never come near it, but a file system in user space may be mounted over
+/// any of these files.
 pub fn io_stat(text: &str) -> ([u64; 2], [u64; 2]) {
     let (mut bytes, mut operations) = ([0; 2], [0; 2]);
     let fields = text.lines().flat_map(|line| line.split(' ').skip(1));
@@ -154,8 +156,8 @@ pub fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// `/proc/stat`: nanoseconds that all CPUs were busy, and the seconds since the epoch at which the machine was started.
-/// Idle and waiting for devices are not busy; a guest's time is part of its user time already.
+/// `/proc/stat`: nanoseconds that all CPUs were busy, and the seconds since the epoch at which the machine
+/// was started. Idle and waiting for devices are not busy; a guest's time is part of its user time already.
 pub fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i64>) {
     let busy = text.lines().find_map(|line| line.strip_prefix("cpu ")).map(|line| {
         let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();

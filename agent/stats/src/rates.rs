@@ -1,75 +1,13 @@
-//! From counters to rates, over windows: pure arithmetic of two readings. The same whether the counters came from the
-//! kernel programs or from files.
+//! From counters to rates, over windows: pure arithmetic of two readings. The same whether the counters came
+//! from the kernel programs or from files.
 
 use std::time::Duration;
 
-use super::model::{Counters, KernelCounters, NetRates, RUNQ_BUCKETS, Stalls};
+use super::model::{Counters, KernelCounters, NetRates, Rates, RunQueue, Share, Stalls, WAIT_BUCKETS};
 
-/// A share of the time, 0 to 1.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Share {
-    /// Some task waited.
-    pub some: f64,
-    /// All waited.
-    pub full: f64,
-}
-
-/// How long runnable tasks waited for a CPU.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct RunQueue {
-    /// Half of the waits were shorter, in nanoseconds. `None` if nobody waited.
-    pub p50_ns: Option<f64>,
-    /// All but one in a hundred were shorter.
-    pub p99_ns: Option<f64>,
-    /// Seconds waited a second, over all tasks.
-    pub waiting: f64,
-    /// Waits a second.
-    pub waits: f64,
-}
-
-/// What happened between two readings, a second. What no source gave is `None`.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Rates {
-    /// The time between the two readings, in nanoseconds: near the window's length, less at the beginning.
-    pub over_ns: u64,
-    /// CPUs in use.
-    pub cpu: f64,
-    /// Share of the enforcement periods in which the quota was used up; `None` without a quota.
-    pub throttled: Option<f64>,
-    /// Seconds a second that tasks were kept from running by the quota.
-    pub throttled_time: f64,
-    /// Waits for a CPU.
-    pub runq: Option<RunQueue>,
-    /// Involuntary switches by who came next: same pod, other pod, system.
-    pub preempted: Option<[f64; 3]>,
-    /// Waiting for a CPU (PSI).
-    pub cpu_stalled: Option<Share>,
-    /// Waiting for memory (PSI).
-    pub memory_stalled: Option<Share>,
-    /// Waiting for devices (PSI).
-    pub io_stalled: Option<Share>,
-    /// Seconds a second spent in reclaim.
-    pub reclaim: Option<f64>,
-    /// Faults that needed a read.
-    pub major_faults: f64,
-    /// Bytes read from devices.
-    pub read_bytes: Option<f64>,
-    /// Bytes written to devices.
-    pub written_bytes: Option<f64>,
-    /// The container's sockets.
-    pub net: Option<NetRates>,
-    /// Connections established.
-    pub established: Option<f64>,
-    /// The mean of the smoothed round trip times seen, in microseconds; `None` if none was.
-    pub rtt_us: Option<f64>,
-    /// Processes killed for lack of memory, in all between the two readings.
-    pub oom_kills: u64,
-}
-
-/// The rates from `then` to `now`, which are `over` apart. A counter that went backwards (another counter has taken its
-/// place) began at 0.
-#[must_use]
-pub fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
+/// The rates from `then` to `now`, which are `over` apart. A counter that went backwards (another counter has
+/// taken its place) began at 0.
+pub(super) fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
     let seconds = over.as_secs_f64();
     if seconds <= 0.0 {
         return Rates::default();
@@ -90,19 +28,23 @@ pub fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
         throttled_time: time(then.throttled_ns, now.throttled_ns),
         runq: kernel.map(|(then, now)| run_queue(then, now, seconds)),
         preempted: kernel.map(|(then, now)| {
-            std::array::from_fn(|who| per_second(then.preempted[who], now.preempted[who]))
+            [
+                per_second(then.preempted_by_same_pod, now.preempted_by_same_pod),
+                per_second(then.preempted_by_other_pod, now.preempted_by_other_pod),
+                per_second(then.preempted_by_system, now.preempted_by_system),
+            ]
         }),
         cpu_stalled: share(then.cpu_stalls, now.cpu_stalls, over),
         memory_stalled: share(then.memory_stalls, now.memory_stalls, over),
         io_stalled: share(then.io_stalls, now.io_stalls, over),
-        reclaim: kernel.map(|(then, now)| time(then.reclaim_ns, now.reclaim_ns)),
+        reclaim: kernel.map(|(then, now)| time(reclaim_ns(then), reclaim_ns(now))),
         major_faults: per_second(then.major_faults, now.major_faults),
         read_bytes: pair(then.io_bytes, now.io_bytes, 0),
         written_bytes: pair(then.io_bytes, now.io_bytes, 1),
         net: kernel.map(|(then, now)| NetRates {
-            rx_bytes: per_second(then.net.rx_bytes, now.net.rx_bytes),
-            tx_bytes: per_second(then.net.tx_bytes, now.net.tx_bytes),
-            retransmits: per_second(then.net.retransmits, now.net.retransmits),
+            rx_bytes: per_second(then.rx_bytes, now.rx_bytes),
+            tx_bytes: per_second(then.tx_bytes, now.tx_bytes),
+            retransmits: per_second(then.retransmits, now.retransmits),
         }),
         established: kernel.map(|(then, now)| per_second(then.established, now.established)),
         rtt_us: kernel.and_then(|(then, now)| {
@@ -114,44 +56,47 @@ pub fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
 }
 
 /// How much a counter grew.
-#[must_use]
-pub fn grown(then: u64, now: u64) -> u64 {
+pub(super) fn grown(then: u64, now: u64) -> u64 {
     now.checked_sub(then).unwrap_or(now)
 }
 
-/// The share of the time that was spent waiting. The kernel adds a wait when it is over or read, so the share may come out a
-/// hair above all of the time.
-#[must_use]
-pub fn share(then: Option<Stalls>, now: Option<Stalls>, over: Duration) -> Option<Share> {
+/// The share of the time that was spent waiting. The kernel adds a wait when it is over or read, so the share
+/// may come out a hair above all of the time.
+pub(super) fn share(then: Option<Stalls>, now: Option<Stalls>, over: Duration) -> Option<Share> {
     let (then, now) = (then?, now?);
     let micros = over.as_secs_f64() * 1e6;
     let share = |then, now| if micros > 0.0 { (grown(then, now) as f64 / micros).min(1.0) } else { 0.0 };
     Some(Share { some: share(then.some_us, now.some_us), full: share(then.full_us, now.full_us) })
 }
 
+/// Time that a container's tasks spent reclaiming memory, for its own limit or the node's, in nanoseconds.
+pub(super) fn reclaim_ns(of: &KernelCounters) -> u64 {
+    of.memcg_reclaim_ns.wrapping_add(of.direct_reclaim_ns)
+}
+
 fn run_queue(then: &KernelCounters, now: &KernelCounters, seconds: f64) -> RunQueue {
-    let waits: [u64; RUNQ_BUCKETS] = std::array::from_fn(|bucket| grown(then.runq[bucket], now.runq[bucket]));
+    let waits: [u64; WAIT_BUCKETS] =
+        std::array::from_fn(|bucket| grown(then.run_queue_waits[bucket], now.run_queue_waits[bucket]));
     RunQueue {
         p50_ns: percentile(&waits, 0.50),
         p99_ns: percentile(&waits, 0.99),
-        waiting: grown(then.runq_wait_ns, now.runq_wait_ns) as f64 / 1e9 / seconds,
+        waiting: grown(then.run_queue_wait_ns, now.run_queue_wait_ns) as f64 / 1e9 / seconds,
         waits: waits.iter().sum::<u64>() as f64 / seconds,
     }
 }
 
-/// The shortest wait that a bucket counts, and the shortest that is too long for it, in nanoseconds: 0 to 2^10, then from
-/// 2^(9+k) to 2^(10+k), as the kernel programs count (`run_queue_waits` in ebpf/abi). The last one has no end.
-#[must_use]
-pub fn bucket_bounds(bucket: usize) -> (f64, f64) {
+/// The shortest wait that a bucket counts, and the shortest that is too long for it, in nanoseconds: 0 to
+/// 2^10, then from 2^(9+k) to 2^(10+k), as the kernel programs count (`run_queue_waits` in ebpf/abi). The
+/// last one has no end.
+pub(super) fn bucket_bounds(bucket: usize) -> (f64, f64) {
     let bound = |power: usize| 2f64.powi(i32::try_from(power).unwrap_or(i32::MAX));
     (if bucket == 0 { 0.0 } else { bound(bucket + 9) }, bound(bucket + 10))
 }
 
-/// The value that a share `quantile` of all counted values is not above, from a histogram of [`bucket_bounds`]. Within a
-/// bucket the values are taken to be spread evenly, as Prometheus's `histogram_quantile` does: the true value is at most
-/// twice as large or half as large. None of nothing.
-#[must_use]
-pub fn percentile(counts: &[u64], quantile: f64) -> Option<f64> {
+/// The value that a share `quantile` of all counted values is not above, from a histogram of
+/// [`bucket_bounds`]. Within a bucket the values are taken to be spread evenly, as Prometheus's
+/// `histogram_quantile` does: the true value is at most twice as large or half as large. None of nothing.
+pub(super) fn percentile(counts: &[u64], quantile: f64) -> Option<f64> {
     let total: u64 = counts.iter().sum();
     if total == 0 {
         return None;
@@ -176,7 +121,24 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn rates_are_what_grew_a_second() {
+    fn both_halves_mean_the_same_by_a_bucket() {
+        for bucket in 0..WAIT_BUCKETS {
+            assert_eq!(bucket_bounds(bucket).0, beelet_bpf::wait_bucket_floor_ns(bucket) as f64, "{bucket}");
+        }
+    }
+
+    #[test]
+    fn reclaim_is_for_the_own_limit_and_for_the_nodes_memory() {
+        let of = |memcg_reclaim_ns, direct_reclaim_ns| {
+            let kernel = KernelCounters { memcg_reclaim_ns, direct_reclaim_ns, ..KernelCounters::default() };
+            Counters { kernel: Some(Box::new(kernel)), ..Counters::default() }
+        };
+        let rates = rates(&of(1, 2), &of(200_000_001, 300_000_002), SECOND);
+        assert_eq!(rates.reclaim, Some(0.5));
+    }
+
+    #[test]
+    fn rates_are_what_grew_per_second() {
         let then = Counters { cpu_ns: 1_000, periods: 10, throttled_periods: 5, ..Counters::default() };
         let now = Counters {
             cpu_ns: 3_000_001_000,
@@ -229,7 +191,7 @@ mod tests {
         check(&[4], 0.5, 512.0);
         check(&[0, 99, 0, 0, 0, 1], 0.99, 2048.0);
         check(&[0, 98, 0, 0, 0, 2], 0.99, 24_576.0);
-        assert_eq!(percentile(&[0; RUNQ_BUCKETS], 0.99), None);
+        assert_eq!(percentile(&[0; WAIT_BUCKETS], 0.99), None);
     }
 
     proptest::proptest! {
@@ -238,7 +200,7 @@ mod tests {
             mut values in proptest::collection::vec(1024u64..1 << 33, 1..200),
             quantile in 0.01f64..1.0,
         ) {
-            let mut counts = [0; RUNQ_BUCKETS];
+            let mut counts = [0; WAIT_BUCKETS];
             for value in &values {
                 counts[value.ilog2() as usize - 9] += 1;
             }

@@ -1,6 +1,6 @@
-//! Reads all containers' cgroups once, when told to: keeps their directories open, their histories, and while somebody looks
-//! the files that each reading needs. Nothing else.
-//! Blocking; it runs where blocking is allowed, one reading at a time.
+//! Reads all containers' cgroups once per call: keeps their directories open, their histories, and while
+//! somebody looks the files that each reading needs. Nothing else. Blocking; it runs where blocking is
+//! allowed, one reading at a time.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
@@ -13,8 +13,8 @@ use super::files::{self, Depth};
 use super::history::History;
 use super::inventory;
 use super::model::{
-    ContainerPressure, Counters, KernelCounters, Machine, Net, NetRates, NodePressure, PodPressure, Reading,
-    Stalls, State, WINDOWS,
+    ContainerStats, Counters, KernelCounters, Machine, Net, NetRates, NodeStats, PodStats, Reading, Stalls,
+    State, WINDOWS,
 };
 use super::parse;
 use super::rates::{grown, share};
@@ -25,7 +25,8 @@ use beelet_model::table::PodTable;
 
 /// Limits, process counts and the like are read at least this often, in nanoseconds.
 const FULL_EVERY: u64 = 10_000_000_000;
-/// A container whose cgroup isn't there is looked for again after this long, then twice as long, up to the longest.
+/// A container whose cgroup isn't there is looked for again after this long, then twice as long, up to the
+/// longest.
 const SEARCH_AGAIN: u64 = 250_000_000;
 const SEARCH_LONGEST: u64 = 30_000_000_000;
 
@@ -87,8 +88,8 @@ impl Sampler {
         }
     }
 
-    /// Reads everything. `full`: somebody wants limits, pods' own cgroups and their networks, too.
-    pub(super) fn read(&mut self, table: &PodTable, full: bool) -> NodePressure {
+    /// Reads everything. `full`: limits, pods' own cgroups and their networks, too.
+    pub(super) fn read(&mut self, table: &PodTable, full: bool) -> NodeStats {
         let at_ns = monotonic_ns();
         let due = at_ns.saturating_sub(self.full_at) >= FULL_EVERY;
         let depth = if full || due { Depth::Full } else { Depth::Tick };
@@ -109,7 +110,7 @@ impl Sampler {
             self.read_pod(pod, full, kernel.is_some());
         }
         let machine = self.machine(at_ns, full);
-        NodePressure {
+        NodeStats {
             at: Timestamp::now(),
             at_ns,
             node: Arc::clone(&self.node),
@@ -120,7 +121,7 @@ impl Sampler {
         }
     }
 
-    /// Nobody looks any more: what was read is too old to be of use by the time that somebody does.
+    /// There are no subscribers any more: the histories are too old to be of use for the next one.
     pub(super) fn rest(&mut self) {
         for tracked in self.containers.values_mut() {
             tracked.history = History::default();
@@ -136,24 +137,36 @@ impl Sampler {
         getrlimit(Resource::Nofile).current.is_none_or(|limit| files <= limit / 2)
     }
 
-    /// Finds the cgroups of containers that came, forgets those that went. How many have none.
-    fn track(&mut self, pods: &[PodPressure], now: u64) -> usize {
-        let running = || {
-            let containers = pods.iter().flat_map(|pod| &pod.containers);
-            containers.filter(|c| c.state == State::Running && !c.id.is_empty()).map(|c| c.id.as_str())
-        };
-        let wanted: HashSet<&str> = running().take(self.most).collect();
+    /// Whether it keeps a cgroup's directories open.
+    pub(super) fn tracks(&self) -> bool {
+        !self.containers.is_empty() || !self.pods.is_empty()
+    }
+
+    /// Closes the directories of containers and pods that are gone.
+    pub(super) fn forget_gone(&mut self, table: &PodTable) {
+        self.retain(&inventory::pods(table));
+    }
+
+    /// Keeps what these pods' running containers need; their ids.
+    fn retain<'a>(&mut self, pods: &'a [PodStats]) -> HashSet<&'a str> {
+        let wanted: HashSet<&str> = running(pods).take(self.most).collect();
         self.containers.retain(|id, _| wanted.contains(id.as_str()));
         self.lost.retain(|id, _| wanted.contains(id.as_str()));
         let uids: HashSet<&str> = pods.iter().map(|pod| pod.uid.as_str()).collect();
         self.pods.retain(|uid, _| uids.contains(uid.as_str()));
+        wanted
+    }
+
+    /// Finds the cgroups of containers that came, forgets those that went. How many have none.
+    fn track(&mut self, pods: &[PodStats], now: u64) -> usize {
+        let wanted = self.retain(pods);
         let due = |id: &&str| self.lost.get(*id).is_none_or(|(again, _)| *again <= now);
         let missing: HashSet<&str> =
             wanted.iter().copied().filter(|id| !self.containers.contains_key(*id)).filter(due).collect();
         if !missing.is_empty() {
             self.find(&missing, now);
         }
-        running().count() - self.containers.len()
+        running(pods).count() - self.containers.len()
     }
 
     fn find(&mut self, missing: &HashSet<&str>, now: u64) {
@@ -174,7 +187,7 @@ impl Sampler {
 
     fn read_container(
         &mut self,
-        container: &mut ContainerPressure,
+        container: &mut ContainerStats,
         kernel: Option<&BTreeMap<u64, KernelCounters>>,
         depth: Depth,
     ) {
@@ -185,7 +198,7 @@ impl Sampler {
         let Some(mut reading) = reading else { return };
         if let Some(kernel) = kernel {
             // One that has not run since the programs were attached has no entry: it did nothing yet.
-            let counters = tracked.id.and_then(|id| kernel.get(&id)).cloned().unwrap_or_default();
+            let counters = tracked.id.and_then(|id| kernel.get(&id)).copied().unwrap_or_default();
             reading.counters.kernel = Some(Box::new(counters));
         }
         tracked.history.push(reading.at_ns, reading.counters.clone());
@@ -196,9 +209,9 @@ impl Sampler {
         container.reading = Some(reading);
     }
 
-    /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where somebody wants
-    /// all there is or no program counts.
-    fn read_pod(&mut self, pod: &mut PodPressure, full: bool, by_kernel: bool) {
+    /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where
+    /// somebody wants all there is or no program counts.
+    fn read_pod(&mut self, pod: &mut PodStats, full: bool, by_kernel: bool) {
         let Some(container) = pod.containers.iter().find(|container| container.cgroup.is_some()) else {
             return;
         };
@@ -280,6 +293,12 @@ impl Sampler {
     pub(super) fn tracked(&self) -> usize {
         self.containers.len()
     }
+}
+
+/// The ids of the containers that run.
+fn running(pods: &[PodStats]) -> impl Iterator<Item = &str> {
+    let containers = pods.iter().flat_map(|pod| &pod.containers);
+    containers.filter(|c| c.state == State::Running && !c.id.is_empty()).map(|c| c.id.as_str())
 }
 
 /// Without what cAdvisor leaves out: pods' ends of their links, and the bridges of container engines.

@@ -16,7 +16,7 @@ const LONG: Duration = Duration::from_secs(30);
 struct Node {
     dir: tempfile::TempDir,
     table: watch::Sender<Arc<PodTable>>,
-    pressure: Pressure,
+    pressure: Stats,
     shutdown: CancellationToken,
     task: tokio::task::JoinHandle<()>,
     /// Readings that were made: each asks the kernel half once.
@@ -53,7 +53,7 @@ impl Node {
         Self { dir, table, pressure, shutdown, task, readings }
     }
 
-    /// These containers run, one a pod.
+    /// These containers run, one per pod.
     fn run(&self, ids: &[&str]) {
         let pods = ids.iter().map(|id| {
             let pod = serde_json::from_value(json!({
@@ -97,9 +97,9 @@ fn write(dir: &Path, file: &str, text: &str) {
 }
 
 async fn until(
-    values: &mut watch::Receiver<Arc<NodePressure>>,
-    found: impl FnMut(&Arc<NodePressure>) -> bool,
-) -> Arc<NodePressure> {
+    values: &mut watch::Receiver<Arc<NodeStats>>,
+    found: impl FnMut(&Arc<NodeStats>) -> bool,
+) -> Arc<NodeStats> {
     Arc::clone(&timeout(LONG, values.wait_for(found)).await.unwrap().unwrap())
 }
 
@@ -116,9 +116,8 @@ async fn a_subscriber_gets_values_with_rates_and_nothing_is_read_when_he_has_gon
     assert_eq!(container.reading.as_ref().unwrap().gauges.memory_limit, Some(8192));
     assert!(container.cgroup_id.is_some() && !first.by_kernel);
     node.write("a1", 1_001_000);
-    let busy = |value: &Arc<NodePressure>| {
-        value.pods[0].containers[0].windows[0].is_some_and(|rates| rates.cpu > 0.0)
-    };
+    let busy =
+        |value: &Arc<NodeStats>| value.pods[0].containers[0].windows[0].is_some_and(|rates| rates.cpu > 0.0);
     until(&mut values, busy).await;
     drop(values);
     // It may be reading right now; after that it must be still.
@@ -158,7 +157,7 @@ async fn containers_come_and_go_and_those_without_a_cgroup_are_counted() {
     let mut values = node.pressure.subscribe();
     let value = until(&mut values, |value| value.readings().count() == 1).await;
     assert_eq!(value.left_out, 1);
-    // The runtime had told of it before it made its cgroup.
+    // The runtime had announced it before it made its cgroup.
     node.write("b2", 1);
     assert_eq!(until(&mut values, |value| value.readings().count() == 2).await.left_out, 0);
     node.remove("a1");
@@ -166,6 +165,31 @@ async fn containers_come_and_go_and_those_without_a_cgroup_are_counted() {
     node.run(&["b2"]);
     let value = until(&mut values, |value| value.pods.len() == 1).await;
     assert_eq!((value.readings().count(), value.left_out), (1, 0));
+}
+
+#[tokio::test]
+async fn directories_of_pods_that_go_are_closed_though_nobody_looks() {
+    let node = Node::start(None, 100);
+    node.write("a1", 1);
+    node.write("b2", 1);
+    node.run(&["a1", "b2"]);
+    node.pressure.now().await;
+    let open = |id: &str| {
+        let descriptors = fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let links = descriptors.filter_map(|entry| fs::read_link(entry.path()).ok());
+        links.filter(|path| path.starts_with(node.cgroup(id).parent().unwrap())).count()
+    };
+    assert!(open("a1") > 0 && open("b2") > 0);
+    node.run(&["b2"]);
+    timeout(LONG, async {
+        while open("a1") > 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+    .unwrap();
+    assert!(open("b2") > 0);
+    assert_eq!(node.readings.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test]
@@ -188,10 +212,10 @@ async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
     assert_eq!(reading.counters.kernel, Some(Box::default()), "it has not run since the attach");
     let id = container.cgroup_id.unwrap();
     let counters = KernelCounters { on_cpu_ns: 5, ..KernelCounters::default() };
-    let other = Node::start(Some([(id, counters.clone()), (id + 1, KernelCounters::default())].into()), 100);
+    let other = Node::start(Some([(id, counters), (id + 1, KernelCounters::default())].into()), 100);
     let link = other.dir.path().join("kubepods");
     std::os::unix::fs::symlink(node.dir.path().join("kubepods"), &link).unwrap();
-    // Folders elsewhere are not followed: the cgroup is not found, and its counters are nobody's.
+    // Folders elsewhere are not followed: the cgroup is not found, and its counters belong to none.
     other.run(&["a1"]);
     assert_eq!(other.pressure.now().await.left_out, 1);
     fs::remove_file(&link).unwrap();
@@ -205,5 +229,5 @@ async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
 async fn before_sampling_runs_there_is_nothing_yet_and_nobody_waits_for_long() {
     let (pressure, inbox) = channel();
     drop(inbox);
-    assert_eq!(*pressure.now().await, NodePressure::nothing_yet());
+    assert_eq!(*pressure.now().await, NodeStats::nothing_yet());
 }

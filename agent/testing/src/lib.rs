@@ -4,3 +4,5 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 pub mod again;
 pub mod folders;
+pub mod http2;
+pub mod tls;

@@ -1,4 +1,4 @@
-//! One tick after the other: look, decide, do. Blocking; knows no clock but the one it is told.
+//! One tick after the other: sample, decide, act. Blocking; it has no clock, the time is an argument.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,17 +22,17 @@ use super::{
     quiet::Quiet,
     sample::{Sampler, Source},
     targets::Target,
-    view::{Blocked, Held, Outcome, Record, View},
+    view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
 use beelet_cgroups::{Cgroups, Version};
-use beelet_config::TunerMode;
+use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
 /// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 
-/// Puts back what an agent that ended without doing it had set. For the start, before anything else writes cgroups: while
-/// one is idle the kernel refuses its weight. How many settings were.
+/// Puts back what an agent that ended without doing it had set. For the start, before anything else writes
+/// cgroups: while one is idle the kernel refuses its weight. How many settings were.
 pub fn recover(cgroups: &Cgroups, state: &State) -> usize {
     let mut journal = Journal::load(state);
     if journal.is_empty() {
@@ -58,7 +58,7 @@ struct Block {
     reason: String,
 }
 
-/// See the module's head.
+/// Holds settings of cgroups as `policy::tuner` decides, tick by tick.
 pub struct Engine {
     cgroups: Arc<Cgroups>,
     durable: Arc<State>,
@@ -68,7 +68,7 @@ pub struct Engine {
     sampler: Sampler,
     quiet: Quiet,
     best_effort: String,
-    /// The cgroups are somebody else's.
+    /// The cgroups belong to a kubelet.
     is_guest: bool,
     state: policy::State,
     journal: Journal,
@@ -117,9 +117,9 @@ impl Engine {
         }
     }
 
-    /// In cgroups that somebody else writes, a kubelet: nothing is set then that could make a write of its owner fail.
-    /// While a cgroup is idle its weight is refused, while it has a burst a lower quota is, and on version 1 a container's
-    /// quota above its pod's is.
+    /// In cgroups that a kubelet writes: nothing is set then that could make a write of its
+    /// owner fail. While a cgroup is idle its weight is refused, while it has a burst a lower quota is, and
+    /// on version 1 a container's quota above its pod's is.
     #[must_use]
     pub fn as_guest(mut self) -> Self {
         self.is_guest = true;
@@ -153,7 +153,7 @@ impl Engine {
             &limited
         };
         let waits = waits.unwrap_or_default();
-        let mut seen = self.sampler.look(&self.cgroups, waits, &self.best_effort, supports, pods, now);
+        let mut seen = self.sampler.sample(&self.cgroups, waits, &self.best_effort, supports, pods, now);
         if self.is_guest && self.cgroups.version() != Version::V2 {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
         }
@@ -195,7 +195,7 @@ impl Engine {
 
     // ---- What others do ----
 
-    /// What somebody else has written over is theirs.
+    /// Gives up settings that something else has overwritten.
     fn yield_overwritten(&mut self, now: Instant) {
         let mut lost = Vec::new();
         for (knob, value) in &self.state.held {
@@ -261,8 +261,8 @@ impl Engine {
         }
     }
 
-    /// Gives back what could not be when it was time, or by [`recover`]: what the journal has and nothing holds. What is left
-    /// alone for a while waits until that has ended.
+    /// Gives back what could not be when it was time, or by [`recover`]: what the journal has and nothing
+    /// holds. What is left alone for a while waits until that has ended.
     fn settle(&mut self, now: Instant) {
         if self.journal.is_empty() {
             return;
@@ -464,7 +464,7 @@ impl Engine {
         outcome: Outcome,
     ) {
         let at = Timestamp::now();
-        self.history.add(Record { at, knob: knob.clone(), from, to, reason, outcome });
+        self.history.add(TunerRecord { at, knob: knob.clone(), from, to, reason, outcome });
     }
 
     fn view(&self, findings: Vec<String>, supports: Supports, now: Instant) -> View {
@@ -473,7 +473,7 @@ impl Engine {
             let file =
                 knobs::settings(&self.cgroups, knob, *value).first().map_or("", |setting| setting.file);
             let why = self.why.get(knob);
-            Held {
+            HeldSetting {
                 knob: knob.clone(),
                 value: knob.kind.show(*value),
                 owners: self.journal.owners_of(knob, file).unwrap_or_default().to_owned(),
@@ -502,7 +502,7 @@ impl Engine {
     }
 }
 
-/// What is not done in somebody else's cgroups, and why.
+/// What is not done in a kubelet's cgroups, and why.
 fn lacking_as_guest(supports: Supports) -> Vec<String> {
     let mut lacking = vec![
         "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),

@@ -1,8 +1,9 @@
-//! The pods that the tuner looks at where a kubelet owns them, from the observed pod table and the cgroups themselves.
+//! The pods that the tuner looks at where a kubelet owns them, from the observed pod table and the cgroups
+//! themselves.
 //!
-//! CRI says which containers a pod has, not what it requests. The class is in the cgroup's path; the requested CPU is in
-//! its weight, by the kubelet's formula backwards, rounded up; requested memory is there only with memory QoS. What can't
-//! be told is taken for more than is used: such a pod is not squeezed.
+//! CRI says which containers a pod has, not what it requests. The class is in the cgroup's path; the
+//! requested CPU is in its weight, by the kubelet's formula backwards, rounded up; requested memory is there
+//! only with memory QoS. What is unknown is taken for more than is used: such a pod is not squeezed.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -27,7 +28,7 @@ const SEARCH_AGAIN: Duration = Duration::from_secs(10);
 
 /// Finds them, and remembers where. Blocking.
 #[derive(Debug)]
-pub struct Foreign {
+pub(super) struct Foreign {
     cgroups: Arc<Cgroups>,
     /// Where containers are, by id.
     found: BTreeMap<String, String>,
@@ -38,13 +39,12 @@ pub struct Foreign {
 
 impl Foreign {
     /// Nothing is known yet.
-    #[must_use]
-    pub fn new(cgroups: Arc<Cgroups>) -> Self {
+    pub(super) fn new(cgroups: Arc<Cgroups>) -> Self {
         Self { cgroups, found: BTreeMap::new(), missing: HashSet::new(), searched: None }
     }
 
     /// The pods below the kubelet's root that have running containers.
-    pub fn targets(&mut self, table: &PodTable, now: Instant) -> Vec<Target> {
+    pub(super) fn targets(&mut self, table: &PodTable, now: Instant) -> Vec<Target> {
         let ids: HashSet<&str> =
             table.pods.values().flat_map(|entry| running(&entry.pod).map(|(id, _)| id)).collect();
         self.search(&ids, now);
@@ -52,8 +52,7 @@ impl Foreign {
     }
 
     /// The cgroup of its BestEffort pods.
-    #[must_use]
-    pub fn best_effort(&self) -> Option<String> {
+    pub(super) fn best_effort(&self) -> Option<String> {
         let root = self.cgroups.pods_roots().into_iter().next()?;
         let last = root.rsplit('/').next().unwrap_or_default();
         Some(match last.strip_suffix(".slice") {

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use tracing::warn;
 
-use super::view::Record;
+use super::view::TunerRecord;
 use beelet_state::{Loaded, State};
 
 /// The name of the durable record.
@@ -15,16 +15,16 @@ const MOST: usize = 500;
 /// Oldest first.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    records: VecDeque<Record>,
+    records: VecDeque<TunerRecord>,
     /// The same for readers, made anew when something is added.
-    shown: Arc<Vec<Record>>,
+    shown: Arc<Vec<TunerRecord>>,
     is_kept: bool,
 }
 
 impl History {
     /// What an earlier agent left. It decides nothing: what can't be read is only missing.
     pub(super) fn load(state: &State) -> Self {
-        let records = match state.load::<VecDeque<Record>>(NAME) {
+        let records = match state.load::<VecDeque<TunerRecord>>(NAME) {
             Ok(Loaded::Value { value, .. }) => value,
             Ok(Loaded::Absent) => VecDeque::new(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
@@ -40,7 +40,7 @@ impl History {
         Self { records, shown, is_kept: true }
     }
 
-    pub(super) fn add(&mut self, record: Record) {
+    pub(super) fn add(&mut self, record: TunerRecord) {
         while self.records.len() >= MOST {
             self.records.pop_front();
         }
@@ -49,7 +49,7 @@ impl History {
         self.is_kept = false;
     }
 
-    pub(super) fn shown(&self) -> Arc<Vec<Record>> {
+    pub(super) fn shown(&self) -> Arc<Vec<TunerRecord>> {
         Arc::clone(&self.shown)
     }
 
@@ -72,8 +72,8 @@ mod tests {
     use super::*;
     use crate::Outcome;
 
-    fn record(number: usize) -> Record {
-        Record {
+    fn record(number: usize) -> TunerRecord {
+        TunerRecord {
             at: Timestamp::from_second(i64::try_from(number).unwrap()).unwrap(),
             knob: Knob { cgroup: "/kubepods/besteffort".to_owned(), kind: KnobKind::Idle },
             from: None,

@@ -1,4 +1,5 @@
-//! What the tuner has set, kept durably before it is set: how everything is put back after whatever happens to the agent.
+//! What the tuner has set, kept durably before it is set: how everything is put back after whatever happens
+//! to the agent.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,13 +18,13 @@ const NAME: &str = "tuner";
 pub(super) struct Entry {
     /// Its owner's value.
     pub(super) owners: String,
-    /// What we wrote last, and before that: after a sudden end it may hold either, or still the owner's. Empty: nothing
-    /// was written, but what we wrote elsewhere changed it.
+    /// What we wrote last, and before that: after a sudden end it may hold either, or still the owner's.
+    /// Empty: nothing was written, but what we wrote elsewhere changed it.
     pub(super) ours: Vec<String>,
 }
 
-/// All of them, by cgroup and file. Files are put back in the order of their names, which is the right one: `cpu.idle`
-/// comes before `cpu.shares` and `cpu.weight`.
+/// All of them, by cgroup and file. Files are put back in the order of their names, which is the right one:
+/// `cpu.idle` comes before `cpu.shares` and `cpu.weight`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Journal {
     entries: BTreeMap<String, BTreeMap<String, Entry>>,
@@ -36,7 +37,7 @@ pub(super) enum Restored {
     Done,
     /// It is gone.
     Gone,
-    /// Somebody else wrote it meanwhile: it is left as it is.
+    /// Something else wrote it meanwhile: it is left as it is.
     Foreign,
 }
 

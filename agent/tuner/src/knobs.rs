@@ -9,7 +9,7 @@ use beelet_cgroups::{Cgroups, Version};
 pub(super) struct Setting {
     /// The file.
     pub(super) file: &'static str,
-    /// What is written; None: nothing, but nobody else may write it meanwhile.
+    /// What is written; None: nothing, but nothing else may write it meanwhile.
     pub(super) value: Option<String>,
 }
 
@@ -27,8 +27,9 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
     let v2 = cgroups.version() == Version::V2;
     let weight = if v2 { "cpu.weight" } else { "cpu.shares" };
     match knob.kind {
-        // While a cgroup is idle the kernel refuses a weight, and it forgets the one there was (kernel/sched/fair.c,
-        // `sched_group_set_idle`): it is written again once the cgroup is not idle any more, and so comes after it.
+        // While a cgroup is idle the kernel refuses a weight, and it forgets the one there was
+        // (kernel/sched/fair.c, `sched_group_set_idle`): it is written again once the cgroup is not idle any
+        // more, and so comes after it.
         KnobKind::Idle => vec![Setting::new("cpu.idle", &value), Setting { file: weight, value: None }],
         KnobKind::Weight => vec![Setting::new(weight, if v2 { &1 } else { &2 })],
         KnobKind::CpuCap => {
@@ -73,7 +74,7 @@ fn burst_file(cgroups: &Cgroups) -> &'static str {
     if cgroups.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" }
 }
 
-/// The quota of a cgroup in microseconds a period; None: it has none.
+/// The quota of a cgroup in microseconds per period; None: it has none.
 pub(super) fn quota(cgroups: &Cgroups, cgroup: &str) -> Option<u64> {
     let file = if cgroups.version() == Version::V2 { "cpu.max" } else { "cpu.cfs_quota_us" };
     // `max` and `-1` are no numbers.

@@ -1,9 +1,10 @@
-//! Closed-loop tuning of cgroups: looks at how containers suffer, lets `policy::tuner` decide, and holds settings of cgroups
-//! accordingly until they are given back.
+//! Closed-loop tuning of cgroups: finder at how containers suffer, lets `policy::tuner` decide, and holds
+//! settings of cgroups accordingly until they are given back.
 //!
-//! Every setting is in a durable journal before it is written, with its owner's value, so that stopping, `off`, and a start
-//! after whatever death of the agent put back what was there. What somebody else overwrites is theirs from then on. In the
-//! mode `advise` nothing is written. Must never set anything but through [`beelet_cgroups`], nor decide by itself.
+//! Every setting is in a durable journal before it is written, with its owner's value, so that stopping,
+//! `off`, and a start after whatever death of the agent put back what was there. What somebody else
+//! overwrites is theirs from then on. In the mode `advise` nothing is written. Must never set anything but
+//! through [`beelet_cgroups`], nor decide by itself.
 
 mod engine;
 mod foreign;
@@ -31,15 +32,15 @@ use tracing::{error, info};
 
 pub use self::{
     engine::{Engine, recover},
-    foreign::Foreign,
     metrics::Metrics,
-    sample::{Source, Waits},
-    targets::{Target, TargetContainer, targets},
-    view::{Blocked, Held, Outcome, Record, View},
+    sample::Source,
+    targets::{Target, TargetContainer},
+    view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
+use self::{foreign::Foreign, targets::targets};
 use beelet_cgroups::Cgroups;
-use beelet_config::TunerMode;
 use beelet_model::table::PodTable;
+use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
 /// How it is set up.
@@ -47,15 +48,15 @@ use beelet_state::State;
 pub struct Settings {
     /// How far it goes.
     pub mode: TunerMode,
-    /// The time between two looks.
+    /// The time between two finder.
     pub interval: Duration,
-    /// How long a setting that somebody else overwrote is left to them.
+    /// How long a setting that something else overwrote is left alone.
     pub back_off: Duration,
     /// Bounds, step sizes, patience.
     pub law: Law,
 }
 
-/// Who owns the pods and their cgroups.
+/// The owner of the pods and their cgroups.
 #[derive(Clone, Debug)]
 pub enum Owner {
     /// This agent, which keeps them so.
@@ -70,7 +71,7 @@ pub struct Parts {
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The cgroups.
     pub cgroups: Arc<Cgroups>,
-    /// Who owns them.
+    /// Their owner.
     pub owner: Owner,
     /// Where the journal is kept.
     pub state: Arc<State>,
@@ -105,12 +106,12 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
             () = shutdown.cancelled() => break,
             _ = ticks.tick() => {}
         }
-        let (table, mut looks) = (Arc::clone(&parts.table.borrow()), finder);
+        let (table, mut moved) = (Arc::clone(&parts.table.borrow()), finder);
         let ticked = spawn_blocking(move || {
             let now = Instant::now().into_std();
-            let pods = looks.look(&table, &mut engine, now);
+            let pods = moved.find(&table, &mut engine, now);
             let view = engine.tick(&pods, now);
-            (engine, looks, view)
+            (engine, moved, view)
         });
         (engine, finder) = match ticked.await {
             Ok((engine, finder, view)) => {
@@ -131,14 +132,14 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
 
 /// Finds the pods that run.
 enum Finder {
-    /// With those of the table that was last looked at: reading a hundred pods' amounts anew at each tick would be most of
-    /// what a tick on a quiet node costs.
+    /// With those of the table that was last looked at: reading a hundred pods' amounts anew at each tick
+    /// would be most of what a tick on a quiet node costs.
     Ours(CgroupConfig, Option<(Arc<PodTable>, Arc<[Target]>)>),
     Foreign(Foreign),
 }
 
 impl Finder {
-    fn look(&mut self, table: &Arc<PodTable>, engine: &mut Engine, now: std::time::Instant) -> Arc<[Target]> {
+    fn find(&mut self, table: &Arc<PodTable>, engine: &mut Engine, now: std::time::Instant) -> Arc<[Target]> {
         match self {
             Self::Ours(_, Some((known, found))) if Arc::ptr_eq(known, table) => Arc::clone(found),
             Self::Ours(config, known) => {

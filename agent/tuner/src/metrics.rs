@@ -8,7 +8,7 @@ use prometheus_client::{
 };
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Step {
+struct StepLabels {
     knob: &'static str,
     direction: &'static str,
     outcome: &'static str,
@@ -22,7 +22,7 @@ struct OfKnob {
 /// Counters and gauges.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
-    steps: Family<Step, Counter>,
+    steps: Family<StepLabels, Counter>,
     held: Family<OfKnob, Gauge>,
     overwritten: Family<OfKnob, Counter>,
     pub(super) ticks: Counter,
@@ -56,7 +56,7 @@ impl Metrics {
 
     pub(super) fn step(&self, kind: KnobKind, gives_back: bool, outcome: &'static str) {
         let direction = if gives_back { "back" } else { "set" };
-        self.steps.get_or_create(&Step { knob: kind.as_str(), direction, outcome }).inc();
+        self.steps.get_or_create(&StepLabels { knob: kind.as_str(), direction, outcome }).inc();
     }
 
     pub(super) fn overwritten(&self, kind: KnobKind) {

@@ -1,21 +1,23 @@
-//! Whether anybody can be suffering at all, told from a few numbers: most of the time nobody is, and then looking at every
-//! container twice a second would cost more than all else that an agent does on a node.
+//! Whether any container can be suffering at all, from a few numbers: most of the time none is, and then
+//! sampling every container twice per second would cost more than all else that an agent does on a node.
 //!
-//! A cgroup has waited at least as long as any below it (`Documentation/accounting/psi.rst`: a group is stalled while some
-//! task of it is), so what all pods together waited for is the most that one of them can have. Single long waits are in the
-//! kernel half's histograms, which are read at once. What a quota holds back is in neither.
+//! A cgroup has waited at least as long as any below it (`Documentation/accounting/psi.rst`: a group is
+//! stalled while some task of it is), so what all pods together waited for is the most that one of them can
+//! have. Single long waits are in the kernel half's histograms, which are read at once. What a quota holds
+//! back is in neither.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
+use beelet_ebpf_abi::Counters as KernelCounters;
 use beelet_policy::tuner::Law;
 
-use super::sample::{LEAST_MICROS, Source, Waits, p99_us};
+use super::sample::{LEAST_MICROS, Source, p99_us};
 use beelet_cgroups::{Cgroups, Pressure};
 
-/// How long everybody is looked at once somebody may have suffered.
+/// How long all containers are sampled once one may have suffered.
 const ALERT: Duration = Duration::from_secs(10);
 /// How often the histograms are read while all is quiet: hundreds of entries on a full node.
 const WAITS_EVERY: Duration = Duration::from_secs(2);
@@ -25,15 +27,15 @@ const WAITS_EVERY: Duration = Duration::from_secs(2);
 pub(super) struct Quiet {
     /// Microseconds that all pods stalled: for a CPU, and for memory.
     stalled: Option<(Instant, [u64; 2])>,
-    waits: BTreeMap<u64, Waits>,
-    waits_at: Option<Instant>,
+    kernel: BTreeMap<u64, KernelCounters>,
+    read_at: Option<Instant>,
     loud: Option<Instant>,
 }
 
 impl Quiet {
-    /// `None` if nobody needs to be looked at: nothing is held (`at_rest`), and no container below the cgroup `pods` has been
-    /// near a bound for some time, but for those that their own quota holds back. Else, and where the kernel doesn't tell, how
-    /// long everybody has waited.
+    /// `None` if no container needs to be sampled: nothing is held (`at_rest`), and no container below the
+    /// cgroup `pods` has been near a bound for some time, but for those that their own quota holds back.
+    /// Else, and where the kernel counts no stalls, how long each has waited.
     pub(super) fn tick(
         &mut self,
         cgroups: &Cgroups,
@@ -41,25 +43,25 @@ impl Quiet {
         source: Option<&Source>,
         law: &Law,
         now: Instant,
-    ) -> Option<BTreeMap<u64, Waits>> {
+    ) -> Option<BTreeMap<u64, KernelCounters>> {
         if !self.has_no_stalls(cgroups, pods, law, now) {
             self.loud = Some(now);
         }
-        let fresh = self.waits_at.is_some_and(|at| now.saturating_duration_since(at) < WAITS_EVERY);
+        let fresh = self.read_at.is_some_and(|at| now.saturating_duration_since(at) < WAITS_EVERY);
         if at_rest && fresh && self.is_quiet(now) {
             return None;
         }
-        let waits = source.map(|source| source()).unwrap_or_default();
+        let kernel = source.map(|source| source()).unwrap_or_default();
         let bound = near(law.cpu_wait_p99_us, law);
-        let is_long = |(id, waits): (&u64, &Waits)| {
-            let before = self.waits.get(id).map_or(&[][..], |before| &before.histogram);
-            p99_us(before, &waits.histogram).is_some_and(|wait| wait >= bound)
+        let is_long = |(id, counters): (&u64, &KernelCounters)| {
+            let before = self.kernel.get(id).map_or(&[][..], |before| &before.run_queue_waits);
+            p99_us(before, &counters.run_queue_waits).is_some_and(|wait| wait >= bound)
         };
-        if waits.iter().any(is_long) {
+        if kernel.iter().any(is_long) {
             self.loud = Some(now);
         }
-        (self.waits, self.waits_at) = (waits, Some(now));
-        (!at_rest || !self.is_quiet(now)).then(|| self.waits.clone())
+        (self.kernel, self.read_at) = (kernel, Some(now));
+        (!at_rest || !self.is_quiet(now)).then(|| self.kernel.clone())
     }
 
     /// What all pods together stalled since the tick before is below what would trouble one.
@@ -105,7 +107,7 @@ mod tests {
         now: Instant,
         stalled: [u64; 2],
         at_rest: bool,
-        waits: Arc<Mutex<BTreeMap<u64, Waits>>>,
+        waits: Arc<Mutex<BTreeMap<u64, KernelCounters>>>,
     }
 
     impl Node {
@@ -149,8 +151,11 @@ mod tests {
             self.quiet.tick(&self.cgroups, pods, Some(&source), &law, self.now).is_none()
         }
 
-        fn waited(&self, histogram: Vec<u64>) {
-            self.waits.lock().unwrap().insert(7, Waits { histogram, ..Waits::default() });
+        /// So many waits in the first bucket, and in the 14th: 2^(9+13) to 2^(10+13) ns, or 4 to 8 ms.
+        fn waited(&self, short: u64, long: u64) {
+            let mut counters = KernelCounters::default();
+            (counters.run_queue_waits[0], counters.run_queue_waits[13]) = (short, long);
+            self.waits.lock().unwrap().insert(7, counters);
         }
     }
 
@@ -170,12 +175,9 @@ mod tests {
     #[test]
     fn long_waits_of_one_cgroup_are_not_quiet_however_short_all_together() {
         let mut node = Node::new();
-        node.waited(vec![1000]);
+        node.waited(1000, 0);
         assert!(node.after([0, 0]));
-        // 2^(9+13) to 2^(10+13) ns: 4 to 8 ms.
-        let mut histogram = vec![0; 14];
-        (histogram[0], histogram[13]) = (2000, 100);
-        node.waited(histogram);
+        node.waited(2000, 100);
         let looks = [node.after([0, 0]), node.after([0, 0])];
         assert!(looks.contains(&false), "nobody looked at the waits for two seconds");
     }

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
+use beelet_ebpf_abi::Counters as KernelCounters;
 use beelet_policy::tuner::{ContainerSample, Observed, PodSample, Supports};
 
 use super::{
@@ -15,49 +16,38 @@ pub(super) const LEAST_MICROS: u128 = 10_000;
 /// A container that uses this much of its own limit, in percent, reclaims for its own sake.
 const AT_LIMIT_PERCENT: u64 = 95;
 
-/// Waits for a CPU and stalls for memory of one cgroup's tasks, since the beginning, as the kernel half counts them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Waits {
-    /// Nanoseconds in run queues, all tasks together.
-    pub run_queue_ns: u64,
-    /// How many waits there were by length: the first below 1024 ns, the n-th after it from 2^(9+n) to 2^(10+n) ns.
-    pub histogram: Vec<u64>,
-    /// Nanoseconds in reclaim, all tasks together.
-    pub reclaim_ns: u64,
-}
-
-/// Where they come from: by cgroup id, all at once.
-pub type Source = Arc<dyn Fn() -> BTreeMap<u64, Waits> + Send + Sync>;
+/// What the kernel half counted, by cgroup id, all at once.
+pub type Source = Arc<dyn Fn() -> BTreeMap<u64, KernelCounters> + Send + Sync>;
 
 /// The counters of one cgroup at one time.
 #[derive(Clone, Debug)]
-struct Counters {
+struct CgroupCounters {
     at: Instant,
     used_ns: u64,
     throttled_ns: u64,
     cpu_stall_us: Option<u64>,
     memory_stall_us: Option<u64>,
-    waits: Option<Waits>,
+    kernel: Option<KernelCounters>,
 }
 
 /// Remembers the counters of the tick before.
 #[derive(Debug, Default)]
 pub(super) struct Sampler {
-    before: BTreeMap<String, Counters>,
+    before: BTreeMap<String, CgroupCounters>,
 }
 
 impl Sampler {
     /// Looks at the node.
-    pub(super) fn look(
+    pub(super) fn sample(
         &mut self,
         cgroups: &Cgroups,
-        waits: BTreeMap<u64, Waits>,
+        kernel: BTreeMap<u64, KernelCounters>,
         best_effort: &str,
         supports: Supports,
         pods: &[Target],
         now: Instant,
     ) -> Observed {
-        let mut look = Look { cgroups, waits, now, before: &self.before, seen: BTreeMap::new() };
+        let mut look = Look { cgroups, kernel, now, before: &self.before, seen: BTreeMap::new() };
         let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
         let samples = pods.iter().filter_map(|pod| look.pod(pod)).collect();
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
@@ -69,10 +59,10 @@ impl Sampler {
 /// One look at everything.
 struct Look<'a> {
     cgroups: &'a Cgroups,
-    waits: BTreeMap<u64, Waits>,
+    kernel: BTreeMap<u64, KernelCounters>,
     now: Instant,
-    before: &'a BTreeMap<String, Counters>,
-    seen: BTreeMap<String, Counters>,
+    before: &'a BTreeMap<String, CgroupCounters>,
+    seen: BTreeMap<String, CgroupCounters>,
 }
 
 impl Look<'_> {
@@ -128,16 +118,16 @@ impl Look<'_> {
     /// The rates of a cgroup; None if it is gone.
     fn rates(&mut self, cgroup: &str) -> Option<Rates> {
         let cpu = self.cgroups.cpu_use(cgroup)?;
-        let waits = (!self.waits.is_empty())
-            .then(|| self.waits.get(&self.cgroups.cgroup_id(cgroup)?).cloned())
+        let kernel = (!self.kernel.is_empty())
+            .then(|| self.kernel.get(&self.cgroups.cgroup_id(cgroup)?).copied())
             .flatten();
-        let now = Counters {
+        let now = CgroupCounters {
             at: self.now,
             used_ns: cpu.used_ns,
             throttled_ns: cpu.throttled_ns,
             cpu_stall_us: self.cgroups.stalled_us(cgroup, Pressure::Cpu),
             memory_stall_us: self.cgroups.stalled_us(cgroup, Pressure::Memory),
-            waits,
+            kernel,
         };
         let rates = self.before.get(cgroup).map(|before| Rates::between(before, &now)).unwrap_or_default();
         self.seen.insert(cgroup.to_owned(), now);
@@ -157,7 +147,7 @@ struct Rates {
 }
 
 impl Rates {
-    fn between(before: &Counters, now: &Counters) -> Self {
+    fn between(before: &CgroupCounters, now: &CgroupCounters) -> Self {
         let micros = now.at.saturating_duration_since(before.at).as_micros();
         if micros < LEAST_MICROS {
             return Self::default();
@@ -165,26 +155,29 @@ impl Rates {
         let permille =
             |delta_us: u64| u32::try_from(u128::from(delta_us) * 1000 / micros).unwrap_or(u32::MAX);
         let grown = |before: Option<u64>, now: Option<u64>| Some(permille(now?.checked_sub(before?)?));
-        let waits = before.waits.as_ref().zip(now.waits.as_ref());
-        let by_kernel = |of: fn(&Waits) -> u64| {
+        let waits = before.kernel.as_ref().zip(now.kernel.as_ref());
+        let by_kernel = |of: fn(&KernelCounters) -> u64| {
             waits.and_then(|(before, now)| Some(permille(of(now).checked_sub(of(before))? / 1000)))
         };
         let used_us = now.used_ns.saturating_sub(before.used_ns) / 1000;
         Self {
             used: u64::try_from(u128::from(used_us) * 1000 / micros).ok(),
             throttled: Some(permille(now.throttled_ns.saturating_sub(before.throttled_ns) / 1000)),
-            // The time in which anybody waited says more than the sum of all waits, which grows with the tasks.
+            // The time in which anybody waited says more than the sum of all waits, which grows with the
+            // tasks.
             cpu_wait: grown(before.cpu_stall_us, now.cpu_stall_us)
-                .or_else(|| by_kernel(|waits| waits.run_queue_ns)),
-            cpu_wait_p99_us: waits.and_then(|(before, now)| p99_us(&before.histogram, &now.histogram)),
-            memory_stall: grown(before.memory_stall_us, now.memory_stall_us)
-                .or_else(|| by_kernel(|waits| waits.reclaim_ns)),
+                .or_else(|| by_kernel(|kernel| kernel.run_queue_wait_ns)),
+            cpu_wait_p99_us: waits
+                .and_then(|(before, now)| p99_us(&before.run_queue_waits, &now.run_queue_waits)),
+            memory_stall: grown(before.memory_stall_us, now.memory_stall_us).or_else(|| {
+                by_kernel(|kernel| kernel.memcg_reclaim_ns.wrapping_add(kernel.direct_reclaim_ns))
+            }),
         }
     }
 }
 
-/// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within its bucket, in
-/// microseconds. Fewer than 100 waits have none.
+/// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within
+/// its bucket, in microseconds. Fewer than 100 waits have none.
 pub(super) fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
     let counts: Vec<u64> = now
         .iter()
@@ -215,14 +208,14 @@ mod tests {
 
     use super::*;
 
-    fn counters(at: Instant) -> Counters {
-        Counters {
+    fn counters(at: Instant) -> CgroupCounters {
+        CgroupCounters {
             at,
             used_ns: 0,
             throttled_ns: 0,
             cpu_stall_us: Some(0),
             memory_stall_us: None,
-            waits: None,
+            kernel: None,
         }
     }
 

@@ -40,8 +40,7 @@ pub struct TargetContainer {
 }
 
 /// The pods with running containers. One whose amounts can't be read is left out: it can't have been started.
-#[must_use]
-pub fn targets(table: &PodTable, config: &CgroupConfig) -> Vec<Target> {
+pub(super) fn targets(table: &PodTable, config: &CgroupConfig) -> Vec<Target> {
     table.pods.values().filter_map(|entry| target(entry, config)).collect()
 }
 

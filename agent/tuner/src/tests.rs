@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::{Engine, Metrics, Outcome, Settings, recover};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
-use beelet_config::TunerMode;
+use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
 const BEST_EFFORT: &str = "/kubepods/besteffort";
@@ -153,7 +153,8 @@ fn the_next_start_puts_back_what_a_killed_agent_left_unless_somebody_else_wrote_
 
 #[test]
 fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_more() {
-    // A file that says what the tuner writes, and that nobody may write, root included: a constant of the kernel.
+    // A file that says what the tuner writes, and that nobody may write, root included: a constant of the
+    // kernel.
     let constant = "/proc/sys/kernel/ngroups_max";
     let value: u64 = fs::read_to_string(constant).unwrap().trim().parse().unwrap();
     let fake = Fake::new();

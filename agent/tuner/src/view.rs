@@ -6,7 +6,7 @@ use beelet_policy::tuner::Knob;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use beelet_config::TunerMode;
+use beelet_policy::tuner::TunerMode;
 
 /// How it stands, at the last tick.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -20,11 +20,11 @@ pub struct View {
     /// What can't be done here, and why.
     pub lacking: Vec<String>,
     /// What it holds now; in the mode `advise`, what it would change.
-    pub held: Vec<Held>,
+    pub held: Vec<HeldSetting>,
     /// What it leaves to others for a while.
     pub blocked: Vec<Blocked>,
     /// What it did or advised, oldest first; the last few hundred.
-    pub history: Arc<Vec<Record>>,
+    pub history: Arc<Vec<TunerRecord>>,
 }
 
 impl View {
@@ -35,7 +35,7 @@ impl View {
 
 /// A setting that is held.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct HeldSetting {
     /// Which.
     pub knob: Knob,
     /// At what, with its unit.
@@ -61,7 +61,7 @@ pub struct Blocked {
 
 /// Something that was done, or advised.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct TunerRecord {
     /// When.
     pub at: Timestamp,
     /// To what.
@@ -85,6 +85,6 @@ pub enum Outcome {
     Advised,
     /// It could not be done.
     Failed(String),
-    /// Somebody else has overwritten the setting, which is left to them.
+    /// Something else has overwritten the setting, which is left to it.
     Overwritten(String),
 }

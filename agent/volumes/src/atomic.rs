@@ -23,6 +23,7 @@ use jiff::Timestamp;
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::Error;
 use super::fs_group::{Access, FsGroup};
 use beelet_base::walk::remove;
 
@@ -63,11 +64,11 @@ pub(super) fn write(
     root: &OwnedFd,
     payload: &Payload,
     group: Option<&FsGroup>,
-) -> Result<bool, String> {
+) -> Result<bool, Error> {
     for file in payload.keys() {
         check_path(file)?;
     }
-    let failed = |e: std::io::Error| format!("cannot write to {}: {e}", path.display());
+    let failed = |e: std::io::Error| Error::io("write to", path)(e);
     if group.is_some() {
         give(group, root, FileType::Directory).map_err(|e| failed(e.into()))?;
     }
@@ -88,15 +89,15 @@ pub(super) fn write(
 }
 
 /// What a path in a volume must be: relative, without `..`, and not one of our own names.
-fn check_path(path: &str) -> Result<(), String> {
+fn check_path(path: &str) -> Result<(), Error> {
     let mut parts = Path::new(path).components();
     let normal = parts.clone().all(|part| matches!(part, Component::Normal(_)));
     let ours =
         matches!(parts.next(), Some(Component::Normal(name)) if name.as_encoded_bytes().starts_with(b".."));
     if path.is_empty() || path.len() > PATH_MAX || !normal || ours || path.contains('\0') {
-        return Err(format!(
+        return Err(Error::unmet(format!(
             "the path {path:?} must be relative, without '..', and must not begin with '..'"
-        ));
+        )));
     }
     Ok(())
 }
@@ -292,7 +293,7 @@ mod tests {
     }
 
     fn write(dir: &Path, payload: &Payload, group: Option<&FsGroup>) -> Result<bool, String> {
-        super::write(dir, &File::open(dir).unwrap().into(), payload, group)
+        super::write(dir, &File::open(dir).unwrap().into(), payload, group).map_err(|e| e.to_string())
     }
 
     fn names(dir: &Path) -> Vec<String> {

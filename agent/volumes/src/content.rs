@@ -3,6 +3,7 @@
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1 as core;
 
+use super::Error;
 use super::atomic::{Payload, PayloadFile};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
@@ -28,8 +29,11 @@ pub(super) fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }
 
-/// The files of a volume; None for one of another kind. Fails, with a sentence, where something isn't there.
-pub(super) fn payload(volume: &core::Volume, sources: &Sources<'_>) -> Result<Option<Payload>, String> {
+/// The files of a volume; None for one of another kind.
+///
+/// # Errors
+/// An object or a key in it is not there.
+pub(super) fn payload(volume: &core::Volume, sources: &Sources<'_>) -> Result<Option<Payload>, Error> {
     let mut files = Files { sources, payload: Payload::new() };
     if let Some(source) = &volume.config_map {
         files.config_map(&Reference::of_map(source), mode_of(source.default_mode))?;
@@ -90,7 +94,7 @@ impl Files<'_> {
         self.sources.pod.metadata.namespace.as_deref().unwrap_or("default")
     }
 
-    fn config_map(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), String> {
+    fn config_map(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), Error> {
         let found = self.sources.objects.config_map(self.namespace(), reference.name);
         let entries = found.map(|map| {
             let text = map.data.iter().flatten().map(|(key, text)| (key.as_str(), text.as_bytes()));
@@ -101,7 +105,7 @@ impl Files<'_> {
         self.object("ConfigMap", reference, entries.as_deref(), mode)
     }
 
-    fn secret(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), String> {
+    fn secret(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), Error> {
         let found = self.sources.objects.secret(self.namespace(), reference.name);
         let entries = found.map(|secret| {
             let all = secret.data.iter().flatten();
@@ -117,11 +121,11 @@ impl Files<'_> {
         reference: &Reference<'_>,
         entries: Option<&[(&str, &[u8])]>,
         mode: i32,
-    ) -> Result<(), String> {
+    ) -> Result<(), Error> {
         let name = reference.name;
         let Some(entries) = entries else {
             let error = missing(kind, self.namespace(), name);
-            return if reference.optional { Ok(()) } else { Err(error) };
+            return if reference.optional { Ok(()) } else { Err(Error::unmet(error)) };
         };
         if reference.items.is_empty() {
             entries.iter().for_each(|(key, bytes)| self.add(key, bytes, mode));
@@ -130,13 +134,13 @@ impl Files<'_> {
             match entries.iter().find(|(key, _)| *key == item.key) {
                 Some((_, bytes)) => self.add(&item.path, bytes, item.mode.unwrap_or(mode)),
                 None if reference.optional => {}
-                None => return Err(format!("the {kind} {name} has no key {}", item.key)),
+                None => return Err(Error::unmet(format!("the {kind} {name} has no key {}", item.key))),
             }
         }
         Ok(())
     }
 
-    fn downward(&mut self, items: Option<&[core::DownwardAPIVolumeFile]>, mode: i32) -> Result<(), String> {
+    fn downward(&mut self, items: Option<&[core::DownwardAPIVolumeFile]>, mode: i32) -> Result<(), Error> {
         let Sources { pod, node, .. } = *self.sources;
         for item in items.into_iter().flatten() {
             let text = match (&item.field_ref, &item.resource_field_ref) {
@@ -145,13 +149,13 @@ impl Files<'_> {
                 (None, Some(selector)) => downward::resource(pod, None, selector, node),
                 (None, None) => Err("needs a fieldRef or a resourceFieldRef".to_owned()),
             };
-            let text = text.map_err(|e| format!("the file {}: {e}", item.path))?;
+            let text = text.map_err(|e| Error::unmet(format!("the file {}: {e}", item.path)))?;
             self.add(&item.path, text.as_bytes(), item.mode.unwrap_or(mode));
         }
         Ok(())
     }
 
-    fn project(&mut self, projection: &core::VolumeProjection, mode: i32) -> Result<(), String> {
+    fn project(&mut self, projection: &core::VolumeProjection, mode: i32) -> Result<(), Error> {
         if let Some(source) = &projection.config_map {
             let reference = Reference::new(&source.name, source.items.as_ref(), source.optional);
             self.config_map(&reference, mode)
@@ -161,7 +165,7 @@ impl Files<'_> {
         } else if let Some(source) = &projection.downward_api {
             self.downward(source.items.as_deref(), mode)
         } else {
-            Err("a projection of a kind that beelet doesn't know".to_owned())
+            Err(Error::unmet("a projection of a kind that beelet doesn't know"))
         }
     }
 }
@@ -207,7 +211,7 @@ mod tests {
         });
         match (shown, expected) {
             (Ok(shown), Ok(expected)) => assert_eq!(shown, expected, "{volume}"),
-            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
             (shown, expected) => panic!("{volume}: {shown:?}, not {expected:?}"),
         }
     }
@@ -268,6 +272,6 @@ mod tests {
         let volume: core::Volume = serde_json::from_value(json!({"name": "v", "emptyDir": {}})).unwrap();
         let (objects, node) = (objects(), beelet_spec::fixtures::node());
         let pod = core::Pod::default();
-        assert_eq!(payload(&volume, &Sources { pod: &pod, objects: &objects, node: &node }), Ok(None));
+        assert_eq!(payload(&volume, &Sources { pod: &pod, objects: &objects, node: &node }).unwrap(), None);
     }
 }

@@ -6,14 +6,14 @@ use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::{self, MEMORY};
 use k8s_openapi::api::core::v1 as core;
 
-use super::{Sources, mounts};
+use super::{Error, Sources, mounts};
 
 /// Makes the folder, and mounts the memory. Harmless to repeat.
 pub(super) fn set_up(
     path: &Path,
     source: &core::EmptyDirVolumeSource,
     sources: &Sources<'_>,
-) -> Result<(), String> {
+) -> Result<(), Error> {
     super::make_top(path)?;
     match source.medium.as_deref().unwrap_or_default() {
         "" => {}
@@ -21,7 +21,7 @@ pub(super) fn set_up(
             let size = size(sources.pod, source, sources.node.allocatable(MEMORY))?;
             mounts::mount_tmpfs(path, Some(size.value()), 0o777)?;
         }
-        medium => return Err(format!("emptyDir: the medium {medium:?} is not supported")),
+        medium => return Err(Error::unmet(format!("emptyDir: the medium {medium:?} is not supported"))),
     }
     // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was given to a
     // group has more in it, which stays.
@@ -34,13 +34,13 @@ fn size(
     pod: &core::Pod,
     source: &core::EmptyDirVolumeSource,
     allocatable: Quantity,
-) -> Result<Quantity, String> {
+) -> Result<Quantity, Error> {
     let own = match &source.size_limit {
-        Some(limit) => Some(Quantity::parse(&limit.0).map_err(|e| format!("sizeLimit: {e}"))?),
+        Some(limit) => Some(Quantity::parse(&limit.0).map_err(|e| Error::unmet(format!("sizeLimit: {e}")))?),
         None => None,
     };
     let of_pod = if every_container_is_limited(pod) {
-        resources::pod_limits(pod).map_err(|e| e.to_string())?.get(MEMORY)
+        resources::pod_limits(pod).map_err(|e| Error::unmet(e.to_string()))?.get(MEMORY)
     } else {
         None
     };

@@ -13,7 +13,8 @@ use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
 
-use beelet_base::walk::{DEEPEST, Step, Walk};
+use super::Error;
+use beelet_base::walk::{Step, Walk};
 
 /// What the group may do with files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,15 +43,9 @@ impl FsGroup {
     }
 
     /// Gives the folder at `path` and all in it to the group.
-    pub(super) fn own(&self, path: &Path, access: Access) -> Result<(), String> {
-        let failed = |e: Errno| {
-            let why = match e {
-                Errno::NAMETOOLONG => format!("it has folders more than {DEEPEST} levels deep"),
-                Errno::STALE => "folders in it are moved meanwhile".to_owned(),
-                e => e.to_string(),
-            };
-            format!("cannot give {} to the group {}: {why}", path.display(), self.group)
-        };
+    pub(super) fn own(&self, path: &Path, access: Access) -> Result<(), Error> {
+        let failed =
+            |cause: Errno| Error::FsGroup { path: path.to_owned(), group: self.group.as_raw(), cause };
         let folder = open(CWD, path.as_os_str(), OFlags::DIRECTORY).map_err(failed)?;
         if self.on_root_mismatch && self.owns(&folder, access).map_err(failed)? {
             return Ok(());
@@ -80,6 +75,7 @@ impl FsGroup {
                 Step::Entry(name, _) => self.own_name(walk.here(), &name),
                 Step::End => self.own_file(walk.here(), FileType::Directory, access),
                 Step::Left(_) => Ok(()),
+                Step::Lost => return Err(Errno::STALE),
             };
             match owned {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO | Errno::XDEV) => {}

@@ -6,10 +6,11 @@ use std::path::Path;
 
 use k8s_openapi::api::core::v1 as core;
 
+use super::Error;
 use beelet_base::folder::make_folder;
 
 /// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files 0644).
-pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), String> {
+pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
     let path = Path::new(&host.path);
     let kind = host.type_.as_deref().unwrap_or("");
     match kind {
@@ -19,22 +20,21 @@ pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), String> {
             make_folder(path, 0o755)?;
         }
         "FileOrCreate" if !path.exists() => {
-            make_file(path).map_err(|e| format!("cannot make the file {}: {e}", path.display()))?;
+            make_file(path).map_err(Error::io("make the file", path))?;
         }
         _ => {}
     }
-    let found = fs::metadata(path)
-        .map_err(|e| format!("hostPath {} of type {kind}: {e}", path.display()))?
-        .file_type();
+    let wrong = |why: String| Error::HostPath { path: path.to_owned(), why };
+    let found = fs::metadata(path).map_err(|e| wrong(format!("of type {kind}: {e}")))?.file_type();
     let fits = match kind {
         "Directory" | "DirectoryOrCreate" => found.is_dir(),
         "File" | "FileOrCreate" => found.is_file(),
         "Socket" => found.is_socket(),
         "CharDevice" => found.is_char_device(),
         "BlockDevice" => found.is_block_device(),
-        _ => return Err(format!("hostPath type {kind:?} is not known")),
+        _ => return Err(Error::unmet(format!("hostPath type {kind:?} is not known"))),
     };
-    if fits { Ok(()) } else { Err(format!("hostPath {} is not a {kind}", path.display())) }
+    if fits { Ok(()) } else { Err(wrong(format!("is not a {kind}"))) }
 }
 
 /// Makes an empty file, unless somebody else was faster.

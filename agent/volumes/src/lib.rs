@@ -11,6 +11,7 @@
 mod atomic;
 mod content;
 mod empty_dir;
+mod error;
 mod fs_group;
 mod host_path;
 pub mod mounts;
@@ -27,10 +28,11 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 pub use self::content::Sources;
+pub use self::error::Error;
 
 use self::fs_group::FsGroup;
 use beelet_base::folder::{PRIVATE, READABLE, make_folder};
-pub use beelet_base::walk::remove_folder;
+use beelet_base::walk::remove_folder;
 use beelet_spec::env::Environment;
 
 /// What the folders in a pod's folder are called.
@@ -71,14 +73,14 @@ impl Volumes {
     }
 
     /// Makes what must be there before the first container runs. Harmless to repeat.
-    pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), String> {
+    pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
         for volume in &self.volumes {
-            self.set_up_one(volume, sources).map_err(|e| format!("volume {}: {e}", volume.name))?;
+            self.set_up_one(volume, sources).map_err(|e| e.of_volume(&volume.name))?;
         }
         Ok(())
     }
 
-    fn set_up_one(&self, volume: &core::Volume, sources: &Sources<'_>) -> Result<(), String> {
+    fn set_up_one(&self, volume: &core::Volume, sources: &Sources<'_>) -> Result<(), Error> {
         let path = self.path(&volume.name);
         if let Some(source) = &volume.empty_dir {
             empty_dir::set_up(&path, source, sources)?;
@@ -93,15 +95,14 @@ impl Volumes {
             if in_memory {
                 mounts::mount_tmpfs(&path, None, 0o755)?;
             }
-            let top = open_top(&path, in_memory)?
-                .ok_or_else(|| format!("{} was taken away while it was made", path.display()))?;
+            let top = open_top(&path, in_memory)?.ok_or_else(|| Error::Vanished(path.clone()))?;
             atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
         }
         Ok(())
     }
 
-    /// Brings volumes made of objects up to date, those that are there. Says which files changed in how many volumes.
-    pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, String> {
+    /// Brings volumes made of objects up to date, those that are there. Returns the number of volumes that changed.
+    pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
         let mut changed = 0;
         for volume in &self.volumes {
             let path = self.path(&volume.name);
@@ -113,7 +114,7 @@ impl Volumes {
                 Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
                 None => Ok(false),
             });
-            changed += usize::from(refreshed.map_err(|e| format!("volume {}: {e}", volume.name))?);
+            changed += usize::from(refreshed.map_err(|e| e.of_volume(&volume.name))?);
         }
         Ok(changed)
     }
@@ -134,11 +135,14 @@ impl Volumes {
     }
 
     /// The mounts of one container. Mounts the parts of volumes that it asks for.
-    pub fn mounts(&self, container: &core::Container, facts: &MountFacts) -> Result<Vec<cri::Mount>, String> {
+    pub fn mounts(&self, container: &core::Container, facts: &MountFacts) -> Result<Vec<cri::Mount>, Error> {
         let all = container.volume_mounts.iter().flatten().enumerate();
         all.map(|(index, mount)| {
-            self.mount(container, index, mount, facts)
-                .map_err(|e| format!("mount {} of container {}: {e}", mount.mount_path, container.name))
+            self.mount(container, index, mount, facts).map_err(|cause| Error::Mount {
+                path: mount.mount_path.clone(),
+                container: container.name.clone(),
+                cause: Box::new(cause),
+            })
         })
         .collect()
     }
@@ -149,12 +153,12 @@ impl Volumes {
         index: usize,
         mount: &core::VolumeMount,
         facts: &MountFacts,
-    ) -> Result<cri::Mount, String> {
+    ) -> Result<cri::Mount, Error> {
         let volume = self
             .volumes
             .iter()
             .find(|v| v.name == mount.name)
-            .ok_or_else(|| format!("the pod has no volume {}", mount.name))?;
+            .ok_or_else(|| Error::unmet(format!("the pod has no volume {}", mount.name)))?;
         let sub_path = sub_path_of(mount, &facts.env)?;
         let recursive = recursive_read_only(mount, facts.recursive_read_only)?;
         let propagation = match mount.mount_propagation.as_deref() {
@@ -171,9 +175,9 @@ impl Volumes {
         };
         if volume.image.is_some() {
             if sub_path.is_some() {
-                return Err(
-                    "a part of an image volume can't be mounted: beelet's CRI has no field for it".to_owned()
-                );
+                return Err(Error::unmet(
+                    "a part of an image volume can't be mounted: beelet's CRI has no field for it",
+                ));
             }
             let image = facts.images.get(&volume.name).cloned().unwrap_or_default();
             made.image = Some(cri::ImageSpec { image, ..Default::default() });
@@ -201,21 +205,21 @@ impl Volumes {
 
     /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
     /// folder.
-    pub fn give_back(&self) -> Result<(), String> {
+    pub fn give_back(&self) -> Result<(), Error> {
         mounts::unmount_below(&self.folder)?;
         remove_folder(&self.folder.join(SUB_PATHS))?;
-        remove_folder(&self.folder.join(VOLUMES))
+        Ok(remove_folder(&self.folder.join(VOLUMES))?)
     }
 
     /// Unmounts and removes the pod's folder. Symbolic links in it are removed, not followed.
-    pub fn tear_down(&self) -> Result<(), String> {
+    pub fn tear_down(&self) -> Result<(), Error> {
         mounts::unmount_below(&self.folder)?;
-        remove_folder(&self.folder)
+        Ok(remove_folder(&self.folder)?)
     }
 }
 
 /// Makes a volume's top folder. Containers of any user may look into it.
-fn make_top(path: &Path) -> Result<(), String> {
+fn make_top(path: &Path) -> Result<(), Error> {
     if let Some(parent) = path.parent() {
         make_folder(parent, PRIVATE)?;
     }
@@ -226,8 +230,8 @@ fn make_top(path: &Path) -> Result<(), String> {
 
 /// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays. By its
 /// descriptor: a container may have put a link in its place.
-fn add_mode(path: &Path, more: u32) -> Result<(), String> {
-    let failed = |e: Errno| format!("cannot set the mode of {}: {e}", path.display());
+fn add_mode(path: &Path, more: u32) -> Result<(), Error> {
+    let failed = |e: Errno| Error::io("set the mode of", path)(e);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let folder = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
     let mode = (rustix::fs::fstat(&folder).map_err(failed)?.st_mode | more) & 0o7777;
@@ -237,8 +241,8 @@ fn add_mode(path: &Path, more: u32) -> Result<(), String> {
 /// Opens the top folder of a volume that is made of objects. None if it isn't there, or isn't in memory
 /// though it should be: a volume's memory may be unmounted at any time, and a secret must not be written to
 /// the disk below.
-fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, String> {
-    let failed = |e: Errno| format!("cannot open {}: {e}", path.display());
+fn open_top(path: &Path, in_memory: bool) -> Result<Option<OwnedFd>, Error> {
+    let failed = |e: Errno| Error::io("open", path)(e);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let top = match rustix::fs::open(path, flags, Mode::empty()) {
         Ok(top) => top,
@@ -255,11 +259,13 @@ fn in_container(path: &str) -> String {
 }
 
 /// The part of the volume that is meant, if not the whole.
-fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<PathBuf>, String> {
+fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<PathBuf>, Error> {
     let expression = mount.sub_path_expr.as_deref().filter(|text| !text.is_empty());
     let text = match expression {
         Some(expression) => expand_strict(expression, |name| env.get(name)).map_err(|name| {
-            format!("subPathExpr refers to the variable {name}, which the container does not have")
+            Error::unmet(format!(
+                "subPathExpr refers to the variable {name}, which the container does not have"
+            ))
         })?,
         None => mount.sub_path.clone().unwrap_or_default(),
     };
@@ -271,19 +277,18 @@ fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<Pa
         .components()
         .all(|part| matches!(part, std::path::Component::Normal(_) | std::path::Component::CurDir));
     if !inside || text.contains('\0') {
-        return Err(format!("subPath {text:?} must be relative and without '..'"));
+        return Err(Error::unmet(format!("subPath {text:?} must be relative and without '..'")));
     }
     Ok(Some(path))
 }
 
 /// Whether the mount must be read-only with all that is mounted below it.
-fn recursive_read_only(mount: &core::VolumeMount, possible: bool) -> Result<bool, String> {
+fn recursive_read_only(mount: &core::VolumeMount, possible: bool) -> Result<bool, Error> {
     match mount.recursive_read_only.as_deref() {
-        Some("Enabled") if !possible => Err(
+        Some("Enabled") if !possible => Err(Error::unmet(
             "recursiveReadOnly: Enabled needs a runtime and a kernel that can do it (containerd 2.0, runc 1.1, Linux \
-             5.12); use IfPossible to do without"
-                .to_owned(),
-        ),
+             5.12); use IfPossible to do without",
+        )),
         Some("Enabled") => Ok(true),
         Some("IfPossible") => Ok(possible && mount.read_only == Some(true)),
         _ => Ok(false),

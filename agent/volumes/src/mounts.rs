@@ -8,10 +8,11 @@ use rustix::fs::{AtFlags, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
+use super::Error;
 use beelet_base::mountinfo;
 
 /// Mounts a file system in memory on a folder, unless one is there already; `size` in bytes.
-pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(), String> {
+pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(), Error> {
     if is_mount_point(path)? {
         return Ok(());
     }
@@ -19,10 +20,10 @@ pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(
     if let Some(size) = size {
         options = format!("{options},size={size}");
     }
-    let data = CString::new(options).map_err(|e| e.to_string())?;
+    let data = CString::new(options).map_err(Error::io("mount a tmpfs on", path))?;
     let flags = MountFlags::NOSUID | MountFlags::NODEV;
     rustix::mount::mount("tmpfs", path, "tmpfs", flags, data.as_c_str())
-        .map_err(|e| format!("cannot mount a tmpfs on {}: {e}", path.display()))
+        .map_err(Error::io("mount a tmpfs on", path))
 }
 
 /// Whether a folder is the top of a file system in memory.
@@ -33,7 +34,7 @@ pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
 }
 
 /// Unmounts everything at and below `folder`, the innermost first.
-pub fn unmount_below(folder: &Path) -> Result<(), String> {
+pub fn unmount_below(folder: &Path) -> Result<(), Error> {
     let mut points = below(folder)?;
     // The last mounted comes off first: of two on one folder it is on top.
     points.reverse();
@@ -45,21 +46,21 @@ pub fn unmount_below(folder: &Path) -> Result<(), String> {
 }
 
 /// Unmounts what is mounted at `point`, which must be a mount point itself.
-pub(super) fn unmount(point: &Path) -> Result<(), String> {
+pub(super) fn unmount(point: &Path) -> Result<(), Error> {
     rustix::mount::unmount(point, UnmountFlags::NOFOLLOW)
-        .map_err(|e| format!("cannot unmount {}: {e}; something still uses it", point.display()))
+        .map_err(|cause| Error::Busy { path: point.to_owned(), cause })
 }
 
 /// Whether something is mounted at `path`.
-pub(super) fn is_mount_point(path: &Path) -> Result<bool, String> {
+pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
     let real = path.canonicalize();
     let real = real.as_deref().unwrap_or(path);
     Ok(below(path)?.iter().any(|point| point == real))
 }
 
 /// The mount points at and below `folder`, in the order of mounting.
-fn below(folder: &Path) -> Result<Vec<PathBuf>, String> {
-    let table = mountinfo::read().map_err(|e| format!("cannot read {}: {e}", mountinfo::PATH))?;
+fn below(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
     // The kernel shows real paths; our own may lead through links (/var/run).
     let folder = match folder.canonicalize() {
         Ok(real) => real,

@@ -11,21 +11,13 @@ use std::path::{Component, Path};
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use super::mounts;
+use super::{Error, mounts};
 use beelet_base::folder::{PRIVATE, make_folder};
 
 /// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the volume's own
 /// mode. Harmless to repeat; a part that was replaced since is bound anew.
-pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), String> {
-    let failed = |e: Errno| {
-        let why = match e {
-            Errno::XDEV | Errno::LOOP => {
-                "it leads out of the volume (a symbolic link?), and is refused".to_owned()
-            }
-            e => e.to_string(),
-        };
-        format!("subPath {} of {}: {why}", part.display(), volume.display())
-    };
+pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), Error> {
+    let failed = |cause: Errno| Error::SubPath { part: part.to_owned(), volume: volume.to_owned(), cause };
     let root =
         rustix::fs::openat(CWD, volume, OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY, Mode::empty())
             .map_err(failed)?;
@@ -68,8 +60,8 @@ fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
 }
 
 /// Binds what is open to a file or folder at `target`.
-fn bind(source: &OwnedFd, target: &Path) -> Result<(), String> {
-    let failed = |e: Errno| format!("cannot mount on {}: {e}", target.display());
+fn bind(source: &OwnedFd, target: &Path) -> Result<(), Error> {
+    let failed = |e: Errno| Error::io("mount on", target)(e);
     let wanted = rustix::fs::fstat(source).map_err(failed)?;
     let is_folder = FileType::from_raw_mode(wanted.st_mode) == FileType::Directory;
     if mounts::is_mount_point(target)? {
@@ -85,7 +77,7 @@ fn bind(source: &OwnedFd, target: &Path) -> Result<(), String> {
 }
 
 /// Something of the right kind to mount on. It may be there, and be of the other kind, from an earlier time.
-fn make_target(target: &Path, is_folder: bool) -> Result<(), String> {
+fn make_target(target: &Path, is_folder: bool) -> Result<(), Error> {
     if let Ok(there) = std::fs::symlink_metadata(target) {
         if there.is_dir() == is_folder {
             return Ok(());
@@ -93,12 +85,12 @@ fn make_target(target: &Path, is_folder: bool) -> Result<(), String> {
         beelet_base::walk::remove_folder(target)?;
     }
     if is_folder {
-        return make_folder(target, PRIVATE);
+        return Ok(make_folder(target, PRIVATE)?);
     }
     if let Some(parent) = target.parent() {
         make_folder(parent, PRIVATE)?;
     }
-    std::fs::write(target, "").map_err(|e| format!("cannot make {}: {e}", target.display()))
+    std::fs::write(target, "").map_err(Error::io("make", target))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ fn facts() -> MountFacts {
     MountFacts { env: Environment::default(), images: BTreeMap::new(), recursive_read_only: false }
 }
 
-fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), String>) {
+fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
     let volumes = Volumes::of(pod, dir);
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
     let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node });
@@ -43,8 +43,8 @@ fn a_volume_that_misses_its_object_says_so() {
     let pod = pod(json!({"containers": [], "volumes": [{"name": "conf", "configMap": {"name": "m"}}]}));
     let (_, done) = set_up(&pod, dir.path());
     assert_eq!(
-        done,
-        Err("volume conf: there is no ConfigMap shop/m; put its manifest beside the pod's".to_owned())
+        done.unwrap_err().to_string(),
+        "volume conf: there is no ConfigMap shop/m; put its manifest beside the pod's"
     );
 }
 
@@ -83,7 +83,7 @@ fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
     std::os::unix::fs::symlink("..old", path.join("..data")).unwrap();
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
     let sources = Sources { pod: &pod, objects: &objects, node: &node };
-    assert_eq!(volumes.refresh(&sources), Ok(0));
+    assert_eq!(volumes.refresh(&sources).unwrap(), 0);
     assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
     assert!(open_top(&path, true).unwrap().is_none() && open_top(&path, false).unwrap().is_some());
 }
@@ -105,7 +105,7 @@ fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
     let shown = made.map(|mounts| (mounts[0].host_path.clone(), mounts[0].readonly));
     match (shown, expected) {
         (Ok((path, readonly)), Ok(expected)) => assert_eq!((path.as_str(), readonly), expected, "{mount}"),
-        (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+        (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
         (shown, expected) => panic!("{mount}: {shown:?}, not {expected:?}"),
     }
 }

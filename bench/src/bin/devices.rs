@@ -1,10 +1,10 @@
-//! What devices cost: the decision alone, for one resource and for two that must come from the same NUMA node, and a whole
-//! admission beyond the plugin's own time. Run by `cargo xtask bench devices`; prints one JSON object with the samples, in
-//! milliseconds.
+//! What devices cost: the decision alone, for one resource and for two that must come from the same NUMA
+//! node, and a whole admission beyond the plugin's own time. Run by `cargo xtask bench devices`; prints one
+//! JSON object with the samples, in milliseconds.
 //!
-//! The plugin is served from here, on a thread of its own, over the real sockets. Its own time is what it takes to answer a
-//! client that does nothing else, measured beside each admission. The checkpoint is written as always, but to memory: how
-//! long a disk takes to have it is the disk's.
+//! The plugin is served from here, on a thread of its own, over the real sockets. Its own time is what it
+//! takes to answer a client that does nothing else, measured beside each admission. The checkpoint is written
+//! as always, but to memory: how long a disk takes to have it is the disk's.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a bench: whatever is wrong ends it
 
@@ -220,8 +220,8 @@ fn pod(number: usize) -> Arc<Pod> {
     Arc::new(serde_json::from_value(pod).unwrap())
 }
 
-/// 100 pods admitted one after the other, in each round: what each took on average, without what the plugin takes to answer.
-/// No disk is in it.
+/// 100 pods admitted one after the other, in each round: what each took on average, without what the plugin
+/// takes to answer. No disk is in it.
 fn admissions(rounds: usize, policy: TopologyPolicy) -> Vec<f64> {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     // As the agent has it.

@@ -1,5 +1,5 @@
 //! Drives the agent's probes, and nothing else of it, in a network namespace of its own: what they cost and how soon they
-//! see. `cargo xtask bench probes` runs it and judges what it prints: one JSON object a line.
+//! see. `cargo xtask bench probes` runs it and judges what it prints: one JSON object per line.
 //!
 //! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: NUMBER probes (KIND: kernel, connect, http or exec) against as many
 //!   listeners, or containers of a fake runtime, of another process; what this process uses of a CPU in each second, which
@@ -7,14 +7,14 @@
 //! - `probe_load edges MODE ROUNDS`: from listen(2), close(2) and kill -9 to the change of readiness. In kernel mode with the
 //!   settings that a probe has by default, in connect mode with looks a second apart that are believed at once.
 //! - `probe_load hang MODE ROUNDS`: from a hung application's first connection to the change of readiness. In kernel mode there
-//!   is one connection, in connect mode come 100 a second, until the queue is full: before that, connect() sees nothing.
+//!   is one connection, in connect mode come 100 per second, until the queue is full: before that, connect() sees nothing.
 //! - `probe_load jitter MODE OTHERS ROUNDS`: how far the looks of a probe with a period of 100 ms are from their places,
 //!   beside OTHERS probes with a period of a second.
 //! - `probe_load look NUMBER`: what one look at NUMBER ports costs, by the lookup program and by sock_diag.
 //! - `probe_load serve NUMBER`, `listen PORT`, `runtime NUMBER`: the other processes.
 
 use anyhow::{Context as _, Result, bail};
-use beelet_bpf::{CheckedNetns, Interest, Kernel, KernelOptions, Mode};
+use beelet_bpf::{BpfMode, CheckedNetns, Interest, Kernel, KernelOptions};
 use beelet_cri::Runtime;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
@@ -89,15 +89,12 @@ impl Place {
         Ok(Place { cgroup, bpffs, _netns: netns, _folder: folder })
     }
 
-    fn kernel(&self, mode: Mode) -> Result<Kernel> {
+    fn kernel(&self, mode: BpfMode) -> Result<Kernel> {
         Ok(Kernel::start(&KernelOptions {
             bpffs: self.bpffs.path().to_path_buf(),
-            pin_name: "beelet".to_owned(),
             cgroup: self.cgroup.dir("unified").context("no cgroup2 hierarchy")?,
             mode,
-            thresholds: beelet_bpf::Thresholds::default(),
-            without: &[],
-            object: None,
+            ..KernelOptions::default()
         }))
     }
 }
@@ -218,7 +215,7 @@ impl Probing {
     /// With `by_kernel` tcpSocket probes are answered by the kernel, else they connect. `endpoint` is the container
     /// runtime's.
     fn start(place: &Place, by_kernel: bool, endpoint: Option<&str>, pods: Vec<Value>) -> Result<Probing> {
-        let kernel = place.kernel(if by_kernel { Mode::Auto } else { Mode::Off })?;
+        let kernel = place.kernel(if by_kernel { BpfMode::Auto } else { BpfMode::Off })?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let mut table = PodTable::default();
         for pod in pods {
@@ -459,7 +456,7 @@ fn hangs(place: &Place, mode: &str, rounds: usize) -> Result<()> {
     Ok(())
 }
 
-/// Connections that stay, 100 a second.
+/// Connections that stay, 100 per second.
 struct Calls {
     stop: std::sync::mpsc::Sender<()>,
     calling: Option<std::thread::JoinHandle<()>>,
@@ -536,14 +533,14 @@ fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()>
 
 fn look(place: &Place, number: usize) -> Result<()> {
     let (_server, ports) = server(number)?;
-    let kernel = place.kernel(Mode::Auto)?;
+    let kernel = place.kernel(BpfMode::Auto)?;
     let checker = kernel.checker().context("the lookup program can't be loaded here (beelet doctor)")?;
     let netns = CheckedNetns::open(Path::new("/proc/self/ns/net"), Some(&checker))?;
     let at = |port: &u16| netns.target(SocketAddr::from(([127, 0, 0, 1], *port)), None);
     let targets: Vec<_> = ports.iter().filter_map(at).collect();
     for _ in 0..20 {
         let started = Instant::now();
-        checker.look(&targets)?;
+        checker.lookup(&targets)?;
         let program = started.elapsed().as_nanos() as f64 / number as f64;
         let started = Instant::now();
         for port in &ports {

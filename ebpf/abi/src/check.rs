@@ -3,7 +3,8 @@
 
 use core::mem::{align_of, offset_of, size_of};
 
-/// Bytes before the first [`Check`]: the kernel takes the first 14 of every test packet for an Ethernet header.
+/// Bytes before the first [`Check`]: the kernel takes the first 14 of every test packet for an Ethernet
+/// header.
 pub const HEAD: usize = 16;
 /// Checks in one packet. The kernel allows a test packet one page, less what it needs around it.
 pub const MAX_CHECKS: usize = 32;
@@ -57,7 +58,7 @@ pub struct Answer {
     pub netns_cookie: u64,
     /// The cgroup2 id the socket was made in; 0 if unknown.
     pub cgroup_id: u64,
-    /// The socket's cookie; 0 if nobody has asked for it yet.
+    /// The socket's cookie; 0 if it has none yet.
     pub cookie: u64,
     /// A number made of the connections at the heads of the accept queues; 0 if none waits.
     pub heads: u64,

@@ -1,27 +1,29 @@
 //! The records, map keys and map values that the kernel programs and the agent share.
 //!
-//! This crate is the only thing both halves know (design §3). It holds data layouts and nothing else: no logic, no
-//! I/O, no kernel types. Every type is `repr(C)`, has no implicit padding (the kernel compares keys byte by byte and
-//! refuses to copy uninitialised bytes), and its size and offsets are asserted when it is compiled, for the BPF target
-//! and for the host alike. A change of any of them needs a new [`ABI_VERSION`].
+//! This crate is the only thing both halves know. It holds data layouts, and the table of what is read of the
+//! kernel's own types ([`fields`]): no logic, no I/O. Every type is `repr(C)`, has no implicit padding (the
+//! kernel compares keys byte by byte and refuses to copy uninitialised bytes), and its size and offsets are
+//! asserted when it is compiled, for the BPF target and for the host alike. A change of any of them needs a
+//! new [`ABI_VERSION`].
 #![no_std]
 
 use core::mem::{align_of, offset_of, size_of};
 
 pub mod check;
+pub mod fields;
 mod measures;
 #[cfg(feature = "user")]
 mod user;
 
 pub use measures::{
     ANCESTRY_SLOTS, Ancestry, CgroupKey, Counters, ExitEvent, ExitedKey, FIRST_BUCKET_BITS, HOME_FACTOR,
-    HOME_SHIFT, MAX_CONTAINERS, MAX_EXITED, MAX_TASKS, OomEvent, PRESSURE_FLOOR_NS, PRESSURE_WINDOW_NS,
-    Pressure, PressureEvent, Running, SLOT_TRIES, Settings, Slot, TaskKey, TaskState, WAIT_BUCKETS, pressure,
-    qos,
+    HOME_SHIFT, MAX_CONTAINERS, MAX_EXITED, MAX_TASKS, OomEvent, OomKill, PRESSURE_FLOOR_NS,
+    PRESSURE_WINDOW_NS, Pressure, PressureEvent, Running, SLOT_TRIES, Settings, Slot, TaskKey, TaskState,
+    WAIT_BUCKETS, pressure, qos,
 };
 
-/// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions never
-/// read each other's maps.
+/// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions
+/// never read each other's maps.
 pub const ABI_VERSION: u32 = 4;
 
 /// Marks a [`Meta`] record as ours: `beelet` and two zero bytes, little endian.
@@ -46,7 +48,8 @@ pub const ABSENT: u32 = u32::MAX;
 pub mod kind {
     /// A socket began to listen: [`super::ListenerEvent`].
     pub const LISTENER_OPENED: u32 = 1;
-    /// A socket listens no longer, whether closed, disconnected or killed with its process: [`super::ListenerEvent`].
+    /// A socket listens no longer, whether closed, disconnected or killed with its process:
+    /// [`super::ListenerEvent`].
     pub const LISTENER_CLOSED: u32 = 2;
     /// A process below the pods' root ended, with its last thread: [`super::ExitEvent`].
     pub const EXITED: u32 = 3;
@@ -74,7 +77,7 @@ pub struct EventHeader {
     pub cpu: u32,
     /// When: `CLOCK_MONOTONIC`, nanoseconds.
     pub at_ns: u64,
-    /// The cgroup2 id (the inode of its directory) of whoever it happened to; 0 if unknown.
+    /// The cgroup2 id (the inode of its directory) of the process that it happened to; 0 if unknown.
     pub cgroup_id: u64,
 }
 
@@ -138,7 +141,7 @@ pub struct ListenerEvent {
     pub header: EventHeader,
     /// The socket.
     pub cookie: u64,
-    /// Since when it has listened; 0 if nobody saw it begin.
+    /// Since when it has listened; 0 if its beginning was not seen.
     pub since_ns: u64,
     /// Where it listens, or did.
     pub address: Address,
@@ -160,7 +163,7 @@ pub struct Drops {
     pub tasks_full: u64,
 }
 
-/// Value of the `META` map: whose pins these are, and how the programs shall behave.
+/// Value of the `META` map: the mark of our pins, and what the agent sets for all programs.
 ///
 /// `magic` and `abi_version` stay first in every version: they tell our pins from a stranger's.
 #[repr(C)]
@@ -170,12 +173,13 @@ pub struct Meta {
     pub magic: u64,
     /// [`ABI_VERSION`].
     pub abi_version: u32,
-    /// 1 once every pin is in place; 0: whoever was at it died half way.
+    /// 1 once every pin is in place; 0: the agent that began died half way.
     pub complete: u32,
-    /// 1 while the tracepoint program is attached. It sees every close, so the sock_ops program leaves closes to it.
+    /// 1 while the tracepoint program is attached. It sees every close, so the sock_ops program leaves closes
+    /// to it.
     pub tracepoint: u32,
-    /// The instance of the programs that counts. One that carries another number stays idle: while new programs take the
-    /// place of old ones, both are attached, and each event is told once.
+    /// The instance of the programs that counts. One that carries another number stays idle: while new
+    /// programs take the place of old ones, both are attached, and each event is sent once.
     pub instance: u32,
     /// SHA-256 of the object that the programs came from.
     pub digest: [u8; 32],

@@ -1,25 +1,27 @@
-//! What the programs count for each cgroup below the pods' root, and what they tell of it.
+//! What the programs count for each cgroup below the pods' root, and the events that they send of it.
 
 use core::mem::{align_of, offset_of, size_of};
 
 use crate::EventHeader;
 
-/// Entries of the `CONTAINERS`, `SLOTS` and `PRESSURE` maps: cgroups below the pods' root that are alive, or died a short
-/// while ago. A power of two: see [`HOME_SHIFT`].
+/// Entries of the `CONTAINERS`, `SLOTS` and `PRESSURE` maps: cgroups below the pods' root that are alive, or
+/// died a short while ago. A power of two: see [`HOME_SHIFT`].
 pub const MAX_CONTAINERS: usize = 2048;
-/// Where the counters of a cgroup are looked for first, its home: the highest bits of its id times [`HOME_FACTOR`], which
-/// takes ids at any regular distance far apart (Knuth, The Art of Computer Programming 3, 6.4, Fibonacci hashing).
+/// Where the counters of a cgroup are looked for first, its home: the highest bits of its id times
+/// [`HOME_FACTOR`], which takes ids at any regular distance far apart (Knuth, The Art of Computer Programming
+/// 3, 6.4, Fibonacci hashing).
 pub const HOME_SHIFT: u32 = u64::BITS - MAX_CONTAINERS.trailing_zeros();
 /// 2^64 divided by the golden ratio, to the next odd number.
 pub const HOME_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
 /// How many slots are tried for a cgroup: `n * (n + 1) / 2` behind its home, so all of them are different.
 pub const SLOT_TRIES: u32 = 64;
-/// Entries of the `TASKS` map: threads of the machine. It is used below Linux 6.4 only, and has one entry elsewhere.
+/// Entries of the `TASKS` map: threads of the machine. It is used below Linux 6.4 only, and has one entry
+/// elsewhere.
 pub const MAX_TASKS: usize = 65_536;
 /// Entries of the `ANCESTRY` cache, for each CPU.
 pub const ANCESTRY_SLOTS: usize = 512;
-/// Entries of the `EXITED` map: processes whose end was told lately. Each is needed from the process's end to the last switch
-/// of its threads, which is microseconds.
+/// Entries of the `EXITED` map: processes of which the end was sent lately. Each is needed from the process's
+/// end to the last switch of its threads, which is microseconds.
 pub const MAX_EXITED: usize = 1024;
 /// Buckets of [`Counters::run_queue_waits`]: a power of two, so that a mask keeps an index in bounds.
 pub const WAIT_BUCKETS: usize = 32;
@@ -27,8 +29,8 @@ pub const WAIT_BUCKETS: usize = 32;
 pub const FIRST_BUCKET_BITS: u32 = 10;
 /// The span that pressure is summed over before an edge is decided: nanoseconds.
 pub const PRESSURE_WINDOW_NS: u64 = 1_000_000_000;
-/// Waits shorter than this are counted, but are no pressure: nanoseconds. It keeps the shared `PRESSURE` map out of the
-/// scheduler's fast path.
+/// Waits shorter than this are counted, but are no pressure: nanoseconds. It keeps the shared `PRESSURE` map
+/// out of the scheduler's fast path.
 pub const PRESSURE_FLOOR_NS: u64 = 100_000;
 
 /// QoS classes, as indexes of [`Settings::run_queue_wait_ns`] and [`Settings::reclaim_ns`].
@@ -61,8 +63,8 @@ pub struct CgroupKey {
     pub cgroup_id: u64,
 }
 
-/// Value of the `SLOTS` map: whose counters are in the element of the `CONTAINERS` map with the same index. The programs take
-/// slots, the agent gives them back.
+/// Value of the `SLOTS` map: the owner of the element of the `CONTAINERS` map with the same index. The
+/// programs take slots, the agent frees them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slot {
@@ -70,12 +72,13 @@ pub struct Slot {
     pub cgroup_id: u64,
 }
 
-/// Value of the per-CPU `CONTAINERS` map: what one cgroup used, waited for and moved. All of it only ever grows.
+/// Value of the per-CPU `CONTAINERS` map: what one cgroup used, waited for and moved. All of it only ever
+/// grows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Whose they are, on this CPU. If it is another than the slot's, that one has done nothing on this CPU yet, and what is
-    /// here is left from before.
+    /// The cgroup2 id of their owner, on this CPU. If it differs from the slot's, the slot's owner has done
+    /// nothing on this CPU yet, and what is here is left from before.
     pub cgroup_id: u64,
     /// Time on a CPU, nanoseconds.
     pub on_cpu_ns: u64,
@@ -89,8 +92,8 @@ pub struct Counters {
     pub preempted_by_system: u64,
     /// Time that threads were runnable but did not run, nanoseconds.
     pub run_queue_wait_ns: u64,
-    /// How many such waits there were, by length. Bucket 0: below 1024 ns. Bucket i: from 2^(9+i) to 2^(10+i) ns. The
-    /// last: everything above.
+    /// How many such waits there were, by length. Bucket 0: below 1024 ns. Bucket i: from 2^(9+i) to 2^(10+i)
+    /// ns. The last: everything above.
     pub run_queue_waits: [u64; WAIT_BUCKETS],
     /// Time that threads spent reclaiming because a cgroup was at its limit, nanoseconds.
     pub memcg_reclaim_ns: u64,
@@ -120,7 +123,7 @@ pub struct Counters {
     pub tx_packets: u64,
 }
 
-/// Value of the `SETTINGS` map: the agent's word to the programs that count.
+/// Value of the `SETTINGS` map: what the agent sets for the programs that count.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
@@ -140,7 +143,8 @@ pub struct Settings {
     pub reclaim_ns: [u64; qos::CLASSES],
 }
 
-/// Value of the per-CPU `RUNNING` map: who runs there now. What it has run so far is not in [`Counters`] yet.
+/// Value of the per-CPU `RUNNING` map: the thread that runs there now. What it has run so far is not in
+/// [`Counters`] yet.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Running {
@@ -188,8 +192,8 @@ pub struct TaskKey {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskState {
-    /// When it last became runnable: nanoseconds on the run queue's clock; 0: not seen yet. Only where the kernel doesn't count
-    /// how long threads wait.
+    /// When it last became runnable: nanoseconds on the run queue's clock; 0: not seen yet. Only where the
+    /// kernel doesn't count how long threads wait.
     pub runnable_since_ns: u64,
     /// When it last got a CPU in a pod, on that clock. Only where the kernel counts, as the next.
     pub arrived_ns: u64,
@@ -197,7 +201,7 @@ pub struct TaskState {
     pub waited_ns: u64,
     /// Since when it reclaims memory; 0 if it doesn't.
     pub reclaiming_since_ns: u64,
-    /// Its `task_struct`, where the kernel tells of an OOM kill by number only (`TASKS`); else 0.
+    /// Its `task_struct`, where the kernel names an OOM kill's victim by number only (`TASKS`); else 0.
     pub task: u64,
 }
 
@@ -235,8 +239,8 @@ pub struct ExitEvent {
     pub header: EventHeader,
     /// The process, in the first pid namespace.
     pub pid: u32,
-    /// Its id in its own pid namespace; 0 if unknown. A container's first process has 1, unless the pod's containers
-    /// share a namespace.
+    /// Its id in its own pid namespace; 0 if unknown. A container's first process has 1, unless the pod's
+    /// containers share a namespace.
     pub own_pid: u32,
     /// As wait(2) gives it: the signal in the lowest seven bits, the exit code in the second byte.
     pub status: u32,
@@ -244,15 +248,26 @@ pub struct ExitEvent {
     pub reserved: u32,
 }
 
-/// [`crate::kind::OOM_KILL`]. The sizes are in pages; 0 if unknown.
+/// [`crate::kind::OOM_KILL`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OomEvent {
     /// Kind, CPU, time, the victim's cgroup.
     pub header: EventHeader,
-    /// The victim, in the first pid namespace.
+    /// The victim. Its sizes are in pages here.
+    pub kill: OomKill,
+}
+
+/// A process that the kernel chose to kill for want of memory. Sizes are in bytes once the agent has read the
+/// record from the ring buffer ([`OomKill::in_bytes`]); 0 if unknown.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct OomKill {
+    /// The process, in the first pid namespace.
     pub pid: u32,
     /// Zero.
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub reserved: u32,
     /// Its address space.
     pub total_vm: u64,
@@ -262,6 +277,20 @@ pub struct OomEvent {
     pub file_rss: u64,
     /// Shared memory that it had mapped.
     pub shmem_rss: u64,
+}
+
+impl OomKill {
+    /// From pages, which only the kernel knows the size of, to bytes.
+    #[must_use]
+    pub const fn in_bytes(self, page_bytes: u64) -> OomKill {
+        OomKill {
+            total_vm: self.total_vm.saturating_mul(page_bytes),
+            anon_rss: self.anon_rss.saturating_mul(page_bytes),
+            file_rss: self.file_rss.saturating_mul(page_bytes),
+            shmem_rss: self.shmem_rss.saturating_mul(page_bytes),
+            ..self
+        }
+    }
 }
 
 /// [`crate::kind::PRESSURE`].
@@ -301,6 +330,7 @@ const _: () = {
     assert!(size_of::<ExitedKey>() == 16);
 
     assert!(size_of::<ExitEvent>() == 40 && offset_of!(ExitEvent, status) == 32);
-    assert!(size_of::<OomEvent>() == 64 && offset_of!(OomEvent, total_vm) == 32);
+    assert!(size_of::<OomEvent>() == 64 && offset_of!(OomEvent, kill) == 24);
+    assert!(size_of::<OomKill>() == 40 && offset_of!(OomKill, total_vm) == 8);
     assert!(size_of::<PressureEvent>() == 40 && offset_of!(PressureEvent, waited_ns) == 32);
 };

@@ -7,8 +7,8 @@ use crate::{
 
 macro_rules! pod {
     ($($name:ty),+) => {$(
-        // SAFETY: `repr(C)`, made of integers and arrays of them, without padding (the sizes are asserted in lib.rs):
-        // any bit pattern is a value and every byte is initialised.
+        // SAFETY: `repr(C)`, made of integers and arrays of them, without padding (the sizes are asserted in
+        // lib.rs): any bit pattern is a value and every byte is initialised.
         unsafe impl aya::Pod for $name {}
     )+};
 }

@@ -7,8 +7,9 @@ use beelet_serve::authority::{
     Rewriter,
 };
 
-/// A client's bytes (the preface, which every client has, is put in front where it is missing): what goes on to the server is
-/// the same in whatever pieces they come, is made of whole frames with our own authority, and has no more to be rewritten.
+/// A client's bytes (the preface, which every client has, is put in front where it is missing): what goes on
+/// to the server is the same in whatever pieces they come, is made of whole frames with our own authority,
+/// and has no more to be rewritten.
 pub fn http2_authority(input: &[u8]) {
     let piece = input.first().map_or(1, |first| usize::from(*first));
     let mut bytes = if input.starts_with(b"PRI") { Vec::new() } else { PREFACE.to_vec() };
@@ -39,7 +40,8 @@ fn rewrite(bytes: &[u8], piece: usize) -> (Vec<u8>, Result<(), Malformed>) {
     (out, Ok(()))
 }
 
-/// Frames of an allowed size (the last may be cut: more of it is to come), and header blocks that any server can decode.
+/// Frames of an allowed size (the last may be cut: more of it is to come), and header blocks that any server
+/// can decode.
 fn check(out: &[u8]) {
     let Some(mut rest) = out.strip_prefix(PREFACE) else {
         return assert!(PREFACE.starts_with(out));

@@ -22,8 +22,8 @@ const PODS: [&str; 4] = ["a", "b", "c", "d"];
 /// Things that happen in one run.
 const EVENTS: usize = 200;
 
-/// Messages of plugins, first the whole input as one of each kind, then as a row of events: no device is held by two pods,
-/// and the checkpoint and the containers' annotations say what the ledger says.
+/// Messages of plugins, first the whole input as one of each kind, then as a row of events: no device is held
+/// by two pods, and the checkpoint and the containers' annotations say what the ledger says.
 pub fn device_plugin(input: &[u8]) {
     messages(input);
     let mut from = Unstructured::new(input);

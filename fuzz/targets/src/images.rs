@@ -36,7 +36,7 @@ pub fn credentials(input: &[u8]) {
                 Err(error) => {
                     let quoted = registries.into_iter().flatten().flat_map(|(_, entry)| secrets_of(entry));
                     for secret in quoted.filter(|secret| secret.len() >= 12 && !json_names(&json, secret)) {
-                        assert!(!error.contains(secret), "{error}");
+                        assert!(!error.to_string().contains(secret), "{error}");
                     }
                 }
             }

@@ -11,8 +11,8 @@ use beelet_logs::{Stream, end_of, parse};
 /// Enough for whatever an input gives: the reader never waits.
 const PIECES: usize = 1 << 16;
 
-/// A log (after a byte that says what is wanted of it, and where it was rotated): all of it, and its end, come out as a
-/// container wrote them.
+/// A log (after a byte that says what is wanted of it, and where it was rotated): all of it, and its end,
+/// come out as a container wrote them.
 pub fn log_lines(input: &[u8]) {
     let Some((options, log)) = input.split_first() else { return };
     let whole: Vec<&[u8]> =

@@ -13,8 +13,8 @@ use beelet_manifests::folder::{Content, Folder, Standing};
 
 const NOW: &str = "2026-01-01T00:00:00Z";
 
-/// A manifest: a pod that is accepted is itself a manifest that is accepted, unchanged; every decision can be made about it;
-/// the folder takes the same bytes twice as once.
+/// A manifest: a pod that is accepted is itself a manifest that is accepted, unchanged; every decision can be
+/// made about it; the folder takes the same bytes twice as once.
 pub fn manifest(input: &[u8]) {
     let mut folder = Folder::new("/manifests".into(), "node".to_owned(), false);
     folder.set_standing(Standing::Read);

@@ -6,8 +6,9 @@ use beelet_policy::probe::{ProbeKind, settings};
 
 use beelet_probes::{http, stragglers};
 
-/// Three lines: the path that a probe asked for, where the answer sends it, and an annotation. A redirect stays on the host, and
-/// leads to what can be asked for; what annotations say doesn't depend on which pod has them.
+/// Three lines: the path that a probe asked for, where the answer sends it, and an annotation. A redirect
+/// stays on the host, and leads to what can be asked for; what annotations say doesn't depend on which pod
+/// has them.
 pub fn probes(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut lines = text.splitn(3, '\n');

@@ -6,8 +6,8 @@ use tokio::sync::mpsc;
 use beelet_cri::spdy;
 use beelet_cri::stream::{Output, Session, Streams};
 
-/// A server's frames, after a byte that says which streams there are: no more comes out than came in, and what is written in
-/// frames is read back from them.
+/// A server's frames, after a byte that says which streams there are: no more comes out than came in, and
+/// what is written in frames is read back from them.
 pub fn stream_frames(input: &[u8]) {
     let Some((options, frames)) = input.split_first() else { return };
     let streams = Streams { stdin: options & 1 != 0, tty: options & 2 != 0 };

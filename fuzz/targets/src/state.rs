@@ -10,8 +10,8 @@ pub(crate) fn file<T: DeserializeOwned>(name: &str, file: &[u8]) {
     let _ = decode::<T>(name, file);
 }
 
-/// A record's value in JSON, under a checksum that fits, so that it is believed: what is read is written so that it reads back
-/// the same, and as no other record.
+/// A record's value in JSON, under a checksum that fits, so that it is believed: what is read is written so
+/// that it reads back the same, and as no other record.
 pub(crate) fn value<T>(name: &str, value: &[u8])
 where
     T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug,

@@ -1,11 +1,15 @@
-//! What a container may do to the node that runs it. Each word below is one way; `tests/tests/e2e_hostile` runs them all.
+//! What a container may do to the node that runs it. Each word below is one way; `tests/tests/e2e/hostile`
+//! runs them all.
 //!
-//! - `hurt names DIR` fills DIR with files, folders and links of every awkward name, and gives `DIR/sub` and `DIR/file`,
-//!   where they are, names that are not UTF-8.
+//! - `hurt names DIR` fills DIR with files, folders and links of every awkward name, and gives `DIR/sub` and
+//!   `DIR/file`, where they are, names that are not UTF-8.
 //! - `hurt processes` becomes the parent of processes whose names and arguments are like that.
-//! - `hurt cgroups` makes cgroups of such names below its own, with a process in each, and some fifty levels deep.
-//! - `hurt deep DIR LEVELS` makes folders in each other; `hurt many DIR COUNT` makes empty files, most of them in one folder.
-//! - `hurt plant KIND PATH …` puts something in the place of what is at each PATH: `fifo`, `socket`, `folder`, `link=TARGET`.
+//! - `hurt cgroups` makes cgroups of such names below its own, with a process in each, and some fifty levels
+//!   deep.
+//! - `hurt deep DIR LEVELS` makes folders in each other; `hurt many DIR COUNT` makes empty files, most of
+//!   them in one folder.
+//! - `hurt plant KIND PATH …` puts something in the place of what is at each PATH: `fifo`, `socket`,
+//!   `folder`, `link=TARGET`.
 //! - `hurt bomb` starts itself again and again; so does each of those.
 //! - `hurt listeners COUNT` opens and closes so many listeners, and then as many at once as it may have.
 //! - `hurt shout BYTES` writes one line without an end: zeroes, halves of characters, escape sequences.
@@ -308,7 +312,8 @@ fn http(pairs: &[&str]) -> Result<(), String> {
         last = Some(std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let kind = kind.clone();
-                // A probe that is out of time goes away; should it not, this program must not be the one that ends.
+                // A probe that is out of time goes away; should it not, this program must not be the one that
+                // ends.
                 if OPEN.fetch_add(1, Ordering::Relaxed) > 1000 {
                     continue;
                 }

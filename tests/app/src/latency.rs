@@ -1,6 +1,6 @@
-//! A server under open-loop load, both in one process: requests arrive at their own times (Poisson), whether or not the
-//! ones before were answered, and a latency is counted from when the request should have arrived. So neither a server
-//! that is late nor a load generator that is can hide a wait.
+//! A server under open-loop load, both in one process: requests arrive at their own times (Poisson), whether
+//! or not the ones before were answered, and a latency is counted from when the request should have arrived.
+//! So neither a server that is late nor a load generator that is can hide a wait.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::fmt::Write as _;
@@ -20,8 +20,8 @@ struct Load {
     measured: Duration,
 }
 
-/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS`. Prints `measuring` when the warm-up is over, and at
-/// the end `result N` with a `PERCENTILE:MICROSECONDS` for each of many percentiles.
+/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS`. Prints `measuring` when the warm-up
+/// is over, and at the end `result N` with a `PERCENTILE:MICROSECONDS` for each of many percentiles.
 pub(super) fn run(arguments: &[String]) -> Result<(), String> {
     let load = parse(arguments)?;
     let (requests, arrived) = mpsc::channel::<Instant>();
@@ -116,8 +116,8 @@ impl Random {
     }
 }
 
-/// `busy THREADS`, or `memory MIB`: a neighbour that takes all the CPU it gets, or that keeps reading more than there is
-/// memory for, until it is stopped.
+/// `busy THREADS`, or `memory MIB`: a neighbour that takes all the CPU it gets, or that keeps reading more
+/// than there is memory for, until it is stopped.
 pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
     let number = |text: &String| text.parse::<usize>().map_err(|_| format!("{text}: not a number"));
     match arguments {
@@ -132,8 +132,8 @@ pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// Reads a file of so many mebibytes again and again: memory that the kernel can take back, so that the reader lives on
-/// where there is less of it, and everybody beside it has to reclaim.
+/// Reads a file of so many mebibytes again and again: memory that the kernel can take back, so that the
+/// reader lives on where there is less of it, and everybody beside it has to reclaim.
 fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("/tmp/hog: {error}");
     let mut file = std::fs::File::options()

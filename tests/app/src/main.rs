@@ -241,8 +241,8 @@ impl App {
     }
 }
 
-/// Hands each connection to `serve` until `woken` has something to read, then closes the listener. Hands back the
-/// time right before the close.
+/// Hands each connection to `serve` until `woken` has something to read, then closes the listener. Hands back
+/// the time right before the close.
 fn accept(socket: TcpListener, woken: &UnixStream, serve: impl Fn(TcpStream)) -> u64 {
     loop {
         let mut waiting = [PollFd::new(&socket, PollFlags::IN), PollFd::new(woken, PollFlags::IN)];

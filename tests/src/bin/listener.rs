@@ -1,9 +1,10 @@
-//! A process that listens when told to: kernel tests put it into a cgroup and a network namespace of their own, and kill
-//! it. Commands come on standard input, one a line, each answered by one line; it ends with its input.
+//! A process that listens when told to: kernel tests put it into a cgroup and a network namespace of their
+//! own, and kill it. Commands come on standard input, one a line, each answered by one line; it ends with its
+//! input.
 //!
 //! `listener [--cgroup DIR] [--netns FILE] [--inherited FD]`
-//! - `listen ADDRESS:PORT [reuseport] [reuseaddr] [v6only] [defer] [device=NAME] [backlog=N]` → `ok ID PORT COOKIE`
-//!   (`defer` sets `TCP_DEFER_ACCEPT`, `device` sets `SO_BINDTODEVICE`)
+//! - `listen ADDRESS:PORT [reuseport] [reuseaddr] [v6only] [defer] [device=NAME] [backlog=N]` → `ok ID PORT
+//!   COOKIE` (`defer` sets `TCP_DEFER_ACCEPT`, `device` sets `SO_BINDTODEVICE`)
 //! - `listen-unbound` → `ok ID PORT COOKIE` (listens without bind: the kernel chooses the port)
 //! - `bind ADDRESS:PORT [reuseaddr]` → `ok ID PORT COOKIE` (does not listen yet)
 //! - `listen-bound ID` → `ok ID PORT COOKIE`
@@ -12,7 +13,8 @@
 //! - `hold ADDRESS:PORT` → `ok ID PORT COOKIE` of a connection that stays
 //! - `try ADDRESS:PORT` → the same, of one that may never be made
 //! - `send ID` → `ok` once a byte was given to a connection
-//! - `accept ID` → `ok` once a connection was accepted and closed; `serve ID` → `ok`, and from now on every one is
+//! - `accept ID` → `ok` once a connection was accepted and closed; `serve ID` → `ok`, and from now on every
+//!   one is
 //! - `fd ID` → `ok FD`; `take PID FD` → `ok ID PORT COOKIE` of another process' socket, which both have then
 //! - `exec ID` → `ok ID PORT COOKIE`, once the program has started itself anew with that socket alone
 

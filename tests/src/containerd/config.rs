@@ -28,8 +28,8 @@ fn quoted(path: impl AsRef<Path>) -> String {
     json!(path.as_ref()).to_string()
 }
 
-/// What both versions of the format share. The plugins turned off want folders of the machine's (/opt) or storage
-/// that is not there.
+/// What both versions of the format share. The plugins turned off want folders of the machine's (/opt) or
+/// storage that is not there.
 fn head(names: &Names, format: u32, disabled: &[&str]) -> String {
     let dir = &names.dir;
     format!(
@@ -101,8 +101,8 @@ fn cni_bin_dir() -> Result<std::path::PathBuf> {
     requires::cni_bin_dir().context("no CNI plugins are installed: `cargo xtask setup --for demo`")
 }
 
-/// A bridge with an address of its own, and a network of pods on it. The host reaches the pods and they reach the
-/// host; there is no route further and no masquerading, so nothing of the machine's forwarding changes.
+/// A bridge with an address of its own, and a network of pods on it. The host reaches the pods and they reach
+/// the host; there is no route further and no masquerading, so nothing of the machine's forwarding changes.
 fn network(names: &Names) -> Result<()> {
     let [first, second, third] = free_subnet(&routes()?, &names.id)?;
     let prefix = format!("{first}.{second}.{third}");
@@ -141,7 +141,8 @@ fn routes() -> Result<Vec<Route>> {
     Ok(parse_routes(&workdir::read(Path::new("/proc/net/route"))?))
 }
 
-/// /proc/net/route: the second and eighth column are the network and the mask, in hexadecimal as the memory has them.
+/// /proc/net/route: the second and eighth column are the network and the mask, in hexadecimal as the memory
+/// has them.
 fn parse_routes(text: &str) -> Vec<Route> {
     let address = |column: &str| Some(Ipv4Addr::from(u32::from_str_radix(column, 16).ok()?.to_le_bytes()));
     let all = text.lines().skip(1).filter_map(|line| {
@@ -151,8 +152,8 @@ fn parse_routes(text: &str) -> Vec<Route> {
     all.filter(|(_, mask)| !mask.is_unspecified()).collect()
 }
 
-/// The first three bytes of a /24 that no route of the machine touches. `id` spreads the choices of instances that
-/// start at the same time.
+/// The first three bytes of a /24 that no route of the machine touches. `id` spreads the choices of instances
+/// that start at the same time.
 fn free_subnet(routes: &[Route], id: &str) -> Result<[u8; 3]> {
     let start = u8::from_str_radix(id.get(..2).unwrap_or_default(), 16).unwrap_or(0);
     for [first, second] in RANGES {

@@ -1,9 +1,9 @@
-//! A containerd of a test's own: its root, state, socket, network and cgroups under one folder and one name, beside
-//! whatever else runs on the machine. It never touches the machine's own containerd.
+//! A containerd of a test's own: its root, state, socket, network and cgroups under one folder and one name,
+//! beside whatever else runs on the machine. It never touches the machine's own containerd.
 //!
-//! Dropped, it is taken down without asking it for anything ([`teardown`]): containers and shims killed by pid, mounts
-//! and network namespaces gone (they are kept under its own folder), bridge and cgroups removed. The same takes down
-//! what a killed test left behind, before the next instance starts in the same place.
+//! Dropped, it is taken down without asking it for anything ([`teardown`]): containers and shims killed by
+//! pid, mounts and network namespaces gone (they are kept under its own folder), bridge and cgroups removed.
+//! The same takes down what a killed test left behind, before the next instance starts in the same place.
 
 mod config;
 mod teardown;
@@ -123,8 +123,8 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Starts one in a folder of its own under the target folder, with the standard images, for a test. Waits for
-    /// the test that has one now, in any process.
+    /// Starts one in a folder of its own under the target folder, with the standard images, for a test. Waits
+    /// for the test that has one now, in any process.
     pub fn start_for_test() -> Result<Containerd> {
         Containerd::start(&workdir::target_dir().join("e2e").join(workdir::unique("node")))
     }
@@ -135,9 +135,9 @@ impl Containerd {
         Containerd::start_binary(&dir, given().context("CONTAINERD is not set")??)
     }
 
-    /// Starts one in `dir`, which becomes its own, with the standard images. The binary is the machine's, else the one
-    /// that `CONTAINERD` names. Only one at a time runs in the folders of one parent; what is there already is taken
-    /// down first.
+    /// Starts one in `dir`, which becomes its own, with the standard images. The binary is the machine's,
+    /// else the one that `CONTAINERD` names. Only one at a time runs in the folders of one parent; what is
+    /// there already is taken down first.
     pub fn start(dir: &Path) -> Result<Containerd> {
         let binary = match requires::find_program("containerd") {
             Some(installed) => installed,
@@ -243,9 +243,9 @@ impl Containerd {
         self.child = None; // dropping a guarded process kills it and waits
     }
 
-    /// What the machine's reboot does to it, the agent being dead: it, all shims and containers are killed, and mounts,
-    /// network namespaces, cgroups and state folders are gone. What lies on disk stays. [`Containerd::resume`] starts it
-    /// again.
+    /// What the machine's reboot does to it, the agent being dead: it, all shims and containers are killed,
+    /// and mounts, network namespaces, cgroups and state folders are gone. What lies on disk stays.
+    /// [`Containerd::resume`] starts it again.
     pub fn reboot(&mut self) -> Result<()> {
         self.kill9();
         teardown::lose_memory(&self.names)?;

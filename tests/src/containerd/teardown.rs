@@ -16,7 +16,7 @@ pub(super) const MARKER: &str = "beelet-test-instance";
 const CNI_CACHE: &str = "/var/lib/cni/results";
 
 /// How long killed processes may take to go.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Writes down a process that belongs to the instance, so that [`teardown`] ends it: its pid and its start time,
 /// which tells it from a later process with the same pid.

@@ -116,3 +116,14 @@ impl Call {
         self.outcome == Outcome::Answered(Code::Ok)
     }
 }
+
+/// The calls that change something.
+pub const CHANGES: [Op; 7] = [
+    Op::RunPodSandbox,
+    Op::StopPodSandbox,
+    Op::RemovePodSandbox,
+    Op::CreateContainer,
+    Op::StartContainer,
+    Op::StopContainer,
+    Op::RemoveContainer,
+];

@@ -1,8 +1,8 @@
-//! A container runtime that does as it is told: CRI v1 on a unix socket, in memory, for tests of the agent that
-//! need no root and no containerd.
+//! A container runtime that does as it is told: CRI v1 on a unix socket, in memory, for tests of the agent
+//! that need no root and no containerd.
 //!
-//! It answers as containerd does (states, idempotence, error codes and texts), records every call, and goes wrong
-//! on demand:
+//! It answers as containerd does (states, idempotence, error codes and texts), records every call, and goes
+//! wrong on demand:
 //!
 //! ```ignore
 //! let cri = FakeCri::start();
@@ -18,8 +18,8 @@
 //! ```
 //!
 //! Waits end with the event they wait for, and give up (a failed test, with all calls listed) after
-//! [`PATIENCE`]. It runs on a thread of its own, so it goes on whatever the test's async runtime does; a paused
-//! clock has no power over it, and must not be used with it (real sockets are never idle time).
+//! [`PATIENCE`]. It runs on a thread of its own, so it goes on whatever the test's async runtime does; a
+//! paused clock has no power over it, and must not be used with it (real sockets are never idle time).
 
 mod calls;
 mod script;
@@ -35,7 +35,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tonic::{Code, Status};
 
-pub use self::calls::{Asked, Call, Op, Outcome};
+pub use self::calls::{Asked, CHANGES, Call, Op, Outcome};
 pub use self::script::{Held, Script};
 pub use self::world::{Container, Sandbox, World};
 
@@ -184,8 +184,8 @@ impl FakeCri {
     // ---- What goes wrong ----
 
     /// What is to happen at the next call of `op`, for example
-    /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. Of several rules for a call,
-    /// the oldest that isn't used up decides.
+    /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. Of several rules for a
+    /// call, the oldest that isn't used up decides.
     pub fn on(&self, op: Op) -> Script<'_> {
         Script::new(self, Some(op))
     }
@@ -283,8 +283,8 @@ impl FakeCri {
         });
     }
 
-    /// The node loses its sandboxes' processes and keeps the runtime's records, as a reboot does: all sandboxes are
-    /// not ready, all running containers have ended with 255.
+    /// The node loses its sandboxes' processes and keeps the runtime's records, as a reboot does: all
+    /// sandboxes are not ready, all running containers have ended with 255.
     pub fn reboot(&self) {
         self.change(|world| {
             let running = |c: &&Container| c.state == beelet_proto::cri::ContainerState::ContainerRunning;
@@ -313,8 +313,8 @@ impl FakeCri {
         self.shared.lock().calls.iter().filter(|call| call.op() == op).count()
     }
 
-    /// Waits for a call that `wanted` says yes to, among those that came already and those to come; `what` says
-    /// what is waited for.
+    /// Waits for a call that `wanted` says yes to, among those that came already and those to come; `what`
+    /// says what is waited for.
     ///
     /// # Panics
     /// If none comes within [`PATIENCE`].
@@ -322,7 +322,8 @@ impl FakeCri {
         self.wait_for_after(what, 0, wanted).await
     }
 
-    /// As [`FakeCri::wait_for`], among the calls from number `first` on: `cri.calls().len()` before what is tested.
+    /// As [`FakeCri::wait_for`], among the calls from number `first` on: `cri.calls().len()` before what is
+    /// tested.
     ///
     /// # Panics
     /// If none comes within [`PATIENCE`].

@@ -29,7 +29,8 @@ pub(super) enum Act {
     Rewrite(Rewrite),
 }
 
-/// Makes the body of an answer (one message, framed as gRPC has it) of the encoded message that would be answered.
+/// Makes the body of an answer (one message, framed as gRPC has it) of the encoded message that would be
+/// answered.
 pub(super) type Rewrite = Arc<dyn Fn(Vec<u8>) -> Vec<u8> + Send + Sync>;
 
 /// A message as gRPC frames it: not compressed, its length, itself.
@@ -131,8 +132,8 @@ impl<'a> Script<'a> {
         self.lay_down(Act::Sever);
     }
 
-    /// The call is done, but what is answered is not what came of it: `alter` changes the message, which must be of
-    /// the type that the call answers with.
+    /// The call is done, but what is answered is not what came of it: `alter` changes the message, which must
+    /// be of the type that the call answers with.
     pub fn alter<M: Message + Default + 'static>(self, alter: impl Fn(&mut M) + Send + Sync + 'static) {
         let rewrite = move |honest: Vec<u8>| {
             let mut message = M::decode(&*honest).unwrap_or_default();

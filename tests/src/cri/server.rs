@@ -31,8 +31,8 @@ pub(super) enum Signal {
     Stop,
 }
 
-/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that ends
-/// every connection at once, as a killed process does.
+/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that
+/// ends every connection at once, as a killed process does.
 pub(super) fn serve(
     listener: &UnixListener,
     shared: &Arc<Shared>,
@@ -180,7 +180,7 @@ async fn tell(
     }
 }
 
-/// A service of CRI: one line a call, `method: Call(request) -> response = what answers it`.
+/// A service of CRI: one line per call, `method: Call(request) -> response = what answers it`.
 macro_rules! service {
     ($service:ident {
         $($method:ident: $op:ident($request:ident) -> $response:ident = $work:expr;)*

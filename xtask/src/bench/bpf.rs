@@ -11,7 +11,7 @@
 use super::Row;
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
-use beelet_bpf::{Kernel, KernelOptions, Mode, Thresholds};
+use beelet_bpf::{Kernel, KernelOptions};
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::{self, interrupted};
@@ -59,15 +59,8 @@ impl Place {
         let (root, container) = (root.join("pods"), root.join("pods/pod1/c"));
         std::fs::create_dir_all(&container)?;
         std::fs::create_dir_all(&beside)?;
-        let options = KernelOptions {
-            bpffs: bpffs.path().to_path_buf(),
-            pin_name: "beelet".to_owned(),
-            cgroup: root,
-            mode: Mode::Auto,
-            object: None,
-            thresholds: Thresholds::default(),
-            without: &[],
-        };
+        let options =
+            KernelOptions { bpffs: bpffs.path().to_path_buf(), cgroup: root, ..KernelOptions::default() };
         let load_in = |dir| {
             let seat = Seat { cgroups: vec![dir], netns: Some(netns.path()), cpu: Some(0) };
             Load::start(&std::env::current_exe()?, &["load"], &seat)

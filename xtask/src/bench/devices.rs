@@ -1,8 +1,8 @@
-//! What devices cost: deciding which of 1,000 devices on 8 NUMA nodes a container gets, and admitting pods with devices, beyond
-//! the plugin's own time, which is what a call takes by a client that does nothing else: deciding, the hops between the tasks
-//! of the agent, and the checkpoint, which is written to memory here: the time that a disk takes for its fsync is not in it,
-//! and the rows say so. An admission's sample is the average of 100 pods. Measured by
-//! `bench/src/bin/devices.rs`, which has the agent's own parts in it.
+//! What devices cost: deciding which of 1,000 devices on 8 NUMA nodes go to a container, and admitting pods
+//! with devices, beyond the plugin's own time, which is what a call takes by a client that does nothing else:
+//! deciding, the hops between the tasks of the agent, and the checkpoint, which is written to memory here:
+//! the time that a disk takes for its fsync is not in it, and the rows say so. An admission's sample is the
+//! average of 100 pods. Measured by `bench/src/bin/devices.rs`, which has the agent's own parts in it.
 
 use super::Row;
 use crate::progress::Step;

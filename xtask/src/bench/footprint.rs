@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// CPU seconds a minute, and MiB, for each size of node: what the largest may take is the promise, and the smaller ones
-/// must not take more.
+/// CPU seconds a minute, and MiB, for each size of node: what the largest may take is the promise, and the
+/// smaller ones must not take more.
 const CPU: f64 = 0.6;
 const RESIDENT: f64 = 40.0;
 /// The sizes, with the names of their rows.

@@ -121,8 +121,8 @@ fn now_ns() -> i64 {
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// One pod's worth of containers at a time, each killed once, one after the other; and `watched` pods' while the runtime is
-/// asked.
+/// One pod's worth of containers at a time, each killed once, one after the other; and `watched` pods' while
+/// the runtime is asked.
 fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) -> Result<Vec<Row>> {
     let step = Step::start("lifecycle: containers ended and started again");
     let (mut to_known, mut to_exited) = (Vec::new(), Vec::new());
@@ -156,7 +156,8 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
                 to_exited.push((told - end.killed) as f64 / 1e6);
                 to_restart.push((asked - told) as f64 / 1e6);
             }
-            // A pod's containers are started one after the other: one that ends meanwhile would wait for that.
+            // A pod's containers are started one after the other: one that ends meanwhile would wait for
+            // that.
             let again = agent.until(&format!("c{n} of {name} to run again"), |watch| {
                 let pod = watch.pod(&name)?;
                 id_of(pod, &format!("c{n}")).ok().filter(|now| *now != id && pod.ready())
@@ -200,7 +201,8 @@ async fn status(cri: &mut Cri, id: &str, verbose: bool) -> Result<cri::Container
     Ok(cri.runtime.container_status(request).await?.into_inner())
 }
 
-/// What the runtime's list says of a container: the same state, for less work of a runtime that is to be timed.
+/// What the runtime's list says of a container: the same state, for less work of a runtime that is to be
+/// timed.
 async fn state(cri: &mut Cri, id: &str) -> Result<Option<cri::ContainerState>> {
     let filter = cri::ContainerFilter { id: id.to_owned(), ..Default::default() };
     let request = cri::ListContainersRequest { filter: Some(filter) };

@@ -4,7 +4,7 @@
 //! Each row is one promise, or a number beside one that promises nothing by itself. A promise names the
 //! statistic that its bound is held against: `p99`, the `median` (of differences of two measurements, whose
 //! outliers are the machine's and of either sign, and of ratios), or the `value` where there is one only.
-//! `--json` prints one object a line: `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last
+//! `--json` prints one object per line: `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last
 //! three null without a bound, with what it is compared to, and a note, where there are any. The exit code is
 //! 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long)]
     quick: bool,
 
-    /// One JSON object a row instead of a table
+    /// One JSON object per row instead of a table
     #[arg(long)]
     json: bool,
 }
@@ -172,7 +172,8 @@ fn median(samples: &[f64]) -> f64 {
     percentile(&sorted, 50)
 }
 
-/// The smallest sample that `percent` of all are not above (nearest rank). `sorted` in rising order; of none: NaN.
+/// The smallest sample that `percent` of all are not above (nearest rank). `sorted` in rising order; of none:
+/// NaN.
 fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted.get(rank.saturating_sub(1)).copied().unwrap_or(f64::NAN)

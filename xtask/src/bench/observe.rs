@@ -1,8 +1,9 @@
-//! What `beelet observe` takes of a node: CPU and resident memory with 110 and with 500 pods of one container each, whose
-//! processes wake up twice a second, while nobody looks, while it is scraped, and while somebody watches every second.
+//! What `beelet observe` takes of a node: CPU and resident memory with 110 and with 500 pods of one container
+//! each, whose processes wake up twice per second, while nobody looks, while it is scraped, and while
+//! somebody watches every second.
 //!
-//! Pods come from a runtime in memory, their cgroups and processes are real: what is measured is the observer, not
-//! containerd.
+//! Pods come from a runtime in memory, their cgroups and processes are real: what is measured is the
+//! observer, not containerd.
 
 use super::Row;
 use crate::progress::Step;
@@ -22,8 +23,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Bounds by number of pods: per cent of one core, MiB. The second line is what 500 pods may take; no promise is made for it
-/// elsewhere.
+/// Bounds by number of pods: per cent of one core, MiB. The second line is what 500 pods may take; no promise
+/// is made for it elsewhere.
 const SIZES: [(usize, f64, f64, [&str; 4]); 2] = [
     (110, 1.0, 40.0, ["observe_110_idle", "observe_110_scraped", "observe_110_watched", "observe_110_rss"]),
     (500, 5.0, 80.0, ["observe_500_idle", "observe_500_scraped", "observe_500_watched", "observe_500_rss"]),
@@ -60,8 +61,8 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// `beelet top` in a terminal of its own, while five of 200 pods are replaced every second: its CPU, and how often it drew
-/// the whole screen anew (once, at the start; what is drawn over flickers).
+/// `beelet top` in a terminal of its own, while five of 200 pods are replaced every second: its CPU, and how
+/// often it drew the whole screen anew (once, at the start; what is drawn over flickers).
 fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let step = Step::start("footprint: top while 200 pods churn");
     let mut node = Node::start(binary, 200)?;
@@ -294,7 +295,7 @@ fn add_pod(runtime: &FakeCri, index: usize) -> String {
     path
 }
 
-/// A process in the cgroup, in every hierarchy, that wakes up twice a second.
+/// A process in the cgroup, in every hierarchy, that wakes up twice per second.
 fn load(root: &CgroupRoot, path: &str) -> Result<Process> {
     let child = Command::new(images::busybox()?)
         .args(["ash", "-c", "while :; do read -t 0.5 nothing; done"])

@@ -1,9 +1,9 @@
-//! From the moment at which the pods' memory crosses the hard eviction threshold to the moment at which the agent has
-//! decided who goes, as a client of its API sees it, on real pods below a small limit of their own.
+//! From the moment at which the pods' memory crosses the hard eviction threshold to the moment at which the
+//! agent has decided who goes, as a client of its API sees it, on real pods below a small limit of their own.
 //!
-//! The crossing is seen from outside the agent: a thread reads the pods' cgroup a thousand times a second. A second row
-//! counts the rounds in which the kernel's OOM killer acted, whether or not a pod was evicted as well: what eviction is there
-//! to prevent.
+//! The crossing is seen from outside the agent: a thread reads the pods' cgroup a thousand times per second.
+//! A second row counts the rounds in which the kernel's OOM killer acted, whether or not a pod was evicted as
+//! well: what eviction is there to prevent.
 
 use super::Row;
 use crate::progress::Step;
@@ -58,7 +58,8 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     ])
 }
 
-/// Milliseconds from the crossing to the decision, if there was one; and whether the kernel killed, be it before or after.
+/// Milliseconds from the crossing to the decision, if there was one; and whether the kernel killed, be it
+/// before or after.
 fn one_round(
     agent: &Agent,
     kubepods: &Path,
@@ -194,7 +195,8 @@ fn watch_evictions(agent: &Agent) -> Result<mpsc::Receiver<Evicted>> {
                 }
             }
         });
-        // The stream breaks when the agent ends; before that, whoever waits for a decision says what is missing.
+        // The stream breaks when the agent ends; before that, whoever waits for a decision says what is
+        // missing.
         watched.unwrap_or_default();
     });
     started.recv().context("could not watch the pods")?;

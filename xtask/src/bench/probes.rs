@@ -133,8 +133,8 @@ fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
         (jitter("connect", "0")?, jitter("kernel", "0")?, jitter("kernel", "1000")?);
     let look = driver.run(&["look", "1000"])?;
     Ok(vec![
-        // At most a period until the look that finds the connection, and the timeout until it is judged. connect() sees
-        // nothing before the queue (128) is full, and there it gets calls to fill it.
+        // At most a period until the look that finds the connection, and the timeout until it is judged.
+        // connect() sees nothing before the queue (128) is full, and there it gets calls to fill it.
         Row::new("probes", "hang_to_not_ready", "ms", field(&hang, "ms"), 2250.0)
             .beside("connect, 100 calls/s", field(&hang_connect, "ms")),
         Row::new("probes", "jitter_100ms_connect", "ms", field(&connect, "ms"), 10.0),
@@ -159,7 +159,8 @@ fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     for (number, name, bound) in COSTS {
         let probes = number.to_string();
         let kernel = driver.run(&["cost", "kernel", &probes, "1000", seconds])?;
-        // One sample a second. Looks that come together once a second fall into one sample or into the next.
+        // One sample per second. Looks that come together once per second fall into one sample or into the
+        // next.
         let row = Row::by_median("probes", name, "% core", field(&kernel, "percent"), bound);
         if quick && number < 1000 {
             rows.push(row);
@@ -185,7 +186,8 @@ fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     Ok(())
 }
 
-/// How many sockets of a kind there are more after the kernel mode has looked than before, as `ss -s` counts them.
+/// How many sockets of a kind there are more after the kernel mode has looked than before, as `ss -s` counts
+/// them.
 fn left(row: &'static str, names: [&str; 2], kernel: &[Value], connect: &[Value]) -> Row {
     let [before, after] = names.map(|name| field(kernel, name));
     let more = before.iter().zip(&after).map(|(before, after)| after - before).collect();
@@ -209,7 +211,7 @@ impl Driver {
         Ok(Driver { binary: workdir::target_dir().join("release/probe_load") })
     }
 
-    /// What it prints: one object a line.
+    /// What it prints: one object per line.
     fn run(&self, arguments: &[&str]) -> Result<Vec<Value>> {
         let step = Step::start(format!("probes: {}", arguments.join(" ")));
         let output =
@@ -255,7 +257,8 @@ fn watch_readiness(agent: &Agent) -> Result<mpsc::Receiver<Change>> {
                 last = ready;
             }
         });
-        // The stream breaks when the agent ends; before that, whoever waits for a change says what is missing.
+        // The stream breaks when the agent ends; before that, whoever waits for a change says what is
+        // missing.
         watched.unwrap_or_default();
     });
     started.recv().context("could not watch the pods")?;

@@ -1,11 +1,12 @@
-//! What the tuner is worth: a latency-critical server (Burstable, one CPU requested) under open-loop load, alone, beside a
-//! noisy BestEffort neighbour, and beside it with the tuner in the mode `enforce`; real pods on a real containerd. The
-//! latency is from when a request should have arrived to its answer, inside the server's pod (`testapp latency`).
+//! What the tuner is worth: a latency-critical server (Burstable, one CPU requested) under open-loop load,
+//! alone, beside a noisy BestEffort neighbour, and beside it with the tuner in the mode `enforce`; real pods
+//! on a real containerd. The latency is from when a request should have arrived to its answer, inside the
+//! server's pod (`testapp latency`).
 //!
-//! The warm-up is not measured: it is there for the tuner to find its place, and how long that takes is a row of its own.
-//! A neighbour that is short of memory can be held back only where there is a `memory.high`, on cgroup version 2; elsewhere
-//! its rows have no bound, and say so.
-//! The whole node's cgroup gets the highest weight, so that other work of this machine counts little.
+//! The warm-up is not measured: it is there for the tuner to find its place, and how long that takes is a row
+//! of its own. A neighbour that is short of memory can be held back only where there is a `memory.high`, on
+//! cgroup version 2; elsewhere its rows have no bound, and say so. The whole node's cgroup gets the highest
+//! weight, so that other work of this machine counts little.
 
 use super::{Row, Statistic};
 use crate::progress::Step;
@@ -112,8 +113,8 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The run from which the hypervisor stole least: what it takes comes as waits of any length, on which neither neighbour nor
-/// tuner have a part. So a run that it took more than [`STOLEN`] from is made again.
+/// The run from which the hypervisor stole least: what it takes comes as waits of any length, on which
+/// neither neighbour nor tuner have a part. So a run that it took more than [`STOLEN`] from is made again.
 fn undisturbed(name: &str, seconds: u32, run: impl Fn() -> Result<Run>) -> Result<Run> {
     let mut runs: Vec<Run> = Vec::new();
     while runs.len() < TRIES && runs.iter().all(|run| run.stolen > STOLEN) {
@@ -133,7 +134,8 @@ fn undisturbed(name: &str, seconds: u32, run: impl Fn() -> Result<Run>) -> Resul
     runs.into_iter().min_by(|one, other| one.stolen.total_cmp(&other.stolen)).context("no run")
 }
 
-/// The rows of a run: its median and 99th percentile, which the bound is for, and its 99.9th, one number in both columns.
+/// The rows of a run: its median and 99th percentile, which the bound is for, and its 99.9th, one number in
+/// both columns.
 fn of_run(name: &'static str, tail: &'static str, run: &Run, bound: Option<f64>) -> [Row; 2] {
     let row = |name, p50, p99| Row::of("tuner", name, "ms", run.requests, (p50, p99));
     let (main, p999) = (row(name, run.at(50.0), run.at(99.0)), run.at(99.9));
@@ -162,7 +164,8 @@ fn one(
         .beelet("tuner", json!({ "mode": mode, "cpuWaitPerMille": 20 }))
         .beelet("stopPodsOnExit", true);
     if neighbour == Neighbour::Memory {
-        // Pods together have 512 MiB, less than the neighbour wants. Nobody is evicted: that would end what is measured.
+        // Pods together have 512 MiB, less than the neighbour wants. Nobody is evicted: that would end what
+        // is measured.
         let reserved = format!("{}Ki", memory_kib()? - 512 * 1024);
         options = options.kubelet("systemReserved", json!({ "memory": reserved }));
         options = options.kubelet("evictionHard", json!({ "memory.available": "0%" }));
@@ -277,8 +280,8 @@ fn parse(result: &str) -> Result<(usize, Vec<(f64, f64)>)> {
     Ok((requests, latencies))
 }
 
-/// When the tuner did something first, in milliseconds after `since`: not before, if it was so quick that the API told of
-/// the pods later. None if it did nothing.
+/// When the tuner did something first, in milliseconds after `since`: not before, if it was so quick that the
+/// API told of the pods later. None if it did nothing.
 fn first_step(agent: &Agent, since: jiff::Timestamp) -> Result<Option<f64>> {
     let output = agent.cli(&["tune", "history", "-o", "json"]).output().context("could not ask the tuner")?;
     let text = String::from_utf8_lossy(&output.stdout);

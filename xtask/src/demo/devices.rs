@@ -1,5 +1,5 @@
-//! `cargo xtask demo --devices`: a device plugin registers, a pod waits for it and gets its device, the plugin is killed and
-//! comes back.
+//! `cargo xtask demo --devices`: a device plugin registers, a pod waits for it and gets its device, the
+//! plugin is killed and comes back.
 
 use std::process::Command;
 

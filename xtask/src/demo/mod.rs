@@ -1,8 +1,8 @@
 //! `cargo xtask demo`: beelet on three real pods, and proof of what it says about them.
 //!
-//! It runs on the tests' own harness (beelet-tests): a private containerd under the target folder, images made
-//! without a registry, and everything taken back at the end. What it shows it also checks; its exit code says whether
-//! all of it was so.
+//! It runs on the tests' own harness (beelet-tests): a private containerd under the target folder, images
+//! made without a registry, and everything taken back at the end. What it shows it also checks; its exit code
+//! says whether all of it was so.
 
 mod devices;
 mod show;

@@ -13,8 +13,8 @@ use rustix::process::Signal;
 const PORT: u16 = 8080;
 const CONTROL: u16 = 9000;
 
-/// What `periodSeconds` and the thresholds of examples/orders.yaml (the defaults: 10 s, 3 failures, 1 success) alone
-/// would give.
+/// What `periodSeconds` and the thresholds of examples/orders.yaml (the defaults: 10 s, 3 failures, 1
+/// success) alone would give.
 const POLLED_NOT_READY: &str = "20 to 30 s";
 const POLLED_READY: &str = "up to 10 s";
 

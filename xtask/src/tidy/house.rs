@@ -12,8 +12,8 @@ const DOORS: &[(&str, &str)] = &[
     ("aya-log", "bpf"),
     ("aya-obj", "bpf"),
     ("libbpf-rs", "none of them: it is for tests"),
-    ("serde-saphyr", "cli, codec, config"),
-    ("serde_path_to_error", "codec, config, policy"),
+    ("serde-saphyr", "codec"),
+    ("serde_path_to_error", "codec"),
 ];
 
 /// What decisions may be made of: data types and their text forms. Nothing that waits, reads, measures or draws lots.
@@ -25,7 +25,6 @@ const OF_POLICY: &[&str] = &[
     "num-traits",
     "serde",
     "serde_json",
-    "serde_path_to_error",
     "sha2",
     "thiserror",
 ];

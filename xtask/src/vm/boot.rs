@@ -1,5 +1,6 @@
-//! One boot: QEMU with a kernel and an initramfs, from its start to its end or its deadline. Software emulation only,
-//! so it is the same in a VM, in a container and on a laptop. A machine dies with the future that runs it.
+//! One boot: QEMU with a kernel and an initramfs, from its start to its end or its deadline. Software
+//! emulation only, so it is the same in a VM, in a container and on a laptop. A machine dies with the future
+//! that runs it.
 
 use super::results::{Event, Transcript};
 use crate::setup;
@@ -14,8 +15,9 @@ use tokio::process::{Child, Command};
 /// The program that is the machine.
 pub(super) const QEMU: &str = "qemu-system-x86_64";
 
-/// What a kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a guest under
-/// emulation quick or free of false alarms (no mitigations, no watchdog, grace periods that don't wait).
+/// What a kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a
+/// guest under emulation quick or free of false alarms (no mitigations, no watchdog, grace periods that don't
+/// wait).
 const COMMAND_LINE: &str = "console=ttyS0 quiet loglevel=3 panic=-1 psi=1 cgroup_no_v1=all mitigations=off nokaslr \
                             tsc=reliable no_timer_check audit=0 lsm=landlock,bpf cryptomgr.notests \
                             rcupdate.rcu_expedited=1 nowatchdog";
@@ -101,8 +103,8 @@ fn last_lines(file: &Path) -> Vec<String> {
     lines[lines.len().saturating_sub(30)..].to_vec()
 }
 
-/// Reads a program's standard output as a guest's results until it ends, or until the deadline kills it. `broken` says
-/// which exit statuses are no result of the tests.
+/// Reads a program's standard output as a guest's results until it ends, or until the deadline kills it.
+/// `broken` says which exit statuses are no result of the tests.
 pub(super) async fn follow(
     mut child: Child,
     deadline: Duration,

@@ -1,4 +1,5 @@
-//! What is in a guest: busybox and its applets, the scripts in `guest/`, the test programs, the kernel's modules.
+//! What is in a guest: busybox and its applets, the scripts in `guest/`, the test programs, the kernel's
+//! modules.
 
 use super::boot::Machine;
 use super::initramfs::Tree;

@@ -1,6 +1,6 @@
 //! The guest's whole file system: an initramfs, which is a cpio archive in the "newc" format (Linux,
-//! Documentation/driver-api/early-userspace/buffer-format.rst). Its content is a map of paths, so the same content
-//! makes the same archive.
+//! Documentation/driver-api/early-userspace/buffer-format.rst). Its content is a map of paths, so the same
+//! content makes the same archive.
 
 use anyhow::{Context as _, Result};
 use cpio::newc::{Builder, ModeFileType, trailer};
@@ -55,8 +55,8 @@ impl Tree {
         self.0.insert(path.to_owned(), entry);
     }
 
-    /// Writes the archive; hands back its size in bytes. A parent's path is a prefix of its children's, so in the
-    /// map's order every folder comes before what is in it.
+    /// Writes the archive; hands back its size in bytes. A parent's path is a prefix of its children's, so in
+    /// the map's order every folder comes before what is in it.
     pub(super) fn write(&self, output: impl Write) -> Result<u64> {
         let mut output = Counted { inner: output, bytes: 0 };
         for (number, (path, entry)) in (1..).zip(&self.0) {

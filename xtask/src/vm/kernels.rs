@@ -1,9 +1,9 @@
-//! Which kernels there are, and what a guest needs of one: the kernel's ELF image, which QEMU starts without the
-//! guest having to unpack it first, and its modules.
+//! Which kernels there are, and what a guest needs of one: the kernel's ELF image, which QEMU starts without
+//! the guest having to unpack it first, and its modules.
 //!
 //! They come from a folder (`BEELET_VM_KERNELS`) of folders, one a kernel: `vmlinuz`, optionally `config` and
-//! `modules.tar.zst` (a `modules/<release>` tree). Without one it is the distribution's own kernel package, unpacked
-//! under the target folder; nothing is installed.
+//! `modules.tar.zst` (a `modules/<release>` tree). Without one it is the distribution's own kernel package,
+//! unpacked under the target folder; nothing is installed.
 
 use crate::progress::Step;
 use crate::setup;
@@ -109,7 +109,8 @@ fn version_key(name: &str) -> (Vec<u64>, String) {
     (numbers, name.to_owned())
 }
 
-/// The distribution's newest kernel package, downloaded and unpacked below `work`, or as it was unpacked before.
+/// The distribution's newest kernel package, downloaded and unpacked below `work`, or as it was unpacked
+/// before.
 fn debian(work: &Path) -> Result<Kernel> {
     let dir = work.join("debian");
     let unpacked = dir.join("root");
@@ -205,8 +206,8 @@ fn files_below(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 impl Kernel {
-    /// The image to start: the ELF file inside the vmlinuz, kept below `work`; the vmlinuz itself where it is packed
-    /// in a way that we can't unpack, which starts some seconds later.
+    /// The image to start: the ELF file inside the vmlinuz, kept below `work`; the vmlinuz itself where it is
+    /// packed in a way that we can't unpack, which starts some seconds later.
     pub(super) fn image(&self, work: &Path) -> Result<PathBuf> {
         let packed = std::fs::read(&self.vmlinuz)
             .with_context(|| format!("could not read the kernel {}", self.vmlinuz.display()))?;
@@ -264,8 +265,9 @@ fn selection(release: &Path) -> Result<BTreeMap<String, PathBuf>> {
         .collect())
 }
 
-/// The files of the modules `names` and of all that they need, by the lines of a modules.dep: `path: path path …`,
-/// which names all dependencies, also the indirect ones, or the direct ones only, depending on who wrote it.
+/// The files of the modules `names` and of all that they need, by the lines of a modules.dep: `path: path
+/// path …`, which names all dependencies, also the indirect ones, or the direct ones only, depending on who
+/// wrote it.
 fn with_dependencies(names: &[&str], dependencies: &str) -> BTreeSet<String> {
     let lines: BTreeMap<&str, &str> = dependencies.lines().filter_map(|line| line.split_once(':')).collect();
     let is_wanted = |path: &&str| {

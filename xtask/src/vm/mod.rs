@@ -1,6 +1,7 @@
-//! `cargo xtask vm`: the tests that ask the kernel, on other kernels than this machine's. Each kernel is booted once,
-//! in a VM under software emulation, with an initramfs that holds nothing but busybox, the static test programs and
-//! the agent. Everything made here lives under `vm/` in cargo's target folder; nothing on the machine is changed.
+//! `cargo xtask vm`: the tests that ask the kernel, on other kernels than this machine's. Each kernel is
+//! booted once, in a VM under software emulation, with an initramfs that holds nothing but busybox, the
+//! static test programs and the agent. Everything made here lives under `vm/` in cargo's target folder;
+//! nothing on the machine is changed.
 
 mod boot;
 mod doctor;
@@ -30,13 +31,14 @@ use tokio::task::JoinSet;
 /// The name of this machine's own kernel, which needs no VM.
 const HOST: &str = "host";
 
-/// Runs the tests that ask the kernel (kernel_*, cgroups_*) inside VMs, each with another kernel, and prints a table:
-/// kernel by test. Kernels come from the folder that BEELET_VM_KERNELS names (KERNEL/vmlinuz, KERNEL/modules.tar.zst);
-/// without it, it is the distribution's own kernel package, downloaded and unpacked, not installed.
+/// Runs the tests that ask the kernel (the test programs kernel and cgroups) inside VMs, each with another
+/// kernel, and prints a table: kernel by test. Kernels come from the folder that BEELET_VM_KERNELS names
+/// (KERNEL/vmlinuz, KERNEL/modules.tar.zst); without it, it is the distribution's own kernel package,
+/// downloaded and unpacked, not installed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Which kernels: folders' names, `debian` without a folder, or `host`: this machine's kernel, without a VM
-    /// [default: all there are]
+    /// Which kernels: folders' names, `debian` without a folder, or `host`: this machine's kernel, without a
+    /// VM [default: all there are]
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
 
@@ -99,8 +101,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     summary.verdict()
 }
 
-/// Why no VM can be run here as things are: programs that are missing, no kernel to be had. A folder of kernels that is
-/// named and wrong is no reason: that is a mistake to be told.
+/// Why no VM can be run here as things are: programs that are missing, no kernel found. A folder of
+/// kernels that is named and wrong is no reason: that is a mistake to be told.
 pub(crate) fn unavailable() -> Option<String> {
     if let Some(lacking) = setup::lacking(Part::Vm) {
         return Some(format!("{lacking}; `cargo xtask setup --for vm` installs what is missing"));
@@ -116,8 +118,8 @@ fn work() -> PathBuf {
     workdir::target_dir().join("vm")
 }
 
-/// Runs every test that asks the kernel on each of the kernels, prints the table, and hands back what came out; tests
-/// that failed are no error here, see [`Summary::verdict`].
+/// Runs every test that asks the kernel on each of the kernels, prints the table, and hands back what came
+/// out; tests that failed are no error here, see [`Summary::verdict`].
 pub(crate) fn run_all(options: &Options) -> Result<Summary> {
     let work = work();
     let here = options.kernels.iter().any(|name| name == HOST);
@@ -154,7 +156,8 @@ async fn interrupted() -> Result<&'static str> {
     }
 }
 
-/// All runs, as many at a time as there are jobs, in the order of the kernels; this machine's own comes last, alone.
+/// All runs, as many at a time as there are jobs, in the order of the kernels; this machine's own comes last,
+/// alone.
 async fn all(
     machines: Vec<(String, Machine)>,
     here: Option<&Programs>,

@@ -1,5 +1,5 @@
-//! What runs in a guest: the tests and the agent, as static programs, and a few programs of this machine with their
-//! libraries.
+//! What runs in a guest: the tests and the agent, as static programs, and a few programs of this machine with
+//! their libraries.
 
 use super::results::Test;
 use crate::{setup, shell};
@@ -10,11 +10,12 @@ use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Integration tests of `beelet-tests` that ask the kernel, by how their files' names begin.
-const INTEGRATION: &[&str] = &["kernel_", "cgroups_"];
+/// Test programs of `beelet-tests` that ask the kernel.
+const INTEGRATION: &[&str] = &["kernel", "cgroups"];
 
-/// Unit tests that ask the kernel: a package's library, and a module of it.
-const UNIT: &[(&str, &str)] = &[("beelet", "kernel::"), ("beelet_tests", "guards::")];
+/// Unit tests that ask the kernel: a package, its library, and a module of it (empty: all).
+const UNIT: &[(&str, &str, &str)] =
+    &[("beelet-bpf", "beelet_bpf", ""), ("beelet-tests", "beelet_tests", "guards::")];
 
 /// Programs that tests start, beside busybox's. Where one isn't installed, the tests that need it say so.
 const FROM_HERE: &[&str] = &["ip", "bpftool", "runc", "mkfs.ext4"];
@@ -43,52 +44,39 @@ struct Artifact {
     executable: PathBuf,
 }
 
-/// Builds them all, in a target folder of their own: the flags would otherwise make cargo rebuild everything back and
-/// forth.
+/// Builds them all, in a target folder of their own: the flags would otherwise make cargo rebuild everything
+/// back and forth.
 pub(super) fn build(work: &Path) -> Result<Programs> {
     if std::env::consts::ARCH != "x86_64" {
         bail!("the VMs are x86_64 machines, and their tests are built natively: run this on x86_64");
     }
-    let integration = integration_tests(&shell::repository().join("tests/tests"))?;
-    // The tests' targets make cargo choose the same features for the agent as for its unit tests: one build, not two.
-    let mut build = vec!["build", "--bins", "--package", "beelet-testapp"];
-    build.extend(integration.iter().flat_map(|name| ["--test", name]));
+    // The tests' targets make cargo choose the same features for the agent as for its unit tests: one build,
+    // not two.
+    let mut build = vec!["build", "--bins"];
+    build.extend(["beelet", "beelet-tests", "beelet-testapp"].iter().flat_map(|name| ["--package", name]));
+    build.extend(INTEGRATION.iter().flat_map(|name| ["--test", name]));
     let mut artifacts = cargo(work, &build)?;
-    artifacts.extend(cargo(work, &["test", "--no-run", "--lib"])?);
-    programs(artifacts, &integration)
+    let mut unit = vec!["test", "--no-run", "--lib"];
+    unit.extend(UNIT.iter().flat_map(|(package, ..)| ["--package", package]));
+    artifacts.extend(cargo(work, &unit)?);
+    programs(artifacts)
 }
 
-/// The names of the integration tests that are for a guest.
-fn integration_tests(folder: &Path) -> Result<Vec<String>> {
-    let entries =
-        std::fs::read_dir(folder).with_context(|| format!("could not read {}", folder.display()))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let path = entry?.path();
-        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        if INTEGRATION.iter().any(|start| name.starts_with(start)) {
-            names.push(name);
-        }
-    }
-    names.sort();
-    Ok(names)
-}
-
-/// Runs cargo for the packages that have our tests, statically linked, and hands back the executables it made or had.
+/// Runs cargo, which links statically, and returns the executables that it made or had.
 fn cargo(work: &Path, arguments: &[&str]) -> Result<Vec<Artifact>> {
     const TARGET: &str = "x86_64-unknown-linux-gnu";
     let mut command = shell::cargo();
     command
         .args(arguments)
-        .args(["--package", "beelet", "--package", "beelet-tests", "--target", TARGET])
-        .args(["--message-format", "json-render-diagnostics", "--target-dir"])
+        .args(["--target", TARGET, "--message-format", "json-render-diagnostics", "--target-dir"])
         .arg(work.join("build"));
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it would win over the other one
     command.env("RUSTFLAGS", format!("{flags} -C target-feature=+crt-static").trim());
     // A guest holds its programs in memory.
     command.env("CARGO_PROFILE_DEV_DEBUG", "false").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
-    // Its processor is emulated: what reads the kernel's types in a second here takes minutes there without this.
+    // Its processor is emulated: what reads the kernel's types in a second here takes minutes there without
+    // this.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
     let shown = shell::display(&command);
     let mut child = command
@@ -122,13 +110,13 @@ fn artifact(line: &str) -> Option<Artifact> {
     })
 }
 
-fn programs(artifacts: Vec<Artifact>, integration: &[String]) -> Result<Programs> {
+fn programs(artifacts: Vec<Artifact>) -> Result<Programs> {
     let mut tests = BTreeMap::new();
     let mut binaries = BTreeMap::new();
     for artifact in artifacts {
-        let unit = UNIT.iter().any(|(package, _)| *package == artifact.target);
+        let unit = UNIT.iter().any(|(_, library, _)| *library == artifact.target);
         match (artifact.is_test, artifact.kind.as_str()) {
-            (true, "test") if integration.contains(&artifact.target) => {
+            (true, "test") if INTEGRATION.contains(&artifact.target.as_str()) => {
                 tests.insert(artifact.target, artifact.executable);
             }
             (true, "lib") if unit => {
@@ -156,7 +144,12 @@ fn programs(artifacts: Vec<Artifact>, integration: &[String]) -> Result<Programs
     for (name, path) in &tests {
         plan.extend(list(name, path)?);
     }
-    tests.retain(|name, _| plan.iter().any(|test| test.program == *name));
+    // A module that moved would leave its tests out, and nobody would notice.
+    for name in INTEGRATION.iter().chain(UNIT.iter().map(|(_, library, _)| library)) {
+        if !plan.iter().any(|test| test.program == *name) {
+            bail!("{name} has no test for a guest: does xtask/src/vm/programs.rs name its module?");
+        }
+    }
     Ok(Programs { agent, testapp, helpers, tests, plan })
 }
 
@@ -174,11 +167,11 @@ fn list(program: &str, path: &Path) -> Result<Vec<Test>> {
 }
 
 fn listed(program: &str, text: &str) -> Vec<Test> {
-    let modules: Vec<&str> =
-        UNIT.iter().filter(|(package, _)| *package == program).map(|(_, module)| *module).collect();
+    let unit = UNIT.iter().find(|(_, library, _)| *library == program);
+    let module = unit.map_or("", |(_, _, module)| module);
     text.lines()
         .filter_map(|line| line.strip_suffix(": test"))
-        .filter(|name| modules.is_empty() || modules.iter().any(|module| name.starts_with(module)))
+        .filter(|name| name.starts_with(module))
         .map(|name| Test { program: program.to_owned(), name: name.to_owned() })
         .collect()
 }
@@ -212,35 +205,26 @@ mod tests {
 
     #[test]
     fn cargos_messages_name_the_executables() {
-        let line = r#"{"reason":"compiler-artifact","target":{"kind":["test"],"name":"kernel_x"},
-            "profile":{"test":true},"executable":"/t/kernel_x-1"}"#;
+        let line = r#"{"reason":"compiler-artifact","target":{"kind":["test"],"name":"kernel"},
+            "profile":{"test":true},"executable":"/t/kernel-1"}"#;
         let expected = Artifact {
-            target: "kernel_x".into(),
+            target: "kernel".into(),
             kind: "test".into(),
             is_test: true,
-            executable: "/t/kernel_x-1".into(),
+            executable: "/t/kernel-1".into(),
         };
         assert_eq!(artifact(line), Some(expected));
-        assert_eq!(artifact(&line.replace("\"/t/kernel_x-1\"", "null")), None);
+        assert_eq!(artifact(&line.replace("\"/t/kernel-1\"", "null")), None);
         assert_eq!(artifact(&line.replace("compiler-artifact", "build-finished")), None);
         assert_eq!(artifact("warning: not JSON"), None);
     }
 
     #[test]
     fn a_librarys_tests_are_chosen_by_their_module() {
-        let text = "kernel::a: test\nkernel::b::c: test\nconfig::d: test\nkernel::bench: benchmark\n";
+        let text = "guards::a: test\nguards::b::c: test\nimages::d: test\nguards::bench: benchmark\n";
         let names = |program| listed(program, text).into_iter().map(|test| test.name).collect::<Vec<_>>();
-        assert_eq!(names("beelet"), ["kernel::a", "kernel::b::c"]);
-        assert_eq!(names("kernel_listeners"), ["kernel::a", "kernel::b::c", "config::d"]);
-    }
-
-    #[test]
-    fn only_the_kernels_integration_tests_are_for_a_guest() {
-        let dir = tempfile::tempdir().unwrap();
-        for name in ["kernel_b.rs", "e2e_pods.rs", "cgroups_a.rs", "kernel_a.rs"] {
-            std::fs::write(dir.path().join(name), "").unwrap();
-        }
-        assert_eq!(integration_tests(dir.path()).unwrap(), ["cgroups_a", "kernel_a", "kernel_b"]);
+        assert_eq!(names("beelet_tests"), ["guards::a", "guards::b::c"]);
+        assert_eq!(names("kernel"), ["guards::a", "guards::b::c", "images::d"]);
     }
 
     #[test]

@@ -196,10 +196,10 @@ impl Summary {
     fn markdown_tests(&self, head: &[String], text: &mut String) {
         let _ = writeln!(text, "\n## What was tested\n\n{}", row("tests", head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
-        let programs: BTreeSet<&str> = self.plan.iter().map(|test| test.program.as_str()).collect();
-        for program in programs {
-            let cells = self.cells(|run| self.counts(run, program));
-            let _ = writeln!(text, "{}", row(&format!("`{program}`"), &cells));
+        let groups: BTreeSet<String> = self.plan.iter().map(Test::group).collect();
+        for group in groups {
+            let cells = self.cells(|run| self.counts(run, &group));
+            let _ = writeln!(text, "{}", row(&format!("`{group}`"), &cells));
         }
         let mut reasons: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for run in &self.runs {
@@ -220,10 +220,10 @@ impl Summary {
         }
     }
 
-    /// How many tests of a program passed, were skipped, failed, were never reached.
-    fn counts(&self, run: &Run, program: &str) -> String {
+    /// How many tests of a group passed, were skipped, failed, were never reached.
+    fn counts(&self, run: &Run, group: &str) -> String {
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-        let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.program == program);
+        let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.group() == group);
         for (number, _) in numbers {
             *counts.entry(word(run.transcript.verdicts.get(&number))).or_default() += 1;
         }
@@ -287,8 +287,8 @@ mod tests {
     }
 
     fn summary(runs: Vec<Run>) -> Summary {
-        let test = |name: &str| Test { program: "kernel_x".into(), name: name.into() };
-        Summary { plan: vec![test("a"), test("b")], runs }
+        let test = |name: &str| Test { program: "kernel".into(), name: name.into() };
+        Summary { plan: vec![test("x::a"), test("x::b")], runs }
     }
 
     /// What the doctor says of the first program.
@@ -309,7 +309,7 @@ mod tests {
     fn bad() -> Run {
         let json = doctor("degraded");
         let lines = format!(
-            "fact release 7.3.4-1-x\n{json}\nbegin 0 1\nskip 0 SKIPPED a: it needs x|y\nend 0 2 0\n\
+            "fact release 7.3.4-1-x\n{json}\nbegin 0 1\nskip 0 SKIPPED x::a: it needs x|y\nend 0 2 0\n\
              begin 1 2\nout 1 panicked\nend 1 3 101\ndone 1"
         );
         run("debian", &lines, End::Done)
@@ -325,9 +325,9 @@ mod tests {
     fn failures_are_named_with_their_kernel_and_output() {
         let summary = summary(vec![good(), bad()]);
         assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 7.3 (debian): 1 test(s) failed");
-        assert_eq!(summary.left_out(), ["kernel 7.3 (debian): kernel_x a: it needs x|y"]);
+        assert_eq!(summary.left_out(), ["kernel 7.3 (debian): kernel x::a: it needs x|y"]);
         let text = summary.text();
-        assert!(text.contains("FAILED on 7.3 (debian): kernel_x b: it failed\n    panicked\n"), "{text}");
+        assert!(text.contains("FAILED on 7.3 (debian): kernel x::b: it failed\n    panicked\n"), "{text}");
     }
 
     #[test]
@@ -336,7 +336,7 @@ mod tests {
         assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: it died, twice: status 0");
         let text = summary.text();
         assert!(text.contains("Its console said last:\n    Oops\n"), "{text}");
-        assert!(summary.markdown().contains("| `kernel_x` | 1 passed, 1 not reached |"));
+        assert!(summary.markdown().contains("| `kernel x` | 1 passed, 1 not reached |"));
     }
 
     #[test]
@@ -356,9 +356,9 @@ mod tests {
             &format!("| `{}` | yes | **fallback** |", program.name),
             &format!("- `{}` on 7.3 (debian): as found", program.name),
             &format!("| `{}` | {} | {} |", program.name, program.needs, program.fallback),
-            "| `kernel_x` | 2 passed | 1 skipped, 1 **failed** |",
-            "- 7.3 (debian) `kernel_x a`: skipped, it needs x\\|y",
-            "- 7.3 (debian) `kernel_x b`: failed, it failed",
+            "| `kernel x` | 2 passed | 1 skipped, 1 **failed** |",
+            "- 7.3 (debian) `kernel x::a`: skipped, it needs x\\|y",
+            "- 7.3 (debian) `kernel x::b`: failed, it failed",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}\nis not in\n{text}");
         }

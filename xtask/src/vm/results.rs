@@ -1,4 +1,5 @@
-//! What a guest says about its tests: the lines that `guest/run` writes, read into values. Pure: lines in, values out.
+//! What a guest says about its tests: the lines that `guest/run` writes, read into values. Pure: lines in,
+//! values out.
 
 use std::collections::BTreeMap;
 
@@ -9,6 +10,14 @@ pub(super) struct Test {
     pub(super) program: String,
     /// The test in it, with its modules.
     pub(super) name: String,
+}
+
+impl Test {
+    /// The program, and the test's outermost module: what a row of the documentation counts.
+    pub(super) fn group(&self) -> String {
+        let module = self.name.split_once("::").map(|(module, _)| module);
+        module.map_or_else(|| self.program.clone(), |module| format!("{} {module}", self.program))
+    }
 }
 
 impl std::fmt::Display for Test {
@@ -137,13 +146,14 @@ impl Transcript {
     }
 }
 
-/// The reason in a line of `BEELET_SKIPPED`, which `beelet_tests::requires` writes: `SKIPPED <test>: <reason>`. The
-/// test's own name may hold `::`, never `: `.
+/// The reason in a line of `BEELET_SKIPPED`, which `beelet_tests::requires` writes: `SKIPPED <test>:
+/// <reason>`. The test's own name may hold `::`, never `: `.
 fn reason(line: &str) -> String {
     line.split_once(": ").map_or(line, |(_, reason)| reason).trim().to_owned()
 }
 
-/// What an exit status of a test program means, where it isn't success. `timeout -s KILL` ends with 137, some with 124.
+/// What an exit status of a test program means, where it isn't success. `timeout -s KILL` ends with 137, some
+/// with 124.
 fn failure(status: &str) -> Option<String> {
     match status {
         "0" => None,

@@ -16,8 +16,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use beelet_cri::{Runtime, stream as exec};
-use beelet_logs::Stream;
-use beelet_logs::read::{self, Piece, ReadError, Wanted};
+use beelet_logs::read::{self, Piece, Wanted};
+use beelet_logs::{Error as LogError, Stream};
 use beelet_model::pod::log_folder;
 use beelet_model::status::runtime_id;
 use beelet_model::table::{PodName, PodTable};
@@ -132,7 +132,7 @@ impl Containers for Service {
 
 /// Hands a log's pieces on, and at last why there are no more, if that was an error.
 async fn forward(
-    reading: impl Future<Output = Result<(), ReadError>>,
+    reading: impl Future<Output = Result<(), LogError>>,
     mut pieces: mpsc::Receiver<Piece>,
     sender: &mpsc::Sender<Result<proto::LogsPiece, Status>>,
 ) {
@@ -145,7 +145,9 @@ async fn forward(
         }
     };
     let (read, ()) = tokio::join!(reading, sending);
-    if let Err(ReadError::Io(error)) = read {
+    if let Err(error) = read
+        && !matches!(error, LogError::Closed)
+    {
         // Whether anybody listens is no matter any more.
         let _ = sender.send(Err(Status::internal(format!("cannot read the log: {error}")))).await;
     }
@@ -200,7 +202,7 @@ async fn run(
         }
     };
     let failed = tokio::select! {
-        ended = whole => ended.err(),
+        ended = whole => ended.err().map(|error| error.to_string()),
         () = sender.closed() => None,
         () = shutdown.cancelled() => Some("the agent stops".to_owned()),
     };

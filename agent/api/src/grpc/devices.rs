@@ -31,7 +31,7 @@ pub struct Known {
     /// What there is beside them.
     pub resources: NodeResources,
     /// How the node is now, as a v1.Node's status has it.
-    pub conditions: Box<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
+    pub conditions: Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
 }
 
 /// The API is there before the runtime is.

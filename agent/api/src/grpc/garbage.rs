@@ -1,4 +1,4 @@
-//! `service Garbage` (`garbage.proto`): passes wishes on to the collectors.
+//! `service Garbage` (`garbage.proto`): passes requests on to the collectors.
 
 use std::sync::{Arc, OnceLock};
 
@@ -6,7 +6,10 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::garbage_server::{Garbage, GarbageServer};
 use tonic::{Request, Response, Status};
 
-use beelet_images::containers;
+use beelet_images::{
+    Error, ImageGcRequest,
+    containers::{self, ContainerGcRequest},
+};
 
 /// Both collectors.
 #[derive(Clone, Debug)]
@@ -36,6 +39,14 @@ impl Service {
     }
 }
 
+fn status(error: &Error) -> Status {
+    if error.is_transient() {
+        Status::unavailable(error.to_string())
+    } else {
+        Status::internal(error.to_string())
+    }
+}
+
 #[tonic::async_trait]
 impl Garbage for Service {
     async fn collect_images(
@@ -43,8 +54,8 @@ impl Garbage for Service {
         request: Request<proto::CollectImagesRequest>,
     ) -> Result<Response<proto::CollectImagesResponse>, Status> {
         let request = request.into_inner();
-        let wish = beelet_images::Wish { all_unused: request.all_unused, dry_run: request.dry_run };
-        let collected = self.collectors()?.images.collect(wish).await.map_err(Status::internal)?;
+        let wanted = ImageGcRequest { all_unused: request.all_unused, dry_run: request.dry_run };
+        let collected = self.collectors()?.images.collect(wanted).await.map_err(|e| status(&e))?;
         let image = |image: beelet_images::gc::CollectedImage| proto::CollectedImage {
             id: image.id,
             names: image.names,
@@ -67,8 +78,8 @@ impl Garbage for Service {
         request: Request<proto::CollectContainersRequest>,
     ) -> Result<Response<proto::CollectContainersResponse>, Status> {
         let request = request.into_inner();
-        let wish = containers::Wish { terminated: request.terminated, dry_run: request.dry_run };
-        let collected = self.collectors()?.containers.collect(wish).await.map_err(Status::internal)?;
+        let wanted = ContainerGcRequest { terminated: request.terminated, dry_run: request.dry_run };
+        let collected = self.collectors()?.containers.collect(wanted).await.map_err(|e| status(&e))?;
         let container = |container: containers::CollectedContainer| proto::CollectedContainer {
             id: container.id,
             namespace: container.pod.namespace,

@@ -1,6 +1,7 @@
 //! Changing what should run here: manifests put into the static pod folder, and taken out of it. What comes of it is
 //! the manifest source's and the pods' business, as if somebody had done it by hand.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -243,12 +244,20 @@ fn put(path: &Path, text: &str, is_known: bool, dry_run: bool) -> Result<Applied
     Ok(result)
 }
 
+fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(".new");
+    folder.join(hidden)
+}
+
 fn write(path: &Path, text: &str) -> io::Result<()> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
-    // A hidden name is no manifest's.
-    let temporary = folder.join(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
+    // A hidden name is no manifest's. It is always the same: if an agent is killed here, the next writer of this manifest
+    // writes over what it left.
+    let temporary = temporary(folder, name);
     let written = (|| {
         use std::os::unix::fs::OpenOptionsExt;
         // Secrets may be in it.
@@ -372,6 +381,8 @@ mod tests {
     async fn a_manifest_is_created_changed_and_left_alone() {
         let fixture = fixture().await;
         let file = "web.yaml".to_owned();
+        // What an agent left that was killed while it wrote.
+        fs::write(temporary(fixture.dir.path(), OsStr::new("web.yaml")), "kind: Po").unwrap();
         assert_eq!(fixture.apply(POD).await, Ok((Applied::Created, file.clone(), vec![])));
         assert_eq!(fixture.apply(POD).await, Ok((Applied::Unchanged, file.clone(), vec![])));
         let changed = POD.replace("x:1", "x:2");

@@ -8,8 +8,8 @@ use jiff::Timestamp;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use beelet_config::TunerMode;
-use beelet_tuner::{Outcome, Record, View};
+use beelet_policy::tuner::TunerMode;
+use beelet_tuner::{Outcome, TunerRecord, View};
 
 /// The service, to be added to the agent's.
 #[must_use]
@@ -71,7 +71,7 @@ fn status(view: &View) -> proto::TunerStatus {
     }
 }
 
-fn step(record: &Record) -> proto::TunerStep {
+fn step(record: &TunerRecord) -> proto::TunerStep {
     let (outcome, detail) = match &record.outcome {
         Outcome::Done => ("done", ""),
         Outcome::Advised => ("advised", ""),
@@ -99,12 +99,12 @@ mod tests {
     use beelet_policy::tuner::{Knob, KnobKind};
 
     use super::*;
-    use beelet_tuner::Held;
+    use beelet_tuner::HeldSetting;
 
     #[test]
     fn a_held_setting_is_told_with_its_owners_value_and_reason() {
         let knob = Knob { cgroup: "/kubepods/besteffort".to_owned(), kind: KnobKind::CpuCap };
-        let held = Held {
+        let held = HeldSetting {
             knob,
             value: "0.5 CPUs".to_owned(),
             owners: "max 100000".to_owned(),

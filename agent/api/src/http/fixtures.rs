@@ -3,13 +3,12 @@
 use jiff::Timestamp;
 
 use beelet_model::table::PodName;
-use beelet_stats::NodePressure;
+use beelet_stats::NodeStats;
 use beelet_stats::model::{
-    ContainerPressure, Counters, Gauges, Machine, Net, PodPressure, Reading, Stalls, State,
+    ContainerStats, Counters, Gauges, Machine, Net, PodStats, Rates, Reading, Stalls, State,
 };
-use beelet_stats::rates::Rates;
 
-pub(super) fn pressure() -> NodePressure {
+pub(super) fn pressure() -> NodeStats {
     let reading = Reading {
         at_ns: 5_000_000_000,
         counters: Counters {
@@ -32,7 +31,7 @@ pub(super) fn pressure() -> NodePressure {
             ..Gauges::default()
         },
     };
-    let container = ContainerPressure {
+    let container = ContainerStats {
         name: "app".into(),
         id: "aa".into(),
         image: "img".into(),
@@ -43,12 +42,12 @@ pub(super) fn pressure() -> NodePressure {
         cgroup_id: Some(42),
         reading: Some(reading.clone()),
         windows: [Some(Rates { cpu: 0.5, ..Rates::default() }); 3],
-        ..ContainerPressure::default()
+        ..ContainerStats::default()
     };
     let all_pods = reading.clone();
     let mut whole = reading;
     whole.counters.cpu_ns = 3_000_000_000;
-    let pod = PodPressure {
+    let pod = PodStats {
         name: PodName { namespace: "shop".into(), name: "web".into() },
         uid: "u".into(),
         qos: "Guaranteed".into(),
@@ -63,7 +62,7 @@ pub(super) fn pressure() -> NodePressure {
         net_windows: [None; 3],
         containers: vec![container],
     };
-    NodePressure {
+    NodeStats {
         at: Timestamp::from_second(1_700_000_000).unwrap_or_default(),
         at_ns: 5_000_000_000,
         node: "node-1".into(),
@@ -83,6 +82,6 @@ pub(super) fn pressure() -> NodePressure {
             ..Machine::default()
         },
         pods: vec![pod],
-        ..NodePressure::nothing_yet()
+        ..NodeStats::nothing_yet()
     }
 }

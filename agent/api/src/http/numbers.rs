@@ -4,12 +4,12 @@
 //! `metrics_path`) neither miss a metric nor count it twice.
 
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
-use super::{ApiState, protobuf};
+use super::ApiState;
 use beelet_stats::metrics::{CADVISOR, Kind, Page};
-use beelet_stats::model::{ContainerPressure, Net, NodePressure, PodPressure, Reading};
+use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading};
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -17,15 +17,15 @@ const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 const PROBES: &str = "prober_";
 
 /// The agent's own metrics, and what only its kernel programs know of containers.
-pub(super) async fn metrics(State(state): State<ApiState>, headers: HeaderMap) -> Response {
+pub(super) async fn metrics(State(state): State<ApiState>) -> Response {
     // The collector of containers' metrics shows the newest reading.
     state.pressure.now().await;
-    registry(&state, &headers, |family| !family.starts_with(PROBES))
+    registry(&state, |family| !family.starts_with(PROBES))
 }
 
 /// `prober_*`.
-pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) -> Response {
-    registry(&state, &headers, |family| family.starts_with(PROBES))
+pub(super) async fn probes(State(state): State<ApiState>) -> Response {
+    registry(&state, |family| family.starts_with(PROBES))
 }
 
 /// `container_*` and `machine_*`, as cAdvisor inside the kubelet names them.
@@ -47,16 +47,12 @@ fn page(made: Result<String, tokio::task::JoinError>) -> Response {
     }
 }
 
-fn registry(state: &ApiState, headers: &HeaderMap, wanted: impl Fn(&str) -> bool) -> Response {
+fn registry(state: &ApiState, wanted: impl Fn(&str) -> bool) -> Response {
     let mut text = String::new();
     if let Err(error) = prometheus_client::encoding::text::encode(&mut text, &state.registry) {
         return failed(&error);
     }
     let text = families(&text, wanted);
-    if protobuf::is_wanted(headers) {
-        let body = protobuf::body(&text, &state.pressure.latest());
-        return ([(header::CONTENT_TYPE, protobuf::CONTENT_TYPE)], body).into_response();
-    }
     ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response()
 }
 
@@ -126,7 +122,7 @@ pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     network.chain(machine).chain(resource).chain(pods).chain(node).chain(start).chain(error).collect()
 }
 
-fn cadvisor_page(pressure: &NodePressure) -> String {
+fn cadvisor_page(pressure: &NodeStats) -> String {
     let mut page = Page::default();
     let at = at_ms(pressure);
     for metric in CADVISOR {
@@ -161,10 +157,7 @@ fn cadvisor_page(pressure: &NodePressure) -> String {
 }
 
 /// cAdvisor's labels, in its order. `name` is the container's id there.
-fn cadvisor_labels<'a>(
-    pod: &'a PodPressure,
-    container: &'a ContainerPressure,
-) -> [(&'static str, &'a str); 6] {
+fn cadvisor_labels<'a>(pod: &'a PodStats, container: &'a ContainerStats) -> [(&'static str, &'a str); 6] {
     [
         ("container", &container.name),
         ("id", container.cgroup.as_deref().unwrap_or_default()),
@@ -205,7 +198,7 @@ const RESOURCE_POD: [Of<Reading, Option<f64>>; 3] = {
         }),
     ]
 };
-const RESOURCE_NODE: [Of<NodePressure, f64>; 2] = {
+const RESOURCE_NODE: [Of<NodeStats, f64>; 2] = {
     use Kind::{Counter, Gauge};
     [
         (
@@ -224,7 +217,7 @@ const RESOURCE_NODE: [Of<NodePressure, f64>; 2] = {
 const RESOURCE_ERROR: Metric =
     ("resource_scrape_error", Kind::Gauge, "1 if there was an error while getting the numbers, else 0");
 
-fn resource_page(pressure: &NodePressure) -> String {
+fn resource_page(pressure: &NodeStats) -> String {
     let mut page = Page::default();
     let at = at_ms(pressure);
     let nothing_yet = pressure.at_ns == 0;
@@ -251,21 +244,18 @@ fn resource_page(pressure: &NodePressure) -> String {
     page.finish()
 }
 
-fn resource_labels<'a>(
-    pod: &'a PodPressure,
-    container: &'a ContainerPressure,
-) -> [(&'static str, &'a str); 3] {
+fn resource_labels<'a>(pod: &'a PodStats, container: &'a ContainerStats) -> [(&'static str, &'a str); 3] {
     [("container", &container.name), ("namespace", &pod.name.namespace), ("pod", &pod.name.name)]
 }
 
-fn started(pressure: &NodePressure) -> impl Iterator<Item = (&PodPressure, &ContainerPressure, f64)> {
+fn started(pressure: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerStats, f64)> {
     pressure.readings().filter_map(|(pod, container, _)| {
         Some((pod, container, container.started_at?.as_nanosecond() as f64 / 1e9))
     })
 }
 
 /// The time of the reading, as the text format has it.
-fn at_ms(pressure: &NodePressure) -> Option<i64> {
+fn at_ms(pressure: &NodeStats) -> Option<i64> {
     Some(pressure.at.as_millisecond())
 }
 
@@ -290,7 +280,7 @@ mod tests {
         }
         // What is not known is not there.
         assert!(!text.contains("swap"), "{text}");
-        assert!(resource_page(&NodePressure::nothing_yet()).ends_with("resource_scrape_error 1\n"));
+        assert!(resource_page(&NodeStats::nothing_yet()).ends_with("resource_scrape_error 1\n"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use super::ApiState;
-use beelet_stats::model::{ContainerPressure, Net, NodePressure, PodPressure, Reading, Stalls};
+use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading, Stalls};
 
 /// The window whose CPU use is shown: the kubelet's own is about ten seconds.
 const TEN: usize = 1;
@@ -209,7 +209,7 @@ struct Processes {
     process_count: u64,
 }
 
-fn of(pressure: &NodePressure, fs: Option<Fs>) -> Summary {
+fn of(pressure: &NodeStats, fs: Option<Fs>) -> Summary {
     let machine = &pressure.machine;
     let at = time(pressure.at);
     let node = Node {
@@ -241,7 +241,7 @@ fn of(pressure: &NodePressure, fs: Option<Fs>) -> Summary {
 }
 
 /// The cgroup of all pods, which the kubelet calls the system container `pods`.
-fn all_pods(pressure: &NodePressure, at: &str) -> Option<Container> {
+fn all_pods(pressure: &NodeStats, at: &str) -> Option<Container> {
     let reading = pressure.machine.all_pods.as_ref()?;
     let nano_cores =
         pressure.containers().filter_map(|(_, container)| Some(nano_cores(container.windows[TEN]?.cpu)));
@@ -255,7 +255,7 @@ fn all_pods(pressure: &NodePressure, at: &str) -> Option<Container> {
     })
 }
 
-fn pod(pod: &PodPressure, at: &str) -> Pod {
+fn pod(pod: &PodStats, at: &str) -> Pod {
     let containers: Vec<Container> = pod.containers.iter().filter_map(|one| container(one, at)).collect();
     let nano_cores = containers.iter().map(|container| container.cpu.usage_nano_cores).sum();
     Pod {
@@ -276,7 +276,7 @@ fn pod(pod: &PodPressure, at: &str) -> Pod {
     }
 }
 
-fn container(container: &ContainerPressure, at: &str) -> Option<Container> {
+fn container(container: &ContainerStats, at: &str) -> Option<Container> {
     let reading = container.reading.as_ref()?;
     let ten = container.windows[TEN];
     let counters = &reading.counters;

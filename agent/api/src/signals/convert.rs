@@ -3,14 +3,15 @@
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 
-use beelet_stats::model::{ContainerPressure, Machine, NetRates, NodePressure, PodPressure, Reading, State};
-use beelet_stats::rates::{Rates, Share};
+use beelet_stats::model::{
+    ContainerStats, Machine, NetRates, NodeStats, PodStats, Rates, Reading, Share, State,
+};
 
 /// The window that a pod's traffic is shown over: ten seconds.
 const TEN: usize = 1;
 
-pub(super) fn snapshot(pressure: &NodePressure, mode: &str, namespace: &str) -> proto::SignalSnapshot {
-    let wanted = |pod: &&PodPressure| namespace.is_empty() || pod.name.namespace == namespace;
+pub(super) fn snapshot(pressure: &NodeStats, mode: &str, namespace: &str) -> proto::SignalSnapshot {
+    let wanted = |pod: &&PodStats| namespace.is_empty() || pod.name.namespace == namespace;
     proto::SignalSnapshot {
         at_unix_ns: unix_ns(pressure.at),
         node: pressure.node.to_string(),
@@ -42,7 +43,7 @@ fn machine(machine: &Machine) -> proto::SignalMachine {
     }
 }
 
-fn pod(pod: &PodPressure) -> proto::SignalPod {
+fn pod(pod: &PodStats) -> proto::SignalPod {
     let net = pod.net_windows[TEN].or_else(|| sockets(pod));
     proto::SignalPod {
         namespace: pod.name.namespace.clone(),
@@ -61,7 +62,7 @@ fn pod(pod: &PodPressure) -> proto::SignalPod {
 }
 
 /// The containers' sockets together, where these are counted.
-fn sockets(pod: &PodPressure) -> Option<NetRates> {
+fn sockets(pod: &PodStats) -> Option<NetRates> {
     let all = pod.containers.iter().filter_map(|container| container.windows[TEN]?.net);
     all.reduce(|sum, net| NetRates {
         rx_bytes: sum.rx_bytes + net.rx_bytes,
@@ -70,7 +71,7 @@ fn sockets(pod: &PodPressure) -> Option<NetRates> {
     })
 }
 
-fn container(container: &ContainerPressure) -> proto::SignalContainer {
+fn container(container: &ContainerStats) -> proto::SignalContainer {
     let state = match &container.state {
         State::Running => "Running",
         State::Waiting(reason) | State::Ended(reason) => reason.as_str(),

@@ -13,7 +13,7 @@ use tonic::{Request, Response, Status};
 
 use super::convert;
 use super::feed::Feed;
-use beelet_stats::Pressure;
+use beelet_stats::Stats;
 
 /// Edges on their way to one watcher. One that is slower hears that it lost some ([`Feed`] has room for more).
 const WATCH_QUEUE: usize = 64;
@@ -30,7 +30,7 @@ pub enum Mode {
 /// The service, until `shutdown`.
 #[must_use]
 pub fn service(
-    pressure: Pressure,
+    pressure: Stats,
     feed: Feed,
     mode: Mode,
     shutdown: CancellationToken,
@@ -44,7 +44,7 @@ pub fn service(
 
 #[derive(Debug)]
 struct Service {
-    pressure: Pressure,
+    pressure: Stats,
     feed: Feed,
     mode: &'static str,
     shutdown: CancellationToken,

@@ -1,16 +1,18 @@
 //! Walks a tree that containers have written to, by descriptors: no symbolic link is followed, no mount is
-//! crossed, and no depth and no number of names is too much. A walk has one folder open at a time. It goes
-//! down by opening a name in that folder, and up through `..`, where it must find the folder that it came
-//! from.
+//! crossed, and no depth and no number of names is too much. A walk has two folders open, whatever the depth: the top,
+//! and the one that it reads. It goes down by opening a name in that folder, and up through `..`, where it must find the
+//! folder that it came from. If somebody has moved that folder meanwhile, the way back is looked for from the top, by
+//! names: of a folder that is not found again the rest is left out ([`Step::Lost`]). To hide something from a walk a
+//! container has to move, while the walk is below a folder, both that folder and the one in it that the walk came through.
 //!
-//! Memory is bounded too: names are read in batches, and a level of the way takes some hundred bytes. A walk
-//! can be set aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such
-//! walks. Blocking, all of it.
+//! Memory is bounded too: names are read in batches, and dropped, to be read again, when too many wait. A walk can be set
+//! aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such walks. Blocking, all of it.
 
 pub mod remove;
 
 use std::collections::VecDeque;
 use std::ffi::{CStr, CString, OsStr};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom};
@@ -18,26 +20,30 @@ use rustix::io::Errno;
 
 pub use self::remove::{remove, remove_folder};
 
-/// Bytes of names that are read at once.
-const BATCH: usize = 32 << 10;
-/// Names that may wait in all levels together before those of a level are dropped, to be read again on the
-/// way back.
-const WAITING: usize = 1 << 16;
-/// Levels of the deepest tree that is walked: a bound for the memory of the way, 100 MiB.
+/// Bytes of a folder that are read at once.
+const BATCH: usize = 8 << 10;
+/// Levels of the deepest tree that is walked.
 pub const DEEPEST: usize = 1 << 20;
+/// Memory that a walk may use for its way and for names that wait, in bytes.
+pub const MEMORY: usize = 128 << 20;
+/// The part of its memory that names may take, one in so many, before those of a level are dropped when the walk goes
+/// down from it.
+const SHARE_OF_NAMES: usize = 8;
 
-/// See the module's head.
+/// A walk through a tree, one [step](Walk::step) at a time.
 #[derive(Debug)]
 pub struct Walk {
+    top: OwnedFd,
     /// The folder that is read now: the last of `levels`.
     here: OwnedFd,
     levels: Vec<Level>,
-    /// Names read and not given yet, in all levels.
-    waiting: usize,
-    buffer: Vec<u8>,
+    /// Memory in use for levels and names, in bytes.
+    memory: usize,
+    /// Memory that may be used, in bytes.
+    most: usize,
 }
 
-/// What a walk comes to.
+/// One step of a walk.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step {
     /// A name in [`Walk::here`], and what it was when it was read. A folder is walked only if it is
@@ -47,6 +53,9 @@ pub enum Step {
     End,
     /// The folder of this name in [`Walk::here`], which was entered, lies behind.
     Left(CString),
+    /// The way back was lost: what had not been given yet of one folder or more is left out. The walk goes on in
+    /// [`Walk::here`], which is nearer to the top.
+    Lost,
 }
 
 /// A folder on the way from the top.
@@ -77,14 +86,24 @@ struct Name {
 impl Walk {
     /// A walk through the folder `name` of `parent`, which is on the same mount, and is no link.
     pub fn open(parent: impl AsFd, name: &OsStr) -> Result<Self, Errno> {
-        let flags = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS | ResolveFlags::BENEATH;
-        Self::of(rustix::fs::openat2(parent, name, FOLDER, Mode::empty(), flags)?)
+        Self::of(rustix::fs::openat2(parent, name, FOLDER, Mode::empty(), BELOW)?)
     }
 
     /// A walk through a folder that is open for reading.
     pub fn of(top: OwnedFd) -> Result<Self, Errno> {
+        Self::within(top, MEMORY)
+    }
+
+    /// The same with a bound of its own for its memory, in bytes.
+    pub fn within(top: OwnedFd, most: usize) -> Result<Self, Errno> {
         let level = Level::new(CString::default(), id(&top)?);
-        Ok(Self { here: top, levels: vec![level], waiting: 0, buffer: Vec::with_capacity(BATCH) })
+        let here = rustix::io::fcntl_dupfd_cloexec(&top, 0)?;
+        Ok(Self { top, here, memory: level.weight(), levels: vec![level], most })
+    }
+
+    /// The top folder.
+    pub fn top(&self) -> BorrowedFd<'_> {
+        self.top.as_fd()
     }
 
     /// The folder that the last step was in.
@@ -97,12 +116,14 @@ impl Walk {
         self.levels.len().saturating_sub(1)
     }
 
-    /// The next step; None after the end of the top.
+    /// The next step; None after the end of the top. A step that failed can be tried again, or the folder be
+    /// [skipped](Walk::skip).
     pub fn step(&mut self) -> Result<Option<Step>, Errno> {
         loop {
             let Some(level) = self.levels.last_mut() else { return Ok(None) };
-            if let Some(Name { name, kind, next }) = level.todo.pop_front() {
-                self.waiting -= 1;
+            if let Some(name) = level.todo.pop_front() {
+                self.memory -= name.weight();
+                let Name { name, kind, next } = name;
                 level.at = next;
                 let kind = if kind == FileType::Unknown { kind_of(&self.here, &name)? } else { kind };
                 return Ok(Some(Step::Entry(name, kind)));
@@ -117,39 +138,92 @@ impl Walk {
     }
 
     /// Enters the folder that the last step named. Fails where it is none (any more), a mount point (`XDEV`),
-    /// or deeper than [`DEEPEST`] (`NAMETOOLONG`).
+    /// or deeper than [`DEEPEST`] or the walk's memory allow (`NAMETOOLONG`).
     pub fn enter(&mut self, name: &CStr) -> Result<(), Errno> {
         if self.levels.len() > DEEPEST {
             return Err(Errno::NAMETOOLONG);
         }
-        let flags = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS | ResolveFlags::BENEATH;
-        let folder = rustix::fs::openat2(&self.here, name, FOLDER, Mode::empty(), flags)?;
+        let folder = rustix::fs::openat2(&self.here, name, FOLDER, Mode::empty(), BELOW)?;
         let level = Level::new(name.to_owned(), id(&folder)?);
         if let Some(above) = self.levels.last_mut() {
             above.in_place = false;
-            if self.waiting > WAITING {
-                self.waiting -= above.todo.len();
-                above.todo = VecDeque::new();
+            if self.memory > self.most / SHARE_OF_NAMES {
+                self.memory -= above.forget();
             }
         }
+        if self.memory + level.weight() > self.most {
+            return Err(Errno::NAMETOOLONG);
+        }
+        self.memory += level.weight();
         self.levels.push(level);
         self.here = folder;
         Ok(())
     }
 
+    /// Leaves out what was not given yet of [`Walk::here`]. False if there is nothing more of it.
+    pub fn skip(&mut self) -> bool {
+        let Some(level) = self.levels.last_mut().filter(|level| !level.ended) else { return false };
+        level.ended = true;
+        self.memory -= level.forget();
+        true
+    }
+
     /// Goes up from a folder that has ended.
     fn leave(&mut self) -> Result<Option<Step>, Errno> {
-        let left = self.levels.pop();
-        let (Some(left), Some(above)) = (left, self.levels.last()) else { return Ok(None) };
+        let Some(above) = self.levels.len().checked_sub(2).and_then(|above| self.levels.get(above)) else {
+            self.pop();
+            return Ok(None);
+        };
+        match self.above(above.id)? {
+            Some(folder) => {
+                self.here = folder;
+                Ok(Some(Step::Left(self.pop())))
+            }
+            None => self.find_back().map(Some),
+        }
+    }
+
+    /// The folder above this one; None if it is another one than this was entered from.
+    fn above(&self, wanted: Id) -> Result<Option<OwnedFd>, Errno> {
         // Not beneath, but on the same mount still.
         let flags = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
-        let folder = rustix::fs::openat2(&self.here, c"..", FOLDER, Mode::empty(), flags)?;
-        if id(&folder)? != above.id {
-            // Somebody has moved it meanwhile: what is above it now is none of ours.
-            return Err(Errno::STALE);
+        match rustix::fs::openat2(&self.here, c"..", FOLDER, Mode::empty(), flags) {
+            Ok(folder) => Ok(Some(folder).filter(|folder| id(folder) == Ok(wanted))),
+            Err(e) if is_elsewhere(e) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Goes from the top to the folder above this one, or as near to it as there still is a way.
+    fn find_back(&mut self) -> Result<Step, Errno> {
+        let wanted = self.depth().saturating_sub(1);
+        let mut folder = rustix::io::fcntl_dupfd_cloexec(&self.top, 0)?;
+        let mut found = 0;
+        for level in self.levels.iter().skip(1).take(wanted) {
+            match rustix::fs::openat2(&folder, level.name.as_c_str(), FOLDER, Mode::empty(), BELOW) {
+                Ok(below) if id(&below)? == level.id => folder = below,
+                Ok(_) => break,
+                Err(e) if is_elsewhere(e) => break,
+                Err(e) => return Err(e),
+            }
+            found += 1;
         }
         self.here = folder;
-        Ok(Some(Step::Left(left.name)))
+        let left = self.pop();
+        if found == wanted {
+            return Ok(Step::Left(left));
+        }
+        while self.depth() > found {
+            self.pop();
+        }
+        Ok(Step::Lost)
+    }
+
+    /// Takes the last level off the way; its name.
+    fn pop(&mut self) -> CString {
+        let Some(mut level) = self.levels.pop() else { return CString::default() };
+        self.memory -= level.weight() + level.forget();
+        level.name
     }
 
     /// Reads the next names of the folder; false at its end.
@@ -159,7 +233,8 @@ impl Walk {
             rustix::fs::seek(&self.here, SeekFrom::Start(level.at))?;
             level.in_place = true;
         }
-        let mut dir = RawDir::new(&self.here, self.buffer.spare_capacity_mut());
+        let mut buffer = [MaybeUninit::<u8>::uninit(); BATCH];
+        let mut dir = RawDir::new(&self.here, &mut buffer);
         while let Some(entry) = dir.next() {
             let entry = match entry {
                 Ok(entry) => entry,
@@ -170,8 +245,9 @@ impl Walk {
             let name = entry.file_name();
             if name != c"." && name != c".." {
                 let next = entry.next_entry_cookie();
-                level.todo.push_back(Name { name: name.to_owned(), kind: entry.file_type(), next });
-                self.waiting += 1;
+                let name = Name { name: name.to_owned(), kind: entry.file_type(), next };
+                self.memory += name.weight();
+                level.todo.push_back(name);
             }
             if dir.is_buffer_empty() {
                 return Ok(true);
@@ -186,10 +262,36 @@ impl Level {
     fn new(name: CString, id: Id) -> Self {
         Self { name, id, at: 0, in_place: true, todo: VecDeque::new(), ended: false }
     }
+
+    /// Its memory without the names that wait, in bytes.
+    fn weight(&self) -> usize {
+        size_of::<Self>() + self.name.count_bytes()
+    }
+
+    /// Drops the names that wait; the memory that they had, in bytes.
+    fn forget(&mut self) -> usize {
+        std::mem::take(&mut self.todo).iter().map(Name::weight).sum()
+    }
+}
+
+impl Name {
+    /// Its memory, in bytes.
+    fn weight(&self) -> usize {
+        size_of::<Self>() + self.name.count_bytes()
+    }
 }
 
 /// How folders are opened.
 const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
+
+/// What the kernel refuses on the way down.
+const BELOW: ResolveFlags =
+    ResolveFlags::NO_XDEV.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::BENEATH);
+
+/// Whether an error says that a folder is not where it was, or is none any more.
+fn is_elsewhere(error: Errno) -> bool {
+    matches!(error, Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV)
+}
 
 /// What kind of thing a name stands for, a link seen as a link. What is gone is of no kind.
 fn kind_of(folder: &OwnedFd, name: &CStr) -> Result<FileType, Errno> {
@@ -227,6 +329,7 @@ mod tests {
                 Step::Entry(name, _) => files.push(name.into_string().unwrap()),
                 Step::Left(_) => left += 1,
                 Step::End => {}
+                Step::Lost => panic!("nobody moves anything here"),
             }
         }
         (files, left)
@@ -259,7 +362,7 @@ mod tests {
         }
         let mut walk = open(dir.path());
         // As if as much waited already.
-        walk.waiting = WAITING;
+        walk.most = walk.memory * SHARE_OF_NAMES;
         let mut entered = BTreeSet::new();
         while let Some(step) = walk.step().unwrap() {
             if let Step::Entry(name, _) = step {
@@ -268,11 +371,11 @@ mod tests {
                 assert!(walk.levels[0].todo.is_empty());
             }
         }
-        assert_eq!((entered.len(), walk.waiting), (20, WAITING));
+        assert_eq!((entered.len(), walk.memory), (20, 0));
     }
 
     #[test]
-    fn a_tree_of_many_thousand_levels_is_walked_with_one_folder_open() {
+    fn a_tree_of_many_thousand_levels_is_walked_with_two_folders_open() {
         let dir = in_memory();
         drop(make_deep(dir.path(), 20_000));
         let mut walk = open(dir.path());
@@ -287,18 +390,94 @@ mod tests {
         remove_folder(dir.path()).unwrap();
     }
 
-    #[test]
-    fn a_folder_that_is_moved_during_the_walk_ends_it() {
-        let dir = tempfile::tempdir().unwrap();
-        fs::create_dir_all(dir.path().join("top/a/b")).unwrap();
-        let mut walk = open(&dir.path().join("top"));
-        for _ in 0..2 {
-            let Some(Step::Entry(name, _)) = walk.step().unwrap() else { panic!() };
-            walk.enter(&name).unwrap();
+    /// Enters the first folder, and so on, to a depth; the files on the way.
+    fn descend(walk: &mut Walk, depth: usize) -> Vec<String> {
+        let mut files = Vec::new();
+        while walk.depth() < depth {
+            match walk.step().unwrap() {
+                Some(Step::Entry(name, FileType::Directory)) => walk.enter(&name).unwrap(),
+                Some(Step::Entry(name, _)) => files.push(name.into_string().unwrap()),
+                step => panic!("{step:?}"),
+            }
         }
+        files
+    }
+
+    /// Files beside a folder: some are read before it, some after it.
+    fn add_files(folder: &Path) {
+        for i in 0..20 {
+            fs::write(folder.join(i.to_string()), "").unwrap();
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_moved_during_the_walk_is_left_to_where_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("top/a/b/c")).unwrap();
+        add_files(&dir.path().join("top/a"));
+        let mut walk = open(&dir.path().join("top"));
+        let mut files = descend(&mut walk, 3);
         fs::rename(dir.path().join("top/a/b"), dir.path().join("elsewhere")).unwrap();
+        let left = |name: &CStr| Ok(Some(Step::Left(name.to_owned())));
         assert_eq!(walk.step(), Ok(Some(Step::End)));
-        assert_eq!(walk.step(), Err(Errno::STALE));
+        assert_eq!(walk.step(), left(c"c"));
+        assert_eq!(walk.step(), Ok(Some(Step::End)));
+        assert_eq!(walk.step(), left(c"b"));
+        let (rest, left) = walk_all(walk);
+        files.extend(rest);
+        assert_eq!((files.len(), left), (20, 1));
+    }
+
+    #[test]
+    fn of_folders_moved_apart_during_the_walk_one_is_lost_and_all_above_is_walked() {
+        let dir = tempfile::tempdir().unwrap();
+        let (top, elsewhere) = (dir.path().join("top"), dir.path().join("elsewhere"));
+        fs::create_dir_all(top.join("a/b/c")).unwrap();
+        add_files(&top.join("a"));
+        fs::create_dir_all(elsewhere.join("deep")).unwrap();
+        fs::write(elsewhere.join("not-ours"), "").unwrap();
+        let mut walk = open(&top);
+        let mut files = descend(&mut walk, 3);
+        fs::rename(top.join("a/b/c"), elsewhere.join("c")).unwrap();
+        fs::rename(top.join("a/b"), elsewhere.join("deep/b")).unwrap();
+        // Nor is one of the same name the one that it was.
+        fs::create_dir(top.join("a/b")).unwrap();
+        assert_eq!((walk.step(), walk.step()), (Ok(Some(Step::End)), Ok(Some(Step::Lost))));
+        assert_eq!(walk.depth(), 1);
+        files.extend(walk_all(walk).0);
+        files.sort();
+        files.dedup();
+        assert!(files.len() == 20 && !files.contains(&"not-ours".to_owned()), "{files:?}");
+    }
+
+    #[test]
+    fn a_folder_that_is_skipped_gives_no_more_names() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a/1", "a/2", "b/1"] {
+            fs::create_dir_all(dir.path().join(name)).unwrap();
+        }
+        let mut walk = open(dir.path());
+        descend(&mut walk, 1);
+        assert!(matches!(walk.step(), Ok(Some(Step::Entry(..)))));
+        assert!(walk.skip() && !walk.skip());
+        assert!(matches!(walk.step(), Ok(Some(Step::Left(_)))));
+        descend(&mut walk, 1);
+    }
+
+    #[test]
+    fn a_walk_goes_no_deeper_than_its_memory() {
+        let dir = in_memory();
+        drop(make_deep(dir.path(), 300));
+        let mut walk = Walk::within(fs::File::open(dir.path()).unwrap().into(), 16 << 10).unwrap();
+        let (mut refused, mut most) = (0, 0);
+        while let Some(step) = walk.step().unwrap() {
+            if let Step::Entry(name, _) = step {
+                refused += usize::from(walk.enter(&name) == Err(Errno::NAMETOOLONG));
+            }
+            most = most.max(walk.memory);
+        }
+        assert_eq!((refused, walk.memory), (1, 0));
+        assert!(most <= 16 << 10, "{most}");
     }
 
     #[test]

@@ -14,6 +14,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use super::{Step, Walk};
+use crate::Error;
 
 /// Levels below which a tree is hung up at the top.
 const DEEP: usize = 4096;
@@ -23,20 +24,11 @@ const ROUNDS: usize = 10_000;
 
 /// Removes the folder at `path`. One that isn't there is removed already; so is one whose name is too long to
 /// be there.
-pub fn remove_folder(path: &Path) -> Result<(), String> {
+pub fn remove_folder(path: &Path) -> Result<(), Error> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(format!("{} is not a folder that can be removed", path.display()));
+        return Err(Error::NotRemovable(path.to_owned()));
     };
-    let failed = |e: Errno| {
-        let why = if e == Errno::XDEV || e == Errno::BUSY {
-            "something is still mounted in it; unmount it".to_owned()
-        } else if e == Errno::NOTEMPTY || e == Errno::STALE {
-            "somebody changes what is in it meanwhile; find out which process does".to_owned()
-        } else {
-            e.to_string()
-        };
-        format!("cannot remove the folder {}: {why}", path.display())
-    };
+    let failed = |cause: Errno| Error::RemoveFolder { path: path.to_owned(), cause };
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::PATH;
     let parent = match rustix::fs::openat(CWD, parent, flags, Mode::empty()) {
         Ok(parent) => parent,
@@ -71,7 +63,6 @@ pub fn remove(parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
 
 /// Removes what is in a folder; something may stay, of which only [`remove_empty`] of the folder tells.
 fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
-    let top = walk.here().try_clone_to_owned().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
     let mut hung = 0_u64;
     while let Some(step) = walk.step()? {
         match step {
@@ -79,7 +70,7 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
                 let here = walk.here();
                 let gone = (kind != FileType::Directory && unlink(here, &name)?)
                     || remove_empty(here, &name)?
-                    || (walk.depth() >= DEEP && hang_up(here, &name, top.as_fd(), &mut hung));
+                    || (walk.depth() >= DEEP && hang_up(here, &name, walk.top(), &mut hung));
                 if gone {
                     *removed = true;
                 } else {
@@ -91,7 +82,8 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
                 }
             }
             Step::Left(name) => *removed |= remove_empty(walk.here(), &name)?,
-            Step::End => {}
+            // What is left of a folder that was moved meanwhile is found by the next round, if it is here still.
+            Step::End | Step::Lost => {}
         }
     }
     Ok(())

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use beelet_codec::ApiType as _;
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
@@ -51,7 +52,7 @@ impl Text {
         }
     }
 
-    /// One value a line, the label before the first.
+    /// One value per line, the label before the first.
     fn list(&mut self, level: usize, label: &str, values: impl IntoIterator<Item = String>) {
         let mut values = values.into_iter();
         self.line(level, label, &values.next().unwrap_or_else(|| "<none>".to_owned()));
@@ -281,7 +282,7 @@ fn volumes(text: &mut Text, spec: &PodSpec) {
     for volume in volumes {
         text.push(&format!("  {}:", volume.name));
         // Each kind of volume is one field, which says what it is.
-        let Ok(Value::Object(fields)) = serde_json::to_value(volume) else { continue };
+        let Value::Object(fields) = volume.to_value() else { continue };
         for (kind, source) in fields.iter().filter(|(key, _)| *key != "name") {
             text.line(2, "Type", kind);
             for (key, value) in source.as_object().into_iter().flatten() {

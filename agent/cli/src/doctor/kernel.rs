@@ -10,9 +10,9 @@ use rustix::mount::{UnmountFlags, unmount};
 use serde::Serialize;
 
 use super::Finding;
-use beelet_bpf::{Kernel, KernelError, KernelOptions, MapMemory, Mode, PinnedProgram, Thresholds};
+use beelet_bpf::{BpfMode, Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram};
 use beelet_cgroups::{Cgroups, Files};
-use beelet_config::{BpfMode, Config};
+use beelet_config::Config;
 use beelet_policy::cgroups::CgroupDriver;
 
 /// What one map takes of the kernel's memory.
@@ -119,9 +119,12 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
             (Ok(()), None) => {
                 Finding::ok(capability.program, format!("works (it needs {})", capability.needs))
             }
-            (Err(why), _) => {
-                Finding::degraded(capability.program, why, capability.fallback, &capability.remedy)
-            }
+            (Err(why), _) => Finding::degraded(
+                capability.program,
+                why.to_string(),
+                capability.fallback,
+                &capability.remedy,
+            ),
         })
         .collect();
     let mut found = Costs::default();
@@ -189,15 +192,7 @@ impl Sandbox {
     }
 
     fn options(&self) -> KernelOptions {
-        KernelOptions {
-            bpffs: self.bpffs.clone(),
-            pin_name: "beelet".to_owned(),
-            cgroup: self.cgroup2.clone(),
-            mode: Mode::Auto,
-            object: None,
-            thresholds: Thresholds::default(),
-            without: &[],
-        }
+        KernelOptions { bpffs: self.bpffs.clone(), cgroup: self.cgroup2.clone(), ..KernelOptions::default() }
     }
 }
 

@@ -7,7 +7,8 @@ use beelet_proto::cri;
 use super::{Finding, Patient};
 use beelet_config::Config;
 use beelet_cri::ownership;
-use beelet_cri::{CgroupDriver, Error, Runtime};
+use beelet_cri::{Error, Runtime};
+use beelet_policy::cgroups::CgroupDriver;
 
 /// Longer than any of these answers takes of a runtime that is well.
 const TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,7 +1,6 @@
 //! `beelet get node`: the machine's capacity, what of it pods may have, and how the node is.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 
 use anyhow::Context as _;
 use beelet_proto::beelet as proto;
@@ -12,6 +11,7 @@ use serde_json::{Value, json};
 use super::columns::Columns;
 use super::pod::age;
 use super::print;
+use crate::args::AgentArgs;
 use beelet_client::Client;
 
 const RESOURCES: &[&str] = &["RESOURCE", "CAPACITY", "ALLOCATABLE"];
@@ -23,14 +23,13 @@ pub(super) struct NodeArgs {
     /// How it is shown.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// The agent's socket.
-    #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
-    socket: PathBuf,
+    #[command(flatten)]
+    agent: AgentArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// One line a resource, and one a condition.
+    /// One line per resource, and one per condition.
     Table,
     /// A v1.Node with its name, capacity, allocatable and conditions.
     Json,
@@ -39,11 +38,11 @@ enum Output {
 }
 
 pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
-    let node = Client::connect(&args.socket).await?.node().await?;
+    let node = Client::connect(&args.agent.socket).await?.node().await?;
     let text = match args.output {
         Output::Table => table(&node, Timestamp::now()),
-        Output::Json => format!("{}\n", serde_json::to_string_pretty(&v1(&node))?),
-        Output::Yaml => serde_saphyr::to_string(&v1(&node)).context("the node cannot be written as YAML")?,
+        Output::Json => format!("{:#}\n", v1(&node)),
+        Output::Yaml => beelet_codec::yaml(&v1(&node)).context("the node")?,
     };
     print(&text)?;
     if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {

@@ -7,7 +7,8 @@ use beelet_proto::beelet::SignalSnapshot;
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use super::columns::{COLUMNS, Column};
-use super::rows::{Row, Trends, View, rows};
+use super::row::Row;
+use super::rows::{Trends, View, rows};
 
 /// The state of the screen.
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::rows::{Numbers, Row};
+use super::row::{Numbers, Row};
 
 /// A column, by which rows can be sorted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -127,10 +127,10 @@ pub(super) const COLUMNS: &[Info] = &[
         let restarts = row.numbers.restarts;
         (restarts.to_string(), if restarts == 0 { Heat::Dim } else { Heat::Warm })
     }),
-    info(Column::Received, "RX/s", 6, 7, "bytes received a second", |row| {
+    info(Column::Received, "RX/s", 6, 7, "bytes received per second", |row| {
         known(row.numbers.rx, |rate| (bytes(rate), heat(rate, 1.0, f64::MAX, f64::MAX)))
     }),
-    info(Column::Sent, "TX/s", 6, 7, "bytes sent a second", |row| {
+    info(Column::Sent, "TX/s", 6, 7, "bytes sent per second", |row| {
         known(row.numbers.tx, |rate| (bytes(rate), heat(rate, 1.0, f64::MAX, f64::MAX)))
     }),
     info(
@@ -138,7 +138,7 @@ pub(super) const COLUMNS: &[Info] = &[
         "PRE/s",
         6,
         8,
-        "times a second another pod or the system took the CPU away",
+        "times per second another pod or the system took the CPU away",
         |row| known(row.numbers.preempted, |rate| (rate_of(rate), heat(rate, 0.05, 1000.0, f64::MAX))),
     ),
     info(Column::Processes, "PIDS", 4, 9, "processes and threads", |row| {

@@ -8,7 +8,8 @@ use ratatui::widgets::{Block, Clear, Paragraph};
 
 use super::app::{App, SORT_KEYS};
 use super::columns::{COLUMNS, Column, Heat, Info, TREND_WIDTH, bytes, fitting, sparkline};
-use super::rows::{Row, TREND};
+use super::row::Row;
+use super::rows::TREND;
 
 /// Lines above the table, and below it.
 const HEAD: u16 = 3;

@@ -16,7 +16,7 @@ use tonic::Streaming;
 use super::TopArgs;
 use super::app::App;
 use super::draw::draw;
-use beelet_client::signals::Client;
+use beelet_client::{ClientError, signals::Client};
 
 /// Keys that wait to be handled; the terminal keeps more.
 const KEYS: usize = 64;
@@ -123,9 +123,12 @@ impl Source<'_> {
 
     async fn connect(&self) -> Result<Streaming<SignalSnapshot>, String> {
         let connected = async {
-            let mut client = Client::connect(&self.args.socket).await?;
+            let mut client = Client::connect(&self.args.agent.socket).await?;
             client.snapshots(&self.args.namespace).await
         };
-        connected.await.map_err(|_| "no agent answers; waiting for it".to_owned())
+        connected.await.map_err(|error: ClientError| match error.is_transient() {
+            true => "no agent answers; waiting for it".to_owned(),
+            false => error.to_string(),
+        })
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use beelet_codec::ApiType as _;
 use beelet_policy::quantity::Quantity;
 use k8s_openapi::api::core::v1::{
     DownwardAPIVolumeFile, EmptyDirVolumeSource, HostPathVolumeSource, ImageVolumeSource, KeyToPath, PodSpec,
@@ -75,7 +76,7 @@ fn image(path: &str, source: &ImageVolumeSource, problems: &mut Problems) {
 }
 
 fn project(path: &str, projection: &VolumeProjection, spec: &PodSpec, problems: &mut Problems) {
-    let fields = serde_json::to_value(projection).unwrap_or_default();
+    let fields = projection.to_value();
     if fields.as_object().map_or(0, serde_json::Map::len) != 1 {
         problems.add(path, "must have exactly one source");
     }
@@ -157,7 +158,7 @@ fn downward(path: &str, items: Option<&[DownwardAPIVolumeFile]>, spec: &PodSpec,
 
 /// How many sources a volume has: all its fields but the name.
 fn sources(volume: &Volume) -> usize {
-    let fields = serde_json::to_value(volume).unwrap_or_default();
+    let fields = volume.to_value();
     fields.as_object().map_or(0, |fields| fields.keys().filter(|key| *key != "name").count())
 }
 

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use super::{Managed, Manager};
-use crate::observe::Observation;
+use crate::runtime_view::Observation;
 use beelet_model::request::OomUpdate;
 use beelet_model::{
     pod::container_of,

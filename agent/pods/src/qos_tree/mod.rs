@@ -27,6 +27,8 @@ use tracing::{debug, info, warn};
 
 pub use self::metrics::{Level, Metrics};
 use self::{orphans::Orphans, wanted::Wanted};
+use crate::error::Error;
+use beelet_base::blocking::blocking;
 use beelet_cgroups::{Adjust, Cgroups, Report};
 use beelet_cri::Runtime;
 use beelet_model::{request::Request, table::PodTable};
@@ -38,17 +40,22 @@ pub const CHECK: Duration = Duration::from_secs(10);
 /// The pause before what failed is tried again; it doubles up to the time between two checks.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// The values for these pods; a sentence if a pod's amounts can't be read.
-pub fn values(pods: &[&core::Pod], config: &CgroupConfig) -> Result<Values, String> {
-    let decided = node_cgroups(pods, config).map_err(|e| e.to_string())?;
+/// The values for these pods.
+///
+/// # Errors
+/// A pod's amounts can't be read.
+pub fn values(pods: &[&core::Pod], config: &CgroupConfig) -> Result<Values, Error> {
+    let decided = node_cgroups(pods, config).map_err(|error| Error::Spec(error.to_string()))?;
     Ok(decided.into_iter().map(|cgroup| (cgroup.path, cgroup.files)).collect())
 }
 
 /// Writes `wanted`, parents raised first and lowered last.
-pub async fn write(cgroups: &Arc<Cgroups>, wanted: Values) -> Result<(), String> {
+///
+/// # Errors
+/// The cgroup tree does not take them.
+pub async fn write(cgroups: &Arc<Cgroups>, wanted: Values) -> Result<(), Error> {
     let cgroups = Arc::clone(cgroups);
-    let written = spawn_blocking(move || cgroups.ensure_all(&wanted).map_err(|e| e.to_string()));
-    written.await.unwrap_or_else(|e| Err(format!("an internal task failed: {e}")))
+    Ok(blocking("writing the cgroups of pods", move || cgroups.ensure_all(&wanted)).await?)
 }
 
 /// What is needed to keep them.
@@ -60,11 +67,11 @@ pub struct Parts {
     pub cgroups: Arc<Cgroups>,
     /// How values are computed.
     pub config: CgroupConfig,
-    /// Whom containers are changed through.
+    /// Changes containers: they are the runtime's.
     pub runtime: Runtime,
     /// The cgroups of daemons that something is reserved for, where that is enforced. Never made here.
     pub reserved: Vec<CgroupValues>,
-    /// The pods' manager, who wants to know when new amounts of a running pod are in force.
+    /// To the pods' manager, which needs to know when new amounts of a running pod are in force.
     pub requests: mpsc::Sender<Request>,
     /// Counters and gauges.
     pub metrics: Metrics,

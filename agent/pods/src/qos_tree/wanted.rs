@@ -44,7 +44,8 @@ impl Wanted {
     ) -> Result<Self, String> {
         let pods: Vec<&core::Pod> =
             table.pods.values().map(|entry| &entry.pod).filter(|pod| is_active(pod)).collect();
-        let mut wanted = Self { levels: values(&pods, config)?, ..Self::default() };
+        let levels = values(&pods, config).map_err(|error| error.to_string())?;
+        let mut wanted = Self { levels, ..Self::default() };
         let daemons = reserved.iter().map(|cgroup| (cgroup.path.clone(), cgroup.files.clone()));
         wanted.levels.extend(daemons);
         for pod in pods {

@@ -2,7 +2,8 @@ use beelet_policy::pod::{Container, ContainerState, Observed, Sandbox};
 use serde_json::json;
 
 use super::*;
-use crate::observe::SandboxDetail;
+use crate::runtime_view::SandboxDetail;
+use beelet_model::status::OomKill;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 const NOW: i64 = 1_700_000_100;
@@ -298,8 +299,8 @@ fn a_pod_that_has_ended_with_its_sidecar_stays_so() {
 fn an_oom_kill_is_told_with_the_kernels_numbers() {
     let spec =
         || json!({"containers": [{"name": "a", "image": "i", "resources": {"limits": {"memory": "64Mi"}}}]});
-    let facts =
-        OomFacts { pid: 4711, first: true, anon_rss: 63 << 20, file_rss: 1 << 20, ..OomFacts::default() };
+    let kill = OomKill { pid: 4711, anon_rss: 63 << 20, file_rss: 1 << 20, ..OomKill::default() };
+    let facts = OomFacts { kill, first: true, ..OomFacts::default() };
     let case = Case { oom: [("a-0".to_owned(), facts.clone())].into(), ..Case::default() };
     let ended = |status: &core::PodStatus| {
         let container = &status.container_statuses.as_ref().unwrap()[0];

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::sync::watch;
 
 use super::{Step, Worker};
-use crate::{observe::Observation, status::Waiting};
+use crate::{runtime_view::Observation, status::Waiting};
 use beelet_devices::{Circumstances, NodeDevices, Refusal};
 
 /// What a waiting container's status says.
@@ -44,10 +44,10 @@ impl Worker {
         if self.devices.sandbox == Some(wanted) {
             return None;
         }
-        let ended = ended(&self.pod, seen);
+        let ended = ended(&self.plan.pod, seen);
         let devices = self.launcher.devices.clone();
         // It runs since before this agent, and has what it needs, whatever its plugins say.
-        if actions.create_sandbox.is_none() && devices.has_all(&self.pod, &ended) {
+        if actions.create_sandbox.is_none() && devices.has_all(&self.plan.pod, &ended) {
             self.devices.sandbox = Some(wanted);
             return None;
         }
@@ -56,7 +56,7 @@ impl Worker {
         let running = kept.map(|sandbox| running(seen, sandbox)).unwrap_or_default();
         let restarting = !seen.pod.sandboxes.is_empty();
         self.devices.changes.borrow_and_update();
-        match devices.admit(&self.pod, Circumstances { running, ended, restarting }).await {
+        match devices.admit(&self.plan.pod, Circumstances { running, ended, restarting }).await {
             Ok(()) => {
                 self.devices.sandbox = Some(wanted);
                 self.devices.waiting = None;
@@ -77,9 +77,9 @@ impl Worker {
     /// Frees what ended init containers have that nobody after them needs.
     pub(super) fn release_ended(&self, seen: &Observation) {
         let devices = &self.launcher.devices;
-        for name in ended(&self.pod, seen) {
-            if devices.holds(&self.uid, &name) {
-                devices.release(&self.uid, &name);
+        for name in ended(&self.plan.pod, seen) {
+            if devices.holds(&self.plan.uid, &name) {
+                devices.release(&self.plan.uid, &name);
             }
         }
     }
@@ -87,7 +87,7 @@ impl Worker {
     /// The containers that wait for devices: all that would be started if there were any.
     pub(super) fn without_devices(&self, actions: &Actions) -> Vec<(String, Waiting)> {
         let Some(waiting) = &self.devices.waiting else { return Vec::new() };
-        let spec = self.pod.spec.as_ref();
+        let spec = self.plan.pod.spec.as_ref();
         let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
         let starts = |name: &str| {
             actions.create_sandbox.is_some() || actions.start.iter().any(|start| start.name == name)

@@ -160,20 +160,8 @@ mod tests {
         io::{AsyncReadExt, AsyncWriteExt},
         net::TcpListener,
     };
-    use tokio_rustls::{
-        TlsAcceptor,
-        rustls::{
-            ServerConfig,
-            crypto::ring,
-            pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
-        },
-    };
 
     use super::*;
-
-    /// Nobody's certificate, of no authority.
-    const CERTIFICATE: &[u8] = include_bytes!("../../../probes/src/http/testdata/server.pem");
-    const KEY: &[u8] = include_bytes!("../../../probes/src/http/testdata/server.key");
 
     fn container() -> core::Container {
         serde_json::from_value(serde_json::json!({
@@ -207,15 +195,7 @@ mod tests {
 
     #[tokio::test]
     async fn by_https_any_certificate_will_do() {
-        let certificate = CertificateDer::from_pem_slice(CERTIFICATE).unwrap();
-        let key = PrivateKeyDer::from_pem_slice(KEY).unwrap();
-        let settings = ServerConfig::builder_with_provider(std::sync::Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_no_client_auth()
-            .with_single_cert(vec![certificate], key)
-            .unwrap();
-        let acceptor = TlsAcceptor::from(std::sync::Arc::new(settings));
+        let acceptor = beelet_testing::tls::acceptor();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let server = tokio::spawn(async move {

@@ -9,7 +9,7 @@ use tokio::{sync::watch, time::Instant};
 use tracing::{debug, warn};
 
 use super::{Worker, hooks, ignore_missing};
-use crate::observe::Observation;
+use crate::{error::Error, runtime_view::Observation};
 use beelet_model::pod::container_of;
 use beelet_state::events::Object;
 
@@ -56,13 +56,14 @@ impl Worker {
         id: &str,
         seen: &Observation,
         window: Window,
-    ) -> Result<(), String> {
+    ) -> Result<(), Error> {
         let runs = |c: &&pod::Container| {
             matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
         };
         let alive: Vec<&pod::Container> =
             seen.pod.containers.iter().filter(|c| c.sandbox_id == id).filter(runs).collect();
-        let inits = self.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
+        let inits =
+            self.plan.pod.spec.as_ref().and_then(|s| s.init_containers.as_deref()).unwrap_or_default();
         // Its place among the sidecars; None for all others, which end first.
         let place =
             |c: &pod::Container| inits.iter().position(|init| pod::is_sidecar(init) && init.name == c.name);
@@ -77,7 +78,7 @@ impl Worker {
             events.normal(object, "Killing", format!("Stopping container {}", container.name));
             self.end_container(container, seen, window, before, &progress)
         });
-        join_all(ends).await.into_iter().collect::<Result<(), String>>()?;
+        join_all(ends).await.into_iter().collect::<Result<(), Error>>()?;
         ignore_missing(self.runtime.stop_sandbox(id).await)
     }
 
@@ -89,7 +90,7 @@ impl Worker {
         window: Window,
         before: Vec<&str>,
         progress: &watch::Sender<Progress>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Error> {
         self.pre_stop(container, seen, window).await;
         let mut others = progress.subscribe();
         let turn = others.wait_for(|p| p.failed || before.iter().all(|id| p.ended.contains(*id)));
@@ -108,7 +109,7 @@ impl Worker {
     }
 
     /// Ends containers that a probe or a hook condemned.
-    pub(super) async fn kill(&self, kills: &[pod::Kill], seen: &Observation) -> Result<(), String> {
+    pub(super) async fn kill(&self, kills: &[pod::Kill], seen: &Observation) -> Result<(), Error> {
         let progress = watch::Sender::new(Progress::default());
         let ends = kills.iter().filter_map(|kill| {
             let container = seen.pod.containers.iter().find(|c| c.id == kill.id)?;
@@ -122,28 +123,28 @@ impl Worker {
 
     /// The seconds a container gets: its failed probe's own, else the pod's.
     fn grace(&self, container: &str, reason: KillReason) -> Duration {
-        let probe = container_of(&self.pod, container).and_then(|c| match reason {
+        let probe = container_of(&self.plan.pod, container).and_then(|c| match reason {
             KillReason::Liveness => c.liveness_probe.as_ref(),
             KillReason::Startup => c.startup_probe.as_ref(),
             KillReason::Unknown | KillReason::PostStartHook => None,
         });
         let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
-        own.map_or_else(|| beelet_model::pod::grace_period(&self.pod), Duration::from_secs)
+        own.map_or_else(|| self.plan.grace, Duration::from_secs)
     }
 
     /// Runs a container's preStop hook, if it has one and there is time for it. A failure delays nothing.
     async fn pre_stop(&self, container: &pod::Container, seen: &Observation, window: Window) {
-        let Some(spec) = container_of(&self.pod, &container.name) else { return };
+        let Some(spec) = container_of(&self.plan.pod, &container.name) else { return };
         let Some(handler) = spec.lifecycle.as_ref().and_then(|l| l.pre_stop.as_ref()) else { return };
         let runs = matches!(container.state, pod::ContainerState::Running { .. });
         if !runs || window.left().is_zero() {
             return;
         }
-        debug!(pod = %self.name, container = container.name, "preStop hook runs");
+        debug!(pod = %self.plan.name, container = container.name, "preStop hook runs");
         let ip = self.pod_ip(seen);
         let subject = hooks::Subject { spec, id: &container.id, pod_ip: ip.as_deref() };
         if let Err(error) = hooks::run(&self.runtime, handler, subject, Some(window.left())).await {
-            warn!(pod = %self.name, container = container.name, error, "preStop hook failed");
+            warn!(pod = %self.plan.name, container = container.name, error, "preStop hook failed");
             let (events, object) = self.events_of(&container.name);
             events.warning(object, "FailedPreStopHook", format!("preStop hook failed: {error}"));
         }
@@ -151,10 +152,10 @@ impl Worker {
 
     /// Runs a container's postStart hook, if it has one; false if it failed.
     pub(super) async fn post_start(&mut self, name: &str, id: &str, seen: &Observation) -> bool {
-        let pod = std::sync::Arc::clone(&self.pod);
+        let pod = std::sync::Arc::clone(&self.plan.pod);
         let Some(spec) = container_of(&pod, name) else { return true };
         let Some(handler) = spec.lifecycle.as_ref().and_then(|l| l.post_start.as_ref()) else { return true };
-        debug!(pod = %self.name, container = name, "postStart hook runs");
+        debug!(pod = %self.plan.name, container = name, "postStart hook runs");
         let ip = self.pod_ip(seen);
         let subject = hooks::Subject { spec, id, pod_ip: ip.as_deref() };
         match hooks::run(&self.runtime, handler, subject, None).await {
@@ -163,7 +164,7 @@ impl Worker {
                 true
             }
             Err(error) => {
-                warn!(pod = %self.name, container = name, error, "postStart hook failed; the container is stopped");
+                warn!(pod = %self.plan.name, container = name, error, "postStart hook failed; the container is stopped");
                 let (events, object) = self.events_of(name);
                 events.warning(object, "FailedPostStartHook", format!("postStart hook failed: {error}"));
                 self.failed_hooks.insert(id.to_owned());
@@ -174,12 +175,12 @@ impl Worker {
 
     fn pod_ip(&self, seen: &Observation) -> Option<String> {
         let sandbox = seen.sandbox.as_ref()?;
-        self.launcher.pod_ips(&self.pod, sandbox).into_iter().next()
+        self.plan.ips(&sandbox.ips).into_iter().next()
     }
 
-    /// Where something about a container is told.
+    /// Where to record an event of a container, and its subject.
     fn events_of(&self, container: &str) -> (&beelet_state::events::Recorder, Object) {
-        (&self.launcher.events, Object::container(&self.pod, container))
+        (&self.launcher.events, Object::container(&self.plan.pod, container))
     }
 }
 

@@ -21,6 +21,8 @@ pub use names::{kubepods_path, pod_path, qos_path};
 pub use node::{QosTotals, kubepods_cgroup, node_cgroups, qos_cgroup, reserved_cgroup};
 pub use pod::pod_cgroup;
 
+use serde::{Deserialize, Serialize};
+
 use crate::quantity::Quantity;
 
 /// Which kernel interface holds the controllers. A hybrid machine keeps them on v1.
@@ -32,8 +34,9 @@ pub enum CgroupVersion {
     V2,
 }
 
-/// Who names the folders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// Names of cgroup folders; the names of the values are KubeletConfiguration's `cgroupDriver`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum CgroupDriver {
     /// `/kubepods/burstable/pod<uid>`.
     #[default]
@@ -43,7 +46,8 @@ pub enum CgroupDriver {
 }
 
 /// How requests become `cpu.weight` on v2.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum CpuWeightFormula {
     /// What the kubelet and the runtime make of shares: linear above the container, quadratic at it.
     #[default]
@@ -53,7 +57,7 @@ pub enum CpuWeightFormula {
 }
 
 /// Whether memory requests are protected from reclaim (KEP-2570).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum MemoryReservationPolicy {
     /// Not at all; what was written before is taken back.
     #[default]

@@ -11,6 +11,7 @@ mod search;
 use std::borrow::Borrow;
 
 use k8s_openapi::api::core::v1::Pod;
+use serde::{Deserialize, Serialize};
 
 use crate::{
     critical::{may_preempt, priority},
@@ -21,7 +22,8 @@ use crate::{
 };
 
 /// How the victims are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Policy {
     /// As the kubelet chooses.
     #[default]

@@ -24,6 +24,18 @@ pub use ladder::{Heat, Ladder};
 
 use crate::qos::QosClass;
 
+/// How far the tuner goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TunerMode {
+    /// It measures nothing.
+    Off,
+    /// It says what it would do.
+    Advise,
+    /// It changes cgroups.
+    Enforce,
+}
+
 /// Bounds, step sizes and patience. Percentages are of 100, permilles of 1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Law {

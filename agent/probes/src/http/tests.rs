@@ -3,21 +3,10 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpListener,
 };
-use tokio_rustls::{
-    TlsAcceptor,
-    rustls::{
-        ServerConfig,
-        crypto::ring,
-        pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
-    },
-};
+use tokio_rustls::TlsAcceptor;
 
 use super::*;
 use beelet_base::tls;
-
-/// Nobody's certificate, of no authority: what a probe must put up with.
-const CERTIFICATE: &[u8] = include_bytes!("testdata/server.pem");
-const KEY: &[u8] = include_bytes!("testdata/server.key");
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -136,20 +125,10 @@ async fn the_body_is_read_as_far_as_it_is_told() {
 
 #[tokio::test]
 async fn https_is_not_verified() {
-    let provider = Arc::new(ring::default_provider());
-    let config = ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(
-            vec![CertificateDer::from_pem_slice(CERTIFICATE).unwrap()],
-            PrivateKeyDer::from_pem_slice(KEY).unwrap(),
-        )
-        .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
-    let server =
-        tokio::spawn(serve(listener, vec![reply("200 OK")], Some(TlsAcceptor::from(Arc::new(config)))));
+    let acceptor = beelet_testing::tls::acceptor();
+    let server = tokio::spawn(serve(listener, vec![reply("200 OK")], Some(acceptor)));
     let secure = Get { tls: true, ..plain("/", &[]) };
     let answer = get(&secure, "127.0.0.1", port, &tls::settings().unwrap(), LONG).await;
     assert_eq!((answer.outcome, answer.detail.as_str()), (Outcome::Success, "hi"));

@@ -2,6 +2,7 @@ use loona_hpack::Encoder;
 use proptest::prelude::*;
 
 use super::*;
+use beelet_testing::http2::frame;
 
 type Fields = Vec<(Vec<u8>, Vec<u8>)>;
 
@@ -18,14 +19,6 @@ fn request(authority: &str) -> Fields {
         ("content-type", "application/grpc"),
         ("te", "trailers"),
     ])
-}
-
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let mut bytes = u32::try_from(payload.len()).unwrap().to_be_bytes()[1..].to_vec();
-    bytes.extend([kind, flags]);
-    bytes.extend(stream.to_be_bytes());
-    bytes.extend(payload);
-    bytes
 }
 
 /// What goes on to the server when the bytes come in pieces of this size.

@@ -1,0 +1,150 @@
+//! Lets pods run again that the node ended: evicted ones once nothing has been short for the transition period, preempted
+//! ones once there has been room for so long. Under an API server somebody would make a new pod; a standalone node has
+//! only the manifest.
+//!
+//! Must never bring back a pod for which there is no room: it would be refused, and then it would stay so.
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use beelet_policy::critical::priority;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use super::Admission;
+use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
+use beelet_model::{
+    request::Request,
+    table::{PodName, PodTable},
+};
+
+/// How often it is looked again whether there is room for a pod that could come back. Room comes without a sign of its own.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+
+/// Asks for another try of pods that were evicted or preempted, once the node has room for them again.
+#[derive(Debug)]
+pub struct RetryEvicted {
+    /// All pods.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// What the node is short of.
+    pub conditions: watch::Receiver<Conditions>,
+    /// Knows whether there is room.
+    pub admission: Arc<Admission>,
+    /// To the pods' manager.
+    pub requests: mpsc::Sender<Request>,
+    /// How long nothing must have been short.
+    pub transition: Duration,
+}
+
+impl RetryEvicted {
+    /// Works until `shutdown`.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        // What was short before the agent began isn't known: only from here on nothing has been. So it doesn't matter either
+        // when by the wall's clock, which may have been set, a pod was ended.
+        let mut ended = HashMap::new();
+        loop {
+            let pods = self.candidates(&mut ended);
+            let wait = self.bring_back(&pods).await;
+            let timer = async {
+                match wait {
+                    Some(wait) => tokio::time::sleep(wait).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                changed = self.table.changed() => if changed.is_err() { return },
+                changed = self.conditions.changed() => if changed.is_err() { return },
+                () = timer => {}
+            }
+        }
+    }
+
+    /// The pods that the node ended, the most important first, with the time at which that was first seen. `ended` has that
+    /// time from one look to the next, by UID and by when the pod says that it was ended: it can be ended again.
+    fn candidates(
+        &mut self,
+        ended: &mut HashMap<(String, Timestamp), Instant>,
+    ) -> Vec<(Arc<core::Pod>, Instant)> {
+        let table = Arc::clone(&self.table.borrow_and_update());
+        let before = std::mem::take(ended);
+        let mut pods: Vec<_> = table
+            .pods
+            .values()
+            .filter(|entry| entry.pod.metadata.deletion_timestamp.is_none())
+            .filter_map(|entry| {
+                let key = (entry.pod.metadata.uid.clone()?, ended_at(&entry.pod)?);
+                let at = before.get(&key).copied().unwrap_or_else(Instant::now);
+                ended.insert(key, at);
+                Some((Arc::new(core::Pod { status: None, ..entry.pod.clone() }), at))
+            })
+            .collect();
+        pods.sort_by_cached_key(|(pod, _)| (std::cmp::Reverse(priority(pod)), PodName::of(pod)));
+        pods
+    }
+
+    /// Asks for those that may; when to look again, if there are others.
+    async fn bring_back(&mut self, pods: &[(Arc<core::Pod>, Instant)]) -> Option<Duration> {
+        let short = !self.conditions.borrow_and_update().is_empty();
+        let mut wait: Option<Duration> = None;
+        for (pod, ended) in pods {
+            let left = self.transition.saturating_sub(ended.elapsed());
+            if !left.is_zero() {
+                wait = Some(wait.map_or(left, |known| known.min(left)));
+            } else if short {
+                // The conditions' end wakes us.
+            } else if self.admission.reserve(pod) {
+                info!(pod = %PodName::of(pod), "there is room again for a pod that the node ended; it may run");
+                let uid = pod.metadata.uid.clone().unwrap_or_default();
+                if self.requests.send(Request::Retry { uid }).await.is_err() {
+                    return None;
+                }
+            } else {
+                wait = Some(wait.map_or(LOOK_AGAIN, |known| known.min(LOOK_AGAIN)));
+            }
+        }
+        wait
+    }
+}
+
+/// When the node ended the pod; None if it didn't, or if that isn't over yet.
+fn ended_at(pod: &core::Pod) -> Option<Timestamp> {
+    let status = pod.status.as_ref()?;
+    let by_the_node = matches!(status.reason.as_deref(), Some(EVICTED | PREEMPTING));
+    if status.phase.as_deref() != Some("Failed") || !by_the_node {
+        return None;
+    }
+    let condition = status.conditions.iter().flatten().find(|c| c.type_ == "DisruptionTarget")?;
+    Some(condition.last_transition_time.as_ref()?.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn pod(status: &Value) -> core::Pod {
+        serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"}, "status": status})).unwrap()
+    }
+
+    #[test]
+    fn only_what_the_node_ended_comes_back_and_only_once_it_is_over() {
+        let condition = json!([{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2026-11-21T12:00:00Z"}]);
+        let check = |phase: &str, reason: &str, expect: bool| {
+            let status = json!({"phase": phase, "reason": reason, "conditions": condition});
+            assert_eq!(ended_at(&pod(&status)).is_some(), expect, "{phase} {reason}");
+        };
+        check("Failed", "Evicted", true);
+        check("Failed", "Preempting", true);
+        check("Running", "Evicted", false);
+        check("Failed", "OutOfcpu", false);
+        check("Failed", "DeadlineExceeded", false);
+        check("Succeeded", "", false);
+    }
+}

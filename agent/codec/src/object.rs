@@ -1,0 +1,134 @@
+//! The Kubernetes types that beelet reads and writes, and how. To add one, add a line to the table.
+
+use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::api::scheduling::v1::PriorityClass;
+use k8s_openapi::{ListableResource, Resource};
+use serde_json::{Value, json};
+
+use crate::{data, decode, error::Problem};
+
+/// A type of the Kubernetes API that is read from values and written to them.
+pub trait ApiType: Sized {
+    /// Reads what a person wrote: the object, and the fields that such an object does not have.
+    ///
+    /// # Errors
+    /// Every field that has the wrong type (of many, the first ten), in words for the person.
+    fn read(value: &Value) -> Result<(Self, Vec<Problem>), Vec<Problem>>;
+
+    /// Reads what a program wrote. Fields that such an object does not have are skipped.
+    ///
+    /// # Errors
+    /// The first field that has the wrong type.
+    fn from_value(value: &Value) -> Result<Self, Problem>;
+
+    /// Writes the object. An object of the API has its `apiVersion` and `kind`.
+    fn to_value(&self) -> Value;
+
+    /// [`ApiType::from_value`] of a text.
+    ///
+    /// # Errors
+    /// The text is not JSON, or holds something else.
+    fn from_json(text: &[u8]) -> Result<Self, JsonError> {
+        let value = data::parse(text).map_err(JsonError::Syntax)?;
+        Self::from_value(&value).map_err(JsonError::Field)
+    }
+
+    /// The object as JSON on one line.
+    fn to_json(&self) -> Vec<u8> {
+        self.to_value().to_string().into_bytes()
+    }
+}
+
+/// Why a text in JSON gave no object. The cause is in the sentence, and so no source.
+#[derive(Debug, thiserror::Error)]
+pub enum JsonError {
+    /// It is not JSON.
+    #[error("is not JSON: {0}")]
+    Syntax(serde_json::Error),
+    /// A field is wrong.
+    #[error("{0}")]
+    Field(Problem),
+}
+
+/// Implements [`ApiType`]. The functions are not generic, so serde's code for the types is made here and nowhere else.
+macro_rules! api_types {
+    ($($type:ty),* $(,)?) => {$(
+        impl ApiType for $type {
+            fn read(value: &Value) -> Result<(Self, Vec<Problem>), Vec<Problem>> {
+                decode::object(value)
+            }
+
+            fn from_value(value: &Value) -> Result<Self, Problem> {
+                data::read(value)
+            }
+
+            fn to_value(&self) -> Value {
+                // Every key of a Kubernetes type is text, so this cannot fail.
+                data::to_value(self).unwrap_or_default()
+            }
+        }
+    )*};
+}
+
+api_types![
+    core::ConfigMap,
+    core::Pod,
+    core::PodStatus,
+    core::Probe,
+    core::Secret,
+    core::Volume,
+    core::VolumeProjection,
+    PriorityClass,
+    RuntimeClass,
+];
+
+/// A list of objects, as `v1.PodList` is one of pods.
+pub fn list<'o, T>(objects: impl IntoIterator<Item = &'o T>) -> Value
+where
+    T: ApiType + Resource + ListableResource + 'o,
+{
+    let items: Vec<Value> = objects.into_iter().map(ApiType::to_value).collect();
+    json!({ "apiVersion": T::API_VERSION, "kind": T::LIST_KIND, "metadata": {}, "items": items })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(name: &str) -> Value {
+        json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"containers": [{"name": "c"}]}})
+    }
+
+    #[test]
+    fn an_object_survives_both_ways() {
+        let value = pod("web");
+        let read = core::Pod::from_value(&value).unwrap();
+        assert_eq!(read.to_value(), value);
+        assert_eq!(core::Pod::from_json(&read.to_json()).unwrap(), read);
+        assert_eq!(crate::document::parse(&crate::yaml(&value).unwrap()).unwrap()[0].value, value);
+    }
+
+    #[test]
+    fn a_list_has_the_lists_kind_and_all_objects() {
+        let pods = ["a", "b"].map(|name| core::Pod::from_value(&pod(name)).unwrap());
+        let list = list(&pods);
+        assert_eq!(
+            (&list["apiVersion"], &list["kind"], &list["items"]),
+            (&json!("v1"), &json!("PodList"), &json!([pod("a"), pod("b")]))
+        );
+    }
+
+    #[test]
+    fn errors_of_programs_have_a_path_too() {
+        let check = |text: &str, expected: &str| {
+            assert_eq!(core::Pod::from_json(text.as_bytes()).unwrap_err().to_string(), expected);
+        };
+        check("{", "is not JSON: EOF while parsing an object at line 1 column 1");
+        check(
+            r#"{"spec": {"containers": [{"name": 5}]}}"#,
+            "spec.containers[0].name: invalid type: integer `5`, expected a string",
+        );
+        check("[]", "invalid type: sequence, expected Pod");
+    }
+}

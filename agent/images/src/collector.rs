@@ -1,0 +1,152 @@
+//! What the collections of images and of dead containers have in common: one at a time, at intervals and when somebody asks.
+
+use std::future::Future;
+
+use tokio::{
+    select,
+    sync::{mpsc, oneshot},
+};
+use tokio_util::sync::CancellationToken;
+
+use super::Error;
+
+/// Requests that may wait. One more waits to be sent.
+const REQUESTS: usize = 16;
+
+/// Something that can be collected.
+pub trait Garbage: Send + 'static {
+    /// What a collection is asked to do.
+    type GcRequest: Send + 'static;
+    /// The outcome of a collection.
+    type Collected: Send + 'static;
+    /// The times at which there is something to do without a request.
+    type Timers: Send;
+    /// What there is to do then.
+    type Due: Send;
+
+    /// Prepares the first collection; starts the timers.
+    fn begin(&mut self) -> impl Future<Output = Self::Timers> + Send;
+
+    /// Waits until something is due. Dropped before that, it has done nothing.
+    fn due(timers: &mut Self::Timers) -> impl Future<Output = Self::Due> + Send;
+
+    /// Does what is due.
+    fn work(&mut self, due: Self::Due) -> impl Future<Output = ()> + Send;
+
+    /// Collects because somebody asks.
+    fn collect(
+        &mut self,
+        request: Self::GcRequest,
+    ) -> impl Future<Output = Result<Self::Collected, Error>> + Send;
+}
+
+/// Collects one kind of garbage; runs as one task.
+#[derive(Debug)]
+pub struct Collector<G: Garbage> {
+    garbage: G,
+    commands: mpsc::Receiver<Command<G::GcRequest, G::Collected>>,
+}
+
+/// Asks a [`Collector`]; clones ask the same one.
+#[derive(Clone, Debug)]
+pub struct Handle<R, C> {
+    commands: mpsc::Sender<Command<R, C>>,
+}
+
+#[derive(Debug)]
+struct Command<R, C> {
+    request: R,
+    reply: oneshot::Sender<Result<C, Error>>,
+}
+
+impl<G: Garbage> Collector<G> {
+    /// A collector that has not looked yet, and how to ask it.
+    pub(crate) fn new(garbage: G) -> (Self, Handle<G::GcRequest, G::Collected>) {
+        let (sender, commands) = mpsc::channel(REQUESTS);
+        (Self { garbage, commands }, Handle { commands: sender })
+    }
+
+    /// Works until `shutdown`. Requests come before what is due.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let work = async {
+            let mut timers = self.garbage.begin().await;
+            loop {
+                select! {
+                    biased;
+                    Some(Command { request, reply }) = self.commands.recv() => {
+                        let collected = self.garbage.collect(request).await;
+                        // The client may have gone away meanwhile.
+                        let _ = reply.send(collected);
+                    }
+                    due = G::due(&mut timers) => self.garbage.work(due).await,
+                }
+            }
+        };
+        shutdown.run_until_cancelled(work).await;
+    }
+}
+
+impl<R, C> Handle<R, C> {
+    /// Collects now, after what is being collected already.
+    ///
+    /// # Errors
+    /// Nothing could be decided. A collection that did less than it should is none: its outcome says so.
+    pub async fn collect(&self, request: R) -> Result<C, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command { request, reply }).await.map_err(|_| Error::Stopping)?;
+        answer.await.map_err(|_| Error::Stopping)?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::{Interval, interval};
+
+    use super::*;
+
+    /// Counts what it did: asked, and by itself.
+    #[derive(Default)]
+    struct Counter(u32, u32);
+
+    impl Garbage for Counter {
+        type GcRequest = Result<u32, Error>;
+        type Collected = (u32, u32, u32);
+        type Timers = Interval;
+        type Due = ();
+
+        async fn begin(&mut self) -> Interval {
+            interval(Duration::from_secs(60))
+        }
+
+        async fn due(timers: &mut Interval) {
+            timers.tick().await;
+        }
+
+        async fn work(&mut self, (): ()) {
+            self.1 += 1;
+        }
+
+        async fn collect(&mut self, request: Result<u32, Error>) -> Result<(u32, u32, u32), Error> {
+            self.0 += 1;
+            Ok((self.0, self.1, request?))
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_collector_works_by_itself_answers_requests_and_ends() {
+        let (collector, handle) = Collector::new(Counter::default());
+        let shutdown = CancellationToken::new();
+        let running = tokio::spawn(collector.run(shutdown.clone()));
+        tokio::time::sleep(Duration::from_secs(90)).await;
+        assert_eq!(handle.collect(Ok(7)).await, Ok((1, 2, 7)));
+        assert_eq!(handle.collect(Err(Error::NoMountpoint)).await, Err(Error::NoMountpoint));
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert_eq!(handle.collect(Ok(8)).await, Ok((3, 3, 8)));
+        shutdown.cancel();
+        running.await.unwrap();
+        assert_eq!(handle.collect(Ok(9)).await, Err(Error::Stopping));
+        assert!(Error::Stopping.is_transient() && !Error::NoMountpoint.is_transient());
+    }
+}

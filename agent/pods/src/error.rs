@@ -1,0 +1,98 @@
+//! What can fail on a pod's way.
+
+use beelet_cgroups::CgroupError;
+use beelet_images::pull::PullError;
+
+/// Why a step of a pod's life failed: a sentence.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The container runtime refused, or gave no answer.
+    #[error(transparent)]
+    Runtime(#[from] beelet_cri::Error),
+    /// The pod's spec can't be carried out on this node.
+    #[error("{0}")]
+    Spec(String),
+    /// A cgroup can't be made, written or removed.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    /// Files of the pod on this node (folders, volumes, logs) can't be made or removed.
+    #[error("{0}")]
+    Files(String),
+    /// The runtime did not do what it said it did.
+    #[error("{0}")]
+    Unseen(&'static str),
+}
+
+impl Error {
+    /// What went wrong with files of the pod.
+    pub(crate) fn of_files(error: impl std::fmt::Display) -> Self {
+        Self::Files(error.to_string())
+    }
+
+    /// Why the spec can't be carried out.
+    pub(crate) fn of_spec(error: impl std::fmt::Display) -> Self {
+        Self::Spec(error.to_string())
+    }
+
+    /// Whether the runtime couldn't be reached or didn't answer in time: nothing is known against the pod.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Runtime(error) if error.is_transient())
+    }
+}
+
+/// Why a container could not be started: a sentence.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// What it needs on the node can't be made, or its spec can't be carried out.
+    #[error(transparent)]
+    Config(Error),
+    /// Its secrets for the registry can't be read.
+    #[error("{0}")]
+    Credentials(String),
+    /// An image can't be pulled.
+    #[error("{}", .0.message)]
+    Pull(PullError),
+    /// The runtime could not create it, or say what it needs for that.
+    #[error(transparent)]
+    Create(beelet_cri::Error),
+    /// The runtime could not start it.
+    #[error(transparent)]
+    Run(beelet_cri::Error),
+}
+
+impl StartError {
+    /// The word that the pod's status shows, the kubelet's.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Config(_) => "CreateContainerConfigError",
+            Self::Credentials(_) => "ErrImagePull",
+            Self::Pull(error) => error.reason,
+            Self::Create(_) => "CreateContainerError",
+            Self::Run(_) => "RunContainerError",
+        }
+    }
+
+    /// Whether the runtime couldn't be reached or didn't answer in time: nothing is known against the container.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Config(_) | Self::Credentials(_) => false,
+            Self::Pull(error) => error.is_transient(),
+            Self::Create(error) | Self::Run(error) => error.is_transient(),
+        }
+    }
+}
+
+impl From<PullError> for StartError {
+    fn from(error: PullError) -> Self {
+        Self::Pull(error)
+    }
+}
+
+impl From<Error> for StartError {
+    fn from(error: Error) -> Self {
+        Self::Config(error)
+    }
+}

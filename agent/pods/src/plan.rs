@@ -1,0 +1,209 @@
+//! What follows from a pod's spec, worked out once per worker: its names, its cgroup, its sandbox, its folders, its volumes.
+//! Pure: it asks nobody and touches nothing.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_policy::{
+    cgroups::{self as values, CgroupConfig, CgroupValues},
+    qos::QosClass,
+};
+use beelet_proto::cri;
+use k8s_openapi::api::core::v1 as core;
+
+use crate::error::Error;
+use beelet_model::{
+    pod::{NodeFacts, container_of, grace_period, log_folder},
+    table::PodName,
+};
+use beelet_spec::cri_config;
+use beelet_volumes::Volumes;
+
+/// What of the node goes into every pod's plan.
+pub(crate) struct Site<'a> {
+    /// The node.
+    pub node: &'a NodeFacts,
+    /// How cgroup values are computed.
+    pub cgroup_config: &'a CgroupConfig,
+    /// The runtime's name of a cgroup.
+    pub cgroup_parent: &'a dyn Fn(&str) -> String,
+    /// The folder with a folder of volumes for each pod.
+    pub pods_dir: &'a Path,
+}
+
+/// A pod, and what follows from its spec on this node.
+#[derive(Debug)]
+pub(crate) struct PodPlan {
+    /// The pod as it is wanted.
+    pub pod: Arc<core::Pod>,
+    /// Its UID.
+    pub uid: String,
+    /// Its name.
+    pub name: PodName,
+    /// How long its containers get to end by themselves.
+    pub grace: Duration,
+    /// Its folder: volumes, hosts file, last words.
+    pub folder: PathBuf,
+    /// The folder of its logs.
+    pub logs: PathBuf,
+    /// Its volumes.
+    pub volumes: Volumes,
+    /// Where its cgroup may be. An adopted pod whose manifest is gone has no spec, and so no class.
+    pub cgroups: Vec<String>,
+    /// Its address on the node's network, if that is where it is.
+    host_ip: Option<String>,
+    /// Its cgroup with its values, and its sandbox; or why there can be none.
+    placement: Result<Placement, String>,
+}
+
+/// Where a pod runs.
+#[derive(Debug)]
+struct Placement {
+    cgroup: CgroupValues,
+    /// With attempt 0, which has no meaning for containers.
+    sandbox: cri::PodSandboxConfig,
+}
+
+impl PodPlan {
+    /// Plans `pod`.
+    pub(crate) fn new(pod: Arc<core::Pod>, site: &Site<'_>) -> Self {
+        let (uid, name) = (pod.metadata.uid.clone().unwrap_or_default(), PodName::of(&pod));
+        let classes = [QosClass::Guaranteed, QosClass::Burstable, QosClass::BestEffort];
+        let paths = classes.map(|class| values::pod_path(Some(&uid), class, site.cgroup_config));
+        let on_host = pod.spec.as_ref().and_then(|spec| spec.host_network) == Some(true);
+        Self {
+            grace: grace_period(&pod),
+            folder: site.pods_dir.join(&uid),
+            logs: log_folder(&site.node.pod_logs_dir, &name, &uid),
+            volumes: Volumes::of(&pod, site.pods_dir),
+            cgroups: paths.into_iter().flatten().collect(),
+            host_ip: on_host.then(|| site.node.host_ip.to_string()),
+            placement: place(&pod, site),
+            pod,
+            uid,
+            name,
+        }
+    }
+
+    /// The pod's cgroup, and what its files must hold.
+    pub(crate) fn cgroup(&self) -> Result<&CgroupValues, Error> {
+        Ok(&self.placement()?.cgroup)
+    }
+
+    /// How the pod's sandbox is made, as the runtime wants to hear it with each container too.
+    pub(crate) fn sandbox(&self) -> Result<&cri::PodSandboxConfig, Error> {
+        Ok(&self.placement()?.sandbox)
+    }
+
+    /// How the pod's sandbox is made for the `attempt`th time.
+    pub(crate) fn sandbox_of_attempt(&self, attempt: u32) -> Result<cri::PodSandboxConfig, Error> {
+        let mut config = self.sandbox()?.clone();
+        config.metadata.iter_mut().for_each(|metadata| metadata.attempt = attempt);
+        Ok(config)
+    }
+
+    /// A container's spec.
+    pub(crate) fn container(&self, name: &str) -> Result<&core::Container, Error> {
+        container_of(&self.pod, name).ok_or_else(|| Error::Spec(format!("the pod has no container {name}")))
+    }
+
+    /// The pod's addresses, the primary one first; `of_sandbox` are those that its sandbox has.
+    pub(crate) fn ips(&self, of_sandbox: &[String]) -> Vec<String> {
+        self.host_ip.as_ref().map_or_else(|| of_sandbox.to_vec(), |ip| vec![ip.clone()])
+    }
+
+    fn placement(&self) -> Result<&Placement, Error> {
+        self.placement.as_ref().map_err(|why| Error::Spec(why.clone()))
+    }
+}
+
+fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, String> {
+    let cgroup = values::pod_cgroup(pod, site.cgroup_config).map_err(|error| error.to_string())?;
+    let parent = (site.cgroup_parent)(&cgroup.path);
+    Ok(Placement { sandbox: cri_config::sandbox(pod, 0, parent, site.node)?, cgroup })
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::{
+        cgroups::{CgroupVersion, NodeAmounts},
+        quantity::Quantity,
+    };
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn plan(change: impl FnOnce(&mut Value)) -> PodPlan {
+        let mut pod = json!({
+            "metadata": {"namespace": "shop", "name": "web-n1", "uid": "u1"},
+            "spec": {
+                "terminationGracePeriodSeconds": 7,
+                "containers": [{"name": "main", "resources": {"requests": {"cpu": "100m"}}}],
+                "volumes": [{"name": "art", "image": {"reference": "art:1"}}],
+            },
+        });
+        change(&mut pod);
+        let amount = |text: &str| Quantity::parse(text).unwrap();
+        let amounts = NodeAmounts::new(amount("4"), amount("8Gi"), amount("0"), amount("0"));
+        let site = Site {
+            node: &beelet_spec::fixtures::node(),
+            cgroup_config: &CgroupConfig::new(CgroupVersion::V2, amounts),
+            cgroup_parent: &|path| format!("/machine{path}"),
+            pods_dir: Path::new("/pods"),
+        };
+        PodPlan::new(Arc::new(serde_json::from_value(pod).unwrap()), &site)
+    }
+
+    #[test]
+    fn names_folders_and_grace_follow_from_the_pod() {
+        let plan = plan(|_| {});
+        assert_eq!((plan.uid.as_str(), plan.name.to_string().as_str()), ("u1", "shop/web-n1"));
+        assert_eq!(plan.grace, Duration::from_secs(7));
+        assert_eq!(plan.folder, Path::new("/pods/u1"));
+        assert_eq!(plan.logs, Path::new("/logs/shop_web-n1_u1"));
+        assert_eq!(plan.volumes.images().map(|(name, _)| name).collect::<Vec<_>>(), ["art"]);
+        assert!(plan.container("main").is_ok());
+        let missing = plan.container("other").unwrap_err();
+        assert_eq!(missing.to_string(), "the pod has no container other");
+        assert!(!missing.is_transient());
+    }
+
+    #[test]
+    fn the_sandbox_is_in_the_pods_cgroup_and_counts_its_attempts() {
+        let plan = plan(|_| {});
+        let cgroup = plan.cgroup().unwrap();
+        assert_eq!(cgroup.path, "/kubepods/burstable/podu1");
+        assert_eq!(cgroup.files.get("cpu.weight").map(String::as_str), Some("4"));
+        let sandbox = plan.sandbox_of_attempt(3).unwrap();
+        assert_eq!(sandbox.linux.unwrap().cgroup_parent, "/machine/kubepods/burstable/podu1");
+        assert_eq!(sandbox.metadata.unwrap().attempt, 3);
+        assert_eq!(plan.sandbox().unwrap().metadata.as_ref().unwrap().attempt, 0);
+    }
+
+    #[test]
+    fn addresses_are_the_sandboxs_but_for_pods_on_the_nodes_network() {
+        let of_sandbox = ["10.0.0.7".to_owned(), "fd00::7".to_owned()];
+        assert_eq!(plan(|_| {}).ips(&of_sandbox), of_sandbox);
+        let on_host = plan(|pod| pod["spec"]["hostNetwork"] = true.into());
+        assert_eq!(on_host.ips(&of_sandbox), ["192.0.2.1"]);
+    }
+
+    #[test]
+    fn a_pod_without_a_spec_can_be_taken_away_wherever_its_cgroup_is() {
+        let plan = plan(|pod| pod["spec"] = json!({"containers": []}));
+        let expected = ["/kubepods/podu1", "/kubepods/burstable/podu1", "/kubepods/besteffort/podu1"];
+        assert_eq!(plan.cgroups, expected);
+    }
+
+    #[test]
+    fn what_can_not_run_says_so_when_it_is_to_run_and_can_be_taken_away() {
+        let plan = plan(|pod| pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] = "much".into());
+        let why = plan.sandbox().unwrap_err();
+        assert!(why.to_string().contains("spec.containers[0].resources.requests"), "{why}");
+        assert!(plan.cgroup().is_err() && !why.is_transient());
+        assert_eq!(plan.cgroups.len(), 3);
+    }
+}

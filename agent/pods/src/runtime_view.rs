@@ -1,0 +1,285 @@
+//! What the runtime has of one pod, read anew each time somebody asks. Details that cannot change any
+//! more (an exit code, a sandbox's addresses) are asked for once.
+
+use beelet_model::pod::selector;
+use beelet_model::status::timestamp;
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    time::Duration,
+};
+
+use beelet_policy::pod;
+use beelet_proto::cri;
+use futures::future::try_join_all;
+
+use super::termination;
+use beelet_cri::{Error, Runtime, pid_of};
+use beelet_model::labels;
+
+/// One look at a pod.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Observation {
+    /// As decisions take it.
+    pub pod: pod::Observed,
+    /// The sandbox that counts, if one is ready.
+    pub sandbox: Option<SandboxDetail>,
+    /// The runtime's words on each container, by identifier.
+    pub containers: BTreeMap<String, cri::ContainerStatus>,
+    /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that counts.
+    pub pids: BTreeMap<String, u32>,
+}
+
+impl Observation {
+    /// Whether anything in a sandbox may still run, itself included.
+    pub(crate) fn may_run_in(&self, sandbox: &str) -> bool {
+        let ready = self.pod.sandboxes.iter().any(|s| s.id == sandbox && s.ready);
+        let alive = |c: &pod::Container| {
+            c.sandbox_id == sandbox
+                && matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
+        };
+        ready || self.pod.containers.iter().any(alive)
+    }
+
+    /// The newest container of a name: the one the pod's status speaks of.
+    pub(crate) fn newest(&self, name: &str) -> Option<&pod::Container> {
+        self.pod.containers.iter().filter(|c| c.name == name).max_by_key(|c| (c.attempt, &c.id))
+    }
+
+    /// Whether a container was running.
+    pub(crate) fn is_running(&self, id: &str) -> bool {
+        let mut all = self.pod.containers.iter();
+        all.any(|c| c.id == id && matches!(c.state, pod::ContainerState::Running { .. }))
+    }
+
+    /// The same look with the runtime's newer word on one container.
+    #[must_use]
+    pub(crate) fn with_newer(mut self, newer: &cri::ContainerStatus) -> Self {
+        for container in self.pod.containers.iter_mut().filter(|c| c.id == newer.id) {
+            container.state = state(newer);
+            self.containers.insert(newer.id.clone(), newer.clone());
+            self.pids.remove(&newer.id);
+        }
+        self
+    }
+}
+
+/// A ready sandbox.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SandboxDetail {
+    /// The runtime's identifier.
+    pub id: String,
+    /// The pod's addresses, the primary one first; empty on the host's network.
+    pub ips: Vec<String>,
+    /// The network namespace's file; `None` on the host's network.
+    pub netns: Option<PathBuf>,
+}
+
+/// Looks at one pod.
+#[derive(Debug)]
+pub(crate) struct Observer {
+    runtime: Runtime,
+    uid: String,
+    sandbox: Option<SandboxDetail>,
+    containers: HashMap<String, cri::ContainerStatus>,
+    pids: BTreeMap<String, u32>,
+}
+
+impl Observer {
+    /// An observer of the pod with this UID.
+    pub(crate) fn new(runtime: Runtime, uid: String) -> Self {
+        Self { runtime, uid, sandbox: None, containers: HashMap::new(), pids: BTreeMap::new() }
+    }
+
+    /// Takes in what the runtime said of a container to somebody else, with the container's last words.
+    pub(crate) fn note(&mut self, status: cri::ContainerStatus) {
+        if self.containers.contains_key(&status.id) {
+            self.containers.insert(status.id.clone(), status);
+        }
+    }
+
+    /// Asks the runtime. Objects that vanish while it answers are left out.
+    pub(crate) async fn observe(&mut self) -> Result<Observation, Error> {
+        let of_pod = selector(&self.uid);
+        let (sandboxes, containers) = tokio::try_join!(
+            self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
+                label_selector: of_pod.clone(),
+                ..Default::default()
+            })),
+            self.runtime.list_containers(Some(cri::ContainerFilter {
+                label_selector: of_pod.clone(),
+                ..Default::default()
+            })),
+        )?;
+        let sandboxes: Vec<pod::Sandbox> = sandboxes.into_iter().map(sandbox).collect();
+        self.refresh_containers(&containers).await?;
+        self.refresh_sandbox(&sandboxes).await?;
+        let statuses: BTreeMap<_, _> = self.containers.clone().into_iter().collect();
+        let containers = containers.iter().filter_map(|c| Some(container(c, statuses.get(&c.id)?))).collect();
+        let pod = pod::Observed { sandboxes, containers };
+        let running = i32::from(cri::ContainerState::ContainerRunning);
+        let sandbox = self.sandbox.as_ref().map(|sandbox| sandbox.id.as_str());
+        self.pids.retain(|id, _| {
+            Some(id.as_str()) == sandbox || statuses.get(id).is_some_and(|s| s.state == running)
+        });
+        let (sandbox, pids) = (self.sandbox.clone(), self.pids.clone());
+        Ok(Observation { pod, sandbox, containers: statuses, pids })
+    }
+
+    async fn refresh_containers(&mut self, listed: &[cri::Container]) -> Result<(), Error> {
+        self.containers.retain(|id, _| listed.iter().any(|c| c.id == *id));
+        let mut stale = Vec::new();
+        for container in listed {
+            if self.containers.get(&container.id).is_none_or(|known| known.state != container.state) {
+                let running = container.state() == cri::ContainerState::ContainerRunning;
+                stale.push(self.container_status(&container.id, running));
+            }
+        }
+        let mut fresh = Vec::new();
+        for (status, pid) in try_join_all(stale).await?.into_iter().flatten() {
+            self.pids.extend(pid.map(|pid| (status.id.clone(), pid)));
+            fresh.push(status);
+        }
+        let fresh = with_last_words(fresh).await;
+        self.containers.extend(fresh.into_iter().map(|status| (status.id.clone(), status)));
+        Ok(())
+    }
+
+    /// A container's status, and of a running one its first process.
+    async fn container_status(
+        &self,
+        id: &str,
+        running: bool,
+    ) -> Result<Option<(cri::ContainerStatus, Option<u32>)>, Error> {
+        match self.runtime.container_status(id, running).await {
+            Ok(response) => {
+                let pid = pid_of(&response.info);
+                Ok(response.status.map(|status| (status, pid)))
+            }
+            Err(e) if e.is_not_found() => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    async fn refresh_sandbox(&mut self, sandboxes: &[pod::Sandbox]) -> Result<(), Error> {
+        let current = sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
+        let Some(current) = current else {
+            self.sandbox = None;
+            return Ok(());
+        };
+        if self.sandbox.as_ref().is_some_and(|known| known.id == current.id) {
+            return Ok(());
+        }
+        self.sandbox = match self.runtime.sandbox_status(&current.id, true).await {
+            Ok(response) => {
+                self.pids.extend(pid_of(&response.info).map(|pid| (current.id.clone(), pid)));
+                Some(detail(&current.id, &response))
+            }
+            Err(e) if e.is_not_found() => None,
+            Err(e) => return Err(e),
+        };
+        Ok(())
+    }
+}
+
+/// The statuses, with what ended containers have said behind what the runtime says of their end.
+pub(crate) async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<cri::ContainerStatus> {
+    if !statuses.iter().any(|status| status.state() == cri::ContainerState::ContainerExited) {
+        return statuses;
+    }
+    let kept = statuses.clone();
+    let read = tokio::task::spawn_blocking(move || {
+        let mut statuses = statuses;
+        for status in &mut statuses {
+            let Some(words) = termination::message(status) else { continue };
+            status.message =
+                if status.message.is_empty() { words } else { format!("{}: {words}", status.message) };
+        }
+        statuses
+    });
+    // Without their last words, should the task have failed: the states count.
+    read.await.unwrap_or(kept)
+}
+
+fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {
+    pod::Sandbox {
+        attempt: listed.metadata.map_or(0, |m| m.attempt),
+        ready: listed.state == i32::from(cri::PodSandboxState::SandboxReady),
+        id: listed.id,
+    }
+}
+
+/// Addresses and network namespace, the latter from the runtime's verbose words.
+fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
+    let status = response.status.as_ref();
+    let network = status.and_then(|s| s.network.as_ref());
+    let ips = network.into_iter().flat_map(|n| {
+        let more = n.additional_ips.iter().map(|ip| ip.ip.clone());
+        std::iter::once(n.ip.clone()).chain(more).filter(|ip| !ip.is_empty())
+    });
+    let options = status.and_then(|s| s.linux.as_ref()?.namespaces.as_ref()?.options.as_ref());
+    let on_host = options.is_some_and(|o| o.network == i32::from(cri::NamespaceMode::Node));
+    let netns = if on_host { None } else { response.info.get("info").and_then(|info| netns(info)) };
+    SandboxDetail { id: id.to_owned(), ips: ips.collect(), netns }
+}
+
+/// The network namespace in containerd's and CRI-O's verbose status: the OCI spec's, else the sandbox
+/// process's own.
+fn netns(info: &str) -> Option<PathBuf> {
+    let info: serde_json::Value = serde_json::from_str(info).ok()?;
+    let namespaces = info.pointer("/runtimeSpec/linux/namespaces").and_then(|n| n.as_array());
+    let path =
+        namespaces.into_iter().flatten().find(|n| n["type"] == "network").and_then(|n| n["path"].as_str());
+    if let Some(path) = path.filter(|p| !p.is_empty()) {
+        return Some(PathBuf::from(path));
+    }
+    let pid = info.get("pid").and_then(serde_json::Value::as_u64).filter(|pid| *pid > 0)?;
+    Some(PathBuf::from(format!("/proc/{pid}/ns/net")))
+}
+
+fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {
+    let metadata = status.metadata.as_ref().or(listed.metadata.as_ref());
+    let delay = listed.annotations.get(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).unwrap_or(0);
+    pod::Container {
+        id: listed.id.clone(),
+        name: metadata.map(|m| m.name.clone()).unwrap_or_default(),
+        attempt: metadata.map_or(0, |m| m.attempt),
+        sandbox_id: listed.pod_sandbox_id.clone(),
+        state: state(status),
+        restart_delay: Duration::from_secs(delay),
+    }
+}
+
+fn state(status: &cri::ContainerStatus) -> pod::ContainerState {
+    match status.state() {
+        cri::ContainerState::ContainerCreated => pod::ContainerState::Created,
+        cri::ContainerState::ContainerRunning => {
+            pod::ContainerState::Running { started_at: timestamp(status.started_at).unwrap_or_default() }
+        }
+        cri::ContainerState::ContainerExited => pod::ContainerState::Exited {
+            exit_code: status.exit_code,
+            started_at: timestamp(status.started_at),
+            finished_at: timestamp(status.finished_at).unwrap_or_default(),
+        },
+        cri::ContainerState::ContainerUnknown => pod::ContainerState::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_network_namespace_comes_from_the_oci_spec_or_the_process() {
+        let check =
+            |info: &str, expect: Option<&str>| assert_eq!(netns(info), expect.map(PathBuf::from), "{info}");
+        let spec = r#"{"pid":7,"runtimeSpec":{"linux":{"namespaces":[{"type":"pid"},{"type":"network","path":"/run/netns/a"}]}}}"#;
+        check(spec, Some("/run/netns/a"));
+        check(
+            r#"{"pid":7,"runtimeSpec":{"linux":{"namespaces":[{"type":"network"}]}}}"#,
+            Some("/proc/7/ns/net"),
+        );
+        check(r#"{"pid":0}"#, None);
+        check("not json", None);
+    }
+}

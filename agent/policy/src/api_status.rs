@@ -1,0 +1,320 @@
+//! What of a pod's status is written to the API server, and in which form.
+//!
+//! The node owns most of a pod's status, but not all: conditions of other controllers, claims and the like stay as they
+//! are (kubelet: `pkg/kubelet/status/status_manager.go`, `mergePodStatus` and `TerminatePod`). What differs goes as a
+//! strategic merge patch of the `status` subresource, with the UID in it: a pod of the same name made meanwhile refuses
+//! it.
+
+use k8s_openapi::{
+    api::core::v1::{
+        ContainerState, ContainerStateTerminated, ContainerStatus, Pod, PodCondition, PodSpec, PodStatus,
+    },
+    apimachinery::pkg::apis::meta::v1::Time,
+};
+use serde_json::{Map, Value, json};
+
+use crate::critical::is_static;
+
+/// Conditions that the node alone writes (`pkg/kubelet/types/pod_status.go`).
+const OWNED: &[&str] = &[
+    "PodScheduled",
+    READY,
+    "Initialized",
+    CONTAINERS_READY,
+    "PodReadyToStartContainers",
+    "PodResizePending",
+    "PodResizeInProgress",
+];
+const READY: &str = "Ready";
+const CONTAINERS_READY: &str = "ContainersReady";
+/// The node may set it, others too.
+const DISRUPTION: &str = "DisruptionTarget";
+/// Fields of a status that the node writes. All others are somebody else's, and never in a patch.
+const FIELDS: &[&str] = &[
+    "allocatedResources",
+    "conditions",
+    "containerStatuses",
+    "ephemeralContainerStatuses",
+    "hostIP",
+    "hostIPs",
+    "initContainerStatuses",
+    "message",
+    "observedGeneration",
+    "phase",
+    "podIP",
+    "podIPs",
+    "qosClass",
+    "reason",
+    "resources",
+    "startTime",
+];
+/// Bytes of last words that the API server keeps of one pod.
+const MAX_LAST_WORDS: usize = 12 * 1024;
+
+/// Whether the node alone writes this condition.
+#[must_use]
+pub fn is_owned(condition: &str) -> bool {
+    OWNED.contains(&condition)
+}
+
+/// Whether all containers of a pod of this status have ended for good.
+#[must_use]
+pub fn is_terminal(status: &PodStatus) -> bool {
+    matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
+}
+
+/// The status to write: ours, with what others own as the API server has it.
+///
+/// A pod doesn't become `Succeeded` or `Failed` there while any of its containers still runs: who waits for that takes
+/// the pod's resources for free.
+#[must_use]
+pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
+    let mut status = ours.clone();
+    let ends = !is_terminal(in_api) && is_terminal(ours);
+    let delayed = ends && any_running(ours);
+    if delayed {
+        status.phase.clone_from(&in_api.phase);
+        status.reason.clone_from(&in_api.reason);
+        status.message.clone_from(&in_api.message);
+    } else if is_terminal(in_api) && !is_terminal(ours) {
+        // What has ended never goes on, whatever was forgotten here.
+        status.phase.clone_from(&in_api.phase);
+    }
+    let theirs = in_api.conditions.iter().flatten();
+    let mut conditions: Vec<PodCondition> = theirs.filter(|c| !is_owned(&c.type_)).cloned().collect();
+    for condition in ours.conditions.iter().flatten() {
+        let before = in_api.conditions.iter().flatten().find(|c| c.type_ == condition.type_);
+        let mut condition = condition.clone();
+        if let Some(before) = before.filter(|before| before.status == condition.status) {
+            condition.last_transition_time.clone_from(&before.last_transition_time);
+        }
+        if condition.type_ == DISRUPTION {
+            // Told with the phase that it explains, once.
+            if ends && !delayed {
+                conditions.retain(|c| c.type_ != DISRUPTION);
+                conditions.push(condition);
+            }
+        } else if is_owned(&condition.type_) {
+            conditions.push(condition);
+        }
+    }
+    if is_terminal(&status) {
+        let reason = if status.phase.as_deref() == Some("Succeeded") { "PodCompleted" } else { "PodFailed" };
+        let ready =
+            |c: &&mut PodCondition| c.status == "True" && (c.type_ == READY || c.type_ == CONTAINERS_READY);
+        for condition in conditions.iter_mut().filter(ready) {
+            condition.status = "False".to_owned();
+            condition.reason = Some(reason.to_owned());
+            condition.message = None;
+        }
+    }
+    status.conditions = Some(conditions);
+    if in_api.start_time.is_some() {
+        status.start_time.clone_from(&in_api.start_time);
+    }
+    shorten_last_words(&mut status);
+    status
+}
+
+fn any_running(status: &PodStatus) -> bool {
+    all_statuses(status).any(|c| c.state.as_ref().is_some_and(|state| state.running.is_some()))
+}
+
+fn all_statuses(status: &PodStatus) -> impl Iterator<Item = &ContainerStatus> {
+    let inits = status.init_container_statuses.iter().flatten();
+    inits.chain(status.container_statuses.iter().flatten())
+}
+
+/// All containers together may say so many bytes.
+fn shorten_last_words(status: &mut PodStatus) {
+    let containers = all_statuses(status).count();
+    let each = MAX_LAST_WORDS / containers.max(1);
+    let inits = status.init_container_statuses.iter_mut().flatten();
+    for container in inits.chain(status.container_statuses.iter_mut().flatten()) {
+        for state in [&mut container.state, &mut container.last_state].into_iter().flatten() {
+            let message = state.terminated.as_mut().and_then(|ended| ended.message.as_mut());
+            if let Some(message) = message.filter(|message| message.len() > each) {
+                message.truncate(message.floor_char_boundary(each));
+            }
+        }
+    }
+}
+
+/// The status of a pod of which nothing is left on the node: its last one, with an end for every container that has
+/// none, and a phase that is one. A static pod keeps its phase: its mirror has no end of its own.
+#[must_use]
+pub fn finished(pod: &Pod, last: &PodStatus) -> PodStatus {
+    let mut status = last.clone();
+    let spec = pod.spec.as_ref();
+    if has_initialized(spec, last) {
+        status.container_statuses.iter_mut().flatten().for_each(end_unseen);
+    }
+    let inits = status.init_container_statuses.as_deref_mut().unwrap_or_default();
+    let began = |c: &ContainerStatus| !waits(c) || has_ended_before(c);
+    // Those after the last one that began never did; the first is always counted.
+    let begun = inits.iter().rposition(began).map_or(1, |last| last + 1).min(inits.len());
+    inits[..begun].iter_mut().for_each(end_unseen);
+    if !is_terminal(&status) && !is_static(pod) {
+        let all: Vec<Option<i32>> = status.container_statuses.iter().flatten().map(exit_code).collect();
+        let well = !all.is_empty() && all.iter().all(|code| *code == Some(0));
+        status.phase = Some(if well { "Succeeded" } else { "Failed" }.to_owned());
+    }
+    status
+}
+
+fn exit_code(status: &ContainerStatus) -> Option<i32> {
+    status.state.as_ref()?.terminated.as_ref().map(|ended| ended.exit_code)
+}
+
+fn waits(status: &ContainerStatus) -> bool {
+    let state = status.state.as_ref();
+    state.is_none_or(|state| state.running.is_none() && state.terminated.is_none())
+}
+
+fn has_ended_before(status: &ContainerStatus) -> bool {
+    status.last_state.as_ref().is_some_and(|state| state.terminated.is_some())
+}
+
+/// Whether the pod's own containers may have run.
+fn has_initialized(spec: Option<&PodSpec>, status: &PodStatus) -> bool {
+    if spec.is_none_or(|spec| spec.init_containers.as_ref().is_none_or(Vec::is_empty)) {
+        return true;
+    }
+    let mut own = status.container_statuses.iter().flatten();
+    let well = |state: &Option<ContainerState>| {
+        let ended = state.as_ref().and_then(|state| state.terminated.as_ref());
+        ended.is_some_and(|ended| ended.exit_code == 0)
+    };
+    own.any(|c| has_ended_before(c) || !waits(c))
+        || status
+            .init_container_statuses
+            .iter()
+            .flatten()
+            .next_back()
+            .is_some_and(|last| well(&last.state) || well(&last.last_state))
+}
+
+/// A container whose end nobody saw: nobody may say that it ended well.
+fn end_unseen(status: &mut ContainerStatus) {
+    if status.state.as_ref().is_some_and(|state| state.terminated.is_some()) {
+        return;
+    }
+    status.state = Some(ContainerState {
+        terminated: Some(ContainerStateTerminated {
+            reason: Some("ContainerStatusUnknown".to_owned()),
+            message: Some("The container could not be located when the pod was terminated".to_owned()),
+            exit_code: 137,
+            ..Default::default()
+        }),
+        ..Default::default()
+    });
+    (status.ready, status.started) = (false, Some(false));
+}
+
+/// How much a change of a status matters to those who wait for it: what is greater is written first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Urgency {
+    /// Anything else.
+    Detail,
+    /// The pod's phase, or containers that began or ended.
+    Phase,
+    /// Traffic is sent to it or no longer, or it has ended.
+    Traffic,
+}
+
+/// How urgent it is that `after` is known where `before` is.
+#[must_use]
+pub fn urgency(before: &PodStatus, after: &PodStatus) -> Urgency {
+    let ready = |status: &PodStatus| {
+        let conditions = status.conditions.iter().flatten();
+        conditions.into_iter().find(|c| c.type_ == READY).map(|c| c.status == "True").unwrap_or_default()
+    };
+    if ready(before) != ready(after) || is_terminal(before) != is_terminal(after) {
+        Urgency::Traffic
+    } else if before.phase != after.phase {
+        Urgency::Phase
+    } else {
+        Urgency::Detail
+    }
+}
+
+/// The patch that makes the status `after` of `before` in the API server, both as JSON; None if nothing of ours differs.
+#[must_use]
+pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
+    let mut status = Map::new();
+    for field in FIELDS {
+        let (before, after) = (before.get(field), after.get(field));
+        if before == after {
+            continue;
+        }
+        let changed = match (*field, after) {
+            ("conditions", after) => conditions(before, after),
+            // Lists that the API server merges by address: an address that isn't ours any more would stay.
+            ("podIPs" | "hostIPs", Some(Value::Array(list))) => {
+                let mut list = list.clone();
+                list.push(json!({"$patch": "replace"}));
+                Some(Value::Array(list))
+            }
+            (_, Some(after)) => Some(after.clone()),
+            (_, None) => Some(Value::Null),
+        };
+        if let Some(changed) = changed {
+            status.insert((*field).to_owned(), changed);
+        }
+    }
+    (!status.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": status}))
+}
+
+/// The list is merged by type: of each condition what differs, those that went marked so.
+fn conditions(before: Option<&Value>, after: Option<&Value>) -> Option<Value> {
+    let list = |list: Option<&Value>| list.and_then(Value::as_array).cloned().unwrap_or_default();
+    let (before, after) = (list(before), list(after));
+    let of_type = |list: &[Value], kind: &Value| list.iter().find(|c| c.get("type") == Some(kind)).cloned();
+    let mut changed = Vec::new();
+    for condition in &after {
+        let Some(kind) = condition.get("type") else { continue };
+        match of_type(&before, kind) {
+            None => changed.push(condition.clone()),
+            Some(before) if before == *condition => {}
+            Some(before) => changed.push(fields(&before, condition, kind)),
+        }
+    }
+    for condition in &before {
+        let Some(kind) = condition.get("type") else { continue };
+        if of_type(&after, kind).is_none() {
+            changed.push(json!({"$patch": "delete", "type": kind}));
+        }
+    }
+    (!changed.is_empty()).then_some(Value::Array(changed))
+}
+
+/// The fields of a condition that differ.
+fn fields(before: &Value, after: &Value, kind: &Value) -> Value {
+    let mut changed = Map::from_iter([("type".to_owned(), kind.clone())]);
+    let empty = Map::new();
+    let (before, after) = (before.as_object().unwrap_or(&empty), after.as_object().unwrap_or(&empty));
+    for (field, value) in after.iter().filter(|(field, value)| before.get(*field) != Some(*value)) {
+        changed.insert(field.clone(), value.clone());
+    }
+    for field in before.keys().filter(|field| !after.contains_key(*field)) {
+        changed.insert(field.clone(), Value::Null);
+    }
+    Value::Object(changed)
+}
+
+/// The status of a pod that the node never let in: why, and nothing else (`pkg/kubelet/kubelet.go`, `rejectPod`).
+#[must_use]
+pub fn rejected(pod: &Pod, reason: &str, message: &str, now: Time) -> PodStatus {
+    PodStatus {
+        phase: Some("Failed".to_owned()),
+        reason: Some(reason.to_owned()),
+        message: Some(format!("Pod was rejected: {message}")),
+        qos_class: crate::qos::qos_class(pod).ok().map(|class| class.to_string()),
+        start_time: Some(now),
+        observed_generation: pod.metadata.generation,
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests;

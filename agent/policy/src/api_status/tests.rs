@@ -1,0 +1,211 @@
+use super::*;
+
+fn status(value: Value) -> PodStatus {
+    serde_json::from_value(value).unwrap()
+}
+
+fn condition(kind: &str, is: &str, since: u32) -> Value {
+    json!({"type": kind, "status": is, "lastTransitionTime": format!("2026-01-01T00:00:{since:02}Z")})
+}
+
+fn container(state: Value) -> Value {
+    json!({"name": "a", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state})
+}
+
+fn of(phase: &str, conditions: Value, state: Value) -> PodStatus {
+    status(json!({"phase": phase, "conditions": conditions, "containerStatuses": [container(state)]}))
+}
+
+/// Conditions as `Type=Status@seconds`.
+fn shown(status: &PodStatus) -> String {
+    let one = |c: &PodCondition| {
+        let second = c.last_transition_time.as_ref().map(|t| t.0.as_second() % 60).unwrap_or_default();
+        format!("{}={}@{second}", c.type_, c.status)
+    };
+    let all: Vec<String> = status.conditions.iter().flatten().map(one).collect();
+    format!("{} {}", status.phase.as_deref().unwrap_or_default(), all.join(" "))
+}
+
+fn running() -> Value {
+    json!({"running": {"startedAt": "2026-01-01T00:00:00Z"}})
+}
+
+fn ended(code: i32) -> Value {
+    json!({"terminated": {"exitCode": code, "reason": "Completed"}})
+}
+
+#[test]
+fn what_others_own_stays_and_what_is_ours_is_written() {
+    let check = |theirs: Value, ours: PodStatus, expected: &str| {
+        let theirs = of("Running", theirs, running());
+        assert_eq!(shown(&merged(&theirs, &ours)), expected);
+    };
+    let ours = || of("Running", json!([condition("Ready", "True", 9)]), running());
+    check(json!([]), ours(), "Running Ready=True@9");
+    check(json!([condition("Ready", "False", 1)]), ours(), "Running Ready=True@9");
+    // The time moves only with the status.
+    check(json!([condition("Ready", "True", 1)]), ours(), "Running Ready=True@1");
+    check(
+        json!([condition("example.com/gate", "True", 1)]),
+        ours(),
+        "Running example.com/gate=True@1 Ready=True@9",
+    );
+    // A condition of ours that is no longer true goes.
+    check(json!([condition("PodResizePending", "True", 1)]), ours(), "Running Ready=True@9");
+    check(
+        json!([condition("DisruptionTarget", "True", 1)]),
+        ours(),
+        "Running DisruptionTarget=True@1 Ready=True@9",
+    );
+}
+
+#[test]
+fn a_pod_ends_there_only_once_nothing_of_it_runs() {
+    let before = of("Running", json!([condition("Ready", "True", 1)]), running());
+    let target = || json!([condition("Ready", "True", 5), condition("DisruptionTarget", "True", 5)]);
+    let still = merged(&before, &of("Failed", target(), running()));
+    assert_eq!(shown(&still), "Running Ready=True@1");
+    let over = merged(&before, &of("Failed", target(), ended(1)));
+    assert_eq!(shown(&over), "Failed Ready=False@1 DisruptionTarget=True@5");
+    let ready = over.conditions.unwrap().remove(0);
+    assert_eq!(ready.reason.as_deref(), Some("PodFailed"));
+    // And never goes on.
+    let again = merged(&of("Failed", json!([]), ended(1)), &of("Running", json!([]), running()));
+    assert_eq!(again.phase.as_deref(), Some("Failed"));
+}
+
+#[test]
+fn a_start_is_where_it_was() {
+    let before = status(json!({"startTime": "2026-01-01T00:00:01Z"}));
+    let after = merged(&before, &status(json!({"startTime": "2026-01-01T00:00:09Z"})));
+    assert_eq!(after.start_time, before.start_time);
+}
+
+#[test]
+fn last_words_of_all_containers_together_are_bounded() {
+    let wordy = json!({"terminated": {"exitCode": 1, "message": "é".repeat(8000)}});
+    let long = status(json!({"containerStatuses": [container(wordy.clone()), container(wordy)]}));
+    let after = merged(&PodStatus::default(), &long);
+    for status in after.container_statuses.unwrap() {
+        assert_eq!(status.state.unwrap().terminated.unwrap().message.unwrap().len(), 6144);
+    }
+}
+
+#[test]
+fn what_nobody_saw_end_has_failed() {
+    let check = |spec: Value, last: Value, phase: &str, states: &[&str]| {
+        let pod: Pod = serde_json::from_value(json!({"spec": spec})).unwrap();
+        let status = finished(&pod, &status(last));
+        let state = |c: &ContainerStatus| {
+            let ended = c.state.as_ref().and_then(|state| state.terminated.as_ref());
+            ended.map_or_else(|| "waits".to_owned(), |ended| format!("{}", ended.exit_code))
+        };
+        let all: Vec<String> = all_statuses(&status).map(state).collect();
+        assert_eq!(
+            (status.phase.as_deref().unwrap(), all),
+            (phase, states.iter().map(|s| (*s).to_owned()).collect())
+        );
+    };
+    let one = || json!({"containers": [{"name": "a"}]});
+    let with_init =
+        || json!({"initContainers": [{"name": "i"}, {"name": "j"}], "containers": [{"name": "a"}]});
+    let waiting = || container(json!({"waiting": {"reason": "ContainerCreating"}}));
+    check(
+        one(),
+        json!({"phase": "Running", "containerStatuses": [container(running())]}),
+        "Failed",
+        &["137"],
+    );
+    check(
+        one(),
+        json!({"phase": "Running", "containerStatuses": [container(ended(0))]}),
+        "Succeeded",
+        &["0"],
+    );
+    check(one(), json!({"phase": "Running", "containerStatuses": [container(ended(3))]}), "Failed", &["3"]);
+    check(one(), json!({"phase": "Pending", "containerStatuses": [waiting()]}), "Failed", &["137"]);
+    check(one(), json!({"phase": "Pending"}), "Failed", &[]);
+    check(
+        one(),
+        json!({"phase": "Succeeded", "containerStatuses": [container(ended(0))]}),
+        "Succeeded",
+        &["0"],
+    );
+    // Its own containers never ran: how its init containers ended says it all.
+    check(
+        with_init(),
+        json!({"phase": "Pending", "initContainerStatuses": [container(ended(1)), waiting()], "containerStatuses": [waiting()]}),
+        "Failed",
+        &["1", "waits", "waits"],
+    );
+    check(
+        with_init(),
+        json!({"phase": "Pending", "initContainerStatuses": [waiting(), waiting()], "containerStatuses": [waiting()]}),
+        "Failed",
+        &["137", "waits", "waits"],
+    );
+}
+
+#[test]
+fn a_static_pod_has_no_end_of_its_own() {
+    let pod: Pod = serde_json::from_value(json!({
+        "metadata": {"annotations": {"kubernetes.io/config.source": "file"}}, "spec": {"containers": []},
+    }))
+    .unwrap();
+    assert_eq!(finished(&pod, &status(json!({"phase": "Running"}))).phase.as_deref(), Some("Running"));
+}
+
+fn check_patch(before: Value, after: Value, expected: Value) {
+    let patch = patch("u1", &before, &after);
+    let expected = (!expected.is_null()).then(|| json!({"metadata": {"uid": "u1"}, "status": expected}));
+    assert_eq!(patch, expected);
+}
+
+#[test]
+fn a_patch_has_what_differs_and_nothing_else() {
+    check_patch(json!({"phase": "Running"}), json!({"phase": "Running"}), Value::Null);
+    check_patch(json!({"phase": "Pending"}), json!({"phase": "Running"}), json!({"phase": "Running"}));
+    check_patch(json!({"reason": "Evicted"}), json!({}), json!({"reason": null}));
+    // Not ours.
+    check_patch(json!({"nominatedNodeName": "n2"}), json!({}), Value::Null);
+    check_patch(json!({"resourceClaimStatuses": [{"name": "c"}]}), json!({}), Value::Null);
+}
+
+#[test]
+fn a_patch_of_conditions_names_them_by_type() {
+    let ready = json!({"type": "Ready", "status": "False", "reason": "ContainersNotReady", "message": "m"});
+    let gate = json!({"type": "example.com/gate", "status": "True"});
+    check_patch(
+        json!({"conditions": [gate, ready, {"type": "PodResizePending", "status": "True"}]}),
+        json!({"conditions": [gate, {"type": "Ready", "status": "True"}, {"type": "Initialized", "status": "True"}]}),
+        json!({"conditions": [
+            {"type": "Ready", "status": "True", "reason": null, "message": null},
+            {"type": "Initialized", "status": "True"},
+            {"$patch": "delete", "type": "PodResizePending"},
+        ]}),
+    );
+}
+
+#[test]
+fn a_patch_of_addresses_leaves_no_old_one() {
+    check_patch(
+        json!({"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}]}),
+        json!({"podIP": "10.0.0.2", "podIPs": [{"ip": "10.0.0.2"}]}),
+        json!({"podIP": "10.0.0.2", "podIPs": [{"ip": "10.0.0.2"}, {"$patch": "replace"}]}),
+    );
+    check_patch(json!({"podIPs": [{"ip": "10.0.0.1"}]}), json!({}), json!({"podIPs": null}));
+}
+
+#[test]
+fn readiness_and_ends_go_first() {
+    let check =
+        |before: PodStatus, after: PodStatus, expected| assert_eq!(urgency(&before, &after), expected);
+    let ready = |is: &str| of("Running", json!([condition("Ready", is, 0)]), running());
+    let phase = |phase: &str| of(phase, json!([]), running());
+    check(ready("True"), ready("False"), Urgency::Traffic);
+    check(phase("Running"), ready("True"), Urgency::Traffic);
+    check(phase("Running"), phase("Failed"), Urgency::Traffic);
+    check(phase("Pending"), phase("Running"), Urgency::Phase);
+    check(ready("True"), ready("True"), Urgency::Detail);
+    assert!(Urgency::Traffic > Urgency::Phase && Urgency::Phase > Urgency::Detail);
+}

@@ -1,0 +1,216 @@
+//! What a pod refers to by name: the objects that must be here before it runs, and are kept current while it does.
+//!
+//! Everything that the Node authorizer lets a node read follows from these references; nothing else may be asked for.
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::{Container, Pod, ProjectedVolumeSource, Volume};
+
+/// A kind of object that pods refer to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// `v1.ConfigMap`.
+    ConfigMap,
+    /// `v1.Secret`.
+    Secret,
+}
+
+impl Kind {
+    /// As it is written.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::ConfigMap => "ConfigMap",
+            Self::Secret => "Secret",
+        }
+    }
+}
+
+/// An object by its name.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Reference {
+    /// Its kind.
+    pub kind: Kind,
+    /// The pod's own namespace: references never leave it.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+}
+
+/// A token of the pod's service account that a volume asks for.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TokenReference {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's service account.
+    pub service_account: String,
+    /// The pod that the token is bound to.
+    pub pod: String,
+    /// That pod's UID.
+    pub uid: String,
+    /// Whom it is for; empty for the API server itself.
+    pub audience: String,
+    /// For how many seconds it is wanted.
+    pub expiration_seconds: i64,
+}
+
+/// For how long a token is wanted where nobody says.
+const TOKEN_SECONDS: i64 = 3600;
+
+/// The objects that a pod refers to.
+#[must_use]
+pub fn of(pod: &Pod) -> BTreeSet<Reference> {
+    let mut found = Found { namespace: namespace(pod), references: BTreeSet::new() };
+    let Some(spec) = &pod.spec else { return found.references };
+    for secret in spec.image_pull_secrets.iter().flatten() {
+        found.add(Kind::Secret, Some(&secret.name));
+    }
+    for container in spec.init_containers.iter().flatten().chain(&spec.containers) {
+        found.container(container);
+    }
+    for volume in spec.volumes.iter().flatten() {
+        found.volume(volume);
+    }
+    found.references
+}
+
+/// The tokens that a pod's volumes ask for.
+#[must_use]
+pub fn tokens(pod: &Pod) -> BTreeSet<TokenReference> {
+    let Some(spec) = &pod.spec else { return BTreeSet::new() };
+    let named = |name: &Option<String>| name.clone().filter(|name| !name.is_empty());
+    let account = named(&spec.service_account_name).unwrap_or_else(|| "default".to_owned());
+    let volumes = spec.volumes.iter().flatten();
+    let projections = volumes.filter_map(|volume| volume.projected.as_ref()).flat_map(projections);
+    let wanted = projections.filter_map(|projection| projection.service_account_token.as_ref());
+    let token = |source: &k8s_openapi::api::core::v1::ServiceAccountTokenProjection| TokenReference {
+        namespace: namespace(pod),
+        service_account: account.clone(),
+        pod: pod.metadata.name.clone().unwrap_or_default(),
+        uid: pod.metadata.uid.clone().unwrap_or_default(),
+        audience: source.audience.clone().unwrap_or_default(),
+        expiration_seconds: source.expiration_seconds.unwrap_or(TOKEN_SECONDS),
+    };
+    wanted.map(token).collect()
+}
+
+fn projections(
+    source: &ProjectedVolumeSource,
+) -> impl Iterator<Item = &k8s_openapi::api::core::v1::VolumeProjection> {
+    source.sources.iter().flatten()
+}
+
+fn namespace(pod: &Pod) -> String {
+    pod.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned())
+}
+
+struct Found {
+    namespace: String,
+    references: BTreeSet<Reference>,
+}
+
+impl Found {
+    fn add(&mut self, kind: Kind, name: Option<&String>) {
+        if let Some(name) = name.filter(|name| !name.is_empty()) {
+            let (namespace, name) = (self.namespace.clone(), name.clone());
+            self.references.insert(Reference { kind, namespace, name });
+        }
+    }
+
+    fn container(&mut self, container: &Container) {
+        for source in container.env_from.iter().flatten() {
+            self.add(Kind::ConfigMap, source.config_map_ref.as_ref().map(|reference| &reference.name));
+            self.add(Kind::Secret, source.secret_ref.as_ref().map(|reference| &reference.name));
+        }
+        let sources = container.env.iter().flatten().filter_map(|variable| variable.value_from.as_ref());
+        for source in sources {
+            self.add(Kind::ConfigMap, source.config_map_key_ref.as_ref().map(|key| &key.name));
+            self.add(Kind::Secret, source.secret_key_ref.as_ref().map(|key| &key.name));
+        }
+    }
+
+    fn volume(&mut self, volume: &Volume) {
+        self.add(Kind::ConfigMap, volume.config_map.as_ref().map(|source| &source.name));
+        self.add(Kind::Secret, volume.secret.as_ref().and_then(|source| source.secret_name.as_ref()));
+        for projection in volume.projected.iter().flat_map(projections) {
+            self.add(Kind::ConfigMap, projection.config_map.as_ref().map(|source| &source.name));
+            self.add(Kind::Secret, projection.secret.as_ref().map(|source| &source.name));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn pod(spec: &Value) -> Pod {
+        serde_json::from_value(json!({
+            "metadata": {"name": "web", "namespace": "shop", "uid": "u1"}, "spec": spec,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn every_place_that_names_an_object_is_found() {
+        let check = |mut spec: Value, expected: &[&str]| {
+            if spec.get("containers").is_none() {
+                spec["containers"] = json!([]);
+            }
+            let found = of(&pod(&spec));
+            assert!(found.iter().all(|reference| reference.namespace == "shop"));
+            let found: Vec<String> =
+                found.iter().map(|r| format!("{} {}", r.kind.as_str(), r.name)).collect();
+            assert_eq!(found, expected, "{spec}");
+        };
+        let container = |container: Value| {
+            let mut named = container;
+            named["name"] = json!("c");
+            named
+        };
+        check(json!({}), &[]);
+        check(json!({"imagePullSecrets": [{"name": "s"}, {"name": ""}]}), &["Secret s"]);
+        let from = json!([{"configMapRef": {"name": "m"}}, {"secretRef": {"name": "s", "optional": true}}]);
+        check(json!({"containers": [container(json!({"envFrom": from}))]}), &["ConfigMap m", "Secret s"]);
+        let keys = json!([
+            {"name": "A", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
+            {"name": "B", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+            {"name": "C", "value": "x"},
+        ]);
+        check(json!({"initContainers": [container(json!({"env": keys}))]}), &["ConfigMap m", "Secret s"]);
+        check(
+            json!({"volumes": [
+                {"name": "a", "configMap": {"name": "m"}},
+                {"name": "b", "secret": {"secretName": "s"}},
+                {"name": "c", "projected": {"sources": [{"configMap": {"name": "n"}}, {"secret": {"name": "t"}}]}},
+                {"name": "d", "emptyDir": {}},
+            ]}),
+            &["ConfigMap m", "ConfigMap n", "Secret s", "Secret t"],
+        );
+    }
+
+    #[test]
+    fn tokens_are_of_the_pods_account_for_whom_they_are_asked() {
+        let source = |token: Value| json!({"sources": [{"serviceAccountToken": token}]});
+        let spec = json!({
+            "serviceAccountName": "robot", "containers": [],
+            "volumes": [
+                {"name": "a", "projected": source(json!({"path": "token"}))},
+                {"name": "b", "projected": source(json!({"path": "x", "audience": "vault", "expirationSeconds": 600}))},
+            ],
+        });
+        let found: Vec<TokenReference> = tokens(&pod(&spec)).into_iter().collect();
+        let shown: Vec<String> = found
+            .iter()
+            .map(|t| {
+                format!(
+                    "{}/{} {}/{} {:?} {}",
+                    t.namespace, t.service_account, t.pod, t.uid, t.audience, t.expiration_seconds
+                )
+            })
+            .collect();
+        assert_eq!(shown, ["shop/robot web/u1 \"\" 3600", "shop/robot web/u1 \"vault\" 600"]);
+        assert_eq!(tokens(&pod(&json!({"containers": []}))), BTreeSet::new());
+    }
+}

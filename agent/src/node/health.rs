@@ -1,0 +1,69 @@
+//! The agent's health, as `/healthz`, the API and the node's conditions show it.
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use tokio::time::Instant;
+
+use beelet_api::grpc::Outlook;
+use beelet_model::table::Complete;
+use beelet_pleg::relist::{NOTICED_AFTER, Pulse, UNHEALTHY_AFTER};
+
+/// Knows whether the container runtime answers. Clones share it.
+#[derive(Clone)]
+pub(super) struct Health {
+    endpoint: Arc<str>,
+    /// The relist's, once the runtime has answered for the first time.
+    pulse: Arc<OnceLock<Pulse>>,
+    began: Instant,
+    pub(super) complete: Complete,
+}
+
+impl Health {
+    pub(super) fn new(endpoint: &str) -> Self {
+        let (pulse, complete) = (Arc::default(), Arc::default());
+        Self { endpoint: endpoint.into(), pulse, began: Instant::now(), complete }
+    }
+
+    /// From now on the relist's pulse decides.
+    pub(super) fn follow(&self, pulse: Pulse) {
+        let _ = self.pulse.set(pulse);
+    }
+
+    /// An error sentence if the agent is not well.
+    pub(super) fn check(&self) -> Result<(), String> {
+        self.check_within(UNHEALTHY_AFTER)
+    }
+
+    /// An error sentence once the runtime has been silent for this long.
+    fn check_within(&self, patience: Duration) -> Result<(), String> {
+        let endpoint = &self.endpoint;
+        let Some(pulse) = self.pulse.get() else {
+            return Err(format!("the container runtime at {endpoint} has not answered yet"));
+        };
+        let silent = pulse.silence();
+        if silent < patience {
+            return Ok(());
+        }
+        let since = Timestamp::now().saturating_sub(silent).map(|at| format!(" since {at:.0}"));
+        Err(format!(
+            "the container runtime at {endpoint} has not answered{} ({} s): is it running?",
+            since.unwrap_or_default(),
+            silent.as_secs()
+        ))
+    }
+
+    /// What the API's clients learn beside the pods.
+    pub(super) fn outlook(&self) -> Outlook {
+        let health = self.clone();
+        Outlook::new(Arc::clone(&self.complete), move || health.check_within(NOTICED_AFTER).err())
+    }
+
+    /// For how long [`Health::check`] has given its present answer.
+    pub(super) fn lasted(&self) -> Duration {
+        self.pulse.get().map_or_else(|| self.began.elapsed(), Pulse::lasted)
+    }
+}

@@ -1,0 +1,51 @@
+//! Starts and stops the kernel half, which may block, off the async threads.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use anyhow::{Context, Result};
+use tokio::task::spawn_blocking;
+use tracing::{info, warn};
+
+use beelet_bpf::{Kernel, KernelOptions};
+
+/// Brings up the kernel half as far as this kernel allows. The kernel half logs what is missing.
+pub(super) async fn start(options: KernelOptions) -> Result<Kernel> {
+    let kernel =
+        spawn_blocking(move || Kernel::start(&options)).await.context("the kernel half could not start")?;
+    if kernel.adopted() {
+        info!("the kernel half went on while the agent was away; it is taken over");
+    }
+    Ok(kernel)
+}
+
+/// Stops it; with `keep_pins` its programs and maps stay for the next start.
+pub(super) async fn stop(kernel: Kernel, keep_pins: bool) {
+    match spawn_blocking(move || kernel.stop(keep_pins)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(%error, "the kernel half was not left in order"),
+        Err(error) => warn!(%error, "the kernel half was dropped"),
+    }
+}
+
+/// What the kernel programs count, for the tuner. It reads twice per second, so a failure is logged once.
+pub(super) fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
+    let warned = AtomicBool::new(false);
+    Arc::new(move || match measures.snapshot() {
+        Ok(counters) => {
+            warned.store(false, Ordering::Relaxed);
+            counters
+        }
+        Err(error) => {
+            if !warned.swap(true, Ordering::Relaxed) {
+                warn!(%error, "cannot read the kernel's counters; the tuner does without");
+            }
+            BTreeMap::new()
+        }
+    })
+}

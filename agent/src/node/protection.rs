@@ -1,0 +1,255 @@
+//! Builds what protects the node from its pods (admission, garbage collection, eviction) and connects it with them.
+
+use std::sync::{Arc, OnceLock};
+
+use beelet_policy::eviction::{DiskLayout, Reclaim};
+use futures::future::BoxFuture;
+use k8s_openapi::api::core::v1 as core;
+use prometheus_client::registry::Registry;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::{conditions, facts, health::Health, parts::Parts, run::Node};
+use beelet_admission::{Admission, RetryEvicted};
+use beelet_api::grpc::{devices::NodeResources, garbage::Collectors};
+use beelet_base::blocking::blocking;
+use beelet_bpf::{
+    Interest,
+    quota::{self, Uncounted},
+};
+use beelet_config::Config;
+use beelet_eviction::{
+    DiskUsages, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges, gauges,
+};
+use beelet_images::{
+    Collector, ImageGc, ImageGcRequest, Leases,
+    containers::{self, ContainerGc, ContainerGcRequest},
+};
+use beelet_model::{pressure::Conditions, request::Request};
+use beelet_state::events::NodeEvents;
+
+/// Their counters, and where the API finds the collectors once they are built.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Metrics {
+    admission: beelet_admission::Metrics,
+    images: beelet_images::Metrics,
+    containers: containers::Metrics,
+    eviction: beelet_eviction::Metrics,
+    pub(super) collectors: Arc<OnceLock<Collectors>>,
+}
+
+impl Metrics {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        self.admission.register(registry);
+        self.images.register(registry);
+        self.containers.register(registry);
+        self.eviction.register(registry);
+    }
+}
+
+/// Admission, garbage collection and eviction, not running yet.
+pub(super) struct NodeProtection {
+    pub(super) admission: Arc<Admission>,
+    pub(super) leases: Leases,
+    /// What the node is short of.
+    pressures: watch::Receiver<Conditions>,
+    retry_evicted: RetryEvicted,
+    image_gc: Collector<ImageGc>,
+    container_gc: Collector<ContainerGc>,
+    eviction: Eviction,
+    local_storage: LocalStorage,
+    /// What eviction listens to.
+    sources: [(&'static str, BoxFuture<'static, ()>); 3],
+}
+
+impl NodeProtection {
+    /// Builds them for `node`; they send `requests` to the pods' manager.
+    pub(super) async fn build(node: &Node, requests: &mpsc::Sender<Request>) -> Self {
+        let (conditions, pressures) = watch::channel(Conditions::new());
+        let metrics = &node.metrics.protection;
+        let admission = Arc::new(Admission::new(beelet_admission::Parts {
+            resources: facts::capacity(&node.config, &node.machine),
+            policy: node.config.beelet.preemption,
+            conditions: pressures.clone(),
+            requests: requests.clone(),
+            metrics: metrics.admission.clone(),
+        }));
+        let retry_evicted = RetryEvicted {
+            table: node.table.clone(),
+            conditions: pressures.clone(),
+            admission: Arc::clone(&admission),
+            requests: requests.clone(),
+            transition: node.config.eviction.pressure_transition,
+        };
+        let leases = Leases::default();
+        let (image_gc, images) = image_gc(node, &leases);
+        let (container_gc, containers) = container_gc(node);
+        log_quotas(&node.config).await;
+        let disk = DiskUsages::default();
+        let local_storage = local_storage(node, &disk, requests);
+        let reclaimer = reclaimer(images.clone(), containers.clone());
+        let (eviction, sources) = eviction(node, disk, requests, reclaimer, conditions);
+        let _ = metrics.collectors.set(Collectors { images, containers });
+        Self {
+            admission,
+            leases,
+            pressures,
+            retry_evicted,
+            image_gc,
+            container_gc,
+            eviction,
+            local_storage,
+            sources,
+        }
+    }
+
+    /// Capacity and allocatable, without devices.
+    pub(super) fn resources(&self, config: &Config) -> NodeResources {
+        facts::node_resources(config, self.admission.resources())
+    }
+
+    /// Tells the node's conditions, whenever asked. One of `tasks` notes when they change; it ends with eviction.
+    pub(super) fn conditions(
+        &self,
+        health: &Health,
+        tasks: &mut Parts,
+    ) -> Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync> {
+        let (since, noting) = conditions::follow(self.pressures.clone());
+        tasks.spawn("node conditions", noting);
+        let health = health.clone();
+        Arc::new(move || conditions::list(&since.borrow(), &health))
+    }
+
+    /// Runs them until `working` ends.
+    pub(super) fn spawn(self, tasks: &mut Parts, working: &CancellationToken) {
+        tasks.spawn("image collection", self.image_gc.run(working.clone()));
+        tasks.spawn("container collection", self.container_gc.run(working.clone()));
+        tasks.spawn("retry of evicted pods", self.retry_evicted.run(working.clone()));
+        tasks.spawn("eviction", self.eviction.run(working.clone()));
+        tasks.spawn("local storage", self.local_storage.run(working.clone()));
+        for (name, source) in self.sources {
+            let working = working.clone();
+            // A kernel may have none of what one of them listens to.
+            tasks.spawn_optional(name, async move {
+                let _ = working.run_until_cancelled(source).await;
+            });
+        }
+    }
+}
+
+fn image_gc(node: &Node, leases: &Leases) -> (Collector<ImageGc>, beelet_images::Handle) {
+    ImageGc::new(beelet_images::Parts {
+        runtime: node.runtime.clone(),
+        leases: leases.clone(),
+        state: Arc::clone(&node.state),
+        table: node.table.clone(),
+        policy: node.config.image_gc.policy,
+        period: node.config.image_gc.is_on().then_some(beelet_images::gc::PERIOD),
+        space: node.doors.space.clone(),
+        events: node_events(node),
+        metrics: node.metrics.protection.images.clone(),
+    })
+}
+
+fn container_gc(node: &Node) -> (Collector<ContainerGc>, containers::Handle) {
+    ContainerGc::new(containers::Parts {
+        runtime: node.runtime.clone(),
+        table: node.table.clone(),
+        policy: node.config.beelet.container_gc,
+        period: containers::PERIOD,
+        pod_logs_dir: node.config.pod_logs_dir.clone(),
+        events: node_events(node),
+        metrics: node.metrics.protection.containers.clone(),
+    })
+}
+
+fn local_storage(node: &Node, usages: &DiskUsages, requests: &mpsc::Sender<Request>) -> LocalStorage {
+    LocalStorage {
+        table: node.table.clone(),
+        runtime: node.runtime.clone(),
+        pods_dir: node.config.beelet.pods_dir.clone(),
+        pod_logs_dir: node.config.pod_logs_dir.clone(),
+        period: node.config.volume_stats_period,
+        enforce: node.config.local_storage_isolation,
+        usages: usages.clone(),
+        requests: requests.clone(),
+        metrics: node.metrics.protection.eviction.clone(),
+    }
+}
+
+/// Eviction, and what it listens to.
+fn eviction(
+    node: &Node,
+    disk: DiskUsages,
+    requests: &mpsc::Sender<Request>,
+    reclaimer: Reclaimer,
+    conditions: watch::Sender<Conditions>,
+) -> (Eviction, [(&'static str, BoxFuture<'static, ()>); 3]) {
+    let (configured, cgroups) = (&node.config.eviction, Arc::clone(&node.cgroups));
+    let metrics = &node.metrics.protection.eviction;
+    let filesystems = Filesystems::new(node.config.beelet.state_dir.clone(), node.doors.space.clone());
+    let (layout_out, layout) = watch::channel(DiskLayout::default());
+    let hints = Hints::default();
+    let mut gauges = filesystems.gauges();
+    gauges.extend(node.doors.gauges.clone().unwrap_or_else(|| gauges::of_the_machine(&cgroups)));
+    let eviction = Eviction::new(beelet_eviction::Parts {
+        thresholds: configured.thresholds.clone(),
+        transition: configured.pressure_transition,
+        max_pod_grace: configured.max_pod_grace,
+        gauges,
+        layout,
+        hints: hints.clone(),
+        usage: PodUsages { cgroups: Arc::clone(&cgroups), config: node.cgroup_config.clone(), disk },
+        table: node.table.clone(),
+        requests: requests.clone(),
+        reclaimer,
+        conditions,
+        events: node_events(node),
+        metrics: metrics.clone(),
+    });
+    let edges = node.kernel.subscribe(Interest::OOM_KILLS | Interest::PRESSURE);
+    let to_kernel = edges::listen_to_kernel(edges, hints.clone(), metrics.clone());
+    let to_cgroups = edges::listen(cgroups, configured.thresholds.clone(), hints);
+    let follow = filesystems.follow(node.runtime.clone(), layout_out);
+    let sources: [(_, BoxFuture<'static, ()>); 3] = [
+        ("eviction hints of the kernel", Box::pin(to_kernel)),
+        ("eviction hints of cgroups", Box::pin(to_cgroups)),
+        ("file systems", Box::pin(follow)),
+    ];
+    (eviction, sources)
+}
+
+fn node_events(node: &Node) -> NodeEvents {
+    NodeEvents::new(node.events.clone(), &node.config.node_name)
+}
+
+/// Lets eviction ask the collectors before it ends a pod.
+fn reclaimer(images: beelet_images::Handle, containers: containers::Handle) -> Reclaimer {
+    Arc::new(move |step| {
+        let (images, containers) = (images.clone(), containers.clone());
+        Box::pin(async move {
+            match step {
+                Reclaim::DeleteUnusedContainers => {
+                    let request = ContainerGcRequest { terminated: true, dry_run: false };
+                    containers.collect(request).await?;
+                }
+                Reclaim::DeleteUnusedImages => {
+                    let request = ImageGcRequest { all_unused: true, dry_run: false };
+                    images.collect(request).await?;
+                }
+            }
+            Ok(())
+        })
+    })
+}
+
+/// Logs how the sizes of volumes are found.
+async fn log_quotas(config: &Config) {
+    let dir = config.beelet.pods_dir.clone();
+    match blocking("asking for project quotas", move || quota::counted(&dir)).await {
+        Ok(()) => info!("the kernel counts what volumes take, by project"),
+        Err(Uncounted::Off(why)) => info!("volumes are measured by walking through them: {why}"),
+        Err(Uncounted::Refused(why)) => warn!("volumes are measured by walking through them: {why}"),
+    }
+}

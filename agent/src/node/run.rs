@@ -1,0 +1,631 @@
+//! `beelet run`: a node that runs pods. The servers come first, so that somebody can see what is missing; all else is built
+//! once the container runtime answers.
+
+use std::{net::SocketAddr, ops::Deref, sync::Arc, time::Duration};
+
+use anyhow::{Context, Result, bail};
+use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_policy::cgroups::{CgroupConfig, CgroupDriver, CgroupValues};
+use beelet_proto::cri;
+use tokio::{
+    sync::{SetOnce, mpsc, watch},
+    task::spawn_blocking,
+};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tracing::{info, warn};
+
+use super::{
+    builder::{Attached, Builder, Doors, Handles},
+    facts::{self, Machine},
+    farewell,
+    frame::Frame,
+    health::Health,
+    kernel,
+    metrics::Metrics,
+    parts::{Failures, Parts},
+    process,
+    protection::NodeProtection,
+    sources,
+    stats::{self, Stats},
+};
+use beelet_api::{
+    grpc::{self, manifests::Running},
+    http::ApiState,
+    podresources,
+    signals::Mode,
+};
+use beelet_bpf::{Interest, Kernel, KernelOptions};
+use beelet_cgroups::{Cgroups, Version};
+use beelet_config::{Config, TcpProbes};
+use beelet_cri::{Runtime, ownership::Ownership};
+use beelet_devices::{Devices, cdi_by_annotation};
+use beelet_images::pull::{self, Puller};
+use beelet_logs::rotate::{self, Rotator};
+use beelet_manifests::source::{ManifestSource, Options};
+use beelet_model::{desired::Desired, processes::Shared as Processes, request::Request, table::PodTable};
+use beelet_pleg::{
+    Pace,
+    exits::{self, Exits},
+    relist::Relist,
+    stream,
+};
+use beelet_pods::{
+    launch::Launcher,
+    manager::{self, Manager},
+    orphans, qos_tree,
+    records::Records,
+    refresh,
+};
+use beelet_probes::Probes;
+use beelet_state::{State, events::Recorder};
+
+/// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
+const REQUESTS: usize = 1024;
+/// How often the runtime is asked how it is configured before the agent gives up, and how long it waits between.
+const CONFIG_TRIES: usize = 30;
+const CONFIG_RETRY: Duration = Duration::from_secs(1);
+/// The kernel program that reports exits, by its name in the table of capabilities.
+const EXIT_PROGRAM: &str = "task_exited";
+/// What stopping a pod may take beyond its grace period, before the service manager may lose its patience.
+const STOP_MARGIN: Duration = Duration::from_secs(30);
+/// How often freed memory goes back to the system.
+const MEMORY_PERIOD: Duration = Duration::from_secs(60);
+
+/// What is there before the runtime answers.
+pub(super) struct Base {
+    pub(super) config: Config,
+    pub(super) doors: Doors,
+    pub(super) state: Arc<State>,
+    pub(super) runtime: Runtime,
+    pub(super) cgroups: Arc<Cgroups>,
+    pub(super) events: Recorder,
+    pub(super) metrics: Metrics,
+    pub(super) table: watch::Receiver<Arc<PodTable>>,
+    health: Health,
+    stats: Stats,
+    probes: beelet_probes::Handle,
+    late: LateServices,
+}
+
+/// What only one part takes, each of it.
+struct Inputs {
+    table: watch::Sender<Arc<PodTable>>,
+    stats: beelet_stats::Inbox,
+    probes: beelet_probes::Commands,
+    sources: Vec<watch::Receiver<Arc<Desired>>>,
+    attached: Vec<Attached>,
+}
+
+/// What services of the API use that is there only once the node runs.
+#[derive(Default)]
+struct LateServices {
+    devices: grpc::devices::Slot,
+    running: Arc<SetOnce<Running>>,
+}
+
+/// Runs the node until `shutdown`.
+pub(super) async fn run(builder: Builder, config: Config, shutdown: CancellationToken) -> Result<()> {
+    let Builder { doors, sources, attached } = builder;
+    // The locks come first: a second agent must not get as far as touching anything.
+    let state = Arc::new(State::open(&config.beelet.state_dir)?);
+    let (runtime, ownership) = open_runtime(&doors, &config).await?;
+    make_kubelet_dir(&config).await?;
+    if doors.own_process {
+        for trouble in process::prepare(config.oom_score_adj, config.max_open_files) {
+            warn!("{trouble}");
+        }
+    }
+    let cgroups = open_cgroups(&doors, &config)?;
+    let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
+    let (stats, inbox) = Stats::new();
+    let (probes, commands) = beelet_probes::handle();
+    let base = Base {
+        events: Recorder::load(&state),
+        health: Health::new(&config.runtime_endpoint),
+        metrics: Metrics::default(),
+        late: LateServices::default(),
+        config,
+        doors,
+        state,
+        runtime,
+        cgroups,
+        table,
+        stats,
+        probes,
+    };
+    let inputs = Inputs { table: table_out, stats: inbox, probes: commands, sources, attached };
+    let mut frame = Frame::new(&shutdown);
+    let services = base.services(&frame.serving);
+    frame.serve(&base.config.socket(), services, base.http()).await?;
+    frame.servers.spawn("event log", base.events.writer(Arc::clone(&base.state), frame.serving.clone()));
+    frame.notify_service_manager(stopping_time(base.config.beelet.stop_pods_on_exit, base.table.clone()));
+    let ran = base.run(inputs, &frame, ownership.as_ref(), shutdown).await;
+    frame.end().await;
+    drop(ownership);
+    ran
+}
+
+/// The runtime, and the right to drive it as long as the second value lives.
+async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option<Ownership>)> {
+    if let Some(runtime) = &doors.runtime {
+        return Ok((runtime.clone(), None));
+    }
+    let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
+        .with_image_endpoint(&config.image_endpoint)?;
+    let socket = runtime.socket().to_owned();
+    let taken = spawn_blocking(move || Ownership::take(&socket)).await;
+    Ok((runtime, Some(taken.context("the runtime could not be taken")??)))
+}
+
+/// Several parts make folders in it: it has one mode, whichever comes first.
+async fn make_kubelet_dir(config: &Config) -> Result<()> {
+    let dir = config.beelet.kubelet_dir.clone();
+    let made = spawn_blocking(move || make_folder(&dir, PRIVATE)).await.context("the kubelet's folder")?;
+    made.map_err(anyhow::Error::msg)
+}
+
+/// The cgroup tree, if it can do what the configuration asks for.
+fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
+    let cgroups = match &doors.cgroups {
+        Some(cgroups) => Arc::clone(cgroups),
+        None => Arc::new(Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)?),
+    };
+    if config.fail_cgroup_v1 && cgroups.version() != Version::V2 {
+        bail!(
+            "this machine's cgroups are {}, and failCgroupV1 is true: boot with systemd.unified_cgroup_hierarchy=1, or \
+             take failCgroupV1 out of the configuration",
+            cgroups.version()
+        );
+    }
+    cgroups.require_root()?;
+    if config.single_process_oom_kill == Some(false) && cgroups.version() != Version::V2 {
+        bail!(
+            "this machine's cgroups are {}, and singleProcessOOMKill is false: the kernel kills a whole container for want \
+             of memory on version 2 alone; take singleProcessOOMKill out of the configuration",
+            cgroups.version()
+        );
+    }
+    Ok(cgroups)
+}
+
+/// How long pods may take to stop with the agent, as of when it is told to end; zero where they go on without it.
+fn stopping_time(stop_pods: bool, table: watch::Receiver<Arc<PodTable>>) -> impl Fn() -> Duration {
+    move || {
+        let table = table.borrow();
+        let graces = table.pods.values().map(|entry| beelet_model::pod::grace_period(&entry.pod));
+        graces.max().filter(|_| stop_pods).map_or(Duration::ZERO, |longest| longest + STOP_MARGIN)
+    }
+}
+
+impl Base {
+    /// Waits for the runtime, builds the node and runs it until `shutdown`.
+    async fn run(
+        self,
+        inputs: Inputs,
+        frame: &Frame,
+        ownership: Option<&Ownership>,
+        shutdown: CancellationToken,
+    ) -> Result<()> {
+        let Some(version) = frame.wait_for(&self.runtime).await? else { return Ok(()) };
+        if let Some(ownership) = ownership {
+            // A kubelet that waited for the runtime as we did is seen only now.
+            ownership.refuse_kubelet(self.runtime.socket())?;
+        }
+        let node = Node::build(self, version).await?;
+        node.run(inputs, &frame.failures, shutdown).await
+    }
+
+    /// All services of the gRPC socket.
+    fn services(&self, serving: &CancellationToken) -> Routes {
+        let (table, config) = (&self.table, &self.config);
+        let logs = config.pod_logs_dir.clone();
+        let (folder, node_name) = (config.static_pod_path.clone(), config.node_name.clone());
+        let outlook = self.health.outlook();
+        let running = Arc::clone(&self.late.running);
+        Routes::new(grpc::node_service(table.clone(), outlook, serving.clone()))
+            .add_service(grpc::events::service(&self.events, serving.clone()))
+            .add_service(grpc::containers::service(
+                table.clone(),
+                self.runtime.clone(),
+                logs,
+                serving.clone(),
+            ))
+            .add_service(grpc::devices::service(Arc::clone(&self.late.devices), table.clone()))
+            .add_service(grpc::manifests::service(folder, node_name, running))
+            .add_service(grpc::garbage::service(Arc::clone(&self.metrics.protection.collectors)))
+            .add_service(grpc::tuner::service(self.metrics.tuner_view.subscribe()))
+            .add_service(grpc::probes::service(self.probes.clone()))
+            .add_service(self.stats.service(Mode::Run, serving))
+    }
+
+    /// What HTTP serves, and where; nowhere if the configuration says so.
+    fn http(&self) -> Option<(SocketAddr, ApiState)> {
+        let config = &self.config;
+        let mut registry = self.metrics.registry(&self.runtime, &self.cgroups);
+        self.stats.register(&mut registry, config.beelet.metrics_pod_uid);
+        let health = self.health.clone();
+        let state = ApiState {
+            pods: self.table.clone(),
+            registry: Arc::new(registry),
+            pressure: self.stats.pressure.clone(),
+            specs: config.beelet.unauthenticated_pods,
+            summary: true,
+            health: Arc::new(move || health.check().err()),
+        };
+        let address = SocketAddr::new(config.healthz_address, config.healthz_port);
+        (config.healthz_port != 0).then_some((address, state))
+    }
+}
+
+/// All that the runtime's presence allows to be opened.
+pub(super) struct Node {
+    base: Base,
+    version: cri::VersionResponse,
+    pub(super) machine: Machine,
+    pub(super) cgroup_config: CgroupConfig,
+    reserved: Vec<CgroupValues>,
+    pub(super) kernel: Kernel,
+}
+
+impl Deref for Node {
+    type Target = Base;
+
+    fn deref(&self) -> &Base {
+        &self.base
+    }
+}
+
+impl Node {
+    async fn build(base: Base, version: cri::VersionResponse) -> Result<Self> {
+        if cgroup_driver(&base.runtime).await? == Some(CgroupDriver::Systemd) {
+            bail!(
+                "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set \
+                 SystemdCgroup = false in the runtime's configuration and restart it"
+            );
+        }
+        let machine = match &base.doors.machine {
+            Some(machine) => machine.clone(),
+            None => Machine::inspect(&base.config).await?,
+        };
+        let cgroup_config = facts::cgroup_config(&base.config, &machine, base.cgroups.version());
+        let (held, journal) = (Arc::clone(&base.cgroups), Arc::clone(&base.state));
+        spawn_blocking(move || beelet_tuner::recover(&held, &journal))
+            .await
+            .context("the tuner's journal")?;
+        let values = qos_tree::values(&[], &cgroup_config)?;
+        qos_tree::write(&base.cgroups, values).await?;
+        let reserved = facts::reserved_cgroups(&base.config, &base.cgroups, &cgroup_config)?;
+        let kernel = kernel::start(kernel_options(&base.config, &base.cgroups)).await?;
+        Ok(Self { base, version, machine, cgroup_config, reserved, kernel })
+    }
+
+    /// Connects the parts and runs them until `shutdown`.
+    async fn run(self, inputs: Inputs, failures: &Failures, shutdown: CancellationToken) -> Result<()> {
+        // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
+        let working = CancellationToken::new();
+        let mut tasks = Parts::new(&working, failures);
+        let (requests, requested) = mpsc::channel(REQUESTS);
+        let (processes_out, processes) = watch::channel(Processes::default());
+        let (active_out, active) = watch::channel(None);
+        let (devices, device_tasks) = self.open_devices(active, requests.clone()).await?;
+        let records = Records::load(&self.state);
+        // It ends when the manager has.
+        tasks.spawn_optional("records", records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
+        let protection = NodeProtection::build(&self, &requests).await;
+        let desired = self.desired(inputs.sources, &mut tasks, &working).await;
+        let launcher = Arc::new(self.launcher(desired.clone(), &devices, &protection)?);
+        let exits = self.follow_exits(&mut tasks, &requests, processes, &working);
+        let handles = self.handles(desired, requests, devices, exits, &protection, &mut tasks);
+        self.open_services(&handles);
+        let sweep = orphans::Sweep {
+            pods_dir: self.config.beelet.pods_dir.clone(),
+            table: self.table.clone(),
+            known: records.known(),
+            desired: handles.desired.clone(),
+            runtime: self.runtime.clone(),
+            period: self.doors.orphan_check,
+        };
+        let manager = Manager::new(manager::Parts {
+            launcher: Arc::clone(&launcher),
+            runtime_name: self.version.runtime_name.clone(),
+            desired: handles.desired.clone(),
+            requests: requested,
+            table: inputs.table,
+            processes: processes_out,
+            records,
+            active: active_out,
+            metrics: self.metrics.pods.clone(),
+            stop_pods_on_exit: self.config.beelet.stop_pods_on_exit,
+            complete: Arc::clone(&self.health.complete),
+        });
+        for (name, part) in device_tasks.named(&working) {
+            tasks.spawn(name, part);
+        }
+        protection.spawn(&mut tasks, &working);
+        self.probe(&mut tasks, inputs.probes, &handles, &working);
+        self.measure(&mut tasks, inputs.stats, &working);
+        self.keep_cgroups(&mut tasks, &handles, &working);
+        tasks.spawn("volumes", refresh::follow(self.table.clone(), launcher, working.clone()));
+        tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
+        tasks.spawn("log rotation", self.rotator().run(working.clone()));
+        tasks.spawn("memory", give_memory_back(working.clone()));
+        let table = self.table.clone();
+        tasks.spawn("pod resources", podresources::serve(handles.devices.clone(), table, working.clone()));
+        for (name, part) in inputs.attached {
+            tasks.spawn(name, part(handles.clone(), working.clone()));
+        }
+        drop(handles);
+        tasks.watch("kernel events", self.kernel.failed());
+        let failed = tokio::select! {
+            () = manager.run(shutdown) => None,
+            failed = failures.first() => Some(failed),
+        };
+        working.cancel();
+        farewell(tasks).await;
+        // Pinned, the kernel's listener table goes on while the agent is away. Pods that were not stopped
+        // need it.
+        let keep_pins = failed.is_some() || !self.config.beelet.stop_pods_on_exit;
+        kernel::stop(self.kernel, keep_pins).await;
+        info!("ended");
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// What should run: the static manifests, and the other sources of pods.
+    async fn desired(
+        &self,
+        mut sources: Vec<watch::Receiver<Arc<Desired>>>,
+        tasks: &mut Parts,
+        working: &CancellationToken,
+    ) -> watch::Receiver<Arc<Desired>> {
+        let manifests = self.manifests(tasks, working).await;
+        if sources.is_empty() {
+            return manifests;
+        }
+        sources.insert(0, manifests);
+        let (joined, joining) = sources::join(sources);
+        tasks.spawn_optional("sources of pods", joining);
+        joined
+    }
+
+    /// The pods of static manifests. Without a static pod path there are none, and none that runs is unwanted either.
+    async fn manifests(
+        &self,
+        tasks: &mut Parts,
+        working: &CancellationToken,
+    ) -> watch::Receiver<Arc<Desired>> {
+        let Some(path) = &self.config.static_pod_path else {
+            warn!("staticPodPath is not set: no static pods are started, and those that run are left alone");
+            let nothing = Desired { folder_unread: true, ..Desired::default() };
+            return watch::channel(Arc::new(nothing)).1;
+        };
+        let options = Options {
+            check_frequency: self.config.file_check_frequency,
+            critical_static_pods: self.config.beelet.critical_static_pods,
+            allowed_unsafe_sysctls: self.config.allowed_unsafe_sysctls.clone(),
+            state: Some(Arc::clone(&self.state)),
+            cancel: working.clone(),
+        };
+        let (desired, watching) =
+            ManifestSource::open(path.clone(), self.config.node_name.clone(), options).await;
+        tasks.spawn_optional("manifests", watching);
+        desired
+    }
+
+    /// Starts what learns of containers' ends: the kernel, the runtime's events and the relist. Other signs of an end can
+    /// be sent where it returns.
+    fn follow_exits(
+        &self,
+        tasks: &mut Parts,
+        requests: &mpsc::Sender<Request>,
+        processes: watch::Receiver<Processes>,
+        working: &CancellationToken,
+    ) -> mpsc::Sender<beelet_pleg::ExitHint> {
+        let pace = Pace::default();
+        let (relist, pulse) =
+            Relist::new(self.runtime.clone(), requests.clone(), pace.clone(), self.metrics.relist.clone());
+        self.health.follow(pulse);
+        tasks.spawn("relist", relist.run(working.clone()));
+        let (hints_out, hints) = mpsc::channel(beelet_pleg::HINTS);
+        let reports = |c: &beelet_bpf::Capability| c.program == EXIT_PROGRAM && c.have.is_ok();
+        pace.set_kernel(self.kernel.capabilities().iter().any(reports));
+        let edges = self.kernel.subscribe(Interest::EXITS | Interest::OOM_KILLS);
+        tasks.spawn("kernel exits", beelet_pleg::forward(edges, hints_out.clone(), working.clone()));
+        let runtime = self.runtime.clone();
+        let stream = stream::follow(runtime, hints_out.clone(), pace.clone(), working.clone());
+        tasks.spawn_optional("runtime events", stream);
+        let exits = Exits::new(exits::Parts {
+            runtime: self.runtime.clone(),
+            requests: requests.clone(),
+            processes,
+            hints,
+            pace,
+            cgroups: Arc::clone(&self.cgroups),
+            metrics: self.metrics.exits.clone(),
+        });
+        tasks.spawn("exits", exits.run(working.clone()));
+        hints_out
+    }
+
+    /// What the API and attached parts may use.
+    fn handles(
+        &self,
+        desired: watch::Receiver<Arc<Desired>>,
+        requests: mpsc::Sender<Request>,
+        devices: Devices,
+        exits: mpsc::Sender<beelet_pleg::ExitHint>,
+        protection: &NodeProtection,
+        tasks: &mut Parts,
+    ) -> Handles {
+        Handles {
+            table: self.table.clone(),
+            complete: Arc::clone(&self.health.complete),
+            desired,
+            requests,
+            events: self.events.clone(),
+            runtime: self.runtime.clone(),
+            resources: protection.resources(&self.config),
+            devices,
+            conditions: protection.conditions(&self.health, tasks),
+            probes: self.probes.clone(),
+            exits,
+            metrics: self.metrics.clone(),
+        }
+    }
+
+    /// Hands the API's services what they have waited for.
+    fn open_services(&self, handles: &Handles) {
+        let _ = self.late.devices.set(grpc::devices::Known {
+            devices: handles.devices.clone(),
+            resources: handles.resources.clone(),
+            conditions: Arc::clone(&handles.conditions),
+        });
+        let (desired, requests) = (handles.desired.clone(), handles.requests.clone());
+        let _ = self.late.running.set(Running { desired, requests });
+    }
+
+    fn probe(
+        &self,
+        tasks: &mut Parts,
+        commands: beelet_probes::Commands,
+        handles: &Handles,
+        working: &CancellationToken,
+    ) {
+        let probes = Probes::new(beelet_probes::Parts {
+            table: self.table.clone(),
+            requests: handles.requests.clone(),
+            runtime: Some(self.runtime.clone()),
+            listeners: self.kernel.listeners(),
+            checker: self.kernel.checker(),
+            edges: self.kernel.subscribe(Interest::LISTENERS),
+            commands,
+            settings: beelet_probes::Settings {
+                tcp_by_kernel: self.config.beelet.tcp_probes == TcpProbes::Kernel,
+                edge_policy: self.config.beelet.edge_policy,
+                canary: self.config.beelet.liveness_canary,
+            },
+            events: self.events.clone(),
+            metrics: self.metrics.probes.clone(),
+            asking: tokio::runtime::Handle::current(),
+        });
+        tasks.spawn("probes", probes.run(working.clone()));
+    }
+
+    fn measure(&self, tasks: &mut Parts, inbox: beelet_stats::Inbox, working: &CancellationToken) {
+        let beelet = &self.config.beelet;
+        let options = stats::Options {
+            node: self.config.node_name.clone(),
+            interval: beelet.pressure_interval,
+            most: beelet.max_measured_containers,
+        };
+        let measured = (Arc::clone(&self.cgroups), self.table.clone(), &self.kernel);
+        self.stats.clone().start(inbox, options, measured, tasks, working);
+    }
+
+    /// Starts what writes cgroups beside the workers: the keeper of the pods' tree, and the tuner.
+    fn keep_cgroups(&self, tasks: &mut Parts, handles: &Handles, working: &CancellationToken) {
+        let keeper = qos_tree::Parts {
+            table: self.table.clone(),
+            cgroups: Arc::clone(&self.cgroups),
+            config: self.cgroup_config.clone(),
+            runtime: self.runtime.clone(),
+            reserved: self.reserved.clone(),
+            requests: handles.requests.clone(),
+            metrics: self.metrics.qos_tree.clone(),
+            check: self.doors.cgroup_check,
+        };
+        tasks.spawn("cgroup keeper", qos_tree::follow(keeper, working.clone()));
+        let configured = &self.config.beelet.tuner;
+        let tuner = beelet_tuner::Parts {
+            table: self.table.clone(),
+            cgroups: Arc::clone(&self.cgroups),
+            owner: beelet_tuner::Owner::Us(self.cgroup_config.clone()),
+            state: Arc::clone(&self.state),
+            waits: self.kernel.measures().map(kernel::waits),
+            settings: beelet_tuner::Settings {
+                mode: configured.mode,
+                interval: configured.interval,
+                back_off: configured.back_off,
+                law: configured.law,
+            },
+            metrics: self.metrics.tuner.clone(),
+            view: self.metrics.tuner_view.clone(),
+        };
+        tasks.spawn_optional("tuner", beelet_tuner::run(tuner, working.clone()));
+    }
+
+    fn rotator(&self) -> Rotator {
+        let limits = rotate::Limits {
+            max_size: self.config.container_log_max_size,
+            max_files: self.config.container_log_max_files,
+            interval: self.config.container_log_monitor_interval,
+        };
+        Rotator::new(self.runtime.clone(), self.config.pod_logs_dir.clone(), limits, self.table.clone())
+    }
+
+    fn launcher(
+        &self,
+        desired: watch::Receiver<Arc<Desired>>,
+        devices: &Devices,
+        protection: &NodeProtection,
+    ) -> Result<Launcher> {
+        let limits = pull::Limits {
+            parallel: self.config.parallel_image_pulls,
+            per_second: self.config.registry_pull_qps.into(),
+            burst: self.config.registry_burst,
+        };
+        Ok(Launcher {
+            runtime: self.runtime.clone(),
+            puller: Puller::new(self.runtime.clone(), limits),
+            desired,
+            cgroups: Arc::clone(&self.cgroups),
+            cgroup_config: self.cgroup_config.clone(),
+            node: facts::node_facts(&self.config, &self.machine, &self.cgroup_config.node)?,
+            pods_dir: self.config.beelet.pods_dir.clone(),
+            max_restart_delay: self.config.max_container_restart_period,
+            events: self.events.clone(),
+            devices: devices.clone(),
+            cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
+            admission: Arc::clone(&protection.admission),
+            leases: protection.leases.clone(),
+        })
+    }
+}
+
+/// The runtime's cgroup driver; a runtime that has just come up may need a moment to tell it.
+async fn cgroup_driver(runtime: &Runtime) -> Result<Option<CgroupDriver>> {
+    for _ in 0..CONFIG_TRIES {
+        match runtime.runtime_config().await {
+            Ok(driver) => return Ok(driver),
+            Err(error) => warn!("{error}; asked again in {} s", CONFIG_RETRY.as_secs()),
+        }
+        tokio::time::sleep(CONFIG_RETRY).await;
+    }
+    Ok(runtime.runtime_config().await?)
+}
+
+fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
+    KernelOptions {
+        bpffs: config.beelet.bpffs.clone(),
+        pin_name: config.beelet.pin_name.clone(),
+        cgroup: cgroups.cgroup2_path("/kubepods").unwrap_or_default(),
+        mode: config.beelet.bpf,
+        object: config.beelet.bpf_log.clone(),
+        thresholds: config.beelet.pressure_edges,
+        ..KernelOptions::default()
+    }
+}
+
+/// Once a minute gives back the memory that a burst needed (a hundred pods that start at once) and nobody uses any more.
+async fn give_memory_back(shutdown: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            () = tokio::time::sleep(MEMORY_PERIOD) => {}
+        }
+        // It may take a moment.
+        if spawn_blocking(beelet_bpf::give_memory_back).await.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The measuring of containers: the sampling of their counters, the kernel's edges, the gRPC service and the metrics of
+//! both. The same for `run` and for `observe`.
+
+mod forward;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet_proto::beelet::signals_server::{Signals as Service, SignalsServer};
+use prometheus_client::registry::Registry;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use beelet_api::signals::feed::Feed;
+use beelet_api::signals::{self, Mode};
+use beelet_bpf::{Interest, Kernel};
+use beelet_cgroups::Cgroups;
+use beelet_model::table::PodTable;
+use beelet_stats::metrics::{Containers, Metrics};
+use beelet_stats::{Inbox, Parts, Sampling};
+
+/// What servers need of the measuring; made before anything is measured.
+#[derive(Debug, Clone)]
+pub(super) struct Stats {
+    /// Containers' numbers.
+    pub(super) pressure: beelet_stats::Stats,
+    feed: Feed,
+    metrics: Metrics,
+}
+
+/// How measuring is configured.
+#[derive(Debug, Clone)]
+pub(super) struct Options {
+    /// The node's name.
+    pub(super) node: String,
+    /// Between two readings while somebody looks.
+    pub(super) interval: Duration,
+    /// More containers are left out.
+    pub(super) most: usize,
+}
+
+impl Stats {
+    /// Not measuring yet.
+    pub(super) fn new() -> (Self, Inbox) {
+        let (pressure, inbox) = beelet_stats::channel();
+        (Self { pressure, feed: Feed::default(), metrics: Metrics::default() }, inbox)
+    }
+
+    /// Adds the metrics to `registry`.
+    pub(super) fn register(&self, registry: &mut Registry, pod_uid: bool) {
+        self.metrics.register(registry);
+        registry.register_collector(Box::new(Containers { pressure: self.pressure.clone(), pod_uid }));
+    }
+
+    /// The gRPC service.
+    pub(super) fn service(&self, mode: Mode, serving: &CancellationToken) -> SignalsServer<impl Service> {
+        signals::service(self.pressure.clone(), self.feed.clone(), mode, serving.clone())
+    }
+
+    /// Measures until `working` is cancelled.
+    pub(super) fn start(
+        self,
+        inbox: Inbox,
+        options: Options,
+        (cgroups, table, kernel): (Arc<Cgroups>, watch::Receiver<Arc<PodTable>>, &Kernel),
+        tasks: &mut super::parts::Parts,
+        working: &CancellationToken,
+    ) {
+        let parts = Parts {
+            cgroups,
+            table,
+            snapshot: snapshot(kernel),
+            node: options.node,
+            interval: options.interval,
+            most: options.most,
+            metrics: self.metrics,
+        };
+        tasks.spawn("sampling", Sampling::new(parts, inbox).run(working.clone()));
+        let edges = kernel.subscribe(Interest::ALL);
+        tasks.spawn("signals", forward::run(edges, self.feed, self.pressure, working.clone()));
+    }
+}
+
+/// Reads the kernel programs' counters for the sampling.
+fn snapshot(kernel: &Kernel) -> beelet_stats::Snapshot {
+    let Some(measures) = kernel.measures() else { return Box::new(|| None) };
+    let mut said = false;
+    Box::new(move || match measures.snapshot() {
+        Ok(counters) => {
+            said = false;
+            Some(counters)
+        }
+        Err(error) => {
+            if !std::mem::replace(&mut said, true) {
+                tracing::warn!("{error}; the files have to do meanwhile");
+            }
+            None
+        }
+    })
+}

@@ -1,0 +1,297 @@
+//! What the values do: how CPU time is shared, that memory is throttled, protected and never taken by
+//! killing, and that a pod's end leaves nothing. On the real kernel, under a root of the test's own, in
+//! whichever version the machine has.
+#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
+use beelet_policy::cgroups::CgroupDriver;
+use beelet_policy::cgroups::{
+    CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts, node_cgroups, pod_cgroup,
+};
+use beelet_tests::guards::{CgroupRoot, Mount, Process};
+use beelet_tests::{require, requires, workdir};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
+
+/// What one wait may take. The three of a test fit into the 300 s that it gets in an emulated guest.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// How much of the CPU time a share is measured over: enough that one slice of the scheduler is next to
+/// nothing.
+const SHARED_SECONDS: f64 = 12.0;
+/// What a pod that asked for something may get more or less than its share, relative to it.
+const SHARE_ERROR: f64 = 0.05;
+/// What a BestEffort pod may get beyond its share, of all the time. It always gets something: its slices are
+/// as long as those of others, but come seldom.
+const BEST_EFFORT_ERROR: f64 = 0.02;
+const MIB: u64 = 1 << 20;
+
+fn setup(name: &str) -> (CgroupRoot, Cgroups) {
+    let root = CgroupRoot::new(&workdir::unique(name)).unwrap();
+    let cgroups = Cgroups::discover(root.path(), CgroupDriver::Cgroupfs).unwrap();
+    (root, cgroups)
+}
+
+/// A process in the cgroup `path`, in every hierarchy, from its first instruction on.
+fn process_in(root: &CgroupRoot, path: &str, program: &str) -> Process {
+    let join: String = root
+        .dirs()
+        .iter()
+        .map(|dir| format!("echo $$ > {}/cgroup.procs && ", dir.join(&path[1..]).display()))
+        .collect();
+    let script = format!("{join}{program}");
+    Process(Command::new("sh").args(["-c", &script]).stdin(Stdio::null()).spawn().unwrap())
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < deadline, "waited for {what}");
+        // Counters of cgroups can't be waited for.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn files(values: &[(&str, String)]) -> Files {
+    values.iter().map(|(file, value)| ((*file).to_owned(), value.clone())).collect()
+}
+
+fn memory_limit(cgroups: &Cgroups, bytes: u64) -> Files {
+    let file = if cgroups.version() == Version::V2 { "memory.max" } else { "memory.limit_in_bytes" };
+    files(&[(file, bytes.to_string())])
+}
+
+/// A program that has so many MiB of memory of its own and keeps them.
+fn eater(mebibytes: u64) -> String {
+    // A variable of the shell; the second line keeps the shell itself in its place.
+    format!("x=$(head -c {} /dev/zero | tr '\\0' x); while :; do sleep 1; done", mebibytes * MIB)
+}
+
+// ---- CPU ----
+
+fn pods() -> Vec<Pod> {
+    let pod = |name: &str, resources: serde_json::Value| {
+        serde_json::from_value(json!({
+            "metadata": {"name": name, "uid": name},
+            "spec": {"containers": [{"name": "main", "resources": resources}]},
+        }))
+        .unwrap()
+    };
+    let guaranteed = json!({"cpu": "1", "memory": "64Mi"});
+    vec![
+        pod("guaranteed", json!({"requests": guaranteed, "limits": guaranteed})),
+        pod("burstable", json!({"requests": {"cpu": "500m"}})),
+        pod("besteffort", json!({})),
+    ]
+}
+
+/// The weight of each pod among all, by the files of those that compete: kubepods' children.
+fn weights(cgroups: &Cgroups) -> [f64; 3] {
+    let file = if cgroups.version() == Version::V2 { "cpu.weight" } else { "cpu.shares" };
+    let of = |path: &str| cgroups.read(path, file).unwrap().parse::<f64>().unwrap();
+    [of("/kubepods/podguaranteed"), of("/kubepods/burstable"), of("/kubepods/besteffort")]
+}
+
+fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
+    let (root, cgroups) = setup("beelet-cgroup-shares");
+    let version = if cgroups.version() == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
+    let node = NodeAmounts { memory_capacity: 0, allocatable_millis: 2000, allocatable_memory: 1 << 33 };
+    // Without quotas: they would hold one pod back by something else than its share.
+    let config = CgroupConfig {
+        cpu_cfs_quota: false,
+        cpu_weight_formula: formula,
+        ..CgroupConfig::new(version, node)
+    };
+    let pods = pods();
+    let mut wanted: BTreeMap<String, Files> = BTreeMap::new();
+    wanted.extend(node_cgroups(&pods, &config).unwrap().map(|cgroup| (cgroup.path, cgroup.files)));
+    wanted.extend(pods.iter().map(|pod| pod_cgroup(pod, &config).unwrap()).map(|one| (one.path, one.files)));
+    cgroups.ensure_all(&wanted).unwrap();
+    let weights = weights(&cgroups);
+    if let Some(expected) = expected {
+        assert_eq!(weights, expected);
+    }
+    let paths =
+        ["/kubepods/podguaranteed", "/kubepods/burstable/podburstable", "/kubepods/besteffort/podbesteffort"];
+    // All on one CPU, so that they compete.
+    let mut first = rustix::thread::CpuSet::new();
+    first.set(0);
+    let busy: Vec<Process> =
+        paths.iter().map(|path| process_in(&root, path, "while :; do :; done")).collect();
+    let used = || paths.map(|path| cgroups.cpu_use(path).unwrap().used_ns as f64 / 1e9);
+    wait_until("all of them to run", || used().iter().all(|seconds| *seconds > 0.0));
+    // Not before: a process that joins a cgroup with a cpuset may run on all of its CPUs again (before Linux
+    // 6.2).
+    for child in &busy {
+        let pid = rustix::process::Pid::from_child(&child.0);
+        rustix::thread::sched_setaffinity(Some(pid), &first).unwrap();
+    }
+    let before = used();
+    let since = || [0, 1, 2].map(|n| used()[n] - before[n]);
+    wait_until("enough CPU time", || since().iter().sum::<f64>() >= SHARED_SECONDS);
+    let (used, all) = (since(), weights.iter().sum::<f64>());
+    let total: f64 = used.iter().sum();
+    let shares = used.map(|seconds| seconds / total);
+    let wanted = weights.map(|weight| weight / all);
+    eprintln!("weights {weights:?}: {shares:.4?} of the CPU time, where {wanted:.4?} are their shares");
+    for n in [0, 1] {
+        let error = (shares[n] / wanted[n] - 1.0).abs();
+        assert!(error <= SHARE_ERROR, "{}: {} of the time, not {}", paths[n], shares[n], wanted[n]);
+    }
+    assert!(shares[2] > 0.0, "a BestEffort pod gets what others leave");
+    assert!(shares[2] <= wanted[2] + BEST_EFFORT_ERROR, "{}: {} of the time", paths[2], shares[2]);
+}
+
+#[test]
+fn cpu_time_is_shared_as_the_kubelets_weights_say() {
+    require!(root);
+    let (_root, cgroups) = setup("beelet-cgroup-version");
+    let v1 = cgroups.version() != Version::V2;
+    share_cpu_time(
+        CpuWeightFormula::Kubelet,
+        Some(if v1 { [1024.0, 512.0, 2.0] } else { [39.0, 20.0, 1.0] }),
+    );
+}
+
+#[test]
+fn cpu_time_is_shared_exactly_by_requests_with_proportional_weights() {
+    require!(root);
+    let (_root, cgroups) = setup("beelet-cgroup-version");
+    let v1 = cgroups.version() != Version::V2;
+    share_cpu_time(CpuWeightFormula::Proportional, (!v1).then_some([100.0, 50.0, 1.0]));
+}
+
+// ---- Memory ----
+
+fn only_on_v2(file: &str) -> requires::Missing {
+    let what = format!("cgroup version 1 has no {file}");
+    requires::Missing { what, remedy: "cargo xtask vm boots kernels with version 2".to_owned() }
+}
+
+#[test]
+fn a_memory_limit_below_what_is_in_use_kills_nobody_and_is_written_once_it_fits() {
+    require!(root);
+    let (root, cgroups) = setup("beelet-cgroup-fits");
+    let pod = "/kubepods/burstable/podfits";
+    cgroups.ensure(pod, &memory_limit(&cgroups, 256 * MIB)).unwrap();
+    let mut eater = process_in(&root, pod, &eater(32));
+    wait_until("the memory to be used", || cgroups.memory_use(pod).unwrap().usage > 32 * MIB);
+    let tight = BTreeMap::from([(pod.to_owned(), memory_limit(&cgroups, 8 * MIB))]);
+    let report = cgroups.adjust(&tight, Adjust::All);
+    assert!(report.changed.is_empty(), "{report:?}");
+    match cgroups.version() {
+        Version::V2 => assert!(matches!(report.failed[..], [CgroupError::WouldKill { .. }]), "{report:?}"),
+        _ => assert!(report.failed[0].to_string().contains("more than that is in use"), "{report:?}"),
+    }
+    assert!(eater.0.try_wait().unwrap().is_none(), "it was killed");
+    assert_eq!(cgroups.memory_use(pod).unwrap().limit, Some(256 * MIB));
+    // Only what leaves more room may be written in between, so this is nothing to do.
+    assert!(cgroups.adjust(&tight, Adjust::Wider).failed.is_empty());
+    drop(eater);
+    wait_until("the smaller limit to fit", || cgroups.adjust(&tight, Adjust::All).failed.is_empty());
+    assert_eq!(cgroups.memory_use(pod).unwrap().limit, Some(8 * MIB));
+}
+
+#[test]
+fn memory_high_throttles_and_kills_nobody() {
+    require!(root);
+    let (root, cgroups) = setup("beelet-cgroup-high");
+    if cgroups.version() != Version::V2 {
+        requires::skip(&only_on_v2("memory.high"));
+        return;
+    }
+    let pod = "/kubepods/burstable/podhigh";
+    cgroups.ensure(pod, &files(&[("memory.high", (16 * MIB).to_string())])).unwrap();
+    let mut eater = process_in(&root, pod, &eater(64));
+    let events = |name: &str| -> u64 {
+        let text = cgroups.read(pod, "memory.events").unwrap();
+        text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok()).unwrap()
+    };
+    wait_until("it to be throttled", || events("high ") > 0);
+    assert_eq!(events("oom_kill "), 0);
+    assert!(eater.0.try_wait().unwrap().is_none(), "it ended");
+}
+
+/// A block device whose pages can be read into the page cache, where one can be had.
+fn block_device() -> Option<&'static str> {
+    let _ = Command::new("modprobe").arg("null_blk").stderr(Stdio::null()).status();
+    ["/dev/nullb0"].into_iter().find(|device| fs::metadata(device).is_ok())
+}
+
+#[test]
+fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
+    require!(root);
+    let (root, cgroups) = setup("beelet-cgroup-min");
+    if cgroups.version() != Version::V2 {
+        requires::skip(&only_on_v2("memory.min"));
+        return;
+    }
+    let Some(device) = block_device() else {
+        let what = "the kernel has no null_blk device, whose pages could be cached".to_owned();
+        requires::skip(&requires::Missing { what, remedy: "modprobe null_blk".to_owned() });
+        return;
+    };
+    // What is cached of a device goes when the last one closes it.
+    let _open = fs::File::open(device).unwrap();
+    let (safe, bare, hog) =
+        ("/kubepods/podsafe", "/kubepods/burstable/podbare", "/kubepods/besteffort/podhog");
+    // What protects the pod must be granted by its ancestors too.
+    let min = |mebibytes: u64| files(&[("memory.min", (mebibytes * MIB).to_string())]);
+    let mut kubepods = min(48);
+    kubepods.insert("memory.max".to_owned(), (96 * MIB).to_string());
+    cgroups.ensure("/kubepods", &kubepods).unwrap();
+    cgroups.ensure(safe, &min(48)).unwrap();
+    cgroups.ensure(bare, &Files::new()).unwrap();
+    cgroups.ensure(hog, &Files::new()).unwrap();
+    let cached = |pod: &str| -> u64 {
+        let text = cgroups.read(pod, "memory.stat").unwrap();
+        text.lines().find_map(|line| line.strip_prefix("file ")?.parse().ok()).unwrap()
+    };
+    // Each reads 24 MiB of its own part of the device.
+    for (pod, skip) in [(safe, 0), (bare, 1000)] {
+        let read = format!("exec dd if={device} of=/dev/null bs=1M count=24 skip={skip} 2>/dev/null");
+        assert!(process_in(&root, pod, &read).0.wait().unwrap().success());
+        assert!(cached(pod) >= 20 * MIB, "{pod} has cached {}", cached(pod));
+    }
+    let before = cached(safe);
+    // The neighbour takes all the room but 8 MiB, for good: memory without a file behind it and no swap to go
+    // to. One that only reads files once would lose its own pages first: multi-generational LRU takes the
+    // coldest.
+    let folder = tempfile::tempdir().unwrap();
+    let memory = Mount::tmpfs(&folder.path().join("memory"), 64 * MIB).unwrap();
+    let swap = root.dir("memory").unwrap().join(&hog[1..]).join("memory.swap.max");
+    if swap.exists() {
+        fs::write(swap, "0").unwrap();
+    }
+    let fill = format!("exec dd if=/dev/zero of={}/all bs=1M count=64 2>/dev/null", memory.path().display());
+    assert!(process_in(&root, hog, &fill).0.wait().unwrap().success());
+    assert!(cached(safe) >= before * 9 / 10, "protected: {} of {before} left", cached(safe));
+    assert!(cached(bare) < 12 * MIB, "not protected, and still there: {}", cached(bare));
+}
+
+// ---- The end ----
+
+#[test]
+fn the_end_of_a_pod_that_keeps_forking_leaves_nothing() {
+    require!(root);
+    let (root, cgroups) = setup("beelet-cgroup-end");
+    let pod = "/kubepods/besteffort/podforks";
+    cgroups.ensure(&format!("{pod}/c1"), &Files::new()).unwrap();
+    let mut parent = process_in(
+        &root,
+        &format!("{pod}/c1"),
+        "while :; do for i in 1 2 3 4 5; do sleep 100 & done; sleep 0.01; done",
+    );
+    wait_until("it to fork", || cgroups.pids(pod).unwrap().len() > 10);
+    let killed = crate::destroyed(&cgroups, pod, PATIENCE);
+    parent.0.wait().unwrap();
+    assert!(root.dirs().iter().all(|dir| !dir.join(&pod[1..]).exists()));
+    assert!(killed.iter().all(|pid| !fs::exists(format!("/proc/{pid}/exe")).unwrap_or(false)), "{killed:?}");
+    // Again: nothing to do. And nothing but a pod is ended.
+    assert!(cgroups.destroy(pod).unwrap().is_empty());
+    assert!(matches!(cgroups.destroy("/kubepods/besteffort"), Err(CgroupError::NotAPod(_))));
+}

@@ -1,0 +1,25 @@
+//! Cgroups on this machine's kernel, in whichever version it has. Runs in the guests of `cargo xtask vm` too.
+
+mod effects;
+mod hints;
+mod kernel;
+mod runc;
+mod tuner;
+
+use std::time::{Duration, Instant};
+
+use beelet_cgroups::Cgroups;
+
+/// Destroys the pod's cgroup within `patience`, however many calls of two seconds that takes on a busy machine.
+/// Returns the processes that were killed for it.
+fn destroyed(cgroups: &Cgroups, pod: &str, patience: Duration) -> Vec<u32> {
+    let deadline = Instant::now() + patience;
+    let mut killed = Vec::new();
+    while cgroups.exists_anywhere(pod) {
+        match cgroups.destroy(pod) {
+            Ok(ended) => killed.extend(ended),
+            Err(error) => assert!(error.is_busy() && Instant::now() < deadline, "{error}"),
+        }
+    }
+    killed
+}

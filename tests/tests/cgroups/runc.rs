@@ -1,0 +1,227 @@
+//! A container's cgroup as a real runc makes it, against what the agent wants of it: which values runc's own
+//! formula makes different, that they can be set through it, that a resize keeps the container, and that the
+//! pod's end leaves nothing.
+//!
+//! Runs on this machine and in the guests of `cargo xtask vm`. A guest's root is the kernel's initial one,
+//! which nothing can be pivoted away from; so runc is started in a tmpfs that has everything of the root in
+//! it.
+#![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use beelet_cgroups::{Adjust, Cgroups, Files, Version};
+use beelet_policy::cgroups::CgroupDriver;
+use beelet_policy::cgroups::{
+    CgroupConfig, CgroupVersion, ContainerResources, NodeAmounts, container_cgroup, container_resources,
+    pod_cgroup,
+};
+use beelet_tests::guards::CgroupRoot;
+use beelet_tests::{images, require, requires, workdir};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+const ID: &str = "main";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Makes a tmpfs that has everything of the root in it, and runs the rest of the arguments there.
+const IN_TMPFS: &str = r#"
+new=$1; shift
+mount --make-rprivate /
+mount -t tmpfs tmpfs "$new"
+for path in /*; do
+  if [ -L "$path" ]; then ln -s "$(readlink "$path")" "$new$path"
+  elif [ -d "$path" ]; then mkdir "$new$path"; mount -o rbind "$path" "$new$path"
+  fi
+done
+exec chroot "$new" "$@"
+"#;
+
+/// What one pod with one container wants, as the agent would ask for it.
+struct Wanted {
+    pod: String,
+    pod_files: Files,
+    files: Files,
+    resources: ContainerResources,
+}
+
+fn wanted(version: Version, cpu: &str, memory: &str) -> Wanted {
+    let amounts = json!({"cpu": cpu, "memory": memory});
+    let pod: Pod = serde_json::from_value(json!({
+        "metadata": {"name": "runc", "uid": "runc"},
+        "spec": {"containers": [{"name": ID, "resources": {"requests": amounts, "limits": amounts}}]},
+    }))
+    .unwrap();
+    let version = if version == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
+    let node =
+        NodeAmounts { memory_capacity: 1 << 33, allocatable_millis: 8000, allocatable_memory: 1 << 33 };
+    let config = CgroupConfig::new(version, node);
+    let container = &pod.spec.as_ref().unwrap().containers[0];
+    let of_pod = pod_cgroup(&pod, &config).unwrap();
+    Wanted {
+        pod: of_pod.path,
+        pod_files: of_pod.files,
+        files: container_cgroup(&pod, container, &config).unwrap().files,
+        resources: container_resources(&pod, container, &config).unwrap(),
+    }
+}
+
+/// As OCI's runtime specification has them; `unified` only where there is some: runc refuses it on version 1.
+fn oci(resources: &ContainerResources, unified: &Files) -> Value {
+    let mut oci = json!({
+        "cpu": {"shares": resources.cpu_shares, "quota": resources.cpu_quota, "period": resources.cpu_period},
+        "memory": {"limit": resources.memory_limit_bytes},
+    });
+    if !unified.is_empty() {
+        oci["unified"] = json!(unified);
+    }
+    oci
+}
+
+/// A container by runc alone.
+struct Runc {
+    dir: tempfile::TempDir,
+}
+
+impl Runc {
+    /// A bundle with busybox, that sleeps.
+    fn bundle(cgroup: &str, resources: &Value) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let rootfs = dir.path().join("bundle/rootfs");
+        for folder in ["bin", "dev", "proc"] {
+            fs::create_dir_all(rootfs.join(folder)).unwrap();
+        }
+        fs::create_dir(dir.path().join("root")).unwrap();
+        fs::copy(images::busybox().unwrap(), rootfs.join("bin/busybox")).unwrap();
+        let mount = |target: &str, kind: &str| json!({"destination": target, "type": kind, "source": kind});
+        let config = json!({
+            "ociVersion": "1.0.2",
+            "process": {"user": {"uid": 0, "gid": 0}, "cwd": "/", "args": ["/bin/busybox", "sleep", "1000"]},
+            "root": {"path": "rootfs"},
+            "mounts": [mount("/proc", "proc"), mount("/dev", "tmpfs")],
+            "linux": {
+                "cgroupsPath": cgroup,
+                "namespaces": [{"type": "pid"}, {"type": "mount"}],
+                "resources": resources,
+            },
+        });
+        fs::write(dir.path().join("bundle/config.json"), config.to_string()).unwrap();
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// `runc` with its state in a folder of its own.
+    fn arguments(&self) -> Vec<String> {
+        let runc = requires::find_program("runc").unwrap();
+        [runc, "--root".into(), self.path("state")].map(|part| part.display().to_string()).into()
+    }
+
+    /// Starts the container; its first process.
+    fn start(&self) -> u32 {
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-ec", IN_TMPFS, "sh"]).arg(self.path("root")).args(self.arguments());
+        command.args(["run", "--detach", "--no-new-keyring", "--pid-file"]).arg(self.path("pid"));
+        command.arg("--bundle").arg(self.path("bundle")).arg(ID);
+        // The container keeps them, so they can't be read to their end.
+        let output = fs::File::create(self.path("output")).unwrap();
+        command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
+        let status = command.status().unwrap();
+        let said = fs::read_to_string(self.path("output")).unwrap();
+        assert!(status.success(), "runc ended with {status}: {said}");
+        fs::read_to_string(self.path("pid")).unwrap().trim().parse().unwrap()
+    }
+
+    fn update(&self, resources: &Value) {
+        let arguments = self.arguments();
+        let mut command = Command::new(&arguments[0]);
+        command.args(&arguments[1..]).args(["update", "--resources", "-", ID]);
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(resources.to_string().as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+/// The files of a container that aren't as they should be, with what they hold.
+fn differing(cgroups: &Cgroups, path: &str, files: &Files) -> BTreeMap<String, String> {
+    let (changes, failed) = cgroups.differences(path, files);
+    assert!(failed.is_empty(), "{failed:?}");
+    changes.into_iter().map(|change| (change.file, change.from)).collect()
+}
+
+fn unified(wanted: &Wanted) -> Files {
+    let weight = wanted.files.get("cpu.weight");
+    weight.map(|weight| ("cpu.weight".to_owned(), weight.clone())).into_iter().collect()
+}
+
+fn runs(pid: u32) -> bool {
+    // A zombie's program is gone.
+    fs::read_link(format!("/proc/{pid}/exe")).is_ok()
+}
+
+#[test]
+fn a_container_that_runc_made_is_set_as_planned_resized_in_place_and_ended_with_its_pod() {
+    require!(runc);
+    let root = CgroupRoot::new(&workdir::unique("beelet-cgroup-runc")).unwrap();
+    let cgroups = Cgroups::discover(root.path(), CgroupDriver::Cgroupfs).unwrap();
+    let small = wanted(cgroups.version(), "1", "64Mi");
+    let path = format!("{}/{ID}", small.pod);
+    cgroups.ensure(&small.pod, &small.pod_files).unwrap();
+
+    // The runtime makes the cgroup, by its own formula: what may differ from the plan is the weight, and
+    // nothing else.
+    let runc = Runc::bundle(&cgroups.cri_parent(&path), &oci(&small.resources, &Files::new()));
+    let pid = runc.start();
+    assert!(cgroups.pids(&path).unwrap().contains(&pid));
+    assert_eq!(cgroups.container_path(&small.pod, ID).as_deref(), Some(path.as_str()));
+    let differs = differing(&cgroups, &path, &small.files);
+    eprintln!("runc made otherwise than planned: {differs:?}");
+    assert!(differs.keys().all(|file| file == "cpu.weight"), "{differs:?}");
+    runc.update(&oci(&small.resources, &unified(&small)));
+    assert_eq!(differing(&cgroups, &path, &small.files), BTreeMap::new());
+    let expected = match cgroups.version() {
+        Version::V2 => [("cpu.weight", "100"), ("cpu.max", "100000 100000"), ("memory.max", "67108864")],
+        _ => [("cpu.shares", "1024"), ("cpu.cfs_quota_us", "100000"), ("memory.limit_in_bytes", "67108864")],
+    };
+    for (file, value) in expected {
+        assert_eq!(cgroups.read(&path, file).as_deref(), Some(value), "{file}");
+    }
+
+    // Larger, with the pod first, then smaller, with the pod last: the same process goes on.
+    let large = wanted(cgroups.version(), "2500m", "128Mi");
+    let pod = |wanted: &Wanted| BTreeMap::from([(wanted.pod.clone(), wanted.pod_files.clone())]);
+    for (wanted, pod_first) in [(&large, true), (&small, false)] {
+        let adjust = || {
+            let report = cgroups.adjust(&pod(wanted), Adjust::All);
+            assert!(report.failed.is_empty() && !report.changed.is_empty(), "{report:?}");
+        };
+        if pod_first {
+            adjust();
+        }
+        runc.update(&oci(&wanted.resources, &unified(wanted)));
+        if !pod_first {
+            adjust();
+        }
+        assert_eq!(differing(&cgroups, &path, &wanted.files), BTreeMap::new());
+        assert_eq!(differing(&cgroups, &wanted.pod, &wanted.pod_files), BTreeMap::new());
+        assert!(runs(pid) && cgroups.pids(&path).unwrap() == [pid]);
+    }
+
+    ends(&cgroups, &root, &small.pod, pid);
+}
+
+/// What the runtime has left is killed with the pod, and nothing of it stays.
+fn ends(cgroups: &Cgroups, root: &CgroupRoot, pod: &str, pid: u32) {
+    // The process has no parent that waits for it but the machine's first one.
+    let killed = crate::destroyed(cgroups, pod, PATIENCE);
+    assert!(!runs(pid), "the container's process runs on; killed: {killed:?}");
+    assert!(root.dirs().iter().all(|dir| !dir.join(&pod[1..]).exists()));
+}

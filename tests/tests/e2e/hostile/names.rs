@@ -1,0 +1,69 @@
+//! Names: of files, of what is mounted, of processes, of cgroups. The kernel takes all bytes but two.
+
+use beelet_tests::manifests;
+use beelet_tests::require;
+use serde_json::json;
+
+use super::scene::{Allowance, Scene, hostile, with_volumes};
+use crate::node::container;
+
+#[test]
+fn names_that_are_no_text_in_volumes_and_in_the_mount_table_disturb_nobody() {
+    require!(containerd);
+    let mut scene = Scene::start(|options| options);
+    // The parts that are mounted are renamed: their mounts show the new names in the table of the whole
+    // machine.
+    let mut pod = with_volumes(
+        hostile("names", "testapp hurt names /v"),
+        json!([{ "name": "v", "emptyDir": { "sizeLimit": "64Mi" } }]),
+        json!([
+            { "name": "v", "mountPath": "/v" },
+            { "name": "v", "mountPath": "/part", "subPath": "sub" },
+            { "name": "v", "mountPath": "/word", "subPath": "file" },
+        ]),
+    );
+    let mut init = container("init", "echo x > /v/file");
+    init["volumeMounts"] = json!([{ "name": "v", "mountPath": "/v" }]);
+    pod["spec"]["initContainers"] = json!([init]);
+    pod["spec"]["securityContext"] = json!({ "fsGroup": 2000 });
+    let view = scene.run(&pod);
+    let table = std::fs::read("/proc/self/mountinfo").unwrap();
+    assert!(std::str::from_utf8(&table).is_err(), "no mount has a name that is no text");
+    scene.another_comes_and_goes();
+    scene.restart_agent();
+    scene.another_comes_and_goes();
+    // The volume's files are given to the group once more.
+    scene.lose_sandbox(&view);
+    scene.end(&["names"], Allowance::default());
+}
+
+#[test]
+fn processes_whose_names_are_no_text_are_shown_probed_and_ended_like_others() {
+    require!(containerd);
+    let scene = Scene::start(|options| options);
+    let pod = hostile("processes", "exec testapp hurt processes");
+    let probe = json!({
+        "exec": { "command": ["/bin/testapp", "probe", "ok"] }, "periodSeconds": 1, "timeoutSeconds": 30,
+    });
+    scene.run(&manifests::with(pod, "livenessProbe", probe));
+    for command in [&["top", "--once"][..], &["get", "pods"], &["describe", "pod", "processes"]] {
+        let (code, out, error) = scene.node.cli(command);
+        assert!(code == Some(0) && out.contains("processes"), "{command:?}: {out}{error}");
+        assert!(!out.contains('\x1b'), "{command:?} hands on escape sequences: {out:?}");
+    }
+    let (status, body) = scene.node.agent.get("/metrics").unwrap();
+    assert!(status == 200 && body.trim_end().ends_with("# EOF"), "{body}");
+    scene.end(&["processes"], Allowance::default());
+}
+
+#[test]
+fn cgroups_that_a_privileged_container_made_go_with_it() {
+    require!(containerd);
+    let mut scene = Scene::start(|options| options);
+    let pod = hostile("cgroups", "exec testapp hurt cgroups");
+    scene.run(&manifests::with(pod, "securityContext", json!({ "privileged": true })));
+    let (code, out, error) = scene.node.cli(&["top", "--once"]);
+    assert!(code == Some(0) && out.contains("cgroups"), "{out}{error}");
+    scene.restart_agent();
+    scene.end(&["cgroups"], Allowance::default());
+}

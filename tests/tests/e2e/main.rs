@@ -1,0 +1,21 @@
+//! Tier 3: real pods, end to end, on a containerd of the test's own.
+
+mod by_hand;
+mod churn;
+mod confinement;
+mod density;
+mod devices;
+mod harness;
+mod hostile;
+mod lifecycle;
+mod logs;
+mod node;
+mod observe;
+mod pods;
+mod pressure;
+mod probes;
+mod reboot;
+mod restarts;
+mod runtime_away;
+mod tuner;
+mod volumes;

@@ -1,0 +1,109 @@
+//! A real containerd that hangs: it is stopped as a debugger would stop it (SIGSTOP), its socket still takes
+//! connections, and nobody answers on them. Then it goes on as if nothing had been. (Stopped, killed and
+//! started anew: restarts.rs. All else that can go wrong around the agent: tier1/hostile/.)
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use std::time::{Duration, Instant};
+
+use crate::node::Node;
+use beelet_tests::agent::{Control, Options};
+use beelet_tests::containerd::Containerd;
+use beelet_tests::manifests::{self, CONTROL, PORT};
+use beelet_tests::pods::PodView;
+use beelet_tests::{require, workdir};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A process that is stopped as long as the value lives.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn stop(pid: u32) -> Stopped {
+        let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
+        kill_process(pid, Signal::STOP).unwrap();
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT); // it may be gone
+    }
+}
+
+fn identity(pod: &PodView) -> (String, Vec<(Option<String>, i32)>) {
+    let containers = pod.containers().iter().map(|one| (one.container_id.clone(), one.restart_count));
+    (pod.uid().to_owned(), containers.collect())
+}
+
+/// containerd hangs for so long, while the pods' own affairs go on.
+fn hangs(containerd: Containerd, time: Duration) {
+    let node = Node::on(containerd, |options: Options| options.http().unwrap());
+    for name in ["web", "crashes", "goes"] {
+        node.apply(&manifests::serving(name));
+    }
+    node.apply(&manifests::answering("http"));
+    let ready = |name: &str| node.wait(name, "to be ready", PodView::ready);
+    let [web, http, crashes, goes] = ["web", "http", "crashes", "goes"].map(ready);
+    let mut control = Control::connect(web.ip().unwrap(), CONTROL).unwrap();
+    let mut doomed = Control::connect(crashes.ip().unwrap(), CONTROL).unwrap();
+
+    let began = Instant::now();
+    let stopped = Stopped::stop(node.containerd.pid().unwrap());
+    // What the kernel tells needs no containerd: readiness, and that a process is gone.
+    control.send(&format!("close {PORT}")).unwrap();
+    node.wait("web", "to be not ready", |pod| !pod.ready());
+    control.send(&format!("open {PORT}")).unwrap();
+    node.wait("web", "to be ready again", PodView::ready);
+    // What is wanted meanwhile is known, and waits.
+    node.apply(&manifests::serving("late"));
+    node.wait("late", "to be known", |pod| pod.phase() == "Pending");
+    node.remove("goes");
+    let _ = doomed.send("exit 3"); // it may be gone before it answers
+    while began.elapsed() < time {
+        let (status, _) = node.agent.get("/metrics").unwrap();
+        assert_eq!(status, 200);
+        let listed = node.agent.cli(&["get", "pods"]).output().unwrap();
+        assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+        for (name, before) in [("web", &web), ("http", &http)] {
+            let now = node.wait(name, "to be there", |_| true);
+            assert!(now.ready() && identity(&now) == identity(before), "{name}: {now:?}");
+        }
+        std::thread::park_timeout(Duration::from_millis(500));
+    }
+
+    drop(stopped);
+    node.wait("late", "to be ready", PodView::ready);
+    node.wait("crashes", "to run again", |pod| pod.ready() && pod.restarts() == 1);
+    node.wait_gone("goes");
+    for (name, before) in [("web", &web), ("http", &http)] {
+        let now = node.wait(name, "to be ready", PodView::ready);
+        assert_eq!(identity(&now), identity(before), "{name}");
+    }
+    workdir::wait_for("the agent to call itself well", workdir::PATIENCE, || {
+        let answer = node.agent.get("/healthz").map_err(|error| format!("{error:#}"))?;
+        if answer.0 == 200 { Ok(()) } else { Err(format!("{answer:?}")) }
+    })
+    .unwrap();
+    assert_ne!(goes.uid(), "");
+    let log = node.agent.log();
+    assert!(!log.contains("panicked at"), "{log}");
+}
+
+#[test]
+fn a_containerd_that_hangs_for_a_while_costs_no_pod_anything() {
+    require!(containerd, bpf);
+    hangs(Containerd::start_for_test().unwrap(), Duration::from_secs(20));
+}
+
+#[test]
+fn a_containerd_that_hangs_for_longer_than_calls_may_take_costs_no_pod_anything() {
+    require!(containerd, bpf, long);
+    hangs(Containerd::start_for_test().unwrap(), Duration::from_secs(150));
+}
+
+#[test]
+fn a_containerd_2_that_hangs_for_a_minute_costs_no_pod_anything() {
+    require!(containerd_2, bpf, long);
+    hangs(Containerd::start_version_2_for_test().unwrap(), Duration::from_secs(60));
+}

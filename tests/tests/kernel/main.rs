@@ -1,0 +1,11 @@
+//! Tier 2: the kernel programs on this machine's kernel. Runs in the guests of `cargo xtask vm` too.
+
+mod bpftool;
+mod check;
+mod listeners;
+mod measures;
+mod pins;
+mod place;
+mod probes;
+mod quota;
+mod stress;

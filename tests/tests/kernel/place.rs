@@ -1,0 +1,283 @@
+//! What the kernel tests share: a cgroup, a network namespace and a bpf file system of the test's own, a process in
+//! them that listens when told to, and waiting for edges about that namespace alone (the programs see the whole machine).
+
+#![allow(dead_code)] // tests/libbpf.rs uses a part of it
+#![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
+
+use beelet_bpf::{
+    Counters, Edge, Edges, Interest, Kernel, KernelOptions, Listener, NetnsHandle, built_in_object,
+};
+use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
+use beelet_tests::load::{Load, Seat};
+use beelet_tests::requires;
+use beelet_tests::workdir::{PATIENCE, unique};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+pub(crate) const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// Everything a test changes on the machine; all of it goes when this is dropped.
+pub(crate) struct Place {
+    pub(crate) cgroup: CgroupRoot,
+    pub(crate) netns: NetNs,
+    pub(crate) bpffs: Mount,
+    pub(crate) handle: NetnsHandle,
+    _folder: tempfile::TempDir,
+}
+
+impl Place {
+    pub(crate) fn new(name: &str) -> Place {
+        let name = unique(name);
+        let cgroup = CgroupRoot::new(&name).unwrap();
+        let netns = NetNs::new(&name).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let bpffs = Mount::bpffs(&folder.path().join("bpf")).unwrap();
+        let handle = NetnsHandle::open(&netns.path()).unwrap();
+        Place { cgroup, netns, bpffs, handle, _folder: folder }
+    }
+
+    pub(crate) fn options(&self) -> KernelOptions {
+        KernelOptions {
+            bpffs: self.bpffs.path().to_path_buf(),
+            cgroup: self.cgroup_dir(),
+            ..KernelOptions::default()
+        }
+    }
+
+    pub(crate) fn cgroup_dir(&self) -> PathBuf {
+        self.cgroup.dir("unified").unwrap()
+    }
+
+    pub(crate) fn cgroup_id(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt as _;
+        std::fs::metadata(self.cgroup_dir()).unwrap().ino()
+    }
+
+    pub(crate) fn pins(&self) -> PathBuf {
+        self.bpffs.path().join("beelet").join(format!("v{}", beelet_ebpf_abi::ABI_VERSION))
+    }
+
+    /// Starts the kernel half; every program must be there.
+    pub(crate) fn start(&self) -> Kernel {
+        start(&self.options())
+    }
+
+    /// A container's cgroup, by its path below the pods' root; in the hierarchies of these v1 controllers too, where
+    /// they have one.
+    pub(crate) fn container(&self, path: &str, controllers: &[&str]) -> Container {
+        let mut dirs: Vec<PathBuf> = ["unified"]
+            .iter()
+            .chain(controllers)
+            .map(|name| self.cgroup.dir(name).unwrap().join(path))
+            .collect();
+        dirs.dedup();
+        for dir in &dirs {
+            std::fs::create_dir_all(dir).unwrap();
+        }
+        Container { dirs }
+    }
+
+    /// A process in the cgroup and the namespace.
+    pub(crate) fn process(&self) -> Process {
+        Process::start(Some(&self.cgroup_dir()), &self.netns)
+    }
+
+    /// What the map says of this namespace.
+    pub(crate) fn snapshot(&self, kernel: &Kernel) -> Vec<Listener> {
+        let all = kernel.listeners().unwrap().snapshot().unwrap();
+        all.into_iter().filter(|listener| listener.netns_cookie == self.handle.cookie()).collect()
+    }
+
+    /// Whether anything listens, by the map.
+    pub(crate) fn listens(&self, kernel: &Kernel, port: u16, ip: IpAddr) -> bool {
+        kernel.listeners().unwrap().is_listening(self.handle.cookie(), port, &[ip]).unwrap().is_some()
+    }
+
+    /// Waits for the next edge about this namespace.
+    pub(crate) fn next(&self, edges: &Edges) -> Seen {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match edges.recv_deadline(deadline) {
+                Ok(Edge::ListenerOpened { listener, at_ns })
+                    if listener.netns_cookie == self.handle.cookie() =>
+                {
+                    return Seen::Opened(listener, at_ns);
+                }
+                Ok(Edge::ListenerClosed { listener, at_ns })
+                    if listener.netns_cookie == self.handle.cookie() =>
+                {
+                    return Seen::Closed(listener, at_ns);
+                }
+                Ok(Edge::Lost) => return Seen::Lost,
+                Ok(_) => {}
+                Err(error) => panic!("no edge came in {PATIENCE:?}: {error}"),
+            }
+        }
+    }
+}
+
+/// An edge about the test's own namespace.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Seen {
+    Opened(Listener, u64),
+    Closed(Listener, u64),
+    Lost,
+}
+
+impl Seen {
+    pub(crate) fn opened(self) -> (Listener, u64) {
+        match self {
+            Seen::Opened(listener, at_ns) => (listener, at_ns),
+            other => panic!("expected a listener to open, got {other:?}"),
+        }
+    }
+
+    pub(crate) fn closed(self) -> (Listener, u64) {
+        match self {
+            Seen::Closed(listener, at_ns) => (listener, at_ns),
+            other => panic!("expected a listener to close, got {other:?}"),
+        }
+    }
+}
+
+/// Edges about listeners, from now on.
+pub(crate) fn listener_edges(kernel: &Kernel) -> Edges {
+    kernel.subscribe(Interest::LISTENERS)
+}
+
+/// Starts the kernel half; every program must be there.
+pub(crate) fn start(options: &KernelOptions) -> Kernel {
+    let kernel = Kernel::start(options);
+    for row in kernel.capabilities() {
+        assert_eq!(row.have, Ok(()), "{row:?}");
+    }
+    kernel
+}
+
+/// The process that listens (tests/src/bin/listener.rs).
+pub(crate) struct Process {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+/// A socket of a [`Process`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Socket {
+    pub(crate) id: u32,
+    pub(crate) port: u16,
+    pub(crate) cookie: u64,
+}
+
+impl Process {
+    pub(crate) fn start(cgroup: Option<&Path>, netns: &NetNs) -> Process {
+        Process::start_at(cgroup, &netns.path())
+    }
+
+    /// In the network namespace that a file stands for.
+    pub(crate) fn start_at(cgroup: Option<&Path>, netns: &Path) -> Process {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_listener"));
+        command.arg("--netns").arg(netns).stdin(Stdio::piped()).stdout(Stdio::piped());
+        if let Some(cgroup) = cgroup {
+            command.arg("--cgroup").arg(cgroup);
+        }
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Process { child, input, output }
+    }
+
+    /// Sends a command; its answer without the `ok`, or the error.
+    pub(crate) fn tell(&mut self, command: &str) -> Result<String, String> {
+        writeln!(self.input.as_mut().unwrap(), "{command}").unwrap();
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        match line.trim_end().strip_prefix("ok") {
+            Some(answer) => Ok(answer.trim().to_owned()),
+            None => Err(line),
+        }
+    }
+
+    /// A command that makes or changes a socket.
+    pub(crate) fn socket(&mut self, command: &str) -> Socket {
+        let answer = self.tell(command).unwrap();
+        let mut words = answer.split(' ');
+        let mut number = || words.next().unwrap().parse::<u64>().unwrap();
+        let (id, port, cookie) = (number(), number(), number());
+        Socket { id: id as u32, port: port as u16, cookie }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn close(&mut self, socket: Socket) {
+        self.tell(&format!("close {}", socket.id)).unwrap();
+    }
+
+    /// kill -9, and waits for the end.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The built-in object with another digest: one byte more at its end, where no reader of ELF looks.
+pub(crate) fn other_object(folder: &Path) -> PathBuf {
+    let mut bytes = built_in_object().to_vec();
+    bytes.push(0);
+    let path = folder.join("other.bpf.o");
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+/// Whether this kernel lists sockets; a loud skip where it doesn't.
+pub(crate) fn lists_sockets() -> bool {
+    let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
+    let Err(error) = listed else { return true };
+    requires::skip(&requires::Missing { what: error.to_string(), remedy: "modprobe tcp_diag".to_owned() });
+    false
+}
+
+/// A cgroup below the pods' root; the first folder is cgroup2's.
+pub(crate) struct Container {
+    pub(crate) dirs: Vec<PathBuf>,
+}
+
+impl Container {
+    pub(crate) fn id(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt as _;
+        std::fs::metadata(&self.dirs[0]).unwrap().ino()
+    }
+
+    /// A process in it that loads the machine when told to.
+    pub(crate) fn load(&self, cpu: Option<usize>) -> Load {
+        load(&Seat { cgroups: self.dirs.clone(), cpu, netns: None })
+    }
+
+    /// What the programs counted.
+    pub(crate) fn counters(&self, kernel: &Kernel) -> Counters {
+        kernel.measures().unwrap().of(self.id()).unwrap().unwrap_or_default()
+    }
+
+    /// A number of one of its files: the one after `name`.
+    pub(crate) fn number(&self, file: &str, name: &str) -> u64 {
+        let text = std::fs::read_to_string(self.dirs[0].join(file)).unwrap();
+        let after = text.split([' ', '\n', '=']).skip_while(|word| *word != name).nth(1);
+        after.unwrap_or_else(|| panic!("{file} has no {name}: {text}")).parse().unwrap()
+    }
+}
+
+pub(crate) fn load(seat: &Seat) -> Load {
+    Load::start(Path::new(env!("CARGO_BIN_EXE_load")), &[], seat).unwrap()
+}

@@ -1,0 +1,170 @@
+//! Disk usage by project, on file systems of the test's own: what is put into a volume's project, what is
+//! not, and that the kernel's count is that of the files. Marks need a file system with projects; counts a
+//! kernel with project quotas, too.
+#![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
+
+use std::fs::File;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use beelet_bpf::quota::{adopt, measure, project_of};
+use beelet_tests::guards::Mount;
+use beelet_tests::require;
+use beelet_tests::requires::{self, Missing};
+
+/// What makes file systems that have projects, and how large they must be (XFS: 300 MiB; the files are
+/// sparse).
+const EXT4: (&[&str], u64) =
+    (&["mkfs.ext4", "-q", "-F", "-O", "quota,project", "-E", "quotatype=prjquota"], 64 << 20);
+const XFS: (&[&str], u64) = (&["mkfs.xfs", "-q", "-f"], 320 << 20);
+
+/// A disk of its own with a volume on it.
+struct Disk {
+    volume: PathBuf,
+    _mount: Mount,
+    _dir: tempfile::TempDir,
+}
+
+impl Disk {
+    /// With one of the file systems that this kernel mounts with these options.
+    fn new(options: &str) -> Result<Disk, Missing> {
+        let mut refused = Vec::new();
+        for (make, bytes) in [EXT4, XFS] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("disk");
+            match Mount::in_file(&path, &dir.path().join("file"), bytes, make, options) {
+                Ok(mount) => {
+                    let volume = path.join("volume");
+                    std::fs::create_dir(&volume).unwrap();
+                    return Ok(Disk { volume, _mount: mount, _dir: dir });
+                }
+                // Without the folder's own name the reason is the same each time, so that lists of reasons
+                // can join them.
+                Err(error) => {
+                    refused.push(format!("{error:#}").replace(&*dir.path().to_string_lossy(), "DIR"));
+                }
+            }
+        }
+        Err(requires::missing(
+            format!("no file system here has projects: {}", refused.join("; ")),
+            "a kernel with CONFIG_QFMT_V2 or CONFIG_XFS_QUOTA; Debian: e2fsprogs, xfsprogs",
+        ))
+    }
+
+    /// In which projects may be given.
+    fn with_projects() -> Result<Disk, Missing> {
+        Disk::new("loop")
+    }
+
+    /// On which the kernel counts by project.
+    fn that_counts() -> Result<Disk, Missing> {
+        let disk = Disk::new("loop,prjquota")?;
+        if measure(&disk.volume).is_none() {
+            return Err(requires::missing(
+                "the kernel counts nothing by project",
+                "a kernel with project quotas",
+            ));
+        }
+        Ok(disk)
+    }
+}
+
+/// The disk, or the end of the test, loudly.
+macro_rules! disk {
+    ($made:expr) => {
+        match $made {
+            Ok(disk) => disk,
+            Err(missing) => return requires::skip(&missing),
+        }
+    };
+}
+
+fn write(path: &Path, bytes: usize) {
+    std::fs::write(path, vec![b'x'; bytes]).unwrap();
+    File::open(path).unwrap().sync_all().unwrap();
+}
+
+/// A volume that a pod has begun to fill: folders, files, a link out of it, a pipe.
+fn fill(volume: &Path) -> Vec<PathBuf> {
+    let outside = volume.parent().unwrap().join("outside");
+    write(&outside, 10);
+    std::fs::create_dir_all(volume.join("a/b")).unwrap();
+    write(&volume.join("top"), 1 << 20);
+    write(&volume.join("a/middle"), 1 << 20);
+    write(&volume.join("a/b/deep"), 1 << 20);
+    symlink(&outside, volume.join("a/link")).unwrap();
+    let pipe = volume.join("a/pipe");
+    rustix::fs::mknodat(rustix::fs::CWD, pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    ["", "a", "a/b", "top", "a/middle", "a/b/deep"].iter().map(|name| volume.join(name)).collect()
+}
+
+#[test]
+fn all_of_a_volume_is_in_its_project_and_what_is_made_in_it_later() {
+    require!(root);
+    let disk = disk!(Disk::with_projects());
+    let volume = &disk.volume;
+    let filled = fill(volume);
+    let project = adopt(volume).unwrap();
+    write(&volume.join("a/b/later"), 10);
+    std::fs::create_dir(volume.join("folder")).unwrap();
+    write(&volume.join("folder/in"), 10);
+    let later = ["a/b/later", "folder", "folder/in"].map(|name| volume.join(name));
+    for path in filled.iter().chain(&later) {
+        assert_eq!(project_of(path).unwrap(), project, "{}", path.display());
+    }
+    assert_eq!(project_of(&volume.parent().unwrap().join("outside")).unwrap(), 0, "no link is followed");
+    assert_eq!(adopt(volume).unwrap(), project);
+}
+
+#[test]
+fn a_volume_that_can_not_be_marked_whole_is_not_marked() {
+    require!(root);
+    let disk = disk!(Disk::with_projects());
+    let volume = &disk.volume;
+    let filled = fill(volume);
+    // Another file system in the midst of it.
+    let other = Mount::tmpfs(&volume.join("a/b/other"), 1 << 20).unwrap();
+    adopt(volume).unwrap_err();
+    assert_eq!(project_of(volume).unwrap(), 0, "else the next measurement would trust it");
+    // What it was about ends, and something has come meanwhile: the next try takes all.
+    drop(other);
+    write(&volume.join("a/b/other/new"), 10);
+    let project = adopt(volume).unwrap();
+    for path in filled.iter().chain([&volume.join("a/b/other/new")]) {
+        assert_eq!(project_of(path).unwrap(), project, "{}", path.display());
+    }
+}
+
+#[test]
+fn a_project_that_a_volume_inherited_is_left_alone() {
+    require!(root);
+    let disk = disk!(Disk::with_projects());
+    let admins = adopt(disk.volume.parent().unwrap()).unwrap();
+    let inner = disk.volume.join("inner");
+    std::fs::create_dir(&inner).unwrap();
+    write(&inner.join("file"), 10);
+    adopt(&inner).unwrap_err();
+    assert_eq!(measure(&inner), None, "it would be the count of much more");
+    assert_eq!([project_of(&inner).unwrap(), project_of(&inner.join("file")).unwrap()], [admins; 2]);
+}
+
+#[test]
+fn the_kernel_counts_what_is_in_the_volume_as_it_comes_and_goes() {
+    require!(root);
+    let disk = disk!(Disk::that_counts());
+    // The disk's own volume has a project by now.
+    let volume = disk.volume.with_file_name("other");
+    std::fs::create_dir(&volume).unwrap();
+    let filled = fill(&volume);
+    let check = |mebibytes: u64, inodes: usize| {
+        let counted = measure(&volume).unwrap();
+        // Folders and maps of blocks take some as well.
+        let bytes = mebibytes << 20..(mebibytes << 20) + (256 << 10);
+        assert!(counted.inodes == inodes as u64 && bytes.contains(&counted.bytes), "{counted:?}");
+    };
+    check(3, filled.len());
+    write(&volume.join("a/b/more"), 1 << 20);
+    check(4, filled.len() + 1);
+    std::fs::remove_file(volume.join("top")).unwrap();
+    check(3, filled.len());
+}

@@ -1,0 +1,146 @@
+//! Room on the node: who gets it, who waits, who goes for a critical pod.
+
+use beelet_tests::cri::{Asked, Op};
+use serde_json::{Value, json};
+
+use super::node::{Node, View, container, pod, with};
+
+fn wanting(name: &str, cpu: &str) -> Value {
+    let mut main = container("main");
+    main["resources"] = json!({ "requests": { "cpu": cpu } });
+    with(pod(name), "containers", json!([main]))
+}
+
+fn critical(name: &str, cpu: &str) -> Value {
+    with(wanting(name, cpu), "priorityClassName", json!("system-node-critical"))
+}
+
+fn status(pod: &View) -> (String, Option<String>) {
+    let status = pod.0.pod.status.clone().unwrap();
+    (status.phase.unwrap_or_default(), status.reason)
+}
+
+fn failed_with<'a>(reason: &'a str) -> impl Fn(&View) -> bool + 'a {
+    move |pod| status(pod) == ("Failed".to_owned(), Some(reason.to_owned()))
+}
+
+#[tokio::test]
+async fn a_pod_without_room_fails_with_the_reason_and_is_tried_again_after_a_restart_only() {
+    let mut node = Node::with(&[wanting("a", "3")]).await;
+    node.until_ready("a").await;
+    node.apply(&wanting("b", "2"));
+    let b = node.until_pod("b", "to be refused", failed_with("OutOfcpu")).await;
+    assert_eq!(
+        b.0.pod.status.as_ref().unwrap().message.as_deref(),
+        Some(
+            "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000"
+        )
+    );
+    let sandboxes = node.cri.count(Op::RunPodSandbox);
+    // Not even when there is room: its manifest's change is a new wish.
+    node.remove("a");
+    node.until_gone("a").await;
+    node.until_relisted().await;
+    node.until_pod("b", "to stay refused", failed_with("OutOfcpu")).await;
+    assert_eq!(node.cri.count(Op::RunPodSandbox), sandboxes);
+    node.apply(&wanting("b", "1"));
+    node.until_ready("b").await;
+    // Or an agent that knows nothing of the refusal, as with the kubelet.
+    node.apply(&wanting("c", "4"));
+    node.until_pod("c", "to be refused", failed_with("OutOfcpu")).await;
+    let record = node.path("state/pods.json");
+    let written = || {
+        let text = std::fs::read_to_string(&record).unwrap_or_default();
+        if text.contains("OutOfcpu") { Ok(()) } else { Err("the record lacks the refusal") }
+    };
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, written).unwrap();
+    node.kill_and_start().await;
+    node.until_pod("c", "to be refused once more", failed_with("OutOfcpu")).await;
+    node.until_ready("b").await;
+    node.kill().await;
+    node.remove("b");
+    node.start().await;
+    node.until_ready("c").await;
+}
+
+#[tokio::test]
+async fn a_new_pod_waits_for_the_room_of_one_that_is_being_removed() {
+    let node = Node::with(&[wanting("a", "3")]).await;
+    node.until_ready("a").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    node.remove("a");
+    held.reached().await;
+    node.apply(&wanting("b", "3"));
+    node.until_pod("b", "to be known", |pod| pod.phase() == "Pending").await;
+    node.until_relisted().await;
+    assert_eq!(node.cri.count(Op::RunPodSandbox), 1, "{}", node.cri.transcript());
+    held.release();
+    node.until_ready("b").await;
+}
+
+#[tokio::test]
+async fn what_ran_before_a_restart_runs_on_though_it_would_not_be_let_in_now() {
+    let mut node = Node::with(&[wanting("a", "3")]).await;
+    node.until_ready("a").await;
+    // The new one comes while the agent is away, and sorts before the old one.
+    node.kill().await;
+    for name in ["0", "1", "2"] {
+        node.apply(&wanting(name, "3"));
+    }
+    node.start().await;
+    for name in ["0", "1", "2"] {
+        node.until_pod(name, "to be refused", failed_with("OutOfcpu")).await;
+    }
+    node.until_ready("a").await;
+    assert_eq!(node.containers("a"), "main/0+");
+}
+
+#[tokio::test]
+async fn a_critical_pod_takes_the_place_of_others_and_a_victim_that_hangs_holds_nobody() {
+    let node =
+        Node::with(&[wanting("a", "1"), wanting("b", "1"), wanting("c", "1"), wanting("d", "1")]).await;
+    for name in ["a", "b", "c", "d"] {
+        node.until_ready(name).await;
+    }
+    // Whoever is stopped first hangs.
+    let held = node.cri.on(Op::StopContainer).hold();
+    node.apply(&critical("crit", "2"));
+    held.reached().await;
+    let gone = |table: &beelet_model::table::PodTable| {
+        let failed =
+            |name: &&&str| super::node::view(table, name).is_some_and(|pod| failed_with("Preempting")(&pod));
+        let names: Vec<&str> = ["a", "b", "c", "d"].iter().filter(failed).copied().collect();
+        (!names.is_empty()).then_some(names)
+    };
+    // The other victim is gone while the first still hangs.
+    let first = node.until("a victim to be gone", gone).await;
+    assert_eq!(first.len(), 1);
+    let victim = node.until_pod(first[0], "to say why", |_| true).await;
+    let message = victim.0.pod.status.as_ref().unwrap().message.clone();
+    assert_eq!(message.as_deref(), Some("Preempted in order to admit critical pod"));
+    assert!(!node.cri.world().sandboxes.values().any(|s| s.pod_name() == "crit-n1"), "there is no room yet");
+    held.release();
+    node.until_ready("crit").await;
+    let stops = node
+        .cri
+        .calls()
+        .iter()
+        .filter(|call| matches!(&call.asked, Asked::StopContainer(r) if r.timeout == 7))
+        .count();
+    assert_eq!(stops, 2, "both victims get their own grace period: {}", node.cri.transcript());
+    let ready = ["a", "b", "c", "d"]
+        .iter()
+        .filter(|name| super::node::view(&node.table(), name).is_some_and(|pod| pod.ready()));
+    assert_eq!(ready.count(), 2);
+}
+
+#[tokio::test]
+async fn a_critical_pod_costs_nobody_anything_where_it_cannot_be_let_in_anyway() {
+    let node = Node::with(&[wanting("a", "1")]).await;
+    node.until_ready("a").await;
+    node.apply(&critical("crit", "5"));
+    let crit = node.until_pod("crit", "to be refused", failed_with("UnexpectedAdmissionError")).await;
+    assert!(crit.0.pod.status.as_ref().unwrap().message.as_ref().unwrap().contains("preemption"));
+    node.until_ready("a").await;
+    assert_eq!(node.cri.count(Op::StopContainer), 0);
+}

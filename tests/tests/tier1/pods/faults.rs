@@ -1,0 +1,162 @@
+//! A runtime that hangs for some, is slow for all, goes away and comes back. Single calls that go wrong:
+//! every_call.rs.
+
+use std::time::Duration;
+
+use beelet_tests::cri::{CHANGES, Op, PATIENCE};
+use futures::future::join_all;
+use serde_json::json;
+
+use super::node::{IMAGE, Node, Settings, View, container, of_everything, pod, view, with};
+
+/// A pod whose image must be pulled.
+fn pulled(name: &str) -> serde_json::Value {
+    let mut container = container("main");
+    container["image"] = "registry.test/slow:1".into();
+    with(pod(name), "containers", json!([container]))
+}
+
+#[tokio::test]
+async fn a_call_that_hangs_for_one_pod_holds_up_no_other() {
+    let check = async |op| {
+        let node = Node::with(&[]).await;
+        node.cri.add_to_registry("registry.test/slow:1");
+        let held = node.cri.on(op).hold();
+        node.apply(&pulled("web"));
+        held.reached().await;
+        node.apply(&pod("other"));
+        node.until_ready("other").await;
+        assert!(!view(&node.table(), "web").unwrap().ready(), "{op:?}");
+        held.release();
+        node.until_ready("web").await;
+    };
+    let ops = [Op::RunPodSandbox, Op::ImageStatus, Op::PullImage, Op::CreateContainer, Op::StartContainer];
+    join_all(ops.map(check)).await;
+}
+
+#[tokio::test]
+async fn a_stop_that_hangs_holds_up_no_other_pods_end() {
+    let node = Node::with(&[pod("web"), pod("other")]).await;
+    let web = node.until_ready("web").await;
+    let other = node.until_ready("other").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    node.remove("web");
+    held.reached().await;
+    node.remove("other");
+    node.until_nothing_is_left(&other).await;
+    let terminating = view(&node.table(), "web").unwrap();
+    assert!(terminating.terminating() && terminating.running("main"));
+    held.release();
+    node.until_nothing_is_left(&web).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_is_removed_while_its_pull_hangs_goes_at_once() {
+    let node = Node::with(&[pulled("web")]).await;
+    node.cri.add_to_registry("registry.test/slow:1");
+    let held = node.cri.on(Op::PullImage).always().hold();
+    let web = node.until_pod("web", "to be known", |_| true).await;
+    node.remove("web");
+    node.until_nothing_is_left(&web).await;
+    drop(held);
+}
+
+#[tokio::test]
+async fn with_a_slow_runtime_everything_comes_up_once() {
+    let node = Node::with(&[]).await;
+    node.cri.on_any().always().after(Duration::from_millis(150)).proceed();
+    node.apply(&of_everything("web"));
+    node.apply(&pod("other"));
+    node.until_ready("web").await;
+    node.until_ready("other").await;
+    assert_eq!(node.containers("web"), "a/0+ b/0+ init/0- side/0+");
+    // Two sandboxes, five containers made and started.
+    assert_eq!(node.done(&CHANGES), 12, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn with_a_slow_runtime_everything_goes_once() {
+    let node = Node::with(&[of_everything("web")]).await;
+    let web = node.until_ready("web").await;
+    let before = node.done(&CHANGES);
+    node.cri.on_any().always().after(Duration::from_millis(150)).proceed();
+    node.remove("web");
+    node.until_nothing_is_left(&web).await;
+    // Three containers stopped, four removed, and the sandbox.
+    assert_eq!(node.done(&CHANGES) - before, 9, "{}", node.cri.transcript());
+}
+
+/// The runtime goes away, and the agent notices.
+async fn crash(node: &Node) {
+    node.cri.crash();
+    std::fs::remove_file(node.cri.socket()).unwrap();
+    let listener = tokio::net::UnixListener::bind(node.cri.socket()).unwrap();
+    let tried = tokio::time::timeout(PATIENCE, listener.accept()).await;
+    assert!(tried.is_ok(), "the agent does not look for its runtime");
+}
+
+#[tokio::test]
+async fn a_runtime_that_goes_and_comes_back_costs_nothing() {
+    let node = Node::with(&[pod("web")]).await;
+    let before = node.until_ready("web").await;
+    let changes = node.done(&CHANGES);
+    let mut seen = node.watch();
+    seen.mark_unchanged();
+    crash(&node).await;
+    node.cri.come_back();
+    node.until_relisted().await;
+    assert!(!seen.has_changed().unwrap(), "somebody was told of a change");
+    assert_eq!(view(&node.table(), "web").unwrap().0, before.0);
+    assert_eq!(node.done(&CHANGES), changes, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn what_was_wanted_while_the_runtime_was_away_is_done_when_it_is_back() {
+    let node = Node::with(&[pod("web"), pod("old")]).await;
+    node.until_ready("web").await;
+    let old = node.until_ready("old").await;
+    crash(&node).await;
+    node.apply(&pod("new"));
+    node.remove("old");
+    node.until_pod("new", "to be known", |pod| pod.phase() == "Pending").await;
+    node.until_pod("old", "to be told to end", View::terminating).await;
+    node.cri.come_back();
+    node.until_ready("new").await;
+    node.until_nothing_is_left(&old).await;
+    assert_eq!(node.containers("web"), "main/0+");
+}
+
+#[tokio::test]
+async fn a_runtime_that_lost_its_state_gets_the_pods_anew() {
+    let node = Node::with(&[pod("web"), of_everything("all")]).await;
+    node.until_ready("web").await;
+    let before = node.cri.sandbox("web-n1").unwrap().id;
+    crash(&node).await;
+    node.cri.forget();
+    node.cri.add_image(IMAGE);
+    node.cri.come_back();
+    node.until_pod("web", "to run anew", |pod| {
+        let sandbox = node.cri.sandbox("web-n1").map(|sandbox| sandbox.id);
+        sandbox.is_some_and(|id| id != before) && pod.ready()
+    })
+    .await;
+    node.until_ready("all").await;
+    assert_eq!(node.containers("web"), "main/0+");
+    assert_eq!(node.containers("all"), "a/0+ b/0+ init/0- side/0+");
+    assert_eq!(node.cri.world().sandboxes.len(), 2);
+}
+
+#[tokio::test]
+async fn an_agent_that_starts_before_its_runtime_waits_for_it() {
+    let mut node = Node::new(Settings::default());
+    node.apply(&pod("web"));
+    node.apply_text("broken", "{");
+    node.cri.crash();
+    node.launch();
+    crash(&node).await;
+    node.cri.come_back();
+    node.until_connected().await;
+    node.until("the rejected manifest", |table| (!table.rejected.is_empty()).then_some(())).await;
+    node.until_ready("web").await;
+    assert_eq!(node.containers("web"), "main/0+");
+}

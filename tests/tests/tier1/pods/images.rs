@@ -1,0 +1,134 @@
+//! Images that are missing, and what the pull policies do about it.
+
+use beelet_tests::cri::Op;
+use serde_json::{Value, json};
+
+use super::node::{IMAGE, Node, Settings, container, pod, with};
+
+fn on_image(name: &str, image: &str, policy: &str) -> Value {
+    let mut main = container("main");
+    main["image"] = image.into();
+    main["imagePullPolicy"] = policy.into();
+    with(pod(name), "containers", json!([main, container("neighbour")]))
+}
+
+#[tokio::test]
+async fn a_missing_image_is_told_and_holds_up_no_neighbours() {
+    let mut node = Node::with(&[on_image("web", "registry.test/app:1", "IfNotPresent")]).await;
+    let pod = node.until_pod("web", "to miss its image", |pod| pod.waits_for("main", "ErrImagePull")).await;
+    let (_, message) = pod.waiting("main").unwrap();
+    assert!(message.contains("registry.test/app:1") && message.contains("not found"), "{message}");
+    let pod = node.until_pod("web", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff")).await;
+    assert!(pod.running("neighbour") && !pod.ready() && pod.phase() == "Pending");
+    node.cri.add_to_registry("registry.test/app:1");
+    // An agent that starts anew tries at once.
+    node.kill_and_start().await;
+    node.until_ready("web").await;
+    assert_eq!(node.containers("web"), "main/0+ neighbour/0+");
+    assert_eq!(node.cri.count(Op::PullImage), 3);
+}
+
+#[tokio::test]
+async fn an_image_that_must_not_be_pulled_is_not_pulled() {
+    let node = Node::with(&[on_image("web", "registry.test/app:1", "Never")]).await;
+    node.cri.add_to_registry("registry.test/app:1");
+    let pod =
+        node.until_pod("web", "to miss its image", |pod| pod.waits_for("main", "ErrImageNeverPull")).await;
+    assert!(pod.waiting("main").unwrap().1.contains("import it"));
+    node.until_pod("web", "to run its neighbour", |pod| pod.running("neighbour")).await;
+    node.cri.add_image("registry.test/app:1");
+    node.until_ready("web").await;
+    assert_eq!(node.cri.count(Op::PullImage), 0);
+}
+
+#[tokio::test]
+async fn an_image_is_pulled_as_its_policy_says() {
+    let check = async |policy: &str, pulls: usize| {
+        let mut node = Node::new(Settings::default());
+        node.cri.add_to_registry(IMAGE);
+        node.apply(&on_image("web", IMAGE, policy));
+        node.start().await;
+        node.until_ready("web").await;
+        assert_eq!(node.cri.count(Op::PullImage), pulls, "{policy}");
+    };
+    check("Always", 1).await;
+    check("IfNotPresent", 0).await;
+    check("Never", 0).await;
+}
+
+#[tokio::test]
+async fn pods_that_want_the_same_image_share_one_pull() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    let held = node.cri.on(Op::PullImage).hold();
+    for name in ["a", "b", "c"] {
+        node.apply(&on_image(name, "registry.test/app:1", "IfNotPresent"));
+    }
+    node.start().await;
+    held.reached().await;
+    // All of them have looked, and wait, or are about to.
+    let looked = |call: &beelet_tests::cri::Call| match &call.asked {
+        beelet_tests::cri::Asked::ImageStatus(asked) => {
+            asked.image.as_ref().is_some_and(|image| image.image.contains("registry.test"))
+        }
+        _ => false,
+    };
+    let looks = async || node.cri.calls().iter().filter(|call| looked(call)).count();
+    // One each, and one more before the pull began.
+    while looks().await < 4 {
+        node.cri.wait_for_after("a look", node.cri.calls().len().saturating_sub(1), |_| true).await;
+        tokio::task::yield_now().await;
+    }
+    held.release();
+    for name in ["a", "b", "c"] {
+        node.until_ready(name).await;
+    }
+    assert_eq!(node.cri.count(Op::PullImage), 1);
+}
+
+#[tokio::test]
+async fn a_pod_that_goes_takes_nobody_elses_pull_along() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    let held = node.cri.on(Op::PullImage).hold();
+    node.apply(&on_image("first", "registry.test/app:1", "Always"));
+    node.start().await;
+    held.reached().await;
+    node.apply(&on_image("second", "registry.test/app:1", "Always"));
+    node.until_pod("second", "to have its sandbox", |_| node.done(&[Op::RunPodSandbox]) == 2).await;
+    node.remove("first");
+    node.until_gone("first").await;
+    held.release();
+    node.until_ready("second").await;
+}
+
+#[tokio::test]
+async fn secrets_open_registries() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    let auths = json!({"auths": {"registry.test": {"username": "me", "password": "hush"}}});
+    let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "login"}, "type": "kubernetes.io/dockerconfigjson",
+        "stringData": {".dockerconfigjson": auths.to_string()}});
+    node.apply_text("login", &secret.to_string());
+    let pod = on_image("web", "registry.test/app:1", "Always");
+    node.apply(&with(pod, "imagePullSecrets", json!([{"name": "login"}])));
+    node.start().await;
+    node.until_ready("web").await;
+    let calls = node.cri.calls();
+    let pulled = calls.iter().find_map(|call| match &call.asked {
+        beelet_tests::cri::Asked::PullImage(asked) => asked.auth.clone(),
+        _ => None,
+    });
+    let auth = pulled.unwrap();
+    assert_eq!((auth.username.as_str(), auth.password.as_str()), ("me", "hush"));
+}
+
+#[tokio::test]
+async fn a_name_that_is_none_is_told_as_such() {
+    let node = Node::with(&[on_image("web", "registry.test/App:1", "IfNotPresent")]).await;
+    let pod = node
+        .until_pod("web", "to have no valid image", |pod| pod.waits_for("main", "InvalidImageName"))
+        .await;
+    assert!(pod.waiting("main").unwrap().1.contains("no capital letters"));
+    assert_eq!(node.cri.count(Op::PullImage), 0);
+}

@@ -1,0 +1,372 @@
+//! What probes do to pods. They look at a port of this machine that the test opens and closes.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet_model::request::Request;
+use beelet_model::table::PodTable;
+use beelet_policy::probe::{ProbeKind, ProbeResult};
+use beelet_tests::cri::{Asked, Call, FakeCri, Op};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use super::node::{Node, View, container, pod, view, with};
+
+/// A port of this machine that nobody listens on, until the test does.
+struct Port(u16);
+
+impl Port {
+    fn free() -> Self {
+        Port(TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port())
+    }
+
+    fn open(&self) -> TcpListener {
+        TcpListener::bind(("127.0.0.1", self.0)).unwrap()
+    }
+
+    /// A probe of it, once per second, that believes the first answer.
+    fn probe(&self) -> Value {
+        let socket = json!({ "host": "127.0.0.1", "port": self.0 });
+        json!({ "tcpSocket": socket, "periodSeconds": 1, "failureThreshold": 1 })
+    }
+}
+
+/// A pod whose container has these probes.
+fn probed(probes: &[(&str, Value)]) -> Value {
+    let mut main = container("main");
+    for (kind, probe) in probes {
+        main[format!("{kind}Probe")] = probe.clone();
+    }
+    with(pod("web"), "containers", json!([main]))
+}
+
+/// The grace that containers were given to stop, in seconds.
+fn graces(cri: &FakeCri) -> Vec<i64> {
+    let grace = |call: Call| match call.asked {
+        Asked::StopContainer(request) => Some(request.timeout),
+        _ => None,
+    };
+    cri.calls().into_iter().filter_map(grace).collect()
+}
+
+/// Watches the pod web until `looked` is there: in no published table may it be not ready.
+async fn stays_ready_until(
+    table: &mut watch::Receiver<Arc<PodTable>>,
+    looked: impl Future<Output = Call>,
+    otherwise: &str,
+) {
+    tokio::pin!(looked);
+    loop {
+        if let Some(pod) = view(&table.borrow_and_update(), "web") {
+            assert!(pod.ready(), "{otherwise}");
+        }
+        tokio::select! {
+            changed = table.changed() => changed.unwrap(),
+            _ = &mut looked => break,
+        }
+    }
+}
+
+#[tokio::test]
+async fn readiness_follows_its_probe_and_restarts_nothing() {
+    let port = Port::free();
+    let node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
+    node.until_pod("web", "to run unready", |pod| pod.running("main") && !pod.ready()).await;
+    let listener = port.open();
+    node.until_ready("web").await;
+    drop(listener);
+    let pod = node.until_pod("web", "to be unready", |pod| !pod.ready()).await;
+    assert_eq!(pod.restarts()["main"], 0);
+    assert_eq!(graces(&node.cri), Vec::<i64>::new());
+}
+
+#[tokio::test]
+async fn after_a_restart_of_the_agent_readiness_does_not_flip() {
+    let port = Port::free();
+    let _listener = port.open();
+    let mut node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
+    node.until_ready("web").await;
+    let record = || std::fs::read_to_string(node.path("state/pods.json")).unwrap_or_default();
+    // The last record is on its way to the disk.
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, || {
+        if record().contains("\"ready\":true") { Ok(()) } else { Err("not yet") }
+    })
+    .unwrap();
+    node.kill_and_start().await;
+    let mut table = node.watch();
+    let first = node.cri.calls().len();
+    let looked = node.cri.wait_for_after("a second look", first, |_| true);
+    stays_ready_until(&mut table, looked, "it flipped").await;
+    node.until_relisted().await;
+    assert!(view(&node.table(), "web").unwrap().ready());
+}
+
+#[tokio::test]
+async fn a_liveness_failure_restarts_with_the_probes_own_grace() {
+    let port = Port::free();
+    let listener = port.open();
+    let mut probe = port.probe();
+    probe["terminationGracePeriodSeconds"] = 5.into();
+    let node = Node::with(&[probed(&[("liveness", probe)])]).await;
+    node.until_ready("web").await;
+    drop(listener);
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 5);
+    let ended = node.containers("web");
+    assert!(ended.starts_with("main/0-"), "{ended}");
+}
+
+#[tokio::test]
+async fn a_liveness_failure_without_a_grace_of_its_own_gets_the_pods() {
+    let port = Port::free();
+    let node = Node::with(&[probed(&[("liveness", port.probe())])]).await;
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 7);
+}
+
+/// A pod that is on its way out while its StopContainer hangs: its liveness probe would fail now, and does
+/// not any more; readiness goes on saying what it finds.
+async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
+    let (ready, live) = (Port::free(), Port::free());
+    let (readiness, liveness) = (ready.open(), live.open());
+    let pod = with(
+        probed(&[("readiness", ready.probe()), ("liveness", live.probe())]),
+        "terminationGracePeriodSeconds",
+        json!(600),
+    );
+    let node = Node::with(&[pod]).await;
+    let web = node.until_ready("web").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    end(&node, &web).await;
+    held.reached().await;
+    drop(liveness);
+    drop(readiness);
+    let is = |expected| move |pod: &View| pod.container("main").ready == expected;
+    // Three looks, a period between each: liveness, as often, would have failed.
+    node.until_pod("web", "to be found unready while it ends", is(false)).await;
+    let readiness = ready.open();
+    node.until_pod("web", "to be found ready while it ends", is(true)).await;
+    drop(readiness);
+    let pod = node.until_pod("web", "to be found unready again", is(false)).await;
+    assert!(pod.running("main"), "{:?}", pod.0.pod.status);
+    let events = node.events();
+    let about = |kind: &str| events.iter().filter(|e| e.contains(&format!("Unhealthy: {kind}"))).count();
+    assert_eq!((about("Liveness"), pod.restarts()["main"]), (0, 0), "{events:?}");
+    assert!(about("Readiness") > 0, "{events:?}");
+    let probes = node.probes().await;
+    let liveness = probes.iter().find(|probe| probe.kind == ProbeKind::Liveness).unwrap();
+    assert_eq!(liveness.result, ProbeResult::Success);
+    assert_eq!(liveness.held.as_deref(), Some("the pod is on its way out"));
+    held.release();
+    // No probe is left of a pod that is gone, or has ended for good.
+    let gone = |table: &PodTable| view(table, "web").is_none_or(|pod| pod.phase() == "Failed").then_some(());
+    node.until("the pod to have ended", gone).await;
+    assert!(node.probes().await.is_empty(), "{:?}", node.probes().await);
+    assert_eq!(graces(&node.cri).len(), 1, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn liveness_stops_when_a_pod_is_deleted_and_readiness_goes_on() {
+    check_ending(async |node, _| node.remove("web")).await;
+}
+
+#[tokio::test]
+async fn liveness_stops_when_a_pod_is_evicted_and_readiness_goes_on() {
+    let evict = async |node: &Node, web: &View| {
+        let request = Request::Fail {
+            uid: web.uid(),
+            reason: "Evicted".to_owned(),
+            message: "The node was low on resource: memory.".to_owned(),
+            grace: Some(Duration::from_secs(300)),
+        };
+        node.request(request).await;
+    };
+    check_ending(evict).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_runs_again_after_an_eviction_is_probed_as_a_new_one() {
+    let port = Port::free();
+    let listener = port.open();
+    let node = Node::with(&[probed(&[("liveness", port.probe())])]).await;
+    let web = node.until_ready("web").await;
+    let (uid, reason) = (web.uid(), "Evicted".to_owned());
+    node.request(Request::Fail { uid: uid.clone(), reason, message: String::new(), grace: None }).await;
+    node.until_pod("web", "to have failed", |pod| pod.phase() == "Failed").await;
+    node.request(Request::Retry { uid }).await;
+    node.until_ready("web").await;
+    drop(listener);
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_read_of_a_probes_annotations_is_an_event() {
+    let port = Port::free();
+    let _listener = port.open();
+    let mut pod = probed(&[("readiness", port.probe())]);
+    pod["metadata"]["annotations"] = json!({ "beelet.dev/probes": "mode=fast" });
+    let node = Node::with(&[pod]).await;
+    node.until_ready("web").await;
+    let expected = "ProbeWarning: Readiness probe warning: annotation beelet.dev/probes: \"mode=fast\" is neither kernel \
+                    nor connect; it is ignored";
+    assert!(node.events().iter().any(|event| event == expected), "{:?}", node.events());
+    assert_eq!(node.probes().await[0].problems.len(), 1);
+}
+
+#[tokio::test]
+async fn a_redirect_to_another_host_is_a_success_with_a_warning() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let mut request = [0; 4096];
+            // A probe that has given up is of no interest.
+            let _ = stream.read(&mut request);
+            let _ = stream.write_all(
+                b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere.invalid/\r\nContent-Length: 10\r\n\r\nover there",
+            );
+        }
+    });
+    let get = json!({ "host": "127.0.0.1", "port": port, "path": "/" });
+    let node = Node::with(&[probed(&[("readiness", json!({ "httpGet": get, "periodSeconds": 1 }))])]).await;
+    node.until_ready("web").await;
+    let events = node.events();
+    let expected =
+        "ProbeWarning: Readiness probe warning: Probe terminated redirects, Response body: over there";
+    assert!(events.iter().any(|event| event == expected), "{events:?}");
+}
+
+#[tokio::test]
+async fn until_its_startup_probe_succeeds_a_container_is_neither_ready_nor_judged() {
+    let (slow, live) = (Port::free(), Port::free());
+    let mut startup = slow.probe();
+    startup["failureThreshold"] = 1000.into();
+    let pod = probed(&[("startup", startup), ("liveness", live.probe())]);
+    let node = Node::with(&[pod]).await;
+    let pod = node.until_pod("web", "to run", |pod| pod.running("main")).await;
+    assert_eq!((pod.container("main").started, pod.ready()), (Some(false), false));
+    // Liveness would have failed by the time that the relist has looked a few times.
+    node.until_relisted().await;
+    node.until_relisted().await;
+    assert_eq!(graces(&node.cri), Vec::<i64>::new());
+    let _started = slow.open();
+    let pod = node.until_pod("web", "to have started", View::ready).await;
+    assert_eq!(pod.container("main").started, Some(true));
+    // From now on it counts.
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+}
+
+#[tokio::test]
+async fn a_startup_probe_that_gives_up_restarts_its_container() {
+    let port = Port::free();
+    let mut startup = port.probe();
+    startup["terminationGracePeriodSeconds"] = 4.into();
+    let node = Node::with(&[probed(&[("startup", startup)])]).await;
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 4);
+}
+
+#[tokio::test]
+async fn a_sidecars_startup_probe_holds_the_pods_containers_back() {
+    let port = Port::free();
+    let mut side = container("side");
+    side["restartPolicy"] = "Always".into();
+    side["startupProbe"] = port.probe();
+    side["startupProbe"]["failureThreshold"] = 1000.into();
+    let mut node = Node::with(&[with(pod("web"), "initContainers", json!([side]))]).await;
+    node.until_pod("web", "to run its sidecar", |pod| pod.running("side")).await;
+    node.until_relisted().await;
+    assert_eq!(node.containers("web"), "side/0+");
+    let listener = port.open();
+    node.until_ready("web").await;
+    assert_eq!(node.containers("web"), "main/0+ side/0+");
+    drop(listener);
+    // It has started once; a restart of the agent does not make it start again.
+    node.kill_and_start().await;
+    node.until_relisted().await;
+    node.until_ready("web").await;
+    assert_eq!(node.containers("web"), "main/0+ side/0+");
+}
+
+/// A probe by command, once per second, that believes the first answer.
+fn command(word: &str) -> Value {
+    json!({ "exec": { "command": [word, "$(WHAT)"] }, "periodSeconds": 1, "failureThreshold": 1 })
+}
+
+#[tokio::test]
+async fn a_commands_exit_code_decides() {
+    let mut pod = probed(&[("readiness", command("check"))]);
+    pod["spec"]["containers"][0]["env"] = json!([{ "name": "WHAT", "value": "all" }]);
+    let mut node = Node::new(super::node::Settings::default());
+    let exits = |node: &Node, code| {
+        node.cri.change(|world| {
+            world.exec_codes.insert("check".to_owned(), code);
+        });
+    };
+    exits(&node, 1);
+    node.apply(&pod);
+    node.start().await;
+    node.until_pod("web", "to run unready", |pod| pod.running("main") && !pod.ready()).await;
+    let asked = node.cri.wait_for("a probe", |call| matches!(&call.asked, Asked::ExecSync(_))).await;
+    let Asked::ExecSync(request) = asked.asked else { panic!("{asked:?}") };
+    assert_eq!(request.cmd, ["check", "all"]);
+    // A second, and the net below it.
+    assert_eq!(request.timeout, 3);
+    exits(&node, 0);
+    node.until_ready("web").await;
+    exits(&node, 2);
+    let pod = node.until_pod("web", "to be unready", |pod| !pod.ready()).await;
+    assert_eq!(pod.restarts()["main"], 0);
+}
+
+#[tokio::test]
+async fn a_command_that_cannot_be_run_is_tried_three_times_and_counts_for_nothing() {
+    let node = Node::with(&[probed(&[("liveness", command("check"))])]).await;
+    node.until_ready("web").await;
+    node.cri.on(Op::ExecSync).times(6).fail(tonic::Code::Unknown, "no such file");
+    let failed = |cri: &FakeCri| {
+        cri.calls()
+            .iter()
+            .filter(|call| matches!(call.asked, Asked::ExecSync(_)) && !call.succeeded())
+            .count()
+    };
+    let from = node.cri.calls().len();
+    // Two looks of three tries each, and one that succeeds.
+    let fine = |call: &Call| matches!(call.asked, Asked::ExecSync(_)) && call.succeeded();
+    while failed(&node.cri) < 6 {
+        node.cri.wait_for_after("a look", from, |call| matches!(call.asked, Asked::ExecSync(_))).await;
+        tokio::task::yield_now().await;
+    }
+    node.cri.wait_for_after("a look that succeeds", from, fine).await;
+    assert_eq!(graces(&node.cri), Vec::<i64>::new(), "an error restarts nothing");
+    assert_eq!(view(&node.table(), "web").unwrap().restarts()["main"], 0);
+}
+
+#[tokio::test]
+async fn over_a_hundred_restarts_of_the_agent_readiness_never_flips() {
+    let port = Port::free();
+    let _listener = port.open();
+    let mut node = Node::with(&[probed(&[("readiness", port.probe())])]).await;
+    node.until_ready("web").await;
+    let record = || std::fs::read_to_string(node.path("state/pods.json")).unwrap_or_default();
+    // The last record is on its way to the disk.
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, || {
+        if record().contains("\"ready\":true") { Ok(()) } else { Err("not yet".to_owned()) }
+    })
+    .unwrap();
+    for round in 0..100 {
+        // Before it starts: it may have looked by the time that its table can be watched.
+        let first = node.cri.calls().len();
+        node.kill_and_start().await;
+        let mut table = node.watch();
+        let looked = node.cri.wait_for_after("a look at the pod", first, |call| {
+            matches!(call.asked, Asked::ContainerStatus(_))
+        });
+        stays_ready_until(&mut table, looked, &format!("it flipped in round {round}")).await;
+    }
+    node.until_relisted().await;
+    assert!(view(&node.table(), "web").unwrap().ready());
+}

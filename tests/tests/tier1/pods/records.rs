@@ -1,0 +1,63 @@
+//! Durable records that can't be written or read.
+
+use std::fs;
+
+use beelet_tests::workdir::{PATIENCE, wait_for};
+
+use super::node::{Node, pod};
+use beelet_tests::cri::CHANGES;
+
+#[tokio::test]
+async fn without_room_for_records_pods_go_on_and_the_failures_are_counted() {
+    let mut node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    let (state, away) = (node.path("state"), node.path("state-away"));
+    fs::rename(&state, &away).unwrap();
+    node.apply(&pod("other"));
+    node.until_ready("other").await;
+    let errors = node.metrics().state_write_errors.clone();
+    let failed = || if errors.get() > 0 { Ok(()) } else { Err("no write has failed") };
+    wait_for("a failed write", PATIENCE, failed).unwrap();
+    // Room again: what is known now is written, without a further change.
+    fs::rename(&away, &state).unwrap();
+    let record = state.join("pods.json");
+    let written = || {
+        let text = fs::read_to_string(&record).unwrap_or_default();
+        if text.contains("other-n1") { Ok(()) } else { Err("the record lacks the new pod") }
+    };
+    wait_for("the record", PATIENCE, written).unwrap();
+    let changes = node.done(&CHANGES);
+    node.kill_and_start().await;
+    node.until_relisted().await;
+    node.until_ready("other").await;
+    assert_eq!(node.done(&CHANGES), changes);
+}
+
+#[tokio::test]
+async fn an_agent_ends_in_time_though_its_records_cannot_be_written() {
+    let mut node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    fs::rename(node.path("state"), node.path("state-away")).unwrap();
+    node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 1);
+    node.until_pod("web", "to be restarted", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
+    let errors = node.metrics().state_write_errors.clone();
+    let failed = || if errors.get() > 0 { Ok(()) } else { Err("no write has failed") };
+    wait_for("a failed write", PATIENCE, failed).unwrap();
+    // Not after the writer's next try, or never.
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn damaged_records_are_set_aside_and_cost_no_pod_its_containers() {
+    let mut node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    node.kill().await;
+    fs::write(node.path("state/pods.json"), "not a record\n").unwrap();
+    let changes = node.done(&CHANGES);
+    node.start().await;
+    node.until_ready("web").await;
+    node.until_relisted().await;
+    assert_eq!(node.done(&CHANGES), changes, "{}", node.cri.transcript());
+    let names = fs::read_dir(node.path("state")).unwrap().map(|entry| entry.unwrap().file_name());
+    assert!(names.into_iter().any(|name| name.to_string_lossy().starts_with("pods.corrupt-")));
+}

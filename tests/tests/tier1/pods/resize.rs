@@ -1,0 +1,202 @@
+//! Pods whose manifests change in cpu and memory only: they go on running, and their cgroups follow.
+
+use std::path::PathBuf;
+
+use beelet_tests::cri::Asked;
+use serde_json::{Value, json};
+
+use beelet_pods::qos_tree::Level;
+
+use super::node::{Node, View, pod, until_file, with};
+
+pub(crate) fn sized(cpu: &str, memory: &str) -> Value {
+    let mut pod = pod("web");
+    pod["spec"]["containers"][0]["resources"] =
+        json!({"requests": {"cpu": cpu, "memory": "64Mi"}, "limits": {"memory": memory}});
+    pod
+}
+
+/// Where a runtime would have made the container's cgroup, made now, in both hierarchies.
+pub(crate) fn make_container_cgroup(node: &Node, pod: &View) -> PathBuf {
+    let id = node.cri.world().container("web-n1", "main").unwrap().id.clone();
+    let of = |hierarchy: &str| node.path(&format!("cgroup/{hierarchy}/kubepods/burstable/pod{}", pod.uid()));
+    for hierarchy in ["cpu", "memory"] {
+        let dir = of(hierarchy).join(&id);
+        std::fs::create_dir(&dir).unwrap();
+        for file in std::fs::read_dir(of(hierarchy)).unwrap().flatten().filter(|file| file.path().is_file()) {
+            std::fs::copy(file.path(), dir.join(file.file_name())).unwrap();
+        }
+    }
+    of("cpu").join(id)
+}
+
+/// The CPU shares and the memory limit that the runtime was asked to change a container to.
+fn updates(node: &Node) -> Vec<(i64, i64)> {
+    let asked = node.cri.calls().into_iter().filter_map(|call| match call.asked {
+        Asked::UpdateContainerResources(request) => request.linux,
+        _ => None,
+    });
+    asked.map(|linux| (linux.cpu_shares, linux.memory_limit_in_bytes)).collect()
+}
+
+fn request(pod: &View) -> String {
+    let resources = pod.0.pod.spec.as_ref().unwrap().containers[0].resources.clone().unwrap();
+    resources.requests.unwrap()["cpu"].0.clone()
+}
+
+#[tokio::test]
+async fn a_running_pod_is_resized_in_place() {
+    let node = Node::with(&[sized("100m", "128Mi")]).await;
+    let old = node.until_ready("web").await;
+    let container = make_container_cgroup(&node, &old);
+    let pod_dir = container.parent().unwrap().to_owned();
+    until_file(container.join("cpu.shares"), "102").await;
+    node.apply(&sized("500m", "256Mi"));
+    let new = node.until_pod("web", "to have the new request", |pod| request(pod) == "500m").await;
+    assert_eq!(new.uid(), old.uid());
+    until_file(pod_dir.join("cpu.shares"), "512").await;
+    until_file(container.join("cpu.shares"), "512").await;
+    let memory = pod_dir.to_string_lossy().replace("cgroup/cpu", "cgroup/memory");
+    until_file(PathBuf::from(memory).join("memory.limit_in_bytes"), &(256 << 20).to_string()).await;
+    assert_eq!(updates(&node).last(), Some(&(512, 256 << 20)), "{}", node.cri.transcript());
+    // The same container, never restarted.
+    assert_eq!(node.containers("web"), "main/0+");
+    // And back: the first manifest is this pod as well.
+    node.apply(&sized("100m", "128Mi"));
+    until_file(container.join("cpu.shares"), "102").await;
+    assert_eq!(node.containers("web"), "main/0+");
+}
+
+/// The CPU that is in force in the pod's container and the CPU that it was given, as its status has them, and
+/// what is said of a resize.
+fn status(pod: &View) -> (String, String, Vec<String>) {
+    let container = pod.container("main");
+    let cpu = |list: Option<
+        std::collections::BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>,
+    >| {
+        list.and_then(|mut list| list.remove("cpu")).map(|quantity| quantity.0).unwrap_or_default()
+    };
+    let conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let said = conditions.filter(|one| one.type_.starts_with("PodResize")).map(|one| {
+        format!(
+            "{} {}: {}",
+            one.type_,
+            one.reason.as_deref().unwrap_or_default(),
+            one.message.as_deref().unwrap_or_default()
+        )
+    });
+    let in_force = container.resources.and_then(|resources| resources.requests);
+    (cpu(in_force), cpu(container.allocated_resources), said.collect())
+}
+
+fn is_done(cpu: &str) -> impl Fn(&View) -> bool + '_ {
+    move |pod| status(pod) == (cpu.to_owned(), cpu.to_owned(), Vec::new())
+}
+
+#[tokio::test]
+async fn a_resize_without_room_waits_for_a_pod_to_go_and_says_so() {
+    let other = with(
+        pod("other"),
+        "containers",
+        json!([{
+            "name": "main", "image": super::node::IMAGE, "resources": {"requests": {"cpu": "3"}},
+        }]),
+    );
+    let node = Node::with(&[other, sized("100m", "128Mi")]).await;
+    node.until_ready("other").await;
+    let old = node.until_ready("web").await;
+    make_container_cgroup(&node, &old);
+    node.until_pod("web", "to say what it has", is_done("100m")).await;
+
+    node.apply(&sized("2", "128Mi"));
+    let why = "Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
+    let said = format!("PodResizePending Deferred: {why}");
+    let waits = |pod: &View| status(pod).2 == [said.as_str()];
+    let waiting = node.until_pod("web", "to wait for room", waits).await;
+    assert_eq!((request(&waiting), status(&waiting).0), ("100m".to_owned(), "100m".to_owned()));
+    let event = format!("ResizeDeferred: {why}; the pod keeps its own amounts of cpu and memory");
+    assert!(node.events().contains(&event), "{:?}", node.events());
+
+    node.remove("other");
+    let new = node.until_pod("web", "to be resized", is_done("2")).await;
+    assert_eq!((new.uid(), node.containers("web").as_str()), (old.uid(), "main/0+"));
+    // More than the node has: no pod that goes makes room for it.
+    node.apply(&sized("5", "128Mi"));
+    let never =
+        |pod: &View| status(pod).2.iter().any(|said| said.starts_with("PodResizePending Infeasible: "));
+    node.until_pod("web", "to be told that it never fits", never).await;
+    node.apply(&sized("2", "128Mi"));
+    node.until_pod("web", "to have what its manifest says", is_done("2")).await;
+}
+
+#[tokio::test]
+async fn amounts_that_the_cgroups_refuse_are_not_called_in_force() {
+    let node = Node::with(&[sized("100m", "128Mi")]).await;
+    let old = node.until_ready("web").await;
+    let container = make_container_cgroup(&node, &old);
+    until_file(container.join("cpu.shares"), "102").await;
+    // Nobody can write into a folder.
+    std::fs::remove_file(container.join("cpu.shares")).unwrap();
+    std::fs::create_dir(container.join("cpu.shares")).unwrap();
+    node.apply(&sized("500m", "128Mi"));
+    let stuck = |pod: &View| {
+        status(pod).2.iter().any(|said| said.starts_with("PodResizeInProgress Error: default/web-n1"))
+    };
+    let pod = node.until_pod("web", "to say why it is not resized", stuck).await;
+    assert_eq!((status(&pod).0.as_str(), status(&pod).1.as_str()), ("100m", "500m"));
+    std::fs::remove_dir(container.join("cpu.shares")).unwrap();
+    std::fs::write(container.join("cpu.shares"), "102").unwrap();
+    node.until_pod("web", "to be resized", is_done("500m")).await;
+    until_file(container.join("cpu.shares"), "512").await;
+}
+
+#[tokio::test]
+async fn an_agent_that_was_away_resizes_what_it_finds() {
+    let mut node = Node::with(&[sized("100m", "128Mi")]).await;
+    let old = node.until_ready("web").await;
+    let container = make_container_cgroup(&node, &old);
+    node.kill().await;
+    node.apply(&sized("300m", "128Mi"));
+    node.start().await;
+    let new = node.until_pod("web", "to have the new request", is_done("300m")).await;
+    assert_eq!((new.uid(), request(&new)), (old.uid(), "300m".to_owned()));
+    until_file(container.join("cpu.shares"), "307").await;
+    // Killed again after it: still the same pod.
+    node.kill_and_start().await;
+    let again = node.until_pod("web", "to be ready", |pod| pod.ready() && request(pod) == "300m").await;
+    assert_eq!(again.uid(), old.uid());
+    assert_eq!(node.containers("web"), "main/0+");
+}
+
+#[tokio::test]
+async fn a_manifest_that_changes_in_more_is_another_pod() {
+    let node = Node::with(&[sized("100m", "128Mi")]).await;
+    let old = node.until_ready("web").await;
+    node.apply(&with(sized("200m", "128Mi"), "hostname", "other".into()));
+    node.until_pod("web", "to be another", |pod| pod.uid() != old.uid() && pod.ready()).await;
+    node.until_nothing_is_left(&old).await;
+}
+
+#[tokio::test]
+async fn values_that_somebody_else_changed_are_set_right_again() {
+    let node = Node::with(&[sized("100m", "128Mi")]).await;
+    let pod = node.until_ready("web").await;
+    let dir = node.path(&format!("cgroup/cpu/kubepods/burstable/pod{}", pod.uid()));
+    until_file(dir.join("cpu.shares"), "102").await;
+    until_file(node.path("cgroup/cpu/kubepods/burstable/cpu.shares"), "102").await;
+    // Before its first look at the pod the agent can't know that a value was another.
+    node.until_looked_after_cgroups().await;
+    let tampered =
+        [(Level::Pod, dir.join("cpu.shares")), (Level::Node, node.path("cgroup/cpu/kubepods/cpu.shares"))];
+    for (level, file) in tampered {
+        let before = std::fs::read_to_string(&file).unwrap();
+        // At once, as the kernel takes a value: an agent that finds the file empty would set it right, too.
+        let new = node.path("tampered");
+        std::fs::write(&new, "5").unwrap();
+        std::fs::rename(new, &file).unwrap();
+        until_file(file, &before).await;
+        // Counted after it is written.
+        node.until_drifted(level).await;
+    }
+    assert_eq!((node.drifted(Level::Pod), node.drifted(Level::Node)), (1, 1));
+}

@@ -1,0 +1,221 @@
+//! Volumes, ConfigMaps and Secrets, and what the runtime is told of them and of the rest of a pod's spec.
+
+use std::path::{Path, PathBuf};
+
+use beelet_proto::cri;
+use beelet_tests::cri::Asked;
+use serde_json::{Value, json};
+
+use super::node::{Node, Settings, container, containers, pod, until_file, until_seen, with};
+
+fn config_map(value: &str) -> String {
+    json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf"}, "data": {"color": value}})
+        .to_string()
+}
+
+/// A pod that mounts the ConfigMap.
+fn with_conf(name: &str) -> Value {
+    let mut main = container("main");
+    main["volumeMounts"] = json!([{"name": "conf", "mountPath": "/conf"}]);
+    let pod = with(pod(name), "containers", json!([main]));
+    with(pod, "volumes", json!([{"name": "conf", "configMap": {"name": "conf"}}]))
+}
+
+/// The newest configuration that a container was created with.
+fn created(node: &Node, name: &str) -> cri::ContainerConfig {
+    node.cri.container(&format!("{name}-n1"), "main").unwrap().config
+}
+
+fn mount(config: &cri::ContainerConfig, path: &str) -> cri::Mount {
+    config.mounts.iter().find(|mount| mount.container_path == path).unwrap().clone()
+}
+
+#[tokio::test]
+async fn a_config_map_is_mounted_and_kept_up_to_date_also_over_a_kill() {
+    let mut node = Node::new(Settings::default());
+    node.apply_text("conf", &config_map("red"));
+    node.apply(&with_conf("web"));
+    node.start().await;
+    let view = node.until_ready("web").await;
+    let mount = mount(&created(&node, "web"), "/conf");
+    assert!(mount.readonly);
+    let file = Path::new(&mount.host_path).join("color");
+    until_file(&file, "red").await;
+    node.apply_text("conf", &config_map("blue"));
+    until_file(&file, "blue").await;
+    node.kill().await;
+    node.apply_text("conf", &config_map("green"));
+    node.start().await;
+    until_file(&file, "green").await;
+    assert_eq!(node.until_ready("web").await.uid(), view.uid());
+    // What the pod needs is gone, and what it has stays.
+    node.remove("conf");
+    node.until_relisted().await;
+    until_file(&file, "green").await;
+    node.remove("web");
+    node.until_nothing_is_left(&view).await;
+}
+
+#[tokio::test]
+async fn a_pod_starts_as_soon_as_its_config_map_is_there() {
+    let mut node = Node::new(Settings::default());
+    node.apply(&with_conf("web"));
+    node.start().await;
+    node.until_pod("web", "to be pending", |pod| pod.phase() == "Pending").await;
+    node.apply_text("conf", &config_map("red"));
+    node.until_ready("web").await;
+}
+
+#[tokio::test]
+async fn the_runtime_is_told_what_the_spec_says() {
+    let mut main = container("main");
+    main["securityContext"] =
+        json!({"allowPrivilegeEscalation": false, "runAsUser": 7, "capabilities": {"drop": ["ALL"]}});
+    main["ports"] = json!([{"containerPort": 80, "hostPort": 8080}]);
+    main["env"] = json!([{"name": "CPUS", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}]);
+    let mut web = with(pod("web"), "containers", json!([main]));
+    for (field, value) in [
+        ("shareProcessNamespace", json!(true)),
+        ("subdomain", json!("front")),
+        ("hostname", json!("www")),
+        ("runtimeClassName", json!("kata")),
+        ("hostAliases", json!([{"ip": "192.0.2.9", "hostnames": ["printer"]}])),
+        (
+            "securityContext",
+            json!({"fsGroup": 9, "sysctls": [{"name": "net/ipv4/tcp_syncookies", "value": "1"}]}),
+        ),
+    ] {
+        web = with(web, field, value);
+    }
+    let node = Node::with(&[web]).await;
+    node.until_ready("web").await;
+    let sandbox = node.cri.sandbox("web-n1").unwrap();
+    assert_eq!((sandbox.config.hostname.as_str(), sandbox.runtime_handler.as_str()), ("www", "kata"));
+    assert_eq!(sandbox.config.port_mappings[0].host_port, 8080);
+    let linux = sandbox.config.linux.unwrap();
+    assert_eq!(linux.sysctls["net.ipv4.tcp_syncookies"], "1");
+    let config = created(&node, "web");
+    assert_eq!(config.envs[0].value, "4", "what the node has");
+    let context = config.linux.clone().unwrap().security_context.unwrap();
+    assert!(context.no_new_privs);
+    assert_eq!((context.run_as_user.unwrap().value, context.supplemental_groups), (7, vec![9]));
+    assert_eq!(context.namespace_options.unwrap().pid(), cri::NamespaceMode::Pod);
+    let hosts = std::fs::read_to_string(mount(&config, "/etc/hosts").host_path).unwrap();
+    assert!(hosts.contains("192.0.2.9\tprinter\n"), "{hosts}");
+    assert!(mount(&config, "/dev/termination-log").host_path.contains("/containers/main/0"));
+}
+
+#[tokio::test]
+async fn unsafe_kernel_settings_make_no_pod() {
+    let context = json!({"sysctls": [{"name": "kernel.msgmax", "value": "1"}]});
+    let node = Node::with(&[with(pod("web"), "securityContext", context)]).await;
+    let message =
+        node.until("the rejection", |table| table.rejected.first().map(|r| r.message.clone())).await;
+    assert!(message.contains("allowedUnsafeSysctls"), "{message}");
+    let asked = node.cri.calls().into_iter().any(|call| matches!(call.asked, Asked::RunPodSandbox(_)));
+    assert!(!asked);
+}
+
+#[tokio::test]
+async fn last_words_are_told_of_a_container_that_was_restarted() {
+    let node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    let file = mount(&created(&node, "web"), "/dev/termination-log").host_path;
+    std::fs::write(file, "out of cheese").unwrap();
+    node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 3);
+    let view = node.until_pod("web", "to be restarted", |pod| pod.container("main").restart_count == 1).await;
+    let last = view.container("main").last_state.unwrap().terminated.unwrap();
+    assert_eq!((last.exit_code, last.message.as_deref()), (3, Some("out of cheese")));
+}
+
+/// The folders of a pod's cgroup.
+fn cgroup_folders(node: &Node, uid: &str) -> Vec<PathBuf> {
+    let is_cgroup =
+        |path: &PathBuf| path.starts_with(node.path("cgroup")) && path.to_string_lossy().contains(uid);
+    node.files().into_iter().filter(is_cgroup).collect()
+}
+
+#[tokio::test]
+async fn a_pod_that_ended_gives_back_its_volumes_and_its_cgroup_and_keeps_its_containers() {
+    let job = with(pod("job"), "restartPolicy", json!("Never"));
+    let job = with(job, "volumes", json!([{"name": "scratch", "emptyDir": {}}]));
+    let mut node = Node::with(&[job]).await;
+    let view = node.until_ready("job").await;
+    let folder = node.path("pods").join(view.uid());
+    let words = mount(&created(&node, "job"), "/dev/termination-log").host_path;
+    assert!(folder.join("volumes/scratch").is_dir() && !cgroup_folders(&node, &view.uid()).is_empty());
+    std::fs::write(words, "all done").unwrap();
+    node.cri.exit(&node.cri.container("job-n1", "main").unwrap().id, 0);
+    let given_back = || {
+        let left = cgroup_folders(&node, &view.uid());
+        if folder.join("volumes").exists() || !left.is_empty() { Err(format!("{left:?}")) } else { Ok(()) }
+    };
+    until_seen("what it had to be given back", given_back).await;
+    let ended = |pod: &super::node::View| {
+        let state = pod.container("main").state.and_then(|state| state.terminated);
+        pod.phase() == "Succeeded" && state.is_some_and(|state| state.message.as_deref() == Some("all done"))
+    };
+    node.until_pod("job", "to have succeeded", ended).await;
+    // Nothing is made again by an agent that starts, and its last words can still be read.
+    node.kill_and_start().await;
+    node.until_pod("job", "to have succeeded", ended).await;
+    node.until_relisted().await;
+    assert_eq!(node.containers("job"), "main/0-");
+    assert!(!folder.join("volumes").exists() && cgroup_folders(&node, &view.uid()).is_empty());
+    // Nor when its containers are collected as garbage.
+    let main = node.cri.container("job-n1", "main").unwrap().id;
+    node.cri.change(|world| drop(world.containers.remove(&main)));
+    node.cri.wait_until("it to be gone", |world| containers(world, "job").is_empty()).await;
+    node.until_relisted().await;
+    assert_eq!(containers(&node.cri.world(), "job"), "");
+    node.remove("job");
+    node.until_nothing_is_left(&view).await;
+}
+
+#[tokio::test]
+async fn what_a_cancelled_start_still_makes_is_waited_for_before_the_pod_goes() {
+    let uid = "0123456789abcdef0123456789abcdef";
+    let mut web = pod("web");
+    web["metadata"]["uid"] = json!(uid);
+    let mut node = Node::new(Settings::default());
+    // Whoever reads it waits until somebody has written.
+    let hosts = node.path("pods").join(uid).join("etc-hosts");
+    std::fs::create_dir(hosts.parent().unwrap()).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &hosts, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    node.apply(&web);
+    node.start().await;
+    let writer = std::cell::OnceCell::new();
+    until_seen("the file to be read", || {
+        let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
+        rustix::fs::open(&hosts, flags, rustix::fs::Mode::empty()).map(|open| drop(writer.set(open)))
+    })
+    .await;
+    let view = node.until_pod("web", "to be here", |_| true).await;
+    node.remove("web");
+    node.cri.wait_until("its sandbox to be removed", |world| world.sandboxes.is_empty()).await;
+    // Now the start goes on, and makes the file anew.
+    std::fs::remove_file(&hosts).unwrap();
+    drop(writer);
+    node.until_gone("web").await;
+    node.until_nothing_is_left(&view).await;
+    assert!(!hosts.parent().unwrap().exists());
+}
+
+#[tokio::test]
+async fn folders_of_pods_that_nobody_knows_go_and_all_others_stay() {
+    let mut node = Node::new(Settings::default());
+    let of = |name: &str| node.path("pods").join(name);
+    let orphan = of("00000000000000000000000000000bad");
+    for folder in [&orphan, &of("lost+found"), &of("mine")] {
+        std::fs::create_dir_all(folder.join("volumes/x")).unwrap();
+        std::fs::write(folder.join("volumes/x/file"), "").unwrap();
+    }
+    let others: [PathBuf; 2] = [of("lost+found"), of("mine")];
+    node.apply(&with(pod("web"), "volumes", json!([{"name": "scratch", "emptyDir": {}}])));
+    node.start().await;
+    let view = node.until_ready("web").await;
+    let gone = |path: &Path| if path.exists() { Err(path.display().to_string()) } else { Ok(()) };
+    until_seen("the folder to go", || gone(&orphan)).await;
+    assert!(others.iter().all(|path| path.join("volumes/x/file").exists()));
+    assert!(node.path("pods").join(view.uid()).join("volumes/scratch").is_dir());
+}
