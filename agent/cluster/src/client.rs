@@ -1,0 +1,394 @@
+//! Requests to the API server, as JSON values. Whoever asks names the path; what comes back is bounded in size and time, and
+//! an error says what was asked, of whom, and why it failed.
+
+use std::{fmt, time::Duration};
+
+use futures::{Stream, StreamExt, stream::try_unfold};
+use http::{Method, Request, Response, StatusCode, header};
+use http_body_util::{BodyExt, Limited};
+use kube::client::Body;
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt},
+    sync::watch,
+    time::timeout,
+};
+use tokio_util::io::StreamReader;
+
+/// Longest answer, in bytes: a list of 110 pods of the largest size that etcd takes.
+const MAX_ANSWER: usize = 256 << 20;
+/// Longest event of a watch, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes.
+const MAX_EVENT: usize = 16 << 20;
+/// How long an answer may take, but for watches.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// How a patch is applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patch {
+    /// Lists are merged by their keys.
+    StrategicMerge,
+    /// RFC 7386: lists are replaced.
+    Merge,
+}
+
+impl Patch {
+    fn content_type(self) -> &'static str {
+        match self {
+            Self::StrategicMerge => "application/strategic-merge-patch+json",
+            Self::Merge => "application/merge-patch+json",
+        }
+    }
+}
+
+/// One event of a watch.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// The object is there, new or changed.
+    Applied(Value),
+    /// The object is gone; its last state.
+    Deleted(Value),
+    /// Nothing older than this resource version will come.
+    Bookmark(String),
+}
+
+/// Why a request failed. Displayed, it is a whole sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error {
+    /// The method and path that were asked for.
+    pub request: String,
+    /// What kind of failure it was.
+    pub kind: Kind,
+    /// The server's words, or the cause.
+    pub message: String,
+}
+
+/// All that a caller may decide by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// No answer: refused, reset, too late, or an answer that is no answer.
+    Unreachable,
+    /// The server's certificate is not one that the kubeconfig's authority signed, or is not valid now.
+    Untrusted,
+    /// The server answered with this status.
+    Status {
+        /// The HTTP status.
+        code: u16,
+        /// How long the server asks to wait before the next try.
+        retry_after: Option<Duration>,
+    },
+}
+
+impl Error {
+    /// The same request may succeed later without anybody's help.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        match self.kind {
+            Kind::Unreachable | Kind::Untrusted => true,
+            Kind::Status { code, .. } => code == 429 || code >= 500,
+        }
+    }
+
+    /// The HTTP status, if the server answered.
+    #[must_use]
+    pub fn code(&self) -> Option<u16> {
+        match self.kind {
+            Kind::Status { code, .. } => Some(code),
+            Kind::Unreachable | Kind::Untrusted => None,
+        }
+    }
+
+    /// What was asked for is not there.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        self.code() == Some(404)
+    }
+
+    /// It is there already, or has changed meanwhile.
+    #[must_use]
+    pub fn is_conflict(&self) -> bool {
+        self.code() == Some(409)
+    }
+
+    /// A watch was asked to begin at a version that the server has forgotten.
+    #[must_use]
+    pub fn is_expired(&self) -> bool {
+        self.code() == Some(410)
+    }
+
+    /// How long the server asks to wait.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self.kind {
+            Kind::Status { retry_after, .. } => retry_after,
+            Kind::Unreachable | Kind::Untrusted => None,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { request, message, .. } = self;
+        match self.kind {
+            Kind::Unreachable => write!(f, "{request}: the API server did not answer: {message}"),
+            Kind::Untrusted => write!(
+                f,
+                "{request}: the API server's certificate is not trusted: {message}. If the cluster's CA has changed, put the \
+                 new one into the kubeconfig; if this machine's clock is wrong, set it"
+            ),
+            Kind::Status { code, .. } => write!(f, "{request}: the API server says {code}: {message}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// The way to the API server. Clones share it. Behind it the connection may be replaced at any time, as when the client
+/// certificate is rotated.
+#[derive(Clone)]
+pub struct Client {
+    newest: watch::Receiver<kube::Client>,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Client")
+    }
+}
+
+impl Client {
+    /// Sends each request through the newest client of `newest`.
+    #[must_use]
+    pub fn new(newest: watch::Receiver<kube::Client>) -> Self {
+        Self { newest }
+    }
+
+    /// Reads the object, list or whatever is at `path` (with its query, if any).
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn get(&self, path: &str) -> Result<Value, Error> {
+        self.ask(Method::GET, path, None).await
+    }
+
+    /// Makes an object in the collection at `path`.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn create(&self, path: &str, object: &Value) -> Result<Value, Error> {
+        self.ask(Method::POST, path, Some(("application/json", object))).await
+    }
+
+    /// Puts `object` in the place of the one at `path`.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn replace(&self, path: &str, object: &Value) -> Result<Value, Error> {
+        self.ask(Method::PUT, path, Some(("application/json", object))).await
+    }
+
+    /// Changes the object at `path`.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn patch(&self, path: &str, kind: Patch, change: &Value) -> Result<Value, Error> {
+        self.ask(Method::PATCH, path, Some((kind.content_type(), change))).await
+    }
+
+    /// Removes the object at `path` at once, if it still has this UID.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn delete(&self, path: &str, uid: Option<&str>) -> Result<Value, Error> {
+        let mut options = json!({ "apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0 });
+        if let Some(uid) = uid {
+            options["preconditions"] = json!({ "uid": uid });
+        }
+        self.ask(Method::DELETE, path, Some(("application/json", &options))).await
+    }
+
+    /// Follows what is at `path`, whose query must ask for a watch. The stream ends when the server ends it.
+    ///
+    /// # Errors
+    /// See [`Error`]. After an error nothing more comes.
+    pub async fn watch(
+        &self,
+        path: &str,
+    ) -> Result<impl Stream<Item = Result<Event, Error>> + Send + Unpin + use<>, Error> {
+        let request = format!("watch {path}");
+        let fail = |error| failed(request.clone(), error);
+        let sent = self.send(build(Method::GET, path, None).map_err(fail)?);
+        let answer = timeout(ANSWER, sent).await.map_err(|_| late(&request))?.map_err(fail)?;
+        let answer = accepted(&request, answer).await?;
+        let body = answer.into_body().into_data_stream().map(|chunk| chunk.map_err(std::io::Error::other));
+        let lines = StreamReader::new(body);
+        Ok(try_unfold((lines, request), |(mut lines, request)| async move {
+            let Some(line) = line(&mut lines).await.map_err(|cause| unreachable(&request, &cause))? else {
+                return Ok(None);
+            };
+            Ok(Some((event(&request, &line)?, (lines, request))))
+        })
+        .boxed())
+    }
+
+    async fn send(&self, request: Request<Body>) -> Result<Response<Body>, Failure> {
+        let client = self.newest.borrow().clone();
+        client.send(request).await.map_err(Failure::from)
+    }
+
+    async fn ask(&self, method: Method, path: &str, body: Option<(&str, &Value)>) -> Result<Value, Error> {
+        // Queries may be long, and say nothing to the reader of an error.
+        let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
+        let whole = async {
+            let built = build(method, path, body).map_err(|error| failed(request.clone(), error))?;
+            let answer = self.send(built).await.map_err(|error| failed(request.clone(), error))?;
+            let answer = accepted(&request, answer).await?;
+            let read = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+            let bytes = read.map_err(|cause| unreachable(&request, &cause))?.to_bytes();
+            if bytes.is_empty() {
+                return Ok(Value::Null);
+            }
+            serde_json::from_slice(&bytes).map_err(|cause| unreachable(&request, &cause))
+        };
+        timeout(ANSWER, whole).await.unwrap_or_else(|_| Err(late(&request)))
+    }
+}
+
+/// What may go wrong before there is an answer.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error("{0}")]
+    Http(#[from] http::Error),
+    #[error("{0}")]
+    Kube(#[from] kube::Error),
+}
+
+fn build(method: Method, path: &str, body: Option<(&str, &Value)>) -> Result<Request<Body>, Failure> {
+    let request = Request::builder().method(method).uri(path).header(header::ACCEPT, "application/json");
+    Ok(match body {
+        None => request.body(Body::empty())?,
+        Some((kind, value)) => {
+            request.header(header::CONTENT_TYPE, kind).body(Body::from(value.to_string().into_bytes()))?
+        }
+    })
+}
+
+/// The answer, if its status is one of success.
+async fn accepted(request: &str, answer: Response<Body>) -> Result<Response<Body>, Error> {
+    let status = answer.status();
+    if status.is_success() {
+        return Ok(answer);
+    }
+    let retry_after =
+        answer.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+    let body = Limited::new(answer.into_body(), MAX_EVENT).collect().await;
+    let value: Value =
+        body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok()).unwrap_or_default();
+    Err(refused(request, status.as_u16(), &value, retry_after.map(Duration::from_secs)))
+}
+
+/// The error of a `metav1.Status`.
+fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duration>) -> Error {
+    let words = status["message"].as_str().map(str::to_owned);
+    let words = words.unwrap_or_else(|| {
+        StatusCode::from_u16(code)
+            .ok()
+            .and_then(|code| code.canonical_reason())
+            .unwrap_or("an error")
+            .to_owned()
+    });
+    let detail = status["details"]["retryAfterSeconds"].as_u64().map(Duration::from_secs);
+    Error {
+        request: request.to_owned(),
+        kind: Kind::Status { code, retry_after: retry_after.or(detail) },
+        message: words,
+    }
+}
+
+fn failed(request: String, failure: Failure) -> Error {
+    let mut causes = vec![failure.to_string()];
+    let mut source = std::error::Error::source(&failure);
+    while let Some(cause) = source {
+        causes.push(cause.to_string());
+        source = cause.source();
+    }
+    // The innermost cause says it: the layers above repeat one another.
+    let message = causes.pop().unwrap_or_default();
+    let untrusted = message.contains("invalid peer certificate");
+    Error { request, kind: if untrusted { Kind::Untrusted } else { Kind::Unreachable }, message }
+}
+
+fn unreachable(request: &str, cause: &dyn fmt::Display) -> Error {
+    Error { request: request.to_owned(), kind: Kind::Unreachable, message: cause.to_string() }
+}
+
+fn late(request: &str) -> Error {
+    unreachable(request, &format_args!("no answer within {} s", ANSWER.as_secs()))
+}
+
+/// The next line without its end; nothing at the end of the stream.
+async fn line(stream: &mut (impl AsyncBufRead + Unpin)) -> std::io::Result<Option<Vec<u8>>> {
+    let mut line = Vec::new();
+    let read = stream.take(MAX_EVENT as u64).read_until(b'\n', &mut line).await?;
+    if read == 0 {
+        return Ok(None);
+    }
+    if line.pop() != Some(b'\n') {
+        let cause =
+            if read < MAX_EVENT { "the stream broke within an event" } else { "an event is too long" };
+        return Err(std::io::Error::other(cause));
+    }
+    Ok(Some(line))
+}
+
+fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
+    let mut value: Value = serde_json::from_slice(line).map_err(|cause| unreachable(request, &cause))?;
+    let mut object = value["object"].take();
+    if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
+        metadata.remove("managedFields");
+    }
+    match value["type"].as_str() {
+        Some("ADDED" | "MODIFIED") => Ok(Event::Applied(object)),
+        Some("DELETED") => Ok(Event::Deleted(object)),
+        Some("BOOKMARK") => {
+            Ok(Event::Bookmark(object["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned()))
+        }
+        Some("ERROR") => {
+            let code = object["code"].as_u64().and_then(|code| u16::try_from(code).ok()).unwrap_or(500);
+            Err(refused(request, code, &object, None))
+        }
+        other => Err(unreachable(request, &format_args!("an event of the unknown type {other:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_loses_its_managed_fields_and_keeps_the_rest() {
+        let line = br#"{"type":"ADDED","object":{"metadata":{"name":"a","managedFields":[1]},"spec":{}}}"#;
+        let expected = Event::Applied(json!({ "metadata": { "name": "a" }, "spec": {} }));
+        assert_eq!(event("watch", line), Ok(expected));
+        let line = br#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"7"}}}"#;
+        assert_eq!(event("watch", line), Ok(Event::Bookmark("7".to_owned())));
+    }
+
+    #[test]
+    fn an_error_event_is_the_servers_error() {
+        let line = br#"{"type":"ERROR","object":{"code":410,"message":"too old resource version: 1 (9)"}}"#;
+        let error = event("watch /api/v1/pods", line).unwrap_err();
+        assert!(error.is_expired());
+        assert_eq!(
+            error.to_string(),
+            "watch /api/v1/pods: the API server says 410: too old resource version: 1 (9)"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_stream_that_breaks_within_an_event_is_an_error() {
+        let mut stream = &b"one\ntwo"[..];
+        assert_eq!(line(&mut stream).await.unwrap(), Some(b"one".to_vec()));
+        assert_eq!(line(&mut stream).await.unwrap_err().to_string(), "the stream broke within an event");
+        assert_eq!(line(&mut &b""[..]).await.unwrap(), None);
+    }
+}
