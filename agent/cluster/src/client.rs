@@ -215,7 +215,7 @@ impl Client {
         path: &str,
     ) -> Result<impl Stream<Item = Result<Event, Error>> + Send + Unpin + use<>, Error> {
         let request = format!("watch {path}");
-        let fail = |error| failed(request.clone(), error);
+        let fail = |error: Failure| failed(request.clone(), &error);
         let sent = self.send(build(Method::GET, path, None).map_err(fail)?);
         let answer = timeout(ANSWER, sent).await.map_err(|_| late(&request))?.map_err(fail)?;
         let answer = accepted(&request, answer).await?;
@@ -239,8 +239,8 @@ impl Client {
         // Queries may be long, and say nothing to the reader of an error.
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
         let whole = async {
-            let built = build(method, path, body).map_err(|error| failed(request.clone(), error))?;
-            let answer = self.send(built).await.map_err(|error| failed(request.clone(), error))?;
+            let built = build(method, path, body).map_err(|error| failed(request.clone(), &error))?;
+            let answer = self.send(built).await.map_err(|error| failed(request.clone(), &error))?;
             let answer = accepted(&request, answer).await?;
             let read = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
             let bytes = read.map_err(|cause| unreachable(&request, &cause))?.to_bytes();
@@ -304,9 +304,9 @@ fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duratio
     }
 }
 
-fn failed(request: String, failure: Failure) -> Error {
+fn failed(request: String, failure: &Failure) -> Error {
     let mut causes = vec![failure.to_string()];
-    let mut source = std::error::Error::source(&failure);
+    let mut source = std::error::Error::source(failure);
     while let Some(cause) = source {
         causes.push(cause.to_string());
         source = cause.source();
