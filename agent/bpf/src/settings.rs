@@ -62,13 +62,18 @@ pub(super) fn publish(map: MapData, pods: &Path, thresholds: &Thresholds) -> Res
     map.set(0, wanted, 0).map_err(|error| failed(&error))
 }
 
-/// The QoS cgroups have the kubelet's names.
+/// The QoS cgroups have the kubelet's names: with the systemd driver a slice repeats the name of the one above it.
 fn settings(pods: &Path, thresholds: &Thresholds) -> Settings {
     let id = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.ino());
+    let slice = pods.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".slice"));
+    let class = |name: &str| match slice {
+        Some(above) => id(&pods.join(format!("{above}-{name}.slice"))),
+        None => id(&pods.join(name)),
+    };
     Settings {
         pods_cgroup: id(pods),
-        burstable: id(&pods.join("burstable")),
-        best_effort: id(&pods.join("besteffort")),
+        burstable: class("burstable"),
+        best_effort: class("besteffort"),
         generation: 0,
         reserved: 0,
         run_queue_wait_ns: thresholds.run_queue_wait.nanoseconds(),
@@ -99,5 +104,17 @@ mod tests {
         assert_eq!(settings.best_effort, 0);
         assert_eq!(settings.run_queue_wait_ns, [1_000_000, u64::MAX, 0]);
         assert_eq!(settings.reclaim_ns, [50_000_000, 100_000_000, 500_000_000]);
+    }
+
+    #[test]
+    fn slices_of_qos_classes_are_found_below_the_pods_slice() {
+        let folder = tempfile::tempdir().unwrap();
+        let pods = folder.path().join("kubepods.slice");
+        std::fs::create_dir_all(pods.join("kubepods-burstable.slice")).unwrap();
+        let settings = settings(&pods, &Thresholds::default());
+        let id = |path: &Path| std::fs::metadata(path).unwrap().ino();
+        assert_eq!(settings.pods_cgroup, id(&pods));
+        assert_eq!(settings.burstable, id(&pods.join("kubepods-burstable.slice")));
+        assert_eq!(settings.best_effort, 0);
     }
 }

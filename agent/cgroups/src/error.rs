@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::Version;
+
 /// Why a cgroup could not be read or made what it should be.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
@@ -22,12 +24,33 @@ pub enum CgroupError {
         /// Its name.
         controller: &'static str,
     },
-    /// The systemd driver.
+    /// The systemd driver without systemd.
     #[error(
-        "the systemd cgroup driver is not in this version: set SystemdCgroup = false in the runtime's configuration \
-         and cgroupDriver: cgroupfs in ours"
+        "the cgroup driver is systemd, but systemd is not this machine's process 1 (there is no /run/systemd/system): set \
+         SystemdCgroup = false in the runtime's configuration and cgroupDriver: cgroupfs in ours, or mount that folder and \
+         /run/dbus where beelet runs in a container"
     )]
-    SystemdDriver,
+    NoSystemd,
+    /// The systemd driver on version 1.
+    #[error(
+        "the cgroup driver is systemd, which beelet drives on cgroup v2 alone, and this machine's cgroups are {version}: \
+         boot with systemd.unified_cgroup_hierarchy=1, or set SystemdCgroup = false in the runtime's configuration and \
+         cgroupDriver: cgroupfs in ours"
+    )]
+    SystemdNeedsV2 {
+        /// What they are.
+        version: Version,
+    },
+    /// systemd refused, or gave no answer.
+    #[error("systemd did not {action} {unit}: {why}")]
+    Systemd {
+        /// What it was asked for.
+        action: &'static str,
+        /// Which unit.
+        unit: String,
+        /// Why not, as far as is known.
+        why: String,
+    },
     /// The cgroup root is not there.
     #[error(
         "cgroupRoot: there is no cgroup {root} ({} is missing): beelet makes only what is below it. Correct the path, or make \
@@ -115,6 +138,10 @@ impl CgroupError {
             Self::Io { source, .. } => source.kind() == io::ErrorKind::ResourceBusy,
             _ => false,
         }
+    }
+
+    pub(super) fn systemd(action: &'static str, unit: &str, why: &dyn std::fmt::Display) -> Self {
+        Self::Systemd { action, unit: unit.to_owned(), why: why.to_string() }
     }
 
     pub(super) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {

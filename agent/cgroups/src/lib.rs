@@ -1,13 +1,15 @@
-//! The only writer of cgroup files: version 1, hybrid and version 2 behind one set of paths.
+//! The only writer of cgroup files: version 1, hybrid and version 2, cgroupfs and systemd behind one set of paths.
 //!
 //! A path here is written from the configured cgroup root, e.g. `/kubepods/burstable/pod<uid>`, and names the same cgroup
 //! in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because the runtime joins them
-//! all. Which values belong into which files is not decided here (`beelet_policy::cgroups` does), nor is anything
+//! all. It is the same with both drivers: only here it is known that systemd's cgroups are slices (`names`), made by
+//! systemd and not by us (`systemd`). Which values belong into which files is not decided here (`beelet_policy::cgroups` does), nor is anything
 //! outside the cgroup root written, with one exception: on version 2 a controller must be passed down by every ancestor,
 //! so it is enabled (never disabled) in their `cgroup.subtree_control` too.
 //!
 //! All calls are short and block. None retries: what cannot be done now is an error that says why, and the caller's next sync
-//! tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that it killed.
+//! tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that it killed, and with the systemd
+//! driver all that write wait for systemd's answer, 20 seconds at most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,9 +24,11 @@ mod kill;
 pub mod layout;
 mod memory;
 pub mod metrics;
+mod names;
 pub mod order;
 pub mod read;
 pub mod stats;
+mod systemd;
 mod tree;
 mod write;
 
@@ -34,7 +38,9 @@ pub use memory::MemoryUse;
 pub use metrics::Metrics;
 pub use stats::{CpuUse, Pressure};
 
+use self::names::Names;
 use self::order::Change;
+use self::systemd::Slices;
 use beelet_base::mountinfo;
 use beelet_policy::cgroups::CgroupDriver;
 
@@ -45,7 +51,7 @@ pub type Files = BTreeMap<String, String>;
 #[derive(Debug, Clone)]
 pub struct Cgroups {
     layout: Layout,
-    root: String,
+    names: Names,
     metrics: Metrics,
     store: Store,
     held: Arc<held::Held>,
@@ -70,12 +76,14 @@ pub enum Adjust {
 }
 
 /// What the hierarchies are made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 enum Store {
     /// The kernel makes and removes a cgroup's files.
     Kernel,
     /// Plain folders: somebody else has to.
     Folders,
+    /// The same as the kernel's, but slices are systemd's to make and remove.
+    Systemd(Arc<Slices>),
 }
 
 /// The table of mounts.
@@ -87,12 +95,30 @@ impl Cgroups {
     /// Finds the machine's hierarchies. `cgroup_root` is `/` or a path.
     ///
     /// # Errors
-    /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or the driver is systemd's.
+    /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or systemd can't be the driver
+    /// here: it isn't process 1, or the controllers are version 1's.
     pub fn discover(cgroup_root: &str, driver: CgroupDriver) -> Result<Self, CgroupError> {
-        if driver == CgroupDriver::Systemd {
-            return Err(CgroupError::SystemdDriver);
+        Self::with_layout(layout::parse(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)?
+            .with_driver(driver)
+    }
+
+    /// The same cgroups with another driver. What is held stays held, by its name.
+    ///
+    /// # Errors
+    /// As for [`Cgroups::discover`].
+    pub fn with_driver(self, driver: CgroupDriver) -> Result<Self, CgroupError> {
+        if driver == self.driver() {
+            return Ok(self);
         }
-        Self::with_layout(layout::parse(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)
+        let names = Names::new(driver, self.names.root());
+        let store = match driver {
+            CgroupDriver::Cgroupfs => Store::Kernel,
+            CgroupDriver::Systemd if self.version() != Version::V2 => {
+                return Err(CgroupError::SystemdNeedsV2 { version: self.version() });
+            }
+            CgroupDriver::Systemd => Store::Systemd(Arc::new(Slices::of_machine()?)),
+        };
+        Ok(Self { names, store, ..self })
     }
 
     /// Finds the hierarchies for reading alone. Unlike [`Cgroups::discover`] it takes any driver's tree as it is, and the
@@ -114,7 +140,8 @@ impl Cgroups {
             root => checked(root)?.to_owned(),
         };
         let (metrics, held) = (Metrics::default(), Arc::default());
-        let cgroups = Self { layout, root, metrics, store: Store::Kernel, held };
+        let names = Names::new(CgroupDriver::Cgroupfs, &root);
+        let cgroups = Self { layout, names, metrics, store: Store::Kernel, held };
         for controller in ["cpu", "memory"] {
             if cgroups.hierarchy_of(controller).is_none() {
                 return Err(CgroupError::NoController { controller });
@@ -140,12 +167,18 @@ impl Cgroups {
     /// It is not.
     pub fn require_root(&self) -> Result<(), CgroupError> {
         for hierarchy in ["cpu", "memory"].into_iter().filter_map(|name| self.hierarchy_of(name)) {
-            let missing = hierarchy.mount.join(self.root.trim_start_matches('/'));
+            let missing = hierarchy.mount.join(self.root_path());
             if !missing.is_dir() {
-                return Err(CgroupError::NoRoot { root: self.root.clone(), missing });
+                return Err(CgroupError::NoRoot { root: self.names.root().to_owned(), missing });
             }
         }
         Ok(())
+    }
+
+    /// Who makes the cgroups.
+    #[must_use]
+    pub fn driver(&self) -> CgroupDriver {
+        self.names.driver()
     }
 
     /// How this machine mounts cgroups.
@@ -190,10 +223,14 @@ impl Cgroups {
     pub fn ensure_all(&self, cgroups: &BTreeMap<String, Files>) -> Result<(), CgroupError> {
         self.metrics.time("update", || {
             // Parents come before their children in the order of paths.
-            for path in cgroups.keys() {
+            for (path, files) in cgroups {
                 let relative = self.relative(path)?;
                 for hierarchy in self.hierarchies() {
-                    tree::make(hierarchy, &relative, self.store)?;
+                    if let Store::Systemd(slices) = &self.store {
+                        slices.start(&hierarchy.mount, &self.root_path(), &relative, files)?;
+                    }
+                    // With slices: what is left to do is to pass controllers down that systemd knows nothing of.
+                    tree::make(hierarchy, &relative, &self.store)?;
                 }
             }
             let report = write::all(self, cgroups, Adjust::All);
@@ -238,11 +275,14 @@ impl Cgroups {
             if !pids.is_empty() {
                 return Err(CgroupError::NotEmpty { cgroup: path.to_owned(), pids });
             }
+            if let Store::Systemd(slices) = &self.store {
+                slices.stop(&relative)?;
+            }
             // One hierarchy's failure must not keep the others.
             let results: Vec<_> = self
                 .hierarchies()
                 .iter()
-                .map(|h| tree::remove(&h.mount.join(&relative), self.store))
+                .map(|h| tree::remove(&h.mount.join(&relative), &self.store))
                 .collect();
             results.into_iter().collect()
         })
@@ -315,10 +355,11 @@ impl Cgroups {
         Some(hierarchy.mount.join(self.relative(path).ok()?))
     }
 
-    /// The name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root.
+    /// The name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root, with systemd too (`ToSystemd` of
+    /// the kubelet). Runtimes take the last part of a slice's.
     #[must_use]
     pub fn cri_parent(&self, path: &str) -> String {
-        format!("{}{path}", self.root)
+        self.names.path(path)
     }
 
     /// Whether the cgroup `path` exists in every hierarchy.
@@ -354,8 +395,8 @@ impl Cgroups {
             let relative = self.relative(parent)?;
             for hierarchy in self.hierarchies() {
                 let names = tree::children(&hierarchy.mount.join(&relative))?;
-                let pods = names.into_iter().filter(|name| name.len() > 3 && name.starts_with("pod"));
-                found.extend(pods.map(|name| format!("{parent}/{name}")));
+                let uids = names.iter().filter_map(|name| self.names.pod_uid(parent, name));
+                found.extend(uids.map(|uid| format!("{parent}/pod{uid}")));
             }
         }
         Ok(found.into_iter().collect())
@@ -363,8 +404,23 @@ impl Cgroups {
 
     /// `path` below a hierarchy's mount point.
     fn relative(&self, path: &str) -> Result<PathBuf, CgroupError> {
-        let path = if path == "/" { "" } else { checked(path)? };
-        Ok(PathBuf::from(format!("{}{path}", self.root).trim_start_matches('/')))
+        if path == "/" {
+            return Ok(self.root_path());
+        }
+        Ok(PathBuf::from(self.names.path(checked(path)?).trim_start_matches('/')))
+    }
+
+    /// The root below a hierarchy's mount point.
+    fn root_path(&self) -> PathBuf {
+        PathBuf::from(self.names.root_path().trim_start_matches('/'))
+    }
+
+    /// Has systemd keep a value that is about to be written, where the cgroup is a unit of its.
+    fn keep(&self, path: &str, file: &str, value: &str) -> Result<(), CgroupError> {
+        match &self.store {
+            Store::Systemd(slices) => slices.set(&self.relative(path)?, file, value),
+            Store::Kernel | Store::Folders => Ok(()),
+        }
     }
 
     /// The hierarchy that has `controller`.

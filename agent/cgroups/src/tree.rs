@@ -19,7 +19,7 @@ use beelet_base::walk::{Step, Walk};
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
 
 /// Makes `relative` and what is missing above it, ready for its controllers.
-pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: Store) -> Result<(), CgroupError> {
+pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: &Store) -> Result<(), CgroupError> {
     let mut parent = hierarchy.mount.clone();
     for name in relative.components() {
         if hierarchy.is_v2 {
@@ -27,7 +27,7 @@ pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: Store) -> Resu
         }
         let child = parent.join(name);
         let made = match store {
-            Store::Kernel => fs::create_dir(&child),
+            Store::Kernel | Store::Systemd(_) => fs::create_dir(&child),
             Store::Folders => make_folder(&parent, &child),
         };
         match made {
@@ -108,7 +108,7 @@ fn inherit(parent: &Path, child: &Path, file: &str) -> Result<(), CgroupError> {
 
 /// Removes `dir` and all below it, from the bottom, by descriptors: a container that makes cgroups of its own may nest
 /// them deeper than any path. Only the directories: a cgroup's files go with it.
-pub(super) fn remove(dir: &Path, store: Store) -> Result<(), CgroupError> {
+pub(super) fn remove(dir: &Path, store: &Store) -> Result<(), CgroupError> {
     let failed = |error: Errno| CgroupError::io("remove the cgroup", dir, error.into());
     match open(dir).and_then(|top| empty(Walk::of(top)?, store)) {
         Ok(()) => {}
@@ -123,11 +123,11 @@ pub(super) fn remove(dir: &Path, store: Store) -> Result<(), CgroupError> {
 }
 
 /// Removes what is below the top of a walk.
-fn empty(mut walk: Walk, store: Store) -> Result<(), Errno> {
+fn empty(mut walk: Walk, store: &Store) -> Result<(), Errno> {
     while let Some(step) = walk.step()? {
         let done = match step {
             Step::Entry(name, FileType::Directory) => walk.enter(&name),
-            Step::Entry(name, _) if store == Store::Folders => {
+            Step::Entry(name, _) if matches!(store, Store::Folders) => {
                 rustix::fs::unlinkat(walk.here(), &name, AtFlags::empty())
             }
             Step::Left(name) => rustix::fs::unlinkat(walk.here(), &name, AtFlags::REMOVEDIR),
@@ -224,9 +224,9 @@ mod tests {
         let mut found = BTreeSet::new();
         pids(&top, &mut found).unwrap();
         assert_eq!(found, BTreeSet::from([7, 12]));
-        remove(&top, Store::Folders).unwrap();
+        remove(&top, &Store::Folders).unwrap();
         assert!(!top.exists());
-        remove(&top, Store::Folders).unwrap();
+        remove(&top, &Store::Folders).unwrap();
         pids(&top, &mut found).unwrap();
     }
 }

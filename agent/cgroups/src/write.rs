@@ -39,6 +39,7 @@ pub(super) fn one(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> R
     if file == "memory.max" {
         refuse_to_kill(&dir, &path, value)?;
     }
+    cgroups.keep(cgroup, file, value)?;
     put(&path, value)?;
     kept(&path, file, value, page_size())
 }
@@ -138,6 +139,7 @@ fn write(cgroups: &Cgroups, change: &Change, page: u64) -> Result<(), CgroupErro
     if change.file == "memory.max" {
         refuse_to_kill(&dir, &file, &change.to)?;
     }
+    cgroups.keep(&change.cgroup, &change.file, &change.to)?;
     put(&file, &change.to)?;
     kept(&file, &change.file, &change.to, page)
 }

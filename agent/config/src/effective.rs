@@ -42,7 +42,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         healthz_port: Some(config.healthz_port.into()),
         cgroup_root: Some(config.cgroup_root.clone()),
         cgroups_per_qos: Some(true),
-        cgroup_driver: word(&config.cgroup_driver),
+        cgroup_driver: config.cgroup_driver.as_ref().and_then(word),
         fail_cgroup_v1: Some(config.fail_cgroup_v1),
         cpu_cfs_quota: Some(config.cpu_cfs_quota),
         cpu_cfs_quota_period: Some(GoDuration(config.cpu_cfs_quota_period)),

@@ -236,10 +236,11 @@ fn cgroup_root(value: &str) -> Result<String, Problem> {
     Ok(path.to_string_lossy().into_owned())
 }
 
-fn cgroup_driver(value: &str) -> Result<CgroupDriver, Problem> {
+fn cgroup_driver(value: &str) -> Result<Option<CgroupDriver>, Problem> {
     match value {
-        "" | "cgroupfs" => Ok(CgroupDriver::Cgroupfs),
-        "systemd" => Ok(CgroupDriver::Systemd),
+        "" => Ok(None),
+        "cgroupfs" => Ok(Some(CgroupDriver::Cgroupfs)),
+        "systemd" => Ok(Some(CgroupDriver::Systemd)),
         other => Err(Problem::new("cgroupDriver", format!("{other:?} is neither cgroupfs nor systemd"))),
     }
 }

@@ -84,7 +84,8 @@ fn values_are_understood_as_the_kubelet_does() {
     assert_eq!(field("cgroupRoot: /a/b/").cgroup_root, "/a/b");
     assert_eq!(field("cgroupRoot: ''").cgroup_root, "/");
     assert_eq!(field("cgroupRoot: a").cgroup_root, "/a");
-    assert_eq!(field("cgroupDriver: systemd").cgroup_driver, CgroupDriver::Systemd);
+    assert_eq!(field("cgroupDriver: systemd").cgroup_driver, Some(CgroupDriver::Systemd));
+    assert_eq!(field("cgroupDriver: \"\"").cgroup_driver, None);
     assert_eq!(field("resolvConf: ''").resolv_conf, None);
     assert_eq!(field("").topology, (TopologyPolicy::None, TopologyScope::Container));
     let strict = field("topologyManagerPolicy: single-numa-node\ntopologyManagerScope: pod");

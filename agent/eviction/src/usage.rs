@@ -69,7 +69,8 @@ impl PodUsages {
             MEMORY => {
                 let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
                 let id = container_id(pod, name)?;
-                Some(whole(self.cgroups.memory_use(&format!("{path}/{id}"))?.working_set))
+                let path = self.cgroups.container_path(&path, id)?;
+                Some(whole(self.cgroups.memory_use(&path)?.working_set))
             }
             EPHEMERAL_STORAGE => Some(whole(self.disk.container(uid, name)?)),
             _ => None,

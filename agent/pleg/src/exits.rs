@@ -365,7 +365,11 @@ impl Exits {
             known.iter().filter(new).map(|(pid, process)| (*pid, process.cgroup.clone())).collect();
         let cgroups = Arc::clone(&self.parts.cgroups);
         let find = move || -> Vec<(u64, u32)> {
-            paths.into_iter().filter_map(|(pid, path)| Some((cgroups.cgroup_id(&path)?, pid))).collect()
+            let id_of = |path: &str| {
+                let (pod, id) = path.rsplit_once('/')?;
+                cgroups.cgroup_id(path).or_else(|| cgroups.cgroup_id(&cgroups.container_path(pod, id)?))
+            };
+            paths.into_iter().filter_map(|(pid, path)| Some((id_of(&path)?, pid))).collect()
         };
         // Without them an OOM kill is placed by its process alone.
         self.cgroup_ids.extend(spawn_blocking(find).await.unwrap_or_default());

@@ -169,7 +169,8 @@ async fn make_kubelet_dir(config: &Config) -> Result<()> {
 fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
     let cgroups = match &doors.cgroups {
         Some(cgroups) => Arc::clone(cgroups),
-        None => Arc::new(Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)?),
+        // The runtime may know better, once it answers.
+        None => Arc::new(Cgroups::discover(&config.cgroup_root, config.cgroup_driver.unwrap_or_default())?),
     };
     if config.fail_cgroup_v1 && cgroups.version() != Version::V2 {
         bail!(
@@ -278,11 +279,11 @@ impl Deref for Node {
 
 impl Node {
     async fn build(base: Base, version: cri::VersionResponse) -> Result<Self> {
-        if cgroup_driver(&base.runtime).await? == Some(CgroupDriver::Systemd) {
-            bail!(
-                "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set \
-                 SystemdCgroup = false in the runtime's configuration and restart it"
-            );
+        let told = runtimes_cgroup_driver(&base.runtime).await?;
+        let mut base = base;
+        if let Some(driver) = common_driver(base.config.cgroup_driver, told)? {
+            base.cgroups = Arc::new(Cgroups::clone(&base.cgroups).with_driver(driver)?);
+            base.cgroups.require_root()?;
         }
         let machine = match &base.doors.machine {
             Some(machine) => machine.clone(),
@@ -592,8 +593,29 @@ impl Node {
     }
 }
 
+/// The driver that both sides use; none if neither says so.
+///
+/// # Errors
+/// They say different things: the runtime would put containers where nobody keeps their cgroups.
+fn common_driver(
+    configured: Option<CgroupDriver>,
+    told: Option<CgroupDriver>,
+) -> Result<Option<CgroupDriver>> {
+    match (configured, told) {
+        (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => bail!(
+            "the container runtime's cgroup driver is systemd, and ours is cgroupfs: set cgroupDriver: systemd in the \
+             configuration (or leave it out), or SystemdCgroup = false in the runtime's and restart it"
+        ),
+        (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => bail!(
+            "the container runtime's cgroup driver is cgroupfs, and ours is systemd: set SystemdCgroup = true in the \
+             runtime's configuration and restart it, or cgroupDriver: cgroupfs in ours (or leave it out)"
+        ),
+        (configured, told) => Ok(told.or(configured)),
+    }
+}
+
 /// The runtime's cgroup driver; a runtime that has just come up may need a moment to tell it.
-async fn cgroup_driver(runtime: &Runtime) -> Result<Option<CgroupDriver>> {
+async fn runtimes_cgroup_driver(runtime: &Runtime) -> Result<Option<CgroupDriver>> {
     for _ in 0..CONFIG_TRIES {
         match runtime.runtime_config().await {
             Ok(driver) => return Ok(driver),

@@ -28,7 +28,7 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
-/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours.
+/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours; so named with both drivers.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 
 /// Puts back what an agent that ended without doing it had set. For the start, before anything else writes

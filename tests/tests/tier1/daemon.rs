@@ -279,19 +279,20 @@ fn the_service_manager_is_told_the_same_by_an_observer() {
 }
 
 #[test]
-fn on_a_runtime_that_uses_systemds_cgroups_the_agent_refuses_to_start_and_says_what_to_do() {
+fn where_the_runtimes_cgroup_driver_is_another_the_agent_refuses_to_start_and_says_what_to_do() {
     require!(root);
     let dir = tempfile::tempdir().unwrap();
     let cri = FakeCri::start();
     cri.change(|world| world.cgroup_driver = Some(CgroupDriver::Systemd));
     let cgroup = CgroupRoot::new(&workdir::unique("bd")).unwrap();
     let options = without_mount(Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup));
-    let mut agent = Agent::spawn(options.beelet("bpf", "off")).unwrap();
+    let options = options.kubelet("cgroupDriver", "cgroupfs").beelet("bpf", "off");
+    let mut agent = Agent::spawn(options).unwrap();
     let status = agent.wait_for_exit().unwrap();
     let log = agent.log();
     assert!(!status.success(), "{log}");
-    let sentence = "the container runtime uses the systemd cgroup driver, which beelet can't drive yet: set SystemdCgroup = \
-                    false in the runtime's configuration and restart it";
+    let sentence = "the container runtime's cgroup driver is systemd, and ours is cgroupfs: set cgroupDriver: systemd in the \
+                    configuration (or leave it out), or SystemdCgroup = false in the runtime's and restart it";
     assert!(log.contains(sentence), "{log}");
     assert!(
         cgroup.dirs().iter().all(|dir| !dir.join("kubepods").exists()),

@@ -5,6 +5,7 @@ use std::time::Duration;
 use beelet_proto::cri;
 
 use super::{Finding, Patient};
+use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::ownership;
 use beelet_cri::{Error, Runtime};
@@ -88,19 +89,45 @@ fn judge_condition(
 }
 
 pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
-    vec![match &patient.runtime.driver {
-        Ok(Some(CgroupDriver::Cgroupfs)) => Finding::ok("cgroup driver", "the runtime's is cgroupfs"),
-        Ok(Some(CgroupDriver::Systemd)) => Finding::missing(
+    const REFUSED: &str = "pods' cgroups would be the runtime's and not ours; the agent refuses";
+    let Ok(told) = &patient.runtime.driver else { return Vec::new() };
+    vec![match (patient.config.cgroup_driver, told) {
+        (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => Finding::missing(
             "cgroup driver",
-            "the runtime's is systemd",
-            "pods' cgroups would be the runtime's and not ours; the agent refuses",
-            "set SystemdCgroup = false in the runtime's configuration (containerd: the runc options of the CRI plugin)",
+            "the runtime's is systemd, ours is cgroupfs",
+            REFUSED,
+            "set cgroupDriver: systemd in the configuration",
         ),
-        Ok(None) => Finding::ok(
+        (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => Finding::missing(
             "cgroup driver",
-            "this runtime does not tell its own (RuntimeConfig came with containerd 2.0); cgroupfs is assumed",
+            "the runtime's is cgroupfs, ours is systemd",
+            REFUSED,
+            "set SystemdCgroup = true in the runtime's configuration (containerd: the runc options of the CRI plugin)",
         ),
-        Err(_) => return Vec::new(),
+        (configured, told) => {
+            let driver = told.or(configured).unwrap_or_default();
+            let word = match driver {
+                CgroupDriver::Cgroupfs => "cgroupfs",
+                CgroupDriver::Systemd => "systemd",
+            };
+            let by = match (told, configured) {
+                (Some(_), _) => "the runtime's",
+                (None, Some(_)) => "as configured; this runtime does not tell its own (containerd 2.0 does)",
+                (None, None) => {
+                    "assumed; this runtime does not tell its own (containerd 2.0 does): set cgroupDriver if it has \
+                     SystemdCgroup = true"
+                }
+            };
+            match Cgroups::discover(&patient.config.cgroup_root, driver) {
+                Ok(_) => Finding::ok("cgroup driver", format!("{word}, {by}")),
+                Err(error) => Finding::missing(
+                    "cgroup driver",
+                    error.to_string(),
+                    "the agent refuses to start",
+                    "set SystemdCgroup = false in the runtime's configuration, or boot with cgroup v2 and systemd",
+                ),
+            }
+        }
     }]
 }
 

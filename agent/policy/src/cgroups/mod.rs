@@ -17,7 +17,7 @@ pub use cpu::{
     millis_to_quota, millis_to_shares, proportional_weight, shares_to_millis, shares_to_weight_linear,
     shares_to_weight_quadratic, weight_to_millis,
 };
-pub use names::{kubepods_path, pod_path, qos_path};
+pub use names::{kubepods_path, pod_path, qos_path, slice_path};
 pub use node::{QosTotals, kubepods_cgroup, node_cgroups, qos_cgroup, reserved_cgroup};
 pub use pod::pod_cgroup;
 

@@ -35,9 +35,17 @@ pub fn pod_path(uid: Option<&str>, class: QosClass, config: &CgroupConfig) -> Re
     Ok(path(&components, config.driver))
 }
 
+/// A path in cgroupfs form as systemd's slices: `/kubepods/burstable` is `/kubepods.slice/kubepods-burstable.slice`.
+pub fn slice_path(path_in_cgroupfs: &str) -> String {
+    path(&parts(path_in_cgroupfs), CgroupDriver::Systemd)
+}
+
+fn parts(path: &str) -> Vec<String> {
+    path.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect()
+}
+
 fn components(config: &CgroupConfig, class: Option<QosClass>) -> Vec<String> {
-    let mut components: Vec<String> =
-        config.root.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect();
+    let mut components = parts(&config.root);
     components.push("kubepods".to_owned());
     match class {
         Some(QosClass::Burstable) => components.push("burstable".to_owned()),
@@ -90,6 +98,13 @@ mod tests {
             QosClass::BestEffort,
             "/foo_x.slice/foo_x-kubepods.slice/foo_x-kubepods-besteffort.slice/foo_x-kubepods-besteffort-poda_b.slice",
         );
+    }
+
+    #[test]
+    fn a_path_becomes_slices_that_repeat_the_names_above_them() {
+        assert_eq!(slice_path("/"), "");
+        assert_eq!(slice_path("/kubepods"), "/kubepods.slice");
+        assert_eq!(slice_path("/foo-x/kubepods"), "/foo_x.slice/foo_x-kubepods.slice");
     }
 
     #[test]

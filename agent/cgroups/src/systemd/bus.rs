@@ -1,0 +1,312 @@
+//! systemd's manager over D-Bus.
+//!
+//! The system bus, and without one systemd's own socket, as libcontainer connects. A call whose answer was lost (systemd
+//! executes itself anew, the bus is restarted) is made again, for some seconds: all three may be repeated. What is longer away
+//! is an error, and the callers' next sync tries again.
+
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_stream::StreamExt as _;
+use zbus::message::{Message, Type};
+use zbus::zvariant::{OwnedObjectPath, Value as Variant};
+use zbus::{Connection, MatchRule, MessageStream, connection};
+
+use super::super::CgroupError;
+use super::Units;
+use super::properties::{Property, Value};
+
+const SYSTEMD: &str = "org.freedesktop.systemd1";
+const OBJECT: &str = "/org/freedesktop/systemd1";
+const MANAGER: &str = "org.freedesktop.systemd1.Manager";
+const PRIVATE: &str = "unix:path=/run/systemd/private";
+/// What a job does to those that contradict it: the one mode that libcontainer uses.
+const MODE: &str = "replace";
+
+/// How long one attempt may take: slices have nothing to wait for.
+const ATTEMPT: Duration = Duration::from_secs(5);
+/// How long a bus that is away is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The pause between two attempts.
+const PAUSE: Duration = Duration::from_millis(200);
+/// Jobs of others that end while one of ours is waited for.
+const SIGNALS: usize = 256;
+
+/// Units in the form that D-Bus wants: `a(sv)`.
+type Properties<'a> = Vec<(&'static str, Variant<'a>)>;
+
+/// The connection, and the thread that serves it.
+pub(super) struct Bus {
+    /// None only while it is dropped.
+    runtime: Option<Runtime>,
+    link: Arc<Link>,
+}
+
+/// The connection as long as it works.
+#[derive(Default)]
+struct Link(Mutex<Option<Connection>>);
+
+/// Why a call came to nothing.
+enum Failed {
+    /// Nobody answered: it may be made again.
+    Away(String),
+    /// The answer was no, with the error's name.
+    Refused { name: String, why: String },
+}
+
+impl std::fmt::Debug for Bus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Bus")
+    }
+}
+
+impl Drop for Bus {
+    fn drop(&mut self) {
+        // A runtime that is dropped where one runs would wait, which panics there.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Bus {
+    /// Connects when it is first asked something.
+    pub(super) fn new() -> Result<Self, CgroupError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .max_blocking_threads(1)
+            .thread_name("systemd")
+            .enable_all()
+            .build()
+            .map_err(|error| CgroupError::systemd("start a thread for", "systemd's bus", &error))?;
+        Ok(Self { runtime: Some(runtime), link: Arc::default() })
+    }
+
+    /// Does `work` on the bus's own thread, again and again while nobody answers. For threads that may block.
+    fn ask<F>(
+        &self,
+        action: &'static str,
+        unit: &str,
+        work: impl Fn(Connection) -> F + Send + Sync + 'static,
+    ) -> Answer
+    where
+        F: Future<Output = Result<(), Failed>> + Send,
+    {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let link = Arc::clone(&self.link);
+        let patient = async move {
+            let deadline = Instant::now() + PATIENCE;
+            loop {
+                let tried = match timeout(ATTEMPT, attempt(&link, &work)).await {
+                    Ok(tried) => tried,
+                    Err(_) => Err(Failed::Away("no answer".to_owned())),
+                };
+                match tried {
+                    Err(Failed::Away(_)) if Instant::now() < deadline => {
+                        link.forget();
+                        sleep(PAUSE).await;
+                    }
+                    done => break done,
+                }
+            }
+        };
+        let said = |why: &dyn std::fmt::Display| Err(CgroupError::systemd(action, unit, why));
+        let Some(runtime) = &self.runtime else { return said(&"the agent ends") };
+        runtime.spawn(async move {
+            // Nobody may be there to hear it.
+            let _ = sender.send(patient.await);
+        });
+        match receiver.recv_timeout(PATIENCE + ATTEMPT * 2) {
+            Ok(Ok(())) => Ok(Ok(())),
+            Ok(Err(Failed::Away(why))) => said(&why),
+            Ok(Err(Failed::Refused { name, why })) => Ok(Err(Refusal { name, why })),
+            Err(_) => said(&"no answer"),
+        }
+    }
+}
+
+/// What systemd said no with.
+struct Refusal {
+    name: String,
+    why: String,
+}
+
+impl Refusal {
+    fn is(&self, name: &str) -> bool {
+        self.name == name
+    }
+
+    fn of(self, action: &'static str, unit: &str) -> CgroupError {
+        CgroupError::systemd(action, unit, &self.why)
+    }
+}
+
+/// What came of a question: done, refused, or never answered.
+type Answer = Result<Result<(), Refusal>, CgroupError>;
+
+impl Units for Bus {
+    fn start(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+        let (name, wanted) = (unit.to_owned(), properties.to_vec());
+        let made = self.ask("start", unit, move |connection| {
+            let (name, wanted) = (name.clone(), wanted.clone());
+            async move {
+                let no_others: Vec<(&str, Properties<'_>)> = Vec::new();
+                let body = (name.as_str(), MODE, variants(&wanted), no_others);
+                job(&connection, call(&connection, "StartTransientUnit", &body)).await
+            }
+        })?;
+        match made {
+            Ok(()) => Ok(()),
+            Err(refusal) if refusal.is("org.freedesktop.systemd1.UnitExists") => self.start_existing(unit),
+            Err(refusal) => Err(refusal.of("start", unit)),
+        }
+    }
+
+    fn set(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+        let (name, wanted) = (unit.to_owned(), properties.to_vec());
+        let set = self.ask("set properties of", unit, move |connection| {
+            let (name, wanted) = (name.clone(), wanted.clone());
+            async move {
+                let until_boot = true;
+                let body = (name.as_str(), until_boot, variants(&wanted));
+                call(&connection, "SetUnitProperties", &body).await.map(|_| ())
+            }
+        })?;
+        match set {
+            Ok(()) => Ok(()),
+            // An older systemd: the file alone has to do. What it makes of that shows when the file is read back.
+            Err(refusal)
+                if refusal.is("org.freedesktop.DBus.Error.PropertyReadOnly")
+                    || refusal.is("org.freedesktop.DBus.Error.InvalidArgs") =>
+            {
+                Ok(())
+            }
+            // The cgroup is there without its unit: one that ends.
+            Err(refusal) if refusal.is("org.freedesktop.systemd1.NoSuchUnit") => Ok(()),
+            Err(refusal) => Err(refusal.of("set properties of", unit)),
+        }
+    }
+
+    fn stop(&self, unit: &str) -> Result<(), CgroupError> {
+        match self.job_of_unit("stop", "StopUnit", unit)? {
+            Err(refusal) if !refusal.is("org.freedesktop.systemd1.NoSuchUnit") => {
+                Err(refusal.of("stop", unit))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Bus {
+    /// It may have been stopped meanwhile.
+    fn start_existing(&self, unit: &str) -> Result<(), CgroupError> {
+        self.job_of_unit("start", "StartUnit", unit)?.map_err(|refusal| refusal.of("start", unit))
+    }
+
+    fn job_of_unit(&self, action: &'static str, method: &'static str, unit: &str) -> Answer {
+        let name = unit.to_owned();
+        self.ask(action, unit, move |connection| {
+            let name = name.clone();
+            async move { job(&connection, call(&connection, method, &(name.as_str(), MODE))).await }
+        })
+    }
+}
+
+impl Link {
+    async fn connection(&self) -> Result<Connection, Failed> {
+        if let Some(connection) = self.lock().clone().filter(|connection| !connection.is_closed()) {
+            return Ok(connection);
+        }
+        let connection = connect().await.map_err(|error| Failed::Away(error.to_string()))?;
+        *self.lock() = Some(connection.clone());
+        Ok(connection)
+    }
+
+    fn forget(&self) {
+        self.lock().take();
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Connection>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn connect() -> zbus::Result<Connection> {
+    match connection::Builder::system()?.build().await {
+        Ok(connection) => Ok(connection),
+        // A machine without dbus has that one.
+        Err(error) => connection::Builder::address(PRIVATE)?.p2p().build().await.map_err(|_| error),
+    }
+}
+
+async fn attempt<F>(link: &Link, work: &impl Fn(Connection) -> F) -> Result<(), Failed>
+where
+    F: Future<Output = Result<(), Failed>>,
+{
+    work(link.connection().await?).await
+}
+
+async fn call<B>(connection: &Connection, method: &'static str, body: &B) -> Result<Message, Failed>
+where
+    B: serde::Serialize + zbus::zvariant::DynamicType + Sync,
+{
+    Ok(connection.call_method(Some(SYSTEMD), OBJECT, Some(MANAGER), method, body).await?)
+}
+
+/// Makes a call that begins a job, and waits until that has ended.
+async fn job(
+    connection: &Connection,
+    begin: impl Future<Output = Result<Message, Failed>>,
+) -> Result<(), Failed> {
+    let rule = MatchRule::builder().msg_type(Type::Signal).interface(MANAGER)?.member("JobRemoved")?.build();
+    // Before the job begins: it may end at once.
+    let mut ended = MessageStream::for_match_rule(rule, connection, Some(SIGNALS)).await?;
+    let job: OwnedObjectPath = begin.await?.body().deserialize()?;
+    while let Some(message) = ended.next().await {
+        let message = message?;
+        let body = message.body();
+        let (_, of, _, result): (u32, OwnedObjectPath, String, String) = body.deserialize()?;
+        if of == job {
+            return match result.as_str() {
+                "done" => Ok(()),
+                _ => Err(Failed::Refused { name: String::new(), why: format!("the job ended: {result}") }),
+            };
+        }
+    }
+    Err(Failed::Away("the connection ended".to_owned()))
+}
+
+fn variants(properties: &[Property]) -> Properties<'_> {
+    let variant = |value: &'_ Value| match value {
+        Value::Bool(value) => Variant::from(*value),
+        Value::Amount(value) => Variant::from(*value),
+        Value::Bits(value) => Variant::from(value.clone()),
+        Value::Text(value) => Variant::from(value.clone()),
+        Value::Units(value) => Variant::from(value.clone()),
+    };
+    properties.iter().map(|property| (property.name, variant(&property.value))).collect()
+}
+
+impl From<zbus::Error> for Failed {
+    fn from(error: zbus::Error) -> Self {
+        let zbus::Error::MethodError(name, why, _) = error else { return Self::Away(error.to_string()) };
+        let (name, why) = (name.to_string(), why.unwrap_or_else(|| "refused".to_owned()));
+        // The bus's own words for a peer that isn't there.
+        let away = [
+            "NameHasNoOwner",
+            "ServiceUnknown",
+            "NoReply",
+            "Disconnected",
+            "NoServer",
+            "Timeout",
+            "TimedOut",
+        ];
+        match name.strip_prefix("org.freedesktop.DBus.Error.") {
+            Some(short) if away.contains(&short) => Self::Away(why),
+            _ => Self::Refused { why: format!("{why} ({name})"), name },
+        }
+    }
+}
