@@ -32,6 +32,16 @@ pub(crate) struct Args {
     runner: Vec<String>,
 }
 
+impl Args {
+    /// Returns true if arguments of the runner choose packages.
+    fn chooses_packages(&self) -> bool {
+        self.runner.iter().any(|argument| argument == "-p" || argument.starts_with("--package"))
+    }
+}
+
+/// What is built and tested where nothing is chosen. The kernel programs and the fuzz programs link only in their own way.
+const EVERYTHING: &[&str] = &["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"];
+
 /// The command line's entry.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut left_out = Vec::new();
@@ -42,13 +52,6 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         eprintln!("{} {error:#}", console::style("warning:").yellow().for_stderr());
         left_out.push(format!("setup: {error:#}"));
     }
-    let step = Step::start("build the agent and the test app");
-    step.run(shell::cargo().args(["build", "--package", "beelet", "--package", "xtask"]))?;
-    let testapp = images::build_testapp()?;
-    step.done("");
-
-    let skipped = workdir::target_dir().join("skipped.txt");
-    workdir::write(&skipped, "")?;
     let mut features = Vec::new();
     if libbpf_headers() {
         features.push("beelet-tests/libbpf");
@@ -57,6 +60,21 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             "the libbpf loader: libelf's and zlib's headers are missing (libelf-dev, zlib1g-dev)".into(),
         );
     }
+    let step = Step::start("build the agent and the test app");
+    let mut build = shell::cargo();
+    if args.chooses_packages() {
+        build.args(["build", "--package", "beelet", "--package", "xtask"]);
+    } else {
+        // With the tests: alone, the agent has other features, and all that it shares with them would be built twice.
+        build.args(["build", "--bins", "--tests"]).args(EVERYTHING);
+        build.args(features.iter().map(|feature| format!("--features={feature}")));
+    }
+    step.run(&mut build)?;
+    let testapp = images::build_testapp()?;
+    step.done("");
+
+    let skipped = workdir::target_dir().join("skipped.txt");
+    workdir::write(&skipped, "")?;
     let environment = |command: &mut Command| {
         command.env("BEELET_SKIPPED", &skipped).env("BEELET_TESTAPP", &testapp);
         command.env("BEELET_BIN", workdir::target_dir().join("debug/beelet"));
@@ -99,9 +117,8 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
         eprintln!("cargo-nextest is not installed: `cargo test` runs the tests");
         command.args(["test", "--no-fail-fast"]);
     }
-    // An own choice of packages replaces this one.
-    if !args.runner.iter().any(|argument| argument == "-p" || argument.starts_with("--package")) {
-        command.args(["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"]);
+    if !args.chooses_packages() {
+        command.args(EVERYTHING);
     }
     if !features.is_empty() {
         command.args(["--features", &features.join(",")]);

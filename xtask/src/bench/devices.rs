@@ -26,7 +26,16 @@ const ROWS: [(&str, &str); 5] = [
 /// Measures the [`ROWS`].
 pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
     let step = Step::start("devices: decisions and admissions");
-    step.run(shell::cargo().args(["build", "--release", "--package", "bench", "--bin", "bench-devices"]))?;
+    step.run(shell::cargo().args([
+        "build",
+        "--release",
+        "--package",
+        "beelet",
+        "--package",
+        "bench",
+        "--bin",
+        "bench-devices",
+    ]))?;
     let rounds = if quick { "10" } else { "100" };
     let driver = workdir::target_dir().join("release/bench-devices");
     let output = Command::new(&driver).arg(rounds).output().context("could not start the bench's driver")?;

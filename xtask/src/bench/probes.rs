@@ -206,7 +206,16 @@ struct Driver {
 impl Driver {
     fn build() -> Result<Driver> {
         let step = Step::start("build the driver of the probes, optimised");
-        step.run(shell::cargo().args(["build", "--release", "--package", "bench", "--bin", "probe_load"]))?;
+        step.run(shell::cargo().args([
+            "build",
+            "--release",
+            "--package",
+            "beelet",
+            "--package",
+            "bench",
+            "--bin",
+            "probe_load",
+        ]))?;
         step.done("");
         Ok(Driver { binary: workdir::target_dir().join("release/probe_load") })
     }
