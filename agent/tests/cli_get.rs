@@ -9,6 +9,7 @@ use std::sync::Arc;
 use assert_cmd::assert::OutputAssertExt;
 use beelet_api::grpc;
 use beelet_model::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
+use beelet_state::events::Object;
 use tempfile::TempDir;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -16,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 struct Api {
     dir: TempDir,
     table: watch::Sender<Arc<PodTable>>,
+    events: beelet_state::events::Recorder,
     shutdown: CancellationToken,
     _runtime: tokio::runtime::Runtime,
 }
@@ -29,9 +31,11 @@ fn start() -> Api {
     let complete = Complete::default();
     complete.set(()).unwrap();
     let outlook = grpc::Outlook::new(complete, || None);
-    let services = tonic::service::Routes::new(grpc::node_service(receiver, outlook, shutdown.clone()));
+    let events = beelet_state::events::Recorder::default();
+    let services = tonic::service::Routes::new(grpc::node_service(receiver, outlook, shutdown.clone()))
+        .add_service(grpc::events::service(&events, shutdown.clone()));
     runtime.spawn(beelet_serve::grpc::serve(listener, services, shutdown.clone()));
-    let api = Api { dir, table, shutdown, _runtime: runtime };
+    let api = Api { dir, table, events, shutdown, _runtime: runtime };
     api.set("default", "web-node", "Running", true);
     api.set("default", "job-node", "Pending", false);
     api.set("kube-system", "dns-node", "Running", true);
@@ -86,10 +90,15 @@ kube-system   dns-node   1/1     Running   0          <unknown>
     assert_eq!(
         api.text(&["-n", "kube-system", "-o", "wide"]),
         "\
-NAMESPACE     NAME       READY   STATUS    RESTARTS   AGE         IP         NODE   QOS          READINESS EDGE
+NAMESPACE     NAME       READY   STATUS    RESTARTS   AGE         IP         NODE   QOS          READINESS EDGE   WHY
 kube-system   dns-node   1/1     Running   0          <unknown>   10.0.0.7   node   BestEffort   <none>
 "
     );
+    let table = api.table.borrow().clone();
+    let (_, job) = table.find("default", "job").unwrap();
+    api.events.warning(Object::pod(&job.pod), "FailedMount", "configmap \"app\" is not there");
+    let wide = api.text(&["job-node", "-o", "wide"]);
+    assert!(wide.ends_with("<none>           configmap \"app\" is not there\n"), "{wide}");
     assert_eq!(api.text(&["web-node"]).lines().count(), 2);
 }
 

@@ -4,7 +4,7 @@ mod pod;
 
 use std::process::ExitCode;
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
@@ -79,13 +79,7 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
         pod: name.name.clone(),
         uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
     };
-    let mut stream = client.events(wanted).await?;
-    let mut events = Vec::new();
-    while let Some(event) =
-        stream.message().await.map_err(|status| anyhow!("the agent: {}", status.message()))?
-    {
-        events.push(event);
-    }
+    let events = client.kept_events(wanted).await?;
     print(&pod::text(&entry.pod, &events, Timestamp::now()))?;
     show_notice(&notice);
     Ok(())

@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::Pod;
 
 use self::columns::Columns;
 use super::args::AgentArgs;
-use super::{failed, plain};
+use super::{failed, plain, why::Warnings};
 use beelet_client::{Client, Event, Watch};
 use beelet_codec::ApiType as _;
 use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
@@ -62,7 +62,8 @@ struct PodsArgs {
 enum Output {
     /// One line per pod.
     Table,
-    /// The same with addresses, QoS class, and how long the last readiness change took from the kernel's event.
+    /// The same with addresses, QoS class, how long the last readiness change took from the kernel's event, and why a pod isn't
+    /// ready.
     Wide,
     /// A v1.PodList; with --watch one v1.Pod per line.
     Json,
@@ -94,7 +95,8 @@ async fn get(args: &PodsArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     if !args.watch {
         let (table, notice) = client.pods().await?;
-        show(args, &table)?;
+        let warnings = if args.is_wide() { Warnings::read(&mut client).await? } else { Warnings::default() };
+        show(args, &table, &warnings)?;
         show_notice(&notice);
         return Ok(());
     }
@@ -111,16 +113,20 @@ impl PodsArgs {
             && (self.names.is_empty() || self.names.contains(&name.name))
     }
 
-    fn columns(&self) -> Columns {
-        Columns::new(if self.output == Output::Wide { pod::WIDE } else { pod::NARROW })
+    fn is_wide(&self) -> bool {
+        self.output == Output::Wide
     }
 
-    fn row(&self, entry: &PodEntry) -> Vec<String> {
-        pod::row(entry, Timestamp::now(), self.output == Output::Wide)
+    fn columns(&self) -> Columns {
+        Columns::new(if self.is_wide() { pod::WIDE } else { pod::NARROW })
+    }
+
+    fn row(&self, entry: &PodEntry, warnings: &Warnings) -> Vec<String> {
+        pod::row(entry, Timestamp::now(), self.is_wide().then_some(warnings))
     }
 }
 
-fn show(args: &PodsArgs, table: &PodTable) -> anyhow::Result<()> {
+fn show(args: &PodsArgs, table: &PodTable, warnings: &Warnings) -> anyhow::Result<()> {
     let chosen: Vec<&Arc<PodEntry>> =
         table.pods.iter().filter(|(name, _)| args.wants(name)).map(|(_, entry)| entry).collect();
     if let Some(missing) = args
@@ -139,7 +145,7 @@ fn show(args: &PodsArgs, table: &PodTable) -> anyhow::Result<()> {
             String::new()
         }
         Output::Table | Output::Wide => {
-            let rows: Vec<_> = chosen.iter().map(|entry| args.row(entry)).collect();
+            let rows: Vec<_> = chosen.iter().map(|entry| args.row(entry, warnings)).collect();
             args.columns().table(&rows)
         }
     };
@@ -159,7 +165,7 @@ async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
             Event::Synced => {
                 synced = true;
                 let entries: Vec<_> = table.pods.iter().filter(|(name, _)| args.wants(name)).collect();
-                entries.iter().for_each(|(_, entry)| columns.fit(&args.row(entry)));
+                entries.iter().for_each(|(_, entry)| columns.fit(&args.row(entry, &Warnings::default())));
                 if matches!(args.output, Output::Table | Output::Wide) {
                     print(&columns.header())?;
                 }
@@ -188,7 +194,8 @@ fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Resu
         Output::Json => format!("{}\n", entry.pod.to_value()),
         Output::Yaml => format!("---\n{}", beelet_codec::yaml(&entry.pod.to_value()).context("the pod")?),
         Output::Table | Output::Wide => {
-            let row = args.row(entry);
+            // What events know comes with the table alone.
+            let row = args.row(entry, &Warnings::default());
             columns.fit(&row);
             columns.line(&row)
         }

@@ -24,6 +24,7 @@ pub mod plan;
 pub mod probe;
 pub mod top;
 pub mod tune;
+mod why;
 
 /// The commands that ask an agent, or decide or look without one.
 #[derive(Debug, Subcommand)]

@@ -229,6 +229,22 @@ impl Client {
     ) -> Result<Streaming<proto::Event>, ClientError> {
         Ok(self.events.list_events(wanted).await?.into_inner())
     }
+
+    /// The events that the agent keeps, the one that happened last at the end.
+    ///
+    /// # Errors
+    /// The agent stopped or refused.
+    pub async fn kept_events(
+        &mut self,
+        wanted: proto::ListEventsRequest,
+    ) -> Result<Vec<proto::Event>, ClientError> {
+        let mut stream = self.events(proto::ListEventsRequest { watch: false, ..wanted }).await?;
+        let mut events = Vec::new();
+        while let Some(event) = stream.message().await? {
+            events.push(event);
+        }
+        Ok(events)
+    }
 }
 
 /// The connection to the agent's socket at `path`: one for any of its services.

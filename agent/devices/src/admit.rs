@@ -442,7 +442,6 @@ impl Desk {
         lack: Option<(String, usize)>,
     ) -> Refusal {
         warn!(pod = %PodName::of(pod), reason, "the pod can't have its devices: {message}");
-        self.events.warning(Object::pod(pod), reason, message.clone());
         self.shared.look(|ledger| {
             ledger.waiting.remove(uid);
             if let Some(lack) = lack.filter(|_| ledger.refused.len() < MAX_REFUSED) {

@@ -27,7 +27,10 @@ use super::owners::{self, Owners};
 use super::watch::{Changes, Watcher, is_manifest_name};
 use beelet_codec::document::Limits;
 use beelet_model::desired::Desired;
-use beelet_state::State;
+use beelet_state::{
+    State,
+    events::{Object, Recorder},
+};
 
 /// How long after a file was missed it is looked for again. An editor needs some 100 us between moving the
 /// old one away and making the new one; on a busy machine it may lose the CPU in between.
@@ -44,6 +47,8 @@ pub struct Options {
     pub allowed_unsafe_sysctls: Vec<String>,
     /// Where it is kept which file has which name.
     pub state: Option<Arc<State>>,
+    /// Records what is rejected.
+    pub events: Recorder,
     /// Ends the watching.
     pub cancel: CancellationToken,
 }
@@ -76,6 +81,7 @@ impl ManifestSource {
         node_name: String,
         options: Options,
     ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send + use<>) {
+        let node = Object::node(&node_name);
         let mut folder = Folder::new(path.clone(), node_name, options.critical_static_pods);
         folder.allow_sysctls(options.allowed_unsafe_sysctls.clone());
         let mut known = Owners::new();
@@ -92,12 +98,12 @@ impl ManifestSource {
         let mut source = ManifestSource { path, folder, watcher: None, watch_failed, missing, owners };
         source.read_everything().await;
         let desired = source.desired();
-        log_changes(&Desired::default(), &desired);
+        report_changes(&options.events, &node, &Desired::default(), &desired);
         let (sender, receiver) = watch::channel(Arc::new(desired));
-        (receiver, source.run(sender, options))
+        (receiver, source.run(sender, options, node))
     }
 
-    async fn run(mut self, sender: watch::Sender<Arc<Desired>>, options: Options) {
+    async fn run(mut self, sender: watch::Sender<Arc<Desired>>, options: Options, node: Object) {
         let period = options.check_frequency.max(Duration::from_millis(10));
         let mut check = tokio::time::interval_at(Instant::now() + period, period);
         check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -119,7 +125,7 @@ impl ManifestSource {
             sender.send_if_modified(|current| {
                 let modified = **current != desired;
                 if modified {
-                    log_changes(current, &desired);
+                    report_changes(&options.events, &node, current, &desired);
                     *current = Arc::new(desired);
                 }
                 modified
@@ -273,16 +279,22 @@ async fn next_changes(watcher: &mut Option<Watcher>) -> Changes {
     }
 }
 
-/// Tells, once each, what is rejected and what no longer is.
-fn log_changes(before: &Desired, after: &Desired) {
+/// Reports, once each, what is rejected and what no longer is: to the log, and as events of the node.
+fn report_changes(events: &Recorder, node: &Object, before: &Desired, after: &Desired) {
     for rejected in after.rejected.iter().filter(|rejected| !before.rejected.contains(rejected)) {
         for line in rejected.message.lines() {
             tracing::warn!(file = %rejected.file.display(), "manifest rejected: {line}");
+            events.warning(node.clone(), "ManifestRejected", format!("{}: {line}", rejected.file.display()));
         }
     }
     let still = |file: &Path| after.rejected.iter().any(|rejected| rejected.file == file);
     for mended in before.rejected.iter().filter(|rejected| !still(&rejected.file)) {
         tracing::info!(file = %mended.file.display(), "manifest no longer rejected");
+        events.normal(
+            node.clone(),
+            "ManifestAccepted",
+            format!("{} is no longer rejected", mended.file.display()),
+        );
     }
 }
 
@@ -394,6 +406,7 @@ mod tests {
                 check_frequency: Duration::from_secs(3600),
                 critical_static_pods: false,
                 allowed_unsafe_sysctls: Vec::new(),
+                events: Recorder::default(),
                 state: None,
                 cancel: cancel.clone(),
             };

@@ -27,3 +27,4 @@ pub mod references;
 pub mod resources;
 pub mod token;
 pub mod tuner;
+pub mod why;

@@ -405,6 +405,7 @@ impl Node {
             critical_static_pods: self.config.beelet.critical_static_pods,
             allowed_unsafe_sysctls: self.config.allowed_unsafe_sysctls.clone(),
             state: Some(Arc::clone(&self.state)),
+            events: self.events.clone(),
             cancel: working.clone(),
         };
         let (desired, watching) =

@@ -51,6 +51,7 @@ impl Watched {
             check_frequency,
             critical_static_pods: false,
             allowed_unsafe_sysctls: Vec::new(),
+            events: beelet_state::events::Recorder::default(),
             state: None,
             cancel: cancel.clone(),
         };

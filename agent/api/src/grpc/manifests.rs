@@ -318,6 +318,7 @@ mod tests {
             check_frequency: Duration::from_secs(3600),
             critical_static_pods: false,
             allowed_unsafe_sysctls: Vec::new(),
+            events: beelet_state::events::Recorder::default(),
             state: None,
             cancel: cancel.clone(),
         };

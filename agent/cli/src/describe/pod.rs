@@ -16,6 +16,7 @@ use serde_json::Value;
 use crate::events::last_seen;
 use crate::get::columns::Columns;
 use crate::plain;
+use crate::why::Warnings;
 
 /// The width of the first column of a level.
 const LABEL: usize = 22;
@@ -69,6 +70,7 @@ pub(super) fn text(pod: &Pod, events: &[proto::Event], now: Timestamp) -> String
     let status = pod.status.as_ref().unwrap_or(&no_status);
     let mut text = Text::default();
     head(&mut text, pod, spec, status);
+    text.set(0, "Why", Warnings::of(events.iter().cloned()).why(pod, now).as_deref());
     let statuses = |all: &Option<Vec<ContainerStatus>>| -> BTreeMap<String, ContainerStatus> {
         all.iter().flatten().map(|status| (status.name.clone(), status.clone())).collect()
     };
@@ -357,6 +359,8 @@ mod tests {
         let text = text(&pod, &[event], Timestamp::from_second(60).unwrap());
         for expected in [
             "Name:                 web-n1\n",
+            "Why:                  container main: killed by the kernel for want of memory, last words: \\u{1b}[2J  Ready: \
+             True; it is started again after a back-off\n",
             "Labels:               a=1\n                      b=2\n",
             "Containers:\n  main:\n    Container ID:\n    Image:            busybox\n",
             "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",

@@ -5,14 +5,26 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod, PodStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
+use crate::why::Warnings;
 use beelet_model::table::{PodEntry, PodName, ReadinessEdge};
 
 pub(super) const NARROW: &[&str] = &["NAMESPACE", "NAME", "READY", "STATUS", "RESTARTS", "AGE"];
-pub(super) const WIDE: &[&str] =
-    &["NAMESPACE", "NAME", "READY", "STATUS", "RESTARTS", "AGE", "IP", "NODE", "QOS", "READINESS EDGE"];
+pub(super) const WIDE: &[&str] = &[
+    "NAMESPACE",
+    "NAME",
+    "READY",
+    "STATUS",
+    "RESTARTS",
+    "AGE",
+    "IP",
+    "NODE",
+    "QOS",
+    "READINESS EDGE",
+    "WHY",
+];
 
-/// The cells for [`NARROW`], or for [`WIDE`].
-pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: bool) -> Vec<String> {
+/// The cells for [`NARROW`]; with warnings those for [`WIDE`].
+pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> Vec<String> {
     let pod = &entry.pod;
     let name = PodName::of(pod);
     let summary = summary(pod);
@@ -30,7 +42,7 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: bool) -> Vec<String> {
         restarts,
         born.map_or_else(|| "<unknown>".to_owned(), |time| age(time.0, now)),
     ];
-    if wide {
+    if let Some(warnings) = wide {
         let or_none = |text: Option<&String>| {
             text.filter(|text| !text.is_empty()).cloned().unwrap_or_else(|| "<none>".to_owned())
         };
@@ -39,6 +51,7 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: bool) -> Vec<String> {
         cells.push(or_none(pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref())));
         cells.push(or_none(status.and_then(|status| status.qos_class.as_ref())));
         cells.push(entry.readiness_edge.as_ref().map_or_else(|| "<none>".to_owned(), edge));
+        cells.push(warnings.why(pod, now).unwrap_or_default());
     }
     cells
 }
@@ -219,7 +232,7 @@ mod tests {
 
     fn cells(pod: Value) -> Vec<String> {
         let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
-        row(&entry, NOW.parse().unwrap(), true)
+        row(&entry, NOW.parse().unwrap(), Some(&Warnings::default()))
     }
 
     /// READY, STATUS and RESTARTS of a pod with this spec and status.
@@ -333,7 +346,7 @@ mod tests {
     fn wide_has_the_address_the_node_the_class_and_the_edge() {
         let pod = json!({"metadata": {"name": "p", "namespace": "n", "creationTimestamp": "2026-11-21T11:00:00Z"},
             "spec": {"containers": [], "nodeName": "edge-1"}, "status": {"podIP": "10.1.0.5", "qosClass": "Burstable"}});
-        assert_eq!(cells(pod.clone())[5..], ["60m", "10.1.0.5", "edge-1", "Burstable", "<none>"]);
+        assert_eq!(cells(pod.clone())[5..], ["60m", "10.1.0.5", "edge-1", "Burstable", "<none>", ""]);
         let edge = ReadinessEdge {
             container: "a".into(),
             ready: false,
@@ -342,8 +355,8 @@ mod tests {
         };
         let entry =
             PodEntry { readiness_edge: Some(edge), ..PodEntry::of(serde_json::from_value(pod).unwrap()) };
-        assert_eq!(row(&entry, NOW.parse().unwrap(), true)[9], "not ready in 312µs");
-        assert_eq!(row(&entry, NOW.parse().unwrap(), false).len(), NARROW.len());
+        assert_eq!(row(&entry, NOW.parse().unwrap(), Some(&Warnings::default()))[9], "not ready in 312µs");
+        assert_eq!(row(&entry, NOW.parse().unwrap(), None).len(), NARROW.len());
     }
 
     #[test]

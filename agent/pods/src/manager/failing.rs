@@ -13,6 +13,7 @@ use beelet_model::{
     failure::{DEADLINE_EXCEEDED, Failure},
     status::has_ended,
 };
+use beelet_state::events::Object;
 
 impl Manager {
     /// See [`beelet_model::request::Request::Fail`].
@@ -34,6 +35,7 @@ impl Manager {
         } else {
             let Failure { reason, message, .. } = failure;
             warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
+            self.parts.launcher.events.warning(Object::pod(&managed.pod), reason, message.clone());
             managed.failure = Some(failure.clone());
             failure.grace
         };

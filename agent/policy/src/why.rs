@@ -1,0 +1,248 @@
+//! Why a pod isn't as it should be, in one line: the deepest cause that its status and its events know.
+//!
+//! A status says "containers with unready status: [c]" (the kubelet's words, which others read); a person wants to know
+//! what is wrong with c.
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{
+    Container, ContainerState, ContainerStateTerminated, ContainerStatus, Pod, PodStatus,
+};
+
+/// Longest text of a container's or a runtime's that the line quotes, in characters.
+const MAX_QUOTE: usize = 160;
+/// Reasons of waiting that are the ordinary way to a start.
+const STARTING: &[&str] = &["", "ContainerCreating", "PodInitializing"];
+
+/// A warning among a pod's events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Warning<'a> {
+    /// The container that it is about; empty if it is about the pod.
+    pub container: &'a str,
+    /// What happened.
+    pub message: &'a str,
+}
+
+/// The cause, or None if nothing is wrong. `warnings` are of this pod, the newest last.
+#[must_use]
+pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String> {
+    let status = pod.status.as_ref()?;
+    if let Some(reason) = status.reason.as_deref().filter(|reason| !reason.is_empty()) {
+        return Some(with(reason, status.message.as_deref()));
+    }
+    if status.phase.as_deref() == Some("Succeeded") || pod.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
+    let spec = pod.spec.as_ref()?;
+    let init = spec.init_containers.as_deref().unwrap_or_default();
+    let look = Look { status, warnings, now };
+    let of_init = statuses(status.init_container_statuses.as_ref()).find_map(|one| look.container(one, init));
+    let of_main =
+        || statuses(status.container_statuses.as_ref()).find_map(|one| look.container(one, &spec.containers));
+    of_init.or_else(of_main).or_else(|| look.newest("").filter(|_| !is_ready(status)))
+}
+
+fn statuses(all: Option<&Vec<ContainerStatus>>) -> impl Iterator<Item = &ContainerStatus> {
+    all.into_iter().flatten()
+}
+
+fn is_ready(status: &PodStatus) -> bool {
+    status.conditions.iter().flatten().any(|c| c.type_ == "Ready" && c.status == "True")
+}
+
+/// What is known of a pod.
+struct Look<'a> {
+    status: &'a PodStatus,
+    warnings: &'a [Warning<'a>],
+    now: Timestamp,
+}
+
+impl Look<'_> {
+    /// What is wrong with a container, if anything is.
+    fn container(&self, container: &ContainerStatus, specs: &[Container]) -> Option<String> {
+        let state = container.state.as_ref()?;
+        let name = &container.name;
+        if let Some(waiting) = &state.waiting {
+            return match waiting.reason.as_deref().unwrap_or_default() {
+                reason if STARTING.contains(&reason) => None,
+                "CrashLoopBackOff" => Some(match last_end(container) {
+                    Some(end) => format!("container {name}: {end}; it is started again after a back-off"),
+                    None => format!("container {name}: it crashes again and again"),
+                }),
+                reason => Some(format!("container {name}: {}", with(reason, waiting.message.as_deref()))),
+            };
+        }
+        if let Some(ended) = &state.terminated {
+            return (ended.exit_code != 0).then(|| format!("container {name}: {}", end(ended)));
+        }
+        if container.ready || !specs.iter().any(|spec| spec.name == *name && is_awaited(spec)) {
+            return None;
+        }
+        let cause = self.newest(name);
+        let cause = cause.unwrap_or_else(|| format!("container {name}: its probes have not passed yet"));
+        Some(format!("{cause}{}", self.unready_since().map_or_else(String::new, |text| format!(" ({text})"))))
+    }
+
+    /// The newest warning about a container, or about the pod itself.
+    fn newest(&self, container: &str) -> Option<String> {
+        let found = self.warnings.iter().rev().find(|warning| warning.container == container)?;
+        let words = quote(found.message);
+        Some(if container.is_empty() { words } else { format!("container {container}: {words}") })
+    }
+
+    fn unready_since(&self) -> Option<String> {
+        let ready = self.status.conditions.iter().flatten().find(|c| c.type_ == "Ready")?;
+        let since = ready.last_transition_time.as_ref()?.0;
+        let seconds = self.now.as_second().saturating_sub(since.as_second()).max(0);
+        Some(match seconds {
+            0..=119 => format!("not ready for {seconds} s"),
+            120..=7199 => format!("not ready for {} min", seconds / 60),
+            _ => format!("not ready for {} h", seconds / 3600),
+        })
+    }
+}
+
+/// A running container that isn't ready is waited for: a main container always, an init container if it is a sidecar.
+fn is_awaited(spec: &Container) -> bool {
+    spec.readiness_probe.is_some() || spec.startup_probe.is_some()
+}
+
+fn last_end(container: &ContainerStatus) -> Option<String> {
+    let ended = |state: &Option<ContainerState>| state.as_ref()?.terminated.as_ref().map(end);
+    ended(&container.last_state)
+}
+
+/// "exit 3, last words: cannot open app.conf"
+fn end(ended: &ContainerStateTerminated) -> String {
+    let code = ended.exit_code;
+    let what = match (ended.reason.as_deref().unwrap_or_default(), ended.signal) {
+        ("OOMKilled", _) => "killed by the kernel for want of memory".to_owned(),
+        ("" | "Error" | "Completed", Some(signal)) if signal != 0 => format!("ended by signal {signal}"),
+        ("" | "Error" | "Completed", _) => format!("exit {code}"),
+        (reason, _) => format!("{reason}, exit {code}"),
+    };
+    let words = ended.message.as_deref().unwrap_or_default();
+    match words.lines().rev().find(|line| !line.trim().is_empty()) {
+        Some(line) => format!("{what}, last words: {}", quote(line)),
+        None => what,
+    }
+}
+
+fn with(reason: &str, message: Option<&str>) -> String {
+    match message.map(quote).filter(|message| !message.is_empty()) {
+        Some(message) => format!("{reason}: {message}"),
+        None => reason.to_owned(),
+    }
+}
+
+/// The first line of a text, shortened.
+fn quote(text: &str) -> String {
+    let line = text.trim().lines().next().unwrap_or_default();
+    match line.char_indices().nth(MAX_QUOTE) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn line(status: Value, warnings: &[(&str, &str)]) -> Option<String> {
+        let pod = json!({
+            "metadata": {"name": "p"},
+            "spec": {
+                "initContainers": [{"name": "setup"}],
+                "containers": [{"name": "c", "readinessProbe": {"tcpSocket": {"port": 6379}}}]
+            },
+            "status": status
+        });
+        let pod: Pod = serde_json::from_value(pod).unwrap();
+        let warnings: Vec<Warning<'_>> =
+            warnings.iter().map(|(container, message)| Warning { container, message }).collect();
+        why(&pod, &warnings, Timestamp::from_second(1_000).unwrap())
+    }
+
+    fn main(state: Value, last: Value) -> Value {
+        json!({"phase": "Running", "containerStatuses": [{
+            "name": "c", "ready": false, "restartCount": 0, "image": "i", "imageID": "i",
+            "state": state, "lastState": last
+        }]})
+    }
+
+    #[test]
+    fn the_deepest_cause_that_is_known_is_named() {
+        let check = |status: Value, warnings: &[(&str, &str)], expected: Option<&str>| {
+            assert_eq!(line(status, warnings).as_deref(), expected);
+        };
+        let none = || json!({});
+        check(
+            json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}),
+            &[],
+            Some("Evicted: The node was low on resource: memory."),
+        );
+        check(json!({"phase": "Succeeded"}), &[("c", "was slow")], None);
+        check(
+            main(
+                json!({"waiting": {"reason": "ErrImageNeverPull", "message": "image x is not here and policy is Never"}}),
+                none(),
+            ),
+            &[],
+            Some("container c: ErrImageNeverPull: image x is not here and policy is Never"),
+        );
+        check(
+            main(
+                json!({"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 20s"}}),
+                json!({"terminated": {"exitCode": 3, "reason": "Error", "message": "starting\ncannot open app.conf\n\n"}}),
+            ),
+            &[],
+            Some(
+                "container c: exit 3, last words: cannot open app.conf; it is started again after a back-off",
+            ),
+        );
+        check(
+            main(json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}), none()),
+            &[],
+            Some("container c: killed by the kernel for want of memory"),
+        );
+        check(
+            main(json!({"terminated": {"exitCode": 137, "signal": 9, "reason": "Error"}}), none()),
+            &[],
+            Some("container c: ended by signal 9"),
+        );
+        check(main(json!({"terminated": {"exitCode": 0, "reason": "Completed"}}), none()), &[], None);
+    }
+
+    #[test]
+    fn a_container_that_is_not_ready_is_explained_by_its_newest_warning() {
+        let mut status = main(json!({"running": {}}), json!({}));
+        status["conditions"] =
+            json!([{"type": "Ready", "status": "False", "lastTransitionTime": "1970-01-01T00:16:28Z"}]);
+        let warnings = [
+            ("c", "Readiness probe failed: HTTP 500"),
+            ("c", "Readiness probe failed: nothing listens on port 6379"),
+        ];
+        assert_eq!(
+            line(status.clone(), &warnings).unwrap(),
+            "container c: Readiness probe failed: nothing listens on port 6379 (not ready for 12 s)"
+        );
+        assert_eq!(
+            line(status.clone(), &[]).unwrap(),
+            "container c: its probes have not passed yet (not ready for 12 s)"
+        );
+        status["containerStatuses"][0]["ready"] = json!(true);
+        assert_eq!(line(status, &warnings), None);
+    }
+
+    #[test]
+    fn a_pod_that_has_no_containers_yet_is_explained_by_its_own_warnings() {
+        let status = json!({"phase": "Pending"});
+        let warnings = [("", "MountVolume.SetUp failed for volume \"v\": configmap \"x\" not found\nmore")];
+        let expected = "MountVolume.SetUp failed for volume \"v\": configmap \"x\" not found";
+        assert_eq!(line(status.clone(), &warnings).as_deref(), Some(expected));
+        assert_eq!(line(status, &[]), None);
+        let long = "x".repeat(500);
+        assert_eq!(line(json!({"phase": "Pending"}), &[("", &long)]).unwrap().chars().count(), MAX_QUOTE + 1);
+    }
+}
