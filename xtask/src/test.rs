@@ -39,7 +39,8 @@ impl Args {
     }
 }
 
-/// What is built and tested where nothing is chosen. The kernel programs and the fuzz programs link only in their own way.
+/// What is built and tested where nothing is chosen. The kernel programs and the fuzz programs link only in
+/// their own way.
 const EVERYTHING: &[&str] = &["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"];
 
 /// The command line's entry.
@@ -65,7 +66,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.chooses_packages() {
         build.args(["build", "--package", "beelet", "--package", "xtask"]);
     } else {
-        // With the tests: alone, the agent has other features, and all that it shares with them would be built twice.
+        // With the tests: alone, the agent has other features, and all that it shares with them would be
+        // built twice.
         build.args(["build", "--bins", "--tests"]).args(EVERYTHING);
         build.args(features.iter().map(|feature| format!("--features={feature}")));
     }

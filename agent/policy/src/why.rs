@@ -1,7 +1,7 @@
 //! Why a pod isn't as it should be, in one line: the deepest cause that its status and its events know.
 //!
-//! A status says "containers with unready status: [c]" (the kubelet's words, which others read); a person wants to know
-//! what is wrong with c.
+//! A status says "containers with unready status: [c]" (the kubelet's words, which others read); a person
+//! wants to know what is wrong with c.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
@@ -101,7 +101,8 @@ impl Look<'_> {
     }
 }
 
-/// A running container that isn't ready is waited for: a main container always, an init container if it is a sidecar.
+/// A running container that isn't ready is waited for: a main container always, an init container if it is a
+/// sidecar.
 fn is_awaited(spec: &Container) -> bool {
     spec.readiness_probe.is_some() || spec.startup_probe.is_some()
 }
