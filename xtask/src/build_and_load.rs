@@ -1,5 +1,5 @@
-//! `cargo xtask build-and-load` and `unload`: the kernel programs on their own, without the agent, to look at with
-//! bpftool. The agent's own loader does the work, so what is looked at is what the agent runs.
+//! `cargo xtask build-and-load` and `unload`: the kernel programs on their own, without the agent, to look at
+//! with bpftool. The agent's own loader does the work, so what is looked at is what the agent runs.
 
 use crate::build_ebpf;
 use crate::progress::Step;
@@ -65,7 +65,8 @@ impl Place {
 /// The command line's entry.
 ///
 /// # Errors
-/// The programs could not be built, loaded or pinned: the message has each thing that is missing and its remedy.
+/// The programs could not be built, loaded or pinned: the message has each thing that is missing and its
+/// remedy.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let object = object()?;
     let step = Step::start("load");
@@ -134,7 +135,8 @@ fn print_commands(kernel: &Kernel, pins: &Path) {
     println!("docs/bpftool.md says how to read this. `cargo xtask unload` takes it all back.");
 }
 
-/// The object to load: built here if the sources have changed and the tools are there, else the committed one.
+/// The object to load: built here if the sources have changed and the tools are there, else the committed
+/// one.
 fn object() -> Result<Option<PathBuf>> {
     if build_ebpf::is_current()? {
         return Ok(None); // built into the agent's library

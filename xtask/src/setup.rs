@@ -1,5 +1,5 @@
-//! `cargo xtask setup`: installs what the other commands need, in parts. Each command runs the part it needs, so
-//! nobody has to call this by hand; when nothing is missing it only looks, and changes nothing.
+//! `cargo xtask setup`: installs what the other commands need, in parts. Each command runs the part it needs,
+//! so nobody has to call this by hand; when nothing is missing it only looks, and changes nothing.
 
 use crate::{backports, progress::Step};
 use anyhow::{Context as _, Result, bail};
@@ -154,8 +154,8 @@ fn is_there(need: &Need) -> bool {
     if need.thing.starts_with('/') { Path::new(need.thing).exists() } else { find(need.thing).is_some() }
 }
 
-/// Whether the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs in an image
-/// that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
+/// Whether the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs in an
+/// image that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
 fn is_static(path: &Path) -> bool {
     beelet_tests::images::is_static(path).unwrap_or(false)
 }

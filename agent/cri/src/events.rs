@@ -15,12 +15,12 @@ pub struct ContainerEvents {
 }
 
 impl Runtime {
-    /// Subscribes to container events. containerd has room for one subscriber only and gives each event to one of
-    /// several: whoever shares a node with a kubelet must leave it to that.
+    /// Subscribes to container events. containerd has room for one subscriber only and gives each event to
+    /// one of several: whoever shares a node with a kubelet must leave it to that.
     ///
     /// # Errors
-    /// As for every call: [`Error`]; [`super::Kind::Unimplemented`] where the runtime has no such stream. Some runtimes
-    /// (containerd 1.6) say so only when the first event is awaited.
+    /// As for every call: [`Error`]; [`super::Kind::Unimplemented`] where the runtime has no such stream.
+    /// Some runtimes (containerd 1.6) say so only when the first event is awaited.
     pub async fn container_events(&self) -> Result<ContainerEvents, Error> {
         let mut client = RuntimeServiceClient::new(self.runtime.channel())
             .max_decoding_message_size(MAX_MESSAGE)

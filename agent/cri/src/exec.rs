@@ -8,9 +8,9 @@ use beelet_proto::cri;
 use super::{Call, Error, Operation, Runtime, container};
 
 impl Runtime {
-    /// Runs a command in a container and waits for its end; with its exit code and (up to some 16 MiB of) what it
-    /// wrote. After `timeout` (whole seconds count, rounded up) the runtime kills it; zero: never. Dropping the
-    /// future makes the runtime kill it too, but not what it has started itself.
+    /// Runs a command in a container and waits for its end; with its exit code and (up to some 16 MiB of)
+    /// what it wrote. After `timeout` (whole seconds count, rounded up) the runtime kills it; zero: never.
+    /// Dropping the future makes the runtime kill it too, but not what it has started itself.
     ///
     /// # Errors
     /// As for every call: [`Error`]; a command that ran out of time is [`super::Kind::Timeout`].
@@ -32,8 +32,8 @@ impl Runtime {
             .await
     }
 
-    /// The process id, on the host, of a container's first process, from the runtime's verbose words (containerd and
-    /// CRI-O have the same). None where it says none, or the container doesn't run.
+    /// The process id, on the host, of a container's first process, from the runtime's verbose words
+    /// (containerd and CRI-O have the same). None where it says none, or the container doesn't run.
     ///
     /// # Errors
     /// As for every call: [`Error`].

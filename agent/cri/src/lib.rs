@@ -62,8 +62,8 @@ pub struct Runtime {
     metrics: Metrics,
 }
 
-/// Whether something has all labels that were asked for. The runtime is asked to look at them, too; but what is taken for
-/// ours is stopped and removed, and that must not hang on somebody else's filter.
+/// Whether something has all labels that were asked for. The runtime is asked to look at them, too; but what
+/// is taken for ours is stopped and removed, and that must not hang on somebody else's filter.
 fn has_labels(labels: &HashMap<String, String>, wanted: &HashMap<String, String>) -> bool {
     wanted.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
@@ -154,7 +154,8 @@ impl Runtime {
             .await
     }
 
-    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0) or names none that there is.
+    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0) or names none
+    /// that there is.
     ///
     /// # Errors
     /// As for every call: [`Error`].
@@ -166,7 +167,8 @@ impl Runtime {
             })
             .await;
         match answer {
-            // A number that stands for no driver is no word on it. (The generated getter would make it systemd.)
+            // A number that stands for no driver is no word on it. (The generated getter would make it
+            // systemd.)
             Ok(response) => Ok(response.linux.and_then(|linux| match linux.cgroup_driver.try_into() {
                 Ok(cri::CgroupDriver::Systemd) => Some(CgroupDriver::Systemd),
                 Ok(cri::CgroupDriver::Cgroupfs) => Some(CgroupDriver::Cgroupfs),
@@ -452,8 +454,8 @@ impl Runtime {
         Ok(response.url)
     }
 
-    /// Pulls an image for a pod, as somebody or nobody; returns the reference to run it by. No deadline: the runtime gives up by
-    /// itself on a pull that makes no progress. Drop the future to give up earlier.
+    /// Pulls an image for a pod, as somebody or nobody; returns the reference to run it by. No deadline: the
+    /// runtime gives up by itself on a pull that makes no progress. Drop the future to give up earlier.
     ///
     /// # Errors
     /// As for every call: [`Error`].

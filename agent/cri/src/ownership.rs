@@ -1,8 +1,9 @@
 //! One owner a runtime: two agents on the same one would stop each other's pods.
 //!
-//! Against another beelet there is a lock, which the kernel gives back whatever happens to its holder. A kubelet takes no
-//! such lock, so it is recognized by what it does: it has a connection to the runtime's socket. This module only looks
-//! and refuses; it must never end another's process or touch another's sandbox.
+//! Against another beelet there is a lock, which the kernel gives back whatever happens to its holder. A
+//! kubelet takes no such lock, so it is recognized by what it does: it has a connection to the runtime's
+//! socket. This module only looks and refuses; it must never end another's process or touch another's
+//! sandbox.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder};
@@ -111,8 +112,8 @@ impl Ownership {
     }
 }
 
-/// The same name for every path that leads to the socket. Not its inode: that is another one whenever the runtime
-/// starts.
+/// The same name for every path that leads to the socket. Not its inode: that is another one whenever the
+/// runtime starts.
 fn lock_name(socket: &Path) -> String {
     let resolved = fs::canonicalize(socket).unwrap_or_else(|_| socket.to_owned());
     let folder = resolved.parent().unwrap_or(Path::new("/"));
@@ -197,7 +198,8 @@ fn clients_of(socket: &Path) -> io::Result<HashSet<u32>> {
     Ok(peers.filter(|inode| *inode != 0).collect())
 }
 
-/// The inode of a socket's file. Its field is private; on the wire (linux/unix_diag.h, unix_diag_vfs) it comes first.
+/// The inode of a socket's file. Its field is private; on the wire (linux/unix_diag.h, unix_diag_vfs) it
+/// comes first.
 fn inode_of(vfs: &Vfs) -> u32 {
     let mut bytes = [0; 8];
     vfs.emit(&mut bytes);

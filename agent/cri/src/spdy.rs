@@ -1,9 +1,9 @@
-//! As much of SPDY/3.1 as Kubernetes' streaming protocol needs, client side: open streams, send and receive data, answer
-//! pings. Every CRI runtime's streaming server speaks it, and unlike its WebSocket form (before v5) it can say that
-//! standard input has ended. Pure: bytes to frames and back.
+//! As much of SPDY/3.1 as Kubernetes' streaming protocol needs, client side: open streams, send and receive
+//! data, answer pings. Every CRI runtime's streaming server speaks it, and unlike its WebSocket form (before
+//! v5) it can say that standard input has ended. Pure: bytes to frames and back.
 //!
-//! Headers of a stream go through zlib. The client's are put into *stored* blocks, which need no compressor; the server's
-//! are not looked at.
+//! Headers of a stream go through zlib. The client's are put into *stored* blocks, which need no compressor;
+//! the server's are not looked at.
 //!
 //! Sources: the SPDY/3.1 draft (Chromium), sections 2.2 and 2.6; RFC 1950, RFC 1951 section 3.2.4.
 

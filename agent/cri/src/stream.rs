@@ -1,5 +1,5 @@
-//! A command in a container with its streams: Kubernetes' remote command protocol, version 4, over SPDY, with the
-//! runtime's streaming server at the address that CRI's `Exec` gives.
+//! A command in a container with its streams: Kubernetes' remote command protocol, version 4, over SPDY, with
+//! the runtime's streaming server at the address that CRI's `Exec` gives.
 
 use std::io;
 use std::time::Duration;
@@ -58,7 +58,8 @@ pub struct Streams {
     pub tty: bool,
 }
 
-/// Why a command's streams ended before the command, or its end is not known. Displayed, it is a whole sentence.
+/// Why a command's streams ended before the command, or its end is not known. Displayed, it is a whole
+/// sentence.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamError {
     /// A streaming server that is not spoken to in plain HTTP.
@@ -373,7 +374,8 @@ mod tests {
         check("what?", Err("can't be read: what?"));
     }
 
-    /// A session with a server that sends these frames and then hangs up; what came out, and what the server got.
+    /// A session with a server that sends these frames and then hangs up; what came out, and what the server
+    /// got.
     async fn session(
         streams: Streams,
         inputs: Vec<Input>,

@@ -1,4 +1,5 @@
-//! One decision: what is low, what is given back, who goes. Everything that takes time is started here and ends elsewhere.
+//! One decision: what is low, what is given back, who goes. Everything that takes time is started here and
+//! ends elsewhere.
 
 use std::{sync::Arc, time::Duration};
 
@@ -37,7 +38,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
 /// How long giving back may take before pods go although it has not ended.
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
-/// How long after something was given back nothing more can be expected of doing so again: what is low then costs pods.
+/// How long after something was given back nothing more can be expected of doing so again: what is low then
+/// costs pods.
 const RECLAIMED: Duration = Duration::from_secs(30);
 
 /// How long measurements of what pods have on disk say something while the disk stays low.
@@ -82,8 +84,8 @@ impl Eviction {
         Moment::after_start(self.began.elapsed())
     }
 
-    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever grace a soft
-    /// one gives.
+    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever
+    /// grace a soft one gives.
     fn most_urgent(&self, condition: NodeCondition, assessment: &Assessment) -> Option<usize> {
         let actionable = assessment.actionable.iter().filter_map(|i| Some((*i, self.thresholds.get(*i)?)));
         let of_condition = actionable.filter(|(_, threshold)| threshold.signal.condition() == condition);
@@ -112,7 +114,8 @@ impl Eviction {
         self.parts.conditions.send_replace(reported);
     }
 
-    /// Drops those from the list of the leaving that have left, and those that are overdue for long enough to be tried again.
+    /// Drops those from the list of the leaving that have left, and those that are overdue for long enough to
+    /// be tried again.
     fn forget_the_gone(&mut self) {
         let table = Arc::clone(&self.parts.table.borrow_and_update());
         let here = |uid: &str| {
@@ -194,8 +197,9 @@ impl Eviction {
         }
     }
 
-    /// From when on measurements of what pods have on disk count, where the signal is about that: not those from before the
-    /// threshold called for pods, nor from before the last one that went for it was gone. Asks for new ones.
+    /// From when on measurements of what pods have on disk count, where the signal is about that: not those
+    /// from before the threshold called for pods, nor from before the last one that went for it was gone.
+    /// Asks for new ones.
     fn measured_since(&mut self, index: usize, threshold: &Threshold) -> Option<Instant> {
         if threshold.signal.condition() != NodeCondition::DiskPressure {
             return None;
@@ -220,7 +224,8 @@ impl Eviction {
         })
     }
 
-    /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it has ended.
+    /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it
+    /// has ended.
     fn must_wait_for_reclaim(&mut self, signal: Signal, read_at: Instant) -> bool {
         let wanted = reclaim(signal, self.layout);
         if wanted.is_empty() {
@@ -256,8 +261,8 @@ impl Eviction {
         true
     }
 
-    /// The pods that hold anything, and what they use now; as of before where it can't be said in time. What is leaving
-    /// stays in sight: what it still uses is what will be free.
+    /// The pods that hold anything, and what they use now; as of before where it can't be said in time. What
+    /// is leaving stays in sight: what it still uses is what will be free.
     async fn pods(&mut self, signal: Signal, measured: Option<Instant>) -> Vec<Pod> {
         let table = Arc::clone(&self.parts.table.borrow());
         let pods: Vec<(String, Arc<core::Pod>)> = table
@@ -273,8 +278,8 @@ impl Eviction {
             .collect()
     }
 
-    /// Counts those that somebody else has deleted among the leaving, where their end helps. A critical one leaves as
-    /// gently as it was told to, and nobody waits for it.
+    /// Counts those that somebody else has deleted among the leaving, where their end helps. A critical one
+    /// leaves as gently as it was told to, and nobody waits for it.
     fn take_in_the_deleted(&mut self, pods: &[Pod], threshold: &Threshold, low: Quantity) {
         let signal = threshold.signal;
         for pod in pods.iter().filter(|pod| pod.is_deleted() && !is_critical(&pod.pod)) {
@@ -318,8 +323,8 @@ impl Eviction {
         }
     }
 
-    /// What those will free that are on their way out, as seen from a number that was read at `read_at`. One that is
-    /// overdue frees nothing.
+    /// What those will free that are on their way out, as seen from a number that was read at `read_at`. One
+    /// that is overdue frees nothing.
     fn coming(&self, signal: Signal, read_at: Instant) -> Quantity {
         let leaving = self.leaving.values().filter(|leaving| leaving.counts_for(signal));
         leaving.map(|leaving| leaving.usage_by(read_at).of(signal, self.layout)).sum()
@@ -383,8 +388,8 @@ impl Leaving {
         !self.overdue && self.signal.condition() == signal.condition()
     }
 
-    /// What it used when a number was read, or before. Never what was seen later: that lacks what was freed in between,
-    /// which isn't in the number either, and others would have to go for it.
+    /// What it used when a number was read, or before. Never what was seen later: that lacks what was freed
+    /// in between, which isn't in the number either, and others would have to go for it.
     fn usage_by(&self, read_at: Instant) -> PodUsage {
         let before = self.looks.partition_point(|(at, _)| *at <= read_at);
         self.looks.get(before.saturating_sub(1)).map(|(_, usage)| *usage).unwrap_or_default()

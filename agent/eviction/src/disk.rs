@@ -223,8 +223,8 @@ impl DiskUsages {
         pods.get(uid).and_then(|pod| pod.ended.as_ref()).is_some_and(|(began, _)| *began >= since)
     }
 
-    /// The disk's part of what a pod uses. With `since`, what was measured before doesn't count: a pod that could not be
-    /// measured in time has at least what was found so far.
+    /// The disk's part of what a pod uses. With `since`, what was measured before doesn't count: a pod that
+    /// could not be measured in time has at least what was found so far.
     pub(super) fn of(&self, uid: &str, since: Option<Instant>) -> PodUsage {
         let pods = self.pods();
         let Some(disk) = pods.get(uid).and_then(|pod| pod.best(since)) else { return PodUsage::default() };

@@ -1,6 +1,6 @@
-//! The kernel's hints that it is time to look at memory again: a stall on the pods' cgroup, a counter of memory.events, a
-//! threshold of usage crossed, an OOM kill. None of them says that anything is short; each makes the gauges read at once,
-//! and more often for a while.
+//! The kernel's hints that it is time to look at memory again: a stall on the pods' cgroup, a counter of
+//! memory.events, a threshold of usage crossed, an OOM kill. None of them says that anything is short; each
+//! makes the gauges read at once, and more often for a while.
 
 use std::{
     io,
@@ -73,8 +73,8 @@ enum Kind {
     Counter,
 }
 
-/// Passes on what this kernel says of the pods' memory. Where notifications are by usage (version 1), crossing what
-/// `thresholds` leave of the pods' limit is a hint.
+/// Passes on what this kernel says of the pods' memory. Where notifications are by usage (version 1),
+/// crossing what `thresholds` leave of the pods' limit is a hint.
 pub async fn listen(cgroups: Arc<Cgroups>, thresholds: Vec<Threshold>, hints: Hints) {
     let mut listening = Vec::new();
     let opened = blocking("opening hints of memory pressure", move || open(&cgroups, &thresholds)).await;

@@ -1,5 +1,5 @@
-//! Where the numbers come from, and how often: once a second, ten times a second when a threshold is near or the kernel
-//! has just hinted at pressure.
+//! Where the numbers come from, and how often: once a second, ten times a second when a threshold is near or
+//! the kernel has just hinted at pressure.
 
 use std::{
     collections::BTreeMap,
@@ -123,8 +123,8 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
     ]
 }
 
-/// The part of a reading that can be believed, and why not all of it: nothing has no capacity, and no more is available
-/// than there is.
+/// The part of a reading that can be believed, and why not all of it: nothing has no capacity, and no more is
+/// available than there is.
 fn sound(readings: Readings) -> (Observations, Option<Error>) {
     let mut problem = None;
     let mut seen = match readings {

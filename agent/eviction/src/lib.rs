@@ -1,15 +1,16 @@
-//! Keeps the node alive when memory, disk, inodes or process ids run low: first gives back what nobody needs, then ends
-//! pods, in the kubelet's order.
+//! Keeps the node alive when memory, disk, inodes or process ids run low: first gives back what nobody needs,
+//! then ends pods, in the kubelet's order.
 //!
-//! `beelet_policy::eviction` decides; here it gets numbers, and what it decides is done. [`gauges`] read the numbers, each
-//! in a task of its own, so that one that hangs hides only itself; [`edges`] are the kernel's hints that it is time to read
-//! again. One task decides whenever a number is new. It never waits: not for a pod's end, not for a collection of images,
-//! not for a number. What pods have on disk is measured anew once the disk is low, for a bounded time, before one is chosen.
-//! What it ended is remembered until it is gone, so that its memory isn't asked for twice; one that won't go is given up on,
-//! and others take its place. Who leaves gently, told by a soft threshold or by somebody else, is hastened by a hard one.
+//! `beelet_policy::eviction` decides; here it gets numbers, and what it decides is done. [`gauges`] read the
+//! numbers, each in a task of its own, so that one that hangs hides only itself; [`edges`] are the kernel's
+//! hints that it is time to read again. One task decides whenever a number is new. It never waits: not for a
+//! pod's end, not for a collection of images, not for a number. What pods have on disk is measured anew once
+//! the disk is low, for a bounded time, before one is chosen. What it ended is remembered until it is gone,
+//! so that its memory isn't asked for twice; one that won't go is given up on, and others take its place. Who
+//! leaves gently, told by a soft threshold or by somebody else, is hastened by a hard one.
 //!
-//! Must never act on a pressure stall alone (a pod that thrashes at its own limit costs others nothing): only available
-//! amounts decide. Must never end a critical pod.
+//! Must never act on a pressure stall alone (a pod that thrashes at its own limit costs others nothing): only
+//! available amounts decide. Must never end a critical pod.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
@@ -209,8 +210,8 @@ impl Eviction {
         }
     }
 
-    /// The disks turned out to be shared in another way: thresholds are known by their place, so what was remembered of
-    /// them is void.
+    /// The disks turned out to be shared in another way: thresholds are known by their place, so what was
+    /// remembered of them is void.
     fn relayout(&mut self) {
         let layout = *self.parts.layout.borrow_and_update();
         if layout != self.layout {

@@ -1,11 +1,11 @@
-//! Holds pods to their own limits on the node's disk (emptyDir sizes, ephemeral-storage), and keeps what pods have on disk
-//! for the ranking of victims.
+//! Holds pods to their own limits on the node's disk (emptyDir sizes, ephemeral-storage), and keeps what pods
+//! have on disk for the ranking of victims.
 //!
-//! Volumes are counted by the kernel where the file system has project quotas; otherwise, and logs always, they are
-//! measured by walks within a budget, of all pods in turn, a little of each at a time: one with ten million files makes
-//! nobody else's measurement late. A pod that is above its limit before its walk has ended goes at once. Writable layers are
-//! the runtime's to say. Must never act on a node's lack of space: that is eviction's, which asks for all pods to be measured
-//! anew before it chooses one.
+//! Volumes are counted by the kernel where the file system has project quotas; otherwise, and logs always,
+//! they are measured by walks within a budget, of all pods in turn, a little of each at a time: one with ten
+//! million files makes nobody else's measurement late. A pod that is above its limit before its walk has
+//! ended goes at once. Writable layers are the runtime's to say. Must never act on a node's lack of space:
+//! that is eviction's, which asks for all pods to be measured anew before it chooses one.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -47,8 +47,8 @@ use beelet_model::{
 
 /// How old the measurement of a pod with limits may get, as the kubelet's monitoring interval.
 const LIMITED_PERIOD: Duration = Duration::from_secs(10);
-/// More than any writable layer has, of bytes or inodes: a runtime that says more than this of one says nothing, and the sum
-/// of many is a number all the same.
+/// More than any writable layer has, of bytes or inodes: a runtime that says more than this of one says
+/// nothing, and the sum of many is a number all the same.
 const MOST: u64 = 1 << 50;
 /// Least time between two rounds over all pods.
 const ROUND: Duration = Duration::from_secs(1);
@@ -102,7 +102,8 @@ enum Part {
 }
 
 impl Measuring {
-    /// Goes on until it has ended or the turn is over; whether it has ended, and the processor time that it took. Blocks.
+    /// Goes on until it has ended or the turn is over; whether it has ended, and the processor time that it
+    /// took. Blocks.
     fn go_on(&mut self, (most, longest): (Duration, Duration)) -> (bool, Duration) {
         let (began, used) = (std::time::Instant::now(), processor_time());
         let mut enough = || processor_time().saturating_sub(used) >= most || began.elapsed() >= longest;
@@ -377,8 +378,8 @@ async fn pause(time: Duration, asked: &mut watch::Receiver<Option<Instant>>) -> 
     }
 }
 
-/// The pod's emptyDir volumes on disk, by name, where [`beelet_pods`] puts them. Those in memory are held to their size by
-/// the kernel.
+/// The pod's emptyDir volumes on disk, by name, where [`beelet_pods`] puts them. Those in memory are held to
+/// their size by the kernel.
 fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
     let folder = pods_dir.join(pod.metadata.uid.as_deref().unwrap_or_default()).join("volumes");
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());

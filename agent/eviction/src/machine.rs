@@ -10,8 +10,9 @@ use beelet_cgroups::Cgroups;
 /// The cgroup of all pods.
 const PODS: &str = "/kubepods";
 
-/// The machine's memory: available is what isn't in use, and file pages that nobody touched lately. This is the kubelet's
-/// `memory.available`: capacity less the working set of the root cgroup, for which version 2 has no file of its own.
+/// The machine's memory: available is what isn't in use, and file pages that nobody touched lately. This is
+/// the kubelet's `memory.available`: capacity less the working set of the root cgroup, for which version 2
+/// has no file of its own.
 pub(super) fn memory() -> Result<Observation, Error> {
     meminfo(&read("/proc/meminfo")?).ok_or(Error::NoMemory)
 }
@@ -26,7 +27,8 @@ pub fn meminfo(text: &str) -> Option<Observation> {
     Some(observation(available, kib("MemTotal")?))
 }
 
-/// Memory that the pods may use together: their cgroup's limit, less their working set. None before the cgroup is there.
+/// Memory that the pods may use together: their cgroup's limit, less their working set. None before the
+/// cgroup is there.
 pub(super) fn pods_memory(cgroups: &Cgroups) -> Option<Observation> {
     let used = cgroups.memory_use(PODS)?;
     let limit = used.limit?;

@@ -45,8 +45,8 @@ pub struct PodUsages {
 }
 
 impl PodUsages {
-    /// What the pod uses now; None if that can't be read. A pod without a cgroup uses nothing yet. Of disks counts what was
-    /// measured since `measured`, where that is given. Blocks for a moment.
+    /// What the pod uses now; None if that can't be read. A pod without a cgroup uses nothing yet. Of disks
+    /// counts what was measured since `measured`, where that is given. Blocks for a moment.
     pub(super) fn of(&self, pod: &core::Pod, measured: Option<Instant>) -> Option<PodUsage> {
         let uid = pod.metadata.uid.as_deref()?;
         let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
@@ -59,8 +59,8 @@ impl PodUsages {
         Some(PodUsage { memory_working_set_bytes: memory, pids, ..disk })
     }
 
-    /// Each container with what it uses of a signal's resource and what it requested. Empty where that isn't told apart.
-    /// Blocks for a moment.
+    /// Each container with what it uses of a signal's resource and what it requested. Empty where that isn't
+    /// told apart. Blocks for a moment.
     fn containers(&self, pod: &core::Pod, signal: Signal) -> Vec<ContainerUse> {
         let Some(uid) = pod.metadata.uid.as_deref() else { return Vec::new() };
         let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
@@ -107,8 +107,8 @@ impl Known {
     }
 }
 
-/// Asks for what all pods use, a round at a time on a thread that may block. A round that hangs is waited for once, and no
-/// other is begun beside it: what was read until then, and before, is what is known.
+/// Asks for what all pods use, a round at a time on a thread that may block. A round that hangs is waited for
+/// once, and no other is begun beside it: what was read until then, and before, is what is known.
 #[derive(Debug)]
 pub(super) struct Survey {
     usage: PodUsages,
@@ -122,8 +122,8 @@ impl Survey {
         Self { usage, known: Arc::default(), round: None, hangs: false }
     }
 
-    /// What is known of `pods` (with their UIDs), read now if that doesn't take too long. Of disks counts what was measured
-    /// since `measured`, where that is given.
+    /// What is known of `pods` (with their UIDs), read now if that doesn't take too long. Of disks counts
+    /// what was measured since `measured`, where that is given.
     pub(super) async fn look(
         &mut self,
         pods: &[(String, Arc<core::Pod>)],
@@ -171,8 +171,8 @@ impl Survey {
     }
 }
 
-/// All pods first, then their containers, which are only for the message. Each is known as soon as it is read: one that
-/// hangs hides those after it, for this round.
+/// All pods first, then their containers, which are only for the message. Each is known as soon as it is
+/// read: one that hangs hides those after it, for this round.
 fn read_all(
     usage: &PodUsages,
     pods: &[(String, Arc<core::Pod>)],

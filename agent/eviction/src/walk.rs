@@ -1,9 +1,9 @@
-//! How much is in a folder, by walking it: a little at a time, so that a volume with ten million files makes its own
-//! measurement old, and neither the node slow nor anybody else's measurement late.
+//! How much is in a folder, by walking it: a little at a time, so that a volume with ten million files makes
+//! its own measurement old, and neither the node slow nor anybody else's measurement late.
 //!
-//! What is in the folder is a container's, and changes while it is looked at: [`Walk`] goes through it by descriptors, with
-//! little memory. What can't be reached, or is moved away while the walk is in it, is left out, and said to be: then there
-//! is *at least* so much.
+//! What is in the folder is a container's, and changes while it is looked at: [`Walk`] goes through it by
+//! descriptors, with little memory. What can't be reached, or is moved away while the walk is in it, is left
+//! out, and said to be: then there is *at least* so much.
 
 use std::{ffi::CStr, os::fd::OwnedFd, path::Path, time::Duration};
 
@@ -151,7 +151,8 @@ impl Measure {
         self.is_whole
     }
 
-    /// A file with several names is counted by each of them for its share: nothing needs to be remembered of it.
+    /// A file with several names is counted by each of them for its share: nothing needs to be remembered of
+    /// it.
     fn count(&mut self, stat: &Stat) {
         let names = if is_folder(stat) { 1 } else { u128::from(stat.st_nlink).max(1) };
         let blocks = u128::from(u64::try_from(stat.st_blocks).unwrap_or(0));

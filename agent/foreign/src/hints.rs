@@ -1,6 +1,6 @@
-//! A word that containers come or go, from the folders of the pods' cgroups: inotify(7) reports their making and removal
-//! like that of any folder. It says that something happened, not what; where it can't, nothing is said and the lists now
-//! and then have to do.
+//! A word that containers come or go, from the folders of the pods' cgroups: inotify(7) reports their making
+//! and removal like that of any folder. It says that something happened, not what; where it can't, nothing is
+//! said and the lists now and then have to do.
 
 use std::collections::HashSet;
 use std::io;
@@ -39,7 +39,8 @@ impl Hints {
         Self { cgroups, watched: HashSet::new(), inotify }
     }
 
-    /// Watches every folder that is there now. Words that came until now are forgotten: who calls this is about to look.
+    /// Watches every folder that is there now. Words that came until now are forgotten: who calls this is
+    /// about to look.
     pub(super) async fn watch(&mut self) {
         let Some((watches, events)) = &mut self.inotify else { return };
         while let Some(Some(Ok(_))) = events.next().now_or_never() {}

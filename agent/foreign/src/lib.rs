@@ -1,8 +1,10 @@
-//! The pods of somebody else: what runs on a node whose kubelet (or anything that speaks CRI) owns it, as a pod table.
+//! The pods of somebody else: what runs on a node whose kubelet (or anything that speaks CRI) owns it, as a
+//! pod table.
 //!
-//! It lists and asks for statuses, and calls nothing else of the runtime: above all never `GetContainerEvents`, of which
-//! containerd has one subscription, the kubelet's. News come from the pods' cgroups instead (inotify on their folders),
-//! and a list now and then is the safety net. What CRI doesn't say (readiness, the spec, the QoS class) is left open.
+//! It lists and asks for statuses, and calls nothing else of the runtime: above all never
+//! `GetContainerEvents`, of which containerd has one subscription, the kubelet's. News come from the pods'
+//! cgroups instead (inotify on their folders), and a list now and then is the safety net. What CRI doesn't
+//! say (readiness, the spec, the QoS class) is left open.
 
 mod hints;
 mod table;

@@ -1,7 +1,8 @@
 //! From CRI's lists and statuses to a pod table. Pure.
 //!
-//! What a kubelet wrote on sandboxes and containers (labels, the restart count) is taken as it is; a runtime's user who
-//! wrote nothing has pods by their sandboxes' names. A pod's phase follows from its containers as far as that goes.
+//! What a kubelet wrote on sandboxes and containers (labels, the restart count) is taken as it is; a
+//! runtime's user who wrote nothing has pods by their sandboxes' names. A pod's phase follows from its
+//! containers as far as that goes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -201,7 +202,8 @@ fn waiting(reason: &str) -> ContainerState {
     }
 }
 
-/// A pod whose sandbox is up runs, also between two attempts of its containers; one whose sandbox is down has ended.
+/// A pod whose sandbox is up runs, also between two attempts of its containers; one whose sandbox is down has
+/// ended.
 fn phase(sandbox: &cri::PodSandbox, statuses: &[ContainerStatus]) -> &'static str {
     match sandbox.state() {
         _ if statuses.is_empty() => "Pending",

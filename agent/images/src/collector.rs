@@ -1,4 +1,5 @@
-//! What the collections of images and of dead containers have in common: one at a time, at intervals and when somebody asks.
+//! What the collections of images and of dead containers have in common: one at a time, at intervals and when
+//! somebody asks.
 
 use std::future::Future;
 

@@ -1,9 +1,9 @@
 //! Removes dead containers and sandboxes with their logs: the kubelet's container garbage collection
 //! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`) made to act. `beelet_policy::container_gc` names them.
 //!
-//! A pod's own worker removes what it needs no more; this holds the node's numbers (so many of each container, so many in
-//! all) and gives space back when the disk is full. What belongs to a pod that is gone is left to its worker. Must never
-//! remove anything that runs, nor anything without our label.
+//! A pod's own worker removes what it needs no more; this holds the node's numbers (so many of each
+//! container, so many in all) and gives space back when the disk is full. What belongs to a pod that is gone
+//! is left to its worker. Must never remove anything that runs, nor anything without our label.
 
 use std::{
     collections::{BTreeMap, HashSet},

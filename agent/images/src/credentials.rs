@@ -1,5 +1,6 @@
 //! Who to be at a registry: the `imagePullSecrets` of a pod, docker's own configuration files in Secrets.
-//! Which entry fits which image follows the kubelet's `pkg/credentialprovider`. Pure; nothing here is ever logged.
+//! Which entry fits which image follows the kubelet's `pkg/credentialprovider`. Pure; nothing here is ever
+//! logged.
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,10 @@
-//! Removes images: the kubelet's image garbage collection (`pkg/kubelet/images/image_gc_manager.go`) made to act.
+//! Removes images: the kubelet's image garbage collection (`pkg/kubelet/images/image_gc_manager.go`) made to
+//! act.
 //!
-//! `beelet_policy::image_gc` names one image at a time; here it is asked again whether the image is in use, it is removed,
-//! and what that freed is measured on the file system. One task does it all, one removal at a time. Must never remove an
-//! image without a [`super::lease::Removal`] in its hand and without having looked for its users after that.
+//! `beelet_policy::image_gc` names one image at a time; here it is asked again whether the image is in use,
+//! it is removed, and what that freed is measured on the file system. One task does it all, one removal at a
+//! time. Must never remove an image without a [`super::lease::Removal`] in its hand and without having looked
+//! for its users after that.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -296,7 +298,8 @@ impl ImageGc {
         Ok(Usage::look(&self.parts.runtime, &table, self.sandbox_image.as_deref()).await?)
     }
 
-    /// Once: the runtime reads its configuration when it starts, and a restart of it is a restart of nothing here.
+    /// Once: the runtime reads its configuration when it starts, and a restart of it is a restart of nothing
+    /// here.
     async fn learn_sandbox_image(&mut self) {
         if self.sandbox_image.is_none()
             && let Ok(status) = self.parts.runtime.status(true).await
@@ -410,8 +413,8 @@ impl ImageGc {
     }
 }
 
-/// What a run has freed: the growth of what is available since its beginning. Others fill the disk meanwhile, and what they
-/// take was not freed.
+/// What a run has freed: the growth of what is available since its beginning. Others fill the disk meanwhile,
+/// and what they take was not freed.
 #[derive(Debug, Default)]
 struct Freed {
     began_with: Option<u64>,

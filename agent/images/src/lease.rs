@@ -1,9 +1,11 @@
-//! Keeps the images that containers are about to be made from: whoever starts a container holds a lease on its image from
-//! before the image is looked up or pulled until the container exists. From then on the container itself is the use.
+//! Keeps the images that containers are about to be made from: whoever starts a container holds a lease on
+//! its image from before the image is looked up or pulled until the container exists. From then on the
+//! container itself is the use.
 //!
-//! Garbage collection may remove an image only between [`Leases::begin_removal`] and the end of the [`Removal`], and gets
-//! none for an image that is leased; a lease on an image that is just being removed waits for the end of that. So a worker
-//! either keeps its image, or learns that it must look (and pull) again. Nothing here does any I/O.
+//! Garbage collection may remove an image only between [`Leases::begin_removal`] and the end of the
+//! [`Removal`], and gets none for an image that is leased; a lease on an image that is just being removed
+//! waits for the end of that. So a worker either keeps its image, or learns that it must look (and pull)
+//! again. Nothing here does any I/O.
 
 use std::{
     collections::HashMap,
@@ -61,14 +63,16 @@ pub struct Removal {
 }
 
 impl Leases {
-    /// Leases the image of this name, digest or id, whether it is on the node or not. Waits while that one is removed.
+    /// Leases the image of this name, digest or id, whether it is on the node or not. Waits while that one is
+    /// removed.
     pub async fn acquire(&self, name: &str) -> Lease {
         let key = full_name(name);
         let begun = self.hold(&key).await.0;
         Lease { leases: self.clone(), keys: vec![key], begun }
     }
 
-    /// Lets an image be removed that is known by `names` (its id, tags and digests); None if any of them is leased.
+    /// Lets an image be removed that is known by `names` (its id, tags and digests); None if any of them is
+    /// leased.
     #[must_use]
     pub fn begin_removal<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Option<Removal> {
         let keys: Vec<String> = names.into_iter().map(full_name).collect();
@@ -114,8 +118,8 @@ impl Leases {
 }
 
 impl Lease {
-    /// Extends the lease to the id that the name turned out to mean. False if something was removed meanwhile, so that the
-    /// image may be gone: it must be looked up again.
+    /// Extends the lease to the id that the name turned out to mean. False if something was removed
+    /// meanwhile, so that the image may be gone: it must be looked up again.
     #[must_use = "where it is false the image may be gone"]
     pub async fn extend(&mut self, id: &str) -> bool {
         let key = full_name(id);

@@ -1,7 +1,7 @@
 //! The images on this node: getting them here, which are in use, which may go, and when.
 //!
-//! Everything goes through the container runtime: nothing here touches its storage. Must never remove an image that a
-//! container has, is about to have ([`lease`]), or that is mounted as a volume.
+//! Everything goes through the container runtime: nothing here touches its storage. Must never remove an
+//! image that a container has, is about to have ([`lease`]), or that is mounted as a volume.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

@@ -1,7 +1,7 @@
 //! Gets images as their pull policy says: a bounded number at a time, at a bounded rate, one image once.
 //!
-//! How long a pod waits after a pull that failed is its worker's business (`ErrImagePull`, then `ImagePullBackOff`,
-//! 10 s doubling to 300 s). Nobody else may pull.
+//! How long a pod waits after a pull that failed is its worker's business (`ErrImagePull`, then
+//! `ImagePullBackOff`, 10 s doubling to 300 s). Nobody else may pull.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -105,8 +105,9 @@ impl Puller {
         }
     }
 
-    /// The image, pulled if `policy` (`Always`, `IfNotPresent`, `Never`) says so. `auths` are tried in their order; none
-    /// at all is tried where there are none. Dropped, it gives up, unless others wait for the same pull.
+    /// The image, pulled if `policy` (`Always`, `IfNotPresent`, `Never`) says so. `auths` are tried in their
+    /// order; none at all is tried where there are none. Dropped, it gives up, unless others wait for the
+    /// same pull.
     ///
     /// # Errors
     /// With the word for the pod's status, as users know it from the kubelet.
@@ -151,7 +152,8 @@ impl Puller {
     ) -> Result<(Image, Lease), PullError> {
         let mut lease = leases.acquire(image).await;
         let mut found = self.image(image, policy, auths.clone(), sandbox).await?;
-        // An image that was removed just now, under another of its names, is looked for once more; this time it is held.
+        // An image that was removed just now, under another of its names, is looked for once more; this time
+        // it is held.
         if !lease.extend(&found.id).await {
             found = self.image(image, policy, auths, sandbox).await?;
             let _ = lease.extend(&found.id).await;
@@ -190,8 +192,8 @@ impl Puller {
         ))
     }
 
-    /// One pull, or a share in one that is under way. Those with credentials are never shared: what one pod may have
-    /// must not come to another by accident.
+    /// One pull, or a share in one that is under way. Those with credentials are never shared: what one pod
+    /// may have must not come to another by accident.
     fn pull_once(
         &self,
         image: &str,

@@ -1,4 +1,5 @@
-//! When each image was first seen and last used, over restarts of the agent: an image's age must not begin anew with it.
+//! When each image was first seen and last used, over restarts of the agent: an image's age must not begin
+//! anew with it.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -1,5 +1,5 @@
-//! Which images are in use: by any container that the runtime has, ours or not, dead ones included; by a pod's volume; by
-//! the sandboxes.
+//! Which images are in use: by any container that the runtime has, ours or not, dead ones included; by a
+//! pod's volume; by the sandboxes.
 
 use std::collections::HashSet;
 
@@ -51,8 +51,8 @@ fn volume_images(table: &PodTable) -> impl Iterator<Item = &str> {
     volumes.filter_map(|volume| volume.image.as_ref()?.reference.as_deref())
 }
 
-/// The image that sandboxes are made of, from the runtime's own configuration: containerd and CRI-O say it in their verbose
-/// status. Newer runtimes pin it besides.
+/// The image that sandboxes are made of, from the runtime's own configuration: containerd and CRI-O say it in
+/// their verbose status. Newer runtimes pin it besides.
 pub(super) fn sandbox_image(status: &cri::StatusResponse) -> Option<String> {
     let config: serde_json::Value = serde_json::from_str(status.info.get("config")?).ok()?;
     let places = ["/sandboxImage", "/pinnedImages/sandbox", "/sandbox_image"];

@@ -1,6 +1,6 @@
-//! Containers' logs: `<logs>/<namespace>_<pod>_<uid>/<container>/<attempt>.log`, written by the runtime, a line each
-//! `<time> <stdout|stderr> <P|F> <text>` (P: the line goes on in the next). They are rotated here ([`rotate`]), read
-//! here ([`read`]), and removed with their pod.
+//! Containers' logs: `<logs>/<namespace>_<pod>_<uid>/<container>/<attempt>.log`, written by the runtime, a
+//! line each `<time> <stdout|stderr> <P|F> <text>` (P: the line goes on in the next). They are rotated here
+//! ([`rotate`]), read here ([`read`]), and removed with their pod.
 //!
 //! What is in them comes from containers: any bytes, any length. Nothing here may rely on a line's form.
 
@@ -57,7 +57,8 @@ pub fn parse(line: &[u8]) -> Option<Line<'_>> {
     Some(Line { time, stream, partial, text: parts.next()? })
 }
 
-/// The last lines of a log as a container wrote them, at most so many lines and bytes. None where there are none.
+/// The last lines of a log as a container wrote them, at most so many lines and bytes. None where there are
+/// none.
 pub fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> {
     let mut file = own_file::read(path).ok()?;
     // A line has some 40 bytes that aren't the container's.
@@ -81,8 +82,8 @@ pub fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// Makes the runtime open a plain file for a container's instance, whatever a container put in its log's place: to open
-/// a FIFO nobody reads would hold the runtime up for ever. Blocking.
+/// Makes the runtime open a plain file for a container's instance, whatever a container put in its log's
+/// place: to open a FIFO nobody reads would hold the runtime up for ever. Blocking.
 pub fn clear(folder: &Path, attempt: u32) -> Result<(), Error> {
     let log = folder.join(format!("{attempt}.log"));
     own_file::clear(&log).map_err(|cause| Error::Clear { log, cause })

@@ -1,5 +1,5 @@
-//! Reads a container's log from its rotated files on, and follows it: by inotify, over rotations, until the container
-//! has ended.
+//! Reads a container's log from its rotated files on, and follows it: by inotify, over rotations, until the
+//! container has ended.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
@@ -43,8 +43,8 @@ pub struct Piece {
     pub bytes: Vec<u8>,
 }
 
-/// Sends what is wanted of the log at `path`, its rotated files included; then, until `ended` comes true, what is
-/// written to it. `ended` is asked for after each change; None: it isn't followed at all.
+/// Sends what is wanted of the log at `path`, its rotated files included; then, until `ended` comes true,
+/// what is written to it. `ended` is asked for after each change; None: it isn't followed at all.
 ///
 /// # Errors
 /// The log can't be read, or nobody listens any more.
@@ -139,7 +139,8 @@ impl Reader {
         let ours = current.map(File::metadata).transpose()?.map(|found| (found.dev(), found.ino()));
         let mut files = rotate::rotated(&self.path)?;
         files.retain(|path| {
-            // One that is gone may have been compressed; what is no plain file, no runtime and nobody here has made.
+            // One that is gone may have been compressed; what is no plain file, no runtime and nobody here
+            // has made.
             let Ok(found) = fs::symlink_metadata(path) else { return true };
             found.is_file() && Some((found.dev(), found.ino())) != ours
         });

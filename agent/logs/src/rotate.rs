@@ -1,9 +1,9 @@
 //! Rotates the logs of containers that run, by size and number, as the kubelet does
-//! (`pkg/kubelet/logs/container_log_manager.go`): `0.log` becomes `0.log.20261121-190000`, the runtime is asked to open
-//! its file anew, and what was rotated before is compressed (`.gz`).
+//! (`pkg/kubelet/logs/container_log_manager.go`): `0.log` becomes `0.log.20261121-190000`, the runtime is
+//! asked to open its file anew, and what was rotated before is compressed (`.gz`).
 //!
-//! An agent killed between renaming and asking leaves a container that writes to the renamed file: where a log is
-//! missing that should be there, the runtime is asked again.
+//! An agent killed between renaming and asking leaves a container that writes to the renamed file: where a
+//! log is missing that should be there, the runtime is asked again.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr, OsString};
@@ -317,8 +317,8 @@ pub(super) fn rotated(path: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(log.rotated()?.into_iter().map(|name| folder.join(name)).collect())
 }
 
-/// Removes the logs of a container's instances before the last one: `beelet logs --previous` shows that. It is no harm
-/// if one stays. Blocking.
+/// Removes the logs of a container's instances before the last one: `beelet logs --previous` shows that. It
+/// is no harm if one stays. Blocking.
 pub fn forget_older(folder: &Path, attempt: u32) {
     let Ok(folder) = rustix::fs::open(folder, FOLDER, Mode::empty()) else { return };
     for entry in Dir::read_from(&folder).into_iter().flatten().flatten() {

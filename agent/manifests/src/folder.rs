@@ -1,5 +1,5 @@
-//! What the manifests of a folder add up to. Pure: contents come in, the desired pods come out; [`super::source`]
-//! does the reading.
+//! What the manifests of a folder add up to. Pure: contents come in, the desired pods come out;
+//! [`super::source`] does the reading.
 
 use beelet_model::desired::Desired;
 use std::collections::BTreeMap;
@@ -113,8 +113,8 @@ impl Folder {
         self.allowed_unsafe_sysctls = allowed;
     }
 
-    /// Notes what came of reading the folder itself. One that is taken away takes its pods along, as under the
-    /// kubelet; one that was never there, or can't be read, says nothing about them.
+    /// Notes what came of reading the folder itself. One that is taken away takes its pods along, as under
+    /// the kubelet; one that was never there, or can't be read, says nothing about them.
     pub fn set_standing(&mut self, standing: Standing) {
         self.was_read |= standing == Standing::Read;
         if standing == Standing::Missing {
@@ -349,8 +349,8 @@ fn overhead_of(pod: &Pod, objects: &Objects) -> Result<Overhead, String> {
     super::objects::overhead(spec.and_then(|spec| spec.overhead.as_ref()), class)
 }
 
-/// Gives a pod its priority and its overhead. Where there is none, it keeps what it had: a class that goes away takes
-/// nothing from the pods that came before, as in the API server.
+/// Gives a pod its priority and its overhead. Where there is none, it keeps what it had: a class that goes
+/// away takes nothing from the pods that came before, as in the API server.
 fn apply(good: &mut GoodPod, resolved: Result<(Priority, Overhead), String>) -> Result<(), String> {
     let resolved = resolved?;
     if good.resolved.as_ref().is_none_or(|(known, _)| *known != resolved) {

@@ -1,8 +1,9 @@
 //! A manifest's text to a pod: read, completed as the API server completes it, checked, or refused with every
 //! reason at once.
 //!
-//! One object per file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a cluster keeps in
-//! its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`] watches the folder.
+//! One object per file, as for the kubelet: a v1 Pod, or an object that pods beside it refer to and that a
+//! cluster keeps in its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`]
+//! watches the folder.
 //!
 //! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`support`]),
 //! never left out in silence. This module must never touch the runtime, and never panic on any text.

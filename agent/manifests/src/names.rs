@@ -1,5 +1,5 @@
-//! The rules for names, as `k8s.io/apimachinery/pkg/util/validation` has them. Each check returns what is wrong
-//! as the rest of a sentence that begins with the name.
+//! The rules for names, as `k8s.io/apimachinery/pkg/util/validation` has them. Each check returns what is
+//! wrong as the rest of a sentence that begins with the name.
 
 use beelet_codec::error::Problem;
 

@@ -137,8 +137,8 @@ fn is_key(key: &str) -> bool {
         && !key.starts_with("..")
 }
 
-/// What a pod's runtime class costs: its overhead becomes the pod's, as in the API server's admission. Fails, with a
-/// sentence, where the pod says something else.
+/// What a pod's runtime class costs: its overhead becomes the pod's, as in the API server's admission. Fails,
+/// with a sentence, where the pod says something else.
 pub(super) fn overhead(
     written: Option<&BTreeMap<String, k8s_openapi::apimachinery::pkg::api::resource::Quantity>>,
     class: Option<&RuntimeClass>,

@@ -66,9 +66,9 @@ pub struct ManifestSource {
 }
 
 impl ManifestSource {
-    /// Reads the folder at `path` and goes on watching it until `options.cancel`, or until nobody listens. What
-    /// the receiver holds at first is what was read. Never fails: what is wrong with the folder is among the
-    /// rejected, and mended without help when it is.
+    /// Reads the folder at `path` and goes on watching it until `options.cancel`, or until nobody listens.
+    /// What the receiver holds at first is what was read. Never fails: what is wrong with the folder is among
+    /// the rejected, and mended without help when it is.
     pub async fn start(path: PathBuf, node_name: String, options: Options) -> watch::Receiver<Arc<Desired>> {
         let (desired, watching) = Self::open(path, node_name, options).await;
         tokio::spawn(watching);

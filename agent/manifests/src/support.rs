@@ -2,8 +2,8 @@
 //! out.
 //!
 //! A field that the agent would pass over in silence is worse than one it refuses: nobody must believe that a
-//! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with a
-//! warning.
+//! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with
+//! a warning.
 
 use serde_json::Value;
 
@@ -75,8 +75,9 @@ fn is_huge_pages(name: &str) -> bool {
 /// What is mounted where, in the table's way of writing.
 const MOUNTS: &str = "spec.{containers,initContainers}[*].volumeMounts[*]";
 
-/// Mounts of a part of an image volume. Our CRI has no field for it (Kubernetes 1.33's `image_sub_path`), and a runtime
-/// that is not told (containerd before 2.2 isn't, either way) mounts the whole image without a word.
+/// Mounts of a part of an image volume. Our CRI has no field for it (Kubernetes 1.33's `image_sub_path`), and
+/// a runtime that is not told (containerd before 2.2 isn't, either way) mounts the whole image without a
+/// word.
 fn parts_of_images(manifest: &Value) -> Vec<Problem> {
     let volumes = manifest.pointer("/spec/volumes").and_then(Value::as_array);
     let images: Vec<&Value> = volumes

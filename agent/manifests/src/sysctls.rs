@@ -1,6 +1,6 @@
-//! Which kernel settings a pod may have: those of its own namespaces that can do no harm to others, and those that the
-//! node's configuration allows (`allowedUnsafeSysctls`). As in the kubelet (`pkg/kubelet/sysctl`), which refuses the
-//! others too.
+//! Which kernel settings a pod may have: those of its own namespaces that can do no harm to others, and those
+//! that the node's configuration allows (`allowedUnsafeSysctls`). As in the kubelet (`pkg/kubelet/sysctl`),
+//! which refuses the others too.
 
 use k8s_openapi::api::core::v1::PodSpec;
 

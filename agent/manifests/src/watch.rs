@@ -1,5 +1,5 @@
-//! The kernel's inotify events to what has to be read again. Reading events is [`Watcher`]'s; what they mean is
-//! pure, so that an overflow can be tested without causing one.
+//! The kernel's inotify events to what has to be read again. Reading events is [`Watcher`]'s; what they mean
+//! is pure, so that an overflow can be tested without causing one.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -129,7 +129,8 @@ impl Watcher {
     /// Watches `path`, a folder or a file, whatever has become of it. Cheap where nothing has changed. What
     /// changes after this is told; so watch first, then read.
     pub(super) fn arm(&mut self, path: &Path) -> io::Result<()> {
-        // Twice is enough if the way to the folder grows while it is looked for; the periodic check does the rest.
+        // Twice is enough if the way to the folder grows while it is looked for; the periodic check does the
+        // rest.
         for _ in 0..2 {
             let (above, way) = nearest_above(path);
             let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE | WatchMask::ATTRIB;

@@ -159,7 +159,8 @@ struct Node {
     refused: BTreeSet<String>,
     /// After a restart, while it isn't yet known which pods are wanted: the pods that run.
     running: Option<BTreeSet<String>>,
-    /// A pod that holds devices may have ceased to be active: looking for such pods takes time where there are many.
+    /// A pod that holds devices may have ceased to be active: looking for such pods takes time where there
+    /// are many.
     stale: bool,
     now: Duration,
 }

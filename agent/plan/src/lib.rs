@@ -1,7 +1,8 @@
 //! `beelet plan`: a scenario in, the decision out, for every decision of `policy`.
 //!
-//! One file per WHAT holds the type of its scenario (unknown fields are errors) and of its answer, and calls the same
-//! functions of `policy` that the daemon calls. To add one: write the file, implement [`Scenario`], add a row to
+//! One file per WHAT holds the type of its scenario (unknown fields are errors) and of its answer, and calls
+//! the same functions of `policy` that the daemon calls. To add one: write the file, implement [`Scenario`],
+//! add a row to
 //! [`WHATS`], and put its golden data into `tests/data/`. The command line reads files and streams; this crate gets one
 //! scenario at a time. It must never decide anything itself.
 #![forbid(unsafe_code)]
@@ -26,7 +27,8 @@ use beelet_codec::data;
 
 use beelet_policy::field::FieldError;
 
-/// One kind of scenario: its fields are the type's, with `#[serde(deny_unknown_fields, rename_all = "camelCase")]`.
+/// One kind of scenario: its fields are the type's, with `#[serde(deny_unknown_fields, rename_all =
+/// "camelCase")]`.
 pub trait Scenario: DeserializeOwned {
     /// What is decided, without the name: the framework puts that in front.
     type Output: Serialize;

@@ -1,4 +1,5 @@
-//! Plain numbers of a scenario, which may come as JSON numbers or as strings, and durations: for `#[serde(deserialize_with)]`.
+//! Plain numbers of a scenario, which may come as JSON numbers or as strings, and durations: for
+//! `#[serde(deserialize_with)]`.
 
 use std::{fmt, marker::PhantomData, time::Duration};
 

@@ -76,7 +76,8 @@ impl Scenario for ProbeScenario {
             }
             last = tick.at;
             let now = Duration::from_secs(tick.at);
-            // The probe sees a container at its first tick after the start; those that came and went in between it never sees.
+            // The probe sees a container at its first tick after the start; those that came and went in
+            // between it never sees.
             let current = self.starts().filter(|start| *start <= tick.at).max();
             let Some(start) = current else { continue };
             if container != current {

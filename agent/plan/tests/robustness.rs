@@ -1,4 +1,5 @@
-//! Whatever comes in, `plan` answers or refuses: it never panics, and the same input always gets the same answer.
+//! Whatever comes in, `plan` answers or refuses: it never panics, and the same input always gets the same
+//! answer.
 
 #![cfg(test)]
 

@@ -1,4 +1,5 @@
-//! Corners of the scenarios that the golden data doesn't have: what is refused and how, and what only the contract says.
+//! Corners of the scenarios that the golden data doesn't have: what is refused and how, and what only the
+//! contract says.
 
 #![cfg(test)]
 

@@ -1,9 +1,10 @@
 //! HTTP/2 from clients whose `:authority` is the path of a unix socket, for a server that refuses that.
 //!
-//! gRPC in Go (up to 2022), C++ and Java send the socket's path, plain or percent-encoded, as `:authority`. RFC 3986 has no
-//! such authority, so `h2` (0.4.20 still) resets the stream, and the device plugin could never register. [`AnyAuthority`]
-//! stands between the socket and the server: it copies frames as they come, and only header blocks are decoded and
-//! written again, with `localhost` in the place of whatever `:authority` said. The other direction is untouched.
+//! gRPC in Go (up to 2022), C++ and Java send the socket's path, plain or percent-encoded, as `:authority`.
+//! RFC 3986 has no such authority, so `h2` (0.4.20 still) resets the stream, and the device plugin could
+//! never register. [`AnyAuthority`] stands between the socket and the server: it copies frames as they come,
+//! and only header blocks are decoded and written again, with `localhost` in the place of whatever
+//! `:authority` said. The other direction is untouched.
 //!
 //! The HPACK state of the client's side ends here; what goes on to the server uses no state (literals without
 //! indexing). Must never hold more than one frame's worth of memory, or panic, whatever a client sends.
@@ -21,7 +22,8 @@ use tonic::transport::server::Connected;
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Bytes of a frame's header (RFC 9113 §4.1).
 pub const FRAME_HEADER: usize = 9;
-/// The largest frame a client may send to a server that allows no larger ones, as ours (SETTINGS_MAX_FRAME_SIZE).
+/// The largest frame a client may send to a server that allows no larger ones, as ours
+/// (SETTINGS_MAX_FRAME_SIZE).
 pub const MAX_FRAME: usize = 16_384;
 /// The most that a header block may be, encoded and decoded. A gRPC call's is some hundred bytes.
 const MAX_BLOCK: usize = 16_384;

@@ -1,4 +1,5 @@
-//! gRPC on unix sockets that only the agent's own user may use: mode 0600, and the peer must be root or that user.
+//! gRPC on unix sockets that only the agent's own user may use: mode 0600, and the peer must be root or that
+//! user.
 
 use std::io;
 use std::path::Path;
@@ -24,7 +25,8 @@ use crate::socket::Socket;
 pub const MAX_STREAMS: u32 = 64;
 /// Requests at a time on one connection of other people's clients.
 const MAX_STREAMS_OTHERS: u32 = 16;
-/// Connections of other people's clients at a time. One more waits in the kernel's queue until another has ended.
+/// Connections of other people's clients at a time. One more waits in the kernel's queue until another has
+/// ended.
 const MAX_CONNECTIONS_OTHERS: usize = 256;
 
 /// The socket, listening, but not answering yet.
@@ -54,8 +56,9 @@ pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationT
     serve_all(connections(listener), MAX_STREAMS, services, socket, shutdown).await
 }
 
-/// The same for other people's clients, at sockets that are where the kubelet has them: device plugins that register, and
-/// monitors that ask for pod resources. Any bytes are taken for an `:authority`: such clients send the socket's path.
+/// The same for other people's clients, at sockets that are where the kubelet has them: device plugins that
+/// register, and monitors that ask for pod resources. Any bytes are taken for an `:authority`: such clients
+/// send the socket's path.
 ///
 /// # Errors
 /// As [`serve`].
@@ -110,8 +113,8 @@ fn connections_of_others(listener: UnixListener) -> impl Stream<Item = io::Resul
     })
 }
 
-/// The next connection. Where none can be accepted (out of file descriptors, mostly) others must end before another try makes
-/// sense; tonic would take the error for the end of the server.
+/// The next connection. Where none can be accepted (out of file descriptors, mostly) others must end before
+/// another try makes sense; tonic would take the error for the end of the server.
 async fn accept(listener: &UnixListener) -> UnixStream {
     loop {
         match listener.accept().await {

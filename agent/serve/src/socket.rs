@@ -16,7 +16,8 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Listens at `path` with mode 0600. A file left by a dead process is replaced; anything else there is an error.
+    /// Listens at `path` with mode 0600. A file left by a dead process is replaced; anything else there is an
+    /// error.
     pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, Self)> {
         let dir = path.parent().filter(|dir| dir.is_absolute());
         let dir = dir.with_context(|| format!("{} is not an absolute path of a socket", path.display()))?;

@@ -1,5 +1,6 @@
-//! One durable file in a form and at a place that another program gives: the kubelet's device checkpoint. Replaced as a
-//! whole like our own records; what can't be trusted is set aside beside it. Must never know what the content means.
+//! One durable file in a form and at a place that another program gives: the kubelet's device checkpoint.
+//! Replaced as a whole like our own records; what can't be trusted is set aside beside it. Must never know
+//! what the content means.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
@@ -28,8 +29,8 @@ impl ForeignFile {
         &self.path
     }
 
-    /// Its content; `None` where there is none. A file that is larger than any record may be is cut there, and so isn't what
-    /// was written.
+    /// Its content; `None` where there is none. A file that is larger than any record may be is cut there,
+    /// and so isn't what was written.
     ///
     /// # Errors
     /// The file system fails.
@@ -41,8 +42,9 @@ impl ForeignFile {
         }
     }
 
-    /// Puts `bytes`, once the disk has them, in place of what is there. That survives the end of the agent, however sudden;
-    /// after that of the machine there is either the one or the other, and these for certain after [`Self::settle`].
+    /// Puts `bytes`, once the disk has them, in place of what is there. That survives the end of the agent,
+    /// however sudden; after that of the machine there is either the one or the other, and these for certain
+    /// after [`Self::settle`].
     ///
     /// # Errors
     /// The disk is full or fails; what was there before still is.

@@ -190,8 +190,9 @@ impl State {
         self.sync_dir()
     }
 
-    /// The same, without waiting for the disk: it survives the end of the agent, however sudden, but not a power cut,
-    /// after which it may be lost or damaged (and is then set aside). For what is of no use after a reboot anyway.
+    /// The same, without waiting for the disk: it survives the end of the agent, however sudden, but not a
+    /// power cut, after which it may be lost or damaged (and is then set aside). For what is of no use after
+    /// a reboot anyway.
     ///
     /// # Errors
     /// As for [`State::store`].

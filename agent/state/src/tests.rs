@@ -108,7 +108,8 @@ fn the_holder_of_a_lock_is_named_by_the_kernel_whatever_the_file_says() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("lock");
     let _held = Lock::take(&path, "a test").unwrap();
-    // Between the taking and the writing, the file names the holder before: here a process id that no process can have.
+    // Between the taking and the writing, the file names the holder before: here a process id that no process
+    // can have.
     for text in ["4194305\n", "", "no number"] {
         fs::write(&path, text).unwrap();
         let error = Lock::take(&path, "a test").unwrap_err().to_string();

@@ -8,8 +8,9 @@
 //! key    -> ..data/key               one link for each name at the top
 //! ```
 //!
-//! A new set is written beside the old one; renaming one link over `..data` puts it in the other's place. An agent
-//! killed at any point leaves the old set or the new one, and what it didn't get to remove goes at the next change.
+//! A new set is written beside the old one; renaming one link over `..data` puts it in the other's place. An
+//! agent killed at any point leaves the old set or the new one, and what it didn't get to remove goes at the
+//! next change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CString, OsStr, OsString};
@@ -136,8 +137,8 @@ fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io
     Ok(true)
 }
 
-/// How many files are in a folder and below it. None once there is something that `payload` hasn't: a container may have
-/// put more there than one would like to see.
+/// How many files are in a folder and below it. None once there is something that `payload` hasn't: a
+/// container may have put more there than one would like to see.
 fn count(folder: &OwnedFd, prefix: &str, payload: &Payload) -> Result<Option<usize>, Errno> {
     let mut files = 0;
     for name in entries(folder)? {
@@ -213,8 +214,8 @@ fn publish(root: &OwnedFd, set: &OsStr) -> Result<(), Errno> {
     rustix::fs::renameat(root, DATA_NEXT, root, DATA)
 }
 
-/// A link for each name at the top, and none for names that are gone. What isn't a link of ours (a folder that a
-/// `subPath` made) is left alone.
+/// A link for each name at the top, and none for names that are gone. What isn't a link of ours (a folder
+/// that a `subPath` made) is left alone.
 fn link_names(root: &OwnedFd, payload: &Payload) -> Result<(), Errno> {
     let wanted: BTreeSet<&OsStr> = payload
         .keys()

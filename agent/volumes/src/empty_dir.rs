@@ -23,13 +23,14 @@ pub(super) fn set_up(
         }
         medium => return Err(Error::unmet(format!("emptyDir: the medium {medium:?} is not supported"))),
     }
-    // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was given to a
-    // group has more in it, which stays.
+    // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was
+    // given to a group has more in it, which stays.
     super::add_mode(path, 0o777)
 }
 
-/// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has for
-/// pods (KEP-1967; `calculateEmptyDirMemorySize`). Without any limit a kernel gives a tmpfs half of the machine.
+/// The size of a volume in memory: its limit, but no more than the pod may use, and no more than the node has
+/// for pods (KEP-1967; `calculateEmptyDirMemorySize`). Without any limit a kernel gives a tmpfs half of the
+/// machine.
 fn size(
     pod: &core::Pod,
     source: &core::EmptyDirVolumeSource,

@@ -1,6 +1,6 @@
 //! `fsGroup`: volumes that the pod's group may use, whoever its containers run as. As the kubelet's
-//! `SetVolumeOwnership`: everything belongs to the group, which may do what the owner may; what is made later in a
-//! folder belongs to it too (setgid).
+//! `SetVolumeOwnership`: everything belongs to the group, which may do what the owner may; what is made later
+//! in a folder belongs to it too (setgid).
 //!
 //! Files are opened without following links, and changed by their descriptor, never by their name.
 

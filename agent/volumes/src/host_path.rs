@@ -9,7 +9,8 @@ use k8s_openapi::api::core::v1 as core;
 use super::Error;
 use beelet_base::folder::make_folder;
 
-/// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files 0644).
+/// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files
+/// 0644).
 pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
     let path = Path::new(&host.path);
     let kind = host.type_.as_deref().unwrap_or("");

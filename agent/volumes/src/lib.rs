@@ -1,9 +1,10 @@
-//! A pod's volumes on disk. A pod's folder is `<pods>/<uid>`: `volumes/<name>` holds what is made for the pod,
-//! `volume-subpaths/<volume>/<container>/<index>` the parts of volumes that are mounted alone. What is in the folder
-//! goes with the pod; nothing outside it ever does.
+//! A pod's volumes on disk. A pod's folder is `<pods>/<uid>`: `volumes/<name>` holds what is made for the
+//! pod, `volume-subpaths/<volume>/<container>/<index>` the parts of volumes that are mounted alone. What is
+//! in the folder goes with the pod; nothing outside it ever does.
 //!
-//! Containers may have written to their volumes, so nothing below a volume is trusted: no symbolic link in there is
-//! followed out of it, and no mount point in the folder is crossed when it is removed. Blocking, all of it.
+//! Containers may have written to their volumes, so nothing below a volume is trusted: no symbolic link in
+//! there is followed out of it, and no mount point in the folder is crossed when it is removed. Blocking, all
+//! of it.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
@@ -101,7 +102,8 @@ impl Volumes {
         Ok(())
     }
 
-    /// Brings volumes made of objects up to date, those that are there. Returns the number of volumes that changed.
+    /// Brings volumes made of objects up to date, those that are there. Returns the number of volumes that
+    /// changed.
     pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
         let mut changed = 0;
         for volume in &self.volumes {
@@ -228,8 +230,8 @@ fn make_top(path: &Path) -> Result<(), Error> {
     add_mode(path, READABLE)
 }
 
-/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays. By its
-/// descriptor: a container may have put a link in its place.
+/// Adds to the mode of a folder: the mode of one that was given to a group has more in it, which stays. By
+/// its descriptor: a container may have put a link in its place.
 fn add_mode(path: &Path, more: u32) -> Result<(), Error> {
     let failed = |e: Errno| Error::io("set the mode of", path)(e);
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

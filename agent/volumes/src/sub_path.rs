@@ -14,8 +14,8 @@ use rustix::io::Errno;
 use super::{Error, mounts};
 use beelet_base::folder::{PRIVATE, make_folder};
 
-/// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the volume's own
-/// mode. Harmless to repeat; a part that was replaced since is bound anew.
+/// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the
+/// volume's own mode. Harmless to repeat; a part that was replaced since is bound anew.
 pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), Error> {
     let failed = |cause: Errno| Error::SubPath { part: part.to_owned(), volume: volume.to_owned(), cause };
     let root =
@@ -33,8 +33,8 @@ fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::openat2(root, part, flags, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS)
 }
 
-/// Makes the folders that lead to `part`, one by one, each below the one before, with the volume's mode and owner's
-/// group where that is handed down (setgid).
+/// Makes the folders that lead to `part`, one by one, each below the one before, with the volume's mode and
+/// owner's group where that is handed down (setgid).
 fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
     let mode = Mode::from_raw_mode(rustix::fs::fstat(root)?.st_mode & 0o777);
     let mut way = std::path::PathBuf::new();
@@ -44,8 +44,8 @@ fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
         way.push(name);
         match rustix::fs::mkdirat(&parent, name, mode) {
             Ok(()) => {
-                // The mode less the agent's own umask is not what was meant. It may be replaced by now: by name, but
-                // nothing else than a folder that is no link.
+                // The mode less the agent's own umask is not what was meant. It may be replaced by now: by
+                // name, but nothing else than a folder that is no link.
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let made = rustix::fs::openat(&parent, name, flags, Mode::empty())?;
                 let inherited = Mode::from_raw_mode(rustix::fs::fstat(&made)?.st_mode) & Mode::SGID;

@@ -1,15 +1,17 @@
-//! Drives the agent's probes, and nothing else of it, in a network namespace of its own: what they cost and how soon they
-//! see. `cargo xtask bench probes` runs it and judges what it prints: one JSON object per line.
+//! Drives the agent's probes, and nothing else of it, in a network namespace of its own: what they cost and
+//! how soon they see. `cargo xtask bench probes` runs it and judges what it prints: one JSON object per line.
 //!
-//! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: NUMBER probes (KIND: kernel, connect, http or exec) against as many
-//!   listeners, or containers of a fake runtime, of another process; what this process uses of a CPU in each second, which
-//!   connections it makes, which sockets there were before and are after.
-//! - `probe_load edges MODE ROUNDS`: from listen(2), close(2) and kill -9 to the change of readiness. In kernel mode with the
-//!   settings that a probe has by default, in connect mode with looks a second apart that are believed at once.
-//! - `probe_load hang MODE ROUNDS`: from a hung application's first connection to the change of readiness. In kernel mode there
-//!   is one connection, in connect mode come 100 per second, until the queue is full: before that, connect() sees nothing.
-//! - `probe_load jitter MODE OTHERS ROUNDS`: how far the looks of a probe with a period of 100 ms are from their places,
-//!   beside OTHERS probes with a period of a second.
+//! - `probe_load cost KIND NUMBER PERIOD_MS SECONDS`: NUMBER probes (KIND: kernel, connect, http or exec)
+//!   against as many listeners, or containers of a fake runtime, of another process; what this process uses
+//!   of a CPU in each second, which connections it makes, which sockets there were before and are after.
+//! - `probe_load edges MODE ROUNDS`: from listen(2), close(2) and kill -9 to the change of readiness. In
+//!   kernel mode with the settings that a probe has by default, in connect mode with looks a second apart
+//!   that are believed at once.
+//! - `probe_load hang MODE ROUNDS`: from a hung application's first connection to the change of readiness. In
+//!   kernel mode there is one connection, in connect mode come 100 per second, until the queue is full:
+//!   before that, connect() sees nothing.
+//! - `probe_load jitter MODE OTHERS ROUNDS`: how far the looks of a probe with a period of 100 ms are from
+//!   their places, beside OTHERS probes with a period of a second.
 //! - `probe_load look NUMBER`: what one look at NUMBER ports costs, by the lookup program and by sock_diag.
 //! - `probe_load serve NUMBER`, `listen PORT`, `runtime NUMBER`: the other processes.
 
@@ -212,8 +214,8 @@ struct Probing {
 }
 
 impl Probing {
-    /// With `by_kernel` tcpSocket probes are answered by the kernel, else they connect. `endpoint` is the container
-    /// runtime's.
+    /// With `by_kernel` tcpSocket probes are answered by the kernel, else they connect. `endpoint` is the
+    /// container runtime's.
     fn start(place: &Place, by_kernel: bool, endpoint: Option<&str>, pods: Vec<Value>) -> Result<Probing> {
         let kernel = place.kernel(if by_kernel { BpfMode::Auto } else { BpfMode::Off })?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -275,8 +277,8 @@ impl Drop for Probing {
     }
 }
 
-/// A host network pod with one readiness probe. One that was `ready` before this process began is first looked at at a
-/// moment of its own in its period, as after a restart of the agent.
+/// A host network pod with one readiness probe. One that was `ready` before this process began is first
+/// looked at at a moment of its own in its period, as after a restart of the agent.
 fn pod(number: usize, probe: &Value, annotation: &str, ready: bool) -> Value {
     json!({
         "metadata": {
@@ -298,8 +300,8 @@ fn pod(number: usize, probe: &Value, annotation: &str, ready: bool) -> Value {
     })
 }
 
-/// How long the probes run before they are measured: connections are made and memory is touched by then. Their looks are
-/// spread evenly from the start, however long their period.
+/// How long the probes run before they are measured: connections are made and memory is touched by then.
+/// Their looks are spread evenly from the start, however long their period.
 const SETTLE: Duration = Duration::from_millis(1500);
 
 fn cost(place: &Place, kind: &str, number: usize, period: u64, seconds: u64) -> Result<()> {

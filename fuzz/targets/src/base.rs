@@ -4,8 +4,8 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use beelet_base::mountinfo::{Mount, mounts};
 
-/// `/proc/self/mountinfo`: every line is read by itself, every escape is undone once, and mounts that the kernel would write
-/// read back as they are.
+/// `/proc/self/mountinfo`: every line is read by itself, every escape is undone once, and mounts that the
+/// kernel would write read back as they are.
 pub fn mount_table(input: &[u8]) {
     let all: Vec<Mount<'_>> = mounts(input).collect();
     let lines: Vec<Mount<'_>> = input.split(|byte| *byte == b'\n').flat_map(mounts).collect();

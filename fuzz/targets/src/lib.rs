@@ -1,10 +1,11 @@
-//! What `cargo xtask fuzz` throws inputs at: one function per kind of input from outside, through the entry points that the
-//! agent itself uses. Each takes any bytes, and panics where a promise is broken: not only that nothing panics, but that
-//! what is written reads back, that an order of arrival changes nothing, that an output is bounded.
+//! What `cargo xtask fuzz` throws inputs at: one function per kind of input from outside, through the entry
+//! points that the agent itself uses. Each takes any bytes, and panics where a promise is broken: not only
+//! that nothing panics, but that what is written reads back, that an order of arrival changes nothing, that
+//! an output is bounded.
 //!
-//! A file here has the name of the crate whose inputs it tries; what concerns several, or policy alone, is in this one. The
-//! inputs that were worth keeping, and every one that ever broke a promise, are in `fuzz/corpus` and `fuzz/crashes`: the
-//! test below replays them.
+//! A file here has the name of the crate whose inputs it tries; what concerns several, or policy alone, is in
+//! this one. The inputs that were worth keeping, and every one that ever broke a promise, are in
+//! `fuzz/corpus` and `fuzz/crashes`: the test below replays them.
 
 // A target says by a panic what it has found.
 #![allow(clippy::panic, clippy::unwrap_used)]
@@ -51,7 +52,8 @@ pub use crate::{
 /// What takes an input, and panics where a promise is broken.
 pub type Target = fn(&[u8]);
 
-/// Every target by its name, which is also that of its program in `fuzz/src/bin` and of its folders of inputs.
+/// Every target by its name, which is also that of its program in `fuzz/src/bin` and of its folders of
+/// inputs.
 pub const TARGETS: &[(&str, Target)] = &[
     ("amounts", amounts),
     ("btf", btf),
@@ -74,7 +76,8 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("stream_frames", stream_frames),
 ];
 
-/// Quantities and durations, one per line: what is printed reads back as the same, and sums don't depend on an order.
+/// Quantities and durations, one per line: what is printed reads back as the same, and sums don't depend on
+/// an order.
 pub fn amounts(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut sum = Quantity::ZERO;
@@ -97,7 +100,8 @@ pub fn amounts(input: &[u8]) {
     }
 }
 
-/// `$(VAR)` in the first line, by the definitions `NAME=VALUE` of the others, as Kubernetes' own code does it.
+/// `$(VAR)` in the first line, by the definitions `NAME=VALUE` of the others, as Kubernetes' own code does
+/// it.
 pub fn expand(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let (text, rest) = text.split_once('\n').unwrap_or((text, ""));
@@ -144,8 +148,8 @@ fn reference_expansion(text: &str, value_of: &dyn Fn(&str) -> Option<String>) ->
     String::from_utf8(out).unwrap()
 }
 
-/// A device checkpoint's data in JSON, under a checksum that fits, so that it is believed: what is written of it is read
-/// back, and is written the same again.
+/// A device checkpoint's data in JSON, under a checksum that fits, so that it is believed: what is written of
+/// it is read back, and is written the same again.
 pub fn checkpoint(input: &[u8]) {
     let _ = Data::read(input);
     let Ok(data) = serde_json::from_slice::<Data>(input) else { return };
@@ -162,8 +166,8 @@ pub fn checkpoint(input: &[u8]) {
     assert!(devices.resources().eq(again.resources()));
 }
 
-/// A scenario of `beelet plan` in JSON: what is answered is one line of JSON, the same each time, and the same for the tree
-/// that YAML would have given.
+/// A scenario of `beelet plan` in JSON: what is answered is one line of JSON, the same each time, and the
+/// same for the tree that YAML would have given.
 pub fn plan(input: &[u8]) {
     for what in WHATS {
         let answer = what.answer(Input::Json(input));

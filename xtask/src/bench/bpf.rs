@@ -1,12 +1,13 @@
-//! What the kernel programs cost: by the kernel's own count of their runs, and by what a load does with and without them,
-//! in turns, so that whatever else the machine does hits both alike.
+//! What the kernel programs cost: by the kernel's own count of their runs, and by what a load does with and
+//! without them, in turns, so that whatever else the machine does hits both alike.
 //!
-//! An event of the scheduler is a switch or a wake-up, whether a program hangs on it or not: where the kernel says itself how
-//! long threads wait, wake-ups need none. How many there are is counted with the programs that see them all.
+//! An event of the scheduler is a switch or a wake-up, whether a program hangs on it or not: where the kernel
+//! says itself how long threads wait, wake-ups need none. How many there are is counted with the programs
+//! that see them all.
 //!
-//! The socket programs belong to a cgroup, so two loads take turns of some milliseconds, one in a pod and one in a cgroup
-//! beside the pods; hundreds of pairs make one per cent visible on a machine whose speed swings by ten. What belongs to
-//! no cgroup (the tracepoint of the sockets' states) is added by the kernel's count.
+//! The socket programs belong to a cgroup, so two loads take turns of some milliseconds, one in a pod and one
+//! in a cgroup beside the pods; hundreds of pairs make one per cent visible on a machine whose speed swings
+//! by ten. What belongs to no cgroup (the tracepoint of the sockets' states) is added by the kernel's count.
 
 use super::Row;
 use crate::progress::Step;
@@ -31,7 +32,8 @@ const RUN_DELAY: &[&str] = &["OFF_TASK_RUN_DELAY"];
 /// The socket program that runs for every cgroup.
 const EVERYWHERE: [&str; 1] = ["listener_state"];
 
-/// A pods' root, a bpf file system and a network namespace of the bench's own, and a load in a container there.
+/// A pods' root, a bpf file system and a network namespace of the bench's own, and a load in a container
+/// there.
 struct Place {
     options: KernelOptions,
     /// In a container of a pod.

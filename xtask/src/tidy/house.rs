@@ -1,5 +1,6 @@
-//! The walls of the house: ARCHITECTURE.md draws each crate below `agent/` with its floor, and here the drawing is compared
-//! with what lies on disk and with every Cargo.toml. A crate uses only crates on lower floors.
+//! The walls of the house: ARCHITECTURE.md draws each crate below `agent/` with its floor, and here the
+//! drawing is compared with what lies on disk and with every Cargo.toml. A crate uses only crates on lower
+//! floors.
 
 use super::Violation;
 use anyhow::{Context as _, Result};
@@ -17,7 +18,8 @@ const DOORS: &[(&str, &str)] = &[
     ("zbus", "cgroups"),
 ];
 
-/// What decisions may be made of: data types and their text forms. Nothing that waits, reads, measures or draws lots.
+/// What decisions may be made of: data types and their text forms. Nothing that waits, reads, measures or
+/// draws lots.
 const OF_POLICY: &[&str] = &[
     "base64",
     "jiff",
@@ -67,8 +69,8 @@ pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
     Ok(found)
 }
 
-/// The crates of the drawing with their floors and lines: `      api/   what it is for   floor 5`. The daemon's own folder
-/// is `src`.
+/// The crates of the drawing with their floors and lines: ` api/ what it is for floor 5`. The daemon's own
+/// folder is `src`.
 fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
     let mut all = BTreeMap::new();
     let mut open: Option<String> = None;

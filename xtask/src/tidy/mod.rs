@@ -1,5 +1,6 @@
-//! `cargo xtask tidy`: the invariants of ARCHITECTURE.md that the compiler can't keep, looked for in the text of the
-//! files that git knows. A rule is a few lines here; each violation names its file, its line and the rule.
+//! `cargo xtask tidy`: the invariants of ARCHITECTURE.md that the compiler can't keep, looked for in the text
+//! of the files that git knows. A rule is a few lines here; each violation names its file, its line and the
+//! rule.
 
 mod house;
 mod words;
@@ -16,7 +17,8 @@ pub(crate) struct Args {}
 /// More lines than this, and a file does more than one thing.
 const LONGEST: usize = 900;
 
-/// Where the `unsafe` keyword may stand: what speaks to the kernel, and the test process that is handed a descriptor.
+/// Where the `unsafe` keyword may stand: what speaks to the kernel, and the test process that is handed a
+/// descriptor.
 const UNSAFE: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/src/bin/listener.rs"];
 
 /// Who may use bpf(2), by whatever library.
@@ -152,8 +154,8 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
     found
 }
 
-/// The line without its comment. A `//` inside a string cuts too much, never too little of what the rules look for
-/// in practice.
+/// The line without its comment. A `//` inside a string cuts too much, never too little of what the rules
+/// look for in practice.
 fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }

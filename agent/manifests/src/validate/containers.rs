@@ -117,7 +117,8 @@ fn port_names(path: &str, container: &Container, problems: &mut Problems) {
     }
 }
 
-/// What `fieldRef` may point to in a variable, besides `metadata.labels['key']` and `metadata.annotations['key']`.
+/// What `fieldRef` may point to in a variable, besides `metadata.labels['key']` and
+/// `metadata.annotations['key']`.
 const FIELDS: [&str; 9] = [
     "metadata.name",
     "metadata.namespace",

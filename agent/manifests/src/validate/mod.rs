@@ -23,8 +23,8 @@ use beelet_model::pod::is_address;
 /// Most bytes of all annotations together: the API's own limit.
 const ANNOTATIONS_MAX: usize = 256 << 10;
 
-/// Longest grace period that makes sense, in seconds: the limit of the runtime's int64 nanoseconds is far off,
-/// but a year is certainly a mistake.
+/// Longest grace period that makes sense, in seconds: the limit of the runtime's int64 nanoseconds is far
+/// off, but a year is certainly a mistake.
 const GRACE_MAX: i64 = 366 * 24 * 3600;
 
 /// The problems found so far.

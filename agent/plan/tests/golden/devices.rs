@@ -1,4 +1,5 @@
-//! How the steps of a devices scenario are compared: decisions and numbers exactly, ids as far as they are determined.
+//! How the steps of a devices scenario are compared: decisions and numbers exactly, ids as far as they are
+//! determined.
 
 use std::collections::{BTreeMap, BTreeSet};
 

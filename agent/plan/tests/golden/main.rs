@@ -1,7 +1,7 @@
 //! Golden data: what the kubelet's own code (v1.36.2) decided on each scenario, against what `plan` decides.
 //!
-//! Every `tests/data/WHAT.jsonl` (also `WHAT-anything.jsonl`) is run; a line is `{"input", "expect", "compare"}`, and
-//! `compare` says how a field of the answer is compared. To add data, add a file.
+//! Every `tests/data/WHAT.jsonl` (also `WHAT-anything.jsonl`) is run; a line is `{"input", "expect",
+//! "compare"}`, and `compare` says how a field of the answer is compared. To add data, add a file.
 
 #![cfg(test)]
 

@@ -140,8 +140,8 @@ fn what_is_not_http2_or_too_much_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Whatever a client's header lists are, and however it cuts its frames and writes, the server sees the same lists,
-    /// with another authority.
+    /// Whatever a client's header lists are, and however it cuts its frames and writes, the server sees the
+    /// same lists, with another authority.
     #[test]
     fn any_clients_requests_arrive_whole(
         lists in prop::collection::vec(
@@ -171,7 +171,8 @@ proptest! {
         prop_assert_eq!(header_lists(&out), expected);
     }
 
-    /// Any bytes behind the preface are passed on or refused, never more than a frame at a time, and nothing panics.
+    /// Any bytes behind the preface are passed on or refused, never more than a frame at a time, and nothing
+    /// panics.
     #[test]
     fn any_bytes_are_passed_on_or_refused(
         frames in prop::collection::vec((0..12_u8, any::<u8>(), 0..4_u32, prop::collection::vec(any::<u8>(), 0..90)), 0..20),

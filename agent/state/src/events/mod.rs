@@ -2,8 +2,8 @@
 //! (`Pulled`, `Created`, `Started`, `Killing`, `BackOff`, `Unhealthy`, `Evicted`, …).
 //!
 //! Every part records through a [`Recorder`]; recording never waits and never fails. The log is bounded
-//! ([`CAPACITY`], the oldest go first) and survives restarts of the agent. The same event again raises a count, as in
-//! the API server. Nobody decides anything by an event: they are for people.
+//! ([`CAPACITY`], the oldest go first) and survives restarts of the agent. The same event again raises a
+//! count, as in the API server. Nobody decides anything by an event: they are for people.
 
 mod node;
 
@@ -122,8 +122,8 @@ pub struct Event {
 /// What makes two events the same.
 type Key = (Object, Kind, String, String);
 
-/// The events that are kept. Each has a number that grows with every change, so that a reader who knows up to some
-/// number can ask for the rest.
+/// The events that are kept. Each has a number that grows with every change, so that a reader who knows up to
+/// some number can ask for the rest.
 #[derive(Debug, Default)]
 pub struct Log {
     events: BTreeMap<u64, Arc<Event>>,
@@ -237,8 +237,8 @@ impl Recorder {
         self.log.subscribe()
     }
 
-    /// The task that writes the log out, without waiting for the disk. It ends, after a last write, when `shutdown`
-    /// does. Failures are said once; the log in memory goes on.
+    /// The task that writes the log out, without waiting for the disk. It ends, after a last write, when
+    /// `shutdown` does. Failures are said once; the log in memory goes on.
     pub fn writer(
         &self,
         state: Arc<State>,

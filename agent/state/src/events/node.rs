@@ -1,4 +1,5 @@
-//! What the node says of itself, as the kubelet's events on its Node: image garbage collection failed, memory is short.
+//! What the node says of itself, as the kubelet's events on its Node: image garbage collection failed, memory
+//! is short.
 
 use tracing::{info, warn};
 
