@@ -4,6 +4,7 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
+mod cluster;
 pub mod command;
 pub mod node;
 mod observe;

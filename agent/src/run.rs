@@ -8,6 +8,10 @@ use clap::{Args, ValueEnum};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
+use crate::{
+    cluster::{self, ClusterArgs},
+    node::Builder,
+};
 use beelet_cli::{USAGE, failed};
 use beelet_config::Config;
 
@@ -17,6 +21,8 @@ pub(crate) struct RunArgs {
     /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
     config: PathBuf,
+    #[command(flatten)]
+    cluster: ClusterArgs,
     /// Check the configuration, print every value that would be in effect, and stop.
     #[arg(long)]
     check: bool,
@@ -26,7 +32,8 @@ pub(crate) struct RunArgs {
     /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// Development: load this BPF object (of `cargo xtask build-ebpf --log`) and pass on what its programs say.
+    /// Development: load this BPF object (of `cargo xtask build-ebpf --log`) and pass on what its programs
+    /// say.
     #[arg(long, value_name = "OBJECT", num_args = 0..=1, default_missing_value = "target/bpf/beelet-log.bpf.o")]
     bpf_log: Option<PathBuf>,
     /// How log lines look.
@@ -35,7 +42,7 @@ pub(crate) struct RunArgs {
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub(super) enum LogFormat {
+pub(crate) enum LogFormat {
     /// For people.
     Text,
     /// One JSON object a line.
@@ -63,6 +70,13 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         );
         return ExitCode::from(USAGE);
     }
+    let membership = match args.cluster.resolve(&mut config) {
+        Ok(membership) => membership,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::from(USAGE);
+        }
+    };
     if args.check {
         for warning in &warnings {
             eprintln!("warning: {warning}");
@@ -74,19 +88,29 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    match start(config) {
+    let mut builder = Builder::default();
+    if let Some(membership) = membership {
+        builder = cluster::join(builder, &config, membership);
+    }
+    end(start(builder, config))
+}
+
+/// How the program ends.
+fn end(ran: anyhow::Result<()>) -> ExitCode {
+    match ran {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
 }
 
-fn start(config: Config) -> anyhow::Result<()> {
+/// Runs a node until it is told to stop.
+fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
     // Nearly all work is waiting: two threads are enough for any node.
-    crate::threads::runtime(2)?.block_on(crate::node::run(config))
+    crate::threads::runtime(2)?.block_on(crate::node::run(builder, config))
 }
 
 /// Log lines go to standard error: standard output belongs to what a command prints.
-pub(super) fn start_logging(format: LogFormat, verbose: u8) {
+pub(crate) fn start_logging(format: LogFormat, verbose: u8) {
     let level = match verbose {
         0 => "info",
         1 => "info,beelet=debug",

@@ -1,5 +1,5 @@
-//! Requests to the API server, as JSON values. Whoever asks names the path; what comes back is bounded in size and time, and
-//! an error says what was asked, of whom, and why it failed.
+//! Requests to the API server, as JSON values. Whoever asks names the path; what comes back is bounded in
+//! size and time, and an error says what was asked, of whom, and why it failed.
 
 use std::{fmt, time::Duration};
 
@@ -88,6 +88,11 @@ impl Error {
         }
     }
 
+    /// An answer that is no answer to this request.
+    pub(crate) fn unusable(request: &str, cause: &dyn fmt::Display) -> Self {
+        unreachable(request, cause)
+    }
+
     /// The HTTP status, if the server answered.
     #[must_use]
     pub fn code(&self) -> Option<u16> {
@@ -142,8 +147,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// The way to the API server. Clones share it. Behind it the connection may be replaced at any time, as when the client
-/// certificate is rotated.
+/// The way to the API server. Clones share it. Behind it the connection may be replaced at any time, as when
+/// the client certificate is rotated.
 #[derive(Clone)]
 pub struct Client {
     newest: watch::Receiver<kube::Client>,

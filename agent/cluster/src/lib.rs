@@ -1,4 +1,34 @@
-//! The node of a cluster. Nothing else knows that there is an API server: here is the only door to it ([`client`]), and
-//! what a kubelet says through it.
+//! The node of a cluster. Nothing else knows that there is an API server: here is the only door to it
+//! ([`client`]), and what a kubelet says through it: who it is ([`connect`](mod@connect)), that it is alive
+//! ([`lease`]), what its machine is like ([`node`]), what happened ([`events`]).
 
 pub mod client;
+pub mod connect;
+pub mod events;
+pub mod lease;
+pub mod machine;
+pub mod node;
+#[cfg(test)]
+mod testing;
+
+use prometheus_client::registry::Registry;
+
+/// The counters of all parts. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    /// Events to the API server.
+    pub events: events::Metrics,
+    /// The node's lease.
+    pub lease: lease::Metrics,
+    /// The Node object.
+    pub node: node::Metrics,
+}
+
+impl Metrics {
+    /// Adds them to the registry.
+    pub fn register(&self, registry: &mut Registry) {
+        self.events.register(registry);
+        self.lease.register(registry);
+        self.node.register(registry);
+    }
+}

@@ -1,5 +1,7 @@
 //! The Kubernetes types that beelet reads and writes, and how. To add one, add a line to the table.
 
+use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
@@ -51,7 +53,8 @@ pub enum JsonError {
     Field(Problem),
 }
 
-/// Implements [`ApiType`]. The functions are not generic, so serde's code for the types is made here and nowhere else.
+/// Implements [`ApiType`]. The functions are not generic, so serde's code for the types is made here and
+/// nowhere else.
 macro_rules! api_types {
     ($($type:ty),* $(,)?) => {$(
         impl ApiType for $type {
@@ -73,12 +76,16 @@ macro_rules! api_types {
 
 api_types![
     core::ConfigMap,
+    core::Event,
+    core::Node,
     core::Pod,
     core::PodStatus,
     core::Probe,
     core::Secret,
     core::Volume,
     core::VolumeProjection,
+    CertificateSigningRequest,
+    Lease,
     PriorityClass,
     RuntimeClass,
 ];

@@ -97,6 +97,18 @@ fn kubelet(config: &Config) -> KubeletWire {
         eviction_minimum_reclaim: Some(Amounts(config.eviction.texts.min_reclaim.clone())),
         local_storage_capacity_isolation: Some(config.local_storage_isolation),
         volume_stats_agg_period: Some(GoDuration(config.volume_stats_period)),
+        register_node: Some(config.node.register),
+        register_with_taints: Some(super::node::taint_wires(&config.node)),
+        provider_id: Some(config.node.provider_id.clone()),
+        node_status_update_frequency: Some(GoDuration(config.node.status_update_frequency)),
+        node_status_report_frequency: Some(GoDuration(config.node.status_report_frequency)),
+        node_status_max_images: Some(
+            config.node.status_max_images.map_or(-1, |most| i64::try_from(most).unwrap_or(i64::MAX)),
+        ),
+        node_lease_duration_seconds: i64::try_from(config.node.lease_duration.as_secs()).ok(),
+        event_record_qps: Some(config.node.event_qps.into()),
+        event_burst: Some(config.node.event_burst.into()),
+        rotate_certificates: Some(config.node.rotate_certificates),
     }
 }
 

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 pub struct ConfigError {
     /// Where it is.
     pub place: Place,
-    /// The field, from its document's root, e.g. `evictionHard.memory.available`; empty where no field is to blame.
+    /// The field, from its document's root, e.g. `evictionHard.memory.available`; empty where no field is to
+    /// blame.
     pub field: String,
     /// What is wrong and what would be right.
     pub message: String,
@@ -24,6 +25,14 @@ pub struct Warning {
     pub field: String,
     /// Why it has no effect.
     pub message: String,
+}
+
+impl Warning {
+    /// Of a flag of the command line.
+    #[must_use]
+    pub fn of_flag(name: &str, message: String) -> Self {
+        Self { place: Place::new(Path::new(&format!("--{name}")), None), field: String::new(), message }
+    }
 }
 
 impl fmt::Display for Warning {

@@ -80,6 +80,31 @@ pub(super) struct KubeletWire {
     pub(super) eviction_minimum_reclaim: Option<Amounts>,
     pub(super) local_storage_capacity_isolation: Option<bool>,
     pub(super) volume_stats_agg_period: Option<GoDuration>,
+    pub(super) register_node: Option<bool>,
+    pub(super) register_with_taints: Option<Vec<TaintWire>>,
+    #[serde(rename = "providerID")]
+    pub(super) provider_id: Option<String>,
+    pub(super) node_status_update_frequency: Option<GoDuration>,
+    pub(super) node_status_report_frequency: Option<GoDuration>,
+    pub(super) node_status_max_images: Option<i64>,
+    pub(super) node_lease_duration_seconds: Option<i64>,
+    #[serde(rename = "eventRecordQPS")]
+    pub(super) event_record_qps: Option<i64>,
+    pub(super) event_burst: Option<i64>,
+    pub(super) rotate_certificates: Option<bool>,
+}
+
+/// A taint, as a v1.Node has it.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct TaintWire {
+    pub(super) key: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) value: Option<String>,
+    pub(super) effect: String,
+    /// The API server sets it; a file may have it, copied from a Node.
+    #[serde(skip_serializing)]
+    pub(super) time_added: Option<serde_json::Value>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]

@@ -28,6 +28,7 @@ mod error;
 mod fields;
 mod kubelet;
 pub mod load;
+mod node;
 mod pressure;
 mod pressure_edges;
 mod resolve;
@@ -37,6 +38,7 @@ mod values;
 mod words;
 
 pub use error::{ConfigError, Place, Warning};
+pub use load::{Setting, Sources};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
 
 /// What this node is to do.
@@ -80,10 +82,11 @@ pub struct Config {
     pub system_reserved_cgroup: Option<ReservedCgroup>,
     /// The cgroup that is held to `kube_reserved`; None: it is not enforced.
     pub kube_reserved_cgroup: Option<ReservedCgroup>,
-    /// Whether memory requests are protected and use is throttled before its limit (cgroup v2 only); None: not at all.
+    /// Whether memory requests are protected and use is throttled before its limit (cgroup v2 only); None:
+    /// not at all.
     pub memory_qos: Option<MemoryQos>,
-    /// The kernel kills one process for want of memory, not its container. None: as the machine's cgroups have it, which is
-    /// one process on version 1 and the container on version 2.
+    /// The kernel kills one process for want of memory, not its container. None: as the machine's cgroups
+    /// have it, which is one process on version 1 and the container on version 2.
     pub single_process_oom_kill: Option<bool>,
     /// Percentages (0 to 100) of a resource's requests that lower QoS classes may not touch; only `memory`.
     pub qos_reserved: BTreeMap<String, u8>,
@@ -129,8 +132,54 @@ pub struct Config {
     pub local_storage_isolation: bool,
     /// How old the measured size of a volume may get before it is measured again.
     pub volume_stats_period: Duration,
+    /// How this machine is a node of a cluster; without an API server it has no effect.
+    pub node: NodeConfig,
     /// What is ours.
     pub beelet: Beelet,
+}
+
+/// How a machine is a node of a cluster.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NodeConfig {
+    /// Make the Node object where there is none.
+    pub register: bool,
+    /// Taints that the Node is made with.
+    pub taints: Vec<Taint>,
+    /// The cloud's name for the machine; empty: none.
+    pub provider_id: String,
+    /// How often the Node's status is looked at.
+    pub status_update_frequency: Duration,
+    /// How often it is written although nothing changed.
+    pub status_report_frequency: Duration,
+    /// Most images in it; None: all.
+    pub status_max_images: Option<usize>,
+    /// How long the node's lease holds.
+    pub lease_duration: Duration,
+    /// Events per second that are sent to the API server; 0: no limit.
+    pub event_qps: u32,
+    /// Events that may be sent at once after a quiet time.
+    pub event_burst: u32,
+    /// Ask for a new client certificate before the old one expires.
+    pub rotate_certificates: bool,
+    /// From the command line alone: labels that the Node is made with.
+    pub labels: BTreeMap<String, String>,
+    /// From the command line alone: the node's addresses. None given: the one that the default route leaves
+    /// from.
+    pub ips: Vec<IpAddr>,
+    /// From the command line alone: a cloud's controller sets the Node's addresses and takes away the taint
+    /// with which it is made.
+    pub external_cloud: bool,
+}
+
+/// A taint of a Node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Taint {
+    /// Its key.
+    pub key: String,
+    /// Its value; may be empty.
+    pub value: String,
+    /// `NoSchedule`, `PreferNoSchedule` or `NoExecute`.
+    pub effect: String,
 }
 
 /// The part of the configuration that the kubelet does not have.
@@ -150,21 +199,25 @@ pub struct Beelet {
     pub bpffs: PathBuf,
     /// The folder of our pins below it.
     pub pin_name: String,
-    /// How long a container may wait within a second before the kernel half tells of it, by QoS class; 0: never.
+    /// How long a container may wait within a second before the kernel half tells of it, by QoS class; 0:
+    /// never.
     pub pressure_edges: beelet_bpf::Thresholds,
-    /// Development, from the command line alone: the BPF object to load instead of the built-in one, as one that logs.
+    /// Development, from the command line alone: the BPF object to load instead of the built-in one, as one
+    /// that logs.
     pub bpf_log: Option<PathBuf>,
     /// How tcpSocket probes are answered.
     pub tcp_probes: TcpProbes,
     /// What a listener's coming and going does to readiness.
     pub edge_policy: EdgePolicy,
-    /// How often a liveness probe that the kernel answers sends a connection and sees whether it is accepted; zero: never.
+    /// How often a liveness probe that the kernel answers sends a connection and sees whether it is accepted;
+    /// zero: never.
     pub liveness_canary: Duration,
     /// The kubelet's rule that every static pod is critical.
     pub critical_static_pods: bool,
     /// How shares become cpu.weight on cgroup v2.
     pub cpu_weight_formula: CpuWeightFormula,
-    /// Where device plugins and monitors look for a kubelet: `device-plugins`, `plugins_registry`, `pod-resources`.
+    /// Where device plugins and monitors look for a kubelet: `device-plugins`, `plugins_registry`,
+    /// `pod-resources`.
     pub kubelet_dir: PathBuf,
     /// How long a pod waits for a device plugin that isn't there.
     pub device_plugin_wait: Duration,
@@ -224,9 +277,18 @@ impl Config {
     /// Reads `path`. An empty file, or one with only one of the two documents, is the defaults for the rest.
     ///
     /// # Errors
-    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field or a bad value.
+    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field or a
+    /// bad value.
     pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigError> {
         load::load(path)
+    }
+
+    /// Reads a file, the drop-in files over it, and the command line's settings over them.
+    ///
+    /// # Errors
+    /// As for [`Config::load`], of any of them.
+    pub fn layered(sources: Sources) -> Result<(Self, Vec<Warning>), ConfigError> {
+        load::layered(sources)
     }
 
     /// What an empty file would give.
@@ -243,7 +305,8 @@ impl Config {
         effective::print(self)
     }
 
-    /// What `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in bytes) together.
+    /// What `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in bytes)
+    /// together.
     #[must_use]
     pub fn reserved(&self, resource: &str) -> Quantity {
         [&self.system_reserved, &self.kube_reserved]

@@ -1,8 +1,10 @@
 //! From a file to the two documents: which kind each is, which fields it has, where each stands.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -21,33 +23,197 @@ pub(super) fn load(path: &Path) -> Result<(Config, Vec<Warning>), ConfigError> {
     parse(path, &read(path)?)
 }
 
-/// Reads `text` as the content of `path`.
-pub fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
-    let documents = document::parse_within(text, Limits::MANIFEST)
-        .map_err(|error| error_at(path, Some((error.line, error.column)), "", error.message))?;
-    let (mut kubelet, mut beelet) = (None, None);
-    for document in &documents {
-        let slot = match kind_of(path, document)? {
-            Kind::Kubelet => &mut kubelet,
-            Kind::Beelet => &mut beelet,
-        };
-        if slot.replace(document).is_some() {
-            let message = "the file has two documents of this kind; keep one";
-            return Err(error_at(path, Some(document.start()), "kind", message));
+/// Where settings come from, the later ones over the earlier ones.
+#[derive(Debug, Clone, Default)]
+pub struct Sources {
+    /// The file; None: the defaults.
+    pub file: Option<PathBuf>,
+    /// A folder of files ending in `.conf`, which are merged over the file in the order of their names.
+    pub drop_ins: Option<PathBuf>,
+    /// Settings of the command line, in its order.
+    pub flags: Vec<Setting>,
+}
+
+/// A setting that does not come from a file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Setting {
+    /// What it is called there, e.g. `--max-pods`.
+    pub name: String,
+    /// Fields of a `KubeletConfiguration`.
+    pub kubelet: Map<String, Value>,
+    /// Fields of a `BeeletConfiguration`.
+    pub beelet: Map<String, Value>,
+}
+
+/// The most drop-in files that are read.
+const DROP_INS: usize = 256;
+
+pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), ConfigError> {
+    let mut layers = Layers::default();
+    if let Some(file) = &sources.file {
+        layers.file(file, &read(file)?)?;
+    }
+    for file in drop_ins(sources.drop_ins.as_deref())? {
+        layers.file(&file, &read(&file)?)?;
+    }
+    for setting in sources.flags {
+        let name = PathBuf::from(setting.name);
+        layers.kubelet.add(&name, None, setting.kubelet, &mut layers.warnings)?;
+        layers.beelet.add(&name, None, setting.beelet, &mut layers.warnings)?;
+    }
+    layers.resolve()
+}
+
+/// The files of a drop-in folder, as `mergeKubeletConfigurations` of the kubelet chooses them, but for
+/// folders within it.
+fn drop_ins(folder: Option<&Path>) -> Result<Vec<PathBuf>, ConfigError> {
+    let Some(folder) = folder else { return Ok(Vec::new()) };
+    let fail = |error: &dyn std::fmt::Display| {
+        error_at(folder, None, "", format!("the folder of drop-in configurations cannot be read: {error}"))
+    };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(|error| fail(&error))? {
+        let path = entry.map_err(|error| fail(&error))?.path();
+        if path.extension().is_some_and(|extension| extension == "conf") && path.is_file() {
+            files.push(path);
+        }
+        if files.len() > DROP_INS {
+            return Err(fail(&format_args!("it has more than {DROP_INS} files")));
         }
     }
-    let mut warnings = Vec::new();
-    let kubelet_wire: KubeletWire = wire(path, kubelet, &mut warnings)?;
-    let beelet_wire: BeeletWire = wire(path, beelet, &mut warnings)?;
-    let place = |document: Option<&Document>, problem: &Problem| {
-        let position = document.and_then(|document| document.locate(&problem.field));
-        error_at(path, position, &problem.field, problem.message.clone())
-    };
-    let beelet_part = resolve::beelet(&beelet_wire).map_err(|problem| place(beelet, &problem))?;
-    let node_name = resolve::node_name(&beelet_wire).map_err(|problem| place(beelet, &problem))?;
-    let config = resolve::kubelet(&kubelet_wire, node_name, beelet_part)
-        .map_err(|problem| place(kubelet, &problem))?;
-    Ok((config, warnings))
+    files.sort();
+    Ok(files)
+}
+
+/// Reads `text` as the content of `path`.
+pub fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
+    let mut layers = Layers::default();
+    layers.file(path, text)?;
+    layers.resolve()
+}
+
+/// Both documents, of all sources.
+#[derive(Default)]
+struct Layers {
+    kubelet: Merged<KubeletWire>,
+    beelet: Merged<BeeletWire>,
+    warnings: Vec<Warning>,
+}
+
+impl Layers {
+    fn file(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
+        let documents = document::parse_within(text, Limits::MANIFEST)
+            .map_err(|error| error_at(path, Some((error.line, error.column)), "", error.message))?;
+        let (mut kubelet, mut beelet) = (None, None);
+        for document in documents {
+            let slot = match kind_of(path, &document)? {
+                Kind::Kubelet => &mut kubelet,
+                Kind::Beelet => &mut beelet,
+            };
+            let start = document.start();
+            if slot.replace(document).is_some() {
+                let message = "the file has two documents of this kind; keep one";
+                return Err(error_at(path, Some(start), "kind", message));
+            }
+        }
+        if let Some(document) = kubelet {
+            let fields = document.value.as_object().cloned().unwrap_or_default();
+            self.kubelet.add(path, Some(document), fields, &mut self.warnings)?;
+        }
+        if let Some(document) = beelet {
+            let fields = document.value.as_object().cloned().unwrap_or_default();
+            self.beelet.add(path, Some(document), fields, &mut self.warnings)?;
+        }
+        Ok(())
+    }
+
+    fn resolve(self) -> Result<(Config, Vec<Warning>), ConfigError> {
+        let Self { kubelet, beelet, warnings } = self;
+        let (kubelet_wire, beelet_wire) = (kubelet.wire()?, beelet.wire()?);
+        let ours = |problem: Problem| beelet.error(&problem.field, problem.message);
+        let beelet_part = resolve::beelet(&beelet_wire).map_err(ours)?;
+        let node_name = resolve::node_name(&beelet_wire).map_err(ours)?;
+        let config = resolve::kubelet(&kubelet_wire, node_name, beelet_part)
+            .map_err(|problem| kubelet.error(&problem.field, problem.message))?;
+        Ok((config, warnings))
+    }
+}
+
+/// One kind of document, as all its sources together say it: maps are merged, everything else is replaced
+/// (RFC 7386).
+struct Merged<T> {
+    value: Value,
+    /// Which of the sources has the last word on a field.
+    origins: BTreeMap<String, usize>,
+    sources: Vec<(PathBuf, Option<Document>)>,
+    wire: PhantomData<T>,
+}
+
+impl<T> Default for Merged<T> {
+    fn default() -> Self {
+        Self {
+            value: Value::Object(Map::new()),
+            origins: BTreeMap::new(),
+            sources: Vec::new(),
+            wire: PhantomData,
+        }
+    }
+}
+
+impl<T: DeserializeOwned + Default> Merged<T> {
+    fn add(
+        &mut self,
+        path: &Path,
+        document: Option<Document>,
+        fields: Map<String, Value>,
+        warnings: &mut Vec<Warning>,
+    ) -> Result<(), ConfigError> {
+        let known = known::<T>(path, document.as_ref(), fields, warnings)?;
+        self.origins.extend(known.keys().map(|field| (field.clone(), self.sources.len())));
+        self.sources.push((path.to_owned(), document));
+        merge(&mut self.value, known);
+        Ok(())
+    }
+
+    fn wire(&self) -> Result<T, ConfigError> {
+        data::read(&self.value).map_err(|problem| self.error(&problem.path, problem.message))
+    }
+
+    /// An error of the source that has the last word on `field`.
+    fn error(&self, field: &str, message: String) -> ConfigError {
+        let name = field.split(['.', '[']).next().unwrap_or(field);
+        let last = self.origins.get(name).and_then(|index| self.sources.get(*index));
+        let Some((path, document)) = last.or(self.sources.first()) else {
+            return error_at(Path::new("the defaults"), None, field, message);
+        };
+        error_at(path, document.as_ref().and_then(|document| document.locate(field)), field, message)
+    }
+}
+
+/// A merge patch. What is merged is no deeper than a document may be.
+fn merge(into: &mut Value, fields: Map<String, Value>) {
+    let mut pending = vec![(into, fields)];
+    while let Some((into, fields)) = pending.pop() {
+        if !into.is_object() {
+            *into = Value::Object(Map::new());
+        }
+        let Some(known) = into.as_object_mut() else { return };
+        let mut nested = BTreeMap::new();
+        for (name, value) in fields {
+            match value {
+                Value::Null => drop(known.remove(&name)),
+                Value::Object(inner) if known.get(&name).is_some_and(Value::is_object) => {
+                    nested.insert(name, inner);
+                }
+                value => drop(known.insert(name, value)),
+            }
+        }
+        for (name, value) in known.iter_mut() {
+            if let Some(inner) = nested.remove(name) {
+                pending.push((value, inner));
+            }
+        }
+    }
 }
 
 fn read(path: &Path) -> Result<String, ConfigError> {
@@ -87,36 +253,35 @@ fn kind_of(path: &Path, document: &Document) -> Result<Kind, ConfigError> {
     }
 }
 
-/// The fields of `document` that have an effect. The others are warned about, or refused where nobody knows them.
-fn wire<T: DeserializeOwned + Default>(
+/// The fields that have an effect. The others are warned about, or refused where nobody knows them.
+fn known<T: DeserializeOwned>(
     path: &Path,
     document: Option<&Document>,
+    fields: Map<String, Value>,
     warnings: &mut Vec<Warning>,
-) -> Result<T, ConfigError> {
-    let Some(document) = document else { return Ok(T::default()) };
+) -> Result<Map<String, Value>, ConfigError> {
     let used = fields::names_of::<T>();
     let is_kubelet = used == fields::names_of::<KubeletWire>();
     let mut known = Map::new();
-    for (name, value) in document.value.as_object().into_iter().flatten() {
-        let position = document.locate(name);
+    for (name, value) in fields {
+        let position = document.and_then(|document| document.locate(&name));
         if matches!(name.as_str(), "apiVersion" | "kind") {
             continue;
         } else if used.contains(&name.as_str()) {
-            known.insert(name.clone(), value.clone());
-        } else if let Some(reason) = unsupported::reason(name).filter(|_| is_kubelet) {
+            known.insert(name, value);
+        } else if let Some(reason) = unsupported::reason(&name).filter(|_| is_kubelet) {
             let message = format!("has no effect: {reason}");
-            warnings.push(Warning { place: Place::new(path, position), field: name.clone(), message });
+            warnings.push(Warning { place: Place::new(path, position), field: name, message });
         } else {
             let others = unsupported::names().filter(|_| is_kubelet);
-            let hint = match fields::closest(name, used.iter().copied().chain(others)) {
+            let hint = match fields::closest(&name, used.iter().copied().chain(others)) {
                 Some(field) => format!("; did you mean {field}?"),
                 None => String::new(),
             };
-            return Err(error_at(path, position, name, format!("there is no such field{hint}")));
+            return Err(error_at(path, position, &name, format!("there is no such field{hint}")));
         }
     }
-    data::read(&Value::Object(known))
-        .map_err(|problem| error_at(path, document.locate(&problem.path), &problem.path, problem.message))
+    Ok(known)
 }
 
 fn error_at(

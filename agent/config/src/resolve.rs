@@ -97,6 +97,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         eviction: pressure::eviction(wire)?,
         local_storage_isolation: wire.local_storage_capacity_isolation.unwrap_or(true),
         volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
+        node: super::node::resolve(wire)?,
         beelet,
     })
 }
@@ -145,7 +146,8 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
     })
 }
 
-/// Below a tenth of a second reading would cost more than it tells; above ten, windows of ten seconds would be empty.
+/// Below a tenth of a second reading would cost more than it tells; above ten, windows of ten seconds would
+/// be empty.
 fn pressure_interval(interval: Duration) -> Result<Duration, Problem> {
     if (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&interval) {
         return Ok(interval);

@@ -453,3 +453,93 @@ fn the_effective_configuration_reads_back_as_itself() {
         assert_eq!(set(&config.effective()), config, "{}", config.effective());
     }
 }
+
+/// A configuration of a file, drop-in files by name, and flags.
+fn layered(
+    file: &str,
+    drop_ins: &[(&str, &str)],
+    flags: &[(&str, serde_json::Value)],
+) -> Result<(Config, Vec<Warning>), ConfigError> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.yaml");
+    std::fs::write(&path, file).unwrap();
+    let folder = dir.path().join("drop-ins");
+    std::fs::create_dir(&folder).unwrap();
+    for (name, text) in drop_ins {
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+    let flags = flags.iter().map(|(name, fields)| Setting {
+        name: (*name).to_owned(),
+        kubelet: fields.as_object().unwrap().clone(),
+        beelet: serde_json::Map::new(),
+    });
+    Config::layered(Sources { file: Some(path), drop_ins: Some(folder), flags: flags.collect() })
+}
+
+#[test]
+fn drop_ins_are_merged_in_the_order_of_their_names_and_flags_overrule_them() {
+    let base =
+        kubelet("maxPods: 10\nsystemReserved: {cpu: 1, memory: 1Gi}\nclusterDNS: [10.0.0.1, 10.0.0.2]");
+    let first = kubelet("maxPods: 20\nsystemReserved: {cpu: 2}\nclusterDNS: [10.0.0.3]");
+    let second = kubelet("maxPods: 30");
+    let ignored = kubelet("maxPods: 99");
+    let files = [("20.conf", second.as_str()), ("10.conf", first.as_str()), ("30.yaml", ignored.as_str())];
+    let (config, warnings) = layered(&base, &files, &[]).unwrap();
+    assert_eq!(warnings, []);
+    assert_eq!(config.max_pods, 30);
+    assert_eq!(config.reserved("cpu").value(), 2);
+    assert_eq!(config.reserved("memory").value(), 1 << 30);
+    assert_eq!(config.cluster_dns.len(), 1);
+    let flags = [("--max-pods", serde_json::json!({ "maxPods": 40 }))];
+    assert_eq!(layered(&base, &files, &flags).unwrap().0.max_pods, 40);
+}
+
+#[test]
+fn an_error_names_the_source_that_has_the_last_word() {
+    let base = kubelet("maxPods: 10\npodPidsLimit: -2");
+    let drop_in = kubelet("maxPods: -1");
+    let error = layered(&base, &[("10.conf", &drop_in)], &[]).unwrap_err().to_string();
+    assert!(error.contains("config.yaml:4:15: podPidsLimit:"), "{error}");
+    let error = layered(&kubelet(""), &[("10.conf", &drop_in)], &[]).unwrap_err().to_string();
+    assert!(error.contains("10.conf:3:10: maxPods: -1 is out of range"), "{error}");
+    let flags = [("--max-pods", serde_json::json!({ "maxPods": -3 }))];
+    let error = layered(&kubelet(""), &[("10.conf", &drop_in)], &flags).unwrap_err().to_string();
+    assert_eq!(error, "--max-pods: maxPods: -3 is out of range: 0 to 2147483647");
+    let error = layered(&base, &[("10.conf", "kind: Pod\napiVersion: v1\n")], &[]).unwrap_err().to_string();
+    assert!(error.contains("10.conf") && error.contains("is not a configuration"), "{error}");
+}
+
+#[test]
+fn a_flag_without_effect_is_a_warning_with_the_flags_name() {
+    let flags = [("--fail-swap-on", serde_json::json!({ "failSwapOn": false }))];
+    let (_, warnings) = layered("", &[], &flags).unwrap();
+    assert!(
+        warnings[0].to_string().starts_with("--fail-swap-on: failSwapOn: has no effect: "),
+        "{}",
+        warnings[0]
+    );
+}
+
+#[test]
+fn a_node_of_a_cluster_is_configured_as_the_kubelet_is() {
+    let node = |body: &str| set(&kubelet(body)).node;
+    let seconds = |looked: u64, reported: u64| (Duration::from_secs(looked), Duration::from_secs(reported));
+    let times = |body: &str| (node(body).status_update_frequency, node(body).status_report_frequency);
+    assert_eq!(times(""), seconds(10, 300));
+    assert_eq!(times("nodeStatusUpdateFrequency: 4s"), seconds(4, 4));
+    assert_eq!(times("nodeStatusUpdateFrequency: 4s\nnodeStatusReportFrequency: 1m"), seconds(4, 60));
+    assert_eq!(node("").lease_duration, Duration::from_secs(40));
+    assert_eq!(
+        (node("").status_max_images, node("nodeStatusMaxImages: -1").status_max_images),
+        (Some(50), None)
+    );
+    assert!(node("").register && !node("registerNode: false").register);
+    let taints =
+        node("registerWithTaints: [{key: a, value: b, effect: NoSchedule}, {key: c, effect: NoExecute}]")
+            .taints;
+    assert_eq!((taints[0].value.as_str(), taints[1].value.as_str()), ("b", ""));
+    check_error(
+        &kubelet("registerWithTaints: [{key: a, effect: Never}]"),
+        "3:39: registerWithTaints[0].effect: \"Never\" is not one of",
+    );
+}

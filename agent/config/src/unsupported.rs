@@ -1,6 +1,7 @@
 //! Fields of KubeletConfiguration v1beta1 (as of Kubernetes 1.37) that this version reads past, and why.
 //!
-//! A field is in exactly one place: here, or in [`super::kubelet::KubeletWire`]. Whoever makes one work moves it there.
+//! A field is in exactly one place: here, or in [`super::kubelet::KubeletWire`]. Whoever makes one work moves
+//! it there.
 
 /// Why `field` has no effect; `None` if v1beta1 has no such field, or if it has an effect.
 pub(super) fn reason(field: &str) -> Option<&'static str> {
@@ -31,7 +32,6 @@ const GROUPS: &[Group] = &[
             "tlsCipherSuites",
             "tlsCurvePreferences",
             "tlsMinVersion",
-            "rotateCertificates",
             "serverTLSBootstrap",
             "authentication",
             "authorization",
@@ -45,25 +45,21 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        reason: "it has a meaning only together with an API server, and this node runs standalone",
-        fields: &[
-            "nodeStatusUpdateFrequency",
-            "nodeStatusReportFrequency",
-            "nodeStatusMaxImages",
-            "nodeLeaseDurationSeconds",
-            "eventRecordQPS",
-            "eventBurst",
-            "contentType",
-            "kubeAPIQPS",
-            "kubeAPIBurst",
-            "configMapAndSecretChangeDetectionStrategy",
-            "enableControllerAttachDetach",
-            "providerID",
-            "registerNode",
-            "registerWithTaints",
-            "podCIDR",
-            "runOnce",
-        ],
+        reason: "requests to the API server are few, and in JSON: there is nothing to tune",
+        fields: &["contentType", "kubeAPIQPS", "kubeAPIBurst"],
+    },
+    Group {
+        reason: "objects that pods use are followed where the API server is asked for them",
+        fields: &["configMapAndSecretChangeDetectionStrategy"],
+    },
+    Group {
+        reason: "volumes are neither attached nor detached in this version",
+        fields: &["enableControllerAttachDetach"],
+    },
+    Group { reason: "the network plugin hands out addresses", fields: &["podCIDR"] },
+    Group {
+        reason: "the agent runs until it is told to end, as the kubelet does since 1.30",
+        fields: &["runOnce"],
     },
     Group {
         reason: "pods come from the files of staticPodPath only",

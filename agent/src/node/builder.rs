@@ -1,7 +1,7 @@
-//! The one way to build an agent. `run` and `observe` take it as it is; tests give it other [`Doors`]; what is built
-//! elsewhere (a cluster's part) adds sources of pods and parts of its own.
+//! The one way to build an agent. `run` and `observe` take it as it is; tests give it other [`Doors`]; what
+//! is built elsewhere (a cluster's part) adds sources of pods and parts of its own.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
 
 use anyhow::Result;
 use futures::{FutureExt, future::BoxFuture};
@@ -36,7 +36,8 @@ pub struct Builder {
 /// The agent's ways to the machine. Where nothing is given, the machine's own is opened.
 #[derive(Debug)]
 pub struct Doors {
-    /// The container runtime. Nobody else may drive it meanwhile; without this the agent makes sure of that itself.
+    /// The container runtime. Nobody else may drive it meanwhile; without this the agent makes sure of that
+    /// itself.
     pub runtime: Option<Runtime>,
     /// The cgroup tree.
     pub cgroups: Option<Arc<Cgroups>>,
@@ -91,6 +92,8 @@ pub struct Handles {
     pub events: Recorder,
     /// The container runtime.
     pub runtime: Runtime,
+    /// The node's own address.
+    pub address: IpAddr,
     /// Capacity and allocatable, without devices.
     pub resources: NodeResources,
     /// The devices of the node.
@@ -119,9 +122,9 @@ impl Builder {
         self
     }
 
-    /// Adds a part that runs beside the others. It is made once the container runtime has answered, and must end when
-    /// its token is cancelled, and not before: that ends the agent. The token is cancelled after the pods' manager has
-    /// ended, so that the last changes of the pod table can still be passed on.
+    /// Adds a part that runs beside the others. It is made once the container runtime has answered, and must
+    /// end when its token is cancelled, and not before: that ends the agent. The token is cancelled after the
+    /// pods' manager has ended, so that the last changes of the pod table can still be passed on.
     #[must_use]
     pub fn attach<F>(
         mut self,

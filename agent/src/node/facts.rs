@@ -50,7 +50,7 @@ impl Machine {
             memory_bytes: memory()?,
             storage_bytes: storage_bytes.ok(),
             hugepages: beelet_admission::hugepages(),
-            address: host_ip(),
+            address: config.node.ips.iter().copied().find(|ip| !ip.is_unspecified()).unwrap_or_else(host_ip),
         })
     }
 }

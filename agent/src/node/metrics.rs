@@ -18,6 +18,8 @@ pub struct Metrics {
     pub pods: beelet_pods::metrics::Metrics,
     /// The keeper of the pods' cgroups.
     pub qos_tree: qos_tree::Metrics,
+    /// What keeps the node in its cluster.
+    pub cluster: beelet_cluster::Metrics,
     pub(super) tuner: beelet_tuner::Metrics,
     /// What the tuner shows: the API is there before the tuner is.
     pub(super) tuner_view: watch::Sender<Arc<beelet_tuner::View>>,
@@ -33,6 +35,7 @@ impl Metrics {
         let mut registry = Registry::default();
         self.pods.register(&mut registry);
         self.qos_tree.register(&mut registry);
+        self.cluster.register(&mut registry);
         self.tuner.register(&mut registry);
         self.probes.register(&mut registry);
         self.relist.register(&mut registry);

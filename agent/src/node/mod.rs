@@ -1,7 +1,7 @@
 //! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
 //!
-//! [`builder`] is the way in. [`run`](mod@run) connects a node that runs pods, [`observe`] one that watches the pods of
-//! another kubelet; [`frame`] is what both have around their parts.
+//! [`builder`] is the way in. [`run`](mod@run) connects a node that runs pods, [`observe`] one that watches
+//! the pods of another kubelet; [`frame`] is what both have around their parts.
 
 pub mod builder;
 mod conditions;
@@ -39,7 +39,8 @@ pub use self::{
 };
 use beelet_config::Config;
 
-/// A signal that comes again within this time has the same cause: timeout(1) signals both its child and its group.
+/// A signal that comes again within this time has the same cause: timeout(1) signals both its child and its
+/// group.
 const SAME_CAUSE: Duration = Duration::from_secs(1);
 /// How long the parts get to end after they were told to.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -48,11 +49,11 @@ const FAREWELL: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// A required resource is unavailable; the sentence says which, and what to do.
-pub async fn run(config: Config) -> Result<()> {
+pub async fn run(builder: Builder, config: Config) -> Result<()> {
     let shutdown = CancellationToken::new();
     // Killed or ended at once, it leaves the kernel programs to the next start, as it is meant to.
     stop_on_signals(&shutdown, || {})?;
-    Builder::default().run(config, shutdown).await
+    builder.run(config, shutdown).await
 }
 
 /// The first signal ends the agent in order. One that comes later ends it at once, after `at_once`.

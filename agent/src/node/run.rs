@@ -1,5 +1,5 @@
-//! `beelet run`: a node that runs pods. The servers come first, so that somebody can see what is missing; all else is built
-//! once the container runtime answers.
+//! `beelet run`: a node that runs pods. The servers come first, so that somebody can see what is missing; all
+//! else is built once the container runtime answers.
 
 use std::{net::SocketAddr, ops::Deref, sync::Arc, time::Duration};
 
@@ -62,7 +62,8 @@ use beelet_state::{State, events::Recorder};
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
-/// How often the runtime is asked how it is configured before the agent gives up, and how long it waits between.
+/// How often the runtime is asked how it is configured before the agent gives up, and how long it waits
+/// between.
 const CONFIG_TRIES: usize = 30;
 const CONFIG_RETRY: Duration = Duration::from_secs(1);
 /// The kernel program that reports exits, by its name in the table of capabilities.
@@ -190,7 +191,8 @@ fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
     Ok(cgroups)
 }
 
-/// How long pods may take to stop with the agent, as of when it is told to end; zero where they go on without it.
+/// How long pods may take to stop with the agent, as of when it is told to end; zero where they go on without
+/// it.
 fn stopping_time(stop_pods: bool, table: watch::Receiver<Arc<PodTable>>) -> impl Fn() -> Duration {
     move || {
         let table = table.borrow();
@@ -303,7 +305,8 @@ impl Node {
 
     /// Connects the parts and runs them until `shutdown`.
     async fn run(self, inputs: Inputs, failures: &Failures, shutdown: CancellationToken) -> Result<()> {
-        // The manager may take its time to end (pods that stop with the agent); all others serve it till then.
+        // The manager may take its time to end (pods that stop with the agent); all others serve it till
+        // then.
         let working = CancellationToken::new();
         let mut tasks = Parts::new(&working, failures);
         let (requests, requested) = mpsc::channel(REQUESTS);
@@ -389,7 +392,8 @@ impl Node {
         joined
     }
 
-    /// The pods of static manifests. Without a static pod path there are none, and none that runs is unwanted either.
+    /// The pods of static manifests. Without a static pod path there are none, and none that runs is unwanted
+    /// either.
     async fn manifests(
         &self,
         tasks: &mut Parts,
@@ -414,8 +418,8 @@ impl Node {
         desired
     }
 
-    /// Starts what learns of containers' ends: the kernel, the runtime's events and the relist. Other signs of an end can
-    /// be sent where it returns.
+    /// Starts what learns of containers' ends: the kernel, the runtime's events and the relist. Other signs
+    /// of an end can be sent where it returns.
     fn follow_exits(
         &self,
         tasks: &mut Parts,
@@ -466,6 +470,7 @@ impl Node {
             requests,
             events: self.events.clone(),
             runtime: self.runtime.clone(),
+            address: self.machine.address,
             resources: protection.resources(&self.config),
             devices,
             conditions: protection.conditions(&self.health, tasks),
@@ -639,7 +644,8 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
     }
 }
 
-/// Once a minute gives back the memory that a burst needed (a hundred pods that start at once) and nobody uses any more.
+/// Once a minute gives back the memory that a burst needed (a hundred pods that start at once) and nobody
+/// uses any more.
 async fn give_memory_back(shutdown: CancellationToken) {
     loop {
         tokio::select! {

@@ -1,0 +1,259 @@
+//! The connection: from a kubeconfig to clients of the API server, made anew whenever the identity changes.
+//!
+//! The way to the server is made here and not by the library's defaults, so that a server that vanished
+//! without a word is noticed within half a minute: a watch that nothing comes from looks like one of a quiet
+//! cluster.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use beelet_base::blocking::blocking;
+use hyper_util::{
+    client::legacy::{Client as Http, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use kube::{
+    Config,
+    client::{Body, ClientBuilder, ConfigExt},
+    config::Kubeconfig,
+};
+use tokio::{sync::watch, time::sleep};
+use tokio_util::sync::CancellationToken;
+use tower::{BoxError, ServiceBuilder};
+
+use crate::client::Client;
+
+/// How long the server may take to accept a connection.
+const CONNECT: Duration = Duration::from_secs(10);
+/// A silent connection is asked whether anybody is there after this time, so often, and so many times.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
+/// What was sent must be acknowledged within this time.
+const ACKNOWLEDGED: Duration = Duration::from_secs(30);
+/// Connections that nobody uses are kept so long.
+const IDLE: Duration = Duration::from_secs(90);
+
+/// Why there is no connection. Displayed, it is a whole sentence.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kubeconfig can't be used.
+    #[error("the kubeconfig {path} can't be used: {cause}", path = .path.display())]
+    Kubeconfig {
+        /// Which one.
+        path: PathBuf,
+        /// Why.
+        cause: String,
+    },
+}
+
+/// Where the identity is.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The kubeconfig.
+    pub kubeconfig: PathBuf,
+}
+
+/// Who this node is to the API server. As long as it lives, clients are made anew when it changes.
+#[derive(Debug)]
+pub struct Identity {
+    kubeconfig: PathBuf,
+    changes: watch::Sender<u64>,
+}
+
+impl Identity {
+    /// The way to connections of one's own.
+    #[must_use]
+    pub fn connections(&self) -> Connections {
+        Connections { kubeconfig: self.kubeconfig.clone(), changes: self.changes.subscribe() }
+    }
+}
+
+/// Makes connections that share nothing with others.
+#[derive(Clone, Debug)]
+pub struct Connections {
+    kubeconfig: PathBuf,
+    changes: watch::Receiver<u64>,
+}
+
+impl Connections {
+    /// A new one. Must be called on the threads of the runtime that is to serve it; reads files.
+    ///
+    /// # Errors
+    /// The kubeconfig can't be used.
+    pub async fn open(&mut self) -> Result<kube::Client, Error> {
+        self.changes.mark_unchanged();
+        let path = self.kubeconfig.clone();
+        blocking("the kubeconfig", move || client(&path)).await
+    }
+
+    /// Waits until the connections of before stand for an identity that is no more.
+    pub async fn outdated(&mut self) {
+        if self.changes.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Reads the kubeconfig and keeps what is made of it fresh.
+///
+/// # Errors
+/// The kubeconfig can't be used.
+pub async fn connect(options: Options, _stop: &CancellationToken) -> Result<(Client, Identity), Error> {
+    let identity = Identity { kubeconfig: options.kubeconfig, changes: watch::Sender::new(0) };
+    let first = identity.connections().open().await?;
+    let (_newest, receiver) = watch::channel(first);
+    Ok((Client::new(receiver), identity))
+}
+
+/// Reads a kubeconfig and what it refers to, and tries whether a client can be made of it. Blocking.
+///
+/// # Errors
+/// It can't.
+pub fn check(kubeconfig: &Path) -> Result<(), Error> {
+    config(kubeconfig).map(drop)
+}
+
+fn config(path: &Path) -> Result<Config, Error> {
+    let fail = |cause: String| Error::Kubeconfig { path: path.to_owned(), cause };
+    let read = Kubeconfig::read_from(path).map_err(|cause| fail(causes(&cause)))?;
+    let config = Config::try_from(read).map_err(|cause| fail(causes(&cause)))?;
+    if config.proxy_url.is_some() {
+        return Err(fail(
+            "it has a proxy-url, and proxies are not supported: take it out, or give the server's own address"
+                .to_owned(),
+        ));
+    }
+    Ok(config)
+}
+
+/// A client for the kubeconfig at `path`. Must be called within a runtime. Blocking.
+pub(crate) fn client(path: &Path) -> Result<kube::Client, Error> {
+    let config = config(path)?;
+    client_of(config).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
+}
+
+fn client_of(config: Config) -> Result<kube::Client, String> {
+    let fail = |cause: kube::Error| causes(&cause);
+    let mut tcp = HttpConnector::new();
+    let (after, every, times) = KEEPALIVE;
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_connect_timeout(Some(CONNECT));
+    tcp.set_keepalive(Some(after));
+    tcp.set_keepalive_interval(Some(every));
+    tcp.set_keepalive_retries(Some(times));
+    tcp.set_tcp_user_timeout(Some(ACKNOWLEDGED));
+    let tls = config.rustls_https_connector_with_connector(tcp).map_err(fail)?;
+    let http: Http<_, Body> = Http::builder(TokioExecutor::new()).pool_idle_timeout(IDLE).build(tls);
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer().map_err(fail)?)
+        .layer(config.extra_headers_layer().map_err(fail)?)
+        .map_err(BoxError::from)
+        .service(http);
+    Ok(ClientBuilder::new(service, config.default_namespace).build())
+}
+
+/// The innermost cause says it; the layers above it say where.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_words = cause.to_string();
+        if !words.contains(&cause_words) {
+            words = format!("{words}: {cause_words}");
+        }
+        source = cause.source();
+    }
+    words
+}
+
+/// Longer and longer waits between tries, never in step with other nodes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backoff {
+    next: Duration,
+    least: Duration,
+    most: Duration,
+}
+
+impl Backoff {
+    pub(crate) fn new(least: Duration, most: Duration) -> Self {
+        Self { next: least, least, most }
+    }
+
+    /// After a success.
+    pub(crate) fn reset(&mut self) {
+        self.next = self.least;
+    }
+
+    /// How long to wait now: at least what the server asked for.
+    pub(crate) fn step(&mut self, asked: Option<Duration>) -> Duration {
+        let wait = jittered(self.next);
+        self.next = (self.next * 2).min(self.most);
+        wait.max(asked.unwrap_or_default().min(self.most))
+    }
+
+    pub(crate) async fn wait(&mut self, asked: Option<Duration>) {
+        sleep(self.step(asked)).await;
+    }
+}
+
+/// From `time` to half as much again.
+pub(crate) fn jittered(time: Duration) -> Duration {
+    // A hasher's keys are random.
+    let random = RandomState::new().hash_one(0_u8) >> 32;
+    time + time.mul_f64(random as f64 / f64::from(u32::MAX) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn kubeconfig(cluster: &str) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kubeconfig");
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             clusters: [{{name: c, cluster: {{{cluster}}}}}]\nusers: [{{name: u, user: {{client-certificate: cert.pem, client-key: cert.pem}}}}]\n"
+        );
+        fs::write(&path, text).unwrap();
+        (dir, path)
+    }
+
+    #[test]
+    fn a_kubeconfig_that_cannot_be_used_is_named_with_the_cause() {
+        let (dir, path) = kubeconfig("server: https://127.0.0.1:1, proxy-url: http://127.0.0.1:2");
+        let error = check(&path).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("the kubeconfig {} can't be used: ", path.display())), "{error}");
+        assert!(error.contains("proxy-url"), "{error}");
+        let error = check(&dir.path().join("none")).unwrap_err().to_string();
+        assert!(error.contains("none") && error.contains("No such file"), "{error}");
+        let (_dir, path) = kubeconfig("certificate-authority: none.crt, server: https://127.0.0.1:1");
+        let error = check(&path).unwrap_err().to_string();
+        assert!(error.contains("none.crt"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_client_certificate_that_is_not_there_is_an_error_with_its_file() {
+        let (_dir, path) = kubeconfig("server: https://127.0.0.1:1");
+        let error = client(&path).err().unwrap().to_string();
+        assert!(error.contains("cert.pem"), "{error}");
+    }
+
+    #[test]
+    fn waits_grow_to_a_bound_and_heed_the_server() {
+        let second = Duration::from_secs(1);
+        let mut backoff = Backoff::new(second, second * 4);
+        for least in [1, 2, 4, 4] {
+            let wait = backoff.step(None);
+            assert!((second * least..=second * least * 3 / 2).contains(&wait), "{wait:?}");
+        }
+        backoff.reset();
+        assert_eq!(backoff.step(Some(second * 3)), second * 3);
+        assert!(backoff.step(Some(second * 3600)) <= second * 4);
+    }
+}

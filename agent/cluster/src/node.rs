@@ -1,0 +1,378 @@
+//! The Node object: registered, adopted, kept current, and registered again if somebody deletes it.
+//!
+//! One watch of this one object is all that is read; a status is written when something changed, else once
+//! per `nodeStatusReportFrequency`. What is written is decided in `policy::node_status`.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::IpAddr,
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+use beelet_codec::ApiType;
+use beelet_policy::node_status::{self, Change, Registration, Report};
+use beelet_state::events::{Object, Recorder};
+use futures::StreamExt;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Node, NodeAddress, NodeStatus};
+use prometheus_client::{
+    metrics::{counter::Counter, gauge::Gauge},
+    registry::Registry,
+};
+use serde_json::{Map, Value, json};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    client::{Client, Error, Event, Patch},
+    connect::{Backoff, jittered},
+};
+
+/// What the Node says of the kubelet. The version is that of the kubelet whose contract this keeps:
+/// controllers and `kubeadm` judge the skew by it. What follows the plus sign says who it is (semver: it has
+/// no rank).
+pub const KUBELET_VERSION: &str = concat!("v1.36.2+beelet-", env!("CARGO_PKG_VERSION"));
+/// The collection of the nodes.
+const NODES: &str = "/api/v1/nodes";
+/// How long a node that is not ready yet waits between two looks at its status.
+const SOON: Duration = Duration::from_millis(500);
+/// The least time between two writes that a change asks for.
+const BREATH: Duration = Duration::from_secs(1);
+/// How long a watch may take; the server ends it then.
+const WATCH: Duration = Duration::from_secs(420);
+
+/// Counters.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    writes: Counter,
+    failures: Counter,
+    written: Gauge<f64, AtomicU64>,
+}
+
+impl Metrics {
+    /// Adds them to the registry.
+    pub fn register(&self, registry: &mut Registry) {
+        let help = "Writes of the Node and its status";
+        registry.register("beelet_node_status_writes", help, self.writes.clone());
+        let help = "Requests about the Node that failed";
+        registry.register("beelet_node_status_failures", help, self.failures.clone());
+        let help = "When the Node's status was written last, in seconds since 1970";
+        registry.register("beelet_node_status_written_timestamp_seconds", help, self.written.clone());
+    }
+}
+
+/// What the Node is made of.
+pub struct Inputs {
+    /// What it is registered with.
+    pub registration: Registration,
+    /// The processor architecture, in Go's words.
+    pub arch: String,
+    /// The machine's own address.
+    pub address: IpAddr,
+    /// The machine's state as of now; its addresses are set here.
+    pub report: Arc<dyn Fn() -> Report + Send + Sync>,
+    /// Says that the report may have changed.
+    pub changes: watch::Receiver<()>,
+    /// Make the Node where there is none.
+    pub register: bool,
+    /// How often the status is looked at.
+    pub update: Duration,
+    /// How often it is written although nothing changed.
+    pub report_every: Duration,
+    /// Where the Node is published as the API server has it.
+    pub node: watch::Sender<Option<Arc<Node>>>,
+    /// The node's events.
+    pub events: Recorder,
+    /// Counters.
+    pub metrics: Metrics,
+}
+
+impl fmt::Debug for Inputs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inputs").field("registration", &self.registration).finish_non_exhaustive()
+    }
+}
+
+/// Keeps the Node until `stop`.
+pub async fn keep(client: Client, inputs: Inputs, stop: CancellationToken) {
+    let labels = node_status::labels(&inputs.registration, &inputs.arch);
+    let path = format!("{NODES}/{}", inputs.registration.name);
+    let keeper =
+        Keeper { client, inputs, labels, path, version: None, written: None, ready: None, failing: false };
+    stop.run_until_cancelled(keeper.run()).await;
+}
+
+/// What became of the Node.
+enum Fate {
+    /// Somebody deleted it.
+    Deleted,
+    /// The watch has to begin anew, from what is there now.
+    Unknown,
+}
+
+struct Keeper {
+    client: Client,
+    inputs: Inputs,
+    labels: BTreeMap<String, String>,
+    path: String,
+    /// Where the next watch goes on; None: from what is there then.
+    version: Option<String>,
+    /// When the status was written last.
+    written: Option<Instant>,
+    /// What was said last of readiness.
+    ready: Option<bool>,
+    failing: bool,
+}
+
+impl Keeper {
+    async fn run(mut self) {
+        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(7));
+        loop {
+            // It is written as soon as it is known, whatever was written before to another Node of that name.
+            (self.written, self.version) = (None, None);
+            let found = self.obtain().await;
+            self.note(found.as_ref().err());
+            match found {
+                Ok(node) => {
+                    backoff.reset();
+                    self.publish(node);
+                    if matches!(self.follow().await, Fate::Deleted) {
+                        warn!(node = self.inputs.registration.name, "somebody deleted the Node");
+                        self.inputs.node.send_replace(None);
+                    }
+                }
+                Err(error) => backoff.wait(error.retry_after()).await,
+            }
+        }
+    }
+
+    /// The Node that is there, or a new one.
+    async fn obtain(&mut self) -> Result<Node, Error> {
+        match self.client.get(&self.path).await {
+            Ok(found) => return read(&self.path, &found),
+            Err(error) if error.is_not_found() && self.inputs.register => {}
+            Err(error) => return Err(error),
+        }
+        let mut node = node_status::initial(&self.inputs.registration, &self.inputs.arch);
+        let change = self.change(&NodeStatus::default());
+        self.say_ready(&change);
+        node.status = Some(change.status);
+        match self.client.create(NODES, &node.to_value()).await {
+            Ok(made) => {
+                info!(node = self.inputs.registration.name, "registered the Node");
+                self.wrote();
+                read(&self.path, &made)
+            }
+            // Somebody was faster.
+            Err(error) if error.is_conflict() => read(&self.path, &self.client.get(&self.path).await?),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes and watches, until the Node is gone or the watch is of no use any more.
+    async fn follow(&mut self) -> Fate {
+        let mut due = Instant::now();
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+        loop {
+            let seconds = jittered(WATCH).as_secs();
+            let name = &self.inputs.registration.name;
+            let from = self.version.as_ref().map(|version| format!("&resourceVersion={version}"));
+            let query = format!(
+                "{NODES}?watch=true&allowWatchBookmarks=true&fieldSelector=metadata.name%3D{name}&timeoutSeconds={seconds}{}",
+                from.unwrap_or_default()
+            );
+            let client = self.client.clone();
+            let opening = client.watch(&query);
+            tokio::pin!(opening);
+            // A server that is slow to answer holds up no write.
+            let opened = loop {
+                tokio::select! {
+                    opened = &mut opening => break opened,
+                    () = sleep_until(due) => match self.look().await {
+                        Ok(next) => due = next,
+                        Err(fate) => return fate,
+                    },
+                }
+            };
+            let mut events = match opened {
+                Ok(events) => events,
+                Err(error) if error.is_expired() => return Fate::Unknown,
+                Err(error) => {
+                    self.note(Some(&error));
+                    // Writes go on meanwhile: a write may succeed where a watch doesn't.
+                    let until = Instant::now() + backoff.step(error.retry_after());
+                    while Instant::now() < until {
+                        tokio::select! {
+                            () = sleep_until(until) => {}
+                            () = sleep_until(due) => match self.look().await {
+                                Ok(next) => due = next,
+                                Err(fate) => return fate,
+                            },
+                        }
+                    }
+                    continue;
+                }
+            };
+            loop {
+                tokio::select! {
+                    event = events.next() => match event {
+                        Some(Ok(Event::Applied(value))) => {
+                            backoff.reset();
+                            match read(&self.path, &value) {
+                                Ok(node) => {
+                                    self.version.clone_from(&node.metadata.resource_version);
+                                    self.publish(node);
+                                    // Somebody else may have written what is ours.
+                                    due = due.min(Instant::now() + BREATH);
+                                }
+                                Err(error) => self.note(Some(&error)),
+                            }
+                        }
+                        Some(Ok(Event::Deleted(_))) => return Fate::Deleted,
+                        Some(Ok(Event::Bookmark(version))) => self.version = Some(version),
+                        Some(Err(error)) if error.is_expired() => return Fate::Unknown,
+                        Some(Err(_)) | None => break,
+                    },
+                    () = sleep_until(due) => match self.look().await {
+                        Ok(next) => due = next,
+                        Err(fate) => return fate,
+                    },
+                    Ok(()) = self.inputs.changes.changed() => due = due.min(Instant::now() + BREATH),
+                }
+            }
+            // A server that ends each watch at once is not asked again at once.
+            sleep(BREATH.min(backoff.step(None))).await;
+        }
+    }
+
+    /// Compares the Node with the machine, writes what differs, and says when to look again.
+    async fn look(&mut self) -> Result<Instant, Fate> {
+        let Some(node) = self.inputs.node.borrow().clone() else { return Err(Fate::Unknown) };
+        let change = self.change(node.status.as_ref().unwrap_or(&NodeStatus::default()));
+        let existing = node.metadata.labels.clone().unwrap_or_default();
+        let stale = node_status::stale_labels(&existing, &self.labels);
+        let reported = self.written.is_some_and(|at| at.elapsed() < self.inputs.report_every);
+        let next = if self.ready == Some(true) { self.inputs.update } else { SOON.min(self.inputs.update) };
+        self.say_ready(&change);
+        if !change.substantial && stale.is_empty() && reported {
+            return Ok(Instant::now() + next);
+        }
+        let body = patch(&change, &stale);
+        match self.client.patch(&format!("{}/status", self.path), Patch::StrategicMerge, &body).await {
+            Ok(answer) => {
+                self.wrote();
+                self.note(None);
+                match read(&self.path, &answer) {
+                    Ok(node) => self.publish(node),
+                    Err(error) => self.note(Some(&error)),
+                }
+                Ok(Instant::now() + next.max(BREATH))
+            }
+            Err(error) if error.is_not_found() => Err(Fate::Deleted),
+            Err(error) => {
+                self.note(Some(&error));
+                let wait = error.retry_after().unwrap_or(BREATH).max(BREATH);
+                Ok(Instant::now() + jittered(wait.min(self.inputs.update)))
+            }
+        }
+    }
+
+    fn change(&self, existing: &NodeStatus) -> Change {
+        let mut report = (self.inputs.report)();
+        let before: &[NodeAddress] = existing.addresses.as_deref().unwrap_or_default();
+        report.addresses = node_status::addresses(&self.inputs.registration, self.inputs.address, before);
+        node_status::change(existing, &report, Timestamp::now())
+    }
+
+    /// Records that the node has become ready, or is no more.
+    fn say_ready(&mut self, change: &Change) {
+        let conditions = change.status.conditions.as_deref().unwrap_or_default();
+        let ready =
+            conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True");
+        if self.ready == Some(ready) {
+            return;
+        }
+        // A node that was never ready is not one that has stopped being so.
+        if ready || self.ready == Some(true) {
+            let word = if ready { "NodeReady" } else { "NodeNotReady" };
+            let name = &self.inputs.registration.name;
+            self.inputs.events.normal(Object::node(name), word, format!("Node {name} status is now: {word}"));
+        }
+        self.ready = Some(ready);
+    }
+
+    /// Publishes the Node, unless a newer one is known: an answer and a watch may cross.
+    fn publish(&self, node: Node) {
+        let number = |node: &Node| node.metadata.resource_version.as_ref()?.parse::<u64>().ok();
+        self.inputs.node.send_if_modified(|newest| {
+            let older = newest.as_ref().is_some_and(|newest| {
+                newest.metadata.uid == node.metadata.uid
+                    && matches!((number(newest), number(&node)), (Some(known), Some(told)) if told <= known)
+            });
+            if !older {
+                *newest = Some(Arc::new(node));
+            }
+            !older
+        });
+    }
+
+    fn wrote(&mut self) {
+        self.written = Some(Instant::now());
+        self.inputs.metrics.writes.inc();
+        self.inputs.metrics.written.set(Timestamp::now().as_millisecond() as f64 / 1000.0);
+    }
+
+    /// Counts each failure, and logs the first of many and the end of them.
+    fn note(&mut self, error: Option<&Error>) {
+        if let Some(error) = error {
+            self.inputs.metrics.failures.inc();
+            if !self.failing {
+                let hint = if error.is_not_found() {
+                    "; registerNode is false, so somebody else must make it"
+                } else {
+                    ""
+                };
+                warn!("cannot keep the Node current, trying on: {error}{hint}");
+            }
+        } else if self.failing {
+            info!("the Node is kept current again");
+        }
+        self.failing = error.is_some();
+    }
+}
+
+fn read(path: &str, value: &Value) -> Result<Node, Error> {
+    let mut node = Node::from_value(value).map_err(|problem| Error::unusable(path, &problem))?;
+    node.metadata.managed_fields = None;
+    Ok(node)
+}
+
+/// The strategic merge patch that makes the change.
+fn patch(change: &Change, labels: &BTreeMap<String, String>) -> Value {
+    let node = Node { status: Some(change.status.clone()), ..Node::default() };
+    let mut status = node.to_value()["status"].take();
+    for list in ["capacity", "allocatable"] {
+        for name in &change.removed {
+            status[list][name] = Value::Null;
+        }
+    }
+    // Two addresses of one type would be merged into one (`fixupPatchForNodeStatusAddresses` of the kubelet).
+    if let Some(addresses) = status.get_mut("addresses").and_then(Value::as_array_mut) {
+        addresses.push(json!({ "$patch": "replace" }));
+    }
+    let mut body = Map::new();
+    if !labels.is_empty() {
+        body.insert("metadata".to_owned(), json!({ "labels": labels }));
+    }
+    body.insert("status".to_owned(), status);
+    Value::Object(body)
+}
+
+#[cfg(test)]
+mod tests;

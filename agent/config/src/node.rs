@@ -1,0 +1,71 @@
+//! What of a KubeletConfiguration makes this machine a node of a cluster: defaults and checks.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::error::Problem;
+use super::kubelet::{KubeletWire, TaintWire};
+use super::words::{duration, number};
+use super::{NodeConfig, Taint};
+
+/// What a taint may do to pods that don't tolerate it.
+const EFFECTS: [&str; 3] = ["NoSchedule", "PreferNoSchedule", "NoExecute"];
+
+pub(super) fn resolve(wire: &KubeletWire) -> Result<NodeConfig, Problem> {
+    let update = wire.node_status_update_frequency;
+    let looked_at = duration(update, Duration::from_secs(10));
+    // A file that says only how often to look means that each look is reported
+    // (`SetDefaults_KubeletConfiguration`).
+    let reported = if update.is_some() { looked_at } else { Duration::from_secs(300) };
+    let lease = number(
+        "nodeLeaseDurationSeconds",
+        wire.node_lease_duration_seconds.filter(|s| *s != 0),
+        40,
+        1,
+        86_400,
+    )?;
+    let images: i64 =
+        number("nodeStatusMaxImages", wire.node_status_max_images, 50, -1, i64::from(i32::MAX))?;
+    Ok(NodeConfig {
+        register: wire.register_node.unwrap_or(true),
+        taints: taints(wire.register_with_taints.as_deref().unwrap_or_default())?,
+        provider_id: wire.provider_id.clone().unwrap_or_default(),
+        status_update_frequency: looked_at,
+        status_report_frequency: duration(wire.node_status_report_frequency, reported),
+        status_max_images: usize::try_from(images).ok(),
+        lease_duration: Duration::from_secs(lease),
+        event_qps: number("eventRecordQPS", wire.event_record_qps, 50, 0, i64::from(u32::MAX))?,
+        event_burst: number("eventBurst", wire.event_burst.filter(|n| *n != 0), 100, 1, i64::from(u32::MAX))?,
+        rotate_certificates: wire.rotate_certificates.unwrap_or(false),
+        labels: BTreeMap::new(),
+        ips: Vec::new(),
+        external_cloud: false,
+    })
+}
+
+fn taints(wires: &[TaintWire]) -> Result<Vec<Taint>, Problem> {
+    let mut taints = Vec::new();
+    for (index, wire) in wires.iter().enumerate() {
+        let field = |name: &str| format!("registerWithTaints[{index}].{name}");
+        if wire.key.is_empty() {
+            return Err(Problem::new(field("key"), "must be set"));
+        }
+        if !EFFECTS.contains(&wire.effect.as_str()) {
+            let message = format!("{:?} is not one of {}", wire.effect, EFFECTS.join(", "));
+            return Err(Problem::new(field("effect"), message));
+        }
+        let value = wire.value.clone().unwrap_or_default();
+        taints.push(Taint { key: wire.key.clone(), value, effect: wire.effect.clone() });
+    }
+    Ok(taints)
+}
+
+pub(super) fn taint_wires(config: &NodeConfig) -> Vec<TaintWire> {
+    let wire = |taint: &Taint| TaintWire {
+        key: taint.key.clone(),
+        value: (!taint.value.is_empty()).then(|| taint.value.clone()),
+        effect: taint.effect.clone(),
+        time_added: None,
+    };
+    config.taints.iter().map(wire).collect()
+}

@@ -1,0 +1,315 @@
+//! Makes a node of a cluster of the node: connects the parts of [`beelet_cluster`] with those of the agent.
+
+use std::{collections::BTreeMap, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use beelet_policy::node_status::{self, Registration, Report};
+use beelet_proto::cri;
+use clap::Args;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{
+    sync::{SetOnce, watch},
+    time::{Instant, sleep, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::node::{Builder, Handles};
+use beelet_base::blocking::blocking;
+use beelet_cluster::{
+    client::Client,
+    connect::{self, Connections},
+    events, lease, machine, node,
+};
+use beelet_config::{Config, NodeConfig};
+use beelet_cri::Runtime;
+
+/// The port that a Node gives as its kubelet's.
+const KUBELET_PORT: i32 = 10250;
+/// How often a runtime whose network is not ready is asked again.
+const NETWORK: Duration = Duration::from_secs(1);
+/// How often images are listed.
+const IMAGES: Duration = Duration::from_secs(60);
+/// How long the agent waits between two tries to read the kubeconfig.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// Flags for a node of a cluster.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Node of a cluster")]
+pub(crate) struct ClusterArgs {
+    /// Be a node of a cluster: how the API server is reached, and as whom. Without it the node is on its own.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kubeconfig: Option<PathBuf>,
+    /// The node's addresses, at most one of IPv4 and one of IPv6. Default: the one that the default route
+    /// leaves from.
+    #[arg(long, value_name = "IP[,IP]", value_delimiter = ',')]
+    pub(crate) node_ip: Vec<IpAddr>,
+    /// Labels that the Node is registered with.
+    #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = label)]
+    pub(crate) node_labels: Vec<(String, String)>,
+}
+
+/// How this node is one of a cluster.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    kubeconfig: PathBuf,
+}
+
+impl ClusterArgs {
+    /// Puts what the flags say into the configuration. None: the node is on its own.
+    ///
+    /// # Errors
+    /// Flags that can't be together, or a kubeconfig that can't be used.
+    pub(crate) fn resolve(&self, config: &mut Config) -> Result<Option<Membership>, String> {
+        let families = self.node_ip.iter().map(IpAddr::is_ipv4);
+        match families.collect::<Vec<_>>()[..] {
+            [] | [_] => {}
+            [first, second] if first != second => {}
+            _ => return Err("--node-ip takes one address, or one of IPv4 and one of IPv6".to_owned()),
+        }
+        config.node.ips.clone_from(&self.node_ip);
+        config.node.labels = self.node_labels.iter().cloned().collect();
+        let Some(kubeconfig) = self.kubeconfig.clone() else { return Ok(None) };
+        connect::check(&kubeconfig).map_err(|error| error.to_string())?;
+        Ok(Some(Membership { kubeconfig }))
+    }
+}
+
+fn label(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("a label is written as key=value")?;
+    if key.is_empty() || key.len() > 317 || value.len() > 63 {
+        return Err(format!("{text:?} is no label: a key has 1 to 317 characters, a value at most 63"));
+    }
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// What the parts share once there is a connection.
+#[derive(Clone)]
+struct Session {
+    client: Client,
+    connections: Connections,
+}
+
+/// Adds all parts to `builder`.
+pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
+    let session: Arc<SetOnce<Session>> = Arc::default();
+    let (node_out, node) = watch::channel(None);
+    let (facts_out, facts) = watch::channel(RuntimeFacts::default());
+    let (changes_out, changes) = watch::channel(());
+    let settings = config.node.clone();
+    let name = config.node_name.clone();
+    let connected = Arc::clone(&session);
+    let builder = builder.attach("cluster identity", move |_, stop| async move {
+        if let Some(made) = stop.run_until_cancelled(open(membership, &stop)).await {
+            let _ = connected.set(made);
+        }
+        stop.cancelled().await;
+    });
+    let (connected, lease_name, duration) = (Arc::clone(&session), name.clone(), settings.lease_duration);
+    let builder = builder.attach("node lease", move |handles, stop| async move {
+        let metrics = handles.metrics.cluster.lease;
+        let inputs = lease::Inputs { node_name: lease_name, duration, node, metrics };
+        let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
+        lease::keep(session.connections.clone(), inputs, stop).await;
+    });
+    let connected = Arc::clone(&session);
+    let source = events::Source {
+        node_name: name.clone(),
+        began: Timestamp::now(),
+        per_second: settings.event_qps,
+        burst: settings.event_burst,
+    };
+    let builder = builder.attach("events to the API server", move |handles, stop| async move {
+        let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
+        let metrics = handles.metrics.cluster.events;
+        events::send(session.client.clone(), handles.events.subscribe(), source, metrics, stop).await;
+    });
+    let (every, most) = (settings.status_update_frequency, settings.status_max_images);
+    let builder = builder.attach("runtime facts", move |handles, stop| async move {
+        stop.run_until_cancelled(follow(handles, facts_out, changes_out, every, most)).await;
+    });
+    builder.attach("node status", move |handles, stop| async move {
+        let info = blocking("the machine's files", machine::inspect).await;
+        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
+        let inputs = node::Inputs {
+            arch: info.architecture.clone(),
+            registration: registration(&name, &settings),
+            address: handles.address,
+            register: settings.register,
+            update: settings.status_update_frequency,
+            report_every: settings.status_report_frequency,
+            events: handles.events.clone(),
+            metrics: handles.metrics.cluster.node.clone(),
+            report: reporter(handles, facts, info),
+            changes,
+            node: node_out,
+        };
+        node::keep(session.client.clone(), inputs, stop).await;
+    })
+}
+
+/// Connects; a kubeconfig that has become unusable is read again and again.
+async fn open(membership: Membership, stop: &CancellationToken) -> Session {
+    loop {
+        let options = connect::Options { kubeconfig: membership.kubeconfig.clone() };
+        match connect::connect(options, stop).await {
+            Ok((client, identity)) => return Session { client, connections: identity.connections() },
+            Err(error) => {
+                warn!("cannot connect to the API server: {error}; trying again in {} s", AGAIN.as_secs());
+            }
+        }
+        sleep(AGAIN).await;
+    }
+}
+
+fn registration(name: &str, settings: &NodeConfig) -> Registration {
+    let taint = |taint: &beelet_config::Taint| core::Taint {
+        key: taint.key.clone(),
+        value: (!taint.value.is_empty()).then(|| taint.value.clone()),
+        effect: taint.effect.clone(),
+        ..core::Taint::default()
+    };
+    Registration {
+        name: name.to_owned(),
+        hostname: name.to_owned(),
+        labels: settings.labels.clone(),
+        taints: settings.taints.iter().map(taint).collect(),
+        provider_id: (!settings.provider_id.is_empty()).then(|| settings.provider_id.clone()),
+        external_cloud: settings.external_cloud,
+        ips: settings.ips.clone(),
+    }
+}
+
+/// What the container runtime says of itself, for the Node's status.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct RuntimeFacts {
+    version: String,
+    handlers: Vec<core::NodeRuntimeHandler>,
+    features: Option<core::NodeFeatures>,
+    images: Vec<core::ContainerImage>,
+    /// Why its network is not ready.
+    network: Option<String>,
+}
+
+/// Asks the runtime, so that whoever writes the status never waits for it.
+async fn follow(
+    handles: Handles,
+    facts: watch::Sender<RuntimeFacts>,
+    changes: watch::Sender<()>,
+    every: Duration,
+    most_images: Option<usize>,
+) {
+    let (runtime, mut devices) = (handles.runtime.clone(), handles.devices.node());
+    let mut images_due = Instant::now();
+    loop {
+        let mut new = facts.borrow().clone();
+        ask(&runtime, &mut new).await;
+        if images_due <= Instant::now() {
+            if let Ok(images) = runtime.list_images().await {
+                new.images = node_status::images(images.into_iter().map(image).collect(), most_images);
+            }
+            images_due = Instant::now() + IMAGES;
+        }
+        let next = Instant::now() + if new.network.is_some() { NETWORK.min(every) } else { every };
+        let changed = facts.send_if_modified(|known| {
+            let differ = *known != new;
+            *known = new;
+            differ
+        });
+        if changed {
+            changes.send_replace(());
+        }
+        loop {
+            tokio::select! {
+                () = sleep_until(next) => break,
+                Ok(()) = devices.changed() => { changes.send_replace(()); }
+            }
+        }
+    }
+}
+
+/// Asks for what changes while the runtime runs, or when it is replaced. What it does not answer stays as it
+/// was.
+async fn ask(runtime: &Runtime, facts: &mut RuntimeFacts) {
+    if let Ok(version) = runtime.version().await {
+        facts.version = format!("{}://{}", version.runtime_name, version.runtime_version);
+    }
+    let Ok(status) = runtime.status(false).await else { return };
+    facts.handlers = status.runtime_handlers.into_iter().map(handler).collect();
+    facts.handlers.sort_by(|a, b| a.name.cmp(&b.name));
+    facts.features = status.features.map(|features| core::NodeFeatures {
+        supplemental_groups_policy: Some(features.supplemental_groups_policy),
+    });
+    let conditions = status.status.map(|status| status.conditions).unwrap_or_default();
+    let network = conditions.into_iter().find(|condition| condition.r#type == "NetworkReady");
+    facts.network = network.filter(|condition| !condition.status).map(|condition| {
+        let (reason, message) = (shortened(&condition.reason), shortened(&condition.message));
+        format!("container runtime network not ready: NetworkReady=false reason:{reason} message:{message}")
+    });
+}
+
+/// A condition is for people; a runtime may say anything.
+fn shortened(words: &str) -> String {
+    words.chars().take(1024).collect()
+}
+
+fn handler(handler: cri::RuntimeHandler) -> core::NodeRuntimeHandler {
+    let features = handler.features.map(|features| core::NodeRuntimeHandlerFeatures {
+        recursive_read_only_mounts: Some(features.recursive_read_only_mounts),
+        user_namespaces: Some(features.user_namespaces),
+    });
+    core::NodeRuntimeHandler { name: Some(handler.name), features }
+}
+
+fn image(image: cri::Image) -> core::ContainerImage {
+    core::ContainerImage {
+        names: Some(image.repo_digests.into_iter().chain(image.repo_tags).collect()),
+        size_bytes: i64::try_from(image.size).ok(),
+    }
+}
+
+/// Says how the machine is, as of now; waits for nothing.
+fn reporter(
+    handles: Handles,
+    facts: watch::Receiver<RuntimeFacts>,
+    info: core::NodeSystemInfo,
+) -> Arc<dyn Fn() -> Report + Send + Sync> {
+    let devices = handles.devices.node();
+    Arc::new(move || {
+        let (facts, devices) = (facts.borrow().clone(), Arc::clone(&devices.borrow()));
+        let with = |own: &BTreeMap<String, String>, devices: &BTreeMap<String, usize>, gone: &[String]| {
+            let gone = gone.iter().map(|name| (name.clone(), "0".to_owned()));
+            let devices = devices.iter().map(|(name, count)| (name.clone(), count.to_string()));
+            own.clone().into_iter().chain(gone).chain(devices).collect()
+        };
+        let gone: Vec<String> = devices.removed.iter().cloned().collect();
+        let mut conditions = (handles.conditions)();
+        if let Some(why) = &facts.network {
+            not_ready(&mut conditions, why);
+        }
+        Report {
+            capacity: with(&handles.resources.capacity, &devices.capacity, &gone),
+            allocatable: with(&handles.resources.allocatable, &devices.allocatable, &gone),
+            conditions,
+            info: core::NodeSystemInfo { container_runtime_version: facts.version, ..info.clone() },
+            images: facts.images,
+            handlers: facts.handlers,
+            features: facts.features,
+            port: KUBELET_PORT,
+            ..Report::default()
+        }
+    })
+}
+
+/// A node without a network is not ready, whatever else it is.
+fn not_ready(conditions: &mut [core::NodeCondition], why: &str) {
+    let ready = conditions.iter_mut().find(|condition| condition.type_ == "Ready");
+    let Some(ready) = ready else { return };
+    let message = match (&ready.message, ready.status.as_str()) {
+        (Some(other), "False") => format!("[{other}, {why}]"),
+        _ => why.to_owned(),
+    };
+    ready.status = "False".to_owned();
+    ready.reason = Some("KubeletNotReady".to_owned());
+    ready.message = Some(message);
+}
