@@ -6,6 +6,7 @@
 //! failed assertion too. What a killed test left behind is swept up by the next one that starts.
 
 pub mod agent;
+pub mod apiserver;
 pub mod cgroup_values;
 pub mod containerd;
 pub mod cri;

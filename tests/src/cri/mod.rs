@@ -36,6 +36,7 @@ use tokio::sync::{mpsc, watch};
 use tonic::{Code, Status};
 
 pub use self::calls::{Asked, CHANGES, Call, Op, Outcome};
+pub(crate) use self::script::Gate;
 pub use self::script::{Held, Script};
 pub use self::world::{Container, Sandbox, World};
 

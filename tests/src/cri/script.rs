@@ -158,7 +158,7 @@ impl<'a> Script<'a> {
     pub fn hold(self) -> Held {
         let gate = Gate::closed();
         let since = self.lay_down(Act::Hold(Arc::clone(&gate)));
-        Held { gate, since }
+        Held::new(gate, since)
     }
 
     /// The call is done, but its answer hangs until the test lets it go: see [`Held`].
@@ -169,18 +169,18 @@ impl<'a> Script<'a> {
     }
 }
 
-/// Where held calls wait.
-pub(super) struct Gate {
+/// Where held calls, and requests to the fake API server, wait.
+pub(crate) struct Gate {
     open: watch::Sender<bool>,
     waiting: watch::Sender<usize>,
 }
 
 impl Gate {
-    fn closed() -> Arc<Self> {
+    pub(crate) fn closed() -> Arc<Self> {
         Arc::new(Gate { open: watch::channel(false).0, waiting: watch::channel(0).0 })
     }
 
-    pub(super) async fn wait(&self) {
+    pub(crate) async fn wait(&self) {
         self.waiting.send_modify(|waiting| *waiting += 1);
         // The sender lives as long as the gate.
         let _ = self.open.subscribe().wait_for(|open| *open).await;
@@ -194,6 +194,10 @@ pub struct Held {
 }
 
 impl Held {
+    pub(crate) fn new(gate: Arc<Gate>, since: usize) -> Held {
+        Held { gate, since }
+    }
+
     /// Waits until a call hangs here.
     ///
     /// # Panics

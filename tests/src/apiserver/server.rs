@@ -1,0 +1,237 @@
+//! The fake API server on its port: every request is recorded, goes through the script, and is then answered by the store.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::{Request, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full, Limited, StreamBody};
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+
+use super::path::{self, Target, Verb};
+use super::script::Act;
+use super::store::{Body, Refusal, now};
+use super::{Asked, Outcome, Shared};
+
+/// Largest body of a request, in bytes, as in the API server.
+const MAX_BODY: usize = 3 << 20;
+
+/// What a running server is told.
+pub(super) enum Signal {
+    /// Break every connection, and go on listening.
+    Sever,
+    /// Break every connection, and listen no more.
+    Stop,
+}
+
+/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that ends every
+/// connection at once, as a killed process does.
+pub(super) fn serve(
+    listener: &std::net::TcpListener,
+    shared: &Arc<Shared>,
+    mut signals: mpsc::UnboundedReceiver<Signal>,
+) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let Ok(runtime) = runtime else { return };
+    runtime.block_on(async {
+        let listener = listener.try_clone().and_then(tokio::net::TcpListener::from_std);
+        let Ok(listener) = listener else { return };
+        let mut connections = JoinSet::new();
+        loop {
+            tokio::select! {
+                signal = signals.recv() => match signal {
+                    Some(Signal::Sever) => {
+                        connections.abort_all();
+                        shared.lock().store.cut(|_| true, true);
+                    }
+                    Some(Signal::Stop) | None => break,
+                },
+                Ok((stream, _)) = listener.accept() => {
+                    // Without it the last bytes of a watch's event wait for an acknowledgement.
+                    let _ = stream.set_nodelay(true);
+                    let shared = Arc::clone(shared);
+                    let service = service_fn(move |request| answer(Arc::clone(&shared), request));
+                    let connection =
+                        hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service);
+                    connections.spawn(connection);
+                }
+                Some(_) = connections.join_next() => {}
+            }
+        }
+    });
+    // What watches had to be told goes with their connections.
+    shared.lock().store.cut(|_| true, true);
+}
+
+/// The connection is to break.
+#[derive(Debug, thiserror::Error)]
+#[error("broken by the test")]
+struct Broken;
+
+/// Records a request, lets the script decide about it, and has the store answer it.
+async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Response<Body>, Broken> {
+    let (parts, body) = request.into_parts();
+    let body = Limited::new(body, MAX_BODY).collect().await.map_err(|_| Broken)?.to_bytes();
+    let path = parts.uri.path().to_owned();
+    let query = path::query(parts.uri.query().unwrap_or_default());
+    let header = |name| parts.headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let mut asked = Asked {
+        number: 0,
+        verb: Target::verb(&parts.method, &path, &query),
+        path,
+        query,
+        content_type: header(header::CONTENT_TYPE).unwrap_or_default(),
+        authorization: header(header::AUTHORIZATION),
+        body: serde_json::from_slice(&body).unwrap_or(Value::Null),
+        at: Instant::now(),
+        outcome: Outcome::Pending,
+    };
+    let (mut arrival, delay, act) = shared.arrive(&mut asked);
+    if !delay.is_zero() {
+        tokio::time::sleep(delay).await;
+    }
+    let response = match act {
+        Act::Proceed => work(&shared, &asked),
+        Act::Refuse { code, message, retry_after } => {
+            let refusal = Refusal { code, reason: "Scripted", message };
+            let mut response = whole(code, &refusal.status());
+            if let Some(seconds) = retry_after {
+                response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+            }
+            response
+        }
+        Act::Drop => return Err(Broken),
+        Act::LoseReply => {
+            // Whether it was done well is what the caller won't know.
+            work(&shared, &asked);
+            return Err(Broken);
+        }
+        Act::Hold(gate) => {
+            gate.wait().await;
+            work(&shared, &asked)
+        }
+        Act::HoldReply(gate) => {
+            let response = work(&shared, &asked);
+            gate.wait().await;
+            response
+        }
+        Act::Alter(alter) => {
+            let response = work(&shared, &asked);
+            let code = response.status().as_u16();
+            let body = response.into_body().collect().await.map_err(|_| Broken)?.to_bytes();
+            let mut value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+            alter(&mut value);
+            whole(code, &value)
+        }
+        Act::Body(bytes) => {
+            let response = work(&shared, &asked);
+            response.map(|_| full(bytes.into()))
+        }
+    };
+    arrival.outcome = Outcome::Answered(response.status().as_u16());
+    Ok(response)
+}
+
+fn full(bytes: Bytes) -> Body {
+    Full::new(bytes).map_err(|never| match never {}).boxed_unsync()
+}
+
+fn whole(code: u16, value: &Value) -> Response<Body> {
+    let mut response = Response::new(full(value.to_string().into()));
+    *response.status_mut() = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    response
+}
+
+/// Does what is asked.
+fn work(shared: &Arc<Shared>, asked: &Asked) -> Response<Body> {
+    match (asked.path.as_str(), Target::of(&asked.path)) {
+        ("/healthz" | "/livez" | "/readyz", _) => Response::new(full("ok".into())),
+        ("/version", _) => whole(200, &json!({ "major": "1", "minor": "36", "gitVersion": "v1.36.0" })),
+        (_, Some(target)) if asked.verb == Verb::Watch => watch(shared, asked, &target),
+        (_, Some(target)) => {
+            let done = change(shared, asked, &target);
+            shared.changed();
+            match done {
+                Ok(object) if asked.verb == Verb::Create => whole(201, &object),
+                Ok(object) => whole(200, &object),
+                Err(refusal) => whole(refusal.code, &refusal.status()),
+            }
+        }
+        (_, None) => {
+            let message = "the server could not find the requested resource".to_owned();
+            whole(404, &Refusal { code: 404, reason: "NotFound", message }.status())
+        }
+    }
+}
+
+fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refusal> {
+    let mut state = shared.lock();
+    let body = || {
+        let body = asked.body.is_object().then(|| asked.body.clone());
+        body.ok_or_else(|| Refusal::bad("the body is no object"))
+    };
+    match asked.verb {
+        Verb::Get => state.store.get(target),
+        Verb::List | Verb::Watch => Ok(state.store.list(target, &asked.query)),
+        Verb::Create if target.subresource.as_deref() == Some("token") => {
+            let account = Target { subresource: None, ..target.clone() };
+            state.store.get(&account)?;
+            Ok(token(target, asked.number, body()?))
+        }
+        // Asked and answered, and not kept.
+        Verb::Create if target.resource().ends_with("reviews") => body(),
+        Verb::Create => {
+            let made = state.store.create(target, body()?)?;
+            if target.resource() == "certificatesigningrequests" {
+                state.sign(target, made)
+            } else {
+                Ok(made)
+            }
+        }
+        Verb::Update => state.store.update(target, body()?),
+        Verb::Patch => state.store.patch(target, &asked.content_type, &body()?),
+        Verb::Delete => {
+            let mut options = asked.body.clone();
+            if let Some(grace) =
+                asked.query.get("gracePeriodSeconds").and_then(|text| text.parse::<u64>().ok())
+            {
+                options = json!({ "gracePeriodSeconds": grace });
+            }
+            state.store.delete(target, &options)
+        }
+    }
+}
+
+/// A token of a service account: no two are the same, and each says whose it is.
+fn token(target: &Target, number: usize, mut request: Value) -> Value {
+    let account = target.name.as_deref().unwrap_or_default();
+    let seconds = request["spec"]["expirationSeconds"].as_u64().unwrap_or(3600);
+    request["spec"]["expirationSeconds"] = seconds.into();
+    request["status"] = json!({
+        "token": format!("token-{number}-of-{}-{account}", target.namespace),
+        "expirationTimestamp": now(seconds),
+    });
+    request
+}
+
+fn watch(shared: &Arc<Shared>, asked: &Asked, target: &Target) -> Response<Body> {
+    let (lines, receiver) = mpsc::unbounded_channel();
+    let id = shared.lock().store.watch(target, &asked.path, &asked.query, lines);
+    if let Some(seconds) = asked.query.get("timeoutSeconds").and_then(|text| text.parse().ok()) {
+        let shared = Arc::clone(shared);
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+            shared.lock().store.end_watch(id);
+        });
+    }
+    let body = StreamBody::new(UnboundedReceiverStream::new(receiver)).boxed_unsync();
+    let mut response = Response::new(body);
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    response
+}
