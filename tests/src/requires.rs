@@ -87,6 +87,12 @@ pub fn containerd() -> Result<(), Missing> {
     Ok(())
 }
 
+/// The test asks a real API server: etcd, and the kube-apiserver that `KUBE_APISERVER` names.
+pub fn apiserver() -> Result<(), Missing> {
+    crate::cluster::etcd()?;
+    crate::cluster::given().map(drop)
+}
+
 /// The test gives a container a port of the machine: the CNI plugin portmap, and iptables with its nat table.
 pub fn portmap() -> Result<(), Missing> {
     if cni_bin_dir().is_none_or(|dir| !dir.join("portmap").exists()) {

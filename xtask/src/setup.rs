@@ -23,6 +23,8 @@ pub(crate) enum Part {
     /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib
     /// for the second BPF loader
     Test,
+    /// A control plane for tests, `demo --cluster` and `bench cluster`: etcd. The API server is given by KUBE_APISERVER
+    Cluster,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,
     /// `cargo xtask fuzz`: a C++ compiler, for libFuzzer
@@ -74,6 +76,8 @@ const TEST: &[Need] = &[
     need("strace", "strace"),
 ];
 
+const CLUSTER: &[Need] = &[need("etcd", "etcd-server")];
+
 const FUZZ: &[Need] = &[need("c++", "g++")];
 
 const VM: &[Need] = &[
@@ -89,6 +93,7 @@ impl Part {
         match self {
             Part::Demo => BUILD.iter().chain(DEMO).collect(),
             Part::Test => BUILD.iter().chain(DEMO).chain(TEST).collect(),
+            Part::Cluster => CLUSTER.iter().collect(),
             Part::Ebpf => BUILD.iter().collect(),
             Part::Fuzz => BUILD.iter().chain(FUZZ).collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),

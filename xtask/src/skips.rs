@@ -38,6 +38,7 @@ const ALLOWED: &[Allowed] = &[
     allowed("iptables can't list its nat table", KERNEL),
     allowed("it needs containerd 2 (", NO_PACKAGE),
     allowed("no kubelet is given", NO_PACKAGE),
+    allowed("no kube-apiserver is given", NO_PACKAGE),
     allowed("it needs a device plugin written in Go", NO_PACKAGE),
     allowed(
         "there is no Python with grpcio-tools",

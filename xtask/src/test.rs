@@ -3,7 +3,7 @@
 use crate::setup::{self, Part};
 use crate::{progress::Step, shell, skips, vm};
 use anyhow::{Context as _, Result, bail};
-use beelet_tests::{images, requires, workdir};
+use beelet_tests::{cluster, images, requires, workdir};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
@@ -46,12 +46,14 @@ const EVERYTHING: &[&str] = &["--workspace", "--exclude", "beelet-ebpf", "--excl
 /// The command line's entry.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut left_out = Vec::new();
-    if !args.no_setup
-        && let Err(error) = setup::ensure(Part::Test)
-    {
-        // What is missing costs the tests that need it, not the others.
-        eprintln!("{} {error:#}", console::style("warning:").yellow().for_stderr());
-        left_out.push(format!("setup: {error:#}"));
+    // Without an API server, etcd serves nobody.
+    let parts = if cluster::given().is_ok() { &[Part::Test, Part::Cluster][..] } else { &[Part::Test] };
+    for part in parts.iter().filter(|_| !args.no_setup) {
+        if let Err(error) = setup::ensure(*part) {
+            // What is missing costs the tests that need it, not the others.
+            eprintln!("{} {error:#}", console::style("warning:").yellow().for_stderr());
+            left_out.push(format!("setup: {error:#}"));
+        }
     }
     let mut features = Vec::new();
     if libbpf_headers() {

@@ -8,8 +8,8 @@
 mod config;
 mod teardown;
 
-pub(crate) use teardown::write_pid;
 pub use teardown::{Leftovers, teardown};
+pub(crate) use teardown::{MARKER, keep_logs, write_pid};
 
 use crate::guards::CgroupRoot;
 use crate::images::{self, ImageTar};
@@ -390,7 +390,7 @@ impl Drop for Containerd {
 }
 
 /// One instance at a time in the folders of `parent`: waits for the one there is.
-fn lock(parent: &Path) -> Result<std::fs::File> {
+pub(crate) fn lock(parent: &Path) -> Result<std::fs::File> {
     let path = parent.join("lock");
     let file = std::fs::File::create(&path).with_context(|| format!("could not open {}", path.display()))?;
     file.lock().with_context(|| format!("could not lock {}", path.display()))?;
@@ -398,7 +398,7 @@ fn lock(parent: &Path) -> Result<std::fs::File> {
 }
 
 /// Takes down what killed tests left in the folders of `parent`, whose lock is held.
-fn sweep(parent: &Path) -> Result<()> {
+pub(crate) fn sweep(parent: &Path) -> Result<()> {
     for entry in std::fs::read_dir(parent).with_context(|| format!("could not list {}", parent.display()))? {
         let dir = entry?.path();
         if dir.join(teardown::MARKER).exists() {

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 /// A file that says: this folder is an instance's.
-pub(super) const MARKER: &str = "beelet-test-instance";
+pub(crate) const MARKER: &str = "beelet-test-instance";
 
 /// Where libcni keeps the results of its calls, for all networks of the machine.
 const CNI_CACHE: &str = "/var/lib/cni/results";
@@ -107,7 +107,7 @@ impl Leftovers {
 }
 
 /// Copies the logs of the instance in `dir` to where they outlive it, and says where.
-pub(super) fn keep_logs(dir: &Path) {
+pub(crate) fn keep_logs(dir: &Path) {
     let Some(name) = dir.file_name() else { return };
     let kept = workdir::target_dir().join("test-logs").join(name);
     let entries = std::fs::read_dir(dir).into_iter().flatten().filter_map(Result::ok);

@@ -2,6 +2,7 @@
 
 mod by_hand;
 mod churn;
+mod cluster;
 mod confinement;
 mod density;
 mod devices;

@@ -1,0 +1,513 @@
+//! A control plane of a test's own: etcd and a real kube-apiserver on loopback, with TLS, the Node authorizer, RBAC,
+//! NodeRestriction and an audit log. No controllers, no scheduler: a test does what they would.
+//!
+//! Which API server is said by `KUBE_APISERVER`, which etcd by `ETCD`, else it is the machine's. Everything that they write
+//! is in one folder. Dropped, both are killed; what a killed test leaves is swept up by the next one.
+
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use base64::Engine as _;
+use beelet_cluster::client::{Client, Event};
+use futures::StreamExt as _;
+use http::Method;
+use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
+use serde_json::{Value, json};
+
+use crate::apiserver::Authority;
+use crate::containerd::{self, block_on, teardown, write_pid};
+use crate::guards::Process;
+use crate::requires::{self, Missing, missing};
+use crate::workdir::{self, PATIENCE, wait_for};
+
+/// The program that `KUBE_APISERVER` names.
+///
+/// # Errors
+/// It names none.
+pub fn given() -> Result<PathBuf, Missing> {
+    let named = std::env::var_os("KUBE_APISERVER").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let remedy = "give the path of a kube-apiserver in KUBE_APISERVER";
+    match named {
+        None => Err(missing("no kube-apiserver is given", remedy)),
+        Some(path) if path.is_file() => Ok(path),
+        Some(path) => {
+            Err(missing(format!("KUBE_APISERVER names {}, which is not a file", path.display()), remedy))
+        }
+    }
+}
+
+/// The etcd that `ETCD` names, else the machine's.
+///
+/// # Errors
+/// There is none.
+pub fn etcd() -> Result<PathBuf, Missing> {
+    let named = std::env::var_os("ETCD").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let found = named.filter(|path| path.is_file()).or_else(|| requires::find_program("etcd"));
+    found.ok_or_else(|| missing("etcd is not installed", "cargo xtask setup --for cluster"))
+}
+
+/// Who asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum User {
+    /// Anybody's equal: in `system:masters`.
+    Admin,
+    /// The node of this name: in `system:nodes`.
+    Node(String),
+}
+
+/// A running control plane.
+pub struct Cluster {
+    /// Where logs and pids are, which an instance's teardown reads.
+    instance: PathBuf,
+    dir: PathBuf,
+    authority: Authority,
+    address: String,
+    etcd: Option<Process>,
+    server: Option<Process>,
+    arguments: Vec<String>,
+    /// The instance is its own, and goes with it.
+    own: Option<std::fs::File>,
+    keep: bool,
+}
+
+impl Cluster {
+    /// Starts one in a folder of its own under the target folder. Waits for the test that has one now.
+    ///
+    /// # Errors
+    /// A program is missing, or does not start.
+    pub fn start_for_test() -> Result<Cluster> {
+        let parent = workdir::target_dir().join("cluster");
+        std::fs::create_dir_all(&parent).with_context(|| format!("could not make {}", parent.display()))?;
+        let lock = containerd::lock(&parent)?;
+        containerd::sweep(&parent)?;
+        let instance = parent.join(workdir::unique("plane"));
+        workdir::write(&instance.join(containerd::MARKER), "")?;
+        let mut cluster = Cluster::start(&instance)?;
+        cluster.own = Some(lock);
+        Ok(cluster)
+    }
+
+    /// Starts one beside what else is in the folder of an instance, whose teardown takes it down too.
+    ///
+    /// # Errors
+    /// A program is missing, or does not start.
+    pub fn start(instance: &Path) -> Result<Cluster> {
+        let dir = instance.join("cluster");
+        std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
+        let [client, peer, secure] = free_ports()?;
+        let mut cluster = Cluster {
+            instance: instance.to_path_buf(),
+            authority: Authority::new("cluster")?,
+            address: format!("127.0.0.1:{secure}"),
+            etcd: None,
+            server: None,
+            arguments: Vec::new(),
+            own: None,
+            keep: false,
+            dir,
+        };
+        cluster.start_etcd(client, peer)?;
+        cluster.write_keys()?;
+        cluster.arguments = cluster.flags(client, secure)?;
+        cluster.start_server()?;
+        Ok(cluster)
+    }
+
+    fn start_etcd(&mut self, client: u16, peer: u16) -> Result<()> {
+        let (client, peer) = (format!("http://127.0.0.1:{client}"), format!("http://127.0.0.1:{peer}"));
+        let mut command = Command::new(etcd().map_err(|missing| anyhow::anyhow!("{missing}"))?);
+        command.arg("--data-dir").arg(self.dir.join("etcd"));
+        command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
+        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+        command.args(["--initial-cluster", &format!("default={peer}"), "--logger", "zap"]);
+        self.etcd = Some(self.spawn("etcd", command)?);
+        Ok(())
+    }
+
+    fn write_keys(&self) -> Result<()> {
+        let mut server =
+            CertificateParams::new(vec!["localhost".to_owned(), "kubernetes.default".to_owned()])?;
+        server.subject_alt_names.push(SanType::IpAddress(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        server.distinguished_name.push(DnType::CommonName, "kube-apiserver");
+        server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let (certificate, key) = self.authority.issue(&server)?;
+        // Tokens of service accounts are signed with it.
+        let accounts = KeyPair::generate()?;
+        let files = [
+            ("ca.crt", self.authority.pem().to_owned()),
+            ("server.crt", certificate),
+            ("server.key", key),
+            ("accounts.key", accounts.serialize_pem()),
+            ("accounts.pub", accounts.public_key_pem()),
+            ("audit.yaml", audit_policy()),
+        ];
+        for (name, text) in files {
+            workdir::write(&self.dir.join(name), text)?;
+        }
+        workdir::write(&self.kubeconfig(), self.kubeconfig_of(&User::Admin)?)
+    }
+
+    fn flags(&self, client: u16, secure: u16) -> Result<Vec<String>> {
+        let file = |name: &str| self.dir.join(name).display().to_string();
+        let flags = [
+            ("etcd-servers", format!("http://127.0.0.1:{client}")),
+            ("bind-address", "127.0.0.1".to_owned()),
+            ("advertise-address", "127.0.0.1".to_owned()),
+            ("secure-port", secure.to_string()),
+            ("cert-dir", file("certs")),
+            ("client-ca-file", file("ca.crt")),
+            ("tls-cert-file", file("server.crt")),
+            ("tls-private-key-file", file("server.key")),
+            ("service-account-issuer", "https://kubernetes.default.svc.cluster.local".to_owned()),
+            ("service-account-key-file", file("accounts.pub")),
+            ("service-account-signing-key-file", file("accounts.key")),
+            ("service-cluster-ip-range", "10.96.0.0/16".to_owned()),
+            ("authorization-mode", "Node,RBAC".to_owned()),
+            ("enable-admission-plugins", "NodeRestriction".to_owned()),
+            // Nobody here makes the accounts that it asks for.
+            ("disable-admission-plugins", "ServiceAccount".to_owned()),
+            ("endpoint-reconciler-type", "none".to_owned()),
+            ("allow-privileged", "true".to_owned()),
+            ("audit-policy-file", file("audit.yaml")),
+            ("audit-log-path", file("audit.json")),
+        ];
+        Ok(flags.into_iter().map(|(name, value)| format!("--{name}={value}")).collect())
+    }
+
+    /// Starts the API server, where it was stopped, and waits until it is ready.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start_server(&mut self) -> Result<()> {
+        let mut command = Command::new(given().map_err(|missing| anyhow::anyhow!("{missing}"))?);
+        command.args(&self.arguments);
+        self.server = Some(self.spawn("apiserver", command)?);
+        wait_for("the API server to be ready", PATIENCE, || {
+            for (name, child) in [("etcd", &mut self.etcd), ("apiserver", &mut self.server)] {
+                if let Some(child) = child
+                    && let Ok(Some(status)) = child.0.try_wait()
+                {
+                    return Ok(Err(format!("{name} ended with {status}")));
+                }
+            }
+            self.get("/readyz").and_then(|_| self.get("/api/v1/namespaces/default")).map(|_| Ok(()))
+        })?
+        .map_err(|ended| {
+            let log = workdir::read(&self.instance.join("apiserver.log")).unwrap_or_default();
+            let last: Vec<&str> = log.lines().rev().take(20).collect();
+            anyhow::anyhow!(
+                "{ended}; its last words:\n{}",
+                last.into_iter().rev().collect::<Vec<_>>().join("\n")
+            )
+        })
+    }
+
+    /// Kills the API server: every connection breaks, the port refuses.
+    pub fn kill_server(&mut self) {
+        self.server = None; // dropping a guarded process kills it and waits
+    }
+
+    fn spawn(&self, name: &str, mut command: Command) -> Result<Process> {
+        use std::os::unix::process::CommandExt as _;
+        let path = self.instance.join(format!("{name}.log"));
+        let log = std::fs::OpenOptions::new().append(true).create(true).open(&path);
+        let log = log.with_context(|| format!("could not open {}", path.display()))?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        // Ctrl-C at a demo's terminal is for the demo alone.
+        let child = command.process_group(0).spawn().with_context(|| format!("could not start {name}"))?;
+        let child = Process(child);
+        write_pid(&self.instance, name, child.0.id())?;
+        Ok(child)
+    }
+
+    // ---- Who asks ----
+
+    /// Where the admin's kubeconfig is.
+    pub fn kubeconfig(&self) -> PathBuf {
+        self.dir.join("admin.kubeconfig")
+    }
+
+    /// Writes a node's kubeconfig and returns its path.
+    ///
+    /// # Errors
+    /// It can't be written.
+    pub fn node_kubeconfig(&self, node: &str) -> Result<PathBuf> {
+        let path = self.dir.join(format!("{node}.kubeconfig"));
+        workdir::write(&path, self.kubeconfig_of(&User::Node(node.to_owned()))?)?;
+        Ok(path)
+    }
+
+    fn certificate(&self, user: &User) -> Result<(String, String)> {
+        let mut params = CertificateParams::new(Vec::new())?;
+        let (group, name) = match user {
+            User::Admin => ("system:masters", "admin".to_owned()),
+            User::Node(name) => ("system:nodes", format!("system:node:{name}")),
+        };
+        params.distinguished_name.push(DnType::OrganizationName, group);
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        Ok(self.authority.issue(&params)?)
+    }
+
+    /// A kubeconfig with a new certificate.
+    ///
+    /// # Errors
+    /// No key can be made.
+    pub fn kubeconfig_of(&self, user: &User) -> Result<String> {
+        let (certificate, key) = self.certificate(user)?;
+        let encoded = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+        let cluster = json!({
+            "server": format!("https://{}", self.address),
+            "certificate-authority-data": encoded(self.authority.pem()),
+        });
+        let user =
+            json!({ "client-certificate-data": encoded(&certificate), "client-key-data": encoded(&key) });
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{ "name": "test", "cluster": cluster }],
+            "users": [{ "name": "test", "user": user }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test" } }],
+        });
+        Ok(format!("{config:#}\n"))
+    }
+
+    /// A client for whoever the kubeconfig at `path` names. Must be called within a runtime.
+    ///
+    /// # Errors
+    /// The kubeconfig can't be used.
+    pub fn client(path: &Path) -> Result<kube::Client> {
+        let mut config = kube::Config::try_from(kube::config::Kubeconfig::read_from(path)?)?;
+        // One request is one request, whatever the answer.
+        config.default_retry = false;
+        Ok(kube::Client::try_from(config)?)
+    }
+
+    // ---- What an admin asks ----
+
+    /// Reads what is at `path`.
+    ///
+    /// # Errors
+    /// The server can't be reached, or refuses.
+    pub fn get(&self, path: &str) -> Result<Value> {
+        self.ask(Method::GET, path, "", &Value::Null)
+    }
+
+    /// Makes an object in the collection at `path`.
+    ///
+    /// # Errors
+    /// The server can't be reached, or refuses.
+    pub fn create(&self, path: &str, object: &Value) -> Result<Value> {
+        self.ask(Method::POST, path, "application/json", object)
+    }
+
+    /// Changes an object by a strategic merge patch.
+    ///
+    /// # Errors
+    /// The server can't be reached, or refuses.
+    pub fn patch(&self, path: &str, patch: &Value) -> Result<Value> {
+        self.ask(Method::PATCH, path, "application/strategic-merge-patch+json", patch)
+    }
+
+    /// Deletes an object; a pod with this grace period, or its own.
+    ///
+    /// # Errors
+    /// The server can't be reached, or refuses.
+    pub fn delete(&self, path: &str, grace: Option<u32>) -> Result<Value> {
+        let mut options = json!({ "apiVersion": "v1", "kind": "DeleteOptions" });
+        if let Some(grace) = grace {
+            options["gracePeriodSeconds"] = grace.into();
+        }
+        self.ask(Method::DELETE, path, "application/json", &options)
+    }
+
+    fn ask(&self, method: Method, path: &str, kind: &str, body: &Value) -> Result<Value> {
+        let kubeconfig = self.kubeconfig();
+        block_on(async move { ask(&Cluster::client(&kubeconfig)?, method, path, kind, body).await })
+    }
+
+    /// Makes a pod in the namespace `default` and gives it to a node, as a scheduler would.
+    ///
+    /// # Errors
+    /// The server can't be reached, or refuses.
+    pub fn run(&self, node: &str, pod: &Value) -> Result<Value> {
+        let mut pod = pod.clone();
+        pod["spec"]["nodeName"] = node.into();
+        self.create("/api/v1/namespaces/default/pods", &pod)
+    }
+
+    /// The path of a pod in the namespace `default`.
+    #[must_use]
+    pub fn pod(name: &str) -> String {
+        format!("/api/v1/namespaces/default/pods/{name}")
+    }
+
+    /// Follows the object at `path` until `found` finds something in it; it is null while there is none.
+    ///
+    /// # Errors
+    /// Nothing is found in time.
+    pub fn until<T: Send>(
+        &self,
+        what: &str,
+        path: &str,
+        mut found: impl FnMut(&Value) -> Option<T> + Send,
+    ) -> Result<T> {
+        let kubeconfig = self.kubeconfig();
+        let mut last = Value::Null;
+        let followed = block_on(async {
+            let follow = follow(&kubeconfig, path, &mut last, &mut found);
+            Ok(tokio::time::timeout(PATIENCE, follow).await)
+        })?;
+        match followed {
+            Ok(result) => result,
+            Err(_) => bail!("waited {} s for {what}; at last it was {last:#}", PATIENCE.as_secs()),
+        }
+    }
+
+    // ---- What was asked ----
+
+    /// The events of the audit log so far, oldest first.
+    ///
+    /// # Errors
+    /// It can't be read.
+    pub fn audit(&self) -> Result<Vec<Value>> {
+        let log = workdir::read(&self.dir.join("audit.json"))?;
+        // The last line may be half written.
+        Ok(log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+    }
+
+    /// What a node asked so far: verb, resource with its subresource, status code.
+    ///
+    /// # Errors
+    /// The audit log can't be read.
+    pub fn asked_by(&self, node: &str) -> Result<Vec<(String, String, u64)>> {
+        let name = format!("system:node:{node}");
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let events = self.audit()?.into_iter().filter(|event| event["user"]["username"] == name);
+        let asked = events.map(|event| {
+            let object = &event["objectRef"];
+            let mut resource = match object["resource"].as_str() {
+                Some(resource) => resource.to_owned(),
+                None => text(&event["requestURI"]),
+            };
+            if let Some(subresource) = object["subresource"].as_str() {
+                resource = format!("{resource}/{subresource}");
+            }
+            (text(&event["verb"]), resource, event["responseStatus"]["code"].as_u64().unwrap_or(0))
+        });
+        Ok(asked.collect())
+    }
+
+    /// Leaves it running when the value is dropped; the instance's teardown ends it.
+    pub fn keep(&mut self) {
+        self.keep = true;
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if self.keep {
+            std::mem::forget((self.etcd.take(), self.server.take()));
+            return;
+        }
+        (self.server, self.etcd) = (None, None);
+        if self.own.is_some() {
+            if std::thread::panicking() {
+                containerd::keep_logs(&self.instance);
+            }
+            if let Err(error) = teardown(&self.instance) {
+                eprintln!("could not take down the cluster in {}: {error:#}", self.instance.display());
+            }
+        }
+    }
+}
+
+/// One request; its answer, which is null where it is no JSON.
+///
+/// # Errors
+/// The server can't be reached, or refuses.
+pub async fn ask(
+    client: &kube::Client,
+    method: Method,
+    path: &str,
+    kind: &str,
+    body: &Value,
+) -> Result<Value> {
+    let bytes = if body.is_null() { Vec::new() } else { body.to_string().into_bytes() };
+    let request = http::Request::builder().method(&method).uri(path);
+    let request = if kind.is_empty() { request } else { request.header(http::header::CONTENT_TYPE, kind) };
+    let answer = client.request_text(request.body(bytes)?).await;
+    let answer = answer.with_context(|| format!("{method} {path}"))?;
+    Ok(serde_json::from_str(&answer).unwrap_or(Value::Null))
+}
+
+/// Reads the object at `path`, and watches it from there, until `found` finds something. A server that goes away is asked
+/// again when it is back.
+async fn follow<T>(
+    kubeconfig: &Path,
+    path: &str,
+    last: &mut Value,
+    found: &mut (impl FnMut(&Value) -> Option<T> + Send),
+) -> Result<T> {
+    let (collection, name) = path.rsplit_once('/').context("the path names no object")?;
+    let client = Cluster::client(kubeconfig)?;
+    let client = Client::new(tokio::sync::watch::channel(client).1);
+    let selector = format!("fieldSelector=metadata.name%3D{name}");
+    loop {
+        // Without it, a server that is away would be asked in a hot loop.
+        let pause = tokio::time::sleep(Duration::from_millis(100));
+        if let Ok(list) = client.get(&format!("{collection}?{selector}")).await {
+            *last = list["items"][0].clone();
+            if let Some(found) = found(last) {
+                return Ok(found);
+            }
+            let version = list["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned();
+            let watched =
+                client.watch(&format!("{collection}?watch=1&{selector}&resourceVersion={version}")).await;
+            if let Ok(mut events) = watched {
+                while let Some(Ok(event)) = events.next().await {
+                    *last = match event {
+                        Event::Applied(object) => object,
+                        Event::Deleted(_) => Value::Null,
+                        Event::Bookmark(_) => continue,
+                    };
+                    if let Some(found) = found(last) {
+                        return Ok(found);
+                    }
+                }
+            }
+        }
+        pause.await;
+    }
+}
+
+/// Whether a pod's condition is true.
+#[must_use]
+pub fn condition(object: &Value, kind: &str) -> bool {
+    let all = object["status"]["conditions"].as_array();
+    all.is_some_and(|all| all.iter().any(|one| one["type"] == kind && one["status"] == "True"))
+}
+
+/// What is logged: each request once, when it was answered, without bodies.
+fn audit_policy() -> String {
+    let policy = json!({
+        "apiVersion": "audit.k8s.io/v1", "kind": "Policy",
+        "omitStages": ["RequestReceived"],
+        "rules": [{ "level": "Metadata" }],
+    });
+    policy.to_string()
+}
+
+/// Ports of loopback that nobody had a moment ago.
+fn free_ports<const N: usize>() -> Result<[u16; N]> {
+    // All at once, so that no two are the same.
+    let bound: Vec<TcpListener> =
+        (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;
+    let mut ports = [0; N];
+    for (port, listener) in ports.iter_mut().zip(&bound) {
+        *port = listener.local_addr()?.port();
+    }
+    Ok(ports)
+}
