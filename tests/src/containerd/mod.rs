@@ -163,7 +163,7 @@ impl Containerd {
         }
         let version = version_of(&binary)?;
         // Made before the first thing that has to be taken down again.
-        workdir::write(&dir.join(teardown::MARKER), "")?;
+        workdir::write(&dir.join(MARKER), "")?;
         let cgroup = CgroupRoot::new(&names.cgroup())?;
         let mut containerd =
             Containerd { names, binary, version, child: None, cgroup, keep: false, _lock: lock };
@@ -366,7 +366,7 @@ impl Containerd {
         self.child = None;
         let log = workdir::read(&self.dir().join("containerd.log")).unwrap_or_default();
         let telling: Vec<&str> = log.lines().filter(|line| !line.contains("level=info")).collect();
-        teardown::keep_logs(self.dir());
+        keep_logs(self.dir());
         bail!("containerd did not start: {failure}. From its log:\n{}", telling.join("\n"))
     }
 }
@@ -380,7 +380,7 @@ impl Drop for Containerd {
             return;
         }
         if std::thread::panicking() {
-            teardown::keep_logs(self.dir());
+            keep_logs(self.dir());
         }
         self.child = None;
         if let Err(error) = teardown(self.dir()) {
@@ -401,7 +401,7 @@ pub(crate) fn lock(parent: &Path) -> Result<std::fs::File> {
 pub(crate) fn sweep(parent: &Path) -> Result<()> {
     for entry in std::fs::read_dir(parent).with_context(|| format!("could not list {}", parent.display()))? {
         let dir = entry?.path();
-        if dir.join(teardown::MARKER).exists() {
+        if dir.join(MARKER).exists() {
             teardown(&dir)?;
         }
     }
