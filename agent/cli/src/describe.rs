@@ -1,5 +1,6 @@
-//! `beelet describe pod NAME`: a pod with all that is known of it, and what happened to it.
+//! `beelet describe`: a pod, or the node, with all that is known of it, and what happened to it.
 
+mod node;
 mod pod;
 
 use std::process::ExitCode;
@@ -26,6 +27,9 @@ enum What {
     /// A pod, its containers and its events.
     #[command(visible_aliases = ["pods", "po"])]
     Pod(PodArgs),
+    /// The node: its conditions, what pods request of it and which pods those are, its events.
+    #[command(visible_aliases = ["nodes", "no"])]
+    Node(AgentArgs),
 }
 
 #[derive(Debug, Args)]
@@ -42,9 +46,11 @@ struct PodArgs {
 /// Shows it.
 #[must_use]
 pub fn run(args: &DescribeArgs) -> ExitCode {
-    let What::Pod(args) = &args.what;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(describe(args)));
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
+        What::Pod(args) => runtime.block_on(describe(args)),
+        What::Node(args) => runtime.block_on(describe_node(args)),
+    });
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
@@ -81,6 +87,17 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
     };
     let events = client.kept_events(wanted).await?;
     print(&pod::text(&entry.pod, &events, Timestamp::now()))?;
+    show_notice(&notice);
+    Ok(())
+}
+
+async fn describe_node(args: &AgentArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.socket).await?;
+    let node = client.node().await?;
+    let (table, notice) = client.pods().await?;
+    let mut events = client.kept_events(proto::ListEventsRequest::default()).await?;
+    events.retain(|event| event.object_kind == "Node");
+    print(&node::text(&node, &table, &events, Timestamp::now()))?;
     show_notice(&notice);
     Ok(())
 }

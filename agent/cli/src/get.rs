@@ -1,7 +1,7 @@
 //! `beelet get pods`: what runs here, from the agent's own socket.
 
 pub(super) mod columns;
-mod node;
+pub(super) mod node;
 pub(super) mod pod;
 
 use std::io::{self, ErrorKind, IsTerminal, Write};

@@ -22,6 +22,7 @@ pub mod manual;
 mod plain;
 pub mod plan;
 pub mod probe;
+mod requested;
 pub mod top;
 pub mod tune;
 mod why;

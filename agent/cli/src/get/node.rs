@@ -11,10 +11,12 @@ use serde_json::{Value, json};
 use super::columns::Columns;
 use super::pod::age;
 use super::print;
-use crate::args::AgentArgs;
+use crate::{args::AgentArgs, requested};
 use beelet_client::Client;
+use beelet_model::table::PodTable;
+use beelet_policy::quantity::Quantity;
 
-const RESOURCES: &[&str] = &["RESOURCE", "CAPACITY", "ALLOCATABLE"];
+const RESOURCES: &[&str] = &["RESOURCE", "CAPACITY", "ALLOCATABLE", "REQUESTED", "FREE"];
 const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];
 
 /// Arguments of `beelet get node`.
@@ -38,9 +40,10 @@ enum Output {
 }
 
 pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
-    let node = Client::connect(&args.agent.socket).await?.node().await?;
+    let mut client = Client::connect(&args.agent.socket).await?;
+    let node = client.node().await?;
     let text = match args.output {
-        Output::Table => table(&node, Timestamp::now()),
+        Output::Table => table(&node, &client.pods().await?.0, Timestamp::now()),
         Output::Json => format!("{:#}\n", v1(&node)),
         Output::Yaml => beelet_codec::yaml(&v1(&node)).context("the node")?,
     };
@@ -51,19 +54,37 @@ pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn table(node: &proto::GetNodeResponse, now: Timestamp) -> String {
+/// What there is of each resource, and what pods have requested of it.
+pub(crate) fn resources(node: &proto::GetNodeResponse, pods: &PodTable) -> String {
     let names: BTreeSet<&String> = node.capacity.keys().chain(node.allocatable.keys()).collect();
+    let requested = requested::of_all(pods);
     let cell = |amount: Option<&String>| amount.map_or_else(|| "0".to_owned(), String::clone);
     let row = |name: &&String| {
-        vec![(*name).clone(), cell(node.capacity.get(*name)), cell(node.allocatable.get(*name))]
+        let allocatable = cell(node.allocatable.get(*name));
+        let taken = requested.get(*name).copied().unwrap_or_default();
+        let free = Quantity::parse(&allocatable).map_or_else(
+            |_| "-".to_owned(),
+            |allocatable| requested::shown(name, allocatable.saturating_sub(taken)),
+        );
+        vec![
+            (*name).clone(),
+            cell(node.capacity.get(*name)),
+            allocatable,
+            requested::shown(name, taken),
+            free,
+        ]
     };
     let rows: Vec<Vec<String>> = names.iter().map(row).collect();
+    Columns::new(RESOURCES).table(&rows)
+}
+
+fn table(node: &proto::GetNodeResponse, pods: &PodTable, now: Timestamp) -> String {
     let condition = |condition: &proto::NodeCondition| {
         let status = status(condition).to_owned();
         vec![condition.r#type.clone(), status, age(since(condition), now), condition.reason.clone()]
     };
     let conditions: Vec<Vec<String>> = node.conditions.iter().map(condition).collect();
-    format!("{}\n{}", Columns::new(RESOURCES).table(&rows), Columns::new(CONDITIONS).table(&conditions))
+    format!("{}\n{}", resources(node, pods), Columns::new(CONDITIONS).table(&conditions))
 }
 
 fn v1(node: &proto::GetNodeResponse) -> Value {
@@ -82,11 +103,11 @@ fn v1(node: &proto::GetNodeResponse) -> Value {
     json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": node.name }, "status": status })
 }
 
-fn status(condition: &proto::NodeCondition) -> &'static str {
+pub(crate) fn status(condition: &proto::NodeCondition) -> &'static str {
     if condition.status { "True" } else { "False" }
 }
 
-fn since(condition: &proto::NodeCondition) -> Timestamp {
+pub(crate) fn since(condition: &proto::NodeCondition) -> Timestamp {
     Timestamp::from_nanosecond(condition.since_ns.into()).unwrap_or_default()
 }
 
@@ -118,10 +139,10 @@ mod tests {
             ],
         };
         assert_eq!(
-            table(&node, Timestamp::from_second(1_000_000_005).unwrap()),
-            "RESOURCE          CAPACITY   ALLOCATABLE\n\
-             cpu               4          3500m\n\
-             example.com/gpu   2          0\n\
+            table(&node, &PodTable::default(), Timestamp::from_second(1_000_000_005).unwrap()),
+            "RESOURCE          CAPACITY   ALLOCATABLE   REQUESTED   FREE\n\
+             cpu               4          3500m         0           3500m\n\
+             example.com/gpu   2          0             0           0\n\
              \n\
              CONDITION        STATUS   SINCE   REASON\n\
              MemoryPressure   True     5s      KubeletHasInsufficientMemory\n\
