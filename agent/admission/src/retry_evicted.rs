@@ -19,6 +19,7 @@ use tracing::info;
 use super::Admission;
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
 use beelet_model::{
+    origin::Origin,
     request::Request,
     table::{PodName, PodTable},
 };
@@ -77,6 +78,8 @@ impl RetryEvicted {
             .pods
             .values()
             .filter(|entry| entry.pod.metadata.deletion_timestamp.is_none())
+            // In a cluster somebody makes a new pod.
+            .filter(|entry| !Origin::of(&entry.pod).is_api())
             .filter_map(|entry| {
                 let key = (entry.pod.metadata.uid.clone()?, ended_at(&entry.pod)?);
                 let at = before.get(&key).copied().unwrap_or_else(Instant::now);

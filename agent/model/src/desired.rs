@@ -8,9 +8,10 @@ use k8s_openapi::api::core::v1::Pod;
 
 use crate::labels;
 use crate::objects::Objects;
+use crate::origin::Origin;
 use crate::table::{PodName, RejectedManifest};
 
-/// The pods that should run, by the folder's manifests.
+/// The pods that should run: by the folder's manifests, by the API server, or by both.
 ///
 /// A manifest that becomes invalid takes nothing away: while the agent runs, the pod of its last valid content
 /// stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a pod that
@@ -26,6 +27,8 @@ pub struct Desired {
     /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
     /// that should run.
     pub folder_unread: bool,
+    /// The API server has not said yet which pods it assigns to this node: `pods` may lack some of them.
+    pub api_unread: bool,
     /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
     pub objects: Arc<Objects>,
     /// The files of priority classes, by name.
@@ -45,6 +48,7 @@ impl Desired {
             all.rejected.extend(one.rejected.iter().cloned());
             all.unreadable.extend(one.unreadable.iter().cloned());
             all.folder_unread |= one.folder_unread;
+            all.api_unread |= one.api_unread;
             objects.add_missing(&one.objects);
             for (name, file) in &one.class_files {
                 all.class_files.entry(name.clone()).or_insert_with(|| file.clone());
@@ -69,10 +73,21 @@ impl Desired {
         }
     }
 
-    /// Whether a running pod that isn't in `pods` may be stopped. `manifest` is the file it was made from, by its
-    /// annotation ([`super::ANNOTATION_MANIFEST`]).
+    /// Returns true if not all that should run is known.
     #[must_use]
-    pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
-        !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
+    pub fn is_incomplete(&self) -> bool {
+        self.folder_unread || self.api_unread
+    }
+
+    /// Whether a running pod of this origin that isn't in `pods` may be stopped. `manifest` is the file it was made from,
+    /// by its annotation ([`super::ANNOTATION_MANIFEST`]).
+    #[must_use]
+    pub fn may_remove(&self, origin: Origin, manifest: Option<&Path>) -> bool {
+        match origin {
+            Origin::Api => !self.api_unread,
+            Origin::File => {
+                !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
+            }
+        }
     }
 }

@@ -3,6 +3,7 @@ pub mod desired;
 pub mod failure;
 pub mod labels;
 pub mod objects;
+pub mod origin;
 pub mod pod;
 pub mod pressure;
 pub mod processes;

@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::{status::OomFacts, table::PodName};
+use crate::{origin::Origin, status::OomFacts, table::PodName};
 
 /// What others ask of the pods.
 #[derive(Clone, Debug)]
@@ -86,6 +86,9 @@ pub struct RuntimePod {
     /// The same without the amounts that may change while the pod runs.
     #[serde(default)]
     pub shape: Option<String>,
+    /// Who wanted it.
+    #[serde(default)]
+    pub origin: Origin,
 }
 
 impl RuntimePod {

@@ -87,6 +87,8 @@ pub struct PodEntry {
     pub netns: Option<PathBuf>,
     /// It is on its way out, or out: deleted, or ended for good (evicted, preempted, past its deadline, refused).
     pub ending: bool,
+    /// It was ended, and has given back everything that it had: containers, volumes, cgroup.
+    pub cleared: bool,
 }
 
 impl PodEntry {
@@ -94,7 +96,7 @@ impl PodEntry {
     #[must_use]
     pub fn of(pod: Pod) -> Self {
         let ending = pod.metadata.deletion_timestamp.is_some();
-        Self { pod, readiness_edge: None, netns: None, ending }
+        Self { pod, readiness_edge: None, netns: None, ending, cleared: false }
     }
 }
 

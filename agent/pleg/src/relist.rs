@@ -25,6 +25,7 @@ use super::Pace;
 use beelet_cri::{Error, Runtime};
 use beelet_model::{
     labels::{self, ANNOTATION_HASH},
+    origin::Origin,
     pod::managed,
     request::{Request, RuntimePod, RuntimePods},
     table::PodName,
@@ -245,6 +246,7 @@ fn pod_of(
         manifest: annotations.get(labels::MANIFEST).map(PathBuf::from),
         hash: annotations.get(ANNOTATION_HASH).cloned(),
         shape: annotations.get(labels::SHAPE).cloned(),
+        origin: Origin::of_annotation(annotations.get(labels::ANNOTATION_SOURCE).map(String::as_str)),
     }
 }
 

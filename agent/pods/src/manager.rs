@@ -41,6 +41,7 @@ use beelet_model::{
     failure::Failure,
     labels::ANNOTATION_HASH,
     objects::Objects,
+    origin::Origin,
     processes,
     request::{ProbeUpdate, Request, RuntimePod},
     status::{OomFacts, ProbeFacts, has_ended, whole_second},
@@ -49,6 +50,7 @@ use beelet_model::{
 use beelet_spec::resize::{self, ResizeFacts};
 
 mod active;
+mod assigned;
 mod exits;
 mod failing;
 mod resizing;
@@ -107,13 +109,26 @@ struct Managed {
     failure: Option<Failure>,
     /// It may run again once its failure is cleared.
     retry: bool,
+    /// Its deletion, if the API server wants it deleted: its object is there until nothing is left of the pod.
+    deletion: Option<assigned::Deletion>,
+    /// What the API server last wanted of it.
+    assigned: Option<Arc<core::Pod>>,
     /// How a change of its amounts stands.
     resize: ResizeFacts,
 }
 
 impl Managed {
     fn terminating(&self) -> bool {
+        self.deletion.is_some() || self.is_dropped()
+    }
+
+    /// Whether nobody wants it any more: once nothing is left of it, it is forgotten.
+    fn is_dropped(&self) -> bool {
         self.control.borrow().terminate.is_some()
+    }
+
+    fn origin(&self) -> Origin {
+        Origin::of(&self.pod)
     }
 
     /// Whether other amounts of cpu and memory don't make it another pod. One that was ended for good is.
@@ -203,6 +218,9 @@ impl Manager {
     /// Tells once that every pod was looked at.
     fn note_complete(&self) {
         let is_known = |managed: &Managed| managed.status.is_some() || managed.terminating();
+        if self.parts.desired.borrow().api_unread {
+            return;
+        }
         if self.runtime.is_some() && !self.parts.complete.initialized() && self.pods.values().all(is_known) {
             // Nobody else sets it.
             let _ = self.parts.complete.set(());
@@ -229,14 +247,16 @@ impl Manager {
         for (uid, orphan) in &in_runtime {
             // A UID may be written in the manifest, and stay when the rest changes.
             let is_wanted = wanted.get(uid).is_some_and(|pod| {
-                orphan.hash.is_none()
+                Origin::of(pod).is_api()
+                    || orphan.hash.is_none()
                     || orphan.hash == hash_of(pod)
                     || orphan.shape == Some(resize::shape(pod))
             });
-            if self.pods.contains_key(uid) || is_wanted || !desired.may_remove(orphan.manifest.as_deref()) {
+            let may_remove = desired.may_remove(orphan.origin, orphan.manifest.as_deref());
+            if self.pods.contains_key(uid) || is_wanted || !may_remove {
                 continue;
             }
-            info!(pod = %orphan.name, uid, "a pod without a manifest runs here; it is terminated");
+            info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
         for (uid, pod) in wanted {
@@ -269,7 +289,8 @@ impl Manager {
     ) -> BTreeMap<String, Arc<core::Pod>> {
         let identify = |pod: &Arc<core::Pod>| {
             let uid = pod.metadata.uid.clone()?;
-            if self.pods.contains_key(&uid) || in_runtime.contains_key(&uid) {
+            let is_known = self.pods.contains_key(&uid) || in_runtime.contains_key(&uid);
+            if is_known || Origin::of(pod).is_api() {
                 return Some((uid, Arc::clone(pod)));
             }
             let (name, shape) = (PodName::of(pod), resize::shape(pod));
@@ -290,6 +311,10 @@ impl Manager {
 
     /// Terminates a pod that isn't wanted any more, or not as it is.
     fn keep_or_terminate(&mut self, uid: &str, wanted: Option<&Arc<core::Pod>>, desired: &Desired) {
+        if let Some(pod) = wanted.filter(|pod| Origin::of(pod).is_api()) {
+            self.follow_assigned(uid, pod);
+            return;
+        }
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let same = |pod: &&Arc<core::Pod>| {
             hash_of(pod) == hash_of(&managed.pod)
@@ -309,7 +334,9 @@ impl Manager {
             }
             Some(_) if managed.resize.pending.take().is_some() => self.publish(uid),
             Some(_) => {}
-            None if desired.may_remove(manifest_of(&managed.pod).as_deref()) => self.terminate(uid),
+            None if desired.may_remove(managed.origin(), manifest_of(&managed.pod).as_deref()) => {
+                self.terminate(uid);
+            }
             None => {}
         }
     }
@@ -336,13 +363,21 @@ impl Manager {
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        let (record, retry) = self.remembered(&uid);
+        let (record, retry) = self.remembered(&uid, Origin::of(&pod));
         let (probes, hooked, oom, status, failure, edge) = match record {
             Some(record) => {
                 (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
             }
             None => Default::default(),
         };
+        let assigned = Origin::of(&pod).is_api().then(|| Arc::clone(&pod));
+        // What has ended by the API server's word never runs again, whatever was forgotten here.
+        let status = status.or_else(|| pod.status.clone().filter(|status| has_ended(Some(status))));
+        let mut deletion = assigned.as_deref().and_then(assigned::Deletion::of);
+        deletion.iter_mut().for_each(|d| d.cleared = failure.as_ref().is_some_and(|f| f.cleared));
+        if let Some(deletion) = &deletion {
+            self.parts.launcher.admission.leaving(&uid, deletion.grace);
+        }
         if terminate {
             let admission = &self.parts.launcher.admission;
             admission.adopt(&pod);
@@ -350,6 +385,7 @@ impl Manager {
         }
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
+        let failed = deletion.as_ref().map(|d| Terminate { grace: Some(d.grace) }).or(failed);
         let ended = failure.is_none() && has_ended(status.as_ref());
         let (control, signal) = watch::channel(Control { terminate, failed, ended, ..Control::default() });
         let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
@@ -375,6 +411,8 @@ impl Manager {
             edge,
             failure,
             retry,
+            deletion,
+            assigned,
             resize: ResizeFacts::default(),
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
@@ -387,7 +425,7 @@ impl Manager {
 
     fn terminate(&mut self, uid: &str) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        if managed.terminating() {
+        if managed.is_dropped() {
             return;
         }
         info!(pod = %managed.name, uid, "pod is terminated");
@@ -454,7 +492,7 @@ impl Manager {
             Request::Runtime(mut seen) => {
                 for (uid, managed) in &self.pods {
                     let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
-                    let cleared = managed.failure.as_ref().is_some_and(|failure| failure.cleared);
+                    let cleared = managed.is_cleared();
                     let lost = had_any && !cleared && !seen.pods.contains_key(uid);
                     if lost || seen.recovered || seen.changed.contains(uid) {
                         managed.control.send_modify(|c| c.changes += 1);
@@ -553,6 +591,7 @@ impl Manager {
         if managed.seen.is_some() {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
+        managed.note_generation(&mut status);
         managed.status = Some(status.clone());
         managed.note_start();
         if has_ended(Some(&status)) {
@@ -565,7 +604,8 @@ impl Manager {
         let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
         let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
         let ending = managed.terminating() || managed.failure.is_some();
-        let entry = PodEntry { pod, readiness_edge: managed.edge.clone(), netns, ending };
+        let (readiness_edge, cleared) = (managed.edge.clone(), managed.is_cleared());
+        let entry = PodEntry { pod, readiness_edge, netns, ending, cleared };
         let name = managed.name.clone();
         let origin = RuntimePod {
             name: name.clone(),
@@ -573,6 +613,7 @@ impl Manager {
             manifest: manifest_of(&managed.pod),
             hash: hash_of(&managed.pod),
             shape: Some(resize::shape(&managed.pod)),
+            origin: managed.origin(),
         };
         let failure = managed.failure.clone();
         let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());

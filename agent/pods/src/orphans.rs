@@ -117,8 +117,8 @@ impl Found {
 
 impl Sweep {
     fn is_known(&self, uid: &str) -> bool {
-        // A manifest that can't be read may be of any pod.
-        self.desired.borrow().folder_unread
+        // A manifest that can't be read may be of any pod, and the API server may name any.
+        self.desired.borrow().is_incomplete()
             || self.known.has(uid)
             || self.table.borrow().pods.values().any(|entry| entry.pod.metadata.uid.as_deref() == Some(uid))
     }

@@ -211,7 +211,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use beelet_model::table::PodName;
+    use beelet_model::{origin::Origin, table::PodName};
 
     fn record(phase: &str, failure: Option<Failure>) -> PodRecord {
         let status = json!({ "phase": phase });
@@ -223,6 +223,7 @@ mod tests {
                 manifest: None,
                 hash: None,
                 shape: None,
+                origin: Origin::File,
             },
             status: serde_json::from_value(status).unwrap(),
             probes: BTreeMap::new(),

@@ -28,6 +28,7 @@ use super::{
 };
 use beelet_cri::Runtime;
 use beelet_model::table::PodName;
+use beelet_spec::definition;
 use beelet_state::events::Object;
 
 mod devices;
@@ -52,13 +53,14 @@ const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::fr
 pub(super) struct Control {
     /// Set once the pod must go: everything is stopped and removed.
     pub terminate: Option<Terminate>,
-    /// Set once the pod must give everything back, and not start again while this stands.
+    /// Set once the pod must give everything back, and not start again while this stands: it was ended for good, or is
+    /// deleted.
     pub failed: Option<Terminate>,
     /// All containers of the pod have ended for good: none is started again, even when the runtime's records of them are
     /// collected as garbage.
     pub ended: bool,
-    /// The pod with other amounts of cpu and memory, once they were changed while it runs.
-    pub resized: Option<Arc<core::Pod>>,
+    /// The pod as it is now, once it was changed while it runs.
+    pub updated: Option<Arc<core::Pod>>,
     /// What probes say.
     pub verdicts: Verdicts,
     /// Counts the changes that the runtime reported.
@@ -213,7 +215,7 @@ impl Worker {
         let mut pause = RETRY_INITIAL;
         loop {
             let control = self.control.borrow_and_update().clone();
-            if let Some(pod) = control.resized.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
+            if let Some(pod) = control.updated.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
                 // For containers that start from now on; those that run are the QoS tree's.
                 self.plan = self.launcher.plan(Arc::clone(pod));
             }
@@ -387,6 +389,14 @@ impl Worker {
         let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
         for container in all.filter(|c| c.startup_probe.is_none()) {
             verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
+        }
+        let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
+        for container in all {
+            let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id));
+            let made = made.filter(|made| seen.is_running(&made.id));
+            if let Some(made) = made.filter(|made| definition::is_redefined(container, made)) {
+                verdicts.condemned.entry(made.id.clone()).or_insert(KillReason::Redefined);
+            }
         }
         verdicts
     }

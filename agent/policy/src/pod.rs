@@ -106,6 +106,8 @@ pub enum KillReason {
     Unknown,
     /// Its postStart hook failed.
     PostStartHook,
+    /// It was made from another definition than the pod has now.
+    Redefined,
 }
 
 impl KillReason {
@@ -116,6 +118,7 @@ impl KillReason {
             Self::Startup => "failed startup probe, will be restarted",
             Self::Unknown => "is in unknown state, try killing it before restart",
             Self::PostStartHook => "failed postStart hook",
+            Self::Redefined => "definition changed, will be restarted",
         }
     }
 }

@@ -57,6 +57,26 @@ pub fn amounts(container: &Container) -> Option<ResourceRequirements> {
     })
 }
 
+/// Whether two states of one pod ask for the same amounts.
+pub fn same_amounts(one: &Pod, other: &Pod) -> bool {
+    let amounts = |pod: &Pod| -> Vec<_> { containers(pod).map(|c| (c.name.clone(), amounts(c))).collect() };
+    amounts(one) == amounts(other)
+}
+
+/// Gives the containers of `pod` the amounts that those of `other` have.
+pub fn take_amounts(pod: &mut Pod, other: &Pod) {
+    let Some(spec) = &mut pod.spec else { return };
+    for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
+        if let Some(before) = containers(other).find(|before| before.name == container.name) {
+            container.resources.clone_from(&before.resources);
+        }
+    }
+}
+
+fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
+    pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
+}
+
 /// Whether a pod's status says that new amounts are not in force yet.
 pub fn is_in_progress(pod: &Pod) -> bool {
     let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());

@@ -11,6 +11,7 @@ use super::{Manager, Terminate};
 use crate::records::PodRecord;
 use beelet_model::{
     failure::{DEADLINE_EXCEEDED, Failure},
+    origin::Origin,
     status::has_ended,
 };
 use beelet_state::events::Object;
@@ -40,6 +41,11 @@ impl Manager {
             failure.grace
         };
         managed.retry = false;
+        // A deletion under way may be in more haste.
+        let grace = match &managed.deletion {
+            Some(deletion) => Some(grace.unwrap_or(own).min(deletion.grace)),
+            None => grace,
+        };
         self.parts.launcher.admission.leaving(uid, grace.unwrap_or(own));
         managed.control.send_if_modified(|c| {
             let wanted = Some(Terminate { grace });
@@ -79,9 +85,12 @@ impl Manager {
     }
 
     /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end is over. One
-    /// that was refused is as if it were new, as soon as nothing of it is left.
-    pub(super) fn remembered(&self, uid: &str) -> (Option<PodRecord>, bool) {
+    /// that was refused is as if it were new, as soon as nothing of it is left, but not where the API server knows of its end.
+    pub(super) fn remembered(&self, uid: &str, origin: Origin) -> (Option<PodRecord>, bool) {
         let record = self.parts.records.get(uid);
+        if origin.is_api() {
+            return (record, false);
+        }
         let failure = record.as_ref().and_then(|record| record.failure.as_ref());
         match failure.filter(|failure| failure.is_refusal()) {
             Some(refusal) if refusal.cleared => (None, false),
@@ -89,11 +98,14 @@ impl Manager {
         }
     }
 
-    /// A pod that was ended for good has given everything back.
+    /// A pod that was ended for good, or deleted, has given everything back.
     pub(super) fn on_cleared(&mut self, uid: &str) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        let Some(failure) = &mut managed.failure else { return };
-        failure.cleared = true;
+        if managed.failure.is_none() && managed.deletion.is_none() {
+            return;
+        }
+        managed.failure.iter_mut().for_each(|failure| failure.cleared = true);
+        managed.deletion.iter_mut().for_each(|deletion| deletion.cleared = true);
         self.parts.launcher.admission.released(uid);
         managed.waiting.clear();
         let retry = managed.retry;

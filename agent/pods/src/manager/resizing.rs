@@ -30,7 +30,7 @@ impl Managed {
         self.resize = ResizeFacts::default();
         events.normal(Object::pod(pod), "Resized", "The pod's cpu or memory changes while it runs");
         info!(pod = %self.name, "pod is resized: its cpu and memory change while it runs");
-        self.control.send_modify(|c| c.resized = Some(Arc::clone(pod)));
+        self.control.send_modify(|c| c.updated = Some(Arc::clone(pod)));
         true
     }
 }

@@ -126,7 +126,7 @@ impl Worker {
         let probe = container_of(&self.plan.pod, container).and_then(|c| match reason {
             KillReason::Liveness => c.liveness_probe.as_ref(),
             KillReason::Startup => c.startup_probe.as_ref(),
-            KillReason::Unknown | KillReason::PostStartHook => None,
+            KillReason::Unknown | KillReason::PostStartHook | KillReason::Redefined => None,
         });
         let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
         own.map_or_else(|| self.plan.grace, Duration::from_secs)

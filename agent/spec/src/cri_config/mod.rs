@@ -17,7 +17,7 @@ use beelet_policy::{
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{env::Environment, resize};
+use super::{definition, env::Environment, resize};
 use beelet_model::{labels, table::PodName};
 
 pub use self::network::HostName;
@@ -136,6 +136,7 @@ pub fn container(
     all_labels.insert(labels::CONTAINER_NAME.to_owned(), spec.name.clone());
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
     let annotations = HashMap::from([
+        (labels::CONTAINER_HASH.to_owned(), definition::digest(spec)),
         (labels::TERMINATION_PATH.to_owned(), text(&spec.termination_message_path)),
         (labels::TERMINATION_POLICY.to_owned(), text(&spec.termination_message_policy)),
         (labels::RESTART_COUNT.to_owned(), facts.attempt.to_string()),

@@ -1,0 +1,141 @@
+//! Pods that the API server assigns to the node. They are known by their UID, may change while they run, and are deleted in two
+//! steps: the API server says until when a pod may take to end, and forgets it once it is told that nothing is left.
+
+use std::{sync::Arc, time::Duration};
+
+use k8s_openapi::api::core::v1 as core;
+use tracing::info;
+
+use super::{Managed, Manager, Terminate};
+use beelet_model::{failure::Failure, pod::grace_period, status::has_ended};
+use beelet_spec::resize;
+
+/// The deletion of a pod whose object is still there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Deletion {
+    /// What its containers get to end by themselves.
+    pub(super) grace: Duration,
+    /// Nothing is left of it but logs.
+    pub(super) cleared: bool,
+}
+
+impl Deletion {
+    /// The deletion that the API server asks for, if it does.
+    pub(super) fn of(pod: &core::Pod) -> Option<Self> {
+        pod.metadata.deletion_timestamp.as_ref()?;
+        let seconds = pod.metadata.deletion_grace_period_seconds;
+        let grace = seconds.map_or_else(|| grace_period(pod), |s| Duration::from_secs(s.try_into().unwrap_or(0)));
+        Some(Self { grace, cleared: false })
+    }
+}
+
+impl Manager {
+    /// Takes in what the API server wants of a pod that is here.
+    pub(super) fn follow_assigned(&mut self, uid: &str, wanted: &Arc<core::Pod>) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        let is_known = managed.assigned.as_ref().is_some_and(|known| Arc::ptr_eq(known, wanted));
+        // One that was dropped goes, whatever is said of it now. A change that had to wait is tried again.
+        if managed.is_dropped() || is_known && managed.resize.pending.is_none() {
+            return;
+        }
+        managed.assigned = Some(Arc::clone(wanted));
+        let known = managed.deletion;
+        managed.delete(wanted);
+        match managed.deletion {
+            Some(deletion) => {
+                if known != managed.deletion {
+                    info!(pod = %managed.name, uid, grace_seconds = deletion.grace.as_secs(), "pod is deleted");
+                    self.parts.launcher.admission.leaving(uid, deletion.grace);
+                }
+            }
+            None => managed.update(wanted, &self.parts.launcher),
+        }
+        let ended = wanted.status.as_ref().filter(|status| has_ended(Some(status)));
+        if let Some(status) = ended.filter(|_| managed.failure.is_none() && !managed.ended()) {
+            // Somebody else has ended it there: nobody counts on it any more.
+            let text = |text: &Option<String>, or: &str| text.clone().unwrap_or_else(|| or.to_owned());
+            let reason = text(&status.reason, "Terminated");
+            let message = text(&status.message, "The API server says that the pod has ended");
+            self.fail(uid, &Failure::new(reason, message, None));
+        }
+        self.publish(uid);
+    }
+}
+
+impl Managed {
+    /// Begins the deletion that `wanted` asks for, if it does, or hastens it.
+    fn delete(&mut self, wanted: &Arc<core::Pod>) {
+        let Some(asked) = Deletion::of(wanted) else { return };
+        let cleared = self.is_cleared();
+        let grace = self.deletion.map_or(asked.grace, |known| known.grace.min(asked.grace));
+        self.deletion = Some(Deletion { grace, cleared });
+        self.pod = with_amounts_of(wanted, &self.pod);
+        self.control.send_if_modified(|c| {
+            let before = c.failed.and_then(|failed| failed.grace);
+            let failed = Some(Terminate { grace: Some(before.map_or(grace, |before| before.min(grace))) });
+            std::mem::replace(&mut c.failed, failed) != failed
+        });
+    }
+
+    /// Changes a pod while it runs. Amounts for which there is no room stay as they are.
+    fn update(&mut self, wanted: &Arc<core::Pod>, launcher: &super::Launcher) {
+        if resize::same_amounts(wanted, &self.pod) {
+            self.resize.pending = None;
+            self.pod = Arc::clone(wanted);
+        } else if self.may_resize() && !self.ended() && self.try_resize(wanted, launcher) {
+            self.pod = Arc::clone(wanted);
+            return;
+        } else {
+            self.pod = with_amounts_of(wanted, &self.pod);
+        }
+        let pod = Arc::clone(&self.pod);
+        self.control.send_modify(|c| c.updated = Some(pod));
+    }
+
+    /// Whether it was ended, and nothing is left of it but logs.
+    pub(super) fn is_cleared(&self) -> bool {
+        self.deletion.is_some_and(|deletion| deletion.cleared)
+            || self.failure.as_ref().is_some_and(|failure| failure.cleared)
+    }
+
+    /// Notes in a status which generation of the pod it is about.
+    pub(super) fn note_generation(&self, status: &mut core::PodStatus) {
+        let Some(generation) = self.assigned.as_ref().and_then(|pod| pod.metadata.generation) else { return };
+        status.observed_generation = Some(generation);
+        for condition in status.conditions.iter_mut().flatten() {
+            condition.observed_generation = Some(generation);
+        }
+    }
+}
+
+/// The pod as it is wanted, with the amounts of cpu and memory that it has.
+fn with_amounts_of(wanted: &Arc<core::Pod>, has: &core::Pod) -> Arc<core::Pod> {
+    if resize::same_amounts(wanted, has) {
+        return Arc::clone(wanted);
+    }
+    let mut pod = (**wanted).clone();
+    resize::take_amounts(&mut pod, has);
+    Arc::new(pod)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_api_server_says_how_long_a_deleted_pod_gets() {
+        let check = |metadata: serde_json::Value, expected: Option<u64>| {
+            let spec = json!({"terminationGracePeriodSeconds": 7, "containers": []});
+            let pod: core::Pod = serde_json::from_value(json!({"metadata": metadata, "spec": spec})).unwrap();
+            assert_eq!(Deletion::of(&pod).map(|deletion| deletion.grace.as_secs()), expected);
+        };
+        let now = "2026-01-01T00:00:00Z";
+        check(json!({}), None);
+        check(json!({"deletionGracePeriodSeconds": 3}), None);
+        check(json!({"deletionTimestamp": now, "deletionGracePeriodSeconds": 3}), Some(3));
+        check(json!({"deletionTimestamp": now, "deletionGracePeriodSeconds": -3}), Some(0));
+        check(json!({"deletionTimestamp": now}), Some(7));
+    }
+}
