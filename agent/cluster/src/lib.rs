@@ -2,6 +2,8 @@
 //! ([`client`]), and what a kubelet says through it: who it is ([`connect`](mod@connect)), that it is alive
 //! ([`lease`]), what its machine is like ([`node`]), what happened ([`events`]).
 
+mod assigned;
+mod backoff;
 pub mod client;
 pub mod connect;
 pub mod events;
@@ -10,6 +12,8 @@ pub mod machine;
 pub mod node;
 #[cfg(test)]
 mod testing;
+mod watch;
+pub mod workload;
 
 use prometheus_client::registry::Registry;
 

@@ -79,15 +79,19 @@ impl Desired {
         self.folder_unread || self.api_unread
     }
 
-    /// Whether a running pod of this origin that isn't in `pods` may be stopped. `manifest` is the file it was made from,
-    /// by its annotation ([`super::ANNOTATION_MANIFEST`]).
+    /// Whether a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the file it was made from, by its
+    /// annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]
-    pub fn may_remove(&self, origin: Origin, manifest: Option<&Path>) -> bool {
+    pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
+        !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
+    }
+
+    /// The same for a running pod of any origin.
+    #[must_use]
+    pub fn may_remove_of(&self, origin: Origin, manifest: Option<&Path>) -> bool {
         match origin {
             Origin::Api => !self.api_unread,
-            Origin::File => {
-                !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
-            }
+            Origin::File => self.may_remove(manifest),
         }
     }
 }

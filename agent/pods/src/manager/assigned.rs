@@ -24,7 +24,8 @@ impl Deletion {
     pub(super) fn of(pod: &core::Pod) -> Option<Self> {
         pod.metadata.deletion_timestamp.as_ref()?;
         let seconds = pod.metadata.deletion_grace_period_seconds;
-        let grace = seconds.map_or_else(|| grace_period(pod), |s| Duration::from_secs(s.try_into().unwrap_or(0)));
+        let grace =
+            seconds.map_or_else(|| grace_period(pod), |s| Duration::from_secs(s.try_into().unwrap_or(0)));
         Some(Self { grace, cleared: false })
     }
 }

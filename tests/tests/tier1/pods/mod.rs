@@ -5,6 +5,7 @@
 
 mod admission;
 mod adoption;
+mod assigned;
 mod device_kills;
 mod devices;
 mod every_call;

@@ -1,0 +1,277 @@
+//! The pods that the API server assigns to this node, as it has them and as the node wants them.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use beelet_codec::ApiType;
+use beelet_model::{
+    desired::Desired,
+    labels::{ANNOTATION_HASH, ANNOTATION_SEEN, ANNOTATION_SOURCE, SOURCE_API},
+    status::has_ended,
+    table::PodName,
+};
+use beelet_policy::mirror;
+use beelet_state::events::{Object, Recorder};
+use k8s_openapi::api::core::v1 as core;
+use serde_json::Value;
+use tokio::sync::watch;
+use tracing::{error, info, warn};
+
+use crate::watch::{Collection, Sink};
+
+/// Annotations below this are the agent's own: what the API server says there is nobody's word.
+const OWN: &str = "beelet.dev/";
+
+/// One pod.
+#[derive(Clone, Debug)]
+pub(crate) struct Pod {
+    /// As the API server has it.
+    pub(crate) object: Arc<core::Pod>,
+    /// As the node runs it; None for the mirror of a static pod.
+    pub(crate) wanted: Option<Arc<core::Pod>>,
+}
+
+/// All of them. None before the first list.
+pub(crate) type Pods = Option<Arc<BTreeMap<PodName, Pod>>>;
+
+/// The collection that they are in.
+pub(crate) fn collection(node: &str) -> Collection {
+    Collection { path: "/api/v1/pods".to_owned(), fields: format!("spec.nodeName={node}") }
+}
+
+/// What should run by these pods.
+pub(crate) fn desired(pods: &Pods) -> Desired {
+    let Some(pods) = pods else { return Desired { api_unread: true, ..Desired::default() } };
+    let wanted = pods.iter().filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
+    Desired { pods: wanted.collect(), ..Desired::default() }
+}
+
+/// Takes in what the API server says.
+pub(crate) struct Assigned {
+    node: String,
+    pods: BTreeMap<PodName, Pod>,
+    out: watch::Sender<Pods>,
+    events: Recorder,
+    /// The last list had no pod, where there were some.
+    doubtful: bool,
+}
+
+impl Assigned {
+    pub(crate) fn new(node: String, out: watch::Sender<Pods>, events: Recorder) -> Self {
+        Self { node, pods: BTreeMap::new(), out, events, doubtful: false }
+    }
+
+    fn publish(&self) {
+        self.out.send_replace(Some(Arc::new(self.pods.clone())));
+    }
+
+    /// Whether a list may be believed. One that takes every pod away is asked for twice: it may come from a backup, and after
+    /// a restart nobody knows yet what runs.
+    fn is_credible(&mut self, listed: &BTreeMap<PodName, Pod>) -> bool {
+        let own = |pods: &BTreeMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
+        let (before, first) = (own(&self.pods), self.out.borrow().is_none());
+        let empty = own(listed) == 0 && (before > 0 || first);
+        let doubtful = std::mem::replace(&mut self.doubtful, empty);
+        if !empty {
+            return true;
+        }
+        if before > 0 {
+            let message = if doubtful {
+                format!(
+                    "the API server says again that no pod belongs to this node: {before} pods are terminated"
+                )
+            } else {
+                format!(
+                    "the API server says that no pod belongs to this node, where it named {before} before; it is asked \
+                     once more before any is stopped. Was its data restored from a backup?"
+                )
+            };
+            error!(node = self.node, "{message}");
+            self.events.warning(Object::node(&self.node), "NoPodsAssigned", message);
+        }
+        doubtful
+    }
+
+    fn read(&self, object: &Value) -> Option<(PodName, Pod)> {
+        let name = || format!("{}/{}", object["metadata"]["namespace"], object["metadata"]["name"]);
+        let read = core::Pod::from_value(object).map_err(|problem| problem.to_string());
+        let pod = match read.and_then(|pod| unsound(&pod).map_or(Ok(pod), Err)) {
+            Ok(pod) => pod,
+            Err(why) => {
+                error!(pod = name(), why, "a pod of the API server can't be read, and is passed over");
+                return None;
+            }
+        };
+        let name = PodName::of(&pod);
+        let known = self.pods.get(&name);
+        let wanted = (!mirror::is_mirror(&pod)).then(|| {
+            let wanted = wanted(&pod);
+            // The same value while nothing in it changes: who follows sees that by its address.
+            let same = known.and_then(|known| known.wanted.clone()).filter(|known| **known == wanted);
+            same.unwrap_or_else(|| Arc::new(wanted))
+        });
+        Some((name, Pod { object: Arc::new(pod), wanted }))
+    }
+}
+
+impl Sink for Assigned {
+    fn listed(&mut self, objects: Vec<Value>) -> bool {
+        let listed: BTreeMap<PodName, Pod> = objects.iter().filter_map(|object| self.read(object)).collect();
+        if !self.is_credible(&listed) {
+            return false;
+        }
+        info!(
+            node = self.node,
+            pods = listed.len(),
+            "the API server has said which pods belong to this node"
+        );
+        self.pods = listed;
+        self.publish();
+        true
+    }
+
+    fn applied(&mut self, object: &Value) {
+        if let Some((name, pod)) = self.read(object) {
+            self.pods.insert(name, pod);
+            self.publish();
+        }
+    }
+
+    fn deleted(&mut self, object: &Value) {
+        let Some((name, gone)) = self.read(object) else { return };
+        // Another of its name may be here by now.
+        if self.pods.get(&name).is_some_and(|known| known.object.metadata.uid == gone.object.metadata.uid) {
+            self.pods.remove(&name);
+            self.publish();
+        } else {
+            warn!(pod = %name, "the API server deletes a pod that it has not named");
+        }
+    }
+}
+
+/// The pod as the node runs it: without what others say of it, and with its origin.
+fn wanted(pod: &core::Pod) -> core::Pod {
+    let mut pod = pod.clone();
+    let metadata = &mut pod.metadata;
+    (metadata.managed_fields, metadata.resource_version, metadata.self_link) = (None, None, None);
+    let annotations = metadata.annotations.get_or_insert_default();
+    annotations.retain(|key, _| !key.starts_with(OWN) && key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
+    annotations.insert(ANNOTATION_SOURCE.to_owned(), SOURCE_API.to_owned());
+    // An end is the only thing that the API server knows better.
+    pod.status = pod.status.take().filter(|status| has_ended(Some(status)));
+    pod
+}
+
+/// Why a pod can be none of this node. Names become folders.
+fn unsound(pod: &core::Pod) -> Option<String> {
+    let is_name = |text: &str| {
+        let sound = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+        !text.is_empty() && text.len() <= 253 && !text.starts_with('.') && text.chars().all(sound)
+    };
+    let metadata = &pod.metadata;
+    let Some(spec) = &pod.spec else { return Some("it has no spec".to_owned()) };
+    let of_pod = [&metadata.uid, &metadata.namespace, &metadata.name].into_iter();
+    let containers = spec.init_containers.iter().flatten().chain(&spec.containers).map(|c| c.name.as_str());
+    let volumes = spec.volumes.iter().flatten().map(|volume| volume.name.as_str());
+    let mut all = of_pod.map(|name| name.as_deref().unwrap_or_default()).chain(containers).chain(volumes);
+    all.find(|name| !is_name(name)).map(|name| format!("{name:?} is not a name"))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn pod(name: &str, uid: &str) -> Value {
+        json!({
+            "metadata": {
+                "name": name, "namespace": "shop", "uid": uid, "resourceVersion": "1",
+                "annotations": {"beelet.dev/manifest": "/m", "kubernetes.io/config.source": "file", "own": "x"},
+            },
+            "spec": {"containers": [{"name": "c"}]},
+            "status": {"phase": "Running"},
+        })
+    }
+
+    fn assigned() -> (Assigned, watch::Receiver<Pods>) {
+        let (out, pods) = watch::channel(None);
+        (Assigned::new("n1".to_owned(), out, Recorder::default()), pods)
+    }
+
+    fn uids(pods: &watch::Receiver<Pods>) -> Vec<String> {
+        let pods = pods.borrow().clone().unwrap();
+        pods.values().map(|pod| pod.object.metadata.uid.clone().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_pod_is_what_the_api_server_wants_and_not_what_it_says_of_this_node() {
+        let (mut assigned, pods) = assigned();
+        assert!(desired(&pods.borrow()).api_unread);
+        assert!(assigned.listed(vec![pod("a", "u1")]));
+        let desired = desired(&pods.borrow());
+        assert!(!desired.api_unread);
+        let (name, a) = desired.pods.first_key_value().unwrap();
+        assert_eq!(name.to_string(), "shop/a");
+        let annotations = a.metadata.annotations.as_ref().unwrap();
+        assert_eq!(annotations.keys().collect::<Vec<_>>(), ["kubernetes.io/config.source", "own"]);
+        assert_eq!(annotations[ANNOTATION_SOURCE], SOURCE_API);
+        assert!(a.status.is_none() && a.metadata.resource_version.is_none());
+    }
+
+    #[test]
+    fn a_status_alone_changes_nothing_that_is_wanted_unless_it_is_an_end() {
+        let (mut assigned, pods) = assigned();
+        let wanted =
+            |pods: &watch::Receiver<Pods>| desired(&pods.borrow()).pods.into_values().next().unwrap();
+        assigned.listed(vec![pod("a", "u1")]);
+        let first = wanted(&pods);
+        let mut changed = pod("a", "u1");
+        changed["metadata"]["resourceVersion"] = json!("2");
+        changed["status"]["phase"] = json!("Pending");
+        assigned.applied(&changed);
+        assert!(Arc::ptr_eq(&first, &wanted(&pods)));
+        changed["status"]["phase"] = json!("Failed");
+        assigned.applied(&changed);
+        assert!(has_ended(wanted(&pods).status.as_ref()));
+    }
+
+    #[test]
+    fn a_deletion_is_of_a_uid() {
+        let (mut assigned, pods) = assigned();
+        assigned.listed(vec![pod("a", "u1")]);
+        assigned.applied(&pod("a", "u2"));
+        assigned.deleted(&pod("a", "u1"));
+        assert_eq!(uids(&pods), ["u2"]);
+        assigned.deleted(&pod("a", "u2"));
+        assert!(uids(&pods).is_empty());
+    }
+
+    #[test]
+    fn a_list_that_takes_all_pods_away_is_believed_the_second_time() {
+        let (mut assigned, pods) = assigned();
+        assert!(!assigned.listed(Vec::new()));
+        assert!(pods.borrow().is_none());
+        assert!(assigned.listed(vec![pod("a", "u1")]));
+        assert!(!assigned.listed(Vec::new()));
+        assert_eq!(uids(&pods), ["u1"]);
+        // It was a mistake; a later one is one more.
+        assert!(assigned.listed(vec![pod("a", "u1")]));
+        assert!(!assigned.listed(Vec::new()));
+        assert!(assigned.listed(Vec::new()));
+        assert!(uids(&pods).is_empty());
+        // Now that is nothing new.
+        assert!(assigned.listed(Vec::new()));
+    }
+
+    #[test]
+    fn names_that_lead_elsewhere_and_mirrors_are_not_wanted() {
+        let (mut assigned, pods) = assigned();
+        let mut mirror = pod("m", "u2");
+        mirror["metadata"]["annotations"]["kubernetes.io/config.mirror"] = json!("h");
+        let mut container = pod("c", "u3");
+        container["spec"]["containers"][0]["name"] = json!("../up");
+        assigned.listed(vec![pod("../../etc", "u1"), pod("a", ".."), container, mirror, pod("b", "u4")]);
+        assert_eq!(uids(&pods), ["u4", "u2"]);
+        assert_eq!(desired(&pods.borrow()).pods.len(), 1);
+    }
+}

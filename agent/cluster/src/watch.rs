@@ -1,0 +1,188 @@
+//! One list, then one watch: keeps a [`Sink`] informed of what is in a collection, through every fault of the server.
+//!
+//! A watch that ends goes on where it was; one that the server can't continue ("410 Gone") begins with a new list. Must never
+//! give a sink anything older than what it has.
+
+use std::time::Duration;
+
+use futures::StreamExt;
+use serde_json::Value;
+use tokio::time::{Instant, timeout};
+use tracing::{debug, info, warn};
+
+use crate::{
+    backoff::{Backoff, chance},
+    client::{Client, Error, Event},
+};
+
+/// How long the server is asked to keep a watch, at least.
+const WATCH_SECONDS: u32 = 300;
+/// Without a word for so long, a watch is taken for dead. Bookmarks come once per minute.
+const SILENCE: Duration = Duration::from_secs(180);
+/// A watch that lasted so long ended as it should: the next one begins at once.
+const LASTED: Duration = Duration::from_secs(5);
+
+/// A set of objects.
+#[derive(Clone, Debug)]
+pub(crate) struct Collection {
+    /// Its path, as `/api/v1/pods`.
+    pub(crate) path: String,
+    /// Which of its objects, as a field selector; empty for all.
+    pub(crate) fields: String,
+}
+
+/// Whoever is told.
+pub(crate) trait Sink {
+    /// All that there is. False has it asked for again: the sink doesn't believe it yet.
+    fn listed(&mut self, objects: Vec<Value>) -> bool;
+    /// An object is new or has changed.
+    fn applied(&mut self, object: &Value);
+    /// An object is gone.
+    fn deleted(&mut self, object: &Value);
+}
+
+/// Follows a collection until dropped.
+pub(crate) async fn follow(client: &Client, of: &Collection, sink: &mut (impl Sink + Send)) {
+    let mut line = Line { client, of, backoff: Backoff::default(), failing: false };
+    loop {
+        match line.list().await {
+            Ok((objects, version)) => {
+                line.answered();
+                if sink.listed(objects) {
+                    line.watch(version, sink).await;
+                } else {
+                    line.backoff.wait(None).await;
+                }
+            }
+            Err(error) => line.failed(&error).await,
+        }
+    }
+}
+
+struct Line<'a> {
+    client: &'a Client,
+    of: &'a Collection,
+    backoff: Backoff,
+    failing: bool,
+}
+
+impl Line<'_> {
+    async fn list(&self) -> Result<(Vec<Value>, String), Error> {
+        let mut list = self.client.get(&self.url("")).await?;
+        let version = list["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned();
+        let mut objects = match list["items"].take() {
+            Value::Array(objects) => objects,
+            _ => Vec::new(),
+        };
+        for object in &mut objects {
+            if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
+                metadata.remove("managedFields");
+            }
+        }
+        Ok((objects, version))
+    }
+
+    /// Watches from `version` on, again and again, until only a list helps.
+    async fn watch(&mut self, mut version: String, sink: &mut (impl Sink + Send)) {
+        loop {
+            let began = Instant::now();
+            match self.watch_once(&mut version, sink).await {
+                Ok(()) if began.elapsed() >= LASTED => self.backoff.reset(),
+                Ok(()) => self.backoff.wait(None).await,
+                Err(error) if error.is_expired() => {
+                    info!(what = self.of.path, %error, "the watch can't go on where it was; all is listed again");
+                    // Every node may have been told so at the same moment.
+                    self.backoff.wait(error.retry_after()).await;
+                    return;
+                }
+                Err(error) => self.failed(&error).await,
+            }
+        }
+    }
+
+    async fn watch_once(&mut self, version: &mut String, sink: &mut (impl Sink + Send)) -> Result<(), Error> {
+        let seconds = WATCH_SECONDS + u32::from(chance());
+        let query =
+            format!("watch=1&allowWatchBookmarks=true&timeoutSeconds={seconds}&resourceVersion={version}");
+        let mut events = self.client.watch(&self.url(&query)).await?;
+        self.answered();
+        while let Ok(Some(event)) = timeout(SILENCE, events.next()).await {
+            match event? {
+                Event::Applied(object) => {
+                    advance(version, object["metadata"]["resourceVersion"].as_str());
+                    sink.applied(&object);
+                }
+                Event::Deleted(object) => {
+                    advance(version, object["metadata"]["resourceVersion"].as_str());
+                    sink.deleted(&object);
+                }
+                Event::Bookmark(bookmark) => advance(version, Some(&bookmark)),
+            }
+            self.backoff.reset();
+        }
+        Ok(())
+    }
+
+    fn url(&self, query: &str) -> String {
+        let Collection { path, fields } = self.of;
+        let fields = match fields.as_str() {
+            "" => String::new(),
+            fields => format!("fieldSelector={}", fields.replace('=', "%3D")),
+        };
+        let all: Vec<&str> = [fields.as_str(), query].into_iter().filter(|part| !part.is_empty()).collect();
+        if all.is_empty() { path.clone() } else { format!("{path}?{}", all.join("&")) }
+    }
+
+    async fn failed(&mut self, error: &Error) {
+        let pause = self.backoff.next(error.retry_after());
+        let retry_in_seconds = pause.as_secs();
+        if self.failing {
+            debug!(what = self.of.path, %error, retry_in_seconds, "the API server still does not say what there is");
+        } else {
+            warn!(what = self.of.path, %error, retry_in_seconds,
+                "the API server does not say what there is; what was known stands");
+        }
+        self.failing = true;
+        tokio::time::sleep(pause).await;
+    }
+
+    fn answered(&mut self) {
+        if std::mem::take(&mut self.failing) {
+            info!(what = self.of.path, "the API server answers again");
+        }
+    }
+}
+
+/// Goes on to a version, never back: bookmarks may come out of order.
+fn advance(version: &mut String, to: Option<&str>) {
+    let Some(to) = to.filter(|to| !to.is_empty()) else { return };
+    if !is_older(to, version) {
+        to.clone_into(version);
+    }
+}
+
+/// Whether a resource version is older than another. They are numbers that grow; of those that aren't nobody knows.
+pub(crate) fn is_older(version: &str, than: &str) -> bool {
+    let number = |text: &str| text.parse::<u128>().ok();
+    number(version).zip(number(than)).is_some_and(|(version, than)| version < than)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_never_goes_back() {
+        let check = |version: &str, to: Option<&str>, expected: &str| {
+            let mut version = version.to_owned();
+            advance(&mut version, to);
+            assert_eq!(version, expected);
+        };
+        check("9", Some("10"), "10");
+        check("10", Some("9"), "10");
+        check("10", Some(""), "10");
+        check("10", None, "10");
+        check("", Some("1"), "1");
+        check("opaque", Some("other"), "other");
+    }
+}

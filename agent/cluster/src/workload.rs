@@ -1,0 +1,87 @@
+//! The pods that the API server assigns to this node: what should run, what is said of it, and their end.
+
+use std::sync::Arc;
+
+use beelet_model::{
+    desired::Desired,
+    request::Request,
+    table::{Complete, PodTable},
+};
+use beelet_state::events::Recorder;
+use k8s_openapi::api::core::v1 as core;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    assigned::{self, Assigned, Pods},
+    client::Client,
+    watch::follow,
+};
+
+/// The pods that the API server assigns to this node.
+#[derive(Debug)]
+pub struct Workload {
+    desired: watch::Sender<Arc<Desired>>,
+}
+
+/// What the workload needs from the rest of the node.
+pub struct Inputs {
+    /// The node's name.
+    pub node_name: String,
+    /// The Node object as last seen; None until it is registered.
+    pub node: watch::Receiver<Option<Arc<core::Node>>>,
+    /// What runs.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// To the pods' manager.
+    pub requests: mpsc::Sender<Request>,
+    /// Set once all that runs is in the table.
+    pub complete: Complete,
+    /// Records events.
+    pub events: Recorder,
+}
+
+impl std::fmt::Debug for Inputs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inputs").field("node_name", &self.node_name).finish_non_exhaustive()
+    }
+}
+
+impl Workload {
+    /// A workload of which nothing is known yet, and what should run by it.
+    #[must_use]
+    pub fn new() -> (Self, watch::Receiver<Arc<Desired>>) {
+        let (desired, receiver) = watch::channel(Arc::new(assigned::desired(&None)));
+        (Self { desired }, receiver)
+    }
+
+    /// Follows the pods until `stop`.
+    pub async fn run(self, client: Client, inputs: Inputs, stop: CancellationToken) {
+        let (out, pods) = watch::channel(None);
+        let collection = assigned::collection(&inputs.node_name);
+        let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone());
+        let working = async {
+            tokio::join!(follow(&client, &collection, &mut sink), self.publish(pods.clone()));
+        };
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = working => {}
+        }
+    }
+
+    /// Keeps what should run current.
+    async fn publish(&self, mut pods: watch::Receiver<Pods>) {
+        loop {
+            let desired = assigned::desired(&pods.borrow_and_update());
+            self.desired.send_if_modified(|known| {
+                let changed = **known != desired;
+                if changed {
+                    *known = Arc::new(desired);
+                }
+                changed
+            });
+            if pods.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+}

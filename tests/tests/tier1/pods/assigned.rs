@@ -1,0 +1,224 @@
+//! Pods that an API server assigns to the node: known by their UID, changed while they run, deleted in two steps.
+
+use std::sync::Arc;
+
+use beelet_model::desired::Desired;
+use beelet_model::table::{PodName, PodTable};
+use beelet_tests::cri::{Asked, Op};
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use super::node::{Node, Settings, View, pod, view};
+
+const UID: &str = "7d5f41d6-0000-4000-8000-000000000001";
+const OTHER: &str = "7d5f41d6-0000-4000-8000-000000000002";
+
+/// A pod as the API server has it.
+fn assigned(uid: &str) -> Value {
+    let mut pod = pod("api-n1");
+    pod["metadata"]["namespace"] = json!("default");
+    pod["metadata"]["uid"] = json!(uid);
+    pod["metadata"]["generation"] = json!(1);
+    pod["metadata"]["annotations"] = json!({"kubernetes.io/config.source": "api"});
+    pod["spec"]["nodeName"] = json!("n1");
+    pod
+}
+
+fn desired(pods: &[Value]) -> Arc<Desired> {
+    let read = |pod: &Value| {
+        let pod: Pod = serde_json::from_value(pod.clone()).unwrap();
+        (PodName::of(&pod), Arc::new(pod))
+    };
+    Arc::new(Desired { pods: pods.iter().map(read).collect(), ..Desired::default() })
+}
+
+fn unread() -> Arc<Desired> {
+    Arc::new(Desired { api_unread: true, ..Desired::default() })
+}
+
+async fn node_with(pods: &[Value]) -> (Node, watch::Sender<Arc<Desired>>) {
+    let (source, receiver) = watch::channel(desired(pods));
+    let mut node = Node::new(Settings::default());
+    node.sources.push(receiver);
+    node.start().await;
+    (node, source)
+}
+
+/// Seconds that containers got when they were stopped.
+fn stops(node: &Node) -> Vec<i64> {
+    let asked = node.cri.calls().into_iter().filter_map(|call| match call.asked {
+        Asked::StopContainer(request) => Some(request.timeout),
+        _ => None,
+    });
+    asked.collect()
+}
+
+fn deleted(mut pod: Value, grace: u64) -> Value {
+    pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+    pod["metadata"]["deletionGracePeriodSeconds"] = json!(grace);
+    pod
+}
+
+fn is_cleared(pod: &View) -> bool {
+    pod.0.cleared
+}
+
+#[tokio::test]
+async fn a_deleted_pod_ends_within_its_grace_and_stays_until_the_api_server_forgets_it() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    let pod = node.until_ready("api").await;
+    assert_eq!(pod.0.pod.status.as_ref().unwrap().observed_generation, Some(1));
+    source.send_replace(desired(&[deleted(assigned(UID), 3)]));
+    let gone = node.until_pod("api", "to have given everything back", is_cleared).await;
+    assert!(gone.0.ending && gone.terminating());
+    assert_eq!((stops(&node), node.containers("api").as_str()), (vec![3], ""));
+    assert!(gone.container("main").state.unwrap().terminated.is_some());
+    // It doesn't come back while its object is there.
+    node.until_relisted().await;
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
+    source.send_replace(desired(&[]));
+    node.until_nothing_is_left(&gone).await;
+}
+
+#[tokio::test]
+async fn a_pod_that_is_gone_by_force_is_stopped() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    let pod = node.until_ready("api").await;
+    source.send_replace(desired(&[]));
+    node.until_nothing_is_left(&pod).await;
+}
+
+#[tokio::test]
+async fn a_pod_deleted_while_it_starts_never_runs() {
+    let (source, receiver) = watch::channel(desired(&[assigned(UID)]));
+    let mut node = Node::new(Settings::default());
+    node.sources.push(receiver);
+    let held = node.cri.on(Op::CreateContainer).hold();
+    node.start().await;
+    held.reached().await;
+    source.send_replace(desired(&[deleted(assigned(UID), 3)]));
+    node.until_pod("api", "to be terminating", View::terminating).await;
+    held.release();
+    node.until_pod("api", "to have given everything back", is_cleared).await;
+    assert_eq!(node.containers("api"), "");
+    assert_eq!(node.done(&[Op::StartContainer]), 0);
+}
+
+#[tokio::test]
+async fn a_pod_of_the_same_name_waits_for_the_one_before_it() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    node.until_ready("api").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    source.send_replace(desired(&[assigned(OTHER)]));
+    held.reached().await;
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
+    held.release();
+    let new = node.until_pod("api", "to be the new one", |pod| pod.uid() == OTHER && pod.ready()).await;
+    assert!(!new.terminating());
+}
+
+#[tokio::test]
+async fn after_a_kill_what_runs_is_left_alone_until_the_api_server_has_spoken() {
+    let (mut node, source) = node_with(&[assigned(UID)]).await;
+    let pod = node.until_ready("api").await;
+    source.send_replace(unread());
+    node.kill_and_start().await;
+    node.until_relisted().await;
+    assert!(!node.is_complete());
+    assert_eq!(node.containers("api"), "main/0+");
+    source.send_replace(desired(&[assigned(UID)]));
+    let same = node.until_ready("api").await;
+    assert_eq!((same.uid(), node.containers("api").as_str()), (pod.uid(), "main/0+"));
+    assert_eq!(node.done(&[Op::StopContainer]), 0);
+    // And it is stopped if the API server doesn't name it.
+    source.send_replace(unread());
+    node.kill_and_start().await;
+    source.send_replace(desired(&[]));
+    node.until_nothing_is_left(&pod).await;
+}
+
+#[tokio::test]
+async fn another_image_restarts_the_container_in_its_sandbox() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    node.until_ready("api").await;
+    node.cri.add_image("busybox:1.37");
+    let mut changed = assigned(UID);
+    changed["metadata"]["generation"] = json!(2);
+    changed["spec"]["containers"][0]["image"] = json!("busybox:1.37");
+    source.send_replace(desired(&[changed]));
+    let new = node.until_pod("api", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
+    assert_eq!(new.0.pod.status.as_ref().unwrap().observed_generation, Some(2));
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
+    assert!(node.events().iter().any(|event| event.contains("definition changed, will be restarted")));
+}
+
+#[tokio::test]
+async fn metadata_and_a_deadline_change_without_a_restart() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    node.until_ready("api").await;
+    let mut changed = assigned(UID);
+    changed["metadata"]["labels"] = json!({"tier": "new"});
+    source.send_replace(desired(&[changed.clone()]));
+    let label = |pod: &View| pod.0.pod.metadata.labels.as_ref().is_some_and(|all| all.contains_key("tier"));
+    node.until_pod("api", "to have the label", label).await;
+    assert_eq!(node.containers("api"), "main/0+");
+    changed["spec"]["activeDeadlineSeconds"] = json!(1);
+    source.send_replace(desired(&[changed]));
+    let ended = node.until_pod("api", "to be past its deadline", |pod| pod.phase() == "Failed").await;
+    assert_eq!(ended.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("DeadlineExceeded"));
+    assert!(is_cleared(&ended) && !ended.terminating());
+}
+
+#[tokio::test]
+async fn a_resize_waits_for_room_and_other_changes_do_not_wait_for_it() {
+    let sized = |cpu: &str, label: &str| {
+        let mut pod = assigned(UID);
+        pod["metadata"]["labels"] = json!({"is": label});
+        pod["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": cpu, "memory": "64Mi"}});
+        pod
+    };
+    let (node, source) = node_with(&[sized("100m", "a")]).await;
+    node.until_ready("api").await;
+    source.send_replace(desired(&[sized("64", "b")]));
+    let label = |pod: &View| pod.0.pod.metadata.labels.as_ref().is_some_and(|all| all["is"] == "b");
+    let pod = node.until_pod("api", "to have the label", label).await;
+    let conditions = pod.0.pod.status.as_ref().unwrap().conditions.clone().unwrap();
+    let pending = conditions.iter().find(|one| one.type_ == "PodResizePending").unwrap();
+    assert_eq!(pending.reason.as_deref(), Some("Infeasible"));
+    source.send_replace(desired(&[sized("200m", "c")]));
+    node.until_pod("api", "to have the new request", |pod| {
+        let resources = pod.0.pod.spec.as_ref().unwrap().containers[0].resources.clone().unwrap();
+        resources.requests.unwrap()["cpu"].0 == "200m"
+    })
+    .await;
+    assert_eq!(node.containers("api"), "main/0+");
+}
+
+#[tokio::test]
+async fn what_has_ended_by_the_api_servers_word_never_starts() {
+    let mut ended = assigned(UID);
+    ended["status"] = json!({"phase": "Succeeded"});
+    let (node, source) = node_with(&[ended.clone()]).await;
+    node.until_pod("api", "to have ended", |pod| pod.phase() == "Succeeded").await;
+    node.until_relisted().await;
+    assert_eq!(node.cri.count(Op::RunPodSandbox), 0);
+    source.send_replace(desired(&[deleted(ended, 3)]));
+    let gone = node.until_pod("api", "to have given everything back", is_cleared).await;
+    assert_eq!(gone.phase(), "Succeeded");
+    source.send_replace(desired(&[]));
+    let none = |table: &PodTable| view(table, "api").is_none().then_some(());
+    node.until("the pod to be forgotten", none).await;
+}
+
+#[tokio::test]
+async fn what_somebody_else_ended_in_the_api_server_stops() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    node.until_ready("api").await;
+    let mut ended = assigned(UID);
+    ended["status"] = json!({"phase": "Failed", "reason": "NodeLost", "message": "the node was away"});
+    source.send_replace(desired(&[ended]));
+    let pod = node.until_pod("api", "to have ended", |pod| pod.phase() == "Failed").await;
+    assert_eq!(pod.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("NodeLost"));
+    assert_eq!(node.containers("api"), "");
+}
