@@ -9,7 +9,9 @@ pub mod connect;
 pub mod events;
 pub mod lease;
 pub mod machine;
+mod mirrors;
 pub mod node;
+mod status;
 #[cfg(test)]
 mod testing;
 mod watch;

@@ -15,6 +15,8 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     assigned::{self, Assigned, Pods},
     client::Client,
+    mirrors::Mirrors,
+    status::Writer,
     watch::follow,
 };
 
@@ -54,18 +56,31 @@ impl Workload {
         (Self { desired }, receiver)
     }
 
-    /// Follows the pods until `stop`.
+    /// Follows the pods, writes their status and keeps mirrors of static ones. Ends when `stop` is cancelled, after the last
+    /// statuses were tried once.
     pub async fn run(self, client: Client, inputs: Inputs, stop: CancellationToken) {
         let (out, pods) = watch::channel(None);
         let collection = assigned::collection(&inputs.node_name);
         let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone());
-        let working = async {
-            tokio::join!(follow(&client, &collection, &mut sink), self.publish(pods.clone()));
+        let mirrors = Mirrors {
+            client: client.clone(),
+            node_name: inputs.node_name.clone(),
+            node: inputs.node.clone(),
+            table: inputs.table.clone(),
+            pods: pods.clone(),
+            complete: inputs.complete.clone(),
         };
-        tokio::select! {
-            () = stop.cancelled() => {}
-            () = working => {}
-        }
+        let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone());
+        let following = async {
+            tokio::join!(follow(&client, &collection, &mut sink), self.publish(pods), mirrors.keep());
+        };
+        let following = async {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = following => {}
+            }
+        };
+        tokio::join!(following, writer.run(stop.clone()));
     }
 
     /// Keeps what should run current.

@@ -660,7 +660,8 @@ impl Manager {
 fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
     let statuses = known.init_container_statuses.iter().chain(&known.container_statuses).flatten();
     let mut ran = statuses.filter(|status| status.container_id.is_some());
-    has_ended(Some(known)) && ran.any(|status| seen.newest(&status.name).is_none())
+    has_ended(Some(known))
+        && (seen.containers.is_empty() || ran.any(|status| seen.newest(&status.name).is_none()))
 }
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {

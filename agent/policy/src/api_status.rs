@@ -211,6 +211,34 @@ fn end_unseen(status: &mut ContainerStatus) {
     (status.ready, status.started) = (false, Some(false));
 }
 
+/// Holds a pod back that has readiness gates which aren't open: conditions that somebody else sets
+/// (`pkg/kubelet/status/generate.go`, `GeneratePodReadyCondition`).
+pub fn open_gates(pod: &Pod, in_api: &PodStatus, status: &mut PodStatus, now: &Time) {
+    let gates = pod.spec.iter().flat_map(|spec| spec.readiness_gates.iter().flatten());
+    let shut: Vec<String> = gates
+        .filter_map(|gate| {
+            let name = &gate.condition_type;
+            match in_api.conditions.iter().flatten().find(|c| c.type_ == *name) {
+                None => {
+                    Some(format!("corresponding condition of pod readiness gate \"{name}\" does not exist."))
+                }
+                Some(c) if c.status != "True" => Some(format!(
+                    "the status of pod readiness gate \"{name}\" is not \"True\", but {}",
+                    c.status
+                )),
+                Some(_) => None,
+            }
+        })
+        .collect();
+    let ready = status.conditions.iter_mut().flatten().find(|c| c.type_ == READY && c.status == "True");
+    if let Some(ready) = ready.filter(|_| !shut.is_empty()) {
+        ready.status = "False".to_owned();
+        ready.reason = Some("ReadinessGatesNotReady".to_owned());
+        ready.message = Some(shut.join(", "));
+        ready.last_transition_time = Some(now.clone());
+    }
+}
+
 /// How much a change of a status matters to those who wait for it: what is greater is written first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {

@@ -209,3 +209,21 @@ fn readiness_and_ends_go_first() {
     check(ready("True"), ready("True"), Urgency::Detail);
     assert!(Urgency::Traffic > Urgency::Phase && Urgency::Phase > Urgency::Detail);
 }
+
+#[test]
+fn a_pod_is_ready_once_its_gates_are_open() {
+    let pod: Pod = serde_json::from_value(json!({
+        "spec": {"containers": [], "readinessGates": [{"conditionType": "example.com/lb"}]},
+    }))
+    .unwrap();
+    let check = |gate: Value, expected: &str| {
+        let in_api = of("Running", gate, running());
+        let mut ours = of("Running", json!([condition("Ready", "True", 1)]), running());
+        let now: Time = serde_json::from_value(json!("2026-01-01T00:00:05Z")).unwrap();
+        open_gates(&pod, &in_api, &mut ours, &now);
+        assert_eq!(shown(&ours), expected);
+    };
+    check(json!([]), "Running Ready=False@5");
+    check(json!([condition("example.com/lb", "False", 1)]), "Running Ready=False@5");
+    check(json!([condition("example.com/lb", "True", 1)]), "Running Ready=True@1");
+}

@@ -1,0 +1,116 @@
+//! Keeps a mirror in the API server for each static pod, so that it can be seen there. What is to be done is decided by
+//! `beelet_policy::mirror`.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use beelet_codec::ApiType;
+use beelet_model::{
+    origin::Origin,
+    table::{Complete, PodTable},
+};
+use beelet_policy::mirror::{self, Name, Owner, Step};
+use k8s_openapi::api::core::v1 as core;
+use tokio::sync::watch;
+use tracing::{debug, info, warn};
+
+use crate::{
+    assigned::Pods,
+    backoff::Backoff,
+    client::{Client, Error},
+};
+
+/// What mirrors follow from.
+pub(crate) struct Mirrors {
+    pub(crate) client: Client,
+    pub(crate) node_name: String,
+    pub(crate) node: watch::Receiver<Option<Arc<core::Node>>>,
+    pub(crate) table: watch::Receiver<Arc<PodTable>>,
+    pub(crate) pods: watch::Receiver<Pods>,
+    pub(crate) complete: Complete,
+}
+
+impl Mirrors {
+    /// Works until dropped.
+    pub(crate) async fn keep(mut self) {
+        // Before that a static pod that is missing in the table may only not have been looked at.
+        self.complete.wait().await;
+        let mut backoff = Backoff::default();
+        // Asked for, but not told by the watch yet.
+        let mut asked = BTreeSet::new();
+        loop {
+            let pause = if self.step(&mut asked).await {
+                backoff.reset();
+                None
+            } else {
+                Some(backoff.next(None))
+            };
+            tokio::select! {
+                changed = self.pods.changed(), if pause.is_none() => {
+                    if changed.is_err() { return }
+                    asked.clear();
+                }
+                changed = self.table.changed(), if pause.is_none() => if changed.is_err() { return },
+                changed = self.node.changed(), if pause.is_none() => if changed.is_err() { return },
+                () = tokio::time::sleep(pause.unwrap_or_default()), if pause.is_some() => {}
+            }
+        }
+    }
+
+    /// Does what is to be done now; false if not all of it could be.
+    async fn step(&mut self, asked: &mut BTreeSet<Name>) -> bool {
+        let pods = self.pods.borrow_and_update().clone();
+        let table = Arc::clone(&self.table.borrow_and_update());
+        let uid = self.node.borrow_and_update().as_ref().and_then(|node| node.metadata.uid.clone());
+        let (Some(pods), Some(uid)) = (pods, uid) else { return true };
+        let owner = Owner { name: self.node_name.clone(), uid };
+        let own = table.pods.values().map(|entry| &entry.pod);
+        let own = own.filter(|pod| !Origin::of(pod).is_api() && is_whole(pod));
+        let own: BTreeMap<Name, &core::Pod> = own.map(|pod| (mirror::name_of(pod), pod)).collect();
+        let mirrors = pods.values().filter(|pod| pod.wanted.is_none()).map(|pod| &*pod.object);
+        let mirrors: BTreeMap<Name, &core::Pod> = mirrors.map(|pod| (mirror::name_of(pod), pod)).collect();
+        let mut all = true;
+        for step in mirror::steps(&own, &mirrors, &owner) {
+            let name = match &step {
+                Step::Create(pod) => mirror::name_of(pod),
+                Step::Delete { name, .. } => name.clone(),
+            };
+            if !asked.insert(name.clone()) {
+                continue;
+            }
+            if let Err(error) = self.take(&step).await {
+                asked.remove(&name);
+                all = false;
+                warn!(pod = %format!("{}/{}", name.0, name.1), %error, "the static pod can't be shown in the API server");
+            }
+        }
+        all
+    }
+
+    async fn take(&self, step: &Step) -> Result<(), Error> {
+        match step {
+            Step::Create(pod) => {
+                let (namespace, name) = mirror::name_of(pod);
+                self.client.create(&format!("/api/v1/namespaces/{namespace}/pods"), &pod.to_value()).await?;
+                info!(namespace, name, "the static pod is shown in the API server");
+            }
+            Step::Delete { name: (namespace, name), uid } => {
+                let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
+                match self.client.delete(&path, Some(uid)).await {
+                    Ok(_) => debug!(namespace, name, "a mirror that no longer shows its pod is deleted"),
+                    Err(error) if error.is_not_found() || error.is_conflict() => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether it is a pod of a manifest and not what is left of one.
+fn is_whole(pod: &core::Pod) -> bool {
+    let containers = pod.spec.as_ref().is_some_and(|spec| !spec.containers.is_empty());
+    containers && pod.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(mirror::HASH))
+}

@@ -1,0 +1,404 @@
+//! Writes the pods' statuses to the API server, and deletes the pods of which nothing is left.
+//!
+//! One writer for all pods: the newest status of each, one request per pod at a time, what others wait for first. Nothing is
+//! queued: what differs from the API server's word is found anew each time, so whatever happened while it was away is
+//! written once, when it is back.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_codec::ApiType;
+use beelet_model::{
+    origin::Origin,
+    status::whole_second,
+    table::{PodEntry, PodName, PodTable},
+};
+use beelet_policy::{
+    api_status::{self, Urgency},
+    mirror,
+};
+use futures::{FutureExt, StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
+use serde_json::Value;
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use crate::{
+    assigned::{Pod, Pods},
+    backoff::Backoff,
+    client::{Client, Error, Patch},
+    watch::is_older,
+};
+
+/// Requests under way at most.
+const AT_ONCE: usize = 8;
+/// How long the last statuses may take when the agent ends.
+const LAST: Duration = Duration::from_secs(5);
+
+/// Writes statuses.
+pub(crate) struct Writer {
+    client: Client,
+    pods: watch::Receiver<Pods>,
+    table: watch::Receiver<Arc<PodTable>>,
+    /// By the UID of the API server's object.
+    slots: BTreeMap<String, Slot>,
+    /// The API server didn't answer: nothing is asked before this, and then one thing at first.
+    away: Option<Instant>,
+    away_pauses: Backoff,
+}
+
+/// What is known of one pod's writes.
+#[derive(Default)]
+struct Slot {
+    /// A request is under way.
+    busy: bool,
+    /// What was last written, and what the API server made of it.
+    settled: Option<(Value, Value)>,
+    /// The object as the API server last answered: the watch may not have told it yet.
+    answered: Option<Arc<core::Pod>>,
+    /// What was seen when there was nothing to do.
+    idle: Option<(Arc<core::Pod>, Arc<PodEntry>)>,
+    /// It was deleted, or isn't there any more: the watch will say so.
+    gone: bool,
+    not_before: Option<Instant>,
+    pauses: Backoff,
+}
+
+/// A request about one pod.
+struct Job {
+    uid: String,
+    name: PodName,
+    what: What,
+    urgency: Urgency,
+}
+
+enum What {
+    Write(Box<Write>),
+    Delete,
+}
+
+/// A change of a status.
+struct Write {
+    patch: Value,
+    before: Value,
+    after: Value,
+}
+
+type Answer = (Job, Result<Value, Error>);
+type UnderWay = FuturesUnordered<BoxFuture<'static, Answer>>;
+
+impl Writer {
+    pub(crate) fn new(
+        client: Client,
+        pods: watch::Receiver<Pods>,
+        table: watch::Receiver<Arc<PodTable>>,
+    ) -> Self {
+        Self { client, pods, table, slots: BTreeMap::new(), away: None, away_pauses: Backoff::default() }
+    }
+
+    /// Writes until `stop`; then what is still unwritten is tried once.
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let mut under_way = UnderWay::new();
+        while !stop.is_cancelled() {
+            let wake = self.begin(&mut under_way);
+            tokio::select! {
+                Some(answer) = under_way.next() => self.take(answer),
+                changed = self.pods.changed() => if changed.is_err() { break },
+                changed = self.table.changed() => if changed.is_err() { break },
+                () = until(wake) => {}
+                () = stop.cancelled() => {}
+            }
+        }
+        let rest = async {
+            let mut tried = BTreeSet::new();
+            self.away = None;
+            loop {
+                for job in self.jobs().into_iter().filter(|job| tried.insert(job.uid.clone())) {
+                    self.start(job, &mut under_way);
+                }
+                let Some(answer) = under_way.next().await else { return };
+                self.take(answer);
+                self.away = None;
+            }
+        };
+        if timeout(LAST, rest).await.is_err() {
+            warn!(
+                "the API server did not take the last statuses of pods in time; they are written at the next start"
+            );
+        }
+    }
+
+    /// Starts what may start; when to look again if nothing changes.
+    fn begin(&mut self, under_way: &mut UnderWay) -> Option<Instant> {
+        let now = Instant::now();
+        if let Some(away) = self.away.filter(|away| *away > now) {
+            return Some(away);
+        }
+        let limit = if self.away.is_some() { 1 } else { AT_ONCE };
+        for job in self.jobs() {
+            if under_way.len() >= limit {
+                break;
+            }
+            self.start(job, under_way);
+        }
+        self.slots.values().filter_map(|slot| slot.not_before).filter(|at| *at > now).min()
+    }
+
+    fn start(&mut self, job: Job, under_way: &mut UnderWay) {
+        self.slots.entry(job.uid.clone()).or_default().busy = true;
+        let client = self.client.clone();
+        let request = async move {
+            let path = format!("/api/v1/namespaces/{}/pods/{}", job.name.namespace, job.name.name);
+            let answer = match &job.what {
+                What::Write(write) => {
+                    client.patch(&format!("{path}/status"), Patch::StrategicMerge, &write.patch).await
+                }
+                What::Delete => client.delete(&path, Some(&job.uid)).await,
+            };
+            (job, answer)
+        };
+        under_way.push(request.boxed());
+    }
+
+    /// All that is to be done and may be now, the most urgent first.
+    fn jobs(&mut self) -> Vec<Job> {
+        let Some(pods) = self.pods.borrow_and_update().clone() else { return Vec::new() };
+        let table = Arc::clone(&self.table.borrow_and_update());
+        let uids: BTreeSet<&str> =
+            pods.values().filter_map(|pod| pod.object.metadata.uid.as_deref()).collect();
+        self.slots.retain(|uid, slot| slot.busy || uids.contains(uid.as_str()));
+        let now = Instant::now();
+        let mut jobs: Vec<Job> = pods
+            .iter()
+            .filter_map(|(name, pod)| {
+                let entry = table.pods.get(name).filter(|entry| is_of(entry, pod))?;
+                let uid = pod.object.metadata.uid.clone()?;
+                let slot = self.slots.entry(uid.clone()).or_default();
+                let waits = slot.not_before.is_some_and(|at| at > now);
+                if slot.busy || slot.gone || waits {
+                    return None;
+                }
+                let (what, urgency) = slot.next(&uid, pod, entry)?;
+                Some(Job { uid, name: name.clone(), what, urgency })
+            })
+            .collect();
+        jobs.sort_by_key(|job| Reverse(job.urgency));
+        jobs
+    }
+
+    fn take(&mut self, (job, answer): Answer) {
+        let slot = self.slots.entry(job.uid).or_default();
+        (slot.busy, slot.not_before) = (false, None);
+        match answer {
+            Ok(object) => {
+                if self.away.take().is_some() {
+                    info!("the API server takes the pods' statuses again");
+                }
+                self.away_pauses.reset();
+                slot.pauses.reset();
+                slot.answered(job.what, &object);
+            }
+            Err(error) if error.is_not_found() => {
+                debug!(pod = %job.name, %error, "the pod is not in the API server any more");
+                slot.gone = true;
+            }
+            Err(error) if error.is_transient() => {
+                let pause = self.away_pauses.next(error.retry_after());
+                if self.away.replace(Instant::now() + pause).is_none() {
+                    warn!(pod = %job.name, %error, "the API server does not take the pods' statuses; they are kept");
+                }
+            }
+            Err(error) => {
+                let pause = slot.pauses.next(error.retry_after());
+                warn!(pod = %job.name, %error, "the pod's status could not be written");
+                match (error.code(), job.what) {
+                    // The same again would be refused again.
+                    (Some(400 | 422), What::Write(write)) => {
+                        slot.settled = Some((write.after, write.before));
+                    }
+                    _ => slot.not_before = Some(Instant::now() + pause),
+                }
+            }
+        }
+    }
+}
+
+impl Slot {
+    /// What is to be done about a pod, if anything.
+    fn next(&mut self, uid: &str, pod: &Pod, entry: &Arc<PodEntry>) -> Option<(What, Urgency)> {
+        let same = |(object, seen): &(Arc<core::Pod>, Arc<PodEntry>)| {
+            Arc::ptr_eq(object, &pod.object) && Arc::ptr_eq(seen, entry)
+        };
+        if self.idle.as_ref().is_some_and(same) {
+            return None;
+        }
+        let version = |pod: &core::Pod| pod.metadata.resource_version.clone().unwrap_or_default();
+        let told = Arc::clone(&pod.object);
+        let newest = match self.answered.take() {
+            Some(answered) if is_older(&version(&told), &version(&answered)) => {
+                self.answered = Some(Arc::clone(&answered));
+                answered
+            }
+            _ => told,
+        };
+        let in_api = newest.status.clone().unwrap_or_default();
+        let ours = ours(entry, &newest, &in_api);
+        let merged = api_status::merged(&in_api, &ours);
+        let (before, after) = (in_api.to_value(), merged.to_value());
+        let settled = self.settled.as_ref().is_some_and(|(ours, theirs)| *ours == after && *theirs == before);
+        if let Some(patch) = api_status::patch(uid, &before, &after).filter(|_| !settled) {
+            let write = Box::new(Write { patch, before, after });
+            return Some((What::Write(write), api_status::urgency(&in_api, &merged)));
+        }
+        let deleted = newest.metadata.deletion_timestamp.is_some();
+        if deleted && entry.cleared && pod.wanted.is_some() {
+            return Some((What::Delete, Urgency::Phase));
+        }
+        self.idle = Some((Arc::clone(&pod.object), Arc::clone(entry)));
+        None
+    }
+
+    /// Takes in what the API server answered.
+    fn answered(&mut self, what: What, object: &Value) {
+        match what {
+            What::Delete => self.gone = true,
+            What::Write(write) => match core::Pod::from_value(object) {
+                Ok(pod) => {
+                    let theirs = pod.status.clone().unwrap_or_default().to_value();
+                    self.settled = Some((write.after, theirs));
+                    self.answered = Some(Arc::new(pod));
+                }
+                Err(problem) => debug!(%problem, "the API server's answer is no pod; the watch will tell"),
+            },
+        }
+    }
+}
+
+/// Whether an entry of the table is the pod of that object, or the static pod that it mirrors.
+fn is_of(entry: &PodEntry, pod: &Pod) -> bool {
+    match &pod.wanted {
+        Some(wanted) => entry.pod.metadata.uid == wanted.metadata.uid,
+        None => !Origin::of(&entry.pod).is_api() && mirror::shows(&pod.object, &entry.pod),
+    }
+}
+
+/// A pod's status as this node sees it.
+fn ours(entry: &PodEntry, object: &core::Pod, in_api: &core::PodStatus) -> core::PodStatus {
+    let status = entry.pod.status.clone().unwrap_or_default();
+    let mut status = if entry.cleared { api_status::finished(object, &status) } else { status };
+    api_status::open_gates(object, in_api, &mut status, &Time(whole_second(Timestamp::now())));
+    status
+}
+
+/// Until a time, or for ever.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn pod(change: impl FnOnce(&mut Value)) -> Pod {
+        let mut value = json!({
+            "metadata": {"name": "web", "namespace": "shop", "uid": "u1", "resourceVersion": "5",
+                "annotations": {"kubernetes.io/config.source": "api"}},
+            "spec": {"containers": [{"name": "c"}]},
+            "status": {"phase": "Pending"},
+        });
+        change(&mut value);
+        let object: core::Pod = serde_json::from_value(value).unwrap();
+        let wanted = core::Pod { status: None, ..object.clone() };
+        Pod { object: Arc::new(object), wanted: Some(Arc::new(wanted)) }
+    }
+
+    fn entry(pod: &Pod, phase: &str) -> PodEntry {
+        let status = core::PodStatus { phase: Some(phase.to_owned()), ..Default::default() };
+        PodEntry::of(core::Pod { status: Some(status), ..(*pod.object).clone() })
+    }
+
+    fn patch(slot: &mut Slot, pod: &Pod, entry: &Arc<PodEntry>) -> Option<String> {
+        slot.next("u1", pod, entry).map(|(what, _)| match what {
+            What::Write(write) => write.patch["status"].to_string(),
+            What::Delete => "delete".to_owned(),
+        })
+    }
+
+    #[test]
+    fn only_a_difference_is_written_and_an_answer_counts_before_the_watch_tells_it() {
+        let (mut slot, pending) = (Slot::default(), pod(|_| {}));
+        let running = Arc::new(entry(&pending, "Running"));
+        assert_eq!(patch(&mut slot, &pending, &running).unwrap(), r#"{"phase":"Running"}"#);
+        let (what, _) = slot.next("u1", &pending, &running).unwrap();
+        let answer = pod(|pod| {
+            pod["metadata"]["resourceVersion"] = json!("6");
+            pod["status"]["phase"] = json!("Running");
+        });
+        slot.answered(what, &answer.object.to_value());
+        assert_eq!(patch(&mut slot, &pending, &running), None);
+        assert_eq!(patch(&mut slot, &answer, &running), None);
+        // Somebody else's change of what is ours is set right.
+        let meddled = pod(|pod| pod["metadata"]["resourceVersion"] = json!("7"));
+        assert_eq!(patch(&mut slot, &meddled, &running).unwrap(), r#"{"phase":"Running"}"#);
+    }
+
+    #[test]
+    fn what_the_api_server_does_not_keep_is_not_written_again() {
+        let (mut slot, pending) = (Slot::default(), pod(|_| {}));
+        let running = Arc::new(entry(&pending, "Running"));
+        let (what, _) = slot.next("u1", &pending, &running).unwrap();
+        // An older server drops fields that it doesn't know.
+        let dropped = pod(|pod| pod["metadata"]["resourceVersion"] = json!("6"));
+        slot.answered(what, &dropped.object.to_value());
+        assert_eq!(patch(&mut slot, &pending, &running), None);
+        assert_eq!(patch(&mut slot, &dropped, &running), None);
+    }
+
+    #[test]
+    fn a_deleted_pod_is_deleted_once_its_last_status_is_written_and_nothing_is_left() {
+        let mut slot = Slot::default();
+        let deleted = pod(|pod| {
+            pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+            pod["status"]["phase"] = json!("Running");
+        });
+        let stopping = Arc::new(entry(&deleted, "Running"));
+        assert_eq!(patch(&mut slot, &deleted, &stopping), None);
+        let cleared = Arc::new(PodEntry { cleared: true, ..(*stopping).clone() });
+        assert_eq!(patch(&mut slot, &deleted, &cleared).unwrap(), r#"{"phase":"Failed"}"#);
+        let ended = pod(|pod| {
+            pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+            pod["metadata"]["resourceVersion"] = json!("6");
+            pod["status"]["phase"] = json!("Failed");
+        });
+        assert_eq!(patch(&mut slot, &ended, &cleared).unwrap(), "delete");
+    }
+
+    #[test]
+    fn a_status_goes_to_the_pod_of_its_uid_and_a_static_pods_to_its_mirror() {
+        let (web, other) = (pod(|_| {}), pod(|pod| pod["metadata"]["uid"] = json!("u2")));
+        assert!(is_of(&entry(&web, "Running"), &web) && !is_of(&entry(&other, "Running"), &web));
+        let of_file = |key: &str, hash: &str| {
+            pod(|pod| {
+                pod["metadata"]["annotations"] = json!({"kubernetes.io/config.hash": hash, key: hash});
+            })
+        };
+        let mirror = Pod { wanted: None, ..of_file("kubernetes.io/config.mirror", "h") };
+        assert!(is_of(&entry(&of_file("x", "h"), "Running"), &mirror));
+        assert!(!is_of(&entry(&of_file("x", "i"), "Running"), &mirror));
+        assert!(!is_of(&entry(&web, "Running"), &mirror));
+    }
+}
