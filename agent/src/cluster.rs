@@ -20,6 +20,7 @@ use beelet_cluster::{
     client::Client,
     connect::{self, Connections},
     events, lease, machine, node,
+    workload::{self, Workload},
 };
 use beelet_config::{Config, NodeConfig};
 use beelet_cri::Runtime;
@@ -96,6 +97,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let (node_out, node) = watch::channel(None);
     let (facts_out, facts) = watch::channel(RuntimeFacts::default());
     let (changes_out, changes) = watch::channel(());
+    let (workload, assigned) = Workload::new();
     let settings = config.node.clone();
     let name = config.node_name.clone();
     let connected = Arc::clone(&session);
@@ -105,13 +107,28 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
         }
         stop.cancelled().await;
     });
+    let lease_node = node.clone();
     let (connected, lease_name, duration) = (Arc::clone(&session), name.clone(), settings.lease_duration);
     let builder = builder.attach("node lease", move |handles, stop| async move {
         let metrics = handles.metrics.cluster.lease;
-        let inputs = lease::Inputs { node_name: lease_name, duration, node, metrics };
+        let inputs = lease::Inputs { node_name: lease_name, duration, node: lease_node, metrics };
         let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
         lease::keep(session.connections.clone(), inputs, stop).await;
     });
+    let (connected, node_name, seen) = (Arc::clone(&session), name.clone(), node.clone());
+    let builder =
+        builder.source(assigned).attach("pods of the API server", move |handles, stop| async move {
+            let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
+            let inputs = workload::Inputs {
+                node_name,
+                node: seen,
+                table: handles.table,
+                requests: handles.requests,
+                complete: handles.complete,
+                events: handles.events,
+            };
+            workload.run(session.client.clone(), inputs, stop).await;
+        });
     let connected = Arc::clone(&session);
     let source = events::Source {
         node_name: name.clone(),
