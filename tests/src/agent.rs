@@ -1,6 +1,7 @@
 //! The agent as a child process, on a private containerd: configured, started, killed, started again, and seen
 //! through its own API.
 
+use crate::confine::{Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
 use crate::guards::{self, CgroupRoot, Process};
 use crate::pods::Watch;
@@ -8,6 +9,8 @@ use crate::workdir::{self, PATIENCE, wait_for};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
 use serde_json::{Map, Value, json};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -30,6 +33,8 @@ pub struct Options {
     pub binary: Option<PathBuf>,
     /// Whether a bpffs is mounted for it before it starts.
     pub mount_bpffs: bool,
+    /// The unit whose settings it runs under; none for an agent that may do all that the test may.
+    pub installed: Option<Installed>,
     dir: PathBuf,
     instance: PathBuf,
 }
@@ -79,6 +84,7 @@ impl Options {
             environment: Vec::new(),
             binary: None,
             mount_bpffs: true,
+            installed: None,
             dir,
             instance,
         }
@@ -93,6 +99,12 @@ impl Options {
     /// Sets a field of the BeeletConfiguration.
     pub fn beelet(mut self, field: &str, value: impl Into<Value>) -> Options {
         self.beelet.insert(field.to_owned(), value.into());
+        self
+    }
+
+    /// Starts it under the settings of its unit. A system call that the unit refuses fails the test, by its name.
+    pub fn as_installed(mut self, installed: Installed) -> Options {
+        self.installed = Some(installed);
         self
     }
 
@@ -135,6 +147,8 @@ pub struct Agent {
     options: Options,
     binary: PathBuf,
     child: Option<Process>,
+    /// Of each of its lives under a unit.
+    supervisors: Vec<Supervisor>,
 }
 
 impl Agent {
@@ -148,7 +162,7 @@ impl Agent {
     /// Starts it and waits for nothing: for starts that are to fail, or to wait themselves.
     pub fn spawn(options: Options) -> Result<Agent> {
         let binary = options.binary.clone().map_or_else(binary, Ok)?;
-        let mut agent = Agent { options, binary, child: None };
+        let mut agent = Agent { options, binary, child: None, supervisors: Vec::new() };
         agent.launch()?;
         Ok(agent)
     }
@@ -158,17 +172,14 @@ impl Agent {
         let log = self.log_path();
         let log = std::fs::OpenOptions::new().append(true).create(true).open(&log);
         let log = log.context("could not open the agent's log")?;
-        // With the umask that its unit gives it.
-        let child = Command::new("sh")
-            .args(["-c", "umask 077; exec \"$0\" \"$@\""])
-            .arg(&self.binary)
+        let (mut command, socket) = self.command()?;
+        let child = command
             .args(["run", "--config"])
             .arg(config)
             .args(&self.options.arguments)
             .env_remove("NOTIFY_SOCKET")
             .env_remove("BEELET_CONFIG")
             .envs(self.options.environment.iter().cloned())
-            .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0) // Ctrl-C at the demo's terminal is for the demo alone
@@ -176,8 +187,28 @@ impl Agent {
             .with_context(|| format!("could not start {}", self.binary.display()))?;
         // One that ended at once has nothing to be written down.
         let _ = write_pid(&self.options.instance, &self.name(), child.id());
+        let pid = child.id();
         self.child = Some(Process(child));
+        if let (Some(installed), Some(socket)) = (&self.options.installed, socket) {
+            drop(command); // it has the other end too
+            let supervisor = Supervisor::start(&installed.unit, &socket, pid);
+            self.supervisors.push(supervisor.with_context(|| self.log())?);
+        }
         Ok(())
+    }
+
+    /// What starts it: its unit's wrapper with the socket that the filter's listener comes by, or a shell that sets the
+    /// umask that its unit gives it.
+    fn command(&self) -> Result<(Command, Option<UnixStream>)> {
+        let Some(installed) = &self.options.installed else {
+            let mut command = Command::new("sh");
+            command.args(["-c", "umask 077; exec \"$0\" \"$@\""]).arg(&self.binary).stdin(Stdio::null());
+            return Ok((command, None));
+        };
+        let (ours, theirs) = UnixStream::pair().context("could not make a pair of sockets")?;
+        let mut command = Command::new(&installed.wrapper);
+        command.arg(&installed.unit).arg(&self.binary).stdin(Stdio::from(OwnedFd::from(theirs)));
+        Ok((command, Some(ours)))
     }
 
     fn name(&self) -> String {
@@ -317,6 +348,24 @@ impl Agent {
     pub fn keep(&mut self) {
         if let Some(child) = self.child.take() {
             std::mem::forget(child);
+        }
+        self.supervisors.drain(..).for_each(std::mem::forget);
+    }
+}
+
+impl Drop for Agent {
+    #[allow(clippy::panic)] // a test fails by it
+    fn drop(&mut self) {
+        self.child = None;
+        let refused: Vec<String> = self.supervisors.drain(..).flat_map(Supervisor::refused).collect();
+        if refused.is_empty() {
+            return;
+        }
+        let told = format!("the unit's SystemCallFilter= and its like refused:\n{}", refused.join("\n"));
+        if std::thread::panicking() {
+            eprintln!("{told}");
+        } else {
+            panic!("{told}");
         }
     }
 }

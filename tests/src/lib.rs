@@ -9,6 +9,7 @@ pub mod agent;
 pub mod apiserver;
 pub mod cgroup_values;
 pub mod cluster;
+pub mod confine;
 pub mod containerd;
 pub mod cri;
 pub mod device_plugin;

@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
-use beelet_tests::agent::{Agent, Options};
+use crate::node::installed;
+use beelet_tests::agent::Agent;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::pods::PodView;
 use beelet_tests::traces::{Held, Traces};
@@ -45,7 +46,7 @@ fn until_gone(agent: &Agent, pods: usize) {
 fn a_hundred_and_ten_pods_start_at_once_and_go_without_a_trace() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     // The first pod makes what all share: the bridge, the cgroups of the node.
     apply(&agent, 0);
     until_ready(&agent, 1);
@@ -68,7 +69,7 @@ fn a_hundred_and_ten_pods_start_at_once_and_go_without_a_trace() {
 fn five_hundred_pods_come_and_go_and_nothing_grows() {
     require!(long, containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     let round = |number: usize| {
         let names = number * 20..(number + 1) * 20;
         names.clone().for_each(|n| apply(&agent, n));

@@ -6,8 +6,8 @@ use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use crate::node::on_every_containerd;
-use beelet_tests::agent::{Agent, Options};
+use crate::node::{installed, on_every_containerd};
+use beelet_tests::agent::Agent;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::device_plugin::SamplePlugin;
 use beelet_tests::guards::Process;
@@ -31,7 +31,7 @@ fn start() -> Node {
 }
 
 fn start_on(containerd: Containerd) -> Node {
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     let node = Node { agent, containerd };
     node.until_plugins_can_register();
     node
@@ -265,7 +265,7 @@ fn pod_resources_are_told_at_the_kubelets_socket() {
 fn metrics_have_the_kubelets_names() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
+    let agent = Agent::start(installed(&containerd).http().unwrap()).unwrap();
     let node = Node { agent, containerd };
     node.until_plugins_can_register();
     let _plugin = sample(&node, &[]);

@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
-use beelet_tests::agent::{Agent, Options};
+use crate::node::installed;
+use beelet_tests::agent::Agent;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::manifests::{self, PORT};
 use beelet_tests::pods::PodView;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 fn start() -> (Containerd, Agent) {
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     (containerd, agent)
 }
 
@@ -108,7 +109,7 @@ fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
 fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
+    let agent = Agent::start(installed(&containerd).http().unwrap()).unwrap();
     apply(&agent, &manifests::serving("web"));
     let pod = wait(&agent, "web", "to be ready", PodView::ready);
     let before = ends_told_by_the_kernel(&agent);

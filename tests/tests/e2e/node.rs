@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use beelet_tests::agent::{Agent, Options};
+use beelet_tests::confine::Installed;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{PATIENCE, wait_for};
@@ -21,6 +22,16 @@ pub(crate) fn on_every_containerd(check: impl Fn(Containerd)) {
     check(Containerd::start_version_2_for_test().unwrap());
 }
 
+/// The configuration for an agent on `containerd` that runs under the settings of its unit, as all agents here do.
+pub(crate) fn installed(containerd: &Containerd) -> Options {
+    as_installed(Options::on(containerd))
+}
+
+/// The same of a configuration that is there.
+pub(crate) fn as_installed(options: Options) -> Options {
+    options.as_installed(Installed::new(env!("CARGO_BIN_EXE_confined"), "beelet.service"))
+}
+
 /// An agent on a containerd of its own. The agent ends first.
 pub(crate) struct Node {
     pub(crate) agent: Agent,
@@ -33,7 +44,7 @@ impl Node {
     }
 
     pub(crate) fn on(containerd: Containerd, change: impl FnOnce(Options) -> Options) -> Node {
-        let agent = Agent::start(change(Options::on(&containerd))).unwrap();
+        let agent = Agent::start(change(installed(&containerd))).unwrap();
         Node { agent, containerd }
     }
 

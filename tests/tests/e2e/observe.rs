@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::node::installed;
 use beelet_cri::Runtime;
-use beelet_tests::agent::{self, Agent, Options, http_get};
+use beelet_tests::agent::{self, Agent, http_get};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::kubelet::{self, Kubelet};
@@ -163,7 +164,7 @@ fn containers(containerd: &Containerd) -> String {
 fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     require!(containerd, bpf);
     let containerd = Containerd::start_for_test().unwrap();
-    let owner = Agent::start(Options::on(&containerd)).unwrap();
+    let owner = Agent::start(installed(&containerd)).unwrap();
     apply(&owner, &busy("busy"));
     let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
     let mut observer = Observer::start_at(&owner.dir().join("bpf"), &containerd);
@@ -518,7 +519,7 @@ const CADVISOR: &str = "/metrics/cadvisor";
 fn programs_and_files_say_the_same_of_the_same_containers() {
     require!(containerd, bpf);
     let containerd = Containerd::start_for_test().unwrap();
-    let owner = Agent::start(Options::on(&containerd)).unwrap();
+    let owner = Agent::start(installed(&containerd)).unwrap();
     apply(&owner, &busy("busy"));
     let hold = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); while true; do sleep 1; done";
     apply(&owner, &manifests::pod("holder", &["sh", "-c", hold]));
@@ -621,7 +622,7 @@ fn the_example_in_python_shows_containers_and_edges() {
         Err(missing) => return requires::skip(&missing),
     };
     let containerd = Containerd::start_for_test().unwrap();
-    let owner = Agent::start(Options::on(&containerd)).unwrap();
+    let owner = Agent::start(installed(&containerd)).unwrap();
     let flip = "while true; do timeout 1 nc -l -p 5000; done";
     apply(&owner, &manifests::pod("flip", &["sh", "-c", flip]));
     let observer = Observer::start_at(&owner.dir().join("bpf"), &containerd);

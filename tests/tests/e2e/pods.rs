@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
-use crate::node::on_every_containerd;
+use crate::node::{installed, on_every_containerd};
 use beelet_tests::agent::{Agent, Control, Options};
 use beelet_tests::cgroup_values::{self, Expected};
 use beelet_tests::containerd::Containerd;
@@ -25,7 +25,7 @@ impl Node {
     }
 
     fn on(containerd: Containerd, change: impl FnOnce(Options) -> Options) -> Node {
-        let agent = Agent::start(change(Options::on(&containerd))).unwrap();
+        let agent = Agent::start(change(installed(&containerd))).unwrap();
         Node { agent, containerd }
     }
 

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::node::installed;
 use beelet_tests::agent::{Agent, Control, Options};
 use beelet_tests::containerd::Containerd;
 use beelet_tests::images::{self, Entry};
@@ -35,7 +36,7 @@ impl Node {
     }
 
     fn on(containerd: Containerd, change: impl FnOnce(Options) -> Options) -> Node {
-        let agent = Agent::start(change(Options::on(&containerd))).unwrap();
+        let agent = Agent::start(change(installed(&containerd))).unwrap();
         Node { agent, containerd }
     }
 

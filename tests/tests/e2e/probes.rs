@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
-use beelet_tests::agent::{Agent, Options};
+use crate::node::installed;
+use beelet_tests::agent::Agent;
 use beelet_tests::containerd::Containerd;
 use beelet_tests::manifests::{self, PORT};
 use beelet_tests::pods::PodView;
@@ -14,7 +15,7 @@ use std::process::Output;
 
 fn start() -> (Containerd, Agent) {
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     (containerd, agent)
 }
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
+use crate::node::{as_installed, installed};
 use anyhow::Result;
 use beelet_proto::cri;
 use beelet_tests::agent::{Agent, Control, Options};
@@ -14,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 fn start() -> (Containerd, Agent) {
     let containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     (containerd, agent)
 }
 
@@ -160,7 +161,7 @@ fn an_agent_and_a_containerd_both_killed_adopt_what_runs() {
 fn on_containerd_2_it_adopts_too() {
     require!(containerd_2);
     let mut containerd = Containerd::start_version_2_for_test().unwrap();
-    let mut agent = Agent::start(Options::on(&containerd)).unwrap();
+    let mut agent = Agent::start(installed(&containerd)).unwrap();
     adopts(&mut containerd, &mut agent, |_| ());
 }
 
@@ -185,7 +186,7 @@ fn an_agent_that_finds_no_containerd_waits_for_it() {
     require!(containerd);
     let mut containerd = Containerd::start_for_test().unwrap();
     containerd.stop().unwrap();
-    let agent = Agent::start(Options::on(&containerd)).unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     containerd.resume().unwrap();
     ready(&agent, "web");
@@ -208,7 +209,7 @@ fn told_to_stop_it_leaves_pods_running() {
 fn told_to_stop_with_the_flag_it_stops_the_pods_first() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let mut options = Options::on(&containerd);
+    let mut options = installed(&containerd);
     options.arguments.push("--stop-pods-on-exit".to_owned());
     let mut agent = Agent::start(options).unwrap();
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
@@ -228,13 +229,13 @@ fn a_second_agent_on_the_same_state_or_the_same_runtime_is_refused() {
     require!(containerd);
     let (containerd, agent) = start();
     let pid = agent.pid().unwrap().to_string();
-    let same_state = Options::named(&containerd, "second")
+    let same_state = as_installed(Options::named(&containerd, "second"))
         .beelet("stateDir", agent.dir().join("state").display().to_string())
         .kubelet(
             "containerRuntimeEndpoint",
             format!("unix://{}", containerd.dir().join("other.sock").display()),
         );
-    let same_runtime = Options::named(&containerd, "third");
+    let same_runtime = as_installed(Options::named(&containerd, "third"));
     for (what, options) in [("state", same_state), ("runtime", same_runtime)] {
         let mut second = Agent::spawn(options).unwrap();
         let status = second.wait_for_exit().unwrap();
@@ -254,7 +255,7 @@ fn a_second_agent_on_the_same_state_or_the_same_runtime_is_refused() {
 fn health_metrics_and_pods_are_served_over_http() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
-    let options = Options::on(&containerd).http().unwrap().beelet("unauthenticatedPods", true);
+    let options = installed(&containerd).http().unwrap().beelet("unauthenticatedPods", true);
     let agent = Agent::start(options).unwrap();
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     ready(&agent, "web");
@@ -284,7 +285,7 @@ fn health_metrics_and_pods_are_served_over_http() {
 fn a_containerd_that_hangs_or_dies_makes_the_node_not_ready_and_costs_no_pod_anything() {
     require!(containerd);
     let mut containerd = Containerd::start_for_test().unwrap();
-    let agent = Agent::start(Options::on(&containerd).http().unwrap()).unwrap();
+    let agent = Agent::start(installed(&containerd).http().unwrap()).unwrap();
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     let before = identity(&ready(&agent, "web"));
     let until_health_is = |wanted: u16, words: &str| {

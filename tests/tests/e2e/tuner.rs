@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::node::Node;
+use crate::node::{Node, installed};
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::cgroup_values::pod_path;
 use beelet_tests::containerd::Containerd;
@@ -33,7 +33,7 @@ fn options(containerd: &Containerd, mode: &str) -> Options {
         "mode": mode, "interval": "100ms", "hotTicks": 1, "calmTicks": 10_000, "cpuWaitPerMille": 1, "quietPercent": 0,
         "helplessSteps": 0,
     });
-    Options::on(containerd).beelet("tuner", tuner)
+    installed(containerd).beelet("tuner", tuner)
 }
 
 /// All that the tuner may have set of these cgroups, as it is.

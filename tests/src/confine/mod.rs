@@ -1,0 +1,350 @@
+//! A program under the settings of the unit that it is installed with, on a machine without systemd.
+//!
+//! The unit file itself is read, so that the tests never know other settings than the ones that are shipped. What a unit
+//! says and this module doesn't know is an error. A wrapper ([`enter`], `src/bin/confined.rs`) takes the settings on and
+//! becomes the program; the test that started it answers the system calls that the filter refuses, and knows them by name.
+
+mod calls;
+mod supervisor;
+mod sys;
+
+pub use supervisor::Supervisor;
+
+use anyhow::{Context as _, Result, bail};
+use calls::{Argument, Calls};
+use caps::{CapSet, Capability};
+use rustix::fs::Mode;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::process::{Resource, Rlimit};
+use std::collections::HashSet;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr as _;
+use syscalls::Sysno;
+
+use crate::workdir;
+
+/// Settings of a unit that are systemd's own work, or that tests of their own are for. No program can take them on.
+const LEFT_TO_SYSTEMD: &[&str] = &[
+    "Type",
+    "NotifyAccess",
+    "ExecStart",
+    "Restart",
+    "RestartSec",
+    "WatchdogSec",
+    "TimeoutStopSec",
+    "KillMode",
+    // Of the unit's cgroup.
+    "TasksMax",
+    "MemoryMax",
+    // Folders of the machine: a test's program has its own, in the test's folder.
+    "RuntimeDirectory",
+    "RuntimeDirectoryMode",
+    "RuntimeDirectoryPreserve",
+    "StateDirectory",
+    "StateDirectoryMode",
+    // Would hide the test's folder, or the machine's one.
+    "ProtectHome",
+    "PrivateTmp",
+    "PrivateDevices",
+    "ProtectSystem",
+    "ReadWritePaths",
+    "ProtectControlGroups",
+];
+
+/// The settings of a unit file that a program can take on.
+#[derive(Debug, Clone)]
+pub struct Unit {
+    umask: Option<Mode>,
+    oom_score: Option<i32>,
+    limits: Vec<(Resource, Rlimit)>,
+    capabilities: Option<HashSet<Capability>>,
+    no_new_privileges: bool,
+    deny_write_execute: bool,
+    calls: Calls,
+    /// What a refused call answers.
+    errno: i32,
+}
+
+impl Unit {
+    /// Reads a unit file.
+    ///
+    /// # Errors
+    /// It can't be read, or has a setting that isn't known here.
+    pub fn read(path: &Path) -> Result<Unit> {
+        Unit::parse(&workdir::read(path)?).with_context(|| format!("{}", path.display()))
+    }
+
+    fn parse(text: &str) -> Result<Unit> {
+        let settings = settings(text);
+        let mut unit = Unit {
+            umask: None,
+            oom_score: None,
+            limits: Vec::new(),
+            capabilities: None,
+            no_new_privileges: false,
+            deny_write_execute: false,
+            calls: Calls::all(),
+            errno: libc::EPERM,
+        };
+        // The list of calls comes first: the other settings take some of it away.
+        let filters: Vec<&str> =
+            settings.iter().filter(|(key, _)| key == "SystemCallFilter").map(|(_, value)| &**value).collect();
+        if !filters.is_empty() {
+            unit.calls = Calls::of(&filters.join(" "))?;
+        }
+        for (key, value) in &settings {
+            unit.set(key, value).with_context(|| format!("{key}={value}"))?;
+        }
+        Ok(unit)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        let yes = matches!(value, "yes" | "true" | "on" | "1");
+        match key {
+            "SystemCallFilter" => {}
+            "SystemCallErrorNumber" if value == "EPERM" => self.errno = libc::EPERM,
+            // The filter ends what makes a call of another architecture.
+            "SystemCallArchitectures" if value == "native" => {}
+            "UMask" => self.umask = Some(Mode::from_bits_retain(u32::from_str_radix(value, 8)?)),
+            "OOMScoreAdjust" => self.oom_score = Some(value.parse()?),
+            "CapabilityBoundingSet" => {
+                let parsed: Result<HashSet<_>, _> =
+                    value.split_whitespace().map(Capability::from_str).collect();
+                self.capabilities.get_or_insert_default().extend(parsed?);
+            }
+            // Root gets none of them by itself.
+            "AmbientCapabilities" if value.is_empty() => {}
+            "NoNewPrivileges" => self.no_new_privileges = yes,
+            "MemoryDenyWriteExecute" => self.deny_write_execute = yes,
+            _ if LEFT_TO_SYSTEMD.contains(&key) => {}
+            _ => match key.strip_prefix("Limit") {
+                Some(name) => self.limits.push((resource(name)?, limit(value)?)),
+                None => self.restrict(key, value, yes)?,
+            },
+        }
+        Ok(())
+    }
+
+    /// The settings that are filters of system calls by their arguments (systemd's src/shared/seccomp-util.c).
+    fn restrict(&mut self, key: &str, value: &str, yes: bool) -> Result<()> {
+        let calls = &mut self.calls;
+        match key {
+            "RestrictAddressFamilies" => {
+                let families: Result<Vec<_>> = value.split_whitespace().map(family).collect();
+                calls.only("socket", &families?);
+            }
+            _ if !yes => bail!("only `yes` is known here"),
+            "LockPersonality" => calls.only("personality", &[vec![(0, u32::MAX, 0)]]),
+            "RestrictRealtime" => {
+                let policies = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE];
+                let ways = policies.map(|policy| vec![(1, u32::MAX, policy.cast_unsigned())]);
+                calls.only("sched_setscheduler", &ways);
+            }
+            "RestrictNamespaces" => {
+                // CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+                let none = vec![(0, 0x7E02_0000, 0)];
+                calls.only("unshare", std::slice::from_ref(&none));
+                calls.only("clone", &[none]);
+                calls.deny("setns");
+                calls.make_absent("clone3");
+            }
+            "RestrictSUIDSGID" => restrict_modes(calls),
+            "ProtectClock" => calls.deny_group("@clock")?,
+            "ProtectKernelModules" => calls.deny_group("@module")?,
+            "ProtectKernelLogs" => calls.deny("syslog"),
+            "ProtectHostname" => ["sethostname", "setdomainname"].iter().for_each(|call| calls.deny(call)),
+            _ => bail!("nothing here takes this setting on: add it, or say why it can't be"),
+        }
+        Ok(())
+    }
+
+    /// What a refused call answers.
+    fn errno_of(&self, call: Sysno) -> i32 {
+        match call {
+            Sysno::socket => libc::EAFNOSUPPORT,
+            _ if self.calls.absent.contains(&call) => libc::ENOSYS,
+            _ => self.errno,
+        }
+    }
+
+    /// Takes the settings on, for this process and what it becomes. The filter comes last: the descriptor of its
+    /// listener goes to the other end of standard input, which is a socket.
+    fn take_on(&self, record: bool) -> Result<()> {
+        if let Some(umask) = self.umask {
+            rustix::process::umask(umask);
+        }
+        for (resource, limit) in &self.limits {
+            rustix::process::setrlimit(*resource, *limit)
+                .with_context(|| format!("could not set the limit {resource:?}"))?;
+        }
+        if let Some(score) = self.oom_score {
+            workdir::write(Path::new("/proc/self/oom_score_adj"), score.to_string())?;
+        }
+        if let Some(kept) = &self.capabilities {
+            // Those that this kernel has, and that nobody took away before.
+            let known = caps::read(None, CapSet::Bounding)?;
+            for capability in known.into_iter().filter(|one| !kept.contains(one)) {
+                caps::drop(None, CapSet::Bounding, capability)?;
+            }
+        }
+        if self.deny_write_execute {
+            sys::deny_write_execute()?;
+        }
+        // A filter needs it in any case.
+        rustix::thread::set_no_new_privs(true)?;
+        let calls = if record { Calls::of("sendmsg")? } else { self.calls.clone() };
+        let listener = sys::filter(&calls.program()?)?;
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut buffer = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [listener.as_fd()];
+        buffer.push(SendAncillaryMessage::ScmRights(&descriptors));
+        let stdin = rustix::stdio::stdin();
+        rustix::net::sendmsg(stdin, &[std::io::IoSlice::new(&[0])], &mut buffer, SendFlags::empty())
+            .context("could not hand the filter's listener over")?;
+        Ok(())
+    }
+}
+
+/// No file may be made with, or get, the mode bits of set-user-ID and set-group-ID.
+fn restrict_modes(calls: &mut Calls) {
+    let plain = |index: u8| vec![(index, libc::S_ISUID | libc::S_ISGID, 0)];
+    let by_mode = [
+        ("chmod", 1),
+        ("fchmod", 1),
+        ("fchmodat", 2),
+        ("fchmodat2", 2),
+        ("mkdir", 1),
+        ("mkdirat", 2),
+        ("mknod", 1),
+        ("mknodat", 2),
+        ("creat", 1),
+    ];
+    for (call, index) in by_mode {
+        calls.only(call, &[plain(index)]);
+    }
+    // A mode counts only where a file is made. O_TMPFILE has the bit of O_DIRECTORY in it.
+    let makes = (libc::O_CREAT | (libc::O_TMPFILE & !libc::O_DIRECTORY)).cast_unsigned();
+    for (call, flags) in [("open", 1), ("openat", 2)] {
+        calls.only(call, &[vec![(flags, makes, 0)], plain(flags + 1)]);
+    }
+    calls.make_absent("openat2");
+}
+
+/// The settings of the section [Service], in their order. A line that ends with a backslash goes on in the next.
+fn settings(text: &str) -> Vec<(String, String)> {
+    let joined = text.replace("\\\n", " ");
+    let mut in_service = false;
+    let mut found = Vec::new();
+    for line in joined.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with(['#', ';']))
+    {
+        if line.starts_with('[') {
+            in_service = line == "[Service]";
+        } else if let Some((key, value)) = line.split_once('=').filter(|_| in_service) {
+            found.push((key.trim().to_owned(), value.trim().to_owned()));
+        }
+    }
+    found
+}
+
+fn resource(name: &str) -> Result<Resource> {
+    Ok(match name {
+        "NOFILE" => Resource::Nofile,
+        "MEMLOCK" => Resource::Memlock,
+        "NPROC" => Resource::Nproc,
+        "CORE" => Resource::Core,
+        "STACK" => Resource::Stack,
+        "AS" => Resource::As,
+        _ => bail!("no limit of this name is known here"),
+    })
+}
+
+/// `soft:hard`, or one for both.
+fn limit(value: &str) -> Result<Rlimit> {
+    let one = |text: &str| match text {
+        "infinity" => Ok(None),
+        number => number.parse().map(Some).with_context(|| format!("{number} is no number")),
+    };
+    let (soft, hard) = value.split_once(':').unwrap_or((value, value));
+    Ok(Rlimit { current: one(soft)?, maximum: one(hard)? })
+}
+
+fn family(name: &str) -> Result<Vec<Argument>> {
+    let number = match name {
+        "AF_UNIX" => libc::AF_UNIX,
+        "AF_INET" => libc::AF_INET,
+        "AF_INET6" => libc::AF_INET6,
+        "AF_NETLINK" => libc::AF_NETLINK,
+        _ => bail!("the address family {name} isn't known here"),
+    };
+    Ok(vec![(0, u32::MAX, number.cast_unsigned())])
+}
+
+/// The unit that a program is installed with, and the wrapper that takes it on.
+#[derive(Debug, Clone)]
+pub struct Installed {
+    /// The wrapper's binary.
+    pub wrapper: PathBuf,
+    /// The unit file.
+    pub unit: PathBuf,
+}
+
+impl Installed {
+    /// The unit of that name in packaging/.
+    pub fn new(wrapper: impl Into<PathBuf>, unit: &str) -> Installed {
+        Installed { wrapper: wrapper.into(), unit: workdir::repository().join("packaging").join(unit) }
+    }
+}
+
+/// The wrapper: `confined UNIT PROGRAM ARGUMENTS…`. Takes the settings of the unit on and becomes the program.
+///
+/// # Errors
+/// A setting can't be taken on, or the program can't be started.
+pub fn enter(arguments: &[String]) -> Result<()> {
+    use std::os::unix::process::CommandExt as _;
+    let [unit, program, arguments @ ..] = arguments else { bail!("confined UNIT PROGRAM ARGUMENTS…") };
+    let record = std::env::var_os(supervisor::RECORD).is_some();
+    let unit = Unit::read(Path::new(unit))?;
+    let mut command = std::process::Command::new(program);
+    command.args(arguments).env_remove(supervisor::RECORD);
+    let nothing = std::fs::File::open("/dev/null").context("could not open /dev/null")?;
+    unit.take_on(record)?;
+    rustix::stdio::dup2_stdin(nothing)?;
+    Err(command.exec()).with_context(|| format!("could not start {program}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_of_the_shipped_units_is_known() {
+        for name in ["beelet.service", "beelet-observe.service"] {
+            let unit = Unit::read(&Installed::new("", name).unit).unwrap();
+            assert!(unit.no_new_privileges && unit.deny_write_execute, "{name}");
+            assert!(unit.calls.allows(Sysno::bpf) && !unit.calls.allows(Sysno::init_module), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_setting_that_is_not_known_is_an_error() {
+        let error = |text: &str| format!("{:#}", Unit::parse(&format!("[Service]\n{text}\n")).unwrap_err());
+        for text in [
+            "ProtectProc=invisible",
+            "LimitFOO=1",
+            "RestrictNamespaces=net",
+            "RestrictAddressFamilies=AF_CAN",
+            "SystemCallErrorNumber=EACCES",
+            "CapabilityBoundingSet=CAP_NONE",
+        ] {
+            assert!(error(text).contains(text), "{}", error(text));
+        }
+    }
+
+    #[test]
+    fn settings_are_those_of_the_service_alone() {
+        let text = "[Unit]\nUMask=0\n[Service]\n# UMask=1\nUMask = 0077\nLimitNOFILE=1:2 \nA=b \\\n  c\n[Install]\nD=e\n";
+        let expected = [("UMask", "0077"), ("LimitNOFILE", "1:2"), ("A", "b    c")];
+        assert_eq!(settings(text), expected.map(|(key, value)| (key.to_owned(), value.to_owned())));
+    }
+}

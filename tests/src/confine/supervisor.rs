@@ -1,0 +1,133 @@
+//! Answers the system calls that a unit's filter refuses, and remembers them.
+
+use super::{Unit, sys};
+use crate::workdir::PATIENCE;
+use anyhow::{Context as _, Result, bail};
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use syscalls::Sysno;
+
+/// Names a file. Then no call is refused, and every one that is made is written there with the process's id: what a
+/// unit's filter is derived from.
+pub(super) const RECORD: &str = "BEELET_CALLS";
+
+/// Who answers for one program, until it ends.
+#[derive(Debug)]
+pub struct Supervisor {
+    refused: Arc<Mutex<Vec<String>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Supervisor {
+    /// Waits for the wrapper, which has the other end of `socket`, to hand its filter's listener over.
+    ///
+    /// # Errors
+    /// The wrapper failed; its words are on its standard error.
+    pub fn start(unit: &Path, socket: &UnixStream, pid: u32) -> Result<Supervisor> {
+        let unit = Unit::read(unit)?;
+        let listener = listener(socket)?;
+        let refused = Arc::<Mutex<Vec<String>>>::default();
+        let told = Arc::clone(&refused);
+        let record = std::env::var_os(RECORD).map(PathBuf::from);
+        let thread = std::thread::Builder::new().name("supervisor".into()).spawn(move || match record {
+            Some(file) => record_calls(&listener, pid, &file),
+            None => refuse(&listener, &unit, &told),
+        })?;
+        Ok(Supervisor { refused, thread: Some(thread) })
+    }
+
+    /// The calls that were refused, with their arguments, once the program and all that it started have ended.
+    pub fn refused(mut self) -> Vec<String> {
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join(); // what it has remembered is there in any case
+        }
+        std::mem::take(&mut self.refused.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+fn listener(socket: &UnixStream) -> Result<OwnedFd> {
+    socket.set_read_timeout(Some(PATIENCE))?;
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut buffer = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut into = [std::io::IoSliceMut::new(&mut byte)];
+    rustix::net::recvmsg(socket, &mut into, &mut buffer, RecvFlags::CMSG_CLOEXEC)
+        .context("the wrapper said nothing")?;
+    for message in buffer.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut descriptors) = message
+            && let Some(descriptor) = descriptors.next()
+        {
+            return Ok(descriptor);
+        }
+    }
+    bail!("the wrapper ended before it had taken the unit's settings on")
+}
+
+/// The next call that waits for a verdict; None when everything under the filter has ended.
+fn next(listener: &OwnedFd) -> Option<sys::Notification> {
+    loop {
+        let mut wanted = [PollFd::new(listener, PollFlags::IN)];
+        if rustix::event::poll(&mut wanted, None).is_err() {
+            continue; // a signal
+        }
+        let seen = wanted[0].revents();
+        if seen.contains(PollFlags::IN) {
+            // The caller may have been killed meanwhile.
+            if let Ok(notification) = sys::receive(listener) {
+                return Some(notification);
+            }
+        } else if seen.intersects(PollFlags::HUP | PollFlags::ERR) {
+            return None;
+        }
+    }
+}
+
+fn call(notification: &sys::Notification) -> Option<Sysno> {
+    Sysno::new(usize::try_from(notification.data.nr).ok()?)
+}
+
+fn refuse(listener: &OwnedFd, unit: &Unit, told: &Mutex<Vec<String>>) {
+    while let Some(notification) = next(listener) {
+        let call = call(&notification);
+        let errno = call.map_or(libc::ENOSYS, |call| unit.errno_of(call));
+        let absent = call.is_some_and(|call| unit.calls.absent.contains(&call));
+        if !absent {
+            let name = call.map_or_else(|| notification.data.nr.to_string(), |call| call.name().to_owned());
+            let arguments: Vec<String> =
+                notification.data.args.iter().map(|value| format!("{value:#x}")).collect();
+            let who = std::fs::read_to_string(format!("/proc/{}/comm", notification.pid)).unwrap_or_default();
+            let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
+            // One line for each call that is tried over and over.
+            let line = format!("{name}({}) by {}", arguments.join(", "), who.trim());
+            if told.len() < 100 && !told.contains(&line) {
+                told.push(line);
+            }
+        }
+        let verdict = sys::Verdict { id: notification.id, val: 0, error: -errno, flags: 0 };
+        let _ = sys::answer(listener, verdict); // the caller may have been killed meanwhile
+    }
+}
+
+fn record_calls(listener: &OwnedFd, pid: u32, file: &Path) {
+    let mut made = BTreeSet::new();
+    while let Some(notification) = next(listener) {
+        if let Some(call) = call(&notification) {
+            made.insert(call.name());
+        }
+        let flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE.try_into().unwrap_or_default();
+        let verdict = sys::Verdict { id: notification.id, val: 0, error: 0, flags };
+        let _ = sys::answer(listener, verdict); // the caller may have been killed meanwhile
+    }
+    let line = format!("{pid} {}\n", made.into_iter().collect::<Vec<_>>().join(" "));
+    let written = std::fs::OpenOptions::new().append(true).create(true).open(file);
+    if let Err(error) = written.and_then(|mut file| file.write_all(line.as_bytes())) {
+        eprintln!("could not write {}: {error}", file.display());
+    }
+}

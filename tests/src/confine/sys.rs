@@ -1,0 +1,62 @@
+//! The system calls that no safe wrapper has: seccomp with a listener, and memory that never becomes executable.
+
+use anyhow::{Context as _, Result};
+use rustix::ioctl::{Updater, ioctl};
+use seccompiler::BpfProgram;
+use std::os::fd::{AsFd, FromRawFd as _, OwnedFd};
+
+/// A call that waits for its verdict.
+pub(super) type Notification = libc::seccomp_notif;
+/// The verdict.
+pub(super) type Verdict = libc::seccomp_notif_resp;
+
+/// Memory of this process and of what it starts is never both writable and executable, nor made executable later.
+pub(super) fn deny_write_execute() -> Result<()> {
+    let option = libc::c_ulong::from(libc::PR_MDWE_REFUSE_EXEC_GAIN);
+    // SAFETY: takes numbers alone.
+    let set = unsafe { libc::prctl(libc::PR_SET_MDWE, option, 0, 0, 0) };
+    if set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()).context("prctl(PR_SET_MDWE) failed") }
+}
+
+/// Filters the system calls of this process and of what it becomes. What the program hands to user space comes by the
+/// descriptor.
+pub(super) fn filter(program: &BpfProgram) -> Result<OwnedFd> {
+    let fprog = libc::sock_fprog {
+        len: u16::try_from(program.len()).context("the filter is too long")?,
+        // seccompiler's instruction is the kernel's `struct sock_filter`, which the kernel only reads.
+        filter: program.as_ptr().cast_mut().cast(),
+    };
+    // SAFETY: `fprog` and the program that it points to live until the call has returned.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_SET_MODE_FILTER,
+            libc::SECCOMP_FILTER_FLAG_NEW_LISTENER,
+            &raw const fprog,
+        )
+    };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error()).context("seccomp(2) refused the filter");
+    }
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd)?) })
+}
+
+/// The next call that waits.
+pub(super) fn receive(listener: impl AsFd) -> rustix::io::Result<Notification> {
+    // SAFETY: plain numbers, of which all zeroes is a value; the kernel wants them so.
+    let mut notification: Notification = unsafe { std::mem::zeroed() };
+    // SAFETY: the opcode reads and writes a `struct seccomp_notif`, which this is.
+    unsafe {
+        let request =
+            Updater::<{ libc::SECCOMP_IOCTL_NOTIF_RECV as _ }, Notification>::new(&mut notification);
+        ioctl(listener, request)?;
+    }
+    Ok(notification)
+}
+
+/// Lets a call that waits go on, or fail.
+pub(super) fn answer(listener: impl AsFd, mut verdict: Verdict) -> rustix::io::Result<()> {
+    // SAFETY: the opcode reads a `struct seccomp_notif_resp`, which this is.
+    unsafe { ioctl(listener, Updater::<{ libc::SECCOMP_IOCTL_NOTIF_SEND as _ }, Verdict>::new(&mut verdict)) }
+}
