@@ -1,7 +1,7 @@
 //! The agent as a child process, on a private containerd: configured, started, killed, started again, and seen
 //! through its own API.
 
-use crate::confine::{Installed, Supervisor};
+use crate::confine::{Handover, Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
 use crate::guards::{self, CgroupRoot, Process};
 use crate::pods::Watch;
@@ -9,8 +9,6 @@ use crate::workdir::{self, PATIENCE, wait_for};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
 use serde_json::{Map, Value, json};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -102,7 +100,8 @@ impl Options {
         self
     }
 
-    /// Starts it under the settings of its unit. A system call that the unit refuses fails the test, by its name.
+    /// Starts it under the settings of its unit. A system call that the unit refuses fails the test, by its
+    /// name.
     pub fn as_installed(mut self, installed: Installed) -> Options {
         self.installed = Some(installed);
         self
@@ -147,7 +146,7 @@ pub struct Agent {
     options: Options,
     binary: PathBuf,
     child: Option<Process>,
-    /// Of each of its lives under a unit.
+    /// Of each of its lives under a unit. After the child: they wait for its end.
     supervisors: Vec<Supervisor>,
 }
 
@@ -172,7 +171,7 @@ impl Agent {
         let log = self.log_path();
         let log = std::fs::OpenOptions::new().append(true).create(true).open(&log);
         let log = log.context("could not open the agent's log")?;
-        let (mut command, socket) = self.command()?;
+        let (mut command, handover) = self.command()?;
         let child = command
             .args(["run", "--config"])
             .arg(config)
@@ -189,26 +188,22 @@ impl Agent {
         let _ = write_pid(&self.options.instance, &self.name(), child.id());
         let pid = child.id();
         self.child = Some(Process(child));
-        if let (Some(installed), Some(socket)) = (&self.options.installed, socket) {
-            drop(command); // it has the other end too
-            let supervisor = Supervisor::start(&installed.unit, &socket, pid);
-            self.supervisors.push(supervisor.with_context(|| self.log())?);
+        drop(command); // it has the other end of the socket too
+        if let Some(handover) = handover {
+            self.supervisors.push(handover.supervise(pid).with_context(|| self.log())?);
         }
         Ok(())
     }
 
-    /// What starts it: its unit's wrapper with the socket that the filter's listener comes by, or a shell that sets the
-    /// umask that its unit gives it.
-    fn command(&self) -> Result<(Command, Option<UnixStream>)> {
+    /// What starts it: its unit's wrapper, or a shell that sets the umask that its unit gives it.
+    fn command(&self) -> Result<(Command, Option<Handover>)> {
         let Some(installed) = &self.options.installed else {
             let mut command = Command::new("sh");
             command.args(["-c", "umask 077; exec \"$0\" \"$@\""]).arg(&self.binary).stdin(Stdio::null());
             return Ok((command, None));
         };
-        let (ours, theirs) = UnixStream::pair().context("could not make a pair of sockets")?;
-        let mut command = Command::new(&installed.wrapper);
-        command.arg(&installed.unit).arg(&self.binary).stdin(Stdio::from(OwnedFd::from(theirs)));
-        Ok((command, Some(ours)))
+        let (command, handover) = installed.command(&self.binary)?;
+        Ok((command, Some(handover)))
     }
 
     fn name(&self) -> String {
@@ -350,23 +345,6 @@ impl Agent {
             std::mem::forget(child);
         }
         self.supervisors.drain(..).for_each(std::mem::forget);
-    }
-}
-
-impl Drop for Agent {
-    #[allow(clippy::panic)] // a test fails by it
-    fn drop(&mut self) {
-        self.child = None;
-        let refused: Vec<String> = self.supervisors.drain(..).flat_map(Supervisor::refused).collect();
-        if refused.is_empty() {
-            return;
-        }
-        let told = format!("the unit's SystemCallFilter= and its like refused:\n{}", refused.join("\n"));
-        if std::thread::panicking() {
-            eprintln!("{told}");
-        } else {
-            panic!("{told}");
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! What pods can leave behind: on the machine, in the runtime's shims, and in the agent itself. Counted before and after.
 
 use crate::agent::Agent;
-use crate::containerd::{Containerd, Leftovers};
+use crate::containerd::Containerd;
 use crate::guards;
 use crate::machine;
 use crate::workdir::{PATIENCE, wait_for};
@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 pub struct Traces {
     cgroups: Vec<PathBuf>,
     processes: usize,
-    /// Shims and what they started.
-    shims: usize,
+    /// Shims and what they started, each with its pod and its container.
+    shims: Vec<String>,
     /// Network namespaces are among them: the runtime binds them to files.
     mounts: Vec<PathBuf>,
     interfaces: usize,
@@ -44,11 +44,10 @@ impl Traces {
         let mut mounts: Vec<_> = guards::mounts()?.into_iter().map(|mount| mount.path).collect();
         mounts.retain(|path| path.starts_with(containerd.dir()));
         mounts.sort();
-        let shims = Leftovers::of(containerd.dir())?.0;
         Ok(Traces {
             cgroups,
             processes: root.dirs().iter().map(|dir| guards::processes_below(dir).len()).sum(),
-            shims: shims.iter().filter(|line| line.starts_with("process ")).count(),
+            shims: containerd.shims(),
             mounts,
             interfaces: links.lines().count(),
             leases: containerd.leases().len(),
@@ -67,7 +66,7 @@ impl Traces {
         [
             ("cgroups", self.cgroups.len()),
             ("processes", self.processes),
-            ("shims and theirs", self.shims),
+            ("shims and theirs", self.shims.len()),
             ("mounts (network namespaces too)", self.mounts.len()),
             ("interfaces", self.interfaces),
             ("addresses", self.leases),
@@ -83,7 +82,11 @@ impl Traces {
     pub fn wait_as_before(&self, containerd: &Containerd, agent: &Agent) -> Result<()> {
         wait_for("all to be as before", PATIENCE, || -> Result<()> {
             let now = Traces::of(containerd, agent)?;
-            let told = self.difference(&now);
+            let told: Vec<String> = self
+                .difference(&now)
+                .into_iter()
+                .map(|line| format!("{line}{}", containerd.whose(&line)))
+                .collect();
             if told.is_empty() { Ok(()) } else { anyhow::bail!("{}", told.join("\n")) }
         })
     }
@@ -109,7 +112,12 @@ impl Traces {
                 before.iter().filter(|one| !after.contains(one)).map(|one| format!("lost {what} {one:?}")),
             );
         }
-        told.truncate(100);
+        // Another one in an old one's place is no trace.
+        if now.shims.len() > self.shims.len() {
+            let shims = now.shims.iter().filter(|shim| !self.shims.contains(shim));
+            told.extend(shims.map(|shim| format!("new shim {shim}")));
+        }
+        told.truncate(200);
         told
     }
 }

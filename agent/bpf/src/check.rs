@@ -6,6 +6,7 @@
 
 use super::btf::Btf;
 use super::capability::{Capability, SOCKET_CHECK};
+use super::loader::not_loaded;
 use super::offsets::Offsets;
 use super::{KernelError, NetnsHandle, nsid, sys};
 use aya::EbpfLoader;
@@ -157,8 +158,7 @@ impl Checker {
             loader.override_global(global, offset, true);
         }
         let refused = KernelError::refused;
-        let mut ebpf =
-            loader.load(OBJECT).map_err(|error| refused("the object could not be loaded", &error))?;
+        let mut ebpf = loader.load(OBJECT).map_err(|error| not_loaded(&error))?;
         let program: &mut SchedClassifier = ebpf
             .program_mut(NAME)
             .ok_or_else(|| KernelError::new(format!("the BPF object has no program {NAME}")))?

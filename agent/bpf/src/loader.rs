@@ -16,7 +16,7 @@ use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::{
     BtfTracePoint, CgroupAttachMode, CgroupSkb, CgroupSkbAttachType, Iter, ProgramFd, SockOps,
 };
-use aya::{Ebpf, EbpfLoader};
+use aya::{Ebpf, EbpfError, EbpfLoader};
 use beelet_ebpf_abi::{ABI_VERSION, MAGIC, Meta};
 use std::collections::BTreeMap;
 use std::io::Read as _;
@@ -59,6 +59,10 @@ pub(super) struct Request<'a> {
 /// While programs are replaced, the old and the new ones are attached at once; those that would send an event
 /// twice heed `Meta::instance`, so writing that is the moment of change. An agent that dies before it leaves
 /// the old ones at work, after it the new ones; the next start tidies up.
+///
+/// An event that began before the new programs were attached is seen by the old ones alone. If such a one
+/// asked for `Meta::instance` after it was written, nobody would count it; so the write waits until all of
+/// these have ended.
 ///
 /// # Errors
 /// Nothing could be loaded at all. What only one program lacks is in [`Loaded::capabilities`].
@@ -112,6 +116,13 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     };
     let capabilities = attach.all(&maps, &mut meta)?;
     let links = std::mem::take(&mut attach.links);
+    if earlier.is_some_and(|(meta, _)| meta.instance != instance)
+        && let Err(error) = sys::wait_for_running_programs()
+    {
+        tracing::warn!(
+            "could not wait for running BPF programs ({error}): an event of this moment may be missed"
+        );
+    }
     write_meta(&maps, &Meta { complete: 1, instance, digest: request.digest, ..meta })?;
     if let Some(pins) = request.pins {
         pins.promote_links()?;
@@ -183,9 +194,16 @@ fn open_object(
             loader.map_pin_path(shape.name, pins.map(shape.name));
         }
     }
-    loader
-        .load(request.object)
-        .map_err(|error| KernelError::refused("the BPF object could not be loaded", &error))
+    loader.load(request.object).map_err(|error| not_loaded(&error))
+}
+
+/// Why an object could not be loaded. Where the kernel refuses every map, aya takes it for one that knows no
+/// globals, and complains of a section that isn't there.
+pub(super) fn not_loaded(error: &EbpfError) -> KernelError {
+    match Array::<MapData, u32>::create(1, 0) {
+        Ok(_) => KernelError::refused("the BPF object could not be loaded", error),
+        Err(refused) => KernelError::refused("the kernel refuses BPF maps", &refused),
+    }
 }
 
 fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelError> {

@@ -29,6 +29,8 @@ pub struct Desired {
     pub folder_unread: bool,
     /// The API server has not said yet which pods it assigns to this node: `pods` may lack some of them.
     pub api_unread: bool,
+    /// No folder is configured. What runs from a file of an earlier configuration is left alone.
+    pub without_folder: bool,
     /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
     pub objects: Arc<Objects>,
     /// The files of priority classes, by name.
@@ -49,6 +51,7 @@ impl Desired {
             all.unreadable.extend(one.unreadable.iter().cloned());
             all.folder_unread |= one.folder_unread;
             all.api_unread |= one.api_unread;
+            all.without_folder |= one.without_folder;
             objects.add_missing(&one.objects);
             for (name, file) in &one.class_files {
                 all.class_files.entry(name.clone()).or_insert_with(|| file.clone());
@@ -83,7 +86,8 @@ impl Desired {
     /// annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]
     pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
-        !self.folder_unread && manifest.is_none_or(|file| !self.unreadable.contains(file))
+        let is_known = !self.folder_unread && !self.without_folder;
+        is_known && manifest.is_none_or(|file| !self.unreadable.contains(file))
     }
 
     /// The same for a running pod of any origin.

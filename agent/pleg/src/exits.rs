@@ -19,13 +19,13 @@ use prometheus_client::{
 };
 use tokio::{
     sync::{mpsc, watch},
-    task::spawn_blocking,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::{ExitHint, Pace};
+use beelet_base::blocking::blocking;
 use beelet_base::clock::monotonic_ns;
 use beelet_bpf::OomKill;
 use beelet_cgroups::Cgroups;
@@ -372,12 +372,12 @@ impl Exits {
             paths.into_iter().filter_map(|(pid, path)| Some((id_of(&path)?, pid))).collect()
         };
         // Without them an OOM kill is placed by its process alone.
-        self.cgroup_ids.extend(spawn_blocking(find).await.unwrap_or_default());
+        self.cgroup_ids.extend(blocking("finding cgroups of containers", find).await);
     }
 
     async fn on_oom(&mut self, cgroup_id: u64, kill: OomKill) {
         // First of all: it will be gone soon.
-        let command = spawn_blocking(move || command_of(kill.pid)).await.unwrap_or_default();
+        let command = blocking("reading a process's name", move || command_of(kill.pid)).await;
         let pid = self.cgroup_ids.get(&cgroup_id).copied().unwrap_or(kill.pid);
         let Some(process) = self.known.get(&pid).filter(|process| !process.sandbox) else {
             debug!(cgroup_id, ?kill, "an OOM kill outside of all known containers");

@@ -1,5 +1,8 @@
 //! What can fail on a pod's way.
 
+use std::io;
+use std::path::PathBuf;
+
 use beelet_cgroups::CgroupError;
 use beelet_images::pull::PullError;
 
@@ -39,6 +42,30 @@ impl Error {
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Runtime(error) if error.is_transient())
     }
+}
+
+/// Why a file that the agent keeps for a pod can't be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FileError {
+    /// Its folder can't be made.
+    #[error(transparent)]
+    Folder(#[from] beelet_base::Error),
+    /// It can't be read.
+    #[error("cannot read {}: {cause}", .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        cause: io::Error,
+    },
+    /// It can't be made, or written.
+    #[error("cannot write {}: {cause}", .path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        cause: io::Error,
+    },
 }
 
 /// Why a container could not be started: a sentence.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
+use crate::error::FileError;
 use beelet_base::own_file;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
@@ -59,15 +60,17 @@ pub(super) fn write(
     pod: &core::Pod,
     pod_ips: &[String],
     node: &NodeFacts,
-) -> Result<PathBuf, String> {
+) -> Result<PathBuf, FileError> {
     let on_host = pod.spec.as_ref().and_then(|s| s.host_network) == Some(true);
     let of_host = if on_host { read_host()? } else { Vec::new() };
     let wanted = content(pod, pod_ips, &of_host, node);
     let path = folder.join("etc-hosts");
-    beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE).map_err(|e| e.to_string())?;
+    beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE)?;
     let written = own_file::own(&path).and_then(|mut file| make_say(&mut file, &wanted));
-    written.map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    Ok(path)
+    match written {
+        Ok(()) => Ok(path),
+        Err(cause) => Err(FileError::Write { path, cause }),
+    }
 }
 
 fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
@@ -83,15 +86,13 @@ fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
 }
 
 /// Bytes: nobody says in what encoding somebody wrote the comments.
-fn read_host() -> Result<Vec<u8>, String> {
+fn read_host() -> Result<Vec<u8>, FileError> {
     let mut text = Vec::new();
-    match File::open(ON_HOST) {
-        Ok(file) => {
-            let read = file.take(HOST_MAX).read_to_end(&mut text);
-            read.map(|_| text).map_err(|e| format!("cannot read {ON_HOST}: {e}"))
+    match File::open(ON_HOST).and_then(|file| file.take(HOST_MAX).read_to_end(&mut text)) {
+        Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
+            Err(FileError::Read { path: PathBuf::from(ON_HOST), cause })
         }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(text),
-        Err(e) => Err(format!("cannot read {ON_HOST}: {e}")),
+        _ => Ok(text),
     }
 }
 

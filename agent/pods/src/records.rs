@@ -16,10 +16,11 @@ use std::{
 
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use super::metrics::Metrics;
+use beelet_base::blocking::blocking;
 use beelet_model::{
     failure::Failure,
     request::RuntimePod,
@@ -157,7 +158,7 @@ impl Records {
                     let ends = has_ends(&map);
                     // One that is there for the last time must not come back either.
                     let durable = ends || ends_on_disk;
-                    let written = spawn_blocking(move || {
+                    let written = blocking("writing the records of pods", move || {
                         let written = if durable {
                             state.store(NAME, &snapshot)
                         } else {
@@ -165,8 +166,7 @@ impl Records {
                         };
                         written.map_err(|e| e.to_string())
                     });
-                    let result = written.await.unwrap_or_else(|e| Err(e.to_string()));
-                    let Err(cause) = result else {
+                    let Err(cause) = written.await else {
                         if failing {
                             info!("the records of pods can be written again");
                         }

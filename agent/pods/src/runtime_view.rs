@@ -14,6 +14,7 @@ use beelet_proto::cri;
 use futures::future::try_join_all;
 
 use super::termination;
+use beelet_base::blocking::blocking;
 use beelet_cri::{Error, Runtime, pid_of};
 use beelet_model::labels;
 
@@ -187,8 +188,7 @@ pub(crate) async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<
     if !statuses.iter().any(|status| status.state() == cri::ContainerState::ContainerExited) {
         return statuses;
     }
-    let kept = statuses.clone();
-    let read = tokio::task::spawn_blocking(move || {
+    blocking("reading the last words of containers", move || {
         let mut statuses = statuses;
         for status in &mut statuses {
             let Some(words) = termination::message(status) else { continue };
@@ -196,9 +196,8 @@ pub(crate) async fn with_last_words(statuses: Vec<cri::ContainerStatus>) -> Vec<
                 if status.message.is_empty() { words } else { format!("{}: {words}", status.message) };
         }
         statuses
-    });
-    // Without their last words, should the task have failed: the states count.
-    read.await.unwrap_or(kept)
+    })
+    .await
 }
 
 fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {

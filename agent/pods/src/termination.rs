@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
+use crate::error::FileError;
 use beelet_base::own_file;
 use beelet_model::labels;
 
@@ -21,7 +22,7 @@ pub(super) fn prepare(
     folder: &Path,
     container: &core::Container,
     attempt: u32,
-) -> Result<Option<cri::Mount>, String> {
+) -> Result<Option<cri::Mount>, FileError> {
     let Some(path) = container.termination_message_path.as_deref().filter(|path| !path.is_empty()) else {
         return Ok(None);
     };
@@ -30,7 +31,7 @@ pub(super) fn prepare(
         return Ok(None);
     }
     let folder = folder.join("containers").join(&container.name);
-    beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE).map_err(|e| e.to_string())?;
+    beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE)?;
     forget_older(&folder, attempt);
     let file = folder.join(attempt.to_string());
     // Whoever the container runs as may write it.
@@ -38,7 +39,9 @@ pub(super) fn prepare(
         file.set_len(0)?;
         own_file::permit(&file, 0o666)
     });
-    made.map_err(|e| format!("cannot make {}: {e}", file.display()))?;
+    if let Err(cause) = made {
+        return Err(FileError::Write { path: file, cause });
+    }
     Ok(Some(cri::Mount {
         container_path: path.to_owned(),
         host_path: file.to_string_lossy().into_owned(),
@@ -136,8 +139,9 @@ mod tests {
         let mode = std::fs::metadata(dir.path().join("containers/c/2")).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o666);
         let own = json!({"volumeMounts": [{"name": "v", "mountPath": "/dev/termination-log"}]});
-        assert_eq!(prepare(dir.path(), &container(own), 3), Ok(None));
-        assert_eq!(prepare(dir.path(), &container(json!({"terminationMessagePath": ""})), 3), Ok(None));
+        for without in [own, json!({"terminationMessagePath": ""})] {
+            assert_eq!(prepare(dir.path(), &container(without), 3).unwrap(), None);
+        }
     }
 
     #[test]

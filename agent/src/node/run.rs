@@ -401,7 +401,7 @@ impl Node {
     ) -> watch::Receiver<Arc<Desired>> {
         let Some(path) = &self.config.static_pod_path else {
             warn!("staticPodPath is not set: no static pods are started, and those that run are left alone");
-            let nothing = Desired { folder_unread: true, ..Desired::default() };
+            let nothing = Desired { without_folder: true, ..Desired::default() };
             return watch::channel(Arc::new(nothing)).1;
         };
         let options = Options {

@@ -14,11 +14,12 @@ const GROUPS: &str = include_str!("groups.txt");
 /// What a rule asks of one argument: its index, and its value under a mask.
 pub(super) type Argument = (u8, u32, u32);
 
-/// Calls that are allowed. Each has its ways: with none it is allowed with any arguments, else if one of them fits.
+/// Calls that are allowed. Each has its ways: with none it is allowed with any arguments, else if one of them
+/// fits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Calls {
     allowed: BTreeMap<Sysno, Vec<Vec<Argument>>>,
-    /// Calls whose arguments a filter can't see. systemd answers ENOSYS, and libraries do without them.
+    /// Calls whose arguments a filter can't see. systemd answers ENOSYS, so that libraries do without them.
     pub(super) absent: BTreeSet<Sysno>,
 }
 

@@ -1,14 +1,15 @@
 //! A program under the settings of the unit that it is installed with, on a machine without systemd.
 //!
-//! The unit file itself is read, so that the tests never know other settings than the ones that are shipped. What a unit
-//! says and this module doesn't know is an error. A wrapper ([`enter`], `src/bin/confined.rs`) takes the settings on and
-//! becomes the program; the test that started it answers the system calls that the filter refuses, and knows them by name.
+//! The unit file itself is read, so that the tests never know other settings than the ones that are shipped.
+//! What a unit says and this module doesn't know is an error. A wrapper ([`enter`], `src/bin/confined.rs`)
+//! takes the settings on and becomes the program; the test that started it answers the system calls that the
+//! filter refuses, and knows them by name.
 
 mod calls;
 mod supervisor;
 mod sys;
 
-pub use supervisor::Supervisor;
+pub use supervisor::{Handover, Supervisor};
 
 use anyhow::{Context as _, Result, bail};
 use calls::{Argument, Calls};
@@ -17,14 +18,17 @@ use rustix::fs::Mode;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit};
 use std::collections::HashSet;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::str::FromStr as _;
 use syscalls::Sysno;
 
 use crate::workdir;
 
-/// Settings of a unit that are systemd's own work, or that tests of their own are for. No program can take them on.
+/// Settings of a unit that are systemd's own work, or that tests of their own are for. No program can take
+/// them on.
 const LEFT_TO_SYSTEMD: &[&str] = &[
     "Type",
     "NotifyAccess",
@@ -126,7 +130,8 @@ impl Unit {
         Ok(())
     }
 
-    /// The settings that are filters of system calls by their arguments (systemd's src/shared/seccomp-util.c).
+    /// The settings that are filters of system calls by their arguments (systemd's
+    /// src/shared/seccomp-util.c).
     fn restrict(&mut self, key: &str, value: &str, yes: bool) -> Result<()> {
         let calls = &mut self.calls;
         match key {
@@ -168,18 +173,23 @@ impl Unit {
         }
     }
 
-    /// Takes the settings on, for this process and what it becomes. The filter comes last: the descriptor of its
-    /// listener goes to the other end of standard input, which is a socket.
+    /// Takes the settings on, for this process and what it becomes. The filter comes last: the descriptor of
+    /// its listener goes to the other end of standard input, which is a socket.
     fn take_on(&self, record: bool) -> Result<()> {
         if let Some(umask) = self.umask {
             rustix::process::umask(umask);
         }
         for (resource, limit) in &self.limits {
-            rustix::process::setrlimit(*resource, *limit)
-                .with_context(|| format!("could not set the limit {resource:?}"))?;
+            set_limit(*resource, *limit).with_context(|| format!("could not set the limit {resource:?}"))?;
         }
         if let Some(score) = self.oom_score {
-            workdir::write(Path::new("/proc/self/oom_score_adj"), score.to_string())?;
+            // It takes CAP_SYS_RESOURCE, which root of a container may lack.
+            match std::fs::write("/proc/self/oom_score_adj", score.to_string()) {
+                Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
+                    return Err(error).with_context(|| format!("could not set the OOM score {score}"));
+                }
+                _ => {}
+            }
         }
         if let Some(kept) = &self.capabilities {
             // Those that this kernel has, and that nobody took away before.
@@ -203,6 +213,20 @@ impl Unit {
         rustix::net::sendmsg(stdin, &[std::io::IoSlice::new(&[0])], &mut buffer, SendFlags::empty())
             .context("could not hand the filter's listener over")?;
         Ok(())
+    }
+}
+
+/// Sets a limit; as much of it as is allowed where raising it takes CAP_SYS_RESOURCE, which root of a
+/// container may lack.
+fn set_limit(resource: Resource, limit: Rlimit) -> rustix::io::Result<()> {
+    match rustix::process::setrlimit(resource, limit) {
+        Err(rustix::io::Errno::PERM) => {
+            let most = rustix::process::getrlimit(resource).maximum;
+            let lower = |wanted: Option<u64>| wanted.into_iter().chain(most).min();
+            let allowed = Rlimit { current: lower(limit.current), maximum: lower(limit.maximum) };
+            rustix::process::setrlimit(resource, allowed)
+        }
+        done => done,
     }
 }
 
@@ -231,7 +255,8 @@ fn restrict_modes(calls: &mut Calls) {
     calls.make_absent("openat2");
 }
 
-/// The settings of the section [Service], in their order. A line that ends with a backslash goes on in the next.
+/// The settings of the section [Service], in their order. A line that ends with a backslash goes on in the
+/// next.
 fn settings(text: &str) -> Vec<(String, String)> {
     let joined = text.replace("\\\n", " ");
     let mut in_service = false;
@@ -294,9 +319,22 @@ impl Installed {
     pub fn new(wrapper: impl Into<PathBuf>, unit: &str) -> Installed {
         Installed { wrapper: wrapper.into(), unit: workdir::repository().join("packaging").join(unit) }
     }
+
+    /// What starts a program under the unit. Once it has been started, and the command is dropped, there must
+    /// be a supervisor.
+    ///
+    /// # Errors
+    /// There are no sockets left.
+    pub fn command(&self, program: &Path) -> Result<(Command, Handover)> {
+        let (socket, theirs) = UnixStream::pair().context("could not make a pair of sockets")?;
+        let mut command = Command::new(&self.wrapper);
+        command.arg(&self.unit).arg(program).stdin(Stdio::from(OwnedFd::from(theirs)));
+        Ok((command, Handover { unit: self.unit.clone(), socket }))
+    }
 }
 
-/// The wrapper: `confined UNIT PROGRAM ARGUMENTS…`. Takes the settings of the unit on and becomes the program.
+/// The wrapper: `confined UNIT PROGRAM ARGUMENTS…`. Takes the settings of the unit on and becomes the
+/// program.
 ///
 /// # Errors
 /// A setting can't be taken on, or the program can't be started.
@@ -305,7 +343,7 @@ pub fn enter(arguments: &[String]) -> Result<()> {
     let [unit, program, arguments @ ..] = arguments else { bail!("confined UNIT PROGRAM ARGUMENTS…") };
     let record = std::env::var_os(supervisor::RECORD).is_some();
     let unit = Unit::read(Path::new(unit))?;
-    let mut command = std::process::Command::new(program);
+    let mut command = Command::new(program);
     command.args(arguments).env_remove(supervisor::RECORD);
     let nothing = std::fs::File::open("/dev/null").context("could not open /dev/null")?;
     unit.take_on(record)?;

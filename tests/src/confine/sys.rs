@@ -1,4 +1,5 @@
-//! The system calls that no safe wrapper has: seccomp with a listener, and memory that never becomes executable.
+//! The system calls that no safe wrapper has: seccomp with a listener, and memory that never becomes
+//! executable.
 
 use anyhow::{Context as _, Result};
 use rustix::ioctl::{Updater, ioctl};
@@ -10,7 +11,8 @@ pub(super) type Notification = libc::seccomp_notif;
 /// The verdict.
 pub(super) type Verdict = libc::seccomp_notif_resp;
 
-/// Memory of this process and of what it starts is never both writable and executable, nor made executable later.
+/// Memory of this process and of what it starts is never both writable and executable, nor made executable
+/// later.
 pub(super) fn deny_write_execute() -> Result<()> {
     let option = libc::c_ulong::from(libc::PR_MDWE_REFUSE_EXEC_GAIN);
     // SAFETY: takes numbers alone.
@@ -18,8 +20,8 @@ pub(super) fn deny_write_execute() -> Result<()> {
     if set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()).context("prctl(PR_SET_MDWE) failed") }
 }
 
-/// Filters the system calls of this process and of what it becomes. What the program hands to user space comes by the
-/// descriptor.
+/// Filters the system calls of this process and of what it becomes. What the program hands to user space
+/// comes by the descriptor.
 pub(super) fn filter(program: &BpfProgram) -> Result<OwnedFd> {
     let fprog = libc::sock_fprog {
         len: u16::try_from(program.len()).context("the filter is too long")?,

@@ -195,6 +195,17 @@ impl Containerd {
         format!("unix://{}", self.socket().display())
     }
 
+    /// Each shim and each process that one started, with the pod and the container that it is for.
+    pub fn shims(&self) -> Vec<String> {
+        teardown::shims(&self.names)
+    }
+
+    /// The pods and containers whose ids are in a text (a path, a command), in words; empty if there are
+    /// none.
+    pub fn whose(&self, text: &str) -> String {
+        teardown::whose(self.dir(), text)
+    }
+
     /// The bridge that its pods' networks hang on.
     pub fn bridge(&self) -> String {
         self.names.bridge()

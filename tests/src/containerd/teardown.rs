@@ -185,6 +185,50 @@ fn processes_of(names: &Names) -> Vec<Running> {
         .collect()
 }
 
+/// Each shim of the instance and each process that one started, with the pod and the container that it is
+/// for.
+pub(super) fn shims(names: &Names) -> Vec<String> {
+    let running = processes_of(names);
+    let id_of = |pid: i32| {
+        let shim = running.iter().find(|other| other.pid == pid)?;
+        let at = shim.command.iter().position(|word| word == "-id")?;
+        shim.command.get(at + 1)
+    };
+    let told = running.iter().map(|process| {
+        let id = id_of(process.pid).or_else(|| id_of(process.parent));
+        let whose = id.map(|id| format!(" for {id}{}", whose(&names.dir, id))).unwrap_or_default();
+        format!("{} ({}){whose}", process.pid, process.command.first().map_or("", String::as_str))
+    });
+    told.collect()
+}
+
+/// The pods and containers whose ids are in a text (a path, a command), in words; empty if there are none.
+pub(super) fn whose(dir: &Path, text: &str) -> String {
+    let bundles = std::fs::read_dir(dir.join("state/io.containerd.runtime.v2.task/k8s.io"));
+    let bundles = bundles.into_iter().flatten().flatten();
+    let of = bundles.filter(|bundle| bundle.file_name().to_str().is_some_and(|id| text.contains(id)));
+    let told = of.map(|bundle| {
+        let config = std::fs::read(bundle.path().join("config.json")).unwrap_or_default();
+        let config: serde_json::Value = serde_json::from_slice(&config).unwrap_or_default();
+        let said = |name: &str| {
+            let value = config["annotations"][format!("io.kubernetes.cri.{name}")].as_str();
+            value.unwrap_or("?").to_owned()
+        };
+        format!(
+            ", {} of pod {} {} in sandbox {}",
+            if said("container-type") == "sandbox" {
+                "the sandbox".to_owned()
+            } else {
+                said("container-name")
+            },
+            said("sandbox-name"),
+            said("sandbox-uid"),
+            said("sandbox-id"),
+        )
+    });
+    told.collect()
+}
+
 /// Kills the containers and then their shims, and waits until they are gone.
 fn kill_shims(names: &Names) -> Result<()> {
     wait_regardless("shims and containers to end", PATIENCE, || {

@@ -22,7 +22,8 @@ pub(crate) fn on_every_containerd(check: impl Fn(Containerd)) {
     check(Containerd::start_version_2_for_test().unwrap());
 }
 
-/// The configuration for an agent on `containerd` that runs under the settings of its unit, as all agents here do.
+/// The configuration for an agent on `containerd` that runs under the settings of its unit, as all agents
+/// here do.
 pub(crate) fn installed(containerd: &Containerd) -> Options {
     as_installed(Options::on(containerd))
 }

@@ -2,7 +2,7 @@
 //! changes nothing. The owner is `beelet run` on the same runtime; to an observer it is as foreign as a
 //! kubelet.
 
-#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+#![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write as _;
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use crate::node::installed;
 use beelet_cri::Runtime;
 use beelet_tests::agent::{self, Agent, http_get};
+use beelet_tests::confine::{Installed, Supervisor};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::kubelet::{self, Kubelet};
@@ -27,6 +28,8 @@ use serde_json::Value;
 /// An observer as a child process.
 struct Observer {
     process: Process,
+    // After the process: it waits for its end.
+    _supervisor: Supervisor,
     socket: PathBuf,
     address: String,
     pins: PathBuf,
@@ -46,7 +49,9 @@ impl Observer {
         let (socket, log) = (dir.join(format!("{name}/beelet.sock")), dir.join(format!("{name}.log")));
         let address = format!("127.0.0.1:{port}");
         let output = std::fs::File::create(&log).unwrap();
-        let child = Command::new(agent::binary().unwrap())
+        let installed = Installed::new(env!("CARGO_BIN_EXE_confined"), "beelet-observe.service");
+        let (mut command, handover) = installed.command(&agent::binary().unwrap()).unwrap();
+        command
             .args(["observe", "--node-name", "observed", "--listen", &address, "--pin-name", "seen"])
             .args(["--runtime-endpoint", &containerd.endpoint(), "--cgroup-root", containerd.cgroup().path()])
             .args(more)
@@ -55,12 +60,14 @@ impl Observer {
             .arg("--bpffs")
             .arg(bpffs)
             .env_remove("NOTIFY_SOCKET")
-            .stdin(Stdio::null())
             .stdout(output.try_clone().unwrap())
-            .stderr(output)
-            .spawn()
-            .unwrap();
-        let observer = Observer { process: Process(child), socket, address, pins: bpffs.join("seen"), log };
+            .stderr(output);
+        let process = Process(command.spawn().unwrap());
+        drop(command); // it has the other end of the socket too
+        let supervisor = handover.supervise(process.0.id());
+        let supervisor = supervisor.unwrap_or_else(|error| panic!("{error:#}: {}", log.display()));
+        let observer =
+            Observer { process, _supervisor: supervisor, socket, address, pins: bpffs.join("seen"), log };
         observer.wait("its health to be ok", || match observer.get("/healthz") {
             Ok((200, _)) => Ok(()),
             other => Err(format!("{other:?}")),

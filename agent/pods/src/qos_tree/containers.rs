@@ -3,17 +3,18 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use tokio::task::spawn_blocking;
 use tracing::{debug, info};
 
 use super::{
     Parts, Values,
     wanted::{Wanted, WantedContainer},
 };
+use beelet_base::blocking::blocking;
 use beelet_cgroups::{
     Adjust, CgroupError, Cgroups, Report,
     order::{self, Change},
 };
+use beelet_model::table::PodName;
 use beelet_spec::cri_config;
 
 /// The limits of memory, which are only lowered to where they kill nobody.
@@ -52,7 +53,16 @@ pub(super) async fn compare(cgroups: &Arc<Cgroups>, wanted: &Wanted, ids: &[&Str
         }
         compared
     };
-    spawn_blocking(look).await.unwrap_or_default()
+    blocking("comparing cgroups of containers", look).await
+}
+
+/// A container's cgroup does not hold what it should.
+#[derive(Debug, thiserror::Error)]
+#[error("{pod} ({container}): {cause}")]
+pub(super) struct NotCorrected {
+    pod: PodName,
+    container: String,
+    cause: CgroupError,
 }
 
 /// Makes a container's cgroup hold what it should; how many values were changed, or why not all of them could be.
@@ -61,16 +71,20 @@ pub(super) async fn correct(
     id: &str,
     path: &str,
     container: &WantedContainer,
-) -> Result<usize, String> {
+) -> Result<usize, NotCorrected> {
     let (changes, _) = differences(parts, path, &container.files).await;
-    let said = |error: &dyn std::fmt::Display| format!("{} ({}): {error}", container.pod, container.name);
+    let because = |cause: CgroupError| NotCorrected {
+        pod: container.pod.clone(),
+        container: container.name.clone(),
+        cause,
+    };
     let mut failed = None;
     let mut update = cri_config::update(container.resources.clone());
     // A limit of memory is lowered by us, who look what is in use; a runtime may just do it and have processes killed.
     for change in changes.iter().filter(|c| MEMORY_LIMITS.contains(&c.file.as_str()) && order::tightens(c)) {
         let lower = BTreeMap::from([(change.file.clone(), change.to.clone())]);
         if let Some(error) = adjust(parts, path, &lower).await.failed.into_iter().next() {
-            failed = Some(said(&error));
+            failed = Some(because(error));
             update.memory_limit_in_bytes = 0; // stays as it is
         }
     }
@@ -93,7 +107,7 @@ pub(super) async fn correct(
         let files: Vec<&str> = left.changed.iter().map(|change| change.file.as_str()).collect();
         info!(pod = %container.pod, container = container.name, ?files, "set by hand: the runtime keeps other values");
     }
-    let error = left.failed.iter().find(|error| !error.is_gone()).map(|error| said(error)).or(failed);
+    let error = left.failed.into_iter().find(|error| !error.is_gone()).map(because).or(failed);
     error.map_or(Ok(changes.len()), Err)
 }
 
@@ -103,8 +117,8 @@ async fn clear_burst(parts: &Parts, path: &str, changes: &[Change]) {
         return;
     }
     let (cgroups, path) = (Arc::clone(&parts.cgroups), path.to_owned());
-    let cleared = spawn_blocking(move || cgroups.clear_burst(&path)).await;
-    if let Ok(Err(error)) = cleared {
+    let cleared = blocking("taking a burst back", move || cgroups.clear_burst(&path)).await;
+    if let Err(error) = cleared {
         debug!(%error, "a burst could not be taken back before the quota is lowered");
     }
 }
@@ -115,10 +129,10 @@ async fn differences(
     files: &BTreeMap<String, String>,
 ) -> (Vec<Change>, Vec<CgroupError>) {
     let (cgroups, path, files) = (Arc::clone(&parts.cgroups), path.to_owned(), files.clone());
-    spawn_blocking(move || cgroups.differences(&path, &files)).await.unwrap_or_default()
+    blocking("comparing a cgroup", move || cgroups.differences(&path, &files)).await
 }
 
 async fn adjust(parts: &Parts, path: &str, files: &BTreeMap<String, String>) -> Report {
     let (cgroups, values) = (Arc::clone(&parts.cgroups), Values::from([(path.to_owned(), files.clone())]));
-    spawn_blocking(move || cgroups.adjust(&values, Adjust::All)).await.unwrap_or_default()
+    blocking("setting a cgroup", move || cgroups.adjust(&values, Adjust::All)).await
 }

@@ -19,7 +19,6 @@ use beelet_policy::cgroups::{CgroupConfig, CgroupValues, node_cgroups};
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
     sync::{mpsc, watch},
-    task::spawn_blocking,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -137,7 +136,7 @@ impl Keeper {
         let wanted = match Wanted::of(table, &self.parts.config, &self.parts.reserved) {
             Ok(wanted) => wanted,
             Err(error) => {
-                warn!(error, "the cgroups' values can't be computed");
+                warn!(%error, "the cgroups' values can't be computed");
                 return false;
             }
         };
@@ -187,7 +186,7 @@ impl Keeper {
                     }
                 }
                 Err(error) => {
-                    failed.push(error);
+                    failed.push(error.to_string());
                     self.kept_containers.remove(&id);
                     containers.retain(|other| **other != id);
                 }
@@ -218,12 +217,12 @@ impl Keeper {
             levels.retain(|path, files| cgroups.has_all(path, files));
             levels
         };
-        spawn_blocking(look).await.unwrap_or_default()
+        blocking("looking which cgroups are there", look).await
     }
 
     async fn adjust(&self, levels: &Values, how: Adjust) -> Report {
         let (cgroups, levels) = (Arc::clone(&self.parts.cgroups), levels.clone());
-        spawn_blocking(move || cgroups.adjust(&levels, how)).await.unwrap_or_default()
+        blocking("setting cgroups of pods", move || cgroups.adjust(&levels, how)).await
     }
 
     /// Counts what was written, by its reason; the failures in words.

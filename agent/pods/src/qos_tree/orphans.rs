@@ -10,10 +10,11 @@ use std::{
     time::Duration,
 };
 
-use tokio::{task::spawn_blocking, time::Instant};
+use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::Parts;
+use beelet_base::blocking::blocking;
 use beelet_model::table::PodTable;
 
 /// How long a cgroup must have been nobody's.
@@ -30,7 +31,9 @@ impl Orphans {
     /// Looks for them, and removes those that have been empty and nobody's for long enough.
     pub(super) async fn look(&mut self, parts: &Parts, table: &PodTable) {
         let cgroups = Arc::clone(&parts.cgroups);
-        let Ok(Ok(listed)) = spawn_blocking(move || cgroups.list_pods()).await else { return };
+        let Ok(listed) = blocking("listing cgroups of pods", move || cgroups.list_pods()).await else {
+            return;
+        };
         let known: BTreeSet<&str> =
             table.pods.values().filter_map(|entry| entry.pod.metadata.uid.as_deref()).collect();
         let unknown: BTreeSet<String> =
@@ -56,19 +59,18 @@ impl Orphans {
 
     async fn remove(&mut self, parts: &Parts, path: String) {
         let (cgroups, cgroup) = (Arc::clone(&parts.cgroups), path.clone());
-        match spawn_blocking(move || cgroups.remove(&cgroup)).await {
-            Ok(Ok(())) => {
+        match blocking("removing a pod's cgroup", move || cgroups.remove(&cgroup)).await {
+            Ok(()) => {
                 info!(cgroup = path, "an empty cgroup of a pod that nobody knows is removed");
                 parts.metrics.orphans_removed.inc();
                 self.since.remove(&path);
             }
-            Ok(Err(error)) => {
+            Err(error) => {
                 if self.told.insert(path) {
                     warn!(%error, "a pod's cgroup belongs to no pod of this node and is left alone; if it is no other \
                         agent's, end its processes and it is removed");
                 }
             }
-            Err(_) => {}
         }
     }
 }

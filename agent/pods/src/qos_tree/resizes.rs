@@ -3,9 +3,9 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use k8s_openapi::api::core::v1 as core;
-use tokio::task::spawn_blocking;
 
 use super::{Parts, Values, wanted::Wanted};
+use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 use beelet_model::pod::running;
 use beelet_model::{
@@ -62,5 +62,5 @@ async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> boo
             changes.is_empty() && failed.is_empty()
         })
     };
-    spawn_blocking(look).await.unwrap_or(false)
+    blocking("comparing cgroups of a resize", look).await
 }

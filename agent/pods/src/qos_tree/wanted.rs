@@ -9,6 +9,7 @@ use beelet_policy::cgroups::{
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Values, values};
+use crate::error::Error;
 use beelet_model::table::{PodName, PodTable};
 
 /// All values that are to be kept.
@@ -41,15 +42,16 @@ impl Wanted {
         table: &PodTable,
         config: &CgroupConfig,
         reserved: &[CgroupValues],
-    ) -> Result<Self, String> {
+    ) -> Result<Self, Error> {
         let pods: Vec<&core::Pod> =
             table.pods.values().map(|entry| &entry.pod).filter(|pod| is_active(pod)).collect();
-        let levels = values(&pods, config).map_err(|error| error.to_string())?;
+        let levels = values(&pods, config)?;
         let mut wanted = Self { levels, ..Self::default() };
         let daemons = reserved.iter().map(|cgroup| (cgroup.path.clone(), cgroup.files.clone()));
         wanted.levels.extend(daemons);
         for pod in pods {
-            let in_pod = |e: beelet_policy::field::FieldError| format!("{}: {e}", PodName::of(pod));
+            let in_pod =
+                |e: beelet_policy::field::FieldError| Error::Spec(format!("{}: {e}", PodName::of(pod)));
             let cgroup = pod_cgroup(pod, config).map_err(in_pod)?;
             for (id, container) in running(pod) {
                 let container = WantedContainer {

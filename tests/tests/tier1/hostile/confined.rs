@@ -371,6 +371,11 @@ fn an_agent_that_lost_its_leave_for_bpf_over_a_restart_adopts_pods_and_probes_th
         assert!(scene.until_pod("web", "to be known", |_| true).ready());
         if without {
             scene.until_told("is not available here (");
+            let log = scene.agent.log();
+            assert!(
+                log.contains("the kernel refuses BPF maps") && log.contains("Operation not permitted"),
+                "{log}"
+            );
         }
         drop(listening.take());
         let unready = scene.until_pod("web", "to be not ready", |pod| !pod.ready());

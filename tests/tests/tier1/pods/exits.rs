@@ -16,6 +16,7 @@ const AT_ONCE: Settings = Settings {
     stop_pods_on_exit: false,
     plugin_wait: None,
     pressure_transition: Duration::from_secs(3600),
+    static_pods: true,
 };
 
 fn main_of(node: &Node, pod: &str) -> Container {

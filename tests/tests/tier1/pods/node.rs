@@ -55,6 +55,8 @@ pub(crate) struct Settings {
     pub(crate) plugin_wait: Option<Duration>,
     /// How long nothing must have been short before an evicted pod may run again.
     pub(crate) pressure_transition: Duration,
+    /// Whether a folder of static manifests is configured.
+    pub(crate) static_pods: bool,
 }
 
 impl Default for Settings {
@@ -65,6 +67,7 @@ impl Default for Settings {
             stop_pods_on_exit: false,
             plugin_wait: None,
             pressure_transition: NEVER,
+            static_pods: true,
         }
     }
 }
@@ -238,7 +241,7 @@ impl Node {
     fn config(&self) -> Config {
         let (mut config, _) = Config::with_defaults().unwrap();
         config.node_name = "n1".to_owned();
-        config.static_pod_path = Some(self.path("manifests"));
+        config.static_pod_path = self.settings.static_pods.then(|| self.path("manifests"));
         config.file_check_frequency = NEVER;
         config.pod_logs_dir = self.path("logs");
         config.healthz_port = 0;

@@ -219,3 +219,21 @@ async fn folders_of_pods_that_nobody_knows_go_and_all_others_stay() {
     assert!(others.iter().all(|path| path.join("volumes/x/file").exists()));
     assert!(node.path("pods").join(view.uid()).join("volumes/scratch").is_dir());
 }
+
+#[tokio::test]
+async fn without_a_folder_of_manifests_they_go_too_and_what_runs_is_left_alone() {
+    let mut node =
+        Node::with(&[with(pod("web"), "volumes", json!([{"name": "scratch", "emptyDir": {}}]))]).await;
+    let view = node.until_ready("web").await;
+    node.kill().await;
+    node.settings.static_pods = false;
+    let orphan = node.path("pods/00000000000000000000000000000bad");
+    std::fs::create_dir_all(orphan.join("volumes/x")).unwrap();
+    node.start().await;
+    let gone = || if orphan.exists() { Err("it is there") } else { Ok(()) };
+    until_seen("the folder to go", gone).await;
+    node.until_relisted().await;
+    assert!(node.path("pods").join(view.uid()).join("volumes/scratch").is_dir());
+    assert_eq!(node.cri.world().sandboxes.len(), 1);
+    assert!(node.cri.sandbox("web-n1").is_some());
+}
