@@ -23,7 +23,8 @@ pub(crate) enum Part {
     /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib
     /// for the second BPF loader
     Test,
-    /// A control plane for tests, `demo --cluster` and `bench cluster`: etcd. The API server is given by KUBE_APISERVER
+    /// A control plane for tests, `demo --cluster` and `bench cluster`: etcd. KUBE_APISERVER gives the API
+    /// server
     Cluster,
     /// `cargo xtask build-ebpf`: bpf-linker, and the sources of Rust's core library
     Ebpf,

@@ -441,7 +441,7 @@ impl Runtime {
         Ok(())
     }
 
-    /// Prepares a command in a container; returns the address where its streams are to be had, once.
+    /// Prepares a command in a container; returns the address of its streams, which serves them once.
     ///
     /// # Errors
     /// As for every call: [`Error`].

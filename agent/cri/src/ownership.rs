@@ -1,4 +1,4 @@
-//! One owner a runtime: two agents on the same one would stop each other's pods.
+//! One owner per runtime: two agents on the same one would stop each other's pods.
 //!
 //! Against another beelet there is a lock, which the kernel gives back whatever happens to its holder. A
 //! kubelet takes no such lock, so it is recognized by what it does: it has a connection to the runtime's

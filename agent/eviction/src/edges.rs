@@ -26,7 +26,7 @@ use beelet_cgroups::Cgroups;
 const PODS: &str = "/kubepods";
 /// So much waiting for memory within a window is a hint: early, because it only makes us look.
 const STALL: Duration = Duration::from_millis(50);
-/// Least time between two hints from the same place: a counter may move a thousand times a second.
+/// Least time between two hints from the same place: a counter may move a thousand times per second.
 const SPACING: Duration = Duration::from_millis(50);
 
 /// Where hints go; clones lead to the same place.

@@ -1,4 +1,4 @@
-//! Where the numbers come from, and how often: once a second, ten times a second when a threshold is near or
+//! Where the numbers come from, and how often: once per second, ten times per second when a threshold is near or
 //! the kernel has just hinted at pressure.
 
 use std::{

@@ -2,9 +2,8 @@
 //!
 //! One file per WHAT holds the type of its scenario (unknown fields are errors) and of its answer, and calls
 //! the same functions of `policy` that the daemon calls. To add one: write the file, implement [`Scenario`],
-//! add a row to
-//! [`WHATS`], and put its golden data into `tests/data/`. The command line reads files and streams; this crate gets one
-//! scenario at a time. It must never decide anything itself.
+//! add a row to [`WHATS`], and put its golden data into `tests/data/`. The command line reads files and
+//! streams; this crate gets one scenario at a time. It must never decide anything itself.
 #![forbid(unsafe_code)]
 
 mod admission;

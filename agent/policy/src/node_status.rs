@@ -5,8 +5,8 @@
 //! Only fields of a kubelet are ever touched: labels, conditions and resources that others put on the Node
 //! stay.
 
+use core::net::IpAddr;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
 
 use jiff::Timestamp;
 use k8s_openapi::{

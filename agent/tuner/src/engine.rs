@@ -28,7 +28,7 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
-/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours; so named with both drivers.
+/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours; both drivers name it so.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 
 /// Puts back what an agent that ended without doing it had set. For the start, before anything else writes
@@ -117,9 +117,9 @@ impl Engine {
         }
     }
 
-    /// In cgroups that a kubelet writes: nothing is set then that could make a write of its
-    /// owner fail. While a cgroup is idle its weight is refused, while it has a burst a lower quota is, and
-    /// on version 1 a container's quota above its pod's is.
+    /// In cgroups that a kubelet writes: nothing is set then that could make a write of its owner fail. While
+    /// a cgroup is idle its weight is refused, while it has a burst a lower quota is, and with version 1 a
+    /// container's quota above its pod's is.
     #[must_use]
     pub fn as_guest(mut self) -> Self {
         self.is_guest = true;

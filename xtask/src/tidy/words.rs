@@ -16,7 +16,6 @@ const NOT_YET: &[&str] = &[
     "agent/base/",
     "agent/cgroups/",
     "agent/cli/",
-    "agent/cluster/",
     "agent/codec/",
     "agent/config/",
     "agent/devices/",
