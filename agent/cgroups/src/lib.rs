@@ -18,6 +18,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use tokio::sync::watch;
+
 mod error;
 mod held;
 mod kill;
@@ -179,6 +181,16 @@ impl Cgroups {
     #[must_use]
     pub fn driver(&self) -> CgroupDriver {
         self.names.driver()
+    }
+
+    /// Changes whenever somebody else may have written all values anew: systemd, once it has read its units again. None
+    /// with the cgroupfs driver.
+    #[must_use]
+    pub fn rewrites(&self) -> Option<watch::Receiver<u64>> {
+        match &self.store {
+            Store::Systemd(slices) => Some(slices.rewrites()),
+            Store::Kernel | Store::Folders => None,
+        }
     }
 
     /// How this machine mounts cgroups.

@@ -11,6 +11,7 @@ mod kernels;
 mod programs;
 mod report;
 mod results;
+mod stock;
 
 use self::boot::{End, Machine};
 use self::programs::Programs;
@@ -41,6 +42,10 @@ pub(crate) struct Args {
     /// VM [default: all there are]
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
+
+    /// Boot a stock machine (debian-12) instead, with systemd, and check the agent with its cgroup driver there
+    #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "write_docs", "jobs"])]
+    machine: Option<String>,
 
     /// Write docs/kernels.md from this run, which then includes this machine's kernel
     #[arg(long)]
@@ -85,6 +90,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let only_here = !args.kernels.is_empty() && args.kernels.iter().all(|name| name == HOST);
     if !args.no_setup && !only_here {
         setup::ensure(Part::Vm)?;
+    }
+    if let Some(machine) = &args.machine {
+        return stock::run(machine, Duration::from_secs(args.deadline));
     }
     let mut kernels = args.kernels.clone();
     if args.write_docs && kernels.is_empty() {

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::StreamExt as _;
 use zbus::message::{Message, Type};
@@ -47,7 +48,11 @@ pub(super) struct Bus {
 
 /// The connection as long as it works.
 #[derive(Default)]
-struct Link(Mutex<Option<Connection>>);
+struct Link {
+    connection: Mutex<Option<Connection>>,
+    /// How often systemd may have written all values anew.
+    rewrites: watch::Sender<u64>,
+}
 
 /// Why a call came to nothing.
 enum Failed {
@@ -190,6 +195,10 @@ impl Units for Bus {
         }
     }
 
+    fn rewrites(&self) -> watch::Receiver<u64> {
+        self.link.rewrites.subscribe()
+    }
+
     fn stop(&self, unit: &str) -> Result<(), CgroupError> {
         match self.job_of_unit("stop", "StopUnit", unit)? {
             Err(refusal) if !refusal.is("org.freedesktop.systemd1.NoSuchUnit") => {
@@ -222,6 +231,7 @@ impl Link {
         }
         let connection = connect().await.map_err(|error| Failed::Away(error.to_string()))?;
         *self.lock() = Some(connection.clone());
+        tokio::spawn(follow_reloads(connection.clone(), self.rewrites.clone()));
         Ok(connection)
     }
 
@@ -230,7 +240,7 @@ impl Link {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Connection>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -240,6 +250,26 @@ async fn connect() -> zbus::Result<Connection> {
         // A machine without dbus has that one.
         Err(error) => connection::Builder::address(PRIVATE)?.p2p().build().await.map_err(|_| error),
     }
+}
+
+/// Counts reloads, and the end of the connection: systemd may have executed itself anew.
+async fn follow_reloads(connection: Connection, rewrites: watch::Sender<u64>) {
+    // Without it nothing is lost: everything is compared every few seconds.
+    let _ = reloads(&connection, &rewrites).await;
+    rewrites.send_modify(|count| *count += 1);
+}
+
+async fn reloads(connection: &Connection, rewrites: &watch::Sender<u64>) -> Result<(), Failed> {
+    let rule = MatchRule::builder().msg_type(Type::Signal).interface(MANAGER)?.member("Reloading")?.build();
+    let mut told = MessageStream::for_match_rule(rule, connection, None).await?;
+    call(connection, "Subscribe", &()).await?;
+    while let Some(message) = told.next().await {
+        let is_beginning: bool = message?.body().deserialize()?;
+        if !is_beginning {
+            rewrites.send_modify(|count| *count += 1);
+        }
+    }
+    Ok(())
 }
 
 async fn attempt<F>(link: &Link, work: &impl Fn(Connection) -> F) -> Result<(), Failed>

@@ -12,6 +12,8 @@ use std::fmt::Debug;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+use tokio::sync::watch;
+
 use self::bus::Bus;
 use self::properties::Property;
 use super::{CgroupError, Files, names};
@@ -27,6 +29,8 @@ pub(crate) trait Units: Debug + Send + Sync {
     fn set(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError>;
     /// Stops the unit. It is no error if there is none.
     fn stop(&self, unit: &str) -> Result<(), CgroupError>;
+    /// Changes whenever systemd may have written all values anew.
+    fn rewrites(&self) -> watch::Receiver<u64>;
 }
 
 /// The slices below the cgroup root.
@@ -94,6 +98,11 @@ impl Slices {
         self.units.stop(unit)?;
         self.lock().remove(unit);
         Ok(())
+    }
+
+    /// Changes whenever systemd may have written all values anew.
+    pub(crate) fn rewrites(&self) -> watch::Receiver<u64> {
+        self.units.rewrites()
     }
 
     fn is_started(&self, unit: &str) -> bool {

@@ -2,8 +2,9 @@
 //!
 //! systemd writes what it knows of a unit whenever it comes to it (a `daemon-reload`, another property that changes), and
 //! what it doesn't know at its default. So each value that has a property is one, as with libcontainer
-//! (cgroups/systemd/v2.go, `genV2ResourcesProperties`). Unlike there a quota is not rounded to a whole percent, which would
-//! be another value than the one in the file: systemd keeps hundredths.
+//! (cgroups/systemd/v2.go, `genV2ResourcesProperties`). Unlike there a quota is not rounded up to a whole percent: systemd
+//! would write that over the value in the file. Only a `daemon-reload` makes it whole percents (systemd 252), until the
+//! next comparison sets it right.
 
 use super::super::Files;
 
@@ -13,8 +14,6 @@ const NO_LIMIT: u64 = u64::MAX;
 const DEFAULT_WEIGHT: u64 = 100;
 /// `CGROUP_WEIGHT_IDLE`: since systemd 252.
 const IDLE: u64 = 0;
-/// systemd keeps quotas in hundredths of a percent: so many microseconds per second.
-const QUOTA_STEP: u64 = 100;
 
 /// One property, in the type that D-Bus wants.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,16 +86,13 @@ fn amount(value: &str) -> Option<u64> {
     if value == "max" { Some(NO_LIMIT) } else { value.parse().ok() }
 }
 
-/// Microseconds per second, and the period. Rounded up, so that a child's quota fits into its parent's.
+/// Microseconds per second, and the period. Rounded up: systemd rounds down when it makes a quota of it.
 fn cpu_max(value: &str) -> Option<[Property; 2]> {
     let (quota, period) = value.split_once(' ').unwrap_or((value, "100000"));
     let period: u64 = period.parse().ok().filter(|period| *period > 0)?;
     let per_second = match amount(quota)? {
         NO_LIMIT => NO_LIMIT,
-        quota => {
-            let exact = (u128::from(quota) * 1_000_000).div_ceil(u128::from(period));
-            u64::try_from(exact).ok()?.checked_next_multiple_of(QUOTA_STEP)?
-        }
+        quota => u64::try_from((u128::from(quota) * 1_000_000).div_ceil(u128::from(period))).ok()?,
     };
     Some([
         property("CPUQuotaPerSecUSec", Value::Amount(per_second)),
@@ -157,7 +153,7 @@ mod tests {
         quota("50000 100000", 500_000, 100_000);
         quota("25500 100000", 255_000, 100_000);
         quota("100 100000", 1000, 100_000);
-        quota("1000 3000", 333_400, 3000);
+        quota("1000 3000", 333_334, 3000);
         quota("400000 100000", 4_000_000, 100_000);
         quota("max 10000", u64::MAX, 10_000);
         quota("max", u64::MAX, 100_000);

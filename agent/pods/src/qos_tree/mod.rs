@@ -38,6 +38,8 @@ type Values = BTreeMap<String, BTreeMap<String, String>>;
 pub const CHECK: Duration = Duration::from_secs(10);
 /// The pause before what failed is tried again; it doubles up to the time between two checks.
 const RETRY: Duration = Duration::from_millis(500);
+/// How long systemd may take to write all values anew, once it has said that it read its units.
+const REWRITE: Duration = Duration::from_millis(500);
 
 /// The values for these pods.
 ///
@@ -84,6 +86,7 @@ pub async fn follow(parts: Parts, shutdown: CancellationToken) {
     let mut keeper = Keeper::new(parts);
     let (mut next_check, mut pause) = (Instant::now() + check, RETRY);
     let mut everything = true;
+    let mut rewrites = keeper.parts.cgroups.rewrites();
     loop {
         let table = Arc::clone(&keeper.parts.table.borrow_and_update());
         if keeper.sync(&table, everything).await {
@@ -103,11 +106,26 @@ pub async fn follow(parts: Parts, shutdown: CancellationToken) {
                 }
                 everything = false;
             }
+            () = rewritten(&mut rewrites) => {
+                next_check = next_check.min(Instant::now() + REWRITE);
+                everything = false;
+            }
             () = tokio::time::sleep_until(next_check) => {
                 next_check = Instant::now() + check;
                 everything = true;
             }
         }
+    }
+}
+
+/// Waits until somebody else has written all values anew; for ever where nobody does that.
+async fn rewritten(rewrites: &mut Option<watch::Receiver<u64>>) {
+    let told = match rewrites {
+        Some(rewrites) => rewrites.changed().await.is_ok(),
+        None => false,
+    };
+    if !told {
+        std::future::pending().await
     }
 }
 
