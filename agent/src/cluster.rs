@@ -11,7 +11,6 @@ use tokio::{
     sync::{SetOnce, watch},
     time::{Instant, sleep, sleep_until},
 };
-use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::node::{Builder, Handles};
@@ -20,6 +19,7 @@ use beelet_cluster::{
     client::Client,
     connect::{self, Connections},
     events, lease, machine, node,
+    rotation::Identity,
     workload::{self, Workload},
 };
 use beelet_config::{Config, NodeConfig};
@@ -41,6 +41,12 @@ pub(crate) struct ClusterArgs {
     /// Be a node of a cluster: how the API server is reached, and as whom. Without it the node is on its own.
     #[arg(long, value_name = "FILE")]
     pub(crate) kubeconfig: Option<PathBuf>,
+    /// Where there is no kubeconfig: one whose identity may ask for the node's certificate.
+    #[arg(long, value_name = "FILE", requires = "kubeconfig")]
+    pub(crate) bootstrap_kubeconfig: Option<PathBuf>,
+    /// Where certificates are kept that were asked for.
+    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/kubelet/pki")]
+    pub(crate) cert_dir: PathBuf,
     /// The node's addresses, at most one of IPv4 and one of IPv6. Default: the one that the default route
     /// leaves from.
     #[arg(long, value_name = "IP[,IP]", value_delimiter = ',')]
@@ -54,6 +60,8 @@ pub(crate) struct ClusterArgs {
 #[derive(Debug)]
 pub(crate) struct Membership {
     kubeconfig: PathBuf,
+    bootstrap: Option<PathBuf>,
+    cert_dir: PathBuf,
 }
 
 impl ClusterArgs {
@@ -71,12 +79,14 @@ impl ClusterArgs {
         config.node.ips.clone_from(&self.node_ip);
         config.node.labels = self.node_labels.iter().cloned().collect();
         let Some(kubeconfig) = self.kubeconfig.clone() else { return Ok(None) };
-        connect::check(&kubeconfig).map_err(|error| error.to_string())?;
-        Ok(Some(Membership { kubeconfig }))
+        let bootstrap = self.bootstrap_kubeconfig.clone();
+        let needed = bootstrap.as_ref().filter(|_| !kubeconfig.exists()).unwrap_or(&kubeconfig);
+        connect::check(needed).map_err(|error| error.to_string())?;
+        Ok(Some(Membership { kubeconfig, bootstrap, cert_dir: self.cert_dir.clone() }))
     }
 }
 
-fn label(text: &str) -> Result<(String, String), String> {
+pub(crate) fn label(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or("a label is written as key=value")?;
     if key.is_empty() || key.len() > 317 || value.len() > 63 {
         return Err(format!("{text:?} is no label: a key has 1 to 317 characters, a value at most 63"));
@@ -100,12 +110,19 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let (workload, assigned) = Workload::new();
     let settings = config.node.clone();
     let name = config.node_name.clone();
-    let connected = Arc::clone(&session);
-    let builder = builder.attach("cluster identity", move |_, stop| async move {
-        if let Some(made) = stop.run_until_cancelled(open(membership, &stop)).await {
-            let _ = connected.set(made);
-        }
-        stop.cancelled().await;
+    let (connected, own_name, rotate) = (Arc::clone(&session), name.clone(), settings.rotate_certificates);
+    let builder = builder.attach("cluster identity", move |handles, stop| async move {
+        let options = connect::Options {
+            kubeconfig: membership.kubeconfig,
+            bootstrap: membership.bootstrap,
+            cert_dir: membership.cert_dir,
+            node_name: own_name,
+            rotate,
+            metrics: handles.metrics.cluster.identity,
+        };
+        let Some((client, identity)) = stop.run_until_cancelled(open(options)).await else { return };
+        let _ = connected.set(Session { client: client.clone(), connections: identity.connections() });
+        identity.keep(client, stop).await;
     });
     let lease_node = node.clone();
     let (connected, lease_name, duration) = (Arc::clone(&session), name.clone(), settings.lease_duration);
@@ -166,11 +183,10 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
 }
 
 /// Connects; a kubeconfig that has become unusable is read again and again.
-async fn open(membership: Membership, stop: &CancellationToken) -> Session {
+async fn open(options: connect::Options) -> (Client, Identity) {
     loop {
-        let options = connect::Options { kubeconfig: membership.kubeconfig.clone() };
-        match connect::connect(options, stop).await {
-            Ok((client, identity)) => return Session { client, connections: identity.connections() },
+        match connect::connect(options.clone()).await {
+            Ok(connected) => return connected,
             Err(error) => {
                 warn!("cannot connect to the API server: {error}; trying again in {} s", AGAIN.as_secs());
             }

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{observe, run};
+use crate::{kubelet, observe, run};
 
 #[cfg(test)]
 mod packaging;
@@ -30,6 +30,9 @@ enum Command {
 /// Parses the command line and does what it says.
 #[must_use]
 pub fn main() -> ExitCode {
+    if kubelet::is_called(std::env::args_os().next().as_deref()) {
+        return kubelet::main(std::env::args_os());
+    }
     match Cli::parse().command {
         Command::Run(args) => run::run(&args),
         Command::Observe(args) => observe::run(&args),

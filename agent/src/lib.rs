@@ -6,6 +6,7 @@
 
 mod cluster;
 pub mod command;
+mod kubelet;
 pub mod node;
 mod observe;
 mod run;

@@ -96,7 +96,7 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
 }
 
 /// How the program ends.
-fn end(ran: anyhow::Result<()>) -> ExitCode {
+pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
     match ran {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
@@ -104,7 +104,7 @@ fn end(ran: anyhow::Result<()>) -> ExitCode {
 }
 
 /// Runs a node until it is told to stop.
-fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
+pub(crate) fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
     // Nearly all work is waiting: two threads are enough for any node.
     crate::threads::runtime(2)?.block_on(crate::node::run(builder, config))
 }

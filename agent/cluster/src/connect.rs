@@ -1,4 +1,5 @@
 //! The connection: from a kubeconfig to clients of the API server, made anew whenever the identity changes.
+//! Where there is no kubeconfig yet, one is made with the help of a bootstrap kubeconfig.
 //!
 //! The way to the server is made here and not by the library's defaults, so that a server that vanished
 //! without a word is noticed within half a minute: a watch that nothing comes from looks like one of a quiet
@@ -10,21 +11,28 @@ use std::{
     time::Duration,
 };
 
+use base64::Engine;
 use beelet_base::blocking::blocking;
 use hyper_util::{
     client::legacy::{Client as Http, connect::HttpConnector},
     rt::TokioExecutor,
 };
+use jiff::Timestamp;
 use kube::{
     Config,
     client::{Body, ClientBuilder, ConfigExt},
     config::Kubeconfig,
 };
 use tokio::{sync::watch, time::sleep};
-use tokio_util::sync::CancellationToken;
 use tower::{BoxError, ServiceBuilder};
+use tracing::{info, warn};
 
-use crate::client::Client;
+use crate::{
+    bootstrap,
+    certificate::Lifetime,
+    client::Client,
+    rotation::{Identity, Metrics},
+};
 
 /// How long the server may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -48,26 +56,21 @@ pub enum Error {
     },
 }
 
-/// Where the identity is.
+/// Where the identity is, and how it is got and kept.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The kubeconfig.
     pub kubeconfig: PathBuf,
-}
-
-/// Who this node is to the API server. As long as it lives, clients are made anew when it changes.
-#[derive(Debug)]
-pub struct Identity {
-    kubeconfig: PathBuf,
-    changes: watch::Sender<u64>,
-}
-
-impl Identity {
-    /// The way to connections of one's own.
-    #[must_use]
-    pub fn connections(&self) -> Connections {
-        Connections { kubeconfig: self.kubeconfig.clone(), changes: self.changes.subscribe() }
-    }
+    /// One whose identity may ask for the node's, where that is missing or expired.
+    pub bootstrap: Option<PathBuf>,
+    /// The folder of the node's certificates.
+    pub cert_dir: PathBuf,
+    /// The node's name.
+    pub node_name: String,
+    /// Ask for a new certificate before the old one expires.
+    pub rotate: bool,
+    /// Counters.
+    pub metrics: Metrics,
 }
 
 /// Makes connections that share nothing with others.
@@ -78,6 +81,10 @@ pub struct Connections {
 }
 
 impl Connections {
+    pub(crate) fn new(kubeconfig: PathBuf, changes: &watch::Sender<u64>) -> Self {
+        Self { kubeconfig, changes: changes.subscribe() }
+    }
+
     /// A new one. Must be called on the threads of the runtime that is to serve it; reads files.
     ///
     /// # Errors
@@ -96,15 +103,76 @@ impl Connections {
     }
 }
 
-/// Reads the kubeconfig and keeps what is made of it fresh.
+/// Reads the kubeconfig, or makes it with the help of the bootstrap kubeconfig, however long that takes.
+/// Clients of what is returned follow the identity as long as [`Identity::keep`] runs.
 ///
 /// # Errors
-/// The kubeconfig can't be used.
-pub async fn connect(options: Options, _stop: &CancellationToken) -> Result<(Client, Identity), Error> {
-    let identity = Identity { kubeconfig: options.kubeconfig, changes: watch::Sender::new(0) };
-    let first = identity.connections().open().await?;
-    let (_newest, receiver) = watch::channel(first);
-    Ok((Client::new(receiver), identity))
+/// The kubeconfig can't be used, and there is no bootstrap kubeconfig.
+pub async fn connect(options: Options) -> Result<(Client, Identity), Error> {
+    let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+    loop {
+        let found = read(&options.kubeconfig).await;
+        let expired = match (&options.bootstrap, found) {
+            // The server is asked whether it takes the certificate: it is the clock that may be wrong.
+            (None, Ok(_)) => break,
+            (None, Err(error)) => return Err(error),
+            (Some(_), Ok(Some(lifetime))) => !lifetime.covers(Timestamp::now()),
+            (Some(_), Ok(None)) => false,
+            (Some(_), Err(_)) => true,
+        };
+        let Some(bootstrap) = options.bootstrap.as_deref().filter(|_| expired) else { break };
+        info!(kubeconfig = %bootstrap.display(), "asking for a client certificate");
+        match bootstrap::run(bootstrap, &options).await {
+            Ok(()) => info!(kubeconfig = %options.kubeconfig.display(), "got a client certificate"),
+            Err(error) => {
+                warn!("cannot get a client certificate, trying on: {error}");
+                backoff.wait(None).await;
+            }
+        }
+    }
+    let changes = watch::Sender::new(0);
+    let first = Connections::new(options.kubeconfig.clone(), &changes).open().await?;
+    let newest = watch::Sender::new(first);
+    let client = Client::new(newest.subscribe());
+    Ok((client, Identity::new(options, newest, changes)))
+}
+
+/// Tries whether the kubeconfig can be used, and says how long its client certificate holds, if it has one.
+async fn read(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
+    let path = kubeconfig.to_owned();
+    blocking("the kubeconfig", move || {
+        client(&path)?;
+        lifetime(&path)
+    })
+    .await
+}
+
+/// How long the client certificate of the kubeconfig holds; nothing if it has none. Blocking.
+pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
+    let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
+    let user = config(kubeconfig)?.auth_info;
+    let pem = match (&user.client_certificate_data, &user.client_certificate) {
+        (Some(data), _) => base64::engine::general_purpose::STANDARD
+            .decode(data.trim())
+            .map_err(|error| fail(format!("client-certificate-data: {error}")))?,
+        (None, Some(path)) => std::fs::read(path).map_err(|error| fail(format!("{path}: {error}")))?,
+        (None, None) => return Ok(None),
+    };
+    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("its client certificate: {cause}")))
+}
+
+/// The files that the kubeconfig is made of. Blocking.
+pub(crate) fn files(kubeconfig: &Path) -> Vec<PathBuf> {
+    let mut files = vec![kubeconfig.to_owned()];
+    if let Ok(read) = Kubeconfig::read_from(kubeconfig) {
+        let users = read.auth_infos.into_iter().filter_map(|user| user.auth_info);
+        files.extend(
+            users.flat_map(|user| [user.client_certificate, user.client_key]).flatten().map(PathBuf::from),
+        );
+        let clusters = read.clusters.into_iter().filter_map(|cluster| cluster.cluster);
+        files.extend(clusters.filter_map(|cluster| cluster.certificate_authority).map(PathBuf::from));
+    }
+    files
 }
 
 /// Reads a kubeconfig and what it refers to, and tries whether a client can be made of it. Blocking.
@@ -115,7 +183,7 @@ pub fn check(kubeconfig: &Path) -> Result<(), Error> {
     config(kubeconfig).map(drop)
 }
 
-fn config(path: &Path) -> Result<Config, Error> {
+pub(crate) fn config(path: &Path) -> Result<Config, Error> {
     let fail = |cause: String| Error::Kubeconfig { path: path.to_owned(), cause };
     let read = Kubeconfig::read_from(path).map_err(|cause| fail(causes(&cause)))?;
     let config = Config::try_from(read).map_err(|cause| fail(causes(&cause)))?;
@@ -202,9 +270,14 @@ impl Backoff {
 
 /// From `time` to half as much again.
 pub(crate) fn jittered(time: Duration) -> Duration {
+    time + time.mul_f64(random() / 2.0)
+}
+
+/// A number from 0 to 1 by chance.
+pub(crate) fn random() -> f64 {
     // A hasher's keys are random.
     let random = RandomState::new().hash_one(0_u8) >> 32;
-    time + time.mul_f64(random as f64 / f64::from(u32::MAX) / 2.0)
+    random as f64 / f64::from(u32::MAX)
 }
 
 #[cfg(test)]

@@ -4,6 +4,8 @@
 
 mod assigned;
 mod backoff;
+mod bootstrap;
+pub mod certificate;
 pub mod client;
 pub mod connect;
 pub mod events;
@@ -11,6 +13,7 @@ pub mod lease;
 pub mod machine;
 mod mirrors;
 pub mod node;
+pub mod rotation;
 mod status;
 #[cfg(test)]
 mod testing;
@@ -26,6 +29,8 @@ pub struct Metrics {
     pub events: events::Metrics,
     /// The node's lease.
     pub lease: lease::Metrics,
+    /// The node's certificate.
+    pub identity: rotation::Metrics,
     /// The Node object.
     pub node: node::Metrics,
 }
@@ -35,6 +40,7 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         self.events.register(registry);
         self.lease.register(registry);
+        self.identity.register(registry);
         self.node.register(registry);
     }
 }

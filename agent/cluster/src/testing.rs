@@ -98,6 +98,11 @@ impl Server {
         self.events.send_modify(|events| events.push((path.to_owned(), event)));
     }
 
+    /// Of all objects, in order.
+    pub(crate) fn paths(&self) -> Vec<String> {
+        self.state.lock().unwrap().objects.keys().cloned().collect()
+    }
+
     /// From now on every request fails, or none does.
     pub(crate) fn fail(&self, failing: bool) {
         self.state.lock().unwrap().failing = failing;

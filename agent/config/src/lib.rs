@@ -132,6 +132,8 @@ pub struct Config {
     pub local_storage_isolation: bool,
     /// How old the measured size of a volume may get before it is measured again.
     pub volume_stats_period: Duration,
+    /// In the kubelet's place alone: where links to containers' logs are kept. None: nowhere.
+    pub log_links: Option<PathBuf>,
     /// How this machine is a node of a cluster; without an API server it has no effect.
     pub node: NodeConfig,
     /// What is ours.

@@ -97,6 +97,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         eviction: pressure::eviction(wire)?,
         local_storage_isolation: wire.local_storage_capacity_isolation.unwrap_or(true),
         volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
+        log_links: None,
         node: super::node::resolve(wire)?,
         beelet,
     })

@@ -5,6 +5,7 @@
 //! What is in them comes from containers: any bytes, any length. Nothing here may rely on a line's form.
 
 mod error;
+pub mod links;
 pub mod read;
 pub mod rotate;
 

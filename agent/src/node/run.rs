@@ -41,7 +41,10 @@ use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_images::pull::{self, Puller};
-use beelet_logs::rotate::{self, Rotator};
+use beelet_logs::{
+    links,
+    rotate::{self, Rotator},
+};
 use beelet_manifests::source::{ManifestSource, Options};
 use beelet_model::{desired::Desired, processes::Shared as Processes, request::Request, table::PodTable};
 use beelet_pleg::{
@@ -353,6 +356,10 @@ impl Node {
         tasks.spawn("volumes", refresh::follow(self.table.clone(), launcher, working.clone()));
         tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
         tasks.spawn("log rotation", self.rotator().run(working.clone()));
+        if let Some(folder) = &self.config.log_links {
+            let (logs, table) = (self.config.pod_logs_dir.clone(), self.table.clone());
+            tasks.spawn("links to logs", links::follow(table, folder.clone(), logs, working.clone()));
+        }
         tasks.spawn("memory", give_memory_back(working.clone()));
         let table = self.table.clone();
         tasks.spawn("pod resources", podresources::serve(handles.devices.clone(), table, working.clone()));

@@ -1,0 +1,420 @@
+//! Client certificates: asked for, kept in files, dated.
+//!
+//! Files and names are the kubelet's (`certificate.FileStore`): `kubelet-client-TIME.pem` holds a certificate
+//! and its key, and `kubelet-client-current.pem` points to the one in use, so a kubelet that takes this node
+//! over goes on with it.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use beelet_base::folder::make_folder;
+use beelet_codec::ApiType;
+use beelet_state::ForeignFile;
+use jiff::Timestamp;
+use k8s_openapi::{
+    ByteString,
+    api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, PublicKeyData};
+use sha2::{Digest, Sha256};
+use tokio::time::{Instant, sleep};
+use x509_parser::pem::Pem;
+
+use crate::client::{self, Client};
+
+/// The collection of certificate requests.
+const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
+/// Who signs client certificates of nodes.
+const SIGNER: &str = "kubernetes.io/kube-apiserver-client-kubelet";
+/// What they are for. Older signers want all three, newer ones take them.
+const USAGES: [&str; 3] = ["digital signature", "key encipherment", "client auth"];
+/// The name that points to the certificate in use.
+const CURRENT: &str = "kubelet-client-current.pem";
+/// A key whose certificate was asked for, kept so that an agent that is started anew asks for the same.
+const PENDING: &str = "kubelet-client.key.tmp";
+/// How long a request may wait for its approval before a new one is made.
+const PATIENCE: Duration = Duration::from_secs(900);
+/// How often a request is looked at.
+const LOOK: Duration = Duration::from_secs(2);
+/// Certificates of before that are kept.
+const KEPT: usize = 3;
+/// The mode of the folder: keys are in it.
+const FOLDER: u32 = 0o700;
+
+/// Why there is no certificate. Displayed, it is a whole sentence.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file can't be read or written.
+    #[error("{path}: {cause}", path = .path.display())]
+    File {
+        /// Which one.
+        path: PathBuf,
+        /// Why.
+        cause: String,
+    },
+    /// The API server did not take the request, or did not answer.
+    #[error("{0}")]
+    Api(#[from] client::Error),
+    /// Somebody refused it.
+    #[error("the certificate request {name} was refused ({reason}): {message}")]
+    Refused {
+        /// The request's name.
+        name: String,
+        /// One word.
+        reason: String,
+        /// A sentence.
+        message: String,
+    },
+    /// Nobody approved it in time.
+    #[error(
+        "nobody approved the certificate request {name} within {} s: see `kubectl get csr`, and `kubectl certificate approve \
+         {name}`, or why the controller manager doesn't",
+        PATIENCE.as_secs()
+    )]
+    Unanswered {
+        /// The request's name.
+        name: String,
+    },
+    /// What came back is no certificate for the key.
+    #[error("the certificate for the request {name} can't be used: {cause}")]
+    Unusable {
+        /// The request's name.
+        name: String,
+        /// Why.
+        cause: String,
+    },
+}
+
+/// From when to when a certificate holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lifetime {
+    /// Not before this.
+    pub from: Timestamp,
+    /// Not after this.
+    pub until: Timestamp,
+}
+
+impl Lifetime {
+    /// That of the first certificate in a PEM text.
+    ///
+    /// # Errors
+    /// There is none, or it can't be read.
+    pub fn of(pem: &[u8]) -> Result<Self, String> {
+        let (lifetime, _) = first(pem)?;
+        Ok(lifetime)
+    }
+
+    /// It holds at `now`.
+    #[must_use]
+    pub fn covers(self, now: Timestamp) -> bool {
+        self.from <= now && now < self.until
+    }
+
+    /// When it is time for the next one: this part of its life has passed (0.7 to 0.9, as the kubelet's
+    /// `nextRotationDeadline`).
+    #[must_use]
+    pub fn rotation(self, part: f64) -> Timestamp {
+        let whole: Duration = self.until.duration_since(self.from).try_into().unwrap_or_default();
+        self.from.checked_add(whole.mul_f64(part)).unwrap_or(self.until)
+    }
+}
+
+/// The first certificate's lifetime and public key.
+fn first(pem: &[u8]) -> Result<(Lifetime, Vec<u8>), String> {
+    let mut blocks = Pem::iter_from_buffer(pem);
+    let found = blocks.find_map(|block| block.ok().filter(|block| block.label == "CERTIFICATE"));
+    let found = found.ok_or("there is no certificate in it")?;
+    let certificate = found.parse_x509().map_err(|error| error.to_string())?;
+    let time = |at: i64| Timestamp::from_second(at).unwrap_or(Timestamp::MAX);
+    let validity = certificate.validity();
+    let lifetime =
+        Lifetime { from: time(validity.not_before.timestamp()), until: time(validity.not_after.timestamp()) };
+    Ok((lifetime, certificate.public_key().raw.to_vec()))
+}
+
+/// The folder of the certificates.
+#[derive(Clone, Debug)]
+pub struct Store {
+    dir: PathBuf,
+}
+
+impl Store {
+    /// The certificates of a node are in `dir`. Nothing is touched yet.
+    #[must_use]
+    pub fn new(dir: PathBuf) -> Self {
+        Self { dir }
+    }
+
+    /// The path that always leads to the certificate in use.
+    #[must_use]
+    pub fn current(&self) -> PathBuf {
+        self.dir.join(CURRENT)
+    }
+
+    /// Puts a certificate and its key in use. Blocking.
+    fn put(&self, certificate: &str, key: &str, now: Timestamp) -> Result<(), Error> {
+        let fail = |path: &Path, cause: &dyn std::fmt::Display| Error::File {
+            path: path.to_owned(),
+            cause: cause.to_string(),
+        };
+        make_folder(&self.dir, FOLDER).map_err(|error| fail(&self.dir, &error))?;
+        let name = format!("kubelet-client-{}.pem", now.strftime("%Y-%m-%d-%H-%M-%S"));
+        let path = self.dir.join(&name);
+        let file = ForeignFile::new(path.clone());
+        let text = format!("{}\n{}\n", certificate.trim_end(), key.trim_end());
+        file.replace(text.as_bytes()).map_err(|error| fail(&path, &error))?;
+        file.settle().map_err(|error| fail(&path, &error))?;
+        let (link, fresh) = (self.current(), self.dir.join(format!("{CURRENT}.tmp")));
+        let point = || -> io::Result<()> {
+            match fs::remove_file(&fresh) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            std::os::unix::fs::symlink(&path, &fresh)?;
+            fs::rename(&fresh, &link)
+        };
+        point().map_err(|error| fail(&link, &error))?;
+        // The file system may have lost the link by the next boot only together with what is below.
+        let _ = fs::remove_file(self.dir.join(PENDING));
+        self.sweep(&name);
+        Ok(())
+    }
+
+    /// Removes certificates of long ago. One that stays is harmless.
+    fn sweep(&self, newest: &str) {
+        let Ok(entries) = fs::read_dir(&self.dir) else { return };
+        let mut old: Vec<_> = entries
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter(|name| {
+                name != newest
+                    && name != CURRENT
+                    && name.starts_with("kubelet-client-2")
+                    && name.ends_with(".pem")
+            })
+            .collect();
+        old.sort_unstable();
+        for name in old.iter().rev().skip(KEPT) {
+            let _ = fs::remove_file(self.dir.join(name));
+        }
+    }
+
+    /// The key whose certificate was asked for before, or a new one. Blocking.
+    fn pending(&self) -> Result<KeyPair, Error> {
+        let path = self.dir.join(PENDING);
+        let fail =
+            |cause: &dyn std::fmt::Display| Error::File { path: path.clone(), cause: cause.to_string() };
+        make_folder(&self.dir, FOLDER).map_err(|error| fail(&error))?;
+        let file = ForeignFile::new(path.clone());
+        let known = file.read().map_err(|error| fail(&error))?;
+        let known = known.and_then(|text: Vec<u8>| KeyPair::from_pem(std::str::from_utf8(&text).ok()?).ok());
+        if let Some(key) = known {
+            return Ok(key);
+        }
+        let key = KeyPair::generate().map_err(|error| fail(&error))?;
+        file.replace(key.serialize_pem().as_bytes()).map_err(|error| fail(&error))?;
+        Ok(key)
+    }
+
+    /// The next request is for a new key. Blocking.
+    fn forget_pending(&self) {
+        let _ = fs::remove_file(self.dir.join(PENDING));
+    }
+
+    /// Asks for a certificate of the node, waits until somebody signs it, and puts it in use.
+    ///
+    /// # Errors
+    /// See [`Error`]. The same call again goes on waiting for the same request, unless that was refused.
+    pub async fn renew(&self, client: &Client, node_name: &str) -> Result<Lifetime, Error> {
+        let store = self.clone();
+        let key = beelet_base::blocking::blocking("a key", move || store.pending()).await?;
+        let name = request_name(&key);
+        let signed = ask(client, &name, node_name, &key).await;
+        if matches!(signed, Err(Error::Refused { .. } | Error::Unanswered { .. } | Error::Unusable { .. })) {
+            self.forget_pending();
+        }
+        let certificate = signed?;
+        let (lifetime, _) = first(certificate.as_bytes()).map_err(|cause| Error::Unusable { name, cause })?;
+        let (store, key) = (self.clone(), key.serialize_pem());
+        let put = move || store.put(&certificate, &key, Timestamp::now());
+        beelet_base::blocking::blocking("a certificate", put).await?;
+        Ok(lifetime)
+    }
+}
+
+/// A name that says which key it is for: an agent that is started anew finds its request.
+fn request_name(key: &KeyPair) -> String {
+    let digest = Sha256::digest(key.subject_public_key_info());
+    let hex: String = digest.iter().take(20).map(|byte| format!("{byte:02x}")).collect();
+    format!("node-csr-{hex}")
+}
+
+fn request(name: &str, node_name: &str, key: &KeyPair) -> Result<CertificateSigningRequest, rcgen::Error> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::OrganizationName, "system:nodes");
+    params.distinguished_name.push(DnType::CommonName, format!("system:node:{node_name}"));
+    let text = params.serialize_request(key)?.pem()?;
+    Ok(CertificateSigningRequest {
+        metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
+        spec: CertificateSigningRequestSpec {
+            request: ByteString(text.into_bytes()),
+            signer_name: SIGNER.to_owned(),
+            usages: Some(USAGES.map(str::to_owned).to_vec()),
+            ..CertificateSigningRequestSpec::default()
+        },
+        status: None,
+    })
+}
+
+/// The signed certificate, as PEM.
+async fn ask(client: &Client, name: &str, node_name: &str, key: &KeyPair) -> Result<String, Error> {
+    let unusable = |cause: String| Error::Unusable { name: name.to_owned(), cause };
+    let request = request(name, node_name, key).map_err(|error| unusable(error.to_string()))?;
+    match client.create(REQUESTS, &request.to_value()).await {
+        // It was asked for before.
+        Err(error) if !error.is_conflict() => return Err(error.into()),
+        _ => {}
+    }
+    let path = format!("{REQUESTS}/{name}");
+    let since = Instant::now();
+    loop {
+        let found = CertificateSigningRequest::from_value(&client.get(&path).await?)
+            .map_err(|problem| client::Error::unusable(&path, &problem))?;
+        let status = found.status.unwrap_or_default();
+        for condition in status.conditions.unwrap_or_default() {
+            if matches!(condition.type_.as_str(), "Denied" | "Failed") {
+                return Err(Error::Refused {
+                    name: name.to_owned(),
+                    reason: condition.reason.unwrap_or(condition.type_),
+                    message: condition.message.unwrap_or_default(),
+                });
+            }
+        }
+        if let Some(ByteString(signed)) = status.certificate.filter(|signed| !signed.0.is_empty()) {
+            let (_, public) = first(&signed).map_err(unusable)?;
+            if public != key.subject_public_key_info() {
+                return Err(unusable("it is for another key".to_owned()));
+            }
+            return String::from_utf8(signed).map_err(|error| unusable(error.to_string()));
+        }
+        if since.elapsed() >= PATIENCE {
+            return Err(Error::Unanswered { name: name.to_owned() });
+        }
+        sleep(LOOK).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::certificates::v1::{
+        CertificateSigningRequestCondition, CertificateSigningRequestStatus,
+    };
+    use rcgen::{CertificateSigningRequestParams, Issuer};
+
+    use super::*;
+    use crate::testing::Server;
+
+    /// Answers the one request that there is.
+    fn answer(
+        server: &Server,
+        status: impl Fn(&CertificateSigningRequest) -> CertificateSigningRequestStatus,
+    ) {
+        let path = server.paths().into_iter().find(|path| path.starts_with(REQUESTS)).unwrap();
+        let mut found = CertificateSigningRequest::from_value(&server.object(&path).unwrap()).unwrap();
+        found.status = Some(status(&found));
+        server.put(&path, found.to_value());
+    }
+
+    fn signed(request: &CertificateSigningRequest) -> CertificateSigningRequestStatus {
+        let key = KeyPair::generate().unwrap();
+        let issuer = Issuer::new(CertificateParams::default(), key);
+        let text = std::str::from_utf8(&request.spec.request.0).unwrap();
+        let mut params = CertificateSigningRequestParams::from_pem(text).unwrap();
+        params.params.not_before = rcgen::date_time_ymd(2026, 1, 1);
+        params.params.not_after = rcgen::date_time_ymd(2027, 1, 1);
+        let certificate = params.signed_by(&issuer).unwrap().pem();
+        CertificateSigningRequestStatus {
+            certificate: Some(ByteString(certificate.into_bytes())),
+            ..CertificateSigningRequestStatus::default()
+        }
+    }
+
+    fn asking(server: &Server, dir: &Path) -> tokio::task::JoinHandle<Result<Lifetime, Error>> {
+        let (store, client) = (Store::new(dir.join("pki")), server.client());
+        tokio::spawn(async move { store.renew(&client, "n1").await })
+    }
+
+    async fn asked(server: &Server) {
+        server.until(|requests| requests.iter().any(|request| request.starts_with("GET"))).await;
+    }
+
+    #[tokio::test]
+    async fn a_certificate_is_asked_for_once_and_put_in_use() {
+        use std::os::unix::fs::PermissionsExt;
+        let (server, dir) = (Server::default(), tempfile::tempdir().unwrap());
+        let first_try = asking(&server, dir.path());
+        asked(&server).await;
+        // The agent is started anew: the request is the same.
+        first_try.abort();
+        let second_try = asking(&server, dir.path());
+        answer(&server, signed);
+        let lifetime = second_try.await.unwrap().unwrap();
+        assert_eq!(server.paths().len(), 1);
+        assert_eq!(lifetime.until.to_string(), "2027-01-01T00:00:00Z");
+        let store = Store::new(dir.path().join("pki"));
+        let text = fs::read(store.current()).unwrap();
+        assert_eq!(Lifetime::of(&text), Ok(lifetime));
+        assert!(
+            KeyPair::from_pem(
+                std::str::from_utf8(&text)
+                    .unwrap()
+                    .split_once("-----BEGIN PRIVATE")
+                    .map(|(_, key)| format!("-----BEGIN PRIVATE{key}"))
+                    .unwrap()
+                    .as_str()
+            )
+            .is_ok()
+        );
+        assert_eq!(fs::metadata(store.current()).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(dir.path().join("pki")).unwrap().permissions().mode() & 0o777, 0o700);
+        assert!(!dir.path().join("pki").join(PENDING).exists());
+    }
+
+    #[tokio::test]
+    async fn a_refused_request_is_an_error_and_the_next_one_is_for_another_key() {
+        let (server, dir) = (Server::default(), tempfile::tempdir().unwrap());
+        let trying = asking(&server, dir.path());
+        asked(&server).await;
+        answer(&server, |_| CertificateSigningRequestStatus {
+            conditions: Some(vec![CertificateSigningRequestCondition {
+                type_: "Denied".to_owned(),
+                status: "True".to_owned(),
+                reason: Some("Stranger".to_owned()),
+                message: Some("who is it?".to_owned()),
+                ..CertificateSigningRequestCondition::default()
+            }]),
+            ..CertificateSigningRequestStatus::default()
+        });
+        let error = trying.await.unwrap().unwrap_err().to_string();
+        assert!(error.contains("was refused (Stranger): who is it?"), "{error}");
+        let again = asking(&server, dir.path());
+        server
+            .until(|requests| requests.iter().filter(|request| request.starts_with("POST")).count() == 2)
+            .await;
+        again.abort();
+        assert_eq!(server.paths().len(), 2);
+    }
+
+    #[test]
+    fn it_is_time_for_the_next_certificate_before_the_old_one_ends() {
+        let at = |second: i64| Timestamp::from_second(second).unwrap();
+        let lifetime = Lifetime { from: at(1000), until: at(2000) };
+        assert_eq!((lifetime.rotation(0.7), lifetime.rotation(0.9)), (at(1700), at(1900)));
+        assert!(lifetime.covers(at(1000)) && !lifetime.covers(at(999)) && !lifetime.covers(at(2000)));
+        assert!(Lifetime::of(b"nothing").is_err());
+    }
+}

@@ -1,0 +1,256 @@
+//! Keeps the node's identity: asks for a new client certificate in time, and follows a kubeconfig and
+//! certificates that somebody else replaces. Whoever holds a client goes on with the new identity at its next
+//! request.
+//!
+//! Times are read from the wall's clock each minute, so a clock that was wrong at the start and is set later
+//! is no harm.
+
+use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, sync::atomic::AtomicU64, time::Duration};
+
+use beelet_base::blocking::blocking;
+use jiff::Timestamp;
+use prometheus_client::{
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    bootstrap,
+    certificate::{Error, Lifetime, Store},
+    client::Client,
+    connect::{self, Backoff, Connections, Options},
+};
+
+/// How often files and clock are looked at.
+const LOOK: Duration = Duration::from_secs(60);
+/// The part of a certificate's life after which the next one is asked for, and what is added by chance.
+const PART: (f64, f64) = (0.7, 0.2);
+/// A certificate that nobody renews is warned of so long before its end, or in the last tenth of its life.
+const EARLY: Duration = Duration::from_secs(7 * 24 * 3600);
+/// How often.
+const REMINDER: Duration = Duration::from_secs(6 * 3600);
+
+/// The labels of a metric that may be absent.
+type Unlabelled = Vec<(String, String)>;
+
+/// Counters; their names are the kubelet's.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    /// Without a certificate there is none.
+    ttl: Family<Unlabelled, Gauge<f64, AtomicU64>>,
+    errors: Counter,
+}
+
+impl Metrics {
+    /// Adds them to the registry.
+    pub fn register(&self, registry: &mut Registry) {
+        let help = "Seconds until the client certificate expires; below zero if it has";
+        registry.register("kubelet_certificate_manager_client_ttl_seconds", help, self.ttl.clone());
+        let help = "Requests for a new client certificate that failed";
+        registry.register(
+            "kubelet_certificate_manager_client_expiration_renew_errors",
+            help,
+            self.errors.clone(),
+        );
+    }
+}
+
+/// What a file is now, without reading it.
+type Stamp = Option<(u64, u64, i64, i64)>;
+
+/// Who this node is to the API server.
+pub struct Identity {
+    options: Options,
+    newest: watch::Sender<kube::Client>,
+    changes: watch::Sender<u64>,
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Identity").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Identity {
+    pub(crate) fn new(
+        options: Options,
+        newest: watch::Sender<kube::Client>,
+        changes: watch::Sender<u64>,
+    ) -> Self {
+        Self { options, newest, changes }
+    }
+
+    /// The way to connections of one's own.
+    #[must_use]
+    pub fn connections(&self) -> Connections {
+        Connections::new(self.options.kubeconfig.clone(), &self.changes)
+    }
+
+    /// Keeps it until `stop`.
+    pub async fn keep(self, client: Client, stop: CancellationToken) {
+        stop.run_until_cancelled(self.run(client)).await;
+    }
+
+    async fn run(self, client: Client) {
+        let (mut known, mut part) = (self.stamps().await, part());
+        let (mut reminded, mut said) = (None, None);
+        let mut backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(600));
+        loop {
+            let now = Timestamp::now();
+            let lifetime = self.lifetime().await;
+            self.measure(lifetime, now);
+            let rotates = self.rotates().await;
+            if self.options.rotate && !rotates && said.replace(()).is_none() {
+                warn!(
+                    "rotateCertificates has no effect: the kubeconfig does not point to {}",
+                    Store::new(self.options.cert_dir.clone()).current().display()
+                );
+            }
+            let due = lifetime.filter(|_| rotates).map(|lifetime| lifetime.rotation(part));
+            let mut pause = due.map_or(LOOK, |due| {
+                let left: Duration = due.duration_since(now).try_into().unwrap_or_default();
+                left.clamp(Duration::from_secs(1), LOOK)
+            });
+            if due.is_some_and(|due| due <= now) {
+                match self.renew(&client, lifetime, now).await {
+                    Ok(fresh) => {
+                        info!(until = %fresh.until, "got a new client certificate");
+                        self.reload().await;
+                        (known, part) = (self.stamps().await, self::part());
+                        backoff.reset();
+                        continue;
+                    }
+                    Err(error) => {
+                        self.options.metrics.errors.inc();
+                        warn!("cannot renew the client certificate, trying on: {error}");
+                        pause = backoff.step(None);
+                    }
+                }
+            }
+            if let Some(lifetime) = lifetime {
+                remind(lifetime, now, rotates, &mut reminded);
+            }
+            sleep(pause).await;
+            let stamps = self.stamps().await;
+            if stamps != known {
+                info!(kubeconfig = %self.options.kubeconfig.display(), "the kubeconfig or its certificates have changed");
+                known = stamps;
+                self.reload().await;
+            }
+        }
+    }
+
+    /// A new certificate, asked for with the old one; with the bootstrap identity, once that has expired.
+    async fn renew(&self, client: &Client, old: Option<Lifetime>, now: Timestamp) -> Result<Lifetime, Error> {
+        let store = Store::new(self.options.cert_dir.clone());
+        let expired = old.is_none_or(|old| !old.covers(now));
+        let helper = match self.options.bootstrap.as_deref().filter(|_| expired) {
+            Some(path) => bootstrap::client(path).await.ok(),
+            None => None,
+        };
+        store.renew(helper.as_ref().unwrap_or(client), &self.options.node_name).await
+    }
+
+    /// Everybody's next request is made with what the files say now.
+    async fn reload(&self) {
+        match self.connections().open().await {
+            Ok(client) => {
+                self.newest.send_replace(client);
+                self.changes.send_modify(|changes| *changes += 1);
+            }
+            Err(error) => warn!("going on with the identity of before: {error}"),
+        }
+    }
+
+    async fn lifetime(&self) -> Option<Lifetime> {
+        let path = self.options.kubeconfig.clone();
+        blocking("the kubeconfig", move || connect::lifetime(&path)).await.ok().flatten()
+    }
+
+    /// The certificate is one that a new one can be put in the place of.
+    async fn rotates(&self) -> bool {
+        let (path, current) =
+            (self.options.kubeconfig.clone(), Store::new(self.options.cert_dir.clone()).current());
+        let pointed = blocking("the kubeconfig", move || {
+            let user = connect::config(&path).ok()?.auth_info;
+            user.client_certificate.filter(|_| user.client_certificate_data.is_none()).map(PathBuf::from)
+        });
+        self.options.rotate && pointed.await == Some(current)
+    }
+
+    async fn stamps(&self) -> Vec<(PathBuf, Stamp)> {
+        let path = self.options.kubeconfig.clone();
+        let stamp = |path: PathBuf| {
+            let stamp = std::fs::metadata(&path).ok();
+            let stamp = stamp.map(|file| (file.ino(), file.size(), file.mtime(), file.mtime_nsec()));
+            (path, stamp)
+        };
+        blocking("the kubeconfig", move || connect::files(&path).into_iter().map(stamp).collect()).await
+    }
+
+    fn measure(&self, lifetime: Option<Lifetime>, now: Timestamp) {
+        if let Some(lifetime) = lifetime {
+            let left = lifetime.until.duration_since(now).as_secs_f64();
+            self.options.metrics.ttl.get_or_create(&Unlabelled::new()).set(left);
+        }
+    }
+}
+
+/// A part of a certificate's life, by chance, so that nodes that were made together don't ask together.
+fn part() -> f64 {
+    let (least, more) = PART;
+    least + more * connect::random()
+}
+
+fn remind(lifetime: Lifetime, now: Timestamp, rotates: bool, reminded: &mut Option<Instant>) {
+    let last_tenth = lifetime.rotation(0.9);
+    let early = lifetime.until.checked_sub(EARLY).unwrap_or(lifetime.until).max(last_tenth);
+    if now < early || reminded.is_some_and(|at| at.elapsed() < REMINDER) {
+        return;
+    }
+    *reminded = Some(Instant::now());
+    let hint = if rotates {
+        "see the lines about its renewal"
+    } else {
+        "nobody renews it: put a new one in its place"
+    };
+    let word = if now < lifetime.until { "expires" } else { "has expired" };
+    warn!("the client certificate {word} at {}: {hint}", lifetime.until);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn certificates_are_renewed_in_the_last_third_of_their_lives() {
+        let parts: Vec<f64> = (0..100).map(|_| part()).collect();
+        assert!(parts.iter().all(|part| (0.7..=0.9).contains(part)), "{parts:?}");
+        assert!(parts.iter().any(|part| *part != parts[0]));
+    }
+
+    #[test]
+    fn a_certificate_that_ends_soon_is_warned_of_now_and_then() {
+        let day = 24 * 3600;
+        let at = |second: i64| Timestamp::from_second(second).unwrap();
+        let year = Lifetime { from: at(0), until: at(365 * day) };
+        let mut reminded = None;
+        remind(year, at(300 * day), false, &mut reminded);
+        assert_eq!(reminded, None);
+        remind(year, at(360 * day), false, &mut reminded);
+        let first = reminded;
+        assert!(first.is_some());
+        remind(year, at(361 * day), false, &mut reminded);
+        assert_eq!(reminded, first);
+        // One of a day says so in its last tenth alone.
+        let mut reminded = None;
+        remind(Lifetime { from: at(0), until: at(day) }, at(day / 2), true, &mut reminded);
+        assert_eq!(reminded, None);
+    }
+}

@@ -1,0 +1,183 @@
+//! `/var/log/containers`: a link per container to its log, where log shippers look for a kubelet's
+//! containers.
+//!
+//! Names are the kubelet's (`logSymlink` of `pkg/kubelet/kuberuntime`). Nothing here reads a log, and nothing
+//! but links into the pods' logs is ever removed.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_base::{
+    blocking::blocking,
+    folder::{READABLE, make_folder},
+};
+use beelet_model::table::PodTable;
+use k8s_openapi::api::core::v1 as core;
+use tokio::{sync::watch, time::sleep};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+/// What comes within this time is done together.
+const TOGETHER: Duration = Duration::from_millis(500);
+/// Longest name of a file (ext4).
+const NAME: usize = 255;
+const SUFFIX: &str = ".log";
+
+/// Keeps the links until `stop`.
+pub async fn follow(
+    mut table: watch::Receiver<Arc<PodTable>>,
+    folder: PathBuf,
+    pod_logs_dir: PathBuf,
+    stop: CancellationToken,
+) {
+    let mut known = BTreeMap::new();
+    let mut failing = false;
+    let work = async {
+        loop {
+            let wanted = links(&table.borrow_and_update(), &pod_logs_dir);
+            if wanted != known {
+                let (at, logs, links) = (folder.clone(), pod_logs_dir.clone(), wanted.clone());
+                match blocking("links to logs", move || apply(&at, &logs, &links)).await {
+                    Ok(()) => (known, failing) = (wanted, false),
+                    Err(error) if !failing => {
+                        warn!(folder = %folder.display(), "cannot keep links to containers' logs: {error}");
+                        failing = true;
+                    }
+                    Err(_) => {}
+                }
+            }
+            if table.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+            sleep(TOGETHER).await;
+        }
+    };
+    stop.run_until_cancelled(work).await;
+}
+
+/// The names of the links that should be there, and where they lead.
+fn links(table: &PodTable, pod_logs_dir: &Path) -> BTreeMap<String, PathBuf> {
+    let mut links = BTreeMap::new();
+    for (name, entry) in &table.pods {
+        let Some(status) = &entry.pod.status else { continue };
+        let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
+        let folder = pod_logs_dir.join(format!("{}_{}_{uid}", name.namespace, name.name));
+        let of = [
+            &status.init_container_statuses,
+            &status.container_statuses,
+            &status.ephemeral_container_statuses,
+        ];
+        for container in of.into_iter().flatten().flatten() {
+            for (id, attempt) in instances(container) {
+                let link = format!("{}_{}_{}-{id}", name.name, name.namespace, container.name);
+                let link: String = link.chars().take(NAME - SUFFIX.len()).collect();
+                let log = folder.join(&container.name).join(format!("{attempt}.log"));
+                links.insert(format!("{link}{SUFFIX}"), log);
+            }
+        }
+    }
+    links
+}
+
+/// The instances of a container whose logs may still be there: this one, and the one before.
+fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)> {
+    let terminated = status.last_state.as_ref().and_then(|state| state.terminated.as_ref());
+    let before = terminated.and_then(|terminated| terminated.container_id.as_deref());
+    let now = status.container_id.as_deref().map(|id| (id, status.restart_count));
+    let before = before.map(|id| (id, status.restart_count.saturating_sub(1)));
+    now.into_iter().chain(before).filter_map(|(id, attempt)| {
+        let (_, id) = id.split_once("://")?;
+        let plain = id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+        (plain && !id.is_empty() && attempt >= 0).then_some((id, attempt))
+    })
+}
+
+/// Makes the links that are missing, and removes those into the pods' logs that nobody wants. Blocking.
+fn apply(folder: &Path, pod_logs_dir: &Path, wanted: &BTreeMap<String, PathBuf>) -> io::Result<()> {
+    make_folder(folder, READABLE).map_err(io::Error::other)?;
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let Ok(target) = fs::read_link(entry.path()) else { continue };
+        let ours = target.starts_with(pod_logs_dir);
+        let as_wanted = name.to_str().and_then(|name| wanted.get(name)) == Some(&target);
+        if ours && !as_wanted {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    for (name, target) in wanted {
+        match std::os::unix::fs::symlink(target, folder.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use beelet_model::table::{PodEntry, PodName};
+
+    fn table(statuses: serde_json::Value) -> PodTable {
+        let pod = serde_json::from_value(json!({
+            "metadata": { "namespace": "shop", "name": "web", "uid": "u-1" },
+            "status": { "containerStatuses": statuses },
+        }));
+        let entry = PodEntry::of(pod.unwrap());
+        let mut table = PodTable::default();
+        table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+        table
+    }
+
+    fn status(id: &str, restarts: i32) -> serde_json::Value {
+        json!({ "name": "app", "containerID": id, "restartCount": restarts, "ready": true, "image": "", "imageID": "" })
+    }
+
+    #[test]
+    fn a_container_has_a_link_to_its_log_and_to_the_one_before() {
+        let mut running = status("containerd://abc", 3);
+        running["lastState"] = json!({ "terminated": { "exitCode": 1, "containerID": "containerd://aaa" } });
+        let links = links(&table(json!([running])), Path::new("/logs"));
+        let expected = [
+            ("web_shop_app-aaa.log", "/logs/shop_web_u-1/app/2.log"),
+            ("web_shop_app-abc.log", "/logs/shop_web_u-1/app/3.log"),
+        ];
+        let expected = expected.map(|(name, target)| (name.to_owned(), PathBuf::from(target)));
+        assert_eq!(links, BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn ids_that_are_no_ids_make_no_links() {
+        for id in ["containerd://", "containerd://../x", "abc", "containerd://a b"] {
+            assert!(links(&table(json!([status(id, 0)])), Path::new("/logs")).is_empty(), "{id}");
+        }
+        let long = format!("containerd://{}", "a".repeat(400));
+        let links = links(&table(json!([status(&long, 0)])), Path::new("/logs"));
+        assert_eq!(links.keys().next().unwrap().len(), NAME);
+    }
+
+    #[test]
+    fn links_that_nobody_wants_go_and_other_files_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, logs) = (dir.path().join("containers"), dir.path().join("pods"));
+        let one = BTreeMap::from([("a.log".to_owned(), logs.join("a/0.log"))]);
+        apply(&folder, &logs, &one).unwrap();
+        apply(&folder, &logs, &one).unwrap();
+        assert_eq!(fs::read_link(folder.join("a.log")).unwrap(), logs.join("a/0.log"));
+        std::os::unix::fs::symlink("/elsewhere", folder.join("other")).unwrap();
+        fs::write(folder.join("file"), "").unwrap();
+        apply(&folder, &logs, &BTreeMap::new()).unwrap();
+        let mut left: Vec<_> =
+            fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["file", "other"]);
+    }
+}

@@ -1,0 +1,262 @@
+//! Being called `kubelet`: its flags, its version, its errors, its folders. What a flag means is in
+//! [`flags`]; what comes of it is the same configuration that `beelet run` reads from a file.
+
+mod flags;
+
+use std::{
+    ffi::{OsStr, OsString},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use clap::{
+    Arg, ArgAction, ArgMatches, Command,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
+use serde_json::{Map, Value, json};
+
+use crate::{
+    cluster::{self, ClusterArgs, Membership},
+    node::Builder,
+    run::{self, LogFormat},
+};
+use beelet_cluster::node::KUBELET_VERSION;
+use beelet_config::{Config, Setting, Sources, Warning};
+use beelet_policy::node_labels;
+
+use self::flags::{FLAGS, Flag, IGNORED, Shape};
+
+/// The name under which the program is the kubelet.
+const NAME: &str = "kubelet";
+/// Where the kubelet's folders are.
+const ROOT: &str = "/var/lib/kubelet";
+/// Where log shippers look for links to containers' logs.
+const LOG_LINKS: &str = "/var/log/containers";
+/// Flags that are no settings of the configuration.
+const OWN: [(&str, &str, &str); 11] = [
+    ("config", "FILE", "The configuration"),
+    (
+        "config-dir",
+        "FOLDER",
+        "Drop-in configurations: files ending in .conf, merged over the configuration in the order of their names",
+    ),
+    ("kubeconfig", "FILE", "How the API server is reached, and as whom; without it the node is on its own"),
+    ("bootstrap-kubeconfig", "FILE", "How a client certificate is asked for where there is no kubeconfig"),
+    ("cert-dir", "FOLDER", "Where certificates are kept; default: pki in --root-dir"),
+    ("root-dir", "FOLDER", "Where pods' volumes, plugins and certificates are; default: /var/lib/kubelet"),
+    ("hostname-override", "NAME", "The node's name, in place of the hostname"),
+    ("node-ip", "IP[,IP]", "The node's addresses, at most one of IPv4 and one of IPv6"),
+    ("node-labels", "KEY=VALUE,...", "Labels that the Node is registered with"),
+    ("cloud-provider", "external", "Who sets the Node's addresses: a cloud's controller, or nobody"),
+    ("logging-format", "text|json", "How log lines look"),
+];
+
+/// The program was called by the kubelet's name.
+pub(crate) fn is_called(program: Option<&OsStr>) -> bool {
+    program.and_then(|path| Path::new(path).file_name()).is_some_and(|name| name == NAME)
+}
+
+/// Does what the kubelet's command line says.
+pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let arguments = arguments.into_iter().map(normalized);
+    let matches = match command().try_get_matches_from(arguments) {
+        Ok(matches) => matches,
+        Err(error) => return refused(&error),
+    };
+    if text(&matches, "version").is_some_and(|version| version != "false") {
+        println!("Kubernetes {KUBELET_VERSION}");
+        return ExitCode::SUCCESS;
+    }
+    let (config, membership, warnings) = match read(&matches) {
+        Ok(read) => read,
+        Err(error) => {
+            eprintln!("Error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    // The kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.
+    let level = text(&matches, "v").and_then(|level| level.parse::<u8>().ok()).unwrap_or_default();
+    let verbose = match level {
+        0..=3 => 0,
+        4..=5 => 1,
+        _ => 2,
+    };
+    let json = text(&matches, "logging-format") == Some("json");
+    run::start_logging(if json { LogFormat::Json } else { LogFormat::Text }, verbose);
+    for warning in &warnings {
+        tracing::warn!("{warning}");
+    }
+    let mut builder = Builder::default();
+    if let Some(membership) = membership {
+        builder = cluster::join(builder, &config, membership);
+    }
+    run::end(run::start(builder, config))
+}
+
+fn command() -> Command {
+    let value = |name: &'static str| Arg::new(name).long(name).action(ArgAction::Set);
+    let mut command = Command::new(NAME)
+        .about("A node agent that takes the kubelet's place (beelet)")
+        .disable_version_flag(true)
+        .args_override_self(true)
+        .max_term_width(110)
+        .arg(value("v").short('v').value_name("LEVEL").help("Say more: 4 what is done, 6 why"))
+        .arg(switch("version").help("Print the version and end"));
+    for (name, placeholder, help) in OWN {
+        command = command.arg(value(name).value_name(placeholder).help(help));
+    }
+    for Flag { name, field, shape } in FLAGS {
+        let arg = if *shape == Shape::Switch { switch(name) } else { value(name) };
+        command = command.arg(arg.help(format!("Sets {field} of the configuration")));
+    }
+    for (name, why, is_switch) in IGNORED {
+        let arg = if *is_switch { switch(name) } else { value(name) };
+        command = command.arg(arg.help(format!("Has no effect: {why}")));
+    }
+    command
+}
+
+/// A flag that may stand alone; a value has to follow an equals sign, as in Go.
+fn switch(name: &'static str) -> Arg {
+    Arg::new(name)
+        .long(name)
+        .action(ArgAction::Set)
+        .num_args(0..=1)
+        .require_equals(true)
+        .default_missing_value("true")
+        .value_name("true|false")
+}
+
+/// Go's flags take underscores for dashes in their names.
+fn normalized(argument: OsString) -> OsString {
+    let Some(text) = argument.to_str().filter(|text| text.starts_with("--")) else { return argument };
+    let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
+    let name = name.replace('_', "-");
+    value.map_or_else(|| name.clone(), |value| format!("{name}={value}")).into()
+}
+
+/// What the kubelet says of a command line that it doesn't take.
+fn refused(error: &clap::Error) -> ExitCode {
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            print!("{error}");
+            return ExitCode::SUCCESS;
+        }
+        ErrorKind::UnknownArgument => match context(ContextKind::InvalidArg) {
+            Some(flag) if flag.starts_with("--") => {
+                eprintln!("Error: failed to parse kubelet flag: unknown flag: {flag}")
+            }
+            Some(flag) if flag.starts_with('-') => {
+                eprintln!("Error: failed to parse kubelet flag: unknown shorthand flag: {flag}");
+            }
+            Some(word) => eprintln!("Error: unknown command {word:?}"),
+            None => eprintln!("{error}"),
+        },
+        _ => eprintln!("{error}"),
+    }
+    eprintln!("`kubelet --help` lists the flags");
+    ExitCode::FAILURE
+}
+
+fn text<'m>(matches: &'m ArgMatches, name: &str) -> Option<&'m str> {
+    matches.get_one::<String>(name).map(String::as_str).filter(|text| !text.is_empty())
+}
+
+fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning>), String> {
+    let sources = Sources {
+        file: text(matches, "config").map(PathBuf::from),
+        drop_ins: text(matches, "config-dir").map(PathBuf::from),
+        flags: settings(matches)?,
+    };
+    let (mut config, mut warnings) = Config::layered(sources).map_err(|error| error.to_string())?;
+    for (name, why, _) in IGNORED {
+        if matches.contains_id(name) {
+            warnings.push(Warning::of_flag(name, format!("has no effect: {why}")));
+        }
+    }
+    config.node.external_cloud = match text(matches, "cloud-provider") {
+        None => false,
+        Some("external") => true,
+        Some(other) => {
+            return Err(format!(
+                "--cloud-provider: {other:?} is not in this version: clouds are run by their own controller (external)"
+            ));
+        }
+    };
+    config.log_links = Some(LOG_LINKS.into());
+    let root = text(matches, "root-dir").unwrap_or(ROOT);
+    let args = ClusterArgs {
+        kubeconfig: text(matches, "kubeconfig").map(PathBuf::from),
+        bootstrap_kubeconfig: text(matches, "bootstrap-kubeconfig").map(PathBuf::from),
+        cert_dir: text(matches, "cert-dir").map_or_else(|| Path::new(root).join("pki"), PathBuf::from),
+        node_ip: ips(text(matches, "node-ip").unwrap_or_default())?,
+        node_labels: labels(text(matches, "node-labels").unwrap_or_default())?,
+    };
+    let membership = args.resolve(&mut config)?;
+    Ok((config, membership, warnings))
+}
+
+/// What the flags say of the configuration.
+fn settings(matches: &ArgMatches) -> Result<Vec<Setting>, String> {
+    let root = text(matches, "root-dir").unwrap_or(ROOT);
+    // Being the kubelet, the kubelet's folders are ours. A file may say otherwise only by a flag's absence.
+    let mut ours = Map::new();
+    ours.insert("kubeletDir".to_owned(), json!(root));
+    ours.insert("podsDir".to_owned(), json!(format!("{root}/pods")));
+    ours.insert("seccompProfileRoot".to_owned(), json!(format!("{root}/seccomp")));
+    let mut settings = vec![Setting { name: "--root-dir".to_owned(), kubelet: Map::new(), beelet: ours }];
+    if let Some(name) = text(matches, "hostname-override") {
+        let beelet = Map::from_iter([("nodeName".to_owned(), json!(name.trim().to_lowercase()))]);
+        settings.push(Setting { name: "--hostname-override".to_owned(), kubelet: Map::new(), beelet });
+    }
+    for flag in FLAGS {
+        if let Some(value) = matches.get_one::<String>(flag.name) {
+            let kubelet = flag.fields(value).map_err(|error| {
+                format!("invalid argument {value:?} for \"--{}\" flag: {error}", flag.name)
+            })?;
+            settings.push(Setting { name: format!("--{}", flag.name), kubelet, beelet: Map::new() });
+        }
+    }
+    Ok(settings)
+}
+
+fn ips(text: &str) -> Result<Vec<std::net::IpAddr>, String> {
+    let each = text.split(',').map(str::trim).filter(|ip| !ip.is_empty());
+    each.map(|ip| ip.parse().map_err(|_| format!("--node-ip: {ip:?} is not an IP address"))).collect()
+}
+
+/// Labels of a Node, as far as a kubelet may set them on its own.
+fn labels(text: &str) -> Result<Vec<(String, String)>, String> {
+    let each = text.split(',').filter(|label| !label.trim().is_empty());
+    let pairs: Vec<(String, String)> = each
+        .map(|label| cluster::label(label.trim()))
+        .collect::<Result<_, _>>()
+        .map_err(|error| format!("--node-labels: {error}"))?;
+    let refused: Vec<&str> =
+        pairs.iter().map(|(key, _)| key.as_str()).filter(|key| !node_labels::may_be_set(key)).collect();
+    if refused.is_empty() {
+        return Ok(pairs);
+    }
+    Err(format!(
+        "unknown 'kubernetes.io' or 'k8s.io' labels specified with --node-labels: {}\n--node-labels in the 'kubernetes.io' \
+         namespace must begin with an allowed prefix ({}) or be in the specifically allowed set ({})",
+        refused.join(", "),
+        node_labels::PREFIXES.join(", "),
+        node_labels::ALLOWED.join(", "),
+    ))
+}
+
+/// The value of a nested field as a document has it.
+fn nested(path: &str, value: Value) -> Map<String, Value> {
+    let mut parts: Vec<&str> = path.split('.').collect();
+    let top = parts.remove(0).to_owned();
+    let value = parts.into_iter().rev().fold(value, |value, part| json!({ part: value }));
+    Map::from_iter([(top, value)])
+}
+
+#[cfg(test)]
+mod tests;
