@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
-use beelet_policy::node_status::{self, Registration, Report};
+use beelet_policy::{
+    node_access::Access,
+    node_status::{self, Registration, Report},
+};
 use beelet_proto::cri;
 use clap::Args;
 use jiff::Timestamp;
@@ -19,14 +22,15 @@ use beelet_cluster::{
     client::Client,
     connect::{self, Connections},
     events, lease, machine, node,
+    reviews::Reviews,
     rotation::Identity,
     workload::{self, Workload},
 };
 use beelet_config::{Config, NodeConfig};
 use beelet_cri::Runtime;
+use beelet_kubelet_api::auth::Reviewers;
+use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
 
-/// The port that a Node gives as its kubelet's.
-const KUBELET_PORT: i32 = 10250;
 /// How often a runtime whose network is not ready is asked again.
 const NETWORK: Duration = Duration::from_secs(1);
 /// How often images are listed.
@@ -101,6 +105,32 @@ struct Session {
     connections: Connections,
 }
 
+/// Asks the API server who may use the node's server, once there is a connection.
+struct LateReviews {
+    session: Arc<SetOnce<Session>>,
+    node: String,
+}
+
+impl LateReviews {
+    fn reviews(&self) -> Result<Reviews, ReviewError> {
+        let none = || ReviewError("there is no connection to the API server yet".to_owned());
+        let session = self.session.get().ok_or_else(none)?;
+        Ok(Reviews::new(session.client.clone(), self.node.clone()))
+    }
+}
+
+impl TokenReviewer for LateReviews {
+    fn review<'a>(&'a self, token: &'a str) -> Review<'a, Option<User>> {
+        Box::pin(async move { TokenReviewer::review(&self.reviews()?, token).await })
+    }
+}
+
+impl AccessReviewer for LateReviews {
+    fn review<'a>(&'a self, user: &'a User, access: Access) -> Review<'a, bool> {
+        Box::pin(async move { AccessReviewer::review(&self.reviews()?, user, access).await })
+    }
+}
+
 /// Adds all parts to `builder`.
 pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
     let session: Arc<SetOnce<Session>> = Arc::default();
@@ -110,6 +140,11 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let (workload, assigned) = Workload::new();
     let settings = config.node.clone();
     let name = config.node_name.clone();
+    let reviews = Arc::new(LateReviews { session: Arc::clone(&session), node: name.clone() });
+    let reviewers = Reviewers { tokens: Some(reviews.clone()), access: Some(reviews) };
+    let builder = builder.reviewers(reviewers);
+    // A Node gives 0 where there is no server to reach.
+    let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let (connected, own_name, rotate) = (Arc::clone(&session), name.clone(), settings.rotate_certificates);
     let builder = builder.attach("cluster identity", move |handles, stop| async move {
         let options = connect::Options {
@@ -174,7 +209,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
             report_every: settings.status_report_frequency,
             events: handles.events.clone(),
             metrics: handles.metrics.cluster.node.clone(),
-            report: reporter(handles, facts, info),
+            report: reporter(handles, facts, info, port),
             changes,
             node: node_out,
         };
@@ -306,6 +341,7 @@ fn reporter(
     handles: Handles,
     facts: watch::Receiver<RuntimeFacts>,
     info: core::NodeSystemInfo,
+    port: u16,
 ) -> Arc<dyn Fn() -> Report + Send + Sync> {
     let devices = handles.devices.node();
     Arc::new(move || {
@@ -328,7 +364,7 @@ fn reporter(
             images: facts.images,
             handlers: facts.handlers,
             features: facts.features,
-            port: KUBELET_PORT,
+            port: port.into(),
             ..Report::default()
         }
     })

@@ -23,13 +23,16 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn a_configuration_is_checked_and_shown_with_its_defaults() {
-    let config = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\npodPidsLimit: 7\nport: 10250\n";
+    let config = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\npodPidsLimit: 7\nenableProfilingHandler: true\n";
     let output = check(config).assert().success().get_output().clone();
     let shown = text(&output.stdout);
     assert!(shown.contains("podPidsLimit: 7\n") && shown.contains("kind: BeeletConfiguration\n"), "{shown}");
     assert!(shown.contains("runtimeRequestTimeout: 2m0s\n"), "{shown}");
     let warned = text(&output.stderr);
-    assert!(warned.starts_with("warning: ") && warned.contains(":4:7: port: has no effect"), "{warned}");
+    assert!(
+        warned.starts_with("warning: ") && warned.contains(":4:25: enableProfilingHandler: has no effect"),
+        "{warned}"
+    );
     // What is shown is a configuration itself, the same one, and leaves nothing to warn about.
     let again = check(&shown).assert().success().get_output().clone();
     assert_eq!((text(&again.stdout), text(&again.stderr)), (shown, String::new()));

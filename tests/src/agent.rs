@@ -61,6 +61,7 @@ impl Options {
             "cgroupDriver": "cgroupfs",
             "podLogsDir": dir.join("logs"),
             "healthzPort": 0,
+            "port": 0,
             "oomScoreAdj": 0,
             // What the machine of a test has on its disk is no reason for anything; tests of pressure set their own.
             "evictionHard": { "memory.available": "16Mi" },

@@ -60,14 +60,14 @@ impl fmt::Debug for ApiState {
     }
 }
 
-/// Opens the port.
+/// Opens the port that the field `setting` of the configuration names.
 ///
 /// # Errors
 /// The port is taken, usually by a kubelet; the error says what to do.
-pub async fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
+pub async fn bind(address: SocketAddr, setting: &str) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|error| {
         anyhow::anyhow!(
-            "cannot serve health and metrics on {address}: {error}; set another healthzPort (0 for none), or stop what is \
+            "cannot serve health and metrics on {address}: {error}; set another {setting} (0 for none), or stop what is \
              on it (a kubelet?)"
         )
     })
@@ -119,10 +119,14 @@ async fn answer(stream: TcpStream, router: Router) {
     }
 }
 
-fn router(state: ApiState) -> Router {
+/// All pages, for a listener.
+pub fn router(state: ApiState) -> Router {
     let mut router = Router::new()
         .route("/", get(index))
         .route("/healthz", get(healthz))
+        .route("/healthz/ping", get(alive))
+        .route("/healthz/log", get(alive))
+        .route("/healthz/syncloop", get(healthz))
         .route("/metrics", get(numbers::metrics))
         .route("/metrics/cadvisor", get(numbers::cadvisor))
         .route("/metrics/probes", get(numbers::probes))
@@ -151,6 +155,11 @@ async fn healthz(State(state): State<ApiState>) -> Response {
         None => "ok".into_response(),
         Some(reasons) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{reasons}\n")).into_response(),
     }
+}
+
+/// Whoever answers is alive, and writes its log.
+async fn alive() -> &'static str {
+    "ok"
 }
 
 async fn pods(State(state): State<ApiState>) -> Response {

@@ -13,6 +13,7 @@ pub mod lease;
 pub mod machine;
 mod mirrors;
 pub mod node;
+pub mod reviews;
 pub mod rotation;
 mod status;
 #[cfg(test)]

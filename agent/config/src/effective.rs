@@ -8,6 +8,7 @@ use beelet_policy::quantity::Quantity;
 use super::Config;
 use super::beelet::BeeletWire;
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
+use super::server;
 use super::tuner::TunerWire;
 use super::values::{Amounts, GoDuration};
 
@@ -24,6 +25,16 @@ pub(super) fn print(config: &Config) -> String {
         text += &format!("---\napiVersion: {version}\nkind: {kind}\n{body}");
     }
     text
+}
+
+pub(super) fn kubelet_value(config: &Config) -> serde_json::Value {
+    // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
+    let mut value = data::to_value(&kubelet(config)).unwrap_or_default();
+    if let Some(object) = value.as_object_mut() {
+        object.insert("kind".to_owned(), "KubeletConfiguration".into());
+        object.insert("apiVersion".to_owned(), "kubelet.config.k8s.io/v1beta1".into());
+    }
+    value
 }
 
 fn kubelet(config: &Config) -> KubeletWire {
@@ -109,6 +120,19 @@ fn kubelet(config: &Config) -> KubeletWire {
         event_record_qps: Some(config.node.event_qps.into()),
         event_burst: Some(config.node.event_burst.into()),
         rotate_certificates: Some(config.node.rotate_certificates),
+        enable_server: Some(config.server.enabled),
+        address: Some(config.server.address.to_string()),
+        port: config.server.port.map(Into::into),
+        read_only_port: Some(config.server.read_only_port.into()),
+        tls_cert_file: config.server.tls_files.as_ref().and_then(|files| text(&files.certificate)),
+        tls_private_key_file: config.server.tls_files.as_ref().and_then(|files| text(&files.key)),
+        tls_cipher_suites: Some(config.server.cipher_suites.clone()),
+        tls_min_version: word(&config.server.min_version),
+        authentication: Some(server::authentication(&config.server)),
+        authorization: Some(server::authorization(&config.server)),
+        enable_debugging_handlers: Some(config.server.debugging_handlers),
+        enable_system_log_handler: Some(config.server.system_logs),
+        streaming_connection_idle_timeout: Some(GoDuration(config.server.stream_idle_timeout)),
     }
 }
 

@@ -4,7 +4,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::values::{Amounts, GoDuration};
+use super::{
+    server::{AuthenticationWire, AuthorizationWire},
+    values::{Amounts, GoDuration},
+};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -92,6 +95,22 @@ pub(super) struct KubeletWire {
     pub(super) event_record_qps: Option<i64>,
     pub(super) event_burst: Option<i64>,
     pub(super) rotate_certificates: Option<bool>,
+    pub(super) enable_server: Option<bool>,
+    pub(super) address: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) port: Option<i64>,
+    pub(super) read_only_port: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tls_cert_file: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tls_private_key_file: Option<String>,
+    pub(super) tls_cipher_suites: Option<Vec<String>>,
+    pub(super) tls_min_version: Option<String>,
+    pub(super) authentication: Option<AuthenticationWire>,
+    pub(super) authorization: Option<AuthorizationWire>,
+    pub(super) enable_debugging_handlers: Option<bool>,
+    pub(super) enable_system_log_handler: Option<bool>,
+    pub(super) streaming_connection_idle_timeout: Option<GoDuration>,
 }
 
 /// A taint, as a v1.Node has it.

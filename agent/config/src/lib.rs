@@ -32,6 +32,7 @@ mod node;
 mod pressure;
 mod pressure_edges;
 mod resolve;
+mod server;
 mod tuner;
 mod unsupported;
 mod values;
@@ -40,6 +41,7 @@ mod words;
 pub use error::{ConfigError, Place, Warning};
 pub use load::{Setting, Sources};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
+pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};
 
 /// What this node is to do.
 #[derive(Debug, Clone, PartialEq)]
@@ -136,6 +138,8 @@ pub struct Config {
     pub log_links: Option<PathBuf>,
     /// How this machine is a node of a cluster; without an API server it has no effect.
     pub node: NodeConfig,
+    /// The HTTPS server that the API server and monitors talk to.
+    pub server: Server,
     /// What is ours.
     pub beelet: Beelet,
 }
@@ -305,6 +309,12 @@ impl Config {
     #[must_use]
     pub fn effective(&self) -> String {
         effective::print(self)
+    }
+
+    /// The `KubeletConfiguration` alone, as a JSON object, with every value that is in effect: what `/configz` shows.
+    #[must_use]
+    pub fn effective_kubelet(&self) -> serde_json::Value {
+        effective::kubelet_value(self)
     }
 
     /// What `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in bytes)

@@ -99,6 +99,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
         log_links: None,
         node: super::node::resolve(wire)?,
+        server: super::server::resolve(wire)?,
         beelet,
     })
 }
@@ -178,7 +179,7 @@ pub(super) fn node_name(wire: &BeeletWire) -> Result<String, Problem> {
 }
 
 /// One of a few words; the first of them for none.
-fn word<T: Copy, const N: usize>(
+pub(super) fn word<T: Copy, const N: usize>(
     field: &str,
     value: Option<&str>,
     words: [(&str, T); N],
@@ -192,7 +193,7 @@ fn word<T: Copy, const N: usize>(
 }
 
 /// An absolute path without `..`, or nothing for an empty one.
-fn path(field: &str, value: &Option<String>) -> Result<Option<PathBuf>, Problem> {
+pub(super) fn path(field: &str, value: &Option<String>) -> Result<Option<PathBuf>, Problem> {
     let Some(value) = value.as_deref().filter(|value| !value.is_empty()) else { return Ok(None) };
     let path = Path::new(value);
     if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {

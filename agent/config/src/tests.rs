@@ -270,16 +270,16 @@ fn a_file_that_is_no_configuration_is_refused() {
 #[test]
 fn a_known_field_without_effect_is_a_warning_that_names_it() {
     let (config, warnings) =
-        load(&kubelet("readOnlyPort: 10255\npodPidsLimit: 3\nfailSwapOn: false")).unwrap();
+        load(&kubelet("enableSystemLogQuery: true\npodPidsLimit: 3\nhairpinMode: none")).unwrap();
     assert_eq!(config.pod_pids_limit, 3);
     let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(warnings.len(), 2);
     assert!(
-        warnings[0].contains(":3:15: readOnlyPort: has no effect: the kubelet's HTTPS server"),
+        warnings[0].contains(":3:23: enableSystemLogQuery: has no effect: there are no profiles"),
         "{}",
         warnings[0]
     );
-    assert!(warnings[1].contains(":5:13: failSwapOn: has no effect"), "{}", warnings[1]);
+    assert!(warnings[1].contains(":5:14: hairpinMode: has no effect"), "{}", warnings[1]);
 }
 
 #[test]

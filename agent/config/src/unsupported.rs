@@ -20,28 +20,20 @@ struct Group {
 
 const GROUPS: &[Group] = &[
     Group {
-        reason: "the kubelet's HTTPS server is not part of beelet: pods, metrics and health are on healthzPort \
-                 (loopback) and on the gRPC socket",
+        reason: "the server's keys are agreed on as its TLS library prefers",
+        fields: &["tlsCurvePreferences"],
+    },
+    Group {
+        reason: "the server's certificate is self-signed or comes from files in this version: none is asked for",
+        fields: &["serverTLSBootstrap"],
+    },
+    Group {
+        reason: "there are no profiles, no flags to set and no log queries to ask the server for in this version",
         fields: &[
-            "enableServer",
-            "address",
-            "port",
-            "readOnlyPort",
-            "tlsCertFile",
-            "tlsPrivateKeyFile",
-            "tlsCipherSuites",
-            "tlsCurvePreferences",
-            "tlsMinVersion",
-            "serverTLSBootstrap",
-            "authentication",
-            "authorization",
-            "enableDebuggingHandlers",
             "enableContentionProfiling",
             "enableProfilingHandler",
             "enableDebugFlagsHandler",
-            "enableSystemLogHandler",
             "enableSystemLogQuery",
-            "streamingConnectionIdleTimeout",
         ],
     },
     Group {

@@ -454,6 +454,52 @@ impl Runtime {
         Ok(response.url)
     }
 
+    /// Prepares to attach to a container's first process; returns the address of its streams,
+    /// which is good once.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn attach(&self, request: cri::AttachRequest) -> Result<String, Error> {
+        let subject = container(&request.container_id);
+        let response = self
+            .call(Operation::Attach, subject)
+            .runtime(request, |mut client, request| async move { client.attach(request).await })
+            .await?;
+        Ok(response.url)
+    }
+
+    /// Prepares to forward ports of a sandbox; returns the address where their streams are to be had, once.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn port_forward(&self, id: &str, ports: Vec<i32>) -> Result<String, Error> {
+        let request = cri::PortForwardRequest { pod_sandbox_id: id.to_owned(), port: ports };
+        let response = self
+            .call(Operation::PortForward, sandbox(id))
+            .runtime(request, |mut client, request| async move { client.port_forward(request).await })
+            .await?;
+        Ok(response.url)
+    }
+
+    /// Writes a running container's state into an archive at `location`. A timeout of zero is the runtime's
+    /// own.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn checkpoint(&self, id: &str, location: &Path, timeout: Duration) -> Result<(), Error> {
+        let request = cri::CheckpointContainerRequest {
+            container_id: id.to_owned(),
+            location: location.to_string_lossy().into_owned(),
+            timeout: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        };
+        let call = self.call(Operation::Checkpoint, container(id));
+        let deadline = (!timeout.is_zero()).then(|| self.request_timeout.saturating_add(timeout));
+        Call { deadline: deadline.or(call.deadline), ..call }
+            .runtime(request, |mut client, request| async move { client.checkpoint_container(request).await })
+            .await?;
+        Ok(())
+    }
+
     /// Pulls an image for a pod, as somebody or nobody; returns the reference to run it by. No deadline: the
     /// runtime gives up by itself on a pull that makes no progress. Drop the future to give up earlier.
     ///

@@ -58,6 +58,9 @@ operations! {
     UpdateContainer, "update_container", "change the resources of", false;
     ReopenContainerLog, "reopen_container_log", "make the runtime reopen the log of", false;
     Exec, "exec", "run a command in", false;
+    Attach, "attach", "attach to", false;
+    PortForward, "port_forward", "forward ports of", false;
+    Checkpoint, "checkpoint_container", "checkpoint", false;
     ListImages, "list_images", "list the images", true;
     ImageStatus, "image_status", "look up", true;
     PullImage, "pull_image", "pull", false;

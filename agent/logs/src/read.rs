@@ -32,6 +32,8 @@ pub struct Wanted {
     pub since: Option<Timestamp>,
     /// With the time before each line.
     pub timestamps: bool,
+    /// Only what was written there.
+    pub stream: Option<Stream>,
 }
 
 /// A piece of a container's output.
@@ -102,12 +104,23 @@ struct Reader {
     before: Option<BufReader<File>>,
     /// A line whose end has not been written yet.
     begun: Vec<u8>,
+    /// The container's line that was handed on last goes on in the next one: no time stands before that.
+    goes_on: bool,
     gathered: Option<Piece>,
 }
 
 impl Reader {
     fn new(path: PathBuf, wanted: Wanted, pieces: mpsc::Sender<Piece>) -> Self {
-        Self { path, wanted, pieces, open: None, before: None, begun: Vec::new(), gathered: None }
+        Self {
+            path,
+            wanted,
+            pieces,
+            open: None,
+            before: None,
+            begun: Vec::new(),
+            goes_on: false,
+            gathered: None,
+        }
     }
 
     /// What there is now.
@@ -235,9 +248,13 @@ impl Reader {
         {
             return Ok(());
         }
+        if self.wanted.stream.is_some_and(|stream| stream != parsed.stream) {
+            return Ok(());
+        }
         let end: &[u8] = if parsed.partial { b"" } else { b"\n" };
-        if self.wanted.timestamps {
-            self.gather(parsed.stream, &[parsed.time.as_bytes(), b" ", parsed.text, end])
+        let goes_on = std::mem::replace(&mut self.goes_on, parsed.partial);
+        if self.wanted.timestamps && !goes_on {
+            self.gather(parsed.stream, &[&fixed(parsed.time), b" ", parsed.text, end])
         } else {
             self.gather(parsed.stream, &[parsed.text, end])
         }
@@ -258,6 +275,19 @@ impl Reader {
             None => Ok(()),
         }
     }
+}
+
+/// A time with nine digits behind its point, as the kubelet prints it: clients cut it off by its length.
+#[must_use]
+pub fn fixed(time: &str) -> Vec<u8> {
+    const DIGITS: usize = 9;
+    // 2026-11-21T19:00:00
+    let Some((second, rest)) = time.split_at_checked(19) else { return time.as_bytes().to_vec() };
+    let fraction = rest.strip_prefix('.').unwrap_or_default();
+    let count = fraction.bytes().take_while(u8::is_ascii_digit).count();
+    let (digits, _) = fraction.split_at(count);
+    let zone = if rest.starts_with('.') { &rest[1 + count..] } else { rest };
+    format!("{second}.{digits:0<DIGITS$.DIGITS$}{zone}").into_bytes()
 }
 
 /// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
@@ -341,7 +371,33 @@ mod tests {
         let since = Some("2026-11-21T19:00:04Z".parse().unwrap());
         check(Wanted { since, ..Wanted::default() }, "d\ne\n").await;
         let timed = Wanted { timestamps: true, ..tail(1) };
-        check(timed, "2026-11-21T19:00:05.5Z e\n").await;
+        check(timed, "2026-11-21T19:00:05.500000000Z e\n").await;
+        check(Wanted { stream: Some(Stream::Err), ..Wanted::default() }, "c\n").await;
+    }
+
+    #[test]
+    fn times_have_one_length() {
+        let check = |time: &str, expected: &str| {
+            assert_eq!(String::from_utf8(fixed(time)).unwrap(), expected, "{time}");
+        };
+        check("2026-11-21T19:00:00Z", "2026-11-21T19:00:00.000000000Z");
+        check("2026-11-21T19:00:00.5+01:00", "2026-11-21T19:00:00.500000000+01:00");
+        check("2026-11-21T19:00:00.123456789Z", "2026-11-21T19:00:00.123456789Z");
+        check("2026-11-21T19:00:00.1234567891Z", "2026-11-21T19:00:00.123456789Z");
+        check("short", "short");
+        check("2026-11-21T19:00:0é", "2026-11-21T19:00:0é");
+    }
+
+    #[tokio::test]
+    async fn a_line_in_parts_has_one_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        let parts = ["00Z stdout P hel", "01Z stdout F lo", "02Z stdout F x"];
+        let text: String = parts.iter().map(|part| format!("2026-11-21T19:00:{part}\n")).collect();
+        fs::write(&log, text).unwrap();
+        let timed = Wanted { timestamps: true, ..Wanted::default() };
+        let expected = "2026-11-21T19:00:00.000000000Z hello\n2026-11-21T19:00:02.000000000Z x\n";
+        assert_eq!(shown(&log, timed).await, expected);
     }
 
     #[tokio::test]

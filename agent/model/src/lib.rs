@@ -8,5 +8,6 @@ pub mod pod;
 pub mod pressure;
 pub mod processes;
 pub mod request;
+pub mod review;
 pub mod status;
 pub mod table;

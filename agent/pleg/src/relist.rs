@@ -95,13 +95,18 @@ impl Pulse {
 #[derive(Clone, Debug)]
 pub struct Metrics {
     duration: Histogram,
+    interval: Histogram,
     errors: Counter,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
         let bounds = [0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
-        Self { duration: Histogram::new(bounds), errors: Counter::default() }
+        Self {
+            duration: Histogram::new(bounds),
+            interval: Histogram::new(bounds),
+            errors: Counter::default(),
+        }
     }
 }
 
@@ -112,6 +117,11 @@ impl Metrics {
             "kubelet_pleg_relist_duration_seconds",
             "Time to list all sandboxes and containers",
             self.duration.clone(),
+        );
+        registry.register(
+            "kubelet_pleg_relist_interval_seconds",
+            "Time between the beginnings of two lists of all sandboxes and containers",
+            self.interval.clone(),
         );
         registry.register("beelet_relist_errors", "Relists that failed", self.errors.clone());
     }
@@ -148,11 +158,15 @@ impl Relist {
         let mut failing = false;
         // A slow answer delays the next look; it does not make a burst of them.
         let (mut last, mut period) = (Instant::now(), Duration::ZERO);
+        let mut began: Option<Instant> = None;
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 () = sleep_until(last + period) => {}
                 () = self.pace.nudged() => sleep_until(last + GAP.min(period)).await,
+            }
+            if let Some(before) = began.replace(Instant::now()) {
+                self.metrics.interval.observe(before.elapsed().as_secs_f64());
             }
             let listed = tokio::select! {
                 () = shutdown.cancelled() => return,

@@ -18,6 +18,7 @@ pub mod image_gc;
 pub mod local_storage;
 pub mod mirror;
 pub mod moment;
+pub mod node_access;
 pub mod node_fit;
 pub mod node_labels;
 pub mod node_status;

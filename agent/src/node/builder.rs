@@ -17,6 +17,7 @@ use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_devices::{Devices, Store};
 use beelet_eviction::gauges::Gauge;
+use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::{
     desired::Desired,
     request::Request,
@@ -31,6 +32,7 @@ pub struct Builder {
     pub(super) doors: Doors,
     pub(super) sources: Vec<watch::Receiver<Arc<Desired>>>,
     pub(super) attached: Vec<Attached>,
+    pub(super) reviewers: Reviewers,
 }
 
 /// The agent's ways to the machine. Where nothing is given, the machine's own is opened.
@@ -136,6 +138,13 @@ impl Builder {
     {
         self.attached.push((name, Box::new(|handles, working| part(handles, working).boxed())));
         self
+    }
+
+    /// Who decides who may use the node's HTTPS server: the API server, on a node of a cluster. With them it is served on
+    /// 10250 unless the configuration says something else; without them only where the configuration says so.
+    #[must_use]
+    pub fn reviewers(self, reviewers: Reviewers) -> Self {
+        Self { reviewers, ..self }
     }
 
     /// Runs the pods of a node until `shutdown`.

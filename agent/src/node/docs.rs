@@ -20,7 +20,8 @@ const HEAD: &str = "\
 This page is made from the code (`BEELET_BLESS=1 cargo test -p beelet --lib metrics_page`); a test fails when it is old.
 
 The pages are split as the kubelet splits them, so a scrape job for a kubelet works with another port, and dashboards that
-tell the pages by `metrics_path` count nothing twice. All are served on `healthzPort` (`--listen` of `beelet observe`). A
+tell the pages by `metrics_path` count nothing twice. All are served on `healthzPort` (`--listen` of `beelet observe`), and to
+those who may see them by the [HTTPS server](server.md). A
 sample whose value nothing on the machine knows (no kernel programs, no PSI, no limit) is left out; it is never 0 instead.
 
 How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): 30 of cAdvisor's, 12 and
@@ -52,6 +53,8 @@ const KINDS: &[(&str, &str)] = &[
     ("beelet_eviction_signal_capacity", "gauge"),
     ("beelet_node_condition", "gauge"),
     ("beelet_tuner_held", "gauge"),
+    ("kubelet_http_inflight_requests", "gauge"),
+    ("kubelet_node_name", "gauge"),
     ("kubelet_running_containers", "gauge"),
 ];
 

@@ -35,12 +35,12 @@ impl Frame {
         Self { failures, servers, serving, shutdown: shutdown.clone() }
     }
 
-    /// Serves gRPC on `socket`, and HTTP where an address is given.
+    /// Serves gRPC on `socket`, and HTTP on each address that a setting names.
     pub(super) async fn serve(
         &mut self,
         socket: &Path,
         services: Routes,
-        http: Option<(SocketAddr, ApiState)>,
+        http: impl IntoIterator<Item = (&'static str, SocketAddr, ApiState)>,
     ) -> Result<()> {
         let socket = beelet_serve::grpc::bind(socket).await?;
         let until = self.serving.clone();
@@ -49,10 +49,21 @@ impl Frame {
                 error!("{error:#}");
             }
         });
-        if let Some((address, state)) = http {
-            let listener = http::bind(address).await?;
+        for (setting, address, state) in http {
+            let listener = http::bind(address, setting).await?;
             self.servers.spawn("HTTP server", http::serve(listener, state, self.serving.clone()));
         }
+        Ok(())
+    }
+
+    /// Serves the kubelet's API on a port.
+    pub(super) async fn serve_kubelet_api(
+        &mut self,
+        parts: beelet_kubelet_api::Parts,
+        port: u16,
+    ) -> Result<()> {
+        let server = beelet_kubelet_api::bind(parts, port).await?;
+        self.servers.spawn("HTTPS server", server.serve(self.serving.clone()));
         Ok(())
     }
 

@@ -2,14 +2,23 @@
 
 use std::sync::Arc;
 
-use prometheus_client::registry::Registry;
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{family::Family, gauge::Gauge},
+    registry::Registry,
+};
 use tokio::sync::watch;
 
-use super::protection;
+use super::{own_use::OwnUse, protection};
 use beelet_cgroups::Cgroups;
 use beelet_cri::Runtime;
 use beelet_pleg::{exits, relist};
 use beelet_pods::qos_tree;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct NodeLabel {
+    node: String,
+}
 
 /// The counters of all parts. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -28,9 +37,18 @@ pub struct Metrics {
     pub(super) devices: beelet_devices::Metrics,
     pub(super) exits: exits::Metrics,
     pub(super) protection: protection::Metrics,
+    pub(super) kubelet_api: beelet_kubelet_api::Metrics,
+    node: Family<NodeLabel, Gauge>,
 }
 
 impl Metrics {
+    /// Those of the node of this name.
+    pub(super) fn of_node(name: &str) -> Self {
+        let metrics = Self::default();
+        metrics.node.get_or_create(&NodeLabel { node: name.to_owned() }).set(1);
+        metrics
+    }
+
     pub(super) fn registry(&self, runtime: &Runtime, cgroups: &Cgroups) -> Registry {
         let mut registry = Registry::default();
         self.pods.register(&mut registry);
@@ -42,8 +60,11 @@ impl Metrics {
         self.devices.register(&mut registry);
         self.exits.register(&mut registry);
         self.protection.register(&mut registry);
+        self.kubelet_api.register(&mut registry);
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
+        registry.register("kubelet_node_name", "The node's name; always 1", self.node.clone());
+        registry.register_collector(Box::new(OwnUse));
         registry
     }
 }

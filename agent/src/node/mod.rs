@@ -14,6 +14,7 @@ mod health;
 mod kernel;
 pub mod metrics;
 pub mod observe;
+mod own_use;
 mod parts;
 pub mod process;
 mod protection;

@@ -183,7 +183,7 @@ impl Watched {
             .add_service(grpc::tuner::service(allowed.view.subscribe()))
     }
 
-    fn http(&self, registry: Registry) -> Option<(SocketAddr, ApiState)> {
+    fn http(&self, registry: Registry) -> Option<(&'static str, SocketAddr, ApiState)> {
         let (address, pulse) = (self.options.listen?, self.pulse.clone());
         let state = ApiState {
             pods: self.table.clone(),
@@ -194,7 +194,7 @@ impl Watched {
             // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
             summary: address.ip().is_loopback(),
         };
-        Some((address, state))
+        Some(("--listen", address, state))
     }
 
     /// Starts the measuring and what else is allowed, and observes until `shutdown`.

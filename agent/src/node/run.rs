@@ -31,7 +31,7 @@ use super::{
 };
 use beelet_api::{
     grpc::{self, manifests::Running},
-    http::ApiState,
+    http::{self, ApiState},
     podresources,
     signals::Mode,
 };
@@ -41,6 +41,7 @@ use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_images::pull::{self, Puller};
+use beelet_kubelet_api::auth::Reviewers;
 use beelet_logs::{
     links,
     rotate::{self, Rotator},
@@ -73,6 +74,8 @@ const CONFIG_RETRY: Duration = Duration::from_secs(1);
 const EXIT_PROGRAM: &str = "task_exited";
 /// What stopping a pod may take beyond its grace period, before the service manager may lose its patience.
 const STOP_MARGIN: Duration = Duration::from_secs(30);
+/// The machine's own logs.
+const SYSTEM_LOGS: &str = "/var/log";
 /// How often freed memory goes back to the system.
 const MEMORY_PERIOD: Duration = Duration::from_secs(60);
 
@@ -110,7 +113,7 @@ struct LateServices {
 
 /// Runs the node until `shutdown`.
 pub(super) async fn run(builder: Builder, config: Config, shutdown: CancellationToken) -> Result<()> {
-    let Builder { doors, sources, attached } = builder;
+    let Builder { doors, sources, attached, reviewers } = builder;
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let (runtime, ownership) = open_runtime(&doors, &config).await?;
@@ -127,7 +130,7 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     let base = Base {
         events: Recorder::load(&state),
         health: Health::new(&config.runtime_endpoint),
-        metrics: Metrics::default(),
+        metrics: Metrics::of_node(&config.node_name),
         late: LateServices::default(),
         config,
         doors,
@@ -141,7 +144,12 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     let inputs = Inputs { table: table_out, stats: inbox, probes: commands, sources, attached };
     let mut frame = Frame::new(&shutdown);
     let services = base.services(&frame.serving);
-    frame.serve(&base.config.socket(), services, base.http()).await?;
+    let (pages, plain) = base.http();
+    frame.serve(&base.config.socket(), services, plain).await?;
+    if let Some(port) = beelet_kubelet_api::port(&base.config.server, reviewers.access.is_some()) {
+        let parts = base.kubelet_api(pages, reviewers, &frame.serving);
+        frame.serve_kubelet_api(parts, port).await?;
+    }
     frame.servers.spawn("event log", base.events.writer(Arc::clone(&base.state), frame.serving.clone()));
     frame.notify_service_manager(stopping_time(base.config.beelet.stop_pods_on_exit, base.table.clone()));
     let ran = base.run(inputs, &frame, ownership.as_ref(), shutdown).await;
@@ -245,22 +253,54 @@ impl Base {
             .add_service(self.stats.service(Mode::Run, serving))
     }
 
-    /// What HTTP serves, and where; nowhere if the configuration says so.
-    fn http(&self) -> Option<(SocketAddr, ApiState)> {
+    /// What is served without encryption, with the setting that says where; and all pages, for those who may see them.
+    fn http(&self) -> (ApiState, Vec<(&'static str, SocketAddr, ApiState)>) {
         let config = &self.config;
         let mut registry = self.metrics.registry(&self.runtime, &self.cgroups);
         self.stats.register(&mut registry, config.beelet.metrics_pod_uid);
         let health = self.health.clone();
-        let state = ApiState {
+        let all = ApiState {
             pods: self.table.clone(),
             registry: Arc::new(registry),
             pressure: self.stats.pressure.clone(),
-            specs: config.beelet.unauthenticated_pods,
+            specs: true,
             summary: true,
             health: Arc::new(move || health.check().err()),
         };
-        let address = SocketAddr::new(config.healthz_address, config.healthz_port);
-        (config.healthz_port != 0).then_some((address, state))
+        let local = ApiState { specs: config.beelet.unauthenticated_pods, ..all.clone() };
+        let healthz = SocketAddr::new(config.healthz_address, config.healthz_port);
+        // As the kubelet's: whoever can connect sees the pods too.
+        let read_only = SocketAddr::new(config.server.address, config.server.read_only_port);
+        let mut plain = vec![("healthzPort", healthz, local)];
+        if config.server.enabled {
+            plain.push(("readOnlyPort", read_only, all.clone()));
+        }
+        plain.retain(|(_, address, _)| address.port() != 0);
+        (all, plain)
+    }
+
+    /// What the HTTPS server needs.
+    fn kubelet_api(
+        &self,
+        pages: ApiState,
+        reviewers: Reviewers,
+        serving: &CancellationToken,
+    ) -> beelet_kubelet_api::Parts {
+        beelet_kubelet_api::Parts {
+            config: self.config.server.clone(),
+            node_name: self.config.node_name.clone(),
+            certificates: self.config.beelet.kubelet_dir.join("pki"),
+            reviewers,
+            pages: http::router(pages),
+            metrics: self.metrics.kubelet_api.clone(),
+            configz: self.config.effective_kubelet(),
+            table: self.table.clone(),
+            runtime: self.runtime.clone(),
+            logs: self.config.pod_logs_dir.clone(),
+            system_logs: SYSTEM_LOGS.into(),
+            checkpoints: self.config.beelet.kubelet_dir.join("checkpoints"),
+            shutdown: serving.clone(),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use tokio::sync::mpsc;
 
-use beelet_logs::read::{Piece, Wanted, read};
+use beelet_logs::read::{Piece, Wanted, fixed, read};
 use beelet_logs::{Stream, end_of, parse};
 
 /// Enough for whatever an input gives: the reader never waits.
@@ -38,13 +38,13 @@ pub fn log_lines(input: &[u8]) {
     fs::write(&current, newer).unwrap();
 
     let timestamps = options & 8 != 0;
-    let all = shown(&current, Wanted { tail: None, since: None, timestamps });
+    let all = shown(&current, Wanted { timestamps, ..Wanted::default() });
     assert_eq!(all, expected(&whole, timestamps));
     let tail = u64::from(options >> 4);
     if cut == 0 {
         let last = &whole[whole.len().saturating_sub(tail as usize)..];
         assert_eq!(
-            shown(&current, Wanted { tail: Some(tail), since: None, timestamps }),
+            shown(&current, Wanted { tail: Some(tail), timestamps, ..Wanted::default() }),
             expected(last, timestamps)
         );
     }
@@ -71,13 +71,15 @@ fn shown(path: &std::path::Path, wanted: Wanted) -> Vec<(Stream, Vec<u8>)> {
 
 fn expected(lines: &[&[u8]], timestamps: bool) -> Vec<(Stream, Vec<u8>)> {
     let mut all = Vec::new();
+    let mut goes_on = false;
     for line in lines {
         match parse(line) {
             None => put(&mut all, Stream::Out, line),
             Some(read) => {
-                if timestamps {
-                    put(&mut all, read.stream, format!("{} ", read.time).as_bytes());
+                if timestamps && !goes_on {
+                    put(&mut all, read.stream, &[fixed(read.time), b" ".to_vec()].concat());
                 }
+                goes_on = read.partial;
                 put(&mut all, read.stream, read.text);
                 put(&mut all, read.stream, if read.partial { b"" } else { b"\n" });
             }

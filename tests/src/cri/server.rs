@@ -217,9 +217,9 @@ service! { RuntimeService {
     update_container_resources: UpdateContainerResources(UpdateContainerResourcesRequest) -> UpdateContainerResourcesResponse = World::update_container_resources;
     reopen_container_log: ReopenContainerLog(ReopenContainerLogRequest) -> ReopenContainerLogResponse = World::reopen_container_log;
     exec_sync: ExecSync(ExecSyncRequest) -> ExecSyncResponse = World::exec_sync;
-    exec: Exec(ExecRequest) -> ExecResponse = lacking;
-    attach: Attach(AttachRequest) -> AttachResponse = lacking;
-    port_forward: PortForward(PortForwardRequest) -> PortForwardResponse = lacking;
+    exec: Exec(ExecRequest) -> ExecResponse = World::exec;
+    attach: Attach(AttachRequest) -> AttachResponse = World::attach;
+    port_forward: PortForward(PortForwardRequest) -> PortForwardResponse = World::port_forward;
     container_stats: ContainerStats(ContainerStatsRequest) -> ContainerStatsResponse = lacking;
     list_container_stats: ListContainerStats(ListContainerStatsRequest) -> ListContainerStatsResponse = World::list_container_stats;
     pod_sandbox_stats: PodSandboxStats(PodSandboxStatsRequest) -> PodSandboxStatsResponse = lacking;

@@ -126,6 +126,8 @@ pub struct World {
     pub ends_at_once: BTreeSet<String>,
     /// Exit codes of commands run in containers, by the command's first word; 0 for all others.
     pub exec_codes: BTreeMap<String, i32>,
+    /// The address of its streaming server, as `http://host:port`; None: it has no streams.
+    pub streaming: Option<String>,
     /// Whether it streams container events, as containerd 1.7 and later do.
     pub streams_events: bool,
     /// In the registry, by full name: what a pull can get.
@@ -582,6 +584,28 @@ impl World {
         let code = request.cmd.first().and_then(|word| self.exec_codes.get(word)).copied().unwrap_or(0);
         let stderr = if code == 0 { Vec::new() } else { b"it went wrong\n".to_vec() };
         Ok(cri::ExecSyncResponse { exit_code: code, stderr, ..cri::ExecSyncResponse::default() })
+    }
+
+    fn stream(&self, path: &str) -> Result<String, Status> {
+        let none = || Status::unimplemented("unknown method");
+        Ok(format!("{}/{path}", self.streaming.as_ref().ok_or_else(none)?))
+    }
+
+    pub(super) fn exec(&mut self, request: cri::ExecRequest) -> Result<cri::ExecResponse, Status> {
+        self.known_container(&request.container_id)?;
+        Ok(cri::ExecResponse { url: self.stream("exec/token")? })
+    }
+
+    pub(super) fn attach(&mut self, request: cri::AttachRequest) -> Result<cri::AttachResponse, Status> {
+        self.known_container(&request.container_id)?;
+        Ok(cri::AttachResponse { url: self.stream("attach/token")? })
+    }
+
+    pub(super) fn port_forward(
+        &mut self,
+        _: cri::PortForwardRequest,
+    ) -> Result<cri::PortForwardResponse, Status> {
+        Ok(cri::PortForwardResponse { url: self.stream("portforward/token")? })
     }
 
     /// Checks that there is a stream at all; the server fills it.

@@ -18,5 +18,6 @@ mod probes;
 mod reboot;
 mod restarts;
 mod runtime_away;
+mod server;
 mod tuner;
 mod volumes;

@@ -9,5 +9,6 @@ mod manifest_source;
 mod observe;
 mod pods;
 mod runtime_client;
+mod server;
 mod state_full_disk;
 mod trouble;

@@ -79,7 +79,7 @@ fn drawn(page: &str) -> BTreeMap<String, (u32, usize)> {
             .strip_prefix("      ")
             .and_then(|rest| rest.split_once('/'))
             .map(|(name, _)| name)
-            .filter(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase()));
+            .filter(|name| !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c == '-'));
         if let Some(name) = name {
             open = Some(name.to_owned());
         }

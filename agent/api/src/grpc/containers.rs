@@ -73,7 +73,7 @@ impl Containers for Service {
             return Err(Status::not_found(format!("the logs of {} are gone", found.status.name)));
         }
         let since = request.since_ns.and_then(|ns| Timestamp::from_nanosecond(ns.into()).ok());
-        let wanted = Wanted { tail: request.tail, since, timestamps: request.timestamps };
+        let wanted = Wanted { tail: request.tail, since, timestamps: request.timestamps, stream: None };
         let runs = found.status.state.as_ref().is_some_and(|state| state.running.is_some());
         let ended = (request.follow && !request.previous && runs).then(|| ended(self.pods.clone(), found));
         let (pieces, read) = mpsc::channel(QUEUE);

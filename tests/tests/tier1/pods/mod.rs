@@ -17,7 +17,7 @@ mod hooks;
 mod images;
 mod kills;
 mod manifests;
-mod node;
+pub(crate) mod node;
 mod probes;
 mod records;
 mod resize;

@@ -11,10 +11,11 @@ use std::time::Duration;
 use beelet::node::{Builder, Doors, Handles, Machine};
 use beelet_base::filesystem::{Space, Statvfs};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
-use beelet_config::{BpfMode, Config, TcpProbes};
+use beelet_config::{BpfMode, Config, Server, TcpProbes};
 use beelet_cri::Runtime;
 use beelet_devices::{Devices, Store, StoreError};
 use beelet_eviction::gauges::Gauge;
+use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::desired::Desired;
 use beelet_model::labels;
 use beelet_model::request::Request;
@@ -80,6 +81,8 @@ pub(crate) struct Node {
     pub(crate) store: Arc<TestStore>,
     /// Sources of pods beside the manifests.
     pub(crate) sources: Vec<watch::Receiver<Arc<Desired>>>,
+    /// Its HTTPS server, and who decides who may use it.
+    pub(crate) server: Option<(Server, Reviewers)>,
     /// Bytes of memory that are available, as eviction reads it.
     memory_available: Arc<Mutex<u64>>,
     agent: Option<Agent>,
@@ -132,7 +135,7 @@ impl Node {
         let checkpoint = beelet_devices::Settings::new(dir.path().join("kubelet")).checkpoint();
         let store = Arc::new(TestStore::new(checkpoint));
         let memory_available = Arc::new(Mutex::new(MEMORY / 2));
-        Node { cri, settings, store, sources: Vec::new(), memory_available, agent: None, dir }
+        Node { cri, settings, store, sources: Vec::new(), server: None, memory_available, agent: None, dir }
     }
 
     /// A node with these manifests, whose agent runs.
@@ -191,6 +194,10 @@ impl Node {
             working.cancelled().await;
         });
         let builder = self.sources.iter().fold(builder, |builder, source| builder.source(source.clone()));
+        let builder = match &self.server {
+            Some((_, reviewers)) => builder.reviewers(reviewers.clone()),
+            None => builder,
+        };
         let shutdown = CancellationToken::new();
         let ended = runtime.spawn(builder.run(self.config(), shutdown.clone()));
         let (runtime, connected) = (Some(runtime), Some(handles));
@@ -250,6 +257,9 @@ impl Node {
         config.eviction.pressure_transition = self.settings.pressure_transition;
         config.container_log_max_size = LOG_MAX;
         config.container_log_monitor_interval = Duration::from_millis(200);
+        if let Some((server, _)) = &self.server {
+            config.server = server.clone();
+        }
         let beelet = &mut config.beelet;
         beelet.state_dir = self.path("state");
         beelet.run_dir = self.path("run");

@@ -1,0 +1,324 @@
+//! The HTTPS server that the API server and monitors talk to: where it listens, who may ask, and what it
+//! offers.
+//!
+//! Defaults: pkg/kubelet/apis/config/v1beta1/defaults.go. Ours differ in one: without an API server there is
+//! no server unless `port` says so, because nobody could be asked who may use it.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::Problem;
+use super::kubelet::KubeletWire;
+use super::resolve::{path, word};
+use super::values::GoDuration;
+use super::words::{duration, number};
+
+/// The server of a node.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Server {
+    /// Whether there is one at all.
+    pub enabled: bool,
+    /// Where it listens.
+    pub address: IpAddr,
+    /// Its port; 0: not served. None: 10250 on a node of a cluster, not served on one without an API server.
+    pub port: Option<u16>,
+    /// The port of what needs no authentication; 0: not served.
+    pub read_only_port: u16,
+    /// Where its certificate and key come from; None: they are self-signed.
+    pub tls_files: Option<TlsFiles>,
+    /// The oldest TLS that it speaks.
+    pub min_version: TlsVersion,
+    /// Suites for TLS 1.2, by Go's names; empty: all that are safe.
+    pub cipher_suites: Vec<String>,
+    /// The authority that signs clients' certificates; None: no certificate says anything.
+    pub client_ca_file: Option<PathBuf>,
+    /// Whether a client without credentials is the user `system:anonymous`.
+    pub anonymous: bool,
+    /// How long the API server's word on a bearer token counts; None: it isn't asked.
+    pub token_ttl: Option<Duration>,
+    /// Who may do what.
+    pub authorization: Authorization,
+    /// Whether containers can be reached: their logs, commands in them, ports.
+    pub debugging_handlers: bool,
+    /// Whether the machine's own logs are served.
+    pub system_logs: bool,
+    /// How long a stream may be silent.
+    pub stream_idle_timeout: Duration,
+}
+
+/// A certificate with its key, in PEM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The server's certificate, and those that lead from it to an authority.
+    pub certificate: PathBuf,
+    /// Its key.
+    pub key: PathBuf,
+}
+
+/// Who may do what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Authorization {
+    /// Everybody who is somebody may do everything.
+    AlwaysAllow,
+    /// The API server is asked.
+    Webhook {
+        /// How long its yes counts.
+        allowed: Duration,
+        /// How long its no counts.
+        refused: Duration,
+    },
+}
+
+/// The oldest TLS that is spoken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum TlsVersion {
+    /// 1.2, and what is newer.
+    #[serde(rename = "VersionTLS12")]
+    Tls12,
+    /// 1.3 alone.
+    #[serde(rename = "VersionTLS13")]
+    Tls13,
+}
+
+/// The suites of TLS 1.2 that can be chosen, by Go's names. Those of TLS 1.3 can't be, in Go neither.
+pub const CIPHER_SUITES: [&str; 6] = [
+    "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
+    "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384",
+    "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256",
+    "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256",
+    "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384",
+    "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
+];
+/// Suites of TLS 1.3, which are always on; Go takes their names and leaves it at that.
+const TLS13_SUITES: [&str; 3] =
+    ["TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256"];
+/// Names of two suites before they were whole.
+const OLD_NAMES: [(&str, &str); 2] = [
+    ("TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305", "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256"),
+    ("TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305", "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"),
+];
+/// Older versions than 1.2 are nobody's wish any more: 1.2 is the oldest that is spoken.
+const VERSIONS: [(&str, TlsVersion); 4] = [
+    ("VersionTLS12", TlsVersion::Tls12),
+    ("VersionTLS13", TlsVersion::Tls13),
+    ("VersionTLS10", TlsVersion::Tls12),
+    ("VersionTLS11", TlsVersion::Tls12),
+];
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AuthenticationWire {
+    pub(super) x509: Option<X509Wire>,
+    pub(super) webhook: Option<WebhookAuthenticationWire>,
+    pub(super) anonymous: Option<AnonymousWire>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct X509Wire {
+    #[serde(rename = "clientCAFile", skip_serializing_if = "Option::is_none")]
+    pub(super) client_ca_file: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct WebhookAuthenticationWire {
+    pub(super) enabled: Option<bool>,
+    #[serde(rename = "cacheTTL")]
+    pub(super) cache_ttl: Option<GoDuration>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AnonymousWire {
+    pub(super) enabled: Option<bool>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AuthorizationWire {
+    pub(super) mode: Option<String>,
+    pub(super) webhook: Option<WebhookAuthorizationWire>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct WebhookAuthorizationWire {
+    #[serde(rename = "cacheAuthorizedTTL")]
+    pub(super) cache_authorized_ttl: Option<GoDuration>,
+    #[serde(rename = "cacheUnauthorizedTTL")]
+    pub(super) cache_unauthorized_ttl: Option<GoDuration>,
+}
+
+const TOKEN_TTL: Duration = Duration::from_secs(120);
+const ALLOWED_TTL: Duration = Duration::from_secs(300);
+const REFUSED_TTL: Duration = Duration::from_secs(30);
+
+pub(super) fn resolve(wire: &KubeletWire) -> Result<Server, Problem> {
+    let port = |field, value| number(field, value, 0, 0, i64::from(u16::MAX));
+    let authentication = wire.authentication.as_ref();
+    let webhook = authentication.and_then(|wire| wire.webhook.as_ref());
+    let asks = webhook.and_then(|wire| wire.enabled).unwrap_or(true);
+    let ca = authentication.and_then(|wire| wire.x509.as_ref()).map(|wire| &wire.client_ca_file);
+    Ok(Server {
+        enabled: wire.enable_server.unwrap_or(true),
+        address: address(wire.address.as_deref())?,
+        port: wire.port.map(|value| port("port", Some(value))).transpose()?,
+        read_only_port: port("readOnlyPort", wire.read_only_port)?,
+        tls_files: tls_files(wire)?,
+        min_version: word("tlsMinVersion", wire.tls_min_version.as_deref(), VERSIONS)?,
+        cipher_suites: cipher_suites(wire.tls_cipher_suites.as_deref().unwrap_or_default())?,
+        client_ca_file: path("authentication.x509.clientCAFile", ca.unwrap_or(&None))?,
+        anonymous: authentication
+            .and_then(|wire| wire.anonymous.as_ref())
+            .and_then(|wire| wire.enabled)
+            .unwrap_or(false),
+        token_ttl: asks.then(|| duration(webhook.and_then(|wire| wire.cache_ttl), TOKEN_TTL)),
+        authorization: resolve_authorization(wire.authorization.as_ref())?,
+        debugging_handlers: wire.enable_debugging_handlers.unwrap_or(true),
+        system_logs: wire.enable_system_log_handler.unwrap_or(true),
+        stream_idle_timeout: duration(
+            wire.streaming_connection_idle_timeout,
+            Duration::from_secs(4 * 60 * 60),
+        ),
+    })
+}
+
+fn address(value: Option<&str>) -> Result<IpAddr, Problem> {
+    match value.filter(|value| !value.is_empty()) {
+        None => Ok(Ipv4Addr::UNSPECIFIED.into()),
+        Some(value) => {
+            value.parse().map_err(|_| Problem::new("address", format!("{value:?} is not an IP address")))
+        }
+    }
+}
+
+fn tls_files(wire: &KubeletWire) -> Result<Option<TlsFiles>, Problem> {
+    let certificate = path("tlsCertFile", &wire.tls_cert_file)?;
+    let key = path("tlsPrivateKeyFile", &wire.tls_private_key_file)?;
+    match (certificate, key) {
+        (None, None) => Ok(None),
+        (Some(certificate), Some(key)) => Ok(Some(TlsFiles { certificate, key })),
+        (Some(_), None) => Err(Problem::new("tlsPrivateKeyFile", "must be set, because tlsCertFile is")),
+        (None, Some(_)) => Err(Problem::new("tlsCertFile", "must be set, because tlsPrivateKeyFile is")),
+    }
+}
+
+fn cipher_suites(names: &[String]) -> Result<Vec<String>, Problem> {
+    let mut suites: Vec<String> = Vec::new();
+    for (index, name) in names.iter().enumerate() {
+        let name = OLD_NAMES.iter().find(|(old, _)| old == name).map_or(name.as_str(), |(_, new)| *new);
+        if !CIPHER_SUITES.contains(&name) && !TLS13_SUITES.contains(&name) {
+            let message = format!(
+                "{name:?} is not offered: it is unknown, or has no forward secrecy or no authenticated encryption; these \
+                 can be chosen: {}",
+                CIPHER_SUITES.join(", ")
+            );
+            return Err(Problem::new(format!("tlsCipherSuites[{index}]"), message));
+        }
+        if !suites.iter().any(|known| known == name) {
+            suites.push(name.to_owned());
+        }
+    }
+    Ok(suites)
+}
+
+fn resolve_authorization(wire: Option<&AuthorizationWire>) -> Result<Authorization, Problem> {
+    let ttls = wire.and_then(|wire| wire.webhook.as_ref());
+    let webhook = Authorization::Webhook {
+        allowed: duration(ttls.and_then(|ttls| ttls.cache_authorized_ttl), ALLOWED_TTL),
+        refused: duration(ttls.and_then(|ttls| ttls.cache_unauthorized_ttl), REFUSED_TTL),
+    };
+    let mode = wire.and_then(|wire| wire.mode.as_deref());
+    word("authorization.mode", mode, [("Webhook", webhook), ("AlwaysAllow", Authorization::AlwaysAllow)])
+}
+
+pub(super) fn authentication(server: &Server) -> AuthenticationWire {
+    let file = server.client_ca_file.as_ref().map(|file| file.to_string_lossy().into_owned());
+    AuthenticationWire {
+        x509: Some(X509Wire { client_ca_file: file }),
+        webhook: Some(WebhookAuthenticationWire {
+            enabled: Some(server.token_ttl.is_some()),
+            cache_ttl: Some(GoDuration(server.token_ttl.unwrap_or(TOKEN_TTL))),
+        }),
+        anonymous: Some(AnonymousWire { enabled: Some(server.anonymous) }),
+    }
+}
+
+pub(super) fn authorization(server: &Server) -> AuthorizationWire {
+    let (mode, allowed, refused) = match server.authorization {
+        Authorization::AlwaysAllow => ("AlwaysAllow", ALLOWED_TTL, REFUSED_TTL),
+        Authorization::Webhook { allowed, refused } => ("Webhook", allowed, refused),
+    };
+    AuthorizationWire {
+        mode: Some(mode.to_owned()),
+        webhook: Some(WebhookAuthorizationWire {
+            cache_authorized_ttl: Some(GoDuration(allowed)),
+            cache_unauthorized_ttl: Some(GoDuration(refused)),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::load::parse;
+
+    fn server(body: &str) -> Result<Server, String> {
+        let text = format!("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n{body}\n");
+        parse(Path::new("f"), &text).map(|(config, _)| config.server).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn nothing_said_is_the_kubelets_defaults_without_a_port() {
+        let server = server("").unwrap();
+        assert_eq!((server.port, server.read_only_port), (None, 0));
+        assert!(server.enabled && !server.anonymous && server.debugging_handlers && server.system_logs);
+        assert_eq!(server.token_ttl, Some(TOKEN_TTL));
+        let webhook = Authorization::Webhook { allowed: ALLOWED_TTL, refused: REFUSED_TTL };
+        assert_eq!(server.authorization, webhook);
+        assert_eq!(server.address.to_string(), "0.0.0.0");
+    }
+
+    #[test]
+    fn what_can_not_be_is_refused_with_its_field() {
+        let check = |body: &str, part: &str| {
+            let error = server(body).unwrap_err();
+            assert!(error.contains(part), "{body}: {error}");
+        };
+        check("port: 65536", "port: 65536 is out of range");
+        check("address: here", "address: \"here\" is not an IP address");
+        check("tlsCertFile: /a.crt", "tlsPrivateKeyFile: must be set");
+        check("tlsPrivateKeyFile: /a.key", "tlsCertFile: must be set");
+        check("tlsMinVersion: VersionTLS14", "tlsMinVersion");
+        check("tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]", "tlsCipherSuites[0]");
+        check(
+            "authorization: {mode: RBAC}",
+            "authorization.mode: \"RBAC\" is not one of Webhook, AlwaysAllow",
+        );
+        check("authentication: {x509: {clientCAFile: ca.crt}}", "authentication.x509.clientCAFile");
+    }
+
+    #[test]
+    fn what_is_written_is_what_is_meant() {
+        let server = server(
+            "port: 0\nauthentication: {anonymous: {enabled: true}, webhook: {enabled: false}, x509: {clientCAFile: /ca.crt}}\n\
+             authorization: {mode: AlwaysAllow}\ntlsMinVersion: VersionTLS13\n\
+             tlsCipherSuites: [TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305, TLS_AES_128_GCM_SHA256]",
+        )
+        .unwrap();
+        assert_eq!((server.port, server.anonymous, server.token_ttl), (Some(0), true, None));
+        assert_eq!(server.authorization, Authorization::AlwaysAllow);
+        assert_eq!(server.client_ca_file, Some("/ca.crt".into()));
+        assert_eq!(server.min_version, TlsVersion::Tls13);
+        assert_eq!(
+            server.cipher_suites,
+            ["TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256"]
+        );
+    }
+}

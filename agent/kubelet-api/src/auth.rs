@@ -1,0 +1,350 @@
+//! Who asks, and whether they may: client certificates, bearer tokens, anonymity by configuration; then the
+//! right that a request needs. The API server's word is kept as long as the configuration says, the kubelet's
+//! times by default.
+//!
+//! Sources: BuildAuth in cmd/kubelet/app/auth.go, DelegatingAuthenticatorConfig and webhook authorizer of
+//! apiserver.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use sha2::{Digest, Sha256};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+use tokio_rustls::rustls::pki_types::{CertificateDer, UnixTime};
+
+use beelet_config::{Authorization, Server};
+use beelet_model::review::{AccessReviewer, ReviewError, TokenReviewer, User};
+use beelet_policy::node_access::{Access, access};
+
+use crate::cache::Cache;
+use crate::identity::{AUTHENTICATED, anonymous, user_of};
+use crate::tls::Clients;
+
+/// Most verdicts that are kept of each kind.
+const VERDICTS: usize = 8192;
+/// Bytes of a user from which on nothing is kept of them.
+const LARGE_USER: usize = 10_000;
+/// Reviews under way at the API server; more wait.
+const REVIEWS: usize = 32;
+/// How long a review may take, the wait for its turn included.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Who is asked for what isn't known here. Without them nobody is known by a token, and the API server allows
+/// nothing.
+#[derive(Clone, Default)]
+pub struct Reviewers {
+    /// Whose a bearer token is.
+    pub tokens: Option<Arc<dyn TokenReviewer>>,
+    /// Who may do what.
+    pub access: Option<Arc<dyn AccessReviewer>>,
+}
+
+impl std::fmt::Debug for Reviewers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reviewers").finish_non_exhaustive()
+    }
+}
+
+/// Why a request is not answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// Nobody known asks.
+    Unauthorized(String),
+    /// Somebody asks who may not.
+    Forbidden(String),
+    /// Nobody can say whether they may.
+    Undecided(String),
+}
+
+impl Refusal {
+    /// For the log.
+    pub(crate) fn cause(&self) -> &str {
+        match self {
+            Self::Unauthorized(cause) | Self::Forbidden(cause) | Self::Undecided(cause) => cause,
+        }
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        match self {
+            // What was wrong with the credentials is for the log alone.
+            Self::Unauthorized(_) => (StatusCode::UNAUTHORIZED, "Unauthorized\n").into_response(),
+            Self::Forbidden(cause) => (StatusCode::FORBIDDEN, format!("{cause}\n")).into_response(),
+            Self::Undecided(cause) => {
+                (StatusCode::INTERNAL_SERVER_ERROR, format!("{cause}\n")).into_response()
+            }
+        }
+    }
+}
+
+pub(crate) struct Auth {
+    reviewers: Reviewers,
+    anonymous: bool,
+    token_ttl: Option<Duration>,
+    authorization: Authorization,
+    known: Cache<[u8; 32], Option<User>>,
+    verdicts: Cache<(User, Access), bool>,
+    turns: Semaphore,
+}
+
+impl Auth {
+    pub(crate) fn new(config: &Server, reviewers: Reviewers) -> Self {
+        Self {
+            reviewers,
+            anonymous: config.anonymous,
+            token_ttl: config.token_ttl,
+            authorization: config.authorization,
+            known: Cache::new(VERDICTS),
+            verdicts: Cache::new(VERDICTS),
+            turns: Semaphore::new(REVIEWS),
+        }
+    }
+
+    /// Who asks, by the certificates of their connection and the headers of their request.
+    pub(crate) async fn user(
+        &self,
+        chain: &[CertificateDer<'static>],
+        clients: Option<&Clients>,
+        headers: &HeaderMap,
+    ) -> Result<User, Refusal> {
+        let mut trouble = None;
+        if let (Some((own, others)), Some(clients)) = (chain.split_first(), clients) {
+            match clients.verify_client_cert(own, others, UnixTime::now()) {
+                Ok(_) => match user_of(own) {
+                    Some(user) => return Ok(user),
+                    None => trouble = Some("the client's certificate names nobody".to_owned()),
+                },
+                Err(error) => trouble = Some(format!("the client's certificate: {error}")),
+            }
+        }
+        if let Some(token) = bearer_token(headers) {
+            match self.user_of_token(token).await {
+                Ok(Some(user)) => return Ok(user),
+                Ok(None) => trouble = Some("the bearer token is nobody's".to_owned()),
+                Err(error) => trouble = Some(format!("the bearer token: {error}")),
+            }
+        }
+        match trouble {
+            // Credentials that are wrong are not the same as none.
+            Some(trouble) => Err(Refusal::Unauthorized(trouble)),
+            None if self.anonymous => Ok(anonymous()),
+            None => Err(Refusal::Unauthorized("no credentials".to_owned())),
+        }
+    }
+
+    async fn user_of_token(&self, token: &str) -> Result<Option<User>, ReviewError> {
+        let (Some(ttl), Some(reviewer)) = (self.token_ttl, &self.reviewers.tokens) else {
+            return Err(ReviewError("tokens are not reviewed on this node".to_owned()));
+        };
+        let key = Sha256::digest(token.as_bytes()).into();
+        if let Some(known) = self.known.get(&key) {
+            return Ok(known);
+        }
+        let user = self.in_turn(reviewer.review(token)).await?.map(|mut user| {
+            if !user.groups.iter().any(|group| group == AUTHENTICATED) {
+                user.groups.push(AUTHENTICATED.to_owned());
+            }
+            user
+        });
+        self.known.put(key, user.clone(), ttl);
+        Ok(user)
+    }
+
+    /// Whether the user may ask for this.
+    pub(crate) async fn allow(&self, user: &User, method: &str, path: &str) -> Result<(), Refusal> {
+        let Authorization::Webhook { allowed, refused } = self.authorization else { return Ok(()) };
+        let rights = access(method, path);
+        for right in &rights {
+            match self.may(user, *right, (allowed, refused)).await {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::warn!("cannot decide whether {} may {}: {error}", user.name, said(*right));
+                    let sentence = format!("Authorization error ({})", attributes(user, *right));
+                    return Err(Refusal::Undecided(sentence));
+                }
+            }
+        }
+        let last = rights.last().map(|right| attributes(user, *right)).unwrap_or_default();
+        Err(Refusal::Forbidden(format!("Forbidden ({last})")))
+    }
+
+    async fn may(
+        &self,
+        user: &User,
+        right: Access,
+        (allowed, refused): (Duration, Duration),
+    ) -> Result<bool, ReviewError> {
+        let Some(reviewer) = &self.reviewers.access else {
+            return Err(ReviewError("there is no API server to ask".to_owned()));
+        };
+        let key = (user.clone(), right);
+        if let Some(verdict) = self.verdicts.get(&key) {
+            return Ok(verdict);
+        }
+        let verdict = self.in_turn(reviewer.review(user, right)).await?;
+        if size(user) < LARGE_USER {
+            self.verdicts.put(key, verdict, if verdict { allowed } else { refused });
+        }
+        Ok(verdict)
+    }
+
+    async fn in_turn<T>(
+        &self,
+        review: impl Future<Output = Result<T, ReviewError>>,
+    ) -> Result<T, ReviewError> {
+        let whole = async {
+            let _turn = self.turns.acquire().await;
+            review.await
+        };
+        let late = || ReviewError(format!("the API server gave no verdict within {} s", PATIENCE.as_secs()));
+        timeout(PATIENCE, whole).await.unwrap_or_else(|_| Err(late()))
+    }
+}
+
+fn bearer_token(headers: &HeaderMap) -> Option<&str> {
+    let (scheme, token) = headers.get(header::AUTHORIZATION)?.to_str().ok()?.trim().split_once(' ')?;
+    let token = token.trim();
+    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
+}
+
+fn size(user: &User) -> usize {
+    let extra = user.extra.iter().flat_map(|(key, values)| values.iter().chain([key]));
+    user.groups.iter().chain(extra).map(String::len).sum::<usize>() + user.name.len() + user.uid.len()
+}
+
+fn said(right: Access) -> String {
+    format!("{} nodes/{}", right.verb, right.subresource)
+}
+
+/// The kubelet's words.
+fn attributes(user: &User, right: Access) -> String {
+    format!("user={}, verb={}, resource=nodes, subresource={}", user.name, right.verb, right.subresource)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use beelet_model::review::Review;
+
+    use super::*;
+
+    /// Knows two tokens, and lets `jane` read pods and stats.
+    #[derive(Default)]
+    struct Fake {
+        asked: AtomicUsize,
+    }
+
+    impl TokenReviewer for Fake {
+        fn review<'a>(&'a self, token: &'a str) -> Review<'a, Option<User>> {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            Box::pin(async move {
+                match token {
+                    "jane" => Ok(Some(User { name: "jane".to_owned(), ..User::default() })),
+                    "broken" => Err(ReviewError("the API server is away".to_owned())),
+                    _ => Ok(None),
+                }
+            })
+        }
+    }
+
+    impl AccessReviewer for Fake {
+        fn review<'a>(&'a self, user: &'a User, access: Access) -> Review<'a, bool> {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            Box::pin(async move {
+                Ok(user.name == "jane"
+                    && access.verb == "get"
+                    && ["pods", "stats"].contains(&access.subresource))
+            })
+        }
+    }
+
+    fn auth(anonymous: bool) -> (Auth, Arc<Fake>) {
+        let fake = Arc::new(Fake::default());
+        let reviewers = Reviewers { tokens: Some(fake.clone()), access: Some(fake.clone()) };
+        let seconds = Duration::from_secs;
+        let auth = Auth {
+            anonymous,
+            token_ttl: Some(seconds(120)),
+            authorization: Authorization::Webhook { allowed: seconds(300), refused: seconds(30) },
+            reviewers,
+            known: Cache::new(8),
+            verdicts: Cache::new(8),
+            turns: Semaphore::new(1),
+        };
+        (auth, fake)
+    }
+
+    fn headers(authorization: &str) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        if !authorization.is_empty() {
+            headers.insert(header::AUTHORIZATION, authorization.parse().unwrap());
+        }
+        headers
+    }
+
+    #[tokio::test]
+    async fn a_token_is_somebodys_and_wrong_credentials_are_not_none() {
+        let check = async |authorization: &str, anonymous: bool, expected: Result<&str, &str>| {
+            let (auth, _) = auth(anonymous);
+            let user = auth.user(&[], None, &headers(authorization)).await;
+            let found = user.as_ref().map(|user| user.name.as_str()).map_err(Refusal::cause);
+            match (found, expected) {
+                (Ok(name), Ok(expected)) => assert_eq!(name, expected),
+                (Err(cause), Err(part)) => assert!(cause.contains(part), "{cause}"),
+                (found, _) => panic!("{authorization}: {found:?}"),
+            }
+        };
+        check("Bearer jane", false, Ok("jane")).await;
+        check("bearer  jane ", false, Ok("jane")).await;
+        check("Bearer john", true, Err("nobody's")).await;
+        check("Bearer broken", true, Err("the API server is away")).await;
+        check("Basic jane", false, Err("no credentials")).await;
+        check("Bearer", true, Ok("system:anonymous")).await;
+        check("", true, Ok("system:anonymous")).await;
+        check("", false, Err("no credentials")).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn verdicts_count_for_their_time() {
+        let (auth, fake) = auth(false);
+        let asked = || fake.asked.swap(0, Ordering::Relaxed);
+        let jane = auth.user(&[], None, &headers("Bearer jane")).await.unwrap();
+        assert_eq!(jane.groups, [AUTHENTICATED]);
+        auth.user(&[], None, &headers("Bearer jane")).await.unwrap();
+        assert_eq!(asked(), 1);
+        tokio::time::advance(Duration::from_secs(120)).await;
+        auth.user(&[], None, &headers("Bearer jane")).await.unwrap();
+        assert_eq!(asked(), 1);
+        for _ in 0..2 {
+            auth.allow(&jane, "GET", "/pods").await.unwrap();
+            let refusal = auth.allow(&jane, "GET", "/metrics").await.unwrap_err();
+            let words = "Forbidden (user=jane, verb=get, resource=nodes, subresource=metrics)";
+            assert_eq!(refusal, Refusal::Forbidden(words.to_owned()));
+        }
+        assert_eq!(asked(), 2);
+        tokio::time::advance(Duration::from_secs(31)).await;
+        auth.allow(&jane, "GET", "/pods").await.unwrap();
+        auth.allow(&jane, "GET", "/metrics").await.unwrap_err();
+        assert_eq!(asked(), 1);
+        tokio::time::advance(Duration::from_secs(300)).await;
+        auth.allow(&jane, "GET", "/pods").await.unwrap();
+        assert_eq!(asked(), 1);
+    }
+
+    #[tokio::test]
+    async fn without_an_api_server_nothing_is_allowed_by_it() {
+        let (mut auth, _) = auth(true);
+        auth.reviewers = Reviewers::default();
+        let user = auth.user(&[], None, &headers("")).await.unwrap();
+        assert!(matches!(auth.allow(&user, "GET", "/pods").await, Err(Refusal::Undecided(_))));
+        assert!(matches!(auth.user(&[], None, &headers("Bearer jane")).await, Err(Refusal::Unauthorized(_))));
+        auth.authorization = Authorization::AlwaysAllow;
+        auth.allow(&user, "DELETE", "/anything").await.unwrap();
+    }
+}

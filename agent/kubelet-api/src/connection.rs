@@ -1,0 +1,190 @@
+//! Connections: accepted while there is room, closed when their client is too slow, too loud, or silent for
+//! too long.
+
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::{Extension, Router};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::pki_types::CertificateDer;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::Bound;
+use crate::metrics::Metrics;
+use crate::tls::Keyring;
+
+/// Connections at a time. More wait in the kernel's queue until one has ended.
+const CONNECTIONS: usize = 1024;
+/// What a client has for its handshake, and for a request's first lines, the wait for a next request
+/// included.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+const HEAD: Duration = Duration::from_secs(30);
+/// Most bytes of a request's first lines.
+const HEAD_MAX: usize = 128 << 10;
+/// What an answer may take that isn't a stream's or a log's.
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// A connection on which no byte has moved for so long is closed, unless it waits for a container.
+const SILENCE: Duration = Duration::from_secs(120);
+/// What connections get to end when the server does.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// The other side of a connection.
+pub(crate) struct Peer {
+    /// What it showed, its own first. Not judged yet.
+    pub(crate) certificates: Vec<CertificateDer<'static>>,
+    pub(crate) address: SocketAddr,
+    pub(crate) keyring: Arc<Keyring>,
+    patient: AtomicBool,
+}
+
+impl Peer {
+    /// It waits for a container from now on, which may be silent.
+    pub(crate) fn take_your_time(&self) {
+        self.patient.store(true, Ordering::Relaxed);
+    }
+}
+
+pub(crate) async fn serve(server: Bound, shutdown: CancellationToken) {
+    let Bound { listener, keyring, router, metrics } = server;
+    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let tasks = TaskTracker::new();
+    loop {
+        let accepted = async {
+            let permit = Arc::clone(&room).acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, accepted) = tokio::select! {
+            accepted = accepted => accepted,
+            () = shutdown.cancelled() => break,
+        };
+        match accepted {
+            Ok((stream, address)) => {
+                let (keyring, router, metrics) = (Arc::clone(&keyring), router.clone(), metrics.clone());
+                let shutdown = shutdown.clone();
+                tasks.spawn(async move {
+                    let _permit = permit;
+                    let connection = answer(stream, address, keyring, router, &metrics);
+                    tokio::select! {
+                        () = connection => {}
+                        () = async { shutdown.cancelled().await; sleep(FAREWELL).await } => {}
+                    }
+                });
+            }
+            // Out of file descriptors, mostly: connections under way must end before another try makes sense.
+            Err(error) => {
+                tracing::warn!("the kubelet's API: cannot accept a connection: {error}");
+                sleep(Duration::from_secs(1)).await;
+            }
+        }
+    }
+    tasks.close();
+    let _ = timeout(FAREWELL * 2, tasks.wait()).await;
+}
+
+async fn answer(
+    stream: TcpStream,
+    address: SocketAddr,
+    keyring: Arc<Keyring>,
+    router: Router,
+    metrics: &Metrics,
+) {
+    // A key that was typed must not wait for the next one.
+    let _ = stream.set_nodelay(true);
+    let acceptor = TlsAcceptor::from(keyring.newest().await.server);
+    let tls = match timeout(HANDSHAKE, acceptor.accept(stream)).await {
+        Ok(Ok(tls)) => tls,
+        Ok(Err(error)) => {
+            metrics.failed_connections.inc();
+            return tracing::debug!("the kubelet's API: no TLS with {address}: {error}");
+        }
+        Err(_) => {
+            metrics.failed_connections.inc();
+            return tracing::debug!("the kubelet's API: {address} is too slow for TLS");
+        }
+    };
+    let certificates = tls.get_ref().1.peer_certificates().unwrap_or_default();
+    let certificates = certificates.iter().map(|one| one.clone().into_owned()).collect();
+    let peer = Arc::new(Peer { certificates, address, keyring, patient: AtomicBool::new(false) });
+    let moved = Arc::new(AtomicU64::new(0));
+    let io = TokioIo::new(Counted { io: tls, moved: Arc::clone(&moved) });
+    let router = router.layer(Extension(Arc::clone(&peer)));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(HEAD_MAX)
+        .serve_connection(io, TowerToHyperService::new(router))
+        .with_upgrades();
+    tokio::select! {
+        served = connection => if let Err(error) = served {
+            metrics.failed_connections.inc();
+            tracing::debug!("the kubelet's API: the connection of {address} failed: {error}");
+        },
+        () = silence(&moved, &peer) => {
+            metrics.failed_connections.inc();
+            tracing::debug!("the kubelet's API: {address} was silent for too long");
+        }
+    }
+}
+
+/// Ends once nothing has moved for too long.
+async fn silence(moved: &AtomicU64, peer: &Peer) {
+    let mut before = moved.load(Ordering::Relaxed);
+    loop {
+        sleep(SILENCE).await;
+        let now = moved.load(Ordering::Relaxed);
+        if now == before && !peer.patient.load(Ordering::Relaxed) {
+            return;
+        }
+        before = now;
+    }
+}
+
+/// Counts the bytes that move.
+struct Counted<T> {
+    io: T,
+    moved: Arc<AtomicU64>,
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Counted<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.io).poll_read(cx, buffer);
+        self.moved.fetch_add((buffer.filled().len() - before) as u64, Ordering::Relaxed);
+        read
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Counted<T> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.io).poll_write(cx, bytes);
+        if let Poll::Ready(Ok(count)) = &written {
+            self.moved.fetch_add(*count as u64, Ordering::Relaxed);
+        }
+        written
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,265 @@
+//! The HTTPS server of a node: what the API server, kubectl, metrics-server and monitors ask a kubelet, on
+//! its port and in its words.
+//!
+//! Every request is somebody's ([`auth`]) and needs a right (`policy::node_access`). The pages of numbers and
+//! of pods are made elsewhere and only shown here; what is made here reaches into containers: logs, commands,
+//! ports. Nothing here decides about pods, and nothing waits for a client without a limit: connections,
+//! streams, bytes and times are bounded.
+
+// A test hands its literals over.
+#![cfg_attr(test, allow(clippy::needless_pass_by_value))]
+
+pub mod auth;
+mod cache;
+mod connection;
+mod containers;
+mod identity;
+mod logs;
+mod metrics;
+mod pages;
+mod streams;
+mod system_logs;
+mod tls;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{any, get, post};
+use axum::{Router, middleware};
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use beelet_base::blocking::blocking;
+use beelet_config::{Authorization, Server};
+use beelet_cri::Runtime;
+use beelet_model::table::PodTable;
+use beelet_policy::node_access;
+
+use auth::{Auth, Refusal, Reviewers};
+use connection::{Peer, REQUEST_TIMEOUT};
+pub use metrics::Metrics;
+use metrics::RequestLabels;
+use tls::Keyring;
+
+/// The port of a node of a cluster where nothing else is said.
+pub const PORT: u16 = 10250;
+
+/// What the server needs.
+pub struct Parts {
+    /// The configuration's part about it.
+    pub config: Server,
+    /// The node's name.
+    pub node_name: String,
+    /// Where a self-signed certificate and its key are kept.
+    pub certificates: PathBuf,
+    /// Who is asked who may do what.
+    pub reviewers: Reviewers,
+    /// The pages that are made elsewhere.
+    pub pages: Router,
+    /// The configuration that is in effect, in the kubelet's form.
+    pub configz: serde_json::Value,
+    /// The pods.
+    pub table: watch::Receiver<Arc<PodTable>>,
+    /// The container runtime.
+    pub runtime: Runtime,
+    /// The folder of the pods' logs.
+    pub logs: PathBuf,
+    /// The folder of the machine's own logs.
+    pub system_logs: PathBuf,
+    /// Where checkpoints of containers go.
+    pub checkpoints: PathBuf,
+    /// Ends the streams.
+    pub shutdown: CancellationToken,
+    /// Counters.
+    pub metrics: Metrics,
+}
+
+impl fmt::Debug for Parts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Parts").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+/// What the pages that are made here use. Clones share it.
+#[derive(Clone)]
+pub(crate) struct App {
+    pub(crate) config: Arc<Server>,
+    pub(crate) configz: Arc<serde_json::Value>,
+    pub(crate) table: watch::Receiver<Arc<PodTable>>,
+    pub(crate) runtime: Runtime,
+    pub(crate) logs: Arc<Path>,
+    pub(crate) system_logs: Arc<Path>,
+    pub(crate) checkpoints: Arc<Path>,
+    /// Room for streams.
+    pub(crate) streams: Arc<Semaphore>,
+    /// Streams under way.
+    pub(crate) tasks: TaskTracker,
+    pub(crate) shutdown: CancellationToken,
+}
+
+/// The pages that are made here, as the configuration switches them.
+fn own_pages(app: App) -> Router {
+    let mut router = Router::new()
+        .route("/configz", get(pages::configz))
+        .route("/checkpoint/{namespace}/{pod}/{container}", post(pages::checkpoint));
+    if app.config.debugging_handlers {
+        let logs = "/containerLogs/{namespace}/{pod}/{container}";
+        router = router
+            .route("/runningpods", get(pages::running_pods))
+            .route("/runningpods/", get(pages::running_pods))
+            .route(logs, get(logs::container_logs))
+            .route("/portForward/{namespace}/{pod}", any(streams::port_forward))
+            .route("/portForward/{namespace}/{pod}/{uid}", any(streams::port_forward));
+        for place in ["{namespace}/{pod}/{container}", "{namespace}/{pod}/{uid}/{container}"] {
+            router = router
+                .route(&format!("/exec/{place}"), any(streams::exec))
+                .route(&format!("/attach/{place}"), any(streams::attach))
+                .route(&format!("/run/{place}"), any(pages::run));
+        }
+    } else {
+        for page in ["run", "exec", "attach", "portForward", "containerLogs", "runningpods"] {
+            router = router.route(&format!("/{page}/{{*path}}"), any(pages::disabled));
+        }
+    }
+    router = if app.config.debugging_handlers && app.config.system_logs {
+        router.route("/logs/", get(system_logs::top)).route("/logs/{*path}", get(system_logs::below))
+    } else {
+        router.route("/logs/", any(pages::no_logs)).route("/logs/{*path}", any(pages::no_logs))
+    };
+    router.with_state(app)
+}
+
+/// A server that has its port and its keys.
+pub struct Bound {
+    listener: TcpListener,
+    keyring: Arc<Keyring>,
+    router: Router,
+    metrics: Metrics,
+}
+
+impl fmt::Debug for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Bound").field("listener", &self.listener).finish_non_exhaustive()
+    }
+}
+
+/// The port that the server has by the configuration, in a cluster or without one; None: it is off.
+#[must_use]
+pub fn port(config: &Server, in_cluster: bool) -> Option<u16> {
+    let default = if in_cluster { PORT } else { 0 };
+    Some(config.port.unwrap_or(default)).filter(|port| config.enabled && *port != 0)
+}
+
+/// Opens the port and reads the keys.
+///
+/// # Errors
+/// The port is taken, a file can't be used, or nobody could ever be allowed anything; the sentence says what
+/// to do.
+pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
+    let Parts { config, node_name, certificates, reviewers, pages, metrics, .. } = parts;
+    let asks = matches!(config.authorization, Authorization::Webhook { .. });
+    if asks && reviewers.access.is_none() {
+        bail!(
+            "authorization.mode is Webhook, and this node has no API server that could be asked: set it to AlwaysAllow (who \
+             has a certificate of authentication.x509.clientCAFile may then do everything), or port: 0 for no server"
+        );
+    }
+    let address = SocketAddr::new(config.address, port);
+    let listener = TcpListener::bind(address).await.map_err(|error| {
+        anyhow::anyhow!(
+            "cannot serve the kubelet's API on {address}: {error}; set another port (0 for none), or stop what is on it (a \
+             kubelet?)"
+        )
+    })?;
+    let settings = config.clone();
+    let keyring =
+        blocking("opening the server's keys", move || Keyring::open(&settings, &certificates, &node_name))
+            .await?;
+    let gate = Gate { auth: Arc::new(Auth::new(&config, reviewers)), metrics: metrics.clone() };
+    let app = App {
+        config: Arc::new(config),
+        configz: Arc::new(parts.configz),
+        table: parts.table,
+        runtime: parts.runtime,
+        logs: parts.logs.into(),
+        system_logs: parts.system_logs.into(),
+        checkpoints: parts.checkpoints.into(),
+        streams: streams::room(),
+        tasks: TaskTracker::new(),
+        shutdown: parts.shutdown,
+    };
+    let router = pages
+        .merge(own_pages(app))
+        .fallback(|| async { (StatusCode::NOT_FOUND, "404 page not found\n") })
+        .layer(middleware::from_fn_with_state(gate, guard));
+    tracing::info!("the kubelet's API is served on https://{address}");
+    Ok(Bound { listener, keyring: Arc::new(keyring), router, metrics })
+}
+
+impl Bound {
+    /// The address that it has.
+    ///
+    /// # Errors
+    /// The kernel doesn't say.
+    pub fn address(&self) -> std::io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// Serves until `shutdown`.
+    pub async fn serve(self, shutdown: CancellationToken) {
+        connection::serve(self, shutdown).await;
+    }
+}
+
+#[derive(Clone)]
+struct Gate {
+    auth: Arc<Auth>,
+    metrics: Metrics,
+}
+
+/// Lets through who may, and counts.
+async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+    let began = Instant::now();
+    let method = request.method().clone();
+    let path = request.uri().path().to_owned();
+    let page = node_access::page(&path);
+    let labels = RequestLabels::new(method.as_str(), page);
+    let _under_way = gate.metrics.begin(&labels);
+    let Some(peer) = request.extensions().get::<Arc<Peer>>().cloned() else {
+        return Refusal::Unauthorized(String::new()).into_response();
+    };
+    let clients = peer.keyring.newest().await.clients;
+    let headers = request.headers().clone();
+    let allowed = async {
+        let user = gate.auth.user(&peer.certificates, clients.as_ref(), &headers).await?;
+        gate.auth.allow(&user, method.as_str(), &path).await.map(|()| user)
+    };
+    let response = match allowed.await {
+        Err(refusal) => {
+            tracing::debug!("{} {path} from {}: refused: {}", method, peer.address, refusal.cause());
+            refusal.into_response()
+        }
+        Ok(user) => {
+            tracing::debug!("{method} {path} from {} by {:?}", peer.address, user.name);
+            if node_access::is_long_running(page) {
+                peer.take_your_time();
+                next.run(request).await
+            } else {
+                let late = |_| (StatusCode::GATEWAY_TIMEOUT, "the answer took too long\n").into_response();
+                tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await.unwrap_or_else(late)
+            }
+        }
+    };
+    gate.metrics.took(&labels, began.elapsed());
+    response
+}

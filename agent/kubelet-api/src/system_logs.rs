@@ -1,0 +1,193 @@
+//! `/logs/`: the machine's own logs, as files. Nothing outside their folder is reached, whatever links say: a
+//! container with a hostPath there could point anywhere.
+
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use axum::body::Body;
+use axum::extract::{self, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat2};
+use rustix::io::Errno;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+
+use beelet_base::blocking::blocking;
+
+use crate::App;
+use crate::containers::Failure;
+
+/// Most names of a folder that are listed.
+const NAMES: usize = 10_000;
+/// Bytes that are read at once, and pieces on their way.
+const PIECE: usize = 64 << 10;
+const QUEUE: usize = 4;
+
+enum Found {
+    File(File),
+    Listing(String),
+}
+
+pub(crate) async fn top(State(app): State<App>) -> Result<Response, Failure> {
+    show(app, String::new()).await
+}
+
+pub(crate) async fn below(
+    State(app): State<App>,
+    extract::Path(path): extract::Path<String>,
+) -> Result<Response, Failure> {
+    show(app, path).await
+}
+
+async fn show(app: App, path: String) -> Result<Response, Failure> {
+    let folder = app.system_logs.to_path_buf();
+    let found = blocking("reading the machine's logs", move || find(&folder, &path)).await;
+    match found.map_err(failure)? {
+        Found::Listing(page) => {
+            Ok(([(header::CONTENT_TYPE, "text/html; charset=utf-8")], page).into_response())
+        }
+        Found::File(file) => {
+            let (pieces, read) = mpsc::channel(QUEUE);
+            app.tasks.spawn_blocking(move || send(file, &pieces));
+            let body = Body::from_stream(ReceiverStream::new(read));
+            Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], body).into_response())
+        }
+    }
+}
+
+fn failure(errno: Errno) -> Failure {
+    match errno {
+        Errno::NOENT | Errno::NOTDIR => Failure::new(StatusCode::NOT_FOUND, "404 page not found\n"),
+        Errno::XDEV | Errno::LOOP | Errno::ACCESS | Errno::PERM => {
+            Failure::new(StatusCode::FORBIDDEN, "403 Forbidden: it is no file of this folder\n")
+        }
+        other => Failure::new(StatusCode::INTERNAL_SERVER_ERROR, format!("{other}\n")),
+    }
+}
+
+fn find(folder: &Path, path: &str) -> Result<Found, Errno> {
+    let path = path.trim_matches('/');
+    let path = if path.is_empty() { "." } else { path };
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let root = rustix::fs::open(folder, flags | OFlags::DIRECTORY, Mode::empty())?;
+    // A FIFO isn't waited for.
+    let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let found = openat2(&root, path, flags, Mode::empty(), within)?;
+    match FileType::from_raw_mode(fstat(&found)?.st_mode) {
+        FileType::RegularFile => Ok(Found::File(found.into())),
+        FileType::Directory => listing(&found).map(Found::Listing),
+        _ => Err(Errno::ACCESS),
+    }
+}
+
+/// As Go's file server lists a folder.
+fn listing(folder: &std::os::fd::OwnedFd) -> Result<String, Errno> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(folder)?.take(NAMES) {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let end = if entry.file_type() == FileType::Directory { "/" } else { "" };
+        if name != "." && name != ".." {
+            names.push(name + end);
+        }
+    }
+    names.sort_unstable();
+    let mut page =
+        String::from("<!doctype html>\n<meta name=\"viewport\" content=\"width=device-width\">\n<pre>\n");
+    for name in names {
+        let _ = writeln!(page, "<a href=\"{}\">{}</a>", encoded(&name), escaped(&name));
+    }
+    Ok(page + "</pre>\n")
+}
+
+/// Text as HTML shows it.
+fn escaped(text: &str) -> String {
+    text.chars().fold(String::new(), |mut safe, c| {
+        match c {
+            '&' => safe.push_str("&amp;"),
+            '<' => safe.push_str("&lt;"),
+            '>' => safe.push_str("&gt;"),
+            '"' => safe.push_str("&#34;"),
+            '\'' => safe.push_str("&#39;"),
+            other => safe.push(other),
+        }
+        safe
+    })
+}
+
+/// A name as a part of an address; one with a colon must not be taken for a scheme.
+fn encoded(name: &str) -> String {
+    name.bytes().fold(String::from("./"), |mut safe, byte| {
+        if byte.is_ascii_alphanumeric() || b"-_.~/".contains(&byte) {
+            safe.push(char::from(byte));
+        } else {
+            let _ = write!(safe, "%{byte:02X}");
+        }
+        safe
+    })
+}
+
+/// Sends what is in the file now, until nobody listens.
+fn send(mut file: File, pieces: &mpsc::Sender<Result<Vec<u8>, Infallible>>) {
+    // What is written meanwhile is for the next reader: one that grows faster than it is read has no end.
+    let length = file.metadata().map(|found| found.len()).unwrap_or(0);
+    let mut left = length;
+    while left > 0 {
+        let mut piece = Vec::new();
+        match file.by_ref().take(left.min(PIECE as u64)).read_to_end(&mut piece) {
+            Ok(0) | Err(_) => return,
+            Ok(count) => left -= count as u64,
+        }
+        if pieces.blocking_send(Ok(piece)).is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn files_and_folders_are_shown_and_nothing_outside_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let logs = dir.path().join("log");
+        std::fs::create_dir_all(logs.join("sub")).unwrap();
+        std::fs::write(logs.join("sub/a<b"), "text").unwrap();
+        std::fs::write(dir.path().join("secret"), "secret").unwrap();
+        symlink("../secret", logs.join("relative")).unwrap();
+        symlink("/etc/hostname", logs.join("absolute")).unwrap();
+        symlink("sub/a<b", logs.join("inside")).unwrap();
+        let check = |path: &str, expected: Result<&str, Errno>| {
+            let found = find(&logs, path).map(|found| match found {
+                Found::Listing(page) => page,
+                Found::File(mut file) => {
+                    let mut text = String::new();
+                    file.read_to_string(&mut text).unwrap();
+                    text
+                }
+            });
+            match (found, expected) {
+                (Ok(text), Ok(part)) => assert!(text.contains(part), "{path}: {text}"),
+                (Err(errno), Err(expected)) => assert_eq!(errno, expected, "{path}"),
+                (found, _) => panic!("{path}: {found:?}"),
+            }
+        };
+        check("", Ok("<a href=\"./sub/\">sub/</a>"));
+        check("sub/", Ok("<a href=\"./a%3Cb\">a&lt;b</a>"));
+        check("sub/a<b", Ok("text"));
+        check("inside", Ok("text"));
+        check("nothing", Err(Errno::NOENT));
+        check("../secret", Err(Errno::XDEV));
+        check("sub/../../secret", Err(Errno::XDEV));
+        check("relative", Err(Errno::XDEV));
+        check("absolute", Err(Errno::XDEV));
+    }
+}

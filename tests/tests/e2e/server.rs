@@ -1,0 +1,181 @@
+//! Streams of the HTTPS server with a real container runtime behind it: commands with their exit code and much to read and
+//! write, and forwarded ports.
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+
+use beelet_cri::stream::{Input, Output, Streams, stream};
+use beelet_tests::containerd::Containerd;
+use beelet_tests::pods::PodView;
+use beelet_tests::workdir::PATIENCE;
+use beelet_tests::{images, require};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use crate::node::{Node, on_every_containerd, script};
+
+/// Bytes that go through a command, there and back.
+const MUCH: usize = 16 << 20;
+/// The node of every test here.
+const NODE: &str = "testnode";
+
+/// A node whose server lets everybody do everything, and its address.
+fn serving(containerd: Containerd) -> (Node, SocketAddr) {
+    let port = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let node = Node::on(containerd, |options| {
+        options
+            .kubelet("address", "127.0.0.1")
+            .kubelet("port", port)
+            .kubelet("authentication", json!({ "anonymous": { "enabled": true } }))
+            .kubelet("authorization", json!({ "mode": "AlwaysAllow" }))
+    });
+    (node, SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
+}
+
+/// A connection to the server, whose self-signed certificate is in the agent's folder.
+async fn connect(dir: &Path, address: SocketAddr) -> TlsStream<TcpStream> {
+    let file = std::fs::read(dir.join("kubelet/pki/kubelet.crt")).unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(&file).unwrap()).unwrap();
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let stream = TcpStream::connect(address).await.unwrap();
+    let name = ServerName::try_from(NODE).unwrap();
+    TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
+}
+
+/// A port before the server that speaks plain HTTP: the agent's own client of streams is asked for no more.
+async fn plain(dir: &Path, address: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let front = listener.local_addr().unwrap();
+    let dir = dir.to_owned();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let mut server = connect(&dir, address).await;
+            tokio::spawn(async move {
+                // The end of one side is seen by the other.
+                let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+            });
+        }
+    });
+    front
+}
+
+fn block_on<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async { timeout(PATIENCE, work).await.unwrap() })
+}
+
+#[test]
+fn a_command_reads_and_writes_much_and_its_exit_code_comes_back() {
+    require!(containerd);
+    on_every_containerd(|containerd| {
+        let (node, address) = serving(containerd);
+        node.apply(&script("web", "sleep 1000"));
+        node.wait("web", "to run", PodView::ready);
+        let dir = node.agent.dir().to_owned();
+        let (read, code) = block_on(async {
+            let front = plain(&dir, address).await;
+            let command = "command=sh&command=-c&command=cat%3B%20exit%207";
+            let url =
+                format!("http://{front}/exec/default/web-{NODE}/main?{command}&input=1&output=1&error=1");
+            let (input, inputs) = mpsc::channel(4);
+            let (outputs, mut output) = mpsc::channel(4);
+            tokio::spawn(async move {
+                for _ in 0..MUCH / 16384 {
+                    input.send(Input::Stdin(vec![b'x'; 16384])).await.unwrap();
+                }
+                input.send(Input::StdinClosed).await.unwrap();
+                // Dropped, it would say the same again.
+                input.closed().await;
+            });
+            let streams = Streams { stdin: true, tty: false };
+            let streaming = tokio::spawn(async move { stream(&url, streams, inputs, outputs).await });
+            let (mut read, mut code) = (0, None);
+            while let Some(output) = output.recv().await {
+                match output {
+                    Output::Stdout(bytes) => read += bytes.len(),
+                    Output::Stderr(bytes) => panic!("{}", String::from_utf8_lossy(&bytes)),
+                    Output::Exit(exit) => code = Some(exit),
+                }
+            }
+            streaming.await.unwrap().unwrap();
+            (read, code)
+        });
+        assert_eq!((read, code), (MUCH, Some(7)));
+    });
+}
+
+#[test]
+fn a_forwarded_port_reaches_the_pod_by_websocket() {
+    require!(containerd);
+    let (node, address) = serving(Containerd::start_for_test().unwrap());
+    node.apply(&json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": "web" },
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "containers": [{
+                "name": "main", "image": images::APP, "command": ["/bin/testapp", "serve", "--http", "80"],
+                "readinessProbe": { "tcpSocket": { "port": 80 }, "periodSeconds": 1 },
+            }],
+        },
+    }));
+    node.wait("web", "to be ready", PodView::ready);
+    let dir = node.agent.dir().to_owned();
+    let answer = block_on(async {
+        let mut socket = connect(&dir, address).await;
+        let request = format!(
+            "GET /portForward/default/web-{NODE}?port=80 HTTP/1.1\r\nHost: {NODE}\r\nConnection: Upgrade\r\n\
+             Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\
+             Sec-WebSocket-Protocol: v4.channel.k8s.io\r\n\r\n"
+        );
+        socket.write_all(request.as_bytes()).await.unwrap();
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(socket.read_u8().await.unwrap());
+        }
+        let head = String::from_utf8(head).unwrap();
+        assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+        // The channel of data is the first one, its port comes first.
+        let mut ask = vec![0];
+        ask.extend(b"GET / HTTP/1.1\r\nHost: pod\r\nConnection: close\r\n\r\n");
+        // A client's frame: binary, masked with zeroes.
+        let length = u8::try_from(ask.len()).unwrap();
+        let frame = [&[0x82, 0x80 | length, 0, 0, 0, 0][..], &ask].concat();
+        socket.write_all(&frame).await.unwrap();
+        let mut data = Vec::new();
+        while !data.windows(12).any(|window| window == b"HTTP/1.1 200") {
+            let (kind, length) = (socket.read_u8().await.unwrap(), socket.read_u8().await.unwrap());
+            let length = match length & 0x7f {
+                126 => usize::from(socket.read_u16().await.unwrap()),
+                127 => usize::try_from(socket.read_u64().await.unwrap()).unwrap(),
+                short => usize::from(short),
+            };
+            let mut payload = vec![0; length];
+            socket.read_exact(&mut payload).await.unwrap();
+            assert_eq!(kind & 0x0f, 2, "no binary frame: {payload:?}");
+            if payload.first() == Some(&0) {
+                data.extend_from_slice(&payload[1..]);
+            }
+        }
+        data
+    });
+    assert_eq!(&answer[..2], &[80, 0]);
+}

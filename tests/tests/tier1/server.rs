@@ -1,0 +1,567 @@
+//! The HTTPS server of a node, asked by real TLS clients: who is let in, and what they get.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use beelet_config::{Config, Server, TlsVersion};
+use beelet_kubelet_api::auth::Reviewers;
+use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
+use beelet_policy::node_access::Access;
+use beelet_tests::cri::PATIENCE;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use super::pods::node::{Node, Settings, pod};
+
+/// An authority of clients.
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    pem: String,
+}
+
+impl Authority {
+    fn new(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        let pem = params.self_signed(&key).unwrap().pem();
+        Self { issuer: Issuer::new(params, key), pem }
+    }
+
+    /// A client's certificate and key; an expired one was valid years ago.
+    fn client(&self, user: &str, group: &str, expired: bool) -> Identity {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, user);
+        params.distinguished_name.push(DnType::OrganizationName, group);
+        if expired {
+            params.not_after = rcgen::date_time_ymd(2020, 1, 1);
+        }
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let key = PrivateKeyDer::from_pem_slice(key.serialize_pem().as_bytes()).unwrap();
+        Identity { certificate: certificate.der().clone(), key }
+    }
+}
+
+struct Identity {
+    certificate: CertificateDer<'static>,
+    key: PrivateKeyDer<'static>,
+}
+
+/// What the API server would say: `jane`'s token is hers, and administrators may do everything; she may read
+/// numbers.
+struct Api;
+
+impl TokenReviewer for Api {
+    fn review<'a>(&'a self, token: &'a str) -> Review<'a, Option<User>> {
+        Box::pin(async move {
+            match token {
+                "jane" => Ok(Some(User { name: "jane".to_owned(), ..User::default() })),
+                "away" => Err(ReviewError("the API server is away".to_owned())),
+                _ => Ok(None),
+            }
+        })
+    }
+}
+
+impl AccessReviewer for Api {
+    fn review<'a>(&'a self, user: &'a User, access: Access) -> Review<'a, bool> {
+        let admin = user.groups.iter().any(|group| group == "system:masters");
+        let reads = user.name == "jane" && access.verb == "get" && access.subresource == "metrics";
+        Box::pin(async move { Ok(admin || reads) })
+    }
+}
+
+/// A node with a server, and clients of its.
+pub(crate) struct Scene {
+    pub(crate) node: Node,
+    authority: Authority,
+    address: SocketAddr,
+    roots: RootCertStore,
+}
+
+impl Scene {
+    /// A node with these pods, whose server is as `change` has it.
+    pub(crate) async fn with(pods: &[Value], change: impl FnOnce(&mut Server)) -> Self {
+        let mut node = Node::new(Settings::default());
+        let authority = Authority::new("clients");
+        let ca = node.path("clients.crt");
+        std::fs::write(&ca, &authority.pem).unwrap();
+        let address = free_address();
+        let (config, _) = Config::with_defaults().unwrap();
+        let mut server = Server {
+            address: address.ip(),
+            port: Some(address.port()),
+            client_ca_file: Some(ca),
+            ..config.server
+        };
+        change(&mut server);
+        node.server = Some((server, Reviewers { tokens: Some(Arc::new(Api)), access: Some(Arc::new(Api)) }));
+        pods.iter().for_each(|pod| node.apply(pod));
+        node.start().await;
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate(&node.path("kubelet/pki/kubelet.crt"))).unwrap();
+        Self { node, authority, address, roots }
+    }
+
+    pub(crate) fn admin(&self) -> Client<'_> {
+        Client {
+            scene: self,
+            identity: Some(self.authority.client("root", "system:masters", false)),
+            token: None,
+        }
+    }
+
+    fn nobody(&self) -> Client<'_> {
+        Client { scene: self, identity: None, token: None }
+    }
+}
+
+/// Somebody who asks.
+pub(crate) struct Client<'a> {
+    scene: &'a Scene,
+    identity: Option<Identity>,
+    token: Option<&'static str>,
+}
+
+/// An answer, read to its end.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: Vec<u8>,
+}
+
+impl Answer {
+    pub(crate) fn text(&self) -> &str {
+        std::str::from_utf8(&self.body).unwrap()
+    }
+}
+
+impl Client<'_> {
+    fn with_token(self, token: &'static str) -> Self {
+        Self { token: Some(token), ..self }
+    }
+
+    /// A connection by TLS.
+    pub(crate) async fn connect(&self) -> std::io::Result<TlsStream<TcpStream>> {
+        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(self.scene.roots.clone());
+        let config = match &self.identity {
+            None => builder.with_no_client_auth(),
+            Some(identity) => builder
+                .with_client_auth_cert(vec![identity.certificate.clone()], identity.key.clone_key())
+                .unwrap(),
+        };
+        let stream = TcpStream::connect(self.scene.address).await?;
+        TlsConnector::from(Arc::new(config)).connect(ServerName::try_from("n1").unwrap(), stream).await
+    }
+
+    /// Sends a request's first lines, with these headers.
+    pub(crate) async fn send(&self, method: &str, path: &str, headers: &str) -> TlsStream<TcpStream> {
+        let mut stream = self.connect().await.unwrap();
+        let token = self.token.map(|token| format!("Authorization: Bearer {token}\r\n")).unwrap_or_default();
+        let request = format!("{method} {path} HTTP/1.1\r\nHost: n1\r\n{token}{headers}\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        stream
+    }
+
+    /// Asks for a page.
+    pub(crate) async fn ask(&self, method: &str, path: &str) -> Answer {
+        let mut stream = self.send(method, path, "Connection: close\r\n").await;
+        let mut bytes = Vec::new();
+        // One that ends without TLS' own end has sent all the same.
+        let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
+        answer(&bytes)
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Answer {
+        self.ask("GET", path).await
+    }
+}
+
+fn answer(bytes: &[u8]) -> Answer {
+    let end = bytes.windows(4).position(|window| window == b"\r\n\r\n");
+    let end = end.unwrap_or_else(|| panic!("no answer: {:?}", String::from_utf8_lossy(bytes)));
+    let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let rest = &bytes[end + 4..];
+    let body = if head.contains("transfer-encoding: chunked") { dechunk(rest) } else { rest.to_vec() };
+    Answer { status, head, body }
+}
+
+/// The content of a chunked body (RFC 9112 section 7.1).
+fn dechunk(mut rest: &[u8]) -> Vec<u8> {
+    let mut content = Vec::new();
+    while let Some(end) = rest.windows(2).position(|window| window == b"\r\n") {
+        let size = usize::from_str_radix(std::str::from_utf8(&rest[..end]).unwrap().trim(), 16).unwrap();
+        if size == 0 {
+            break;
+        }
+        content.extend_from_slice(&rest[end + 2..end + 2 + size]);
+        rest = &rest[end + 4 + size..];
+    }
+    content
+}
+
+fn certificate(path: &Path) -> CertificateDer<'static> {
+    CertificateDer::from_pem_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// A port of this machine that nobody has.
+fn free_address() -> SocketAddr {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
+}
+
+#[tokio::test]
+async fn who_asks_and_what_they_may_decides_at_every_page() {
+    let scene = Scene::with(&[], |_| {}).await;
+    let other = Authority::new("others");
+    let identified = |identity| Client { identity: Some(identity), ..scene.nobody() };
+    let admin = scene.admin();
+    let clients = [
+        ("nobody", scene.nobody(), 401, 401),
+        ("a wrong token", scene.nobody().with_token("john"), 401, 401),
+        ("a token while the API server is away", scene.nobody().with_token("away"), 401, 401),
+        ("another authority's", identified(other.client("root", "system:masters", false)), 401, 401),
+        ("an expired one", identified(scene.authority.client("root", "system:masters", true)), 401, 401),
+        ("no rights", identified(scene.authority.client("eve", "people", false)), 403, 403),
+        ("jane", scene.nobody().with_token("jane"), 200, 403),
+        (
+            "jane with a wrong certificate",
+            identified(other.client("root", "x", false)).with_token("jane"),
+            200,
+            403,
+        ),
+        ("an administrator", admin, 200, 200),
+    ];
+    for (who, client, numbers, others) in clients {
+        for (path, expected) in [
+            ("/metrics", numbers),
+            ("/metrics/cadvisor", numbers),
+            ("/metrics/probes", numbers),
+            ("/metrics/resource", numbers),
+            ("/pods", others),
+            ("/healthz/ping", others),
+            ("/stats/summary", others),
+        ] {
+            let answer = client.get(path).await;
+            assert_eq!(answer.status, expected, "{who}, {path}: {answer:?}");
+        }
+        let unknown = client.get("/nothing").await.status;
+        assert_eq!(unknown, if others == 200 { 404 } else { others }, "{who}");
+    }
+}
+
+#[tokio::test]
+async fn anonymity_is_somebody_only_where_the_configuration_says_so() {
+    let scene = Scene::with(&[pod("web")], |server| {
+        server.anonymous = true;
+        server.authorization = beelet_config::Authorization::AlwaysAllow;
+    })
+    .await;
+    scene.node.until_ready("web").await;
+    let pods: Value = serde_json::from_slice(&scene.nobody().get("/pods").await.body).unwrap();
+    assert_eq!(pods["items"][0]["metadata"]["name"], "web-n1");
+    assert_eq!(scene.nobody().with_token("john").get("/pods").await.status, 401);
+    let metrics = scene.nobody().get("/metrics").await;
+    let counted = "kubelet_http_requests_total{long_running=\"false\",method=\"GET\",path=\"pods\",server_type=\"readwrite\"} 2";
+    assert!(metrics.text().contains(counted), "{}", metrics.text());
+}
+
+#[tokio::test]
+async fn a_certificate_that_is_replaced_is_served_from_then_on() {
+    let files: [PathBuf; 2] = {
+        let folder = tempfile::tempdir().unwrap().keep();
+        [folder.join("server.crt"), folder.join("server.key")]
+    };
+    let write = |name: &str| {
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::new(vec![name.to_owned()]).unwrap().self_signed(&key).unwrap();
+        std::fs::write(&files[1], key.serialize_pem()).unwrap();
+        std::fs::write(&files[0], certificate.pem()).unwrap();
+        certificate.der().clone()
+    };
+    let first = write("n1");
+    let mut node = Node::new(Settings::default());
+    let (config, _) = Config::with_defaults().unwrap();
+    let address = free_address();
+    let server = Server {
+        address: address.ip(),
+        port: Some(address.port()),
+        tls_files: Some(beelet_config::TlsFiles { certificate: files[0].clone(), key: files[1].clone() }),
+        min_version: TlsVersion::Tls13,
+        ..config.server
+    };
+    node.server = Some((server, Reviewers { tokens: None, access: Some(Arc::new(Api)) }));
+    node.start().await;
+    let shown = async || {
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate(&files[0])).unwrap();
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let stream = TcpStream::connect(address).await.unwrap();
+        let name = ServerName::try_from("n1").unwrap();
+        let tls = TlsConnector::from(Arc::new(config)).connect(name, stream).await.ok()?;
+        Some(tls.get_ref().1.peer_certificates()?.first()?.clone().into_owned())
+    };
+    assert_eq!(shown().await, Some(first));
+    let second = write("n1");
+    // Files are looked at again at most once per second.
+    let replaced = async {
+        while shown().await.as_ref() != Some(&second) {
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        }
+    };
+    timeout(PATIENCE, replaced).await.unwrap();
+    std::fs::remove_dir_all(files[0].parent().unwrap()).unwrap();
+}
+
+#[tokio::test]
+async fn a_client_that_sends_a_head_without_end_is_cut_off() {
+    let scene = Scene::with(&[], |_| {}).await;
+    let mut stream = scene.nobody().send("GET", "/metrics", "").await;
+    let line = format!("X-Long: {}\r\n", "x".repeat(8000));
+    let sending = async {
+        // A whole head would have ended long before.
+        for _ in 0..10_000 {
+            if stream.write_all(line.as_bytes()).await.is_err() {
+                return true;
+            }
+        }
+        false
+    };
+    assert!(timeout(PATIENCE, sending).await.unwrap());
+    assert_eq!(scene.admin().get("/healthz/ping").await.text(), "ok");
+}
+
+/// A streaming server: for each connection it says what it was asked, agrees, and sends back what comes until that ends;
+/// then it says goodbye.
+async fn streaming() -> (String, tokio::sync::mpsc::UnboundedReceiver<String>) {
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (asked, heads) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let asked = asked.clone();
+            tokio::spawn(async move {
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    head.push(stream.read_u8().await.unwrap());
+                }
+                asked.send(String::from_utf8(head).unwrap().to_lowercase()).unwrap();
+                let agreed =
+                    "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+                stream.write_all(agreed.as_bytes()).await.unwrap();
+                let (mut from, mut to) = stream.split();
+                tokio::io::copy(&mut from, &mut to).await.unwrap();
+                to.write_all(b"goodbye").await.unwrap();
+            });
+        }
+    });
+    (url, heads)
+}
+
+const SPDY: &str =
+    "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: v4.channel.k8s.io\r\n";
+
+/// Reads an answer's head, and no byte more.
+async fn head(stream: &mut TlsStream<TcpStream>) -> String {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(timeout(PATIENCE, stream.read_u8()).await.unwrap().unwrap());
+    }
+    String::from_utf8(head).unwrap()
+}
+
+#[tokio::test]
+async fn streams_are_passed_through_byte_by_byte_with_half_closed_sides() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let (url, mut asked) = streaming().await;
+    scene.node.cri.change(|world| world.streaming = Some(url));
+    let admin = scene.admin();
+    for (path, expected) in [
+        ("/exec/default/web-n1/main?command=cat&input=1&output=1", "post /exec/token http/1.1"),
+        ("/attach/default/web-n1/main?output=1", "post /attach/token http/1.1"),
+        ("/portForward/default/web-n1", "post /portforward/token http/1.1"),
+    ] {
+        let headers = format!("{SPDY}Cookie: secret\r\n");
+        let mut stream = admin.send("POST", path, &headers).await;
+        let answered = head(&mut stream).await;
+        assert!(answered.starts_with("HTTP/1.1 101 "), "{path}: {answered}");
+        assert!(answered.to_lowercase().contains("upgrade: spdy/3.1"), "{answered}");
+        let request = asked.recv().await.unwrap();
+        assert!(request.starts_with(expected), "{request}");
+        assert!(request.contains("x-stream-protocol-version: v4.channel.k8s.io"), "{request}");
+        assert!(!request.contains("cookie"), "{request}");
+        let (mut from, mut to) = tokio::io::split(stream);
+        let large = vec![b'x'; 8 << 20];
+        let sent = large.clone();
+        let sending = tokio::spawn(async move {
+            to.write_all(&sent).await.unwrap();
+            // The other half stays open.
+            to.shutdown().await.unwrap();
+            to
+        });
+        let mut received = Vec::new();
+        let _ = timeout(PATIENCE, from.read_to_end(&mut received)).await.unwrap();
+        sending.await.unwrap();
+        assert!(
+            received.ends_with(b"goodbye") && received.len() == large.len() + 7,
+            "{path}: {}",
+            received.len()
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_stream_needs_an_upgrade_a_container_that_runs_and_the_right_to_run_commands() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let admin = scene.admin();
+    assert_eq!(
+        admin.get("/exec/default/web-n1/main?command=cat&output=1").await.text(),
+        "Upgrade request required"
+    );
+    let check = async |client: &Client<'_>, path: &str, expected: u16| {
+        let mut stream = client.send("GET", path, SPDY).await;
+        let answered = head(&mut stream).await;
+        assert!(answered.starts_with(&format!("HTTP/1.1 {expected} ")), "{path}: {answered}");
+    };
+    check(&admin, "/exec/default/web-n1/main?command=cat", 400).await;
+    check(&admin, "/exec/default/web-n1/none?command=cat&output=1", 404).await;
+    check(&admin, "/exec/default/none/main?command=cat&output=1", 404).await;
+    check(&admin, "/exec/default/web-n1/other-uid/main?command=cat&output=1", 404).await;
+    // The runtime has no streams.
+    check(&admin, "/exec/default/web-n1/main?command=cat&output=1", 404).await;
+    // Who may read numbers may not run commands, also where a GET asks for it.
+    check(&scene.nobody().with_token("jane"), "/exec/default/web-n1/main?command=cat&output=1", 403).await;
+}
+
+#[tokio::test]
+async fn a_stream_ends_when_it_is_silent_for_too_long() {
+    let scene = Scene::with(&[pod("web")], |server| {
+        server.stream_idle_timeout = std::time::Duration::from_millis(300);
+    })
+    .await;
+    scene.node.until_ready("web").await;
+    let (url, _asked) = streaming().await;
+    scene.node.cri.change(|world| world.streaming = Some(url));
+    let mut stream = scene.admin().send("POST", "/attach/default/web-n1/main?output=1", SPDY).await;
+    head(&mut stream).await;
+    let mut rest = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut rest)).await.unwrap();
+    assert_eq!(rest, b"");
+}
+
+#[tokio::test]
+async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers_end() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let table = scene.node.table();
+    let (name, entry) = table.pods.first_key_value().unwrap();
+    let uid = entry.pod.metadata.uid.clone().unwrap();
+    let folder = beelet_model::pod::log_folder(&scene.node.path("logs"), name, &uid).join("main");
+    std::fs::create_dir_all(&folder).unwrap();
+    let line = |second: u32, stream: &str, tag: &str, text: &str| {
+        format!("2026-11-21T19:00:{second:02}.5Z {stream} {tag} {text}\n")
+    };
+    let all = [
+        line(1, "stdout", "F", "one"),
+        line(2, "stderr", "F", "two"),
+        line(3, "stdout", "P", "thr"),
+        line(3, "stdout", "F", "ee"),
+    ];
+    std::fs::write(folder.join("0.log"), all.concat()).unwrap();
+    let admin = scene.admin();
+    let check = async |query: &str, expected: &str| {
+        let answer = admin.get(&format!("/containerLogs/default/web-n1/main{query}")).await;
+        assert_eq!((answer.status, answer.text()), (200, expected), "{query}: {}", answer.head);
+    };
+    check("", "one\ntwo\nthree\n").await;
+    check("?tailLines=3", "two\nthree\n").await;
+    check("?limitBytes=6", "one\ntw").await;
+    check("?stream=Stderr", "two\n").await;
+    check("?sinceTime=2026-11-21T19:00:02Z", "two\nthree\n").await;
+    let timed = "2026-11-21T19:00:03.500000000Z three\n";
+    check("?timestamps=true&tailLines=2", timed).await;
+    for (path, status, part) in [
+        ("/containerLogs/default/none/main", 404, "pod \"none\" does not exist"),
+        ("/containerLogs/default/web-n1/none", 404, "container \"none\" not found in pod \"web-n1\""),
+        ("/containerLogs/default/web-n1/main?previous=true", 400, "previous terminated container"),
+        ("/containerLogs/default/web-n1/main?tailLines=x", 400, "Unable to decode query."),
+        ("/containerLogs/default/web-n1/main?tailLines=-1", 422, "Invalid request."),
+    ] {
+        let answer = admin.get(path).await;
+        assert_eq!(answer.status, status, "{path}: {answer:?}");
+        assert!(answer.text().contains(part), "{path}: {answer:?}");
+    }
+    let path = "/containerLogs/default/web-n1/main?follow=true&tailLines=1";
+    let mut following = admin.send("GET", path, "Connection: close\r\n").await;
+    head(&mut following).await;
+    let mut seen = Vec::new();
+    // What is written from now on was not there when it began to read.
+    while !seen.ends_with(b"ee\n\r\n") {
+        seen.push(timeout(PATIENCE, following.read_u8()).await.unwrap().unwrap());
+    }
+    let mut file = std::fs::OpenOptions::new().append(true).open(folder.join("0.log")).unwrap();
+    std::io::Write::write_all(&mut file, line(4, "stdout", "F", "four").as_bytes()).unwrap();
+    while !seen.ends_with(b"four\n\r\n") {
+        seen.push(timeout(PATIENCE, following.read_u8()).await.unwrap().unwrap());
+    }
+    let id = scene.node.cri.world().container("web-n1", "main").unwrap().id.clone();
+    scene.node.cri.exit(&id, 0);
+    let _ = timeout(PATIENCE, following.read_to_end(&mut seen)).await.unwrap();
+    assert_eq!(dechunk(&seen), b"ee\nfour\n");
+}
+
+#[tokio::test]
+async fn the_configuration_in_effect_and_what_runs_are_pages() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let admin = scene.admin();
+    let configz: Value = serde_json::from_slice(&admin.get("/configz").await.body).unwrap();
+    let config = &configz["kubeletconfig"];
+    assert_eq!(config["kind"], "KubeletConfiguration");
+    assert_eq!(config["authentication"]["anonymous"]["enabled"], false);
+    assert_eq!(config["containerLogMaxFiles"], 5);
+    assert_eq!(config["streamingConnectionIdleTimeout"], "4h0m0s");
+    let running: Value = serde_json::from_slice(&admin.get("/runningpods/").await.body).unwrap();
+    assert_eq!(running["items"][0]["metadata"]["name"], "web-n1");
+    let ran = admin.ask("POST", "/run/default/web-n1/main?cmd=true").await;
+    assert_eq!((ran.status, ran.text()), (200, ""));
+    // The fake has no checkpoints.
+    assert_eq!(admin.ask("POST", "/checkpoint/default/web-n1/main").await.status, 404);
+}
+
+#[tokio::test]
+async fn what_is_switched_off_is_not_allowed() {
+    let scene = Scene::with(&[], |server| server.debugging_handlers = false).await;
+    let admin = scene.admin();
+    for path in
+        ["/exec/default/web-n1/main", "/run/default/web-n1/main", "/containerLogs/a/b/c", "/logs/syslog"]
+    {
+        assert_eq!(admin.get(path).await.status, 405, "{path}");
+    }
+    assert_eq!(admin.get("/pods").await.status, 200);
+}
