@@ -154,6 +154,10 @@ async fn turn(
     interval: Duration,
 ) -> Instant {
     sleep_until(at).await;
+    // The lease belongs to the Node: without one there is none.
+    if keeper.inputs.node.wait_for(Option::is_some).await.is_err() {
+        std::future::pending::<()>().await;
+    }
     let began = Instant::now();
     // An answer that comes later than the next renewal is of no use.
     let tried = timeout(interval, keeper.once(client)).await;
@@ -183,11 +187,7 @@ impl Keeper {
     async fn once(&mut self, client: &Client) -> Result<(), Error> {
         let path = format!("/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases");
         let own = format!("{path}/{}", self.inputs.node_name);
-        let Some(node) = self.inputs.node.borrow().clone() else {
-            // The lease belongs to the Node: without one there is none.
-            let _ = self.inputs.node.changed().await;
-            return Ok(());
-        };
+        let Some(node) = self.inputs.node.borrow().clone() else { return Ok(()) };
         let now = Timestamp::now;
         if let Some(newest) = self.newest.take() {
             let wanted = renewed(newest, &self.inputs, &node, now());

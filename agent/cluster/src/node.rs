@@ -4,7 +4,7 @@
 //! per `nodeStatusReportFrequency`. What is written is decided in `policy::node_status`.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt,
     net::IpAddr,
     sync::{Arc, atomic::AtomicU64},
@@ -103,8 +103,17 @@ impl fmt::Debug for Inputs {
 pub async fn keep(client: Client, inputs: Inputs, stop: CancellationToken) {
     let labels = node_status::labels(&inputs.registration, &inputs.arch);
     let path = format!("{NODES}/{}", inputs.registration.name);
-    let keeper =
-        Keeper { client, inputs, labels, path, version: None, written: None, ready: None, failing: false };
+    let keeper = Keeper {
+        client,
+        inputs,
+        labels,
+        path,
+        version: None,
+        written: None,
+        ignored: None,
+        ready: None,
+        failing: false,
+    };
     stop.run_until_cancelled(keeper.run()).await;
 }
 
@@ -116,6 +125,9 @@ enum Fate {
     Unknown,
 }
 
+/// What a change has beside the conditions.
+type Rest = (NodeStatus, BTreeSet<String>);
+
 struct Keeper {
     client: Client,
     inputs: Inputs,
@@ -125,6 +137,9 @@ struct Keeper {
     version: Option<String>,
     /// When the status was written last.
     written: Option<Instant>,
+    /// What the server left out of what was written: an older one doesn't know all fields. It is not written
+    /// again for that alone.
+    ignored: Option<Rest>,
     /// What was said last of readiness.
     ready: Option<bool>,
     failing: bool,
@@ -135,7 +150,7 @@ impl Keeper {
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(7));
         loop {
             // It is written as soon as it is known, whatever was written before to another Node of that name.
-            (self.written, self.version) = (None, None);
+            (self.written, self.version, self.ignored) = (None, None, None);
             let found = self.obtain().await;
             self.note(found.as_ref().err());
             match found {
@@ -260,7 +275,9 @@ impl Keeper {
         let reported = self.written.is_some_and(|at| at.elapsed() < self.inputs.report_every);
         let next = if self.ready == Some(true) { self.inputs.update } else { SOON.min(self.inputs.update) };
         self.say_ready(&change);
-        if !change.substantial && stale.is_empty() && reported {
+        let rest = change.rest();
+        let news = change.conditions || (rest.is_some() && rest != self.ignored);
+        if !news && stale.is_empty() && reported {
             return Ok(Instant::now() + next);
         }
         let body = patch(&change, &stale);
@@ -269,7 +286,11 @@ impl Keeper {
                 self.wrote();
                 self.note(None);
                 match read(&self.path, &answer) {
-                    Ok(node) => self.publish(node),
+                    Ok(node) => {
+                        self.ignored =
+                            self.change(node.status.as_ref().unwrap_or(&NodeStatus::default())).rest();
+                        self.publish(node);
+                    }
                     Err(error) => self.note(Some(&error)),
                 }
                 Ok(Instant::now() + next.max(BREATH))

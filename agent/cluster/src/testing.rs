@@ -34,6 +34,8 @@ struct State {
     requests: Vec<String>,
     version: u64,
     failing: bool,
+    /// A field of statuses that the server does not know.
+    unknown: Option<&'static str>,
 }
 
 impl Default for Server {
@@ -103,6 +105,11 @@ impl Server {
         self.state.lock().unwrap().objects.keys().cloned().collect()
     }
 
+    /// From now on this field of statuses is left out.
+    pub(crate) fn forget(&self, field: &'static str) {
+        self.state.lock().unwrap().unknown = Some(field);
+    }
+
     /// From now on every request fails, or none does.
     pub(crate) fn fail(&self, failing: bool) {
         self.state.lock().unwrap().failing = failing;
@@ -111,6 +118,10 @@ impl Server {
     fn store(&self, path: &str, mut object: Value) -> Value {
         let state = &mut *self.state.lock().unwrap();
         state.version += 1;
+        let status = object.get_mut("status").and_then(Value::as_object_mut);
+        if let (Some(field), Some(status)) = (state.unknown, status) {
+            status.remove(field);
+        }
         object["metadata"]["resourceVersion"] = json!(state.version.to_string());
         if object["metadata"]["uid"].is_null() {
             object["metadata"]["uid"] = json!(format!("uid-{}", state.version));

@@ -47,7 +47,8 @@ pub async fn follow(
         }
         current = here;
         tokio::select! {
-            changed = desired.changed() => if changed.is_err() { return },
+            // Without a source of pods there is nobody to say anything.
+            Ok(()) = desired.changed() => {}
             changed = table.changed() => if changed.is_err() { return },
             () = cancel.cancelled() => return,
         }

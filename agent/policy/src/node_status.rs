@@ -90,8 +90,18 @@ pub struct Change {
     pub status: NodeStatus,
     /// Resources that are no more.
     pub removed: BTreeSet<String>,
-    /// It is more than the times of the conditions.
-    pub substantial: bool,
+    /// The conditions say something new.
+    pub conditions: bool,
+}
+
+impl Change {
+    /// What there is beside the conditions; nothing if that is all.
+    #[must_use]
+    pub fn rest(&self) -> Option<(NodeStatus, BTreeSet<String>)> {
+        let status = NodeStatus { conditions: None, ..self.status.clone() };
+        let some = status != NodeStatus::default() || !self.removed.is_empty();
+        some.then(|| (status, self.removed.clone()))
+    }
 }
 
 /// The processor architecture, in Go's words.
@@ -208,7 +218,6 @@ pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change 
     let mut change = Change::default();
     let status = &mut change.status;
     let (conditions, differ) = conditions(existing.conditions.as_deref().unwrap_or_default(), report, now);
-    let mut substantial = differ;
     if existing.addresses.as_deref().unwrap_or_default() != report.addresses {
         status.addresses = Some(report.addresses.clone());
     }
@@ -228,7 +237,6 @@ pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change 
     if existing.daemon_endpoints.as_ref() != Some(&endpoints) {
         status.daemon_endpoints = Some(endpoints);
     }
-    substantial |= *status != NodeStatus::default();
     let capacity = existing.capacity.clone().unwrap_or_default();
     let allocatable = existing.allocatable.clone().unwrap_or_default();
     // Pages of a size that the machine has no more (`reconcileHugePageResource`).
@@ -245,9 +253,8 @@ pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change 
     });
     let others = others.map(|(name, amount)| (name.clone(), amount.0.clone()));
     status.allocatable = differing(&allocatable, &others.chain(report.allocatable.clone()).collect());
-    substantial |= status.capacity.is_some() || status.allocatable.is_some() || !change.removed.is_empty();
     status.conditions = Some(conditions);
-    change.substantial = substantial;
+    change.conditions = differ;
     change
 }
 

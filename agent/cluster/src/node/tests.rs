@@ -1,6 +1,6 @@
 use std::sync::Mutex;
 
-use k8s_openapi::api::core::v1::NodeCondition;
+use k8s_openapi::api::core::v1::{NodeCondition, NodeRuntimeHandler};
 
 use super::*;
 use crate::testing::Server;
@@ -36,7 +36,8 @@ fn start(server: &Server, register: bool) -> Kept {
             status: status.to_owned(),
             ..NodeCondition::default()
         };
-        Report { conditions: vec![ready], port: 10250, ..Report::default() }
+        let handler = NodeRuntimeHandler { name: Some("runc".to_owned()), ..NodeRuntimeHandler::default() };
+        Report { conditions: vec![ready], handlers: vec![handler], port: 10250, ..Report::default() }
     };
     let inputs = Inputs {
         registration: Registration {
@@ -106,6 +107,21 @@ async fn a_status_is_written_once_per_report_frequency_and_when_it_changed() {
     let began = Instant::now();
     kept.until(|node| condition(node) == "False").await;
     assert!(began.elapsed() <= Duration::from_secs(2), "{:?}", began.elapsed());
+    kept.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_an_older_server_leaves_out_is_not_written_again_and_again() {
+    let server = Server::default();
+    server.forget("runtimeHandlers");
+    let mut kept = start(&server, true);
+    kept.until(|_| true).await;
+    sleep(Duration::from_secs(200)).await;
+    let patch = format!("PATCH {OWN}/status");
+    let patches = |server: &Server| server.requests().iter().filter(|request| **request == patch).count();
+    assert_eq!(patches(&server), 1);
+    *kept.machine.ready.lock().unwrap() = false;
+    kept.until(|node| condition(node) == "False").await;
     kept.end().await;
 }
 
