@@ -1,8 +1,9 @@
 //! Which directory a cgroup's name stands for. Pure.
 //!
-//! Everywhere in the agent a cgroup has its name in cgroupfs form, whichever driver there is (the kubelet's `CgroupName`):
-//! `/kubepods/burstable/pod<uid>`, and below a pod what the runtime calls its containers' cgroups. With the systemd driver
-//! each part down to the pod is a slice. A name that begins with a unit (`/system.slice/x.service`) stands for itself.
+//! Everywhere in the agent a cgroup has its name in cgroupfs form, whichever driver there is (the kubelet's
+//! `CgroupName`): `/kubepods/burstable/pod<uid>`, and below a pod what the runtime calls its containers'
+//! cgroups. With the systemd driver each part down to the pod is a slice. A name that begins with a unit
+//! (`/system.slice/x.service`) stands for itself.
 
 use beelet_policy::cgroups::{CgroupDriver, slice_path};
 
@@ -15,8 +16,8 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// `root` is checked already. One that is given as a slice counts as what it is a slice of (`ParseSystemdToCgroupName`
-    /// of the kubelet).
+    /// `root` is checked already. One that is given as a slice counts as what it is a slice of
+    /// (`ParseSystemdToCgroupName` of the kubelet).
     pub(super) fn new(driver: CgroupDriver, root: &str) -> Self {
         let slice = root.rsplit('/').next().and_then(|name| name.strip_suffix(".slice"));
         let root = match (driver, slice) {

@@ -1,6 +1,7 @@
-//! A stock machine: a Debian as it comes, with its own kernel, systemd as process 1, cgroup v2 alone and its containerd
-//! with the systemd cgroup driver. The agent is installed with the unit of `packaging/`; `check.sh` runs it there as any
-//! unit would, and what it found is read from the disk once the machine is off.
+//! A stock machine: a Debian as it comes, with its own kernel, systemd as process 1, cgroup v2 alone and its
+//! containerd with the systemd cgroup driver. The agent is installed with the unit of `packaging/`;
+//! `check.sh` runs it there as any unit would, and what it found is read from the disk once the machine is
+//! off.
 //!
 //! What takes minutes (the packages) is kept below cargo's target folder; the disk is made anew each time.
 

@@ -1,8 +1,8 @@
 //! systemd's manager over D-Bus.
 //!
-//! The system bus, and without one systemd's own socket, as libcontainer connects. A call whose answer was lost (systemd
-//! executes itself anew, the bus is restarted) is made again, for some seconds: all three may be repeated. What is longer away
-//! is an error, and the callers' next sync tries again.
+//! The system bus, and without one systemd's own socket, as libcontainer connects. A call whose answer was
+//! lost (systemd executes itself anew, the bus is restarted) is made again, for some seconds: all three may
+//! be repeated. What is longer away is an error, and the callers' next sync tries again.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -182,7 +182,8 @@ impl Units for Bus {
         })?;
         match set {
             Ok(()) => Ok(()),
-            // An older systemd: the file alone has to do. What it makes of that shows when the file is read back.
+            // An older systemd: the file alone has to do. What it makes of that shows when the file is read
+            // back.
             Err(refusal)
                 if refusal.is("org.freedesktop.DBus.Error.PropertyReadOnly")
                     || refusal.is("org.freedesktop.DBus.Error.InvalidArgs") =>

@@ -1,8 +1,8 @@
 //! Slices: what of the cgroups is systemd's to make, to change and to remove (cgroupDriver: systemd).
 //!
-//! Each slice is a transient unit. A value goes to systemd as a property, so that it writes nothing else there later, and
-//! then into the file, so that it holds when the call returns. Below a pod everything is the runtime's: its scopes are
-//! given properties too, but never made or stopped here.
+//! Each slice is a transient unit. A value goes to systemd as a property, so that it writes nothing else
+//! there later, and then into the file, so that it holds when the call returns. Below a pod everything is the
+//! runtime's: its scopes are given properties too, but never made or stopped here.
 
 mod bus;
 pub(crate) mod properties;
@@ -82,7 +82,8 @@ impl Slices {
         Ok(())
     }
 
-    /// Makes the file's value a property of the unit that the cgroup is, if it is one and there is such a property.
+    /// Makes the file's value a property of the unit that the cgroup is, if it is one and there is such a
+    /// property.
     pub(crate) fn set(&self, relative: &Path, file: &str, value: &str) -> Result<(), CgroupError> {
         let Some(unit) = unit_of(relative) else { return Ok(()) };
         let properties = properties::of_file(file, value);

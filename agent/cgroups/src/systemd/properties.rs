@@ -1,16 +1,17 @@
 //! A cgroup's files as properties of its unit. Pure.
 //!
-//! systemd writes what it knows of a unit whenever it comes to it (a `daemon-reload`, another property that changes), and
-//! what it doesn't know at its default. So each value that has a property is one, as with libcontainer
-//! (cgroups/systemd/v2.go, `genV2ResourcesProperties`). Unlike there a quota is not rounded up to a whole percent: systemd
-//! would write that over the value in the file. Only a `daemon-reload` makes it whole percents (systemd 252), until the
-//! next comparison sets it right.
+//! systemd writes what it knows of a unit whenever it comes to it (a `daemon-reload`, another property that
+//! changes), and what it doesn't know at its default. So each value that has a property is one, as with
+//! libcontainer (cgroups/systemd/v2.go, `genV2ResourcesProperties`). Unlike there a quota is not rounded up
+//! to a whole percent: systemd would write that over the value in the file. Only a `daemon-reload` makes it
+//! whole percents (systemd 252), until the next comparison sets it right.
 
 use super::super::Files;
 
 /// No limit, in all properties that are amounts (`CGROUP_LIMIT_MAX`, `USEC_INFINITY`).
 const NO_LIMIT: u64 = u64::MAX;
-/// What a cgroup has once it is not idle any more, until a weight is written (kernel/sched/fair.c, `sched_group_set_idle`).
+/// What a cgroup has once it is not idle any more, until a weight is written (kernel/sched/fair.c,
+/// `sched_group_set_idle`).
 const DEFAULT_WEIGHT: u64 = 100;
 /// `CGROUP_WEIGHT_IDLE`: since systemd 252.
 const IDLE: u64 = 0;
@@ -41,8 +42,8 @@ fn property(name: &'static str, value: Value) -> Property {
     Property { name, value }
 }
 
-/// What a new slice gets, whatever its values are (libcontainer: `UnifiedManager.Apply`). The controllers that are counted
-/// by are those that it has.
+/// What a new slice gets, whatever its values are (libcontainer: `UnifiedManager.Apply`). The controllers
+/// that are counted by are those that it has.
 pub(crate) fn of_slice(parent: Option<&str>) -> Vec<Property> {
     let counted = ["CPUAccounting", "MemoryAccounting", "IOAccounting", "TasksAccounting"];
     let mut properties = vec![
@@ -59,8 +60,8 @@ pub(crate) fn of_files(files: &Files) -> Vec<Property> {
     files.iter().flat_map(|(file, value)| of_file(file, value)).collect()
 }
 
-/// The properties that stand for a file of cgroup v2 with this content. None for what systemd has no word for: it leaves
-/// such a file alone.
+/// The properties that stand for a file of cgroup v2 with this content. None for what systemd has no word
+/// for: it leaves such a file alone.
 pub(crate) fn of_file(file: &str, value: &str) -> Vec<Property> {
     let value = value.trim();
     let one =
