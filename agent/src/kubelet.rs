@@ -148,7 +148,7 @@ fn refused(error: &clap::Error) -> ExitCode {
         }
         ErrorKind::UnknownArgument => match context(ContextKind::InvalidArg) {
             Some(flag) if flag.starts_with("--") => {
-                eprintln!("Error: failed to parse kubelet flag: unknown flag: {flag}")
+                eprintln!("Error: failed to parse kubelet flag: unknown flag: {flag}");
             }
             Some(flag) if flag.starts_with('-') => {
                 eprintln!("Error: failed to parse kubelet flag: unknown shorthand flag: {flag}");
