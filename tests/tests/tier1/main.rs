@@ -2,6 +2,7 @@
 //!
 //! One program for the whole tier, one module per subject: `-E 'binary(tier1) and test(/^pods::/)'` chooses.
 
+mod cluster;
 mod daemon;
 mod hostile;
 mod image_gc;

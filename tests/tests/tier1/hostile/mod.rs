@@ -16,4 +16,4 @@ mod damage;
 mod kills;
 mod nonsense;
 mod room;
-mod scene;
+pub(crate) mod scene;
