@@ -17,6 +17,7 @@ use http::Method;
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
 use serde_json::{Value, json};
 
+use crate::agent::monotonic_ns;
 use crate::apiserver::Authority;
 use crate::containerd::{self, block_on, teardown, write_pid};
 use crate::guards::Process;
@@ -366,6 +367,30 @@ impl Cluster {
         }
     }
 
+    /// Follows the object at `path` from now on, on a thread of its own, with the time of everything that is seen.
+    ///
+    /// # Errors
+    /// The object can't be read now.
+    pub fn watch(&self, path: &str) -> Result<Watcher> {
+        let (kubeconfig, path) = (self.kubeconfig(), path.to_owned());
+        let (out, seen) = std::sync::mpsc::channel();
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let Ok(runtime) = runtime else { return };
+            runtime.block_on(async {
+                let mut last = Value::Null;
+                // A receiver that has gone ends it, as `stop` does.
+                let mut send = |object: &Value| out.send((monotonic_ns(), object.clone())).err();
+                tokio::select! {
+                    _ = stopped => {}
+                    _ = follow(&kubeconfig, &path, &mut last, &mut send) => {}
+                }
+            });
+        });
+        Ok(Watcher { seen, _stop: stop })
+    }
+
     // ---- What was asked ----
 
     /// The events of the audit log so far, oldest first.
@@ -419,6 +444,31 @@ impl Drop for Cluster {
             }
             if let Err(error) = teardown(&self.instance) {
                 eprintln!("could not take down the cluster in {}: {error:#}", self.instance.display());
+            }
+        }
+    }
+}
+
+/// An object that is followed.
+pub struct Watcher {
+    seen: std::sync::mpsc::Receiver<(u64, Value)>,
+    _stop: tokio::sync::oneshot::Sender<()>,
+}
+
+impl Watcher {
+    /// Waits until the object is as wanted, and hands back when that was seen, in nanoseconds of CLOCK_MONOTONIC, and the
+    /// object; it is null while there is none.
+    ///
+    /// # Errors
+    /// It isn't in time.
+    pub fn until(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Result<(u64, Value)> {
+        let deadline = std::time::Instant::now() + PATIENCE;
+        loop {
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            let seen = self.seen.recv_timeout(left);
+            let (at, object) = seen.with_context(|| format!("waited {} s for {what}", PATIENCE.as_secs()))?;
+            if wanted(&object) {
+                return Ok((at, object));
             }
         }
     }

@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+/// The name of its node.
+pub const NODE: &str = "observed";
+
 /// The program that `KUBELET` names.
 ///
 /// # Errors
@@ -34,6 +37,18 @@ impl Kubelet {
     /// # Errors
     /// It can't be started.
     pub fn start(binary: &Path, containerd: &Containerd) -> Result<Kubelet> {
+        Kubelet::spawn(binary, containerd, None)
+    }
+
+    /// The same as the node `observed` of the cluster that the kubeconfig names.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub fn join(binary: &Path, containerd: &Containerd, kubeconfig: &Path) -> Result<Kubelet> {
+        Kubelet::spawn(binary, containerd, Some(kubeconfig))
+    }
+
+    fn spawn(binary: &Path, containerd: &Containerd, kubeconfig: Option<&Path>) -> Result<Kubelet> {
         let dir = containerd.dir().join("kubelet");
         let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
         std::fs::create_dir_all(&manifests)?;
@@ -52,7 +67,11 @@ impl Kubelet {
         command.arg("mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"");
         command.arg("sh").arg(binary).arg("--config").arg(dir.join("config.yaml"));
         command.arg(format!("--container-runtime-endpoint={}", containerd.endpoint()));
-        command.arg(format!("--root-dir={}", dir.join("root").display())).arg("--hostname-override=observed");
+        command.arg(format!("--root-dir={}", dir.join("root").display()));
+        command.arg(format!("--hostname-override={NODE}"));
+        if let Some(kubeconfig) = kubeconfig {
+            command.arg(format!("--kubeconfig={}", kubeconfig.display()));
+        }
         if minor.with_context(|| format!("{version:?} is no kubelet's version"))? < 24 {
             command.arg("--container-runtime=remote");
         }

@@ -147,12 +147,11 @@ impl Watch {
         }
     }
 
-    /// The pod whose manifest has this name; the agent adds the node's name to it.
+    /// The pod whose manifest has this name: from a folder, where the agent adds the node's name to it, or from an API server.
     pub fn pod(&self, manifest: &str) -> Option<&PodView> {
         let prefix = format!("{manifest}-");
-        self.pods
-            .values()
-            .find(|view| view.pod.metadata.name.as_deref().is_some_and(|name| name.starts_with(&prefix)))
+        let is_it = |name: &str| name == manifest || name.starts_with(&prefix);
+        self.pods.values().find(|view| view.pod.metadata.name.as_deref().is_some_and(is_it))
     }
 
     /// All pods in a line each, for error messages.

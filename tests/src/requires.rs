@@ -89,8 +89,8 @@ pub fn containerd() -> Result<(), Missing> {
 
 /// The test asks a real API server: etcd, and the kube-apiserver that `KUBE_APISERVER` names.
 pub fn apiserver() -> Result<(), Missing> {
-    crate::cluster::etcd()?;
-    crate::cluster::given().map(drop)
+    crate::cluster::given()?;
+    crate::cluster::etcd().map(drop)
 }
 
 /// The test gives a container a port of the machine: the CNI plugin portmap, and iptables with its nat table.

@@ -1,10 +1,73 @@
-//! The node of a real cluster: etcd, kube-apiserver, the agent.
+//! The node of a real cluster: etcd, kube-apiserver, containerd, the agent.
 
-use beelet_tests::cluster::{Cluster, User, ask};
-use beelet_tests::containerd::block_on;
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use beelet_tests::agent::{Agent, Control, NODE, Options};
+use beelet_tests::cluster::{Cluster, User, ask, condition};
+use beelet_tests::containerd::{Containerd, block_on};
+use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::require;
 use http::Method;
 use serde_json::{Value, json};
+
+/// The agent, its cluster, and the runtime, which goes last.
+struct Scene {
+    agent: Agent,
+    cluster: Cluster,
+    _containerd: Containerd,
+}
+
+impl Scene {
+    /// An agent that is a node of a cluster.
+    fn start() -> Scene {
+        let containerd = Containerd::start_for_test().unwrap();
+        let cluster = Cluster::start(containerd.dir()).unwrap();
+        let kubeconfig = cluster.node_kubeconfig(NODE).unwrap();
+        let mut options = Options::on(&containerd);
+        options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
+        options.arguments.extend(["--node-ip".to_owned(), "192.0.2.7".to_owned()]);
+        let agent = Agent::start(options).unwrap();
+        let scene = Scene { agent, cluster, _containerd: containerd };
+        scene.until("the Node", &format!("/api/v1/nodes/{NODE}"), |node| condition(node, "Ready"));
+        scene
+    }
+
+    /// Waits until an object is as wanted; it is null while there is none.
+    fn until(&self, what: &str, path: &str, wanted: impl Fn(&Value) -> bool + Send) -> Value {
+        let found = self.cluster.until(what, path, |object| wanted(object).then(|| object.clone()));
+        found.unwrap_or_else(|error| panic!("{error:#}\n{}", self.agent.log()))
+    }
+
+    fn until_ready(&self, name: &str, ready: bool) -> Value {
+        let wanted = |pod: &Value| pod.is_object() && condition(pod, "Ready") == ready;
+        self.until(&format!("{name}: Ready={ready}"), &Cluster::pod(name), wanted)
+    }
+
+    fn until_gone(&self, name: &str) {
+        self.until(&format!("{name} to be gone"), &Cluster::pod(name), Value::is_null);
+    }
+
+    /// A connection to the test app of a pod.
+    fn control(&self, pod: &Value) -> Control {
+        Control::connect(pod["status"]["podIP"].as_str().unwrap(), CONTROL).unwrap()
+    }
+
+    /// Nothing that the node asked was refused for lack of rights.
+    fn nothing_was_forbidden(&self) {
+        let asked = self.cluster.asked_by(NODE).unwrap();
+        assert!(!asked.is_empty());
+        let forbidden: Vec<_> = asked.iter().filter(|(.., code)| [401, 403].contains(code)).collect();
+        assert!(forbidden.is_empty(), "{forbidden:?}");
+    }
+}
+
+/// A pod that serves, without a token, which nobody here would give.
+fn serving(name: &str) -> Value {
+    let mut pod = manifests::serving(name);
+    pod["spec"]["automountServiceAccountToken"] = false.into();
+    pod["spec"]["enableServiceLinks"] = false.into();
+    pod
+}
 
 #[test]
 fn the_control_plane_serves_an_admin_and_keeps_a_node_to_its_own() {
@@ -35,4 +98,82 @@ fn the_control_plane_serves_an_admin_and_keeps_a_node_to_its_own() {
     cluster.start_server().unwrap();
     cluster.until("the pod", &Cluster::pod("web"), |pod| pod["metadata"]["uid"].as_str().map(drop)).unwrap();
     assert!(cluster.kubeconfig_of(&User::Admin).unwrap().contains("https://127.0.0.1:"));
+}
+
+#[test]
+fn a_pod_of_the_api_runs_its_readiness_follows_its_listener_and_it_goes() {
+    require!(containerd, bpf, apiserver);
+    let scene = Scene::start();
+    scene.cluster.run(NODE, &serving("web")).unwrap();
+    let pod = scene.until_ready("web", true);
+    assert_eq!(pod["status"]["phase"], "Running");
+    let mut control = scene.control(&pod);
+    for _ in 0..2 {
+        control.send(&format!("close {PORT}")).unwrap();
+        scene.until_ready("web", false);
+        control.send(&format!("open {PORT}")).unwrap();
+        scene.until_ready("web", true);
+    }
+    scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
+    scene.until_gone("web");
+    scene.nothing_was_forbidden();
+}
+
+#[test]
+fn a_pod_runs_on_while_the_api_server_is_away_and_its_status_arrives_after() {
+    require!(containerd, bpf, apiserver);
+    let mut scene = Scene::start();
+    scene.cluster.run(NODE, &serving("web")).unwrap();
+    let before = scene.until_ready("web", true);
+    let mut control = scene.control(&before);
+    scene.cluster.kill_server();
+    control.send(&format!("close {PORT}")).unwrap();
+    let said = |ready| {
+        scene
+            .agent
+            .until(&format!("web: ready={ready}"), |watch| {
+                watch.pod("web").filter(|pod| pod.ready() == ready).map(drop)
+            })
+            .unwrap();
+    };
+    said(false);
+    control.send("exit 3").unwrap();
+    scene
+        .agent
+        .until("web to be restarted", |watch| watch.pod("web").filter(|pod| pod.restarts() == 1).map(drop))
+        .unwrap();
+    said(true);
+    scene.cluster.start_server().unwrap();
+    let restarted =
+        |pod: &Value| pod["status"]["containerStatuses"][0]["restartCount"] == 1 && condition(pod, "Ready");
+    let after = scene.until("the status of meanwhile", &Cluster::pod("web"), restarted);
+    assert_eq!(after["metadata"]["uid"], before["metadata"]["uid"]);
+    assert_eq!(after["status"]["podIP"], before["status"]["podIP"]);
+    let last = &after["status"]["containerStatuses"][0]["lastState"]["terminated"];
+    assert_eq!(last["exitCode"], 3, "{after:#}");
+    scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
+    scene.until_gone("web");
+    scene.nothing_was_forbidden();
+}
+
+#[test]
+fn a_killed_agent_finds_its_pods_again_and_ends_those_that_were_deleted_meanwhile() {
+    require!(containerd, bpf, apiserver);
+    let mut scene = Scene::start();
+    for name in ["stays", "goes"] {
+        scene.cluster.run(NODE, &serving(name)).unwrap();
+    }
+    let before = scene.until_ready("stays", true);
+    scene.until_ready("goes", true);
+    scene.agent.kill9();
+    scene.cluster.delete(&Cluster::pod("goes"), None).unwrap();
+    scene.agent.resume().unwrap();
+    scene.until_gone("goes");
+    let mut control = scene.control(&before);
+    control.send(&format!("close {PORT}")).unwrap();
+    let after = scene.until_ready("stays", false);
+    let container = |pod: &Value| pod["status"]["containerStatuses"][0]["containerID"].clone();
+    assert_eq!(container(&after), container(&before));
+    assert_eq!(after["status"]["containerStatuses"][0]["restartCount"], 0);
+    scene.nothing_was_forbidden();
 }

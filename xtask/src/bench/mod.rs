@@ -9,6 +9,7 @@
 //! 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
 
 mod bpf;
+mod cluster;
 mod devices;
 mod footprint;
 mod lifecycle;
@@ -50,6 +51,8 @@ pub(crate) struct Args {
 enum What {
     /// What the kernel programs cost the scheduler and the sockets
     Bpf,
+    /// The node of a cluster, as a client of the API server sees it (KUBE_APISERVER)
+    Cluster,
     /// Deciding on devices, and admitting pods with them
     Devices,
     /// What the agent takes of the machine: CPU and memory
@@ -236,6 +239,7 @@ fn measure(what: What, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     let binary = workdir::target_dir().join("release/beelet");
     match what {
         What::Bpf => rows.extend(bpf::run(quick)?),
+        What::Cluster => cluster::run(&binary, quick, rows)?,
         What::Devices => rows.extend(devices::run(quick)?),
         What::Footprint => {
             rows.extend(footprint::run(&binary, quick)?);

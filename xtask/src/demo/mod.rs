@@ -4,6 +4,7 @@
 //! made without a registry, and everything taken back at the end. What it shows it also checks; its exit code
 //! says whether all of it was so.
 
+mod cluster;
 mod devices;
 mod show;
 mod table;
@@ -13,6 +14,7 @@ use crate::setup::{self, Part};
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Options};
+use beelet_tests::cluster::Cluster;
 use beelet_tests::containerd::{Containerd, Leftovers, block_on, teardown};
 use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::workdir::PATIENCE;
@@ -32,6 +34,10 @@ pub(crate) struct Args {
     #[arg(long)]
     devices: bool,
 
+    /// Show the node of a cluster instead: etcd, the API server that KUBE_APISERVER names, and beelet as its node
+    #[arg(long, conflicts_with = "devices")]
+    cluster: bool,
+
     /// End and remove what `--keep` left running
     #[arg(long, conflicts_with = "keep")]
     stop: bool,
@@ -43,6 +49,7 @@ const PODS: [&str; 3] = ["orders", "web", "batch"];
 /// A running demo. The agent ends first.
 struct Demo {
     agent: Agent,
+    cluster: Option<Cluster>,
     containerd: Containerd,
     checks: Vec<(String, bool)>,
 }
@@ -78,11 +85,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if let Err(missing) = requires::containerd().and_then(|()| requires::bpf()) {
         bail!("the demo can't run here: {missing}");
     }
+    if args.cluster {
+        setup::ensure(Part::Cluster)?;
+        if let Err(missing) = requires::apiserver() {
+            bail!("the demo can't run here: {missing}");
+        }
+    }
     build()?;
     if args.devices {
         devices::build()?;
     }
-    let mut demo = start(&dir)?;
+    let mut demo = start(&dir, args)?;
     let shown = show_all(&mut demo, args);
     if args.keep && shown.is_ok() {
         return keep(demo);
@@ -117,30 +130,38 @@ fn build() -> Result<()> {
 }
 
 /// Starts containerd and the agent, and puts the manifests into the folder.
-fn start(dir: &Path) -> Result<Demo> {
+fn start(dir: &Path, args: &Args) -> Result<Demo> {
     let step = Step::start("start a private containerd, and make its images");
     let containerd = Containerd::start(dir)?;
     let (major, minor) = containerd.version();
     step.done(&format!("containerd {major}.{minor} at {}", containerd.socket().display()));
 
+    let cluster = if args.cluster { Some(cluster::start(&containerd)?) } else { None };
     let step = Step::start("start beelet");
     let binary = workdir::target_dir().join("debug/beelet");
     let mut options = Options::on(&containerd).beelet("nodeName", "demo").http()?;
     options.binary = Some(binary);
+    if let Some(cluster) = &cluster {
+        let kubeconfig = cluster.node_kubeconfig("demo")?;
+        options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
+    }
     let agent = Agent::start(options)?;
     step.done(&format!("process {}", agent.pid().unwrap_or_default()));
-    for name in PODS {
+    for name in PODS.iter().filter(|_| !args.cluster) {
         let file = format!("{name}.yaml");
         let example = shell::repository().join("examples").join(&file);
         let manifest =
             std::fs::read(&example).with_context(|| format!("could not read {}", example.display()))?;
         agent.apply(&file, manifest)?;
     }
-    Ok(Demo { agent, containerd, checks: Vec::new() })
+    Ok(Demo { agent, cluster, containerd, checks: Vec::new() })
 }
 
 /// Everything that the demo shows, in order.
 fn show_all(demo: &mut Demo, args: &Args) -> Result<()> {
+    if args.cluster {
+        return cluster::show(demo);
+    }
     heading("Three manifests are in the folder; beelet runs them (examples/*.yaml)");
     until_ready(demo)?;
     show::listener(demo)?;
@@ -207,6 +228,10 @@ fn keep(mut demo: Demo) -> Result<()> {
     println!("  ctr --address {} --namespace k8s.io containers list", socket.display());
     println!("  bpftool map show; ls -R {}", dir.join("bpf").display());
     println!("End it:\n  cargo xtask demo --stop");
+    if let Some(cluster) = &mut demo.cluster {
+        println!("  kubectl --kubeconfig {} get pods,nodes -o wide", cluster.kubeconfig().display());
+        cluster.keep();
+    }
     demo.agent.keep();
     demo.containerd.keep();
     let wrong: Vec<&str> = demo.checks.iter().filter(|(_, ok)| !ok).map(|(what, _)| what.as_str()).collect();

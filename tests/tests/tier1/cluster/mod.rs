@@ -6,3 +6,4 @@
 mod away;
 mod node;
 mod scene;
+mod workload;

@@ -69,7 +69,6 @@ fn joined(api: &FakeApi, dir: &Path, mut options: Options) -> Options {
     workdir::write(&kubeconfig, api.kubeconfig()).unwrap();
     let arguments = ["--kubeconfig".to_owned(), kubeconfig.display().to_string()];
     options.arguments.extend(arguments);
-    options.arguments.extend(["--cert-dir".to_owned(), dir.join("pki").display().to_string()]);
     options.arguments.extend(["--node-ip".to_owned(), "192.0.2.7".to_owned()]);
     options.kubelet("nodeLeaseDurationSeconds", 4)
 }

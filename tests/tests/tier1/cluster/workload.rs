@@ -1,0 +1,240 @@
+//! Pods of the API server on the node, through every fault of the server.
+
+use beelet_proto::cri::ContainerState;
+use beelet_tests::agent::NODE;
+use beelet_tests::apiserver::{FakeApi, Verb};
+use beelet_tests::cri::Op;
+use beelet_tests::{manifests, require};
+use serde_json::{Value, json};
+
+use super::scene::{Member, status_of};
+
+const PODS: &str = "/api/v1/pods";
+const STATUS: &str = "/api/v1/namespaces/default/pods/*/status";
+
+fn path(name: &str) -> String {
+    format!("/api/v1/namespaces/default/pods/{name}")
+}
+
+/// A pod with the defaults that an API server sets.
+fn pod(name: &str) -> Value {
+    let mut pod = manifests::pod(name, &["/bin/testapp"]);
+    pod["spec"]["nodeName"] = NODE.into();
+    pod["spec"]["restartPolicy"] = "Always".into();
+    pod["spec"]["dnsPolicy"] = "ClusterFirst".into();
+    pod["spec"]["schedulerName"] = "default-scheduler".into();
+    pod["spec"]["enableServiceLinks"] = false.into();
+    pod["spec"]["securityContext"] = json!({});
+    let container = &mut pod["spec"]["containers"][0];
+    container["imagePullPolicy"] = "IfNotPresent".into();
+    container["terminationMessagePath"] = "/dev/termination-log".into();
+    container["terminationMessagePolicy"] = "File".into();
+    container["resources"] = json!({});
+    pod
+}
+
+impl Member {
+    /// Waits until the pod that the API server has is as wanted.
+    async fn until_pod(&self, name: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let what = format!("{name} {what}");
+        self.api.wait_until(&what, |api| api.get(&path(name)).filter(|pod| wanted(pod))).await
+    }
+
+    async fn until_running(&self, name: &str) -> Value {
+        let is_ready = |pod: &Value| status_of(pod, "Ready").as_deref() == Some("True");
+        self.until_pod(name, "to be ready", is_ready).await
+    }
+
+    async fn until_forgotten(&self, name: &str) {
+        let gone = |api: &FakeApi| api.get(&path(name)).is_none().then_some(());
+        self.api.wait_until(&format!("{name} to be forgotten"), gone).await;
+    }
+
+    /// Waits until no container of the pod runs.
+    fn until_stopped(&self, name: &str) {
+        self.scene.look_until(&format!("{name} to be stopped"), || {
+            if self.runs(name) { Err("it runs".to_owned()) } else { Ok(()) }
+        });
+    }
+
+    fn runs(&self, name: &str) -> bool {
+        let container = self.scene.cri.container(name, "main");
+        container.is_some_and(|container| container.state == ContainerState::ContainerRunning)
+    }
+
+    fn container(&self, name: &str) -> String {
+        self.scene.cri.container(name, "main").unwrap().id
+    }
+}
+
+#[tokio::test]
+async fn a_pod_runs_says_so_and_is_forgotten_when_all_of_it_is_gone() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let made = member.api.put(&path("web"), pod("web"));
+    let found = member.until_running("web").await;
+    let status = &found["status"];
+    assert_eq!(status["phase"], "Running");
+    assert_eq!(status["containerStatuses"][0]["name"], "main");
+    assert!(status["containerStatuses"][0]["state"]["running"]["startedAt"].is_string(), "{status:#}");
+    assert!(status["podIP"].is_string() && status["startTime"].is_string(), "{status:#}");
+    assert_eq!(status["qosClass"], "BestEffort");
+    let container = member.container("web");
+
+    let first = member.api.asked().len();
+    member.api.delete(&path("web"));
+    let last = member.until_done(first, Verb::Delete, &path("web")).await;
+    assert_eq!(last.body["gracePeriodSeconds"], 0);
+    assert_eq!(last.body["preconditions"]["uid"], made["metadata"]["uid"]);
+    member.until_forgotten("web").await;
+    // Asked to go with its grace period, not killed.
+    let stopped =
+        member.scene.cri.calls().into_iter().any(|call| call.op() == Op::StopContainer && call.succeeded());
+    assert!(stopped, "{container} was never stopped");
+    assert!(!member.runs("web"), "{container} runs on");
+    // The name is free.
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_pod_that_was_deleted_by_force_is_stopped() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    member.api.remove(&path("web"));
+    member.until_stopped("web");
+    // Nobody is told of what is not there any more.
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_status_arrives_after_the_server_was_away() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    member.api.crash();
+    member.scene.cri.exit(&member.container("web"), 3);
+    let restarted = |api: &Value| api["status"]["containerStatuses"][0]["restartCount"] == 1;
+    member
+        .scene
+        .until("web to be restarted", |watch| watch.pod("web").filter(|pod| pod.restarts() == 1).map(drop));
+    assert!(!restarted(&member.api.get(&path("web")).unwrap()));
+    member.api.come_back();
+    let pod = member.until_pod("web", "to say so", restarted).await;
+    let last = &pod["status"]["containerStatuses"][0]["lastState"]["terminated"];
+    assert_eq!(last["exitCode"], 3, "{pod:#}");
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_status_arrives_through_every_kind_of_refusal() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    member.api.on(Verb::Patch, STATUS).refuse(500, "etcd is away");
+    member.api.on(Verb::Patch, STATUS).throttle(1);
+    member.api.on(Verb::Patch, STATUS).refuse(409, "the object has been modified");
+    member.api.on(Verb::Patch, STATUS).drop_connection();
+    member.api.on(Verb::Patch, STATUS).lose_reply();
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    // One more pod is not held up by what happens to this one.
+    let held = member.api.on(Verb::Patch, STATUS).when(|asked| asked.path.contains("/slow/")).hold();
+    member.api.put(&path("slow"), pod("slow"));
+    held.reached().await;
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    held.release();
+    member.until_running("slow").await;
+    member.api.on(Verb::Delete, &path("web")).times(2).refuse(500, "etcd is away");
+    member.api.delete(&path("web"));
+    member.until_forgotten("web").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn pods_are_followed_through_watches_that_break_and_are_too_old() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let watched = |api: &FakeApi| api.watched().iter().any(|path| path == PODS).then_some(());
+    let api = &member.api;
+    let through = async |what: &str, harm: &dyn Fn()| {
+        let (gone, new) = (format!("{what}-gone"), format!("{what}-new"));
+        api.wait_until("a watch of the pods", watched).await;
+        api.put(&path(&gone), pod(&gone));
+        member.until_running(&gone).await;
+        api.wait_until("a watch of the pods", watched).await;
+        harm();
+        // It happens while nobody watches, or is told by the new watch.
+        api.remove(&path(&gone));
+        api.put(&path(&new), pod(&new));
+        if what == "old" {
+            api.compact();
+        }
+        member.until_stopped(&gone);
+        member.until_running(&new).await;
+    };
+    through("ended", &|| api.end_watches(PODS)).await;
+    through("cut", &|| {
+        api.say(PODS, r#"{"type":"MODIFIED","obj"#);
+        api.break_watches(PODS);
+    })
+    .await;
+    through("old", &|| api.break_watches(PODS)).await;
+    through("noise", &|| api.say(PODS, "noise\n")).await;
+    through("past", &|| {
+        api.say(PODS, "{\"type\":\"BOOKMARK\",\"object\":{\"metadata\":{\"resourceVersion\":\"1\"}}}\n");
+        api.end_watches(PODS);
+    })
+    .await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn an_empty_list_by_mistake_stops_nothing() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    let container = member.container("web");
+    let first = member.api.asked().len();
+    member.api.on(Verb::List, PODS).answer_empty_list();
+    member.api.put("/api/v1/nodes/other", json!({ "metadata": { "name": "other" } }));
+    member.api.compact();
+    member.api.break_watches(PODS);
+    let empty = member.until_done(first, Verb::List, PODS).await;
+    member.until_done(empty.number + 1, Verb::List, PODS).await;
+    // It goes on with what the second list said.
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    assert_eq!(member.container("web"), container);
+    assert_eq!(member.scene.cri.count(Op::StopContainer), 0, "{}", member.scene.cri.transcript());
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn an_agent_that_starts_without_its_server_stops_nothing() {
+    require!(root);
+    let mut member = Member::start(FakeApi::start(), |options| options).await;
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    let container = member.container("web");
+    member.scene.agent.kill9();
+    member.api.crash();
+    member.scene.agent.resume().unwrap();
+    member.scene.until_relisted();
+    assert_eq!(member.scene.cri.count(Op::StopContainer), 0, "{}", member.scene.cri.transcript());
+    member.api.come_back();
+    // From now on it is known again, and followed.
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    assert_eq!(member.container("web"), container);
+    member.api.delete(&path("web"));
+    member.until_forgotten("web").await;
+    member.scene.is_well();
+}

@@ -1,0 +1,195 @@
+//! The node of a cluster, as a client of the API server sees it: etcd, a kube-apiserver and a containerd of our own.
+//!
+//! All times are a watcher's of the pod: from the request (or the test app's system call) to the event that says so. The
+//! pods have a TCP readiness probe with a period of one second. Where `KUBELET` names one, a kubelet's medians are beside,
+//! on a node of its own in a cluster of its own, in the same run.
+//!
+//! - `post_to_running`, `post_to_ready`: from POST to the phase, and to the condition.
+//! - `close_to_unready`: from close(2) in the pod to Ready=False.
+//! - `delete_to_gone`: from DELETE with a grace period of one second to the pod's end in the API; the process ends at once.
+//! - `idle_writes`: what a node without anything to say writes per minute, by the audit log; `idle_lists` beside it.
+//! - `status_writes`: what one pod's life writes: made, ready, deleted.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use beelet_tests::agent::{self, Agent, Control, Options, monotonic_ns};
+use beelet_tests::cluster::{Cluster, Watcher, condition};
+use beelet_tests::containerd::Containerd;
+use beelet_tests::kubelet::{self, Kubelet};
+use beelet_tests::manifests::{self, CONTROL, PORT};
+use beelet_tests::requires;
+use beelet_tests::workdir::{self, interrupted};
+use serde_json::{Value, json};
+
+use super::{Row, Statistic};
+use crate::progress::Step;
+use crate::setup::{self, Part};
+
+/// Medians, in milliseconds.
+const RUNNING: f64 = 250.0;
+const READY: f64 = 300.0;
+/// p99, in milliseconds.
+const UNREADY: f64 = 50.0;
+/// The median, in milliseconds.
+const GONE: f64 = 500.0;
+/// Per minute.
+const IDLE_WRITES: f64 = 6.0;
+/// In one pod's life.
+const STATUS_WRITES: f64 = 4.0;
+/// Listeners closed in one pod.
+const CLOSED: usize = 10;
+
+/// What was measured of one agent.
+#[derive(Default)]
+struct Samples {
+    running: Vec<f64>,
+    ready: Vec<f64>,
+    unready: Vec<f64>,
+    gone: Vec<f64>,
+    status_writes: Vec<f64>,
+    idle_writes: f64,
+    idle_lists: f64,
+}
+
+/// Adds all rows.
+pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
+    if let Err(missing) = requires::apiserver() {
+        eprintln!("cluster: not measured: {missing}");
+        return Ok(());
+    }
+    setup::ensure(Part::Cluster)?;
+    let ours = ours(binary, quick)?;
+    let beside = match kubelet::given() {
+        Ok(kubelet) => Some(peer(&kubelet, quick)?),
+        Err(missing) => {
+            eprintln!("not measured beside: {missing}");
+            None
+        }
+    };
+    let mut add = |row: Row, of: fn(&Samples) -> Vec<f64>| {
+        rows.push(match &beside {
+            Some(beside) => row.beside("kubelet", of(beside)),
+            None => row,
+        });
+    };
+    let median =
+        |name, samples: &[f64], bound| Row::by_median("cluster", name, "ms", samples.to_vec(), bound);
+    add(median("post_to_running", &ours.running, RUNNING), |all| all.running.clone());
+    add(median("post_to_ready", &ours.ready, READY), |all| all.ready.clone());
+    add(Row::new("cluster", "close_to_unready", "ms", ours.unready, UNREADY), |all| all.unready.clone());
+    add(median("delete_to_gone", &ours.gone, GONE), |all| all.gone.clone());
+    let writes = Row::unbound("cluster", "status_writes", "requests", ours.status_writes);
+    add(writes.within(Statistic::Median, STATUS_WRITES), |all| all.status_writes.clone());
+    add(Row::one("cluster", "idle_writes", "per min", ours.idle_writes, IDLE_WRITES), |all| {
+        vec![all.idle_writes]
+    });
+    add(Row::one("cluster", "idle_lists", "per min", ours.idle_lists, 0.0), |all| vec![all.idle_lists]);
+    Ok(())
+}
+
+fn ours(binary: &Path, quick: bool) -> Result<Samples> {
+    let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
+    let cluster = Cluster::start(containerd.dir())?;
+    let mut options = Options::on(&containerd);
+    options.binary = Some(binary.to_path_buf());
+    let kubeconfig = cluster.node_kubeconfig(agent::NODE)?;
+    options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
+    let _agent = Agent::start(options)?;
+    measure("beelet", &cluster, agent::NODE, quick)
+}
+
+fn peer(binary: &Path, quick: bool) -> Result<Samples> {
+    let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
+    let cluster = Cluster::start(containerd.dir())?;
+    let kubeconfig = cluster.node_kubeconfig(kubelet::NODE)?;
+    let _kubelet = Kubelet::join(binary, &containerd, &kubeconfig)?;
+    measure("the kubelet", &cluster, kubelet::NODE, quick)
+}
+
+fn measure(who: &str, cluster: &Cluster, node: &str, quick: bool) -> Result<Samples> {
+    let step = Step::start(format!("cluster: pods of {who}"));
+    let ready = |node: &Value| condition(node, "Ready").then_some(());
+    cluster.until("the Node to be ready", &format!("/api/v1/nodes/{node}"), ready)?;
+    let mut all = Samples::default();
+    let pods = if quick { 3 } else { 20 };
+    for round in 0..pods {
+        step.detail(&format!("{round} of {pods}"));
+        let before = writes(cluster, node, "pods/status")?;
+        pod(cluster, node, &format!("web{round}"), round == 0, &mut all)?;
+        if round > 0 {
+            // The first one's listener was closed and opened.
+            all.status_writes.push((writes(cluster, node, "pods/status")? - before) as f64);
+        }
+    }
+    let time = Duration::from_secs(if quick { 20 } else { 120 });
+    step.detail("nothing happens");
+    let asked = cluster.asked_by(node)?.len();
+    let began = Instant::now();
+    while began.elapsed() < time && !interrupted() {
+        std::thread::park_timeout(Duration::from_millis(200));
+    }
+    let minutes = began.elapsed().as_secs_f64() / 60.0;
+    let asked = cluster.asked_by(node)?.split_off(asked);
+    let count = |verbs: &[&str]| asked.iter().filter(|(verb, ..)| verbs.contains(&&**verb)).count() as f64;
+    all.idle_writes = count(&["create", "update", "patch", "delete"]) / minutes;
+    all.idle_lists = count(&["list"]) / minutes;
+    step.done(&format!("{pods} pods"));
+    Ok(all)
+}
+
+/// How many writes of such a resource the node has made.
+fn writes(cluster: &Cluster, node: &str, resource: &str) -> Result<usize> {
+    let asked = cluster.asked_by(node)?;
+    Ok(asked.iter().filter(|(verb, of, _)| of == resource && ["update", "patch"].contains(&&**verb)).count())
+}
+
+/// One pod's life.
+fn pod(cluster: &Cluster, node: &str, name: &str, close: bool, all: &mut Samples) -> Result<()> {
+    let mut pod = manifests::serving(name);
+    pod["spec"]["containers"][0]["readinessProbe"]["periodSeconds"] = json!(1);
+    pod["spec"]["containers"][0]["readinessProbe"]["failureThreshold"] = json!(1);
+    pod["spec"]["terminationGracePeriodSeconds"] = json!(1);
+    pod["spec"]["automountServiceAccountToken"] = json!(false);
+    pod["spec"]["enableServiceLinks"] = json!(false);
+    let watcher = cluster.watch(&Cluster::pod(name))?;
+    watcher.until("nothing", Value::is_null)?;
+    let began = monotonic_ns();
+    cluster.run(node, &pod)?;
+    let ms = |at: u64, since: u64| at.saturating_sub(since) as f64 / 1e6;
+    // Both may come with one event.
+    let (mut running, mut ready) = (None, None);
+    while ready.is_none() {
+        let news = |pod: &Value| {
+            (running.is_none() && pod["status"]["phase"] == "Running") || condition(pod, "Ready")
+        };
+        let (at, seen) = watcher.until("the pod to run and be ready", news)?;
+        running = running.or(Some(ms(at, began)));
+        ready = condition(&seen, "Ready").then_some((ms(at, began), seen));
+    }
+    let (took, seen) = ready.context("the pod is not ready")?;
+    all.running.extend(running);
+    all.ready.push(took);
+    if close {
+        let address = seen["status"]["podIP"].as_str().context("the pod has no address")?;
+        let mut control = Control::connect(address, CONTROL)?;
+        for _ in 0..CLOSED {
+            all.unready.push(flip(&watcher, &mut control, "close", false)?);
+            flip(&watcher, &mut control, "open", true)?;
+        }
+    }
+    let began = monotonic_ns();
+    cluster.delete(&Cluster::pod(name), None)?;
+    let (at, _) = watcher.until("the pod to be gone", Value::is_null)?;
+    all.gone.push(ms(at, began));
+    Ok(())
+}
+
+/// From the test app's system call to the API's condition.
+fn flip(watcher: &Watcher, control: &mut Control, command: &str, ready: bool) -> Result<f64> {
+    let called = control.send(&format!("{command} {PORT}"))?;
+    let what = format!("Ready={ready}");
+    let (at, _) = watcher.until(&what, |pod| pod.is_object() && condition(pod, "Ready") == ready)?;
+    Ok(at.saturating_sub(called) as f64 / 1e6)
+}
