@@ -85,7 +85,7 @@ async fn a_lease_is_renewed_while_no_other_request_is_answered() {
     let member = Member::start(api, |options| options).await;
     let held = member.api.on(Verb::Patch, "/api/v1/nodes/*/status").hold();
     member.api.on(Verb::Get, "/api/v1/nodes/*").always().refuse(500, "etcd is away");
-    member.api.patch(&format!("{}/status", own_node()), &json!({ "conditions": null }));
+    member.api.patch(&format!("{}/status", own_node()), &json!({ "status": { "conditions": null } }));
     held.reached().await;
     let mut next = member.api.asked().len();
     for _ in 0..4 {
