@@ -33,7 +33,7 @@ impl Scene {
     }
 
     /// Waits until an object is as wanted; it is null while there is none.
-    fn until(&self, what: &str, path: &str, wanted: impl Fn(&Value) -> bool + Send) -> Value {
+    fn until(&self, what: &str, path: &str, wanted: impl Fn(&Value) -> bool + Send + Sync) -> Value {
         let found = self.cluster.until(what, path, |object| wanted(object).then(|| object.clone()));
         found.unwrap_or_else(|error| panic!("{error:#}\n{}", self.agent.log()))
     }
