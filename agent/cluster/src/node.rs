@@ -156,6 +156,8 @@ impl Keeper {
             match found {
                 Ok(node) => {
                     backoff.reset();
+                    // Whoever deletes it before the watch begins is seen.
+                    self.version.clone_from(&node.metadata.resource_version);
                     self.publish(node);
                     if matches!(self.follow().await, Fate::Deleted) {
                         warn!(node = self.inputs.registration.name, "somebody deleted the Node");

@@ -277,8 +277,9 @@ pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
         }
         let changed = match (*field, after) {
             ("conditions", after) => conditions(before, after),
-            // Lists that the API server merges by address: an address that isn't ours any more would stay.
-            ("podIPs" | "hostIPs", Some(Value::Array(list))) => {
+            // Lists that the API server merges by address: an address that isn't ours any more would stay. Where there is
+            // no list yet, older servers take the directive for an address (mergeMap of strategicpatch).
+            ("podIPs" | "hostIPs", Some(Value::Array(list))) if before.is_some() => {
                 let mut list = list.clone();
                 list.push(json!({"$patch": "replace"}));
                 Some(Value::Array(list))

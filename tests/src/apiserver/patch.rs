@@ -95,6 +95,10 @@ fn strategic(object: &mut Value, patch: &Value) {
             (Value::Null, _) => {
                 fields.remove(name);
             }
+            // As older servers do: the patch is taken as it is, directives and all.
+            (Value::Array(_), Some(_)) if fields.get(name).is_none() => {
+                fields.insert(name.clone(), change.clone());
+            }
             (Value::Array(changes), Some(key)) => {
                 merge_list(fields.entry(name.as_str()).or_insert(Value::Null), changes, key);
             }

@@ -194,6 +194,9 @@ fn a_patch_of_addresses_leaves_no_old_one() {
         json!({"podIP": "10.0.0.2", "podIPs": [{"ip": "10.0.0.2"}, {"$patch": "replace"}]}),
     );
     check_patch(json!({"podIPs": [{"ip": "10.0.0.1"}]}), json!({}), json!({"podIPs": null}));
+    // An older server would take the directive for an address where there is no list yet.
+    let first = json!({"podIPs": [{"ip": "10.0.0.1"}]});
+    check_patch(json!({}), first.clone(), first);
 }
 
 #[test]

@@ -40,7 +40,7 @@ async fn a_server_that_comes_back_finds_the_lease_renewed_and_one_node() {
 #[tokio::test]
 async fn a_kubeconfig_that_can_not_be_used_ends_the_agent_with_the_reason() {
     require!(root);
-    let mut member = Member::spawn(FakeApi::absent(), |mut options| {
+    let mut member = Member::spawn(FakeApi::absent(), |options| {
         let kubeconfig = options.arguments.iter().position(|one| one == "--kubeconfig").unwrap() + 1;
         std::fs::write(&options.arguments[kubeconfig], "clusters: [").unwrap();
         options.kubelet("registerNode", true)
