@@ -96,7 +96,7 @@ fn strategic(object: &mut Value, patch: &Value) {
                 fields.remove(name);
             }
             // As older servers do: the patch is taken as it is, directives and all.
-            (Value::Array(_), Some(_)) if fields.get(name).is_none() => {
+            (Value::Array(_), Some(_)) if !fields.contains_key(name) => {
                 fields.insert(name.clone(), change.clone());
             }
             (Value::Array(changes), Some(key)) => {
