@@ -95,10 +95,6 @@ fn strategic(object: &mut Value, patch: &Value) {
             (Value::Null, _) => {
                 fields.remove(name);
             }
-            // As older servers do: the patch is taken as it is, directives and all.
-            (Value::Array(_), Some(_)) if !fields.contains_key(name) => {
-                fields.insert(name.clone(), change.clone());
-            }
             (Value::Array(changes), Some(key)) => {
                 merge_list(fields.entry(name.as_str()).or_insert(Value::Null), changes, key);
             }
