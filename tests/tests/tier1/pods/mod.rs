@@ -5,6 +5,7 @@
 
 mod admission;
 mod adoption;
+mod api_server;
 mod assigned;
 mod device_kills;
 mod devices;

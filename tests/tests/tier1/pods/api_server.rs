@@ -1,0 +1,197 @@
+//! Pods from an API server that goes wrong as it is told: run, reported, deleted, mirrored, whatever it does.
+
+use std::sync::Arc;
+
+use beelet_cluster::connect::{Identity, Options, connect};
+use beelet_cluster::workload::{Inputs, Workload};
+use beelet_tests::apiserver::{FakeApi, Verb};
+use beelet_tests::cri::Op;
+use k8s_openapi::api::core::v1 as core;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::node::{Node, Settings, pod};
+
+const POD: &str = "/api/v1/namespaces/default/pods/api-n1";
+const PODS: &str = "/api/v1/pods";
+const STATUS: &str = "/api/v1/namespaces/*/pods/*/status";
+
+/// A node, an API server, and what connects them.
+struct Cluster {
+    node: Node,
+    api: FakeApi,
+    stop: CancellationToken,
+    working: JoinHandle<()>,
+    _identity: Identity,
+    _object: watch::Sender<Option<Arc<core::Node>>>,
+}
+
+impl Cluster {
+    async fn start(api: FakeApi, manifests: &[Value]) -> Self {
+        let mut node = Node::new(Settings::default());
+        manifests.iter().for_each(|pod| node.apply(pod));
+        let (workload, desired) = Workload::new();
+        node.sources.push(desired);
+        node.start().await;
+        let kubeconfig = node.path("kubeconfig");
+        std::fs::write(&kubeconfig, api.kubeconfig()).unwrap();
+        let stop = CancellationToken::new();
+        let (client, identity) = connect(Options { kubeconfig }, &stop).await.unwrap();
+        let object = json!({"metadata": {"name": "n1", "uid": "node-uid"}});
+        let object: core::Node = serde_json::from_value(object).unwrap();
+        let (object, node_object) = watch::channel(Some(Arc::new(object)));
+        let handles = node.handles().clone();
+        let inputs = Inputs {
+            node_name: "n1".to_owned(),
+            node: node_object,
+            table: handles.table,
+            requests: handles.requests,
+            complete: handles.complete,
+            events: handles.events,
+        };
+        let working = tokio::spawn(workload.run(client, inputs, stop.clone()));
+        Cluster { node, api, stop, working, _identity: identity, _object: object }
+    }
+
+    /// Waits until the API server's pod is as wanted.
+    async fn until(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        self.api.wait_until(what, |api| api.get(POD).filter(&wanted)).await
+    }
+
+    async fn stop(self) {
+        self.stop.cancel();
+        self.working.await.unwrap();
+    }
+}
+
+/// A pod as somebody applied it and the scheduler bound it.
+fn bound() -> Value {
+    let mut pod = pod("api-n1");
+    pod["metadata"]["namespace"] = json!("default");
+    pod["spec"]["nodeName"] = json!("n1");
+    pod["spec"]["restartPolicy"] = json!("Always");
+    pod
+}
+
+fn with_pod() -> FakeApi {
+    let api = FakeApi::start();
+    api.put(POD, bound());
+    api
+}
+
+fn is_ready(pod: &Value) -> bool {
+    let conditions = pod["status"]["conditions"].as_array();
+    conditions.is_some_and(|all| all.iter().any(|c| c["type"] == "Ready" && c["status"] == "True"))
+}
+
+fn restarts(pod: &Value) -> i64 {
+    pod["status"]["containerStatuses"][0]["restartCount"].as_i64().unwrap_or_default()
+}
+
+/// Has the container end, and start again.
+fn end_container(node: &Node) {
+    let id = node.cri.container("api-n1", "main").unwrap().id;
+    node.cri.exit(&id, 1);
+}
+
+#[tokio::test]
+async fn a_pod_is_run_reported_and_deleted_once_nothing_is_left_of_it() {
+    let cluster = Cluster::start(with_pod(), &[]).await;
+    let ready = cluster.until("the pod to be ready", is_ready).await;
+    assert_eq!(ready["status"]["phase"], "Running");
+    let writes = cluster.api.count(Verb::Patch, STATUS);
+    assert!(writes <= 4, "{}", cluster.api.transcript());
+    cluster.api.delete(POD);
+    cluster.api.wait_until("the pod to be gone", |api| api.get(POD).is_none().then_some(())).await;
+    assert_eq!(cluster.node.containers("api"), "");
+    let deletion = cluster.api.wait_for("its deletion", |asked| asked.is(Verb::Delete, POD)).await;
+    assert_eq!(deletion.body["preconditions"]["uid"], ready["metadata"]["uid"]);
+    assert_eq!(deletion.body["gracePeriodSeconds"], 0);
+    // The last status was written before.
+    let last = cluster.api.asked().into_iter().rfind(|asked| asked.verb == Verb::Patch).unwrap();
+    assert_eq!(last.body["status"]["phase"], "Failed", "{}", cluster.api.transcript());
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn what_happened_while_the_api_server_was_away_arrives_when_it_is_back() {
+    let cluster = Cluster::start(with_pod(), &[]).await;
+    cluster.until("the pod to be ready", is_ready).await;
+    cluster.api.crash();
+    end_container(&cluster.node);
+    cluster.node.until_pod("api", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
+    let first = cluster.api.asked().len();
+    cluster.api.come_back();
+    cluster.until("the restart", |pod| restarts(pod) == 1 && is_ready(pod)).await;
+    // What was between is nobody's business any more.
+    let writes = cluster.api.asked()[first..].iter().filter(|asked| asked.verb == Verb::Patch).count();
+    assert_eq!(writes, 1, "{}", cluster.api.transcript());
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn an_api_server_that_refuses_or_loses_answers_has_the_status_in_the_end() {
+    let api = with_pod();
+    api.on(Verb::Patch, STATUS).times(2).refuse(500, "etcd is away");
+    api.on(Verb::Patch, STATUS).throttle(1);
+    api.on(Verb::Patch, STATUS).refuse(409, "the object has been modified");
+    api.on(Verb::Patch, STATUS).lose_reply();
+    let cluster = Cluster::start(api, &[]).await;
+    cluster.until("the pod to be ready", is_ready).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_list_that_is_empty_by_mistake_stops_nothing() {
+    let cluster = Cluster::start(with_pod(), &[]).await;
+    cluster.until("the pod to be ready", is_ready).await;
+    let first = cluster.api.asked().len();
+    cluster.api.on(Verb::List, PODS).answer_empty_list();
+    cluster.api.compact();
+    cluster.api.break_watches(PODS);
+    cluster
+        .api
+        .wait_for_after("a new watch", first, |asked| asked.is(Verb::Watch, PODS) && asked.succeeded())
+        .await;
+    // The watch is the first thing that a list which was believed leads to.
+    end_container(&cluster.node);
+    cluster.until("the restart", |pod| restarts(pod) == 1 && is_ready(pod)).await;
+    assert_eq!(cluster.node.done(&[Op::StopContainer]), 0, "{}", cluster.api.transcript());
+    assert!(cluster.node.events().iter().any(|event| event.starts_with("NoPodsAssigned")));
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_watch_goes_on_after_noise_and_bookmarks_of_the_past() {
+    let cluster = Cluster::start(with_pod(), &[]).await;
+    cluster.until("the pod to be ready", is_ready).await;
+    let past = json!({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}});
+    cluster.api.say(PODS, format!("{past}\n"));
+    cluster.api.say(PODS, "{\"type\": \"MODIF");
+    cluster.api.break_watches(PODS);
+    cluster.api.delete(POD);
+    cluster.api.wait_until("the pod to be gone", |api| api.get(POD).is_none().then_some(())).await;
+    assert_eq!(cluster.api.count(Verb::List, PODS), 1, "{}", cluster.api.transcript());
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_static_pod_has_a_mirror_that_is_made_again_and_goes_with_it() {
+    const MIRROR: &str = "/api/v1/namespaces/default/pods/web-n1";
+    let mut web = pod("web");
+    web["metadata"]["labels"] = json!({"tier": "a"});
+    let cluster = Cluster::start(FakeApi::start(), &[web]).await;
+    let ready = |api: &FakeApi| api.get(MIRROR).filter(is_ready);
+    let mirror = cluster.api.wait_until("the mirror to be ready", ready).await;
+    assert_eq!(mirror["metadata"]["ownerReferences"][0]["uid"], "node-uid");
+    assert_eq!(mirror["metadata"]["labels"]["tier"], "a");
+    cluster.api.remove(MIRROR);
+    let again = |api: &FakeApi| ready(api).filter(|new| new["metadata"]["uid"] != mirror["metadata"]["uid"]);
+    cluster.api.wait_until("another mirror", again).await;
+    assert_eq!(cluster.node.containers("web"), "main/0+");
+    cluster.node.remove("web");
+    cluster.api.wait_until("the mirror to be gone", |api| api.get(MIRROR).is_none().then_some(())).await;
+    cluster.stop().await;
+}
