@@ -23,6 +23,7 @@ use std::{
 use beelet_policy::{
     critical::is_critical,
     eviction::NodeCondition,
+    node_fit::{self, NodeView},
     preemption,
     qos::{QosClass, qos_class},
 };
@@ -199,6 +200,19 @@ impl Admission {
                 () = timer => {}
             }
         }
+    }
+
+    /// Whether `pod` belongs on `node`, by the node's name, labels and taints. One that was let in before does.
+    ///
+    /// # Errors
+    /// Why it does not.
+    pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), Rejection> {
+        if self.ledger().has(pod.metadata.uid.as_deref().unwrap_or_default()) {
+            return Ok(());
+        }
+        let Some(misfit) = node_fit::misfit(pod, node) else { return Ok(()) };
+        let (reason, message) = (misfit.reason().to_owned(), misfit.message().to_owned());
+        Err(self.rejected(pod, Rejection { reason, message }))
     }
 
     /// Has a pod ended that may not run here.

@@ -9,7 +9,7 @@ use beelet_model::{
     status::has_ended,
     table::PodName,
 };
-use beelet_policy::mirror;
+use beelet_policy::{mirror, node_fit::NodeView};
 use beelet_state::events::{Object, Recorder};
 use k8s_openapi::api::core::v1 as core;
 use serde_json::Value;
@@ -43,6 +43,15 @@ pub(crate) fn desired(pods: &Pods) -> Desired {
     let Some(pods) = pods else { return Desired { api_unread: true, ..Desired::default() } };
     let wanted = pods.iter().filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
     Desired { pods: wanted.collect(), ..Desired::default() }
+}
+
+/// The node as far as pods may choose it.
+pub(crate) fn view(node: &core::Node) -> NodeView {
+    NodeView {
+        name: node.metadata.name.clone().unwrap_or_default(),
+        labels: node.metadata.labels.clone().unwrap_or_default(),
+        taints: node.spec.as_ref().and_then(|spec| spec.taints.clone()).unwrap_or_default(),
+    }
 }
 
 /// Takes in what the API server says.

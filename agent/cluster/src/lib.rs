@@ -13,6 +13,7 @@ pub mod lease;
 pub mod machine;
 mod mirrors;
 pub mod node;
+mod objects;
 pub mod reviews;
 pub mod rotation;
 mod status;

@@ -16,6 +16,7 @@ use crate::{
     assigned::{self, Assigned, Pods},
     client::Client,
     mirrors::Mirrors,
+    objects::{self, Held},
     status::Writer,
     watch::follow,
 };
@@ -60,6 +61,7 @@ impl Workload {
     /// statuses were tried once.
     pub async fn run(self, client: Client, inputs: Inputs, stop: CancellationToken) {
         let (out, pods) = watch::channel(None);
+        let (held_out, held) = watch::channel(Held::default());
         let collection = assigned::collection(&inputs.node_name);
         let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone());
         let mirrors = Mirrors {
@@ -72,7 +74,12 @@ impl Workload {
         };
         let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone());
         let following = async {
-            tokio::join!(follow(&client, &collection, &mut sink), self.publish(pods), mirrors.keep());
+            tokio::join!(
+                follow(&client, &collection, &mut sink),
+                objects::keep(client.clone(), pods.clone(), held_out),
+                self.publish(pods, held, inputs.node.clone()),
+                mirrors.keep(),
+            );
         };
         let following = async {
             tokio::select! {
@@ -84,9 +91,18 @@ impl Workload {
     }
 
     /// Keeps what should run current.
-    async fn publish(&self, mut pods: watch::Receiver<Pods>) {
+    async fn publish(
+        &self,
+        mut pods: watch::Receiver<Pods>,
+        mut held: watch::Receiver<Held>,
+        mut node: watch::Receiver<Option<Arc<core::Node>>>,
+    ) {
         loop {
-            let desired = assigned::desired(&pods.borrow_and_update());
+            let assigned = pods.borrow_and_update().clone();
+            let objects = held.borrow_and_update().objects(&assigned);
+            let node_view = node.borrow_and_update().as_deref().map(|node| Arc::new(assigned::view(node)));
+            let desired =
+                Desired { objects: Arc::new(objects), node: node_view, ..assigned::desired(&assigned) };
             self.desired.send_if_modified(|known| {
                 let changed = **known != desired;
                 if changed {
@@ -94,7 +110,12 @@ impl Workload {
                 }
                 changed
             });
-            if pods.changed().await.is_err() {
+            let changed = tokio::select! {
+                changed = pods.changed() => changed,
+                changed = held.changed() => changed,
+                changed = node.changed() => changed,
+            };
+            if changed.is_err() {
                 return;
             }
         }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use beelet_policy::node_fit::NodeView;
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::labels;
@@ -31,6 +32,8 @@ pub struct Desired {
     pub api_unread: bool,
     /// No folder is configured. What runs from a file of an earlier configuration is left alone.
     pub without_folder: bool,
+    /// The node as the API server has it, as far as pods may choose it.
+    pub node: Option<Arc<NodeView>>,
     /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
     pub objects: Arc<Objects>,
     /// The files of priority classes, by name.
@@ -52,6 +55,7 @@ impl Desired {
             all.folder_unread |= one.folder_unread;
             all.api_unread |= one.api_unread;
             all.without_folder |= one.without_folder;
+            all.node = all.node.or_else(|| one.node.clone());
             objects.add_missing(&one.objects);
             for (name, file) in &one.class_files {
                 all.class_files.entry(name.clone()).or_insert_with(|| file.clone());

@@ -19,8 +19,16 @@ const DISRUPTION: &str = "DisruptionTarget";
 const DISRUPTIONS: &[&str] = &["Evicted", "Preempting"];
 
 /// Reasons of pods that were not let in, as the kubelet has them; those that begin with [`OUT_OF`] too.
-const REFUSALS: &[&str] =
-    &["UnexpectedAdmissionError", "TopologyAffinityError", "NodePorts", "PodOSNotSupported"];
+const REFUSALS: &[&str] = &[
+    "UnexpectedAdmissionError",
+    "TopologyAffinityError",
+    "NodePorts",
+    "PodOSNotSupported",
+    "PodOSSelectorNodeLabelDoesNotMatch",
+    "NodeAffinity",
+    "NodeName",
+    "TaintToleration",
+];
 /// Not enough of what follows.
 const OUT_OF: &str = "OutOf";
 

@@ -4,14 +4,17 @@
 //! Immutable once built; a new set is built whenever a manifest changes. Values of secrets must never get into a
 //! log: this type's `Debug` shows names only.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use beelet_policy::references::{self, Reference, TokenReference};
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use crate::origin::Origin;
 
 /// One object with the file it came from.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,6 +32,9 @@ pub struct Objects {
     config_maps: ByName<ConfigMap>,
     secrets: ByName<Secret>,
     runtime_classes: ByName<RuntimeClass>,
+    tokens: BTreeMap<TokenReference, Arc<str>>,
+    /// What the API server was asked for and has not answered yet.
+    unread: BTreeSet<Reference>,
 }
 
 /// An object as a manifest describes it.
@@ -75,12 +81,14 @@ impl fmt::Debug for Objects {
             .field("config_maps", &self.config_maps.keys())
             .field("secrets", &self.secrets.keys())
             .field("runtime_classes", &self.runtime_classes.keys())
+            .field("tokens", &self.tokens.keys())
+            .field("unread", &self.unread)
             .finish()
     }
 }
 
 impl Objects {
-    /// Adds an object, in the place of one of its kind and name.
+    /// Adds an object, in the place of one of its kind and name. The file of one that the API server keeps is empty.
     pub fn add(&mut self, file: &Path, object: &Object) {
         let metadata = object.metadata();
         let name = metadata.name.clone().unwrap_or_default();
@@ -92,8 +100,34 @@ impl Objects {
         }
     }
 
+    /// Adds a token of a service account.
+    pub fn add_token(&mut self, of: TokenReference, token: Arc<str>) {
+        self.tokens.insert(of, token);
+    }
+
+    /// Notes that an object may exist, but was not read yet.
+    pub fn add_unread(&mut self, reference: Reference) {
+        self.unread.insert(reference);
+    }
+
+    /// A token of a service account.
+    pub fn token(&self, of: &TokenReference) -> Option<&str> {
+        self.tokens.get(of).map(|token| &**token)
+    }
+
+    /// Whether the API server has not answered yet for something that `pod` refers to: nobody knows whether it can run.
+    pub fn is_unread(&self, pod: &Pod) -> bool {
+        Origin::of(pod).is_api()
+            && (references::of(pod).iter().any(|reference| self.unread.contains(reference))
+                || references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token)))
+    }
+
     /// Adds what `others` has and this lacks.
     pub fn add_missing(&mut self, others: &Self) {
+        for (of, token) in &others.tokens {
+            self.tokens.entry(of.clone()).or_insert_with(|| Arc::clone(token));
+        }
+        self.unread.extend(others.unread.iter().cloned());
         add_missing(&mut self.config_maps, &others.config_maps);
         add_missing(&mut self.secrets, &others.secrets);
         add_missing(&mut self.runtime_classes, &others.runtime_classes);
@@ -117,12 +151,13 @@ impl Objects {
     /// The file that an object of this kind and name came from.
     pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<&Path> {
         let key = |namespace: &str| (namespace.to_owned(), name.to_owned());
-        match kind {
+        let file = match kind {
             "ConfigMap" => self.config_maps.get(&key(namespace)).map(|kept| kept.file.as_path()),
             "Secret" => self.secrets.get(&key(namespace)).map(|kept| kept.file.as_path()),
             "RuntimeClass" => self.runtime_classes.get(&key("")).map(|kept| kept.file.as_path()),
             _ => None,
-        }
+        };
+        file.filter(|file| !file.as_os_str().is_empty())
     }
 
     /// The runtime's handler for a pod: its class's, or, where no manifest describes the class, the one of the

@@ -192,6 +192,11 @@ impl Launcher {
         Ok(config)
     }
 
+    /// Whether the API server has yet to answer for something that the pod refers to.
+    pub(crate) fn waits_for_objects(&self, pod: &core::Pod) -> bool {
+        self.desired.borrow().objects.is_unread(pod)
+    }
+
     /// The objects that pods may refer to now.
     fn objects(&self) -> Arc<Objects> {
         Arc::clone(&self.desired.borrow().objects)
@@ -364,7 +369,7 @@ fn credentials(plan: &PodPlan, image: &str, objects: &Objects) -> Result<Vec<cri
         match objects.secret(namespace, &reference.name) {
             Some(secret) => secrets.push(secret),
             None => {
-                tracing::warn!(pod = %plan.name, "{}", env::missing("Secret", namespace, &reference.name));
+                tracing::warn!(pod = %plan.name, "{}", env::missing(&plan.pod, "Secret", &reference.name));
             }
         }
     }

@@ -85,7 +85,7 @@ fn sentence(name: &PodName, error: &str) -> String {
 fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<usize, beelet_volumes::Error> {
     let pod: &Pod = &entry.pod;
     let volumes = Volumes::of(pod, &launcher.pods_dir);
-    if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() {
+    if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() || objects.is_unread(pod) {
         return Ok(0);
     }
     volumes.refresh(&beelet_volumes::Sources { pod, objects, node: &launcher.node })

@@ -27,7 +27,7 @@ use super::{
     status::Waiting,
 };
 use beelet_cri::Runtime;
-use beelet_model::table::PodName;
+use beelet_model::{origin::Origin, table::PodName};
 use beelet_spec::definition;
 use beelet_state::events::Object;
 
@@ -303,6 +303,11 @@ impl Worker {
             return Ok(None);
         }
         self.release_volumes(&actions).await?;
+        if self.launcher.waits_for_objects(&self.plan.pod) {
+            // The manager says when they have been read.
+            actions.create_sandbox = None;
+            actions.start.clear();
+        }
         let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
         let due = actions.start.iter().any(|s| self.may_start(&s.name));
         if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
@@ -368,10 +373,16 @@ impl Worker {
         if actions.create_sandbox.is_none() && actions.start.is_empty() {
             return true;
         }
-        match self.launcher.admission.admit(&self.plan.pod).await {
+        let (admission, node) = (&self.launcher.admission, self.launcher.desired.borrow().node.clone());
+        let fits = node.map_or(Ok(()), |node| admission.fits(&self.plan.pod, &node));
+        let admitted = match fits {
+            Ok(()) => admission.admit(&self.plan.pod).await,
+            Err(rejection) => Err(rejection),
+        };
+        match admitted {
             Ok(()) => true,
             Err(rejection) => {
-                self.launcher.admission.refuse(&self.plan.uid, rejection).await;
+                admission.refuse(&self.plan.uid, rejection).await;
                 false
             }
         }
@@ -428,8 +439,15 @@ impl Worker {
                 Ok(())
             }
             Err(error) => {
-                let message = format!("Failed to create pod sandbox: {error}");
-                events.warning(pod(), "FailedCreatePodSandBox", message);
+                match &error {
+                    Error::Files(why) if Origin::of(&self.plan.pod).is_api() => {
+                        events.warning(pod(), "FailedMount", format!("MountVolume.SetUp failed: {why}"));
+                    }
+                    _ => {
+                        let message = format!("Failed to create pod sandbox: {error}");
+                        events.warning(pod(), "FailedCreatePodSandBox", message);
+                    }
+                }
                 Err(error)
             }
         }

@@ -4,7 +4,9 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{Container, Pod, ProjectedVolumeSource, Volume};
+use k8s_openapi::api::core::v1::{
+    Container, Pod, ProjectedVolumeSource, ServiceAccountTokenProjection, Volume,
+};
 
 /// A kind of object that pods refer to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -78,20 +80,24 @@ pub fn of(pod: &Pod) -> BTreeSet<Reference> {
 #[must_use]
 pub fn tokens(pod: &Pod) -> BTreeSet<TokenReference> {
     let Some(spec) = &pod.spec else { return BTreeSet::new() };
-    let named = |name: &Option<String>| name.clone().filter(|name| !name.is_empty());
-    let account = named(&spec.service_account_name).unwrap_or_else(|| "default".to_owned());
     let volumes = spec.volumes.iter().flatten();
     let projections = volumes.filter_map(|volume| volume.projected.as_ref()).flat_map(projections);
     let wanted = projections.filter_map(|projection| projection.service_account_token.as_ref());
-    let token = |source: &k8s_openapi::api::core::v1::ServiceAccountTokenProjection| TokenReference {
+    wanted.map(|source| token(pod, source)).collect()
+}
+
+/// The token that a projection of a pod's volume asks for.
+#[must_use]
+pub fn token(pod: &Pod, source: &ServiceAccountTokenProjection) -> TokenReference {
+    let account = pod.spec.as_ref().and_then(|spec| spec.service_account_name.clone());
+    TokenReference {
         namespace: namespace(pod),
-        service_account: account.clone(),
+        service_account: account.filter(|name| !name.is_empty()).unwrap_or_else(|| "default".to_owned()),
         pod: pod.metadata.name.clone().unwrap_or_default(),
         uid: pod.metadata.uid.clone().unwrap_or_default(),
         audience: source.audience.clone().unwrap_or_default(),
         expiration_seconds: source.expiration_seconds.unwrap_or(TOKEN_SECONDS),
-    };
-    wanted.map(token).collect()
+    }
 }
 
 fn projections(

@@ -6,7 +6,7 @@ use beelet_policy::expand::expand;
 use k8s_openapi::api::core::v1 as core;
 
 use super::downward;
-use beelet_model::{objects::Objects, pod::NodeFacts};
+use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
 
 /// Variables in the order they were defined; a later definition of the same name wins in place.
 #[derive(Clone, Default)]
@@ -123,7 +123,7 @@ impl Sources<'_> {
             Some(Some(value)) => Ok(Some(value)),
             _ if optional == Some(true) => Ok(None),
             Some(None) => Err(format!("the {kind} {name} has no key {key}")),
-            None => Err(missing(kind, self.namespace(), name)),
+            None => Err(missing(self.pod, kind, name)),
         }
     }
 
@@ -142,7 +142,7 @@ impl Sources<'_> {
             match self.objects.config_map(self.namespace(), &reference.name) {
                 Some(map) => map.data.iter().flatten().for_each(|(key, value)| set(key, value.clone())),
                 None if reference.optional == Some(true) => {}
-                None => return Err(missing("ConfigMap", self.namespace(), &reference.name)),
+                None => return Err(missing(self.pod, "ConfigMap", &reference.name)),
             }
         }
         if let Some(reference) = &source.secret_ref {
@@ -153,15 +153,19 @@ impl Sources<'_> {
                     }
                 }
                 None if reference.optional == Some(true) => {}
-                None => return Err(missing("Secret", self.namespace(), &reference.name)),
+                None => return Err(missing(self.pod, "Secret", &reference.name)),
             }
         }
         Ok(())
     }
 }
 
-/// What is said of an object that no manifest describes.
-pub fn missing(kind: &str, namespace: &str, name: &str) -> String {
+/// What is said of an object that a pod refers to and that isn't there. In a cluster in the kubelet's words.
+pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
+    if Origin::of(pod).is_api() {
+        return format!("{} {name:?} not found", kind.to_lowercase());
+    }
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
     format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
 }
 

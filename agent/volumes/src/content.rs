@@ -7,6 +7,7 @@ use super::Error;
 use super::atomic::{Payload, PayloadFile};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
+use beelet_policy::references;
 use beelet_spec::downward;
 use beelet_spec::env::missing;
 
@@ -124,7 +125,7 @@ impl Files<'_> {
     ) -> Result<(), Error> {
         let name = reference.name;
         let Some(entries) = entries else {
-            let error = missing(kind, self.namespace(), name);
+            let error = missing(self.sources.pod, kind, name);
             return if reference.optional { Ok(()) } else { Err(Error::unmet(error)) };
         };
         if reference.items.is_empty() {
@@ -164,6 +165,14 @@ impl Files<'_> {
             self.secret(&reference, mode)
         } else if let Some(source) = &projection.downward_api {
             self.downward(source.items.as_deref(), mode)
+        } else if let Some(source) = &projection.service_account_token {
+            let of = references::token(self.sources.pod, source);
+            let Some(token) = self.sources.objects.token(&of) else {
+                let account = of.service_account;
+                return Err(Error::unmet(format!("there is no token of the service account {account} yet")));
+            };
+            self.add(&source.path, token.as_bytes(), mode);
+            Ok(())
         } else {
             Err(Error::unmet("a projection of a kind that beelet doesn't know"))
         }

@@ -98,6 +98,8 @@ impl Volumes {
             }
             let top = open_top(&path, in_memory)?.ok_or_else(|| Error::Vanished(path.clone()))?;
             atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
+        } else if volume.image.is_none() {
+            return Err(Error::unmet("beelet can't make volumes of this kind"));
         }
         Ok(())
     }

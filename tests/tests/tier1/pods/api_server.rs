@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::node::{Node, Settings, pod};
+use super::node::{Node, Settings, pod, until_file, until_seen};
 
 const POD: &str = "/api/v1/namespaces/default/pods/api-n1";
 const PODS: &str = "/api/v1/pods";
@@ -193,5 +193,38 @@ async fn a_static_pod_has_a_mirror_that_is_made_again_and_goes_with_it() {
     assert_eq!(cluster.node.containers("web"), "main/0+");
     cluster.node.remove("web");
     cluster.api.wait_until("the mirror to be gone", |api| api.get(MIRROR).is_none().then_some(())).await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
+    const MAP: &str = "/api/v1/namespaces/default/configmaps/m";
+    let api = FakeApi::start();
+    let mut pod = bound();
+    pod["spec"]["volumes"] = json!([{"name": "v", "configMap": {"name": "m"}}]);
+    let uid = api.put(POD, pod)["metadata"]["uid"].as_str().unwrap().to_owned();
+    let cluster = Cluster::start(api, &[]).await;
+    let told =
+        |event: &String| event.starts_with("FailedMount") && event.contains("configmap \"m\" not found");
+    until_seen("the event", || cluster.node.events().iter().any(told).then_some(()).ok_or("none")).await;
+    cluster.api.put(MAP, json!({"data": {"a": "1"}}));
+    cluster.until("the pod to be ready", is_ready).await;
+    let file = cluster.node.path(&format!("pods/{uid}/volumes/v/a"));
+    until_file(&file, "1").await;
+    cluster.api.put(MAP, json!({"data": {"a": "2"}}));
+    until_file(&file, "2").await;
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_pod_that_asks_for_another_node_is_refused_with_the_reason() {
+    let api = FakeApi::start();
+    let mut pod = bound();
+    pod["spec"]["nodeSelector"] = json!({"zone": "a"});
+    api.put(POD, pod);
+    let cluster = Cluster::start(api, &[]).await;
+    let refused = cluster.until("the pod to be refused", |pod| pod["status"]["phase"] == "Failed").await;
+    assert_eq!(refused["status"]["reason"], "NodeAffinity");
+    assert_eq!(cluster.node.cri.count(Op::RunPodSandbox), 0);
     cluster.stop().await;
 }

@@ -1,0 +1,315 @@
+//! The ConfigMaps and Secrets that pods refer to, and the tokens of their service accounts: each by its name, and only while a
+//! pod refers to it. Nothing else may a node ask for.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_codec::ApiType;
+use beelet_model::{
+    objects::{Object, Objects},
+    status::has_ended,
+};
+use beelet_policy::{
+    references::{self, Kind, Reference, TokenReference},
+    token,
+};
+use futures::{
+    FutureExt, StreamExt,
+    future::{AbortHandle, Abortable, Aborted, BoxFuture},
+    stream::FuturesUnordered,
+};
+use k8s_openapi::api::core::v1 as core;
+use serde_json::{Value, json};
+use tokio::sync::{Notify, watch};
+use tracing::{debug, info, warn};
+
+use crate::{
+    assigned::Pods,
+    backoff::{Backoff, chance},
+    client::{Client, Error},
+    watch::{Collection, Sink, follow},
+};
+
+/// What was read so far.
+#[derive(Clone, Default, PartialEq)]
+pub(crate) struct Held {
+    /// None: it isn't there.
+    objects: BTreeMap<Reference, Option<Object>>,
+    tokens: BTreeMap<TokenReference, Arc<str>>,
+}
+
+/// What may be referred to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Item {
+    Object(Reference),
+    Token(TokenReference),
+}
+
+/// Everything that the pods refer to.
+fn wanted(pods: &Pods) -> BTreeSet<Item> {
+    let wanted = pods.iter().flat_map(|pods| pods.values()).filter_map(|pod| pod.wanted.as_ref());
+    let here = wanted.filter(|pod| !has_ended(pod.status.as_ref()));
+    here.flat_map(|pod| {
+        let objects = references::of(pod).into_iter().map(Item::Object);
+        objects.chain(references::tokens(pod).into_iter().map(Item::Token))
+    })
+    .collect()
+}
+
+impl Held {
+    /// What pods may refer to now.
+    pub(crate) fn objects(&self, pods: &Pods) -> Objects {
+        let mut objects = Objects::default();
+        for object in self.objects.values().flatten() {
+            objects.add(Path::new(""), object);
+        }
+        for (of, token) in &self.tokens {
+            objects.add_token(of.clone(), Arc::clone(token));
+        }
+        for item in wanted(pods) {
+            match item {
+                Item::Object(reference) if !self.objects.contains_key(&reference) => {
+                    objects.add_unread(reference);
+                }
+                Item::Object(_) | Item::Token(_) => {}
+            }
+        }
+        objects
+    }
+
+    fn keep(&mut self, wanted: &BTreeSet<Item>) -> bool {
+        let before = self.objects.len() + self.tokens.len();
+        self.objects.retain(|reference, _| wanted.contains(&Item::Object(reference.clone())));
+        self.tokens.retain(|of, _| wanted.contains(&Item::Token(of.clone())));
+        before != self.objects.len() + self.tokens.len()
+    }
+}
+
+/// Reads, and reads again, what the pods refer to, until dropped.
+pub(crate) async fn keep(client: Client, mut pods: watch::Receiver<Pods>, held: watch::Sender<Held>) {
+    let held = Arc::new(held);
+    let mut running: BTreeMap<Item, AbortHandle> = BTreeMap::new();
+    let mut work: FuturesUnordered<Abortable<BoxFuture<'static, ()>>> = FuturesUnordered::new();
+    loop {
+        let wanted = wanted(&pods.borrow_and_update());
+        running.retain(|item, handle| {
+            let stays = wanted.contains(item);
+            if !stays {
+                handle.abort();
+            }
+            stays
+        });
+        held.send_if_modified(|held| held.keep(&wanted));
+        for item in &wanted {
+            if !running.contains_key(item) {
+                let (handle, registration) = AbortHandle::new_pair();
+                let (client, out) = (client.clone(), Arc::clone(&held));
+                let task = match item.clone() {
+                    Item::Object(reference) => keep_object(client, reference, out).boxed(),
+                    Item::Token(of) => keep_token(client, of, out).boxed(),
+                };
+                work.push(Abortable::new(task, registration));
+                running.insert(item.clone(), handle);
+            }
+        }
+        loop {
+            tokio::select! {
+                changed = pods.changed() => {
+                    if changed.is_err() { return }
+                    break;
+                }
+                Some(ended) = work.next() => {
+                    if let Err(Aborted) = ended {
+                        debug!("an object that no pod refers to is followed no longer");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Follows one object, until it says that it never changes.
+async fn keep_object(client: Client, reference: Reference, out: Arc<watch::Sender<Held>>) {
+    let resource = match reference.kind {
+        Kind::ConfigMap => "configmaps",
+        Kind::Secret => "secrets",
+    };
+    let collection = Collection {
+        path: format!("/api/v1/namespaces/{}/{resource}", reference.namespace),
+        fields: format!("metadata.name={}", reference.name),
+    };
+    let immutable = Arc::new(Notify::new());
+    let mut one = One { reference, out, immutable: Arc::clone(&immutable) };
+    tokio::select! {
+        () = follow(&client, &collection, &mut one) => {}
+        () = immutable.notified() => {}
+    }
+}
+
+struct One {
+    reference: Reference,
+    out: Arc<watch::Sender<Held>>,
+    immutable: Arc<Notify>,
+}
+
+impl One {
+    fn set(&self, value: Option<&Value>) {
+        let Reference { kind, namespace, name } = &self.reference;
+        let read = |value: &Value| match kind {
+            Kind::ConfigMap => core::ConfigMap::from_value(value)
+                .map(|map| (map.immutable == Some(true), Object::ConfigMap(Arc::new(map)))),
+            Kind::Secret => core::Secret::from_value(value)
+                .map(|secret| (secret.immutable == Some(true), Object::Secret(Arc::new(secret)))),
+        };
+        let object = match value.map(read).transpose() {
+            Ok(read) => read,
+            Err(problem) => {
+                // Its value stays out of the log: it may be secret.
+                warn!(kind = kind.as_str(), namespace, name, field = problem.path, "an object can't be read");
+                return;
+            }
+        };
+        if object.as_ref().is_some_and(|(immutable, _)| *immutable) {
+            self.immutable.notify_one();
+        }
+        let object = object.map(|(_, object)| object);
+        self.out.send_if_modified(|held| {
+            let changed = held.objects.get(&self.reference) != Some(&object);
+            held.objects.insert(self.reference.clone(), object);
+            changed
+        });
+    }
+}
+
+impl Sink for One {
+    fn listed(&mut self, objects: Vec<Value>) -> bool {
+        let named = |object: &&Value| object["metadata"]["name"] == self.reference.name.as_str();
+        self.set(objects.iter().find(named));
+        true
+    }
+
+    fn applied(&mut self, object: &Value) {
+        if object["metadata"]["name"] == self.reference.name.as_str() {
+            self.set(Some(object));
+        }
+    }
+
+    fn deleted(&mut self, object: &Value) {
+        if object["metadata"]["name"] == self.reference.name.as_str() {
+            self.set(None);
+        }
+    }
+}
+
+/// Keeps a token of a service account fresh.
+async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<Held>>) {
+    let mut backoff = Backoff::default();
+    let mut failing = false;
+    loop {
+        match request_token(&client, &of).await {
+            Ok((token, lifetime)) => {
+                if std::mem::take(&mut failing) {
+                    info!(pod = of.pod, account = of.service_account, "the API server gives tokens again");
+                }
+                backoff.reset();
+                out.send_modify(|held| drop(held.tokens.insert(of.clone(), token)));
+                tokio::time::sleep(token::renew_after(lifetime, chance())).await;
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut failing, true) {
+                    warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
+                }
+                backoff.wait(error.retry_after()).await;
+            }
+        }
+    }
+}
+
+async fn request_token(client: &Client, of: &TokenReference) -> Result<(Arc<str>, Duration), Error> {
+    let path = format!("/api/v1/namespaces/{}/serviceaccounts/{}/token", of.namespace, of.service_account);
+    let audiences: Vec<&str> = Some(of.audience.as_str()).into_iter().filter(|a| !a.is_empty()).collect();
+    let request = json!({
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {
+            "audiences": audiences,
+            "expirationSeconds": of.expiration_seconds,
+            "boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": of.pod, "uid": of.uid},
+        },
+    });
+    let answer = client.create(&path, &request).await?;
+    let token = answer["status"]["token"].as_str().unwrap_or_default();
+    if token.is_empty() {
+        let message = "the answer has no token".to_owned();
+        return Err(Error {
+            request: format!("POST {path}"),
+            kind: crate::client::Kind::Unreachable,
+            message,
+        });
+    }
+    // By the server's word how long, not until when: this machine's clock may be wrong.
+    let seconds = answer["spec"]["expirationSeconds"].as_i64().unwrap_or(of.expiration_seconds);
+    Ok((token.into(), Duration::from_secs(u64::try_from(seconds).unwrap_or_default().max(60))))
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_model::table::PodName;
+
+    use super::*;
+    use crate::assigned::Pod;
+
+    fn pods(volumes: &Value) -> Pods {
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web", "namespace": "shop", "uid": "u1",
+                "annotations": {"kubernetes.io/config.source": "api"}},
+            "spec": {"containers": [], "volumes": volumes},
+        }))
+        .unwrap();
+        let pod = Arc::new(pod);
+        let entry = Pod { object: Arc::clone(&pod), wanted: Some(Arc::clone(&pod)) };
+        Some(Arc::new([(PodName::of(&pod), entry)].into()))
+    }
+
+    fn one(held: &Arc<watch::Sender<Held>>) -> One {
+        let reference = Reference { kind: Kind::ConfigMap, namespace: "shop".into(), name: "m".into() };
+        One { reference, out: Arc::clone(held), immutable: Arc::default() }
+    }
+
+    #[test]
+    fn a_pod_waits_until_the_api_server_has_answered_and_not_for_what_is_not_there() {
+        let pods = pods(&json!([{"name": "v", "configMap": {"name": "m"}}]));
+        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let held = Arc::new(watch::Sender::new(Held::default()));
+        let waits = || held.borrow().objects(&pods).is_unread(&pod);
+        assert!(waits());
+        let mut one = one(&held);
+        one.listed(Vec::new());
+        assert!(!waits() && held.borrow().objects(&pods).config_map("shop", "m").is_none());
+        one.applied(&json!({"metadata": {"namespace": "shop", "name": "m"}, "data": {"a": "1"}}));
+        assert!(held.borrow().objects(&pods).config_map("shop", "m").is_some());
+        one.deleted(&json!({"metadata": {"namespace": "shop", "name": "m"}}));
+        assert!(held.borrow().objects(&pods).config_map("shop", "m").is_none());
+        // Nobody refers to it any more.
+        assert!(held.send_if_modified(|held| held.keep(&BTreeSet::new())));
+        assert!(held.borrow().objects.is_empty());
+    }
+
+    #[test]
+    fn a_pod_waits_for_its_token() {
+        let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
+        let pods = pods(&json!([{"name": "v", "projected": token}]));
+        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let mut held = Held::default();
+        assert!(held.objects(&pods).is_unread(&pod));
+        let of = references::tokens(&pod).into_iter().next().unwrap();
+        held.tokens.insert(of.clone(), "t".into());
+        let objects = held.objects(&pods);
+        assert!(!objects.is_unread(&pod));
+        assert_eq!(objects.token(&of), Some("t"));
+    }
+}
