@@ -149,7 +149,7 @@ async fn a_list_that_is_empty_by_mistake_stops_nothing() {
     cluster.until("the pod to be ready", is_ready).await;
     let first = cluster.api.asked().len();
     cluster.api.on(Verb::List, PODS).answer_empty_list();
-    cluster.api.compact();
+    cluster.api.on(Verb::Watch, PODS).refuse(410, "too old resource version");
     cluster.api.break_watches(PODS);
     cluster
         .api
