@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use beelet_cluster::connect::{Identity, Options, connect};
+use beelet_cluster::connect::{Options, connect};
+use beelet_cluster::rotation::{Identity, Metrics};
 use beelet_cluster::workload::{Inputs, Workload};
 use beelet_tests::apiserver::{FakeApi, Verb};
 use beelet_tests::cri::Op;
@@ -38,7 +39,15 @@ impl Cluster {
         let kubeconfig = node.path("kubeconfig");
         std::fs::write(&kubeconfig, api.kubeconfig()).unwrap();
         let stop = CancellationToken::new();
-        let (client, identity) = connect(Options { kubeconfig }, &stop).await.unwrap();
+        let options = Options {
+            kubeconfig,
+            bootstrap: None,
+            cert_dir: node.path("pki"),
+            node_name: "n1".to_owned(),
+            rotate: false,
+            metrics: Metrics::default(),
+        };
+        let (client, identity) = connect(options).await.unwrap();
         let object = json!({"metadata": {"name": "n1", "uid": "node-uid"}});
         let object: core::Node = serde_json::from_value(object).unwrap();
         let (object, node_object) = watch::channel(Some(Arc::new(object)));
