@@ -1,5 +1,5 @@
-//! Keeps a mirror in the API server for each static pod, so that it can be seen there. What is to be done is decided by
-//! `beelet_policy::mirror`.
+//! Keeps a mirror in the API server for each static pod, so that it can be seen there. What is to be done is
+//! decided by `beelet_policy::mirror`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

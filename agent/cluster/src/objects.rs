@@ -1,5 +1,5 @@
-//! The ConfigMaps and Secrets that pods refer to, and the tokens of their service accounts: each by its name, and only while a
-//! pod refers to it. Nothing else may a node ask for.
+//! The ConfigMaps and Secrets that pods refer to, and the tokens of their service accounts: each by its name,
+//! and only while a pod refers to it. Nothing else may a node ask for.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,8 +1,8 @@
 //! Writes the pods' statuses to the API server, and deletes the pods of which nothing is left.
 //!
-//! One writer for all pods: the newest status of each, one request per pod at a time, what others wait for first. Nothing is
-//! queued: what differs from the API server's word is found anew each time, so whatever happened while it was away is
-//! written once, when it is back.
+//! One writer for all pods: the newest status of each, one request per pod at a time, what others wait for
+//! first. Nothing is queued: what differs from the API server's word is found anew each time, so whatever
+//! happened while it was away is written once, when it is back.
 
 use std::{
     cmp::Reverse,

@@ -1,7 +1,8 @@
-//! One list, then one watch: keeps a [`Sink`] informed of what is in a collection, through every fault of the server.
+//! One list, then one watch: keeps a [`Sink`] informed of what is in a collection, through every fault of the
+//! server.
 //!
-//! A watch that ends goes on where it was; one that the server can't continue ("410 Gone") begins with a new list. Must never
-//! give a sink anything older than what it has.
+//! A watch that ends goes on where it was; one that the server can't continue ("410 Gone") begins with a new
+//! list. Must never give a sink anything older than what it has.
 
 use std::time::Duration;
 
@@ -161,7 +162,8 @@ fn advance(version: &mut String, to: Option<&str>) {
     }
 }
 
-/// Whether a resource version is older than another. They are numbers that grow; of those that aren't nobody knows.
+/// Whether a resource version is older than another. They are numbers that grow; of those that aren't nobody
+/// knows.
 pub(crate) fn is_older(version: &str, than: &str) -> bool {
     let number = |text: &str| text.parse::<u128>().ok();
     number(version).zip(number(than)).is_some_and(|(version, than)| version < than)

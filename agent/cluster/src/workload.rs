@@ -57,8 +57,8 @@ impl Workload {
         (Self { desired }, receiver)
     }
 
-    /// Follows the pods, writes their status and keeps mirrors of static ones. Ends when `stop` is cancelled, after the last
-    /// statuses were tried once.
+    /// Follows the pods, writes their status and keeps mirrors of static ones. Ends when `stop` is cancelled,
+    /// after the last statuses were tried once.
     pub async fn run(self, client: Client, inputs: Inputs, stop: CancellationToken) {
         let (out, pods) = watch::channel(None);
         let (held_out, held) = watch::channel(Held::default());

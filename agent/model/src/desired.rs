@@ -14,9 +14,10 @@ use crate::table::{PodName, RejectedManifest};
 
 /// The pods that should run: by the folder's manifests, by the API server, or by both.
 ///
-/// A manifest that becomes invalid takes nothing away: while the agent runs, the pod of its last valid content
-/// stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a pod that
-/// runs from it must be left alone: ask [`Desired::may_remove`] before a pod that isn't in `pods` is stopped.
+/// A manifest that becomes invalid takes nothing away: while the agent runs, the pod of its last valid
+/// content stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a
+/// pod that runs from it must be left alone: ask [`Desired::may_remove`] before a pod that isn't in `pods` is
+/// stopped.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Desired {
     /// Complete, valid pods with their identity on this node and their priority.
@@ -41,7 +42,8 @@ pub struct Desired {
 }
 
 impl Desired {
-    /// What several sources want together. Where two want a pod or an object of the same name, the first one counts.
+    /// What several sources want together. Where two want a pod or an object of the same name, the first one
+    /// counts.
     #[must_use]
     pub fn joined(sources: &[Arc<Self>]) -> Self {
         let mut all = Self::default();
@@ -86,8 +88,8 @@ impl Desired {
         self.folder_unread || self.api_unread
     }
 
-    /// Whether a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the file it was made from, by its
-    /// annotation ([`super::ANNOTATION_MANIFEST`]).
+    /// Whether a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the file it was
+    /// made from, by its annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]
     pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
         let is_known = !self.folder_unread && !self.without_folder;

@@ -40,8 +40,8 @@ pub const ANNOTATION_HASH: &str = "kubernetes.io/config.hash";
 /// When the agent first read the manifest with this content, RFC 3339.
 pub const ANNOTATION_SEEN: &str = "kubernetes.io/config.seen";
 
-/// `file` where static pods are to be critical, as they are to the kubelet; [`SOURCE_API`] for pods of the API server; else
-/// absent.
+/// `file` where static pods are to be critical, as they are to the kubelet; [`SOURCE_API`] for pods of the
+/// API server; else absent.
 pub const ANNOTATION_SOURCE: &str = "kubernetes.io/config.source";
 
 /// The value of [`ANNOTATION_SOURCE`] for pods of the API server.

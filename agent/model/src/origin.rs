@@ -1,4 +1,5 @@
-//! Where a pod comes from. Its annotation says it, and its sandboxes carry that annotation: it is known after a restart too.
+//! Where a pod comes from. Its annotation says it, and its sandboxes carry that annotation: it is known after
+//! a restart too.
 
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,8 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// Where `pod` comes from. A source of pods that reads them from the API server must have set the annotation.
+    /// Where `pod` comes from. A source of pods that reads them from the API server must have set the
+    /// annotation.
     #[must_use]
     pub fn of(pod: &Pod) -> Self {
         let annotations = pod.metadata.annotations.as_ref();

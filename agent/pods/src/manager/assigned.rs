@@ -1,5 +1,6 @@
-//! Pods that the API server assigns to the node. They are known by their UID, may change while they run, and are deleted in two
-//! steps: the API server says until when a pod may take to end, and forgets it once it is told that nothing is left.
+//! Pods that the API server assigns to the node. They are known by their UID, may change while they run, and
+//! are deleted in two steps: the API server says until when a pod may take to end, and forgets it once it is
+//! told that nothing is left.
 
 use std::{sync::Arc, time::Duration};
 

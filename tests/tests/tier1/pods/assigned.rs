@@ -1,4 +1,5 @@
-//! Pods that an API server assigns to the node: known by their UID, changed while they run, deleted in two steps.
+//! Pods that an API server assigns to the node: known by their UID, changed while they run, deleted in two
+//! steps.
 
 use std::sync::Arc;
 
