@@ -20,6 +20,8 @@ use crate::{
 
 /// `memory.high` is a whole number of these.
 const PAGE: f64 = 4096.0;
+/// Whether a kill for want of memory takes the whole cgroup.
+const OOM_GROUP: &str = "memory.oom.group";
 /// `oom_score_adj` of Guaranteed and node-critical pods.
 const GUARANTEED_OOM_SCORE_ADJ: i64 = -997;
 /// `oom_score_adj` of BestEffort pods.
@@ -62,8 +64,8 @@ pub fn container_resources(
     put("memory.min", settings.memory_min);
     put("memory.low", settings.memory_low);
     put("memory.high", settings.memory_high);
-    if config.version == CgroupVersion::V2 && config.oom_group {
-        unified.insert("memory.oom.group".to_owned(), "1".to_owned());
+    if kills_as_group(config) {
+        unified.insert(OOM_GROUP.to_owned(), "1".to_owned());
     }
     if config.version == CgroupVersion::V2 && config.cpu_weight_formula == CpuWeightFormula::Proportional {
         unified.insert("cpu.weight".to_owned(), proportional_weight(facts.cpu_millis()).to_string());
@@ -90,10 +92,17 @@ pub fn container_cgroup(
 ) -> Result<CgroupValues, FieldError> {
     let facts = Facts::read(pod, container)?;
     let parent = pod_path(pod.metadata.uid.as_deref(), facts.class, config)?;
-    Ok(CgroupValues {
-        path: format!("{parent}/{}", container.name),
-        files: facts.settings(config).files(Level::Container, config),
-    })
+    let mut files = facts.settings(config).files(Level::Container, config);
+    if kills_as_group(config) {
+        // Kept, not only asked of the runtime: systemd takes it back when it reloads.
+        files.insert(OOM_GROUP.to_owned(), "1".to_owned());
+    }
+    Ok(CgroupValues { path: format!("{parent}/{}", container.name), files })
+}
+
+/// Does a kill for want of memory take whole containers?
+fn kills_as_group(config: &CgroupConfig) -> bool {
+    config.version == CgroupVersion::V2 && config.oom_group
 }
 
 /// The out-of-memory killer's adjustment for a container's processes (`GetContainerOOMScoreAdjust`).

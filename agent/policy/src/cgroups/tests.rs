@@ -65,6 +65,8 @@ fn a_kill_for_want_of_memory_takes_the_whole_container_where_the_kernel_can() {
         let config = CgroupConfig { oom_group, ..config(version) };
         let unified = container_resources(&pod, container, &config).unwrap().unified;
         assert_eq!(unified.get("memory.oom.group").map(String::as_str), expected, "{version:?}");
+        let kept = container_cgroup(&pod, container, &config).unwrap().files;
+        assert_eq!(kept.get("memory.oom.group").map(String::as_str), expected, "{version:?}");
     };
     check(CgroupVersion::V2, true, Some("1"));
     check(CgroupVersion::V2, false, None);
