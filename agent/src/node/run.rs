@@ -435,7 +435,11 @@ impl Node {
         }
         sources.insert(0, manifests);
         let (joined, joining) = sources::join(sources);
-        tasks.spawn_optional("sources of pods", joining);
+        // The API's services listen until the very end.
+        let working = working.clone();
+        tasks.spawn_optional("sources of pods", async move {
+            working.run_until_cancelled(joining).await;
+        });
         joined
     }
 
