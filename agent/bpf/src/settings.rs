@@ -62,8 +62,8 @@ pub(super) fn publish(map: MapData, pods: &Path, thresholds: &Thresholds) -> Res
     map.set(0, wanted, 0).map_err(|error| failed(&error))
 }
 
-/// The QoS cgroups have the kubelet's names: with the systemd driver a slice repeats the name of the one above
-/// it.
+/// The QoS cgroups have the kubelet's names: with the systemd driver a slice repeats the name of the one
+/// above it.
 fn settings(pods: &Path, thresholds: &Thresholds) -> Settings {
     let id = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.ino());
     let slice = pods.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".slice"));

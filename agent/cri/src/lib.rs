@@ -468,7 +468,7 @@ impl Runtime {
         Ok(response.url)
     }
 
-    /// Prepares to forward ports of a sandbox; returns the address where their streams are to be had, once.
+    /// Prepares to forward ports of a sandbox; returns the address of their streams, which serves them once.
     ///
     /// # Errors
     /// As for every call: [`Error`].

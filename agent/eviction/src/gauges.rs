@@ -1,5 +1,5 @@
-//! Where the numbers come from, and how often: once per second, ten times per second when a threshold is near or
-//! the kernel has just hinted at pressure.
+//! Where the numbers come from, and how often: once per second, ten times per second when a threshold is near
+//! or the kernel has just hinted at pressure.
 
 use std::{
     collections::BTreeMap,

@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use beelet_model::table::{PodEntry, PodName};
 
-    fn table(statuses: serde_json::Value) -> PodTable {
+    fn table(statuses: &serde_json::Value) -> PodTable {
         let pod = serde_json::from_value(json!({
             "metadata": { "namespace": "shop", "name": "web", "uid": "u-1" },
             "status": { "containerStatuses": statuses },
@@ -145,7 +145,7 @@ mod tests {
     fn a_container_has_a_link_to_its_log_and_to_the_one_before() {
         let mut running = status("containerd://abc", 3);
         running["lastState"] = json!({ "terminated": { "exitCode": 1, "containerID": "containerd://aaa" } });
-        let links = links(&table(json!([running])), Path::new("/logs"));
+        let links = links(&table(&json!([running])), Path::new("/logs"));
         let expected = [
             ("web_shop_app-aaa.log", "/logs/shop_web_u-1/app/2.log"),
             ("web_shop_app-abc.log", "/logs/shop_web_u-1/app/3.log"),
@@ -157,10 +157,10 @@ mod tests {
     #[test]
     fn ids_that_are_no_ids_make_no_links() {
         for id in ["containerd://", "containerd://../x", "abc", "containerd://a b"] {
-            assert!(links(&table(json!([status(id, 0)])), Path::new("/logs")).is_empty(), "{id}");
+            assert!(links(&table(&json!([status(id, 0)])), Path::new("/logs")).is_empty(), "{id}");
         }
         let long = format!("containerd://{}", "a".repeat(400));
-        let links = links(&table(json!([status(&long, 0)])), Path::new("/logs"));
+        let links = links(&table(&json!([status(&long, 0)])), Path::new("/logs"));
         assert_eq!(links.keys().next().unwrap().len(), NAME);
     }
 

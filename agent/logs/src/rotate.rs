@@ -317,8 +317,8 @@ pub(super) fn rotated(path: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(log.rotated()?.into_iter().map(|name| folder.join(name)).collect())
 }
 
-/// Removes the logs of a container's instances before the last one: `beelet logs --previous` shows that. Leaving
-/// one behind is harmless. Blocking.
+/// Removes the logs of a container's instances before the last one: `beelet logs --previous` shows that.
+/// Leaving one behind is harmless. Blocking.
 pub fn forget_older(folder: &Path, attempt: u32) {
     let Ok(folder) = rustix::fs::open(folder, FOLDER, Mode::empty()) else { return };
     for entry in Dir::read_from(&folder).into_iter().flatten().flatten() {

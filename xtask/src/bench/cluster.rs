@@ -1,13 +1,16 @@
-//! The node of a cluster, as a client of the API server sees it: etcd, a kube-apiserver and a containerd of our own.
+//! The node of a cluster, as a client of the API server sees it: etcd, a kube-apiserver and a containerd of
+//! our own.
 //!
-//! All times are a watcher's of the pod: from the request (or the test app's system call) to the event that says so. The
-//! pods have a TCP readiness probe with a period of one second. Where `KUBELET` names one, a kubelet's medians are beside,
-//! on a node of its own in a cluster of its own, in the same run.
+//! All times are a watcher's of the pod: from the request (or the test app's system call) to the event that
+//! says so. The pods have a TCP readiness probe with a period of one second. Where `KUBELET` names one, a
+//! kubelet's medians are beside, on a node of its own in a cluster of its own, in the same run.
 //!
 //! - `post_to_running`, `post_to_ready`: from POST to the phase, and to the condition.
 //! - `close_to_unready`: from close(2) in the pod to Ready=False.
-//! - `delete_to_gone`: from DELETE with a grace period of one second to the pod's end in the API; the process ends at once.
-//! - `idle_writes`: what a node without anything to say writes per minute, by the audit log; `idle_lists` beside it.
+//! - `delete_to_gone`: from DELETE with a grace period of one second to the pod's end in the API; the process
+//!   ends at once.
+//! - `idle_writes`: what a node without anything to say writes per minute, by the audit log; `idle_lists`
+//!   beside it.
 //! - `status_writes`: what one pod's life writes: made, ready, deleted.
 
 use std::path::Path;

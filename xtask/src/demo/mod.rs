@@ -34,7 +34,8 @@ pub(crate) struct Args {
     #[arg(long)]
     devices: bool,
 
-    /// Show the node of a cluster instead: etcd, the API server that KUBE_APISERVER names, and beelet as its node
+    /// Show the node of a cluster instead: etcd, the API server that KUBE_APISERVER names, and beelet as its
+    /// node
     #[arg(long, conflicts_with = "devices")]
     cluster: bool,
 

@@ -113,7 +113,7 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
         let number = index + 1;
         in_tests |= line.trim() == "#[cfg(test)]";
         let code = code_of(line);
-        if has_word(code, "unsafe") && !within(UNSAFE) && !file.starts_with(SELF) {
+        if is_unsafe(code) && !within(UNSAFE) && !file.starts_with(SELF) {
             say(number, "unsafe is for agent/bpf and ebpf alone: use a safe wrapper (rustix)".to_owned());
         }
         // Which type is read or written is not seen in a line, so such a file calls none of these.
@@ -161,8 +161,12 @@ fn code_of(line: &str) -> &str {
     line.split("//").next().unwrap_or_default()
 }
 
-fn has_word(text: &str, word: &str) -> bool {
-    text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word)
+/// Returns true if a line has unsafe code, not only the word, as in a string.
+fn is_unsafe(code: &str) -> bool {
+    ["unsafe {", "unsafe fn", "unsafe impl", "unsafe trait", "unsafe extern", "unsafe("]
+        .iter()
+        .any(|form| code.contains(form))
+        || code.trim_end().ends_with("unsafe")
 }
 
 /// No file may name the folder that this checkout happens to be in.

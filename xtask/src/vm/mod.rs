@@ -43,7 +43,8 @@ pub(crate) struct Args {
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
 
-    /// Boot a stock machine (debian-12) instead, with systemd, and check the agent with its cgroup driver there
+    /// Boot a stock machine (debian-12) instead, with systemd, and check the agent with its cgroup driver
+    /// there
     #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "write_docs", "jobs"])]
     machine: Option<String>,
 

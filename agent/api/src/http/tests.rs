@@ -43,7 +43,7 @@ async fn start_as(ill: Option<&'static str>, registry: Registry, pressure: Stats
         summary: true,
         health: Arc::new(move || ill.map(str::to_owned)),
     };
-    let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.unwrap();
+    let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0)), "healthzPort").await.unwrap();
     let address = listener.local_addr().unwrap();
     let shutdown = CancellationToken::new();
     let task = tokio::spawn(serve(listener, state, shutdown.clone()));
@@ -187,7 +187,7 @@ async fn other_paths_and_methods_are_refused_and_the_index_helps() {
 #[tokio::test]
 async fn a_port_that_is_taken_is_an_error_that_says_what_to_do() {
     let server = start(None).await;
-    let error = bind(server.address).await.unwrap_err().to_string();
+    let error = bind(server.address, "healthzPort").await.unwrap_err().to_string();
     assert!(error.contains("healthzPort"), "{error}");
 }
 

@@ -125,7 +125,7 @@ async fn rewritten(rewrites: &mut Option<watch::Receiver<u64>>) {
         None => false,
     };
     if !told {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
