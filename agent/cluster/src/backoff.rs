@@ -1,5 +1,5 @@
-//! How long to wait before a request is tried again: each time twice as long, up to a bound, and never two
-//! nodes at the same moment.
+//! How long to wait before a request is tried again: each time twice as long, up to a bound, and never two nodes
+//! at the same moment.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -8,27 +8,40 @@ use std::{
 
 use tokio::time::sleep;
 
-/// The first pause, on average, and the longest.
-const FIRST: Duration = Duration::from_millis(500);
-const LONGEST: Duration = Duration::from_secs(30);
-
 /// The pauses of one series of failures.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Backoff {
-    failures: u32,
+    next: Duration,
+    least: Duration,
+    most: Duration,
+}
+
+impl Default for Backoff {
+    /// Of requests whose failure holds nothing else up.
+    fn default() -> Self {
+        Self::new(Duration::from_millis(500), Duration::from_secs(30))
+    }
 }
 
 impl Backoff {
-    /// Forgets earlier failures.
-    pub(crate) fn reset(&mut self) {
-        self.failures = 0;
+    /// The first pause and the longest, before chance makes them up to half as long again.
+    pub(crate) fn new(least: Duration, most: Duration) -> Self {
+        Self { next: least, least, most }
     }
 
-    /// The next pause: between half of it and one and a half, and never shorter than the server asks for.
+    /// Forgets earlier failures.
+    pub(crate) fn reset(&mut self) {
+        self.next = self.least;
+    }
+
+    /// The next pause; within reason never shorter than the server asks for.
     pub(crate) fn next(&mut self, asked: Option<Duration>) -> Duration {
-        let pause = FIRST.saturating_mul(1 << self.failures.min(10)).min(LONGEST);
-        self.failures = self.failures.saturating_add(1);
-        spread(pause).max(asked.map(|asked| asked.min(LONGEST) + spread(FIRST)).unwrap_or_default())
+        let pause = jittered(self.next);
+        self.next = (self.next * 2).min(self.most);
+        // Whom the server asks for the same time must not come back together.
+        pause.max(
+            asked.map(|asked| asked.min(self.most) + jittered(self.least) - self.least).unwrap_or_default(),
+        )
     }
 
     /// Waits for the next pause.
@@ -37,9 +50,14 @@ impl Backoff {
     }
 }
 
-/// Between half and one and a half times as long.
-pub(crate) fn spread(pause: Duration) -> Duration {
-    pause / 2 + pause / 255 * u32::from(chance())
+/// From `time` to half as much again.
+pub(crate) fn jittered(time: Duration) -> Duration {
+    time + time.mul_f64(random() / 2.0)
+}
+
+/// A number from 0 to 1 by chance.
+pub(crate) fn random() -> f64 {
+    f64::from(chance()) / f64::from(u8::MAX)
 }
 
 /// Any of 256 numbers.
@@ -52,23 +70,22 @@ pub(crate) fn chance() -> u8 {
 mod tests {
     use super::*;
 
+    const SECOND: Duration = Duration::from_secs(1);
+
     #[test]
     fn pauses_grow_to_a_bound_and_begin_anew() {
-        let mut backoff = Backoff::default();
-        let check = |pause: Duration, about: Duration| {
-            assert!(pause >= about / 2 && pause <= about / 2 * 3, "{pause:?} is not about {about:?}");
-        };
-        for seconds in [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0] {
-            check(backoff.next(None), Duration::from_secs_f64(seconds));
+        let mut backoff = Backoff::new(SECOND, SECOND * 4);
+        for least in [1, 2, 4, 4] {
+            let pause = backoff.next(None);
+            assert!((SECOND * least..=SECOND * least * 3 / 2).contains(&pause), "{pause:?}");
         }
         backoff.reset();
-        check(backoff.next(None), FIRST);
+        assert!(backoff.next(None) <= SECOND * 3 / 2);
     }
 
     #[test]
     fn a_server_that_asks_for_time_gets_it_within_reason() {
-        let second = Duration::from_secs(1);
-        assert!(Backoff::default().next(Some(7 * second)) >= 7 * second);
-        assert!(Backoff::default().next(Some(86_400 * second)) <= LONGEST + 2 * FIRST);
+        assert!(Backoff::default().next(Some(7 * SECOND)) >= 7 * SECOND);
+        assert!(Backoff::new(SECOND, SECOND * 4).next(Some(86_400 * SECOND)) <= SECOND * 5);
     }
 }

@@ -6,7 +6,6 @@
 //! cluster.
 
 use std::{
-    hash::{BuildHasher, RandomState},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -23,11 +22,12 @@ use kube::{
     client::{Body, ClientBuilder, ConfigExt},
     config::Kubeconfig,
 };
-use tokio::{sync::watch, time::sleep};
+use tokio::sync::watch;
 use tower::{BoxError, ServiceBuilder};
 use tracing::{info, warn};
 
 use crate::{
+    backoff::Backoff,
     bootstrap,
     certificate::Lifetime,
     client::Client,
@@ -238,48 +238,6 @@ fn causes(error: &dyn std::error::Error) -> String {
     words
 }
 
-/// Longer and longer waits between tries, never in step with other nodes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Backoff {
-    next: Duration,
-    least: Duration,
-    most: Duration,
-}
-
-impl Backoff {
-    pub(crate) fn new(least: Duration, most: Duration) -> Self {
-        Self { next: least, least, most }
-    }
-
-    /// After a success.
-    pub(crate) fn reset(&mut self) {
-        self.next = self.least;
-    }
-
-    /// How long to wait now: at least what the server asked for.
-    pub(crate) fn step(&mut self, asked: Option<Duration>) -> Duration {
-        let wait = jittered(self.next);
-        self.next = (self.next * 2).min(self.most);
-        wait.max(asked.unwrap_or_default().min(self.most))
-    }
-
-    pub(crate) async fn wait(&mut self, asked: Option<Duration>) {
-        sleep(self.step(asked)).await;
-    }
-}
-
-/// From `time` to half as much again.
-pub(crate) fn jittered(time: Duration) -> Duration {
-    time + time.mul_f64(random() / 2.0)
-}
-
-/// A number from 0 to 1 by chance.
-pub(crate) fn random() -> f64 {
-    // A hasher's keys are random.
-    let random = RandomState::new().hash_one(0_u8) >> 32;
-    random as f64 / f64::from(u32::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -315,18 +273,5 @@ mod tests {
         let (_dir, path) = kubeconfig("server: https://127.0.0.1:1");
         let error = client(&path).err().unwrap().to_string();
         assert!(error.contains("cert.pem"), "{error}");
-    }
-
-    #[test]
-    fn waits_grow_to_a_bound_and_heed_the_server() {
-        let second = Duration::from_secs(1);
-        let mut backoff = Backoff::new(second, second * 4);
-        for least in [1, 2, 4, 4] {
-            let wait = backoff.step(None);
-            assert!((second * least..=second * least * 3 / 2).contains(&wait), "{wait:?}");
-        }
-        backoff.reset();
-        assert_eq!(backoff.step(Some(second * 3)), second * 3);
-        assert!(backoff.step(Some(second * 3600)) <= second * 4);
     }
 }

@@ -24,8 +24,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
+    backoff::Backoff,
     client::{Client, Error, Patch},
-    connect::Backoff,
 };
 
 /// Who reports: what looks for a kubelet's events finds them.

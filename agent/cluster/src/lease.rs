@@ -32,8 +32,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
+    backoff::Backoff,
     client::{Client, Error},
-    connect::{Backoff, Connections},
+    connect::Connections,
 };
 
 /// Namespace of the nodes' leases.
@@ -127,7 +128,7 @@ async fn renew(mut connections: Connections, inputs: Inputs) {
             Ok(opened) => opened,
             Err(error) => {
                 keeper.note(Some(&error.to_string()));
-                sleep(backoff.step(None)).await;
+                sleep(backoff.next(None)).await;
                 continue;
             }
         };
@@ -172,7 +173,7 @@ async fn turn(
         return began + interval;
     }
     keeper.newest = None;
-    Instant::now() + backoff.step(asked)
+    Instant::now() + backoff.next(asked)
 }
 
 struct Keeper {

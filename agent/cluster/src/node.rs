@@ -30,8 +30,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
+    backoff::{Backoff, jittered},
     client::{Client, Error, Event, Patch},
-    connect::{Backoff, jittered},
 };
 
 /// What the Node says of the kubelet. The version is that of the kubelet whose contract this keeps:
@@ -223,7 +223,7 @@ impl Keeper {
                 Err(error) => {
                     self.note(Some(&error));
                     // Writes go on meanwhile: a write may succeed where a watch doesn't.
-                    let until = Instant::now() + backoff.step(error.retry_after());
+                    let until = Instant::now() + backoff.next(error.retry_after());
                     while Instant::now() < until {
                         tokio::select! {
                             () = sleep_until(until) => {}
@@ -264,7 +264,7 @@ impl Keeper {
                 }
             }
             // A server that ends each watch at once is not asked again at once.
-            sleep(BREATH.min(backoff.step(None))).await;
+            sleep(BREATH.min(backoff.next(None))).await;
         }
     }
 

@@ -21,10 +21,11 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
+    backoff::{self, Backoff},
     bootstrap,
     certificate::{Error, Lifetime, Store},
     client::Client,
-    connect::{self, Backoff, Connections, Options},
+    connect::{self, Connections, Options},
 };
 
 /// How often files and clock are looked at.
@@ -129,7 +130,7 @@ impl Identity {
                     Err(error) => {
                         self.options.metrics.errors.inc();
                         warn!("cannot renew the client certificate, trying on: {error}");
-                        pause = backoff.step(None);
+                        pause = backoff.next(None);
                     }
                 }
             }
@@ -205,7 +206,7 @@ impl Identity {
 /// A part of a certificate's life, by chance, so that nodes that were made together don't ask together.
 fn part() -> f64 {
     let (least, more) = PART;
-    least + more * connect::random()
+    least + more * backoff::random()
 }
 
 fn remind(lifetime: Lifetime, now: Timestamp, rotates: bool, reminded: &mut Option<Instant>) {

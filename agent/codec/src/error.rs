@@ -23,6 +23,13 @@ impl Problem {
     }
 }
 
+/// The path of `key` inside the mapping at `path`: `limits.cpu`, but `limits["nvidia.com/gpu"]`.
+#[must_use]
+pub fn field(path: &str, key: &str) -> String {
+    let plain = !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+    if plain { format!("{path}.{key}") } else { format!("{path}[{key:?}]") }
+}
+
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.path.as_str() {

@@ -16,6 +16,7 @@ pub mod error;
 mod object;
 
 pub use decode::{name_of, normalize};
+pub use error::field;
 pub use object::{ApiType, JsonError, list};
 
 use serde_json::Value;

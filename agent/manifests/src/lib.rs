@@ -5,7 +5,7 @@
 //! cluster keeps in its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`]
 //! watches the folder.
 //!
-//! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`support`]),
+//! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`beelet_spec::support`]),
 //! never left out in silence. This module must never touch the runtime, and never panic on any text.
 
 // A test hands its literals over.
@@ -19,7 +19,6 @@ mod objects;
 mod owners;
 mod priority;
 pub mod source;
-mod support;
 mod sysctls;
 mod validate;
 mod watch;
@@ -135,7 +134,7 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
 fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     let mut value = document.value.clone();
     beelet_codec::normalize(&mut value);
-    let found = support::check(&value);
+    let found = beelet_spec::support::check(&value);
     let mut problems = found.refused;
     let (mut pod, unknown) = match Pod::read(&value) {
         Ok(read) => read,

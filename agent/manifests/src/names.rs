@@ -8,12 +8,6 @@ const LABEL_MAX: usize = 63;
 /// Longest name of dotted DNS labels.
 const SUBDOMAIN_MAX: usize = 253;
 
-/// The path of `key` inside the mapping at `path`: `limits.cpu`, but `limits["nvidia.com/gpu"]`.
-pub(super) fn field(path: &str, key: &str) -> String {
-    let plain = !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
-    if plain { format!("{path}.{key}") } else { format!("{path}[{key:?}]") }
-}
-
 fn is_label(name: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     !name.is_empty() && name.bytes().all(inner) && !name.starts_with('-') && !name.ends_with('-')
@@ -63,7 +57,7 @@ pub(super) fn qualified(path: &str, key: &str) -> Option<Problem> {
     let prefix_ok = prefix.is_none_or(|p| p.len() <= SUBDOMAIN_MAX && p.split('.').all(is_label));
     (!prefix_ok || !is_qualified_part(name)).then(|| {
         let rule = "is not a key: [a DNS name/]up to 63 of letters, digits, '-', '_' and '.'";
-        Problem::new(field(path, key), format!("{} {rule}", quoted(key)))
+        Problem::new(beelet_codec::field(path, key), format!("{} {rule}", quoted(key)))
     })
 }
 
@@ -71,7 +65,7 @@ pub(super) fn qualified(path: &str, key: &str) -> Option<Problem> {
 pub(super) fn label_value(path: &str, key: &str, value: &str) -> Option<Problem> {
     (!value.is_empty() && !is_qualified_part(value)).then(|| {
         let rule = "is not a label's value: up to 63 of letters, digits, '-', '_' and '.'";
-        Problem::new(field(path, key), format!("{} {rule}", quoted(value)))
+        Problem::new(beelet_codec::field(path, key), format!("{} {rule}", quoted(value)))
     })
 }
 

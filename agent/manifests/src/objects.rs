@@ -31,7 +31,7 @@ pub(super) fn config_map(value: &Value) -> Result<Manifest, Vec<Problem>> {
     problems.extend(data("binaryData", bytes));
     for key in map.binary_data.iter().flatten().map(|(key, _)| key) {
         if map.data.as_ref().is_some_and(|data| data.contains_key(key)) {
-            problems.push(Problem::new(names::field("binaryData", key), "is a key of data too"));
+            problems.push(Problem::new(beelet_codec::field("binaryData", key), "is a key of data too"));
         }
     }
     manifest(objects::Object::ConfigMap(Arc::new(map)), problems, &unknown)
@@ -79,7 +79,7 @@ pub(super) fn runtime_class(mut value: Value) -> Result<Manifest, Vec<Problem>> 
     problems.extend(names::label("handler", &class.handler));
     let overhead = class.overhead.as_ref().and_then(|overhead| overhead.pod_fixed.as_ref());
     for (name, amount) in overhead.into_iter().flatten() {
-        let path = names::field("overhead.podFixed", name);
+        let path = beelet_codec::field("overhead.podFixed", name);
         match Quantity::parse(&amount.0) {
             Ok(amount) if amount < Quantity::ZERO => problems.push(Problem::new(path, "is negative")),
             Ok(_) => {}
@@ -119,7 +119,8 @@ fn data<'k>(path: &str, entries: impl Iterator<Item = (&'k String, usize)>) -> V
         if !is_key(key) {
             let rule =
                 "is not a key: up to 253 letters, digits, '-', '_' and '.', and not beginning with '..'";
-            problems.push(Problem::new(names::field(path, key), format!("{} {rule}", names::quoted(key))));
+            problems
+                .push(Problem::new(beelet_codec::field(path, key), format!("{} {rule}", names::quoted(key))));
         }
     }
     if total > DATA_MAX {

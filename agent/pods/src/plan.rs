@@ -16,10 +16,11 @@ use k8s_openapi::api::core::v1 as core;
 
 use crate::error::Error;
 use beelet_model::{
+    origin::Origin,
     pod::{NodeFacts, container_of, grace_period, log_folder},
     table::PodName,
 };
-use beelet_spec::cri_config;
+use beelet_spec::{cri_config, support::unsupported};
 use beelet_volumes::Volumes;
 
 /// What of the node goes into every pod's plan.
@@ -55,6 +56,9 @@ pub(crate) struct PodPlan {
     pub cgroups: Vec<String>,
     /// Its address on the node's network, if that is where it is.
     host_ip: Option<String>,
+    /// The first field that the agent can't do anything for. Only in pods of the API server: manifests with such
+    /// a field become no pod.
+    pub unsupported: Option<String>,
     /// Its cgroup with its values, and its sandbox; or why there can be none.
     placement: Result<Placement, String>,
 }
@@ -81,6 +85,11 @@ impl PodPlan {
             volumes: Volumes::of(&pod, site.pods_dir),
             cgroups: paths.into_iter().flatten().collect(),
             host_ip: on_host.then(|| site.node.host_ip.to_string()),
+            unsupported: Origin::of(&pod)
+                .is_api()
+                .then(|| unsupported(&pod))
+                .flatten()
+                .map(|field| field.to_string()),
             placement: place(&pod, site),
             pod,
             uid,

@@ -11,3 +11,4 @@ pub mod env;
 pub mod fixtures;
 pub mod resize;
 pub mod services;
+pub mod support;

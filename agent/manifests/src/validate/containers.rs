@@ -224,7 +224,7 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
     let requests =
         quantities(&format!("{path}.resources.requests"), requests, resources.limits.as_ref(), problems);
     for (name, (limit, text)) in limits.iter().filter(|(name, _)| name.contains('/')) {
-        let path = names::field(&format!("{path}.resources.limits"), name);
+        let path = beelet_codec::field(&format!("{path}.resources.limits"), name);
         if Quantity::from_units(limit.value()) != *limit {
             problems.add(&path, format!("{text} is not a whole number: devices aren't divided"));
         }
@@ -233,14 +233,14 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
         }
     }
     for name in requests.keys().filter(|name| name.contains('/') && !limits.contains_key(*name)) {
-        let path = names::field(&format!("{path}.resources.limits"), name);
+        let path = beelet_codec::field(&format!("{path}.resources.limits"), name);
         problems.add(&path, "must be there, the same as the request: devices aren't overcommitted");
     }
     for (name, (request, text)) in &requests {
         if let Some((limit, limit_text)) = limits.get(name)
             && request > limit
         {
-            let path = names::field(&format!("{path}.resources.requests"), name);
+            let path = beelet_codec::field(&format!("{path}.resources.requests"), name);
             problems.add(path, format!("{text} is more than the limit {limit_text}"));
         }
     }
@@ -256,7 +256,7 @@ fn quantities<'c>(
 ) -> BTreeMap<&'c str, (Quantity, &'c str)> {
     let mut read = BTreeMap::new();
     for (name, Text(text)) in list.into_iter().flatten() {
-        let path = names::field(path, name);
+        let path = beelet_codec::field(path, name);
         let mut problem = |message: String| {
             if told.and_then(|told| told.get(name)).is_none_or(|Text(other)| other != text) {
                 problems.add(&path, message);

@@ -161,9 +161,11 @@ fn hostnames(spec: &PodSpec, problems: &mut Problems) {
 fn amounts(path: &str, list: Option<&BTreeMap<String, Amount>>, problems: &mut Problems) {
     for (name, amount) in list.into_iter().flatten() {
         match Quantity::parse(&amount.0) {
-            Ok(amount) if amount < Quantity::ZERO => problems.add(names::field(path, name), "is negative"),
+            Ok(amount) if amount < Quantity::ZERO => {
+                problems.add(beelet_codec::field(path, name), "is negative");
+            }
             Ok(_) => {}
-            Err(error) => problems.add(names::field(path, name), error.to_string()),
+            Err(error) => problems.add(beelet_codec::field(path, name), error.to_string()),
         }
     }
 }

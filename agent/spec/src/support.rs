@@ -5,22 +5,26 @@
 //! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with
 //! a warning.
 
+use beelet_codec::{ApiType as _, error::Problem, field};
+use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
 
-use super::names;
-use beelet_codec::error::Problem;
-
-/// What becomes of a manifest with such a field.
+/// What becomes of a pod with such a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     /// Refused: the agent can't do this yet.
     NotYet,
-    /// Refused: it refers to an object of the API server's, which a static pod may not (and there is none).
+    /// Refused in a manifest: the agent can't do this yet. A pod of the API server waits for the volume, whose
+    /// events say so.
+    VolumeNotYet,
+    /// Refused in a manifest: it refers to the API server or its objects, which a static pod may not.
     ApiObject,
+    /// The same, and refused in a pod of the API server too: the agent can't do this yet.
+    ApiObjectNotYet,
     /// Accepted with a warning: it has no effect here.
     NoEffect,
 }
-use Verdict::{ApiObject, NoEffect, NotYet};
+use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, NotYet, VolumeNotYet};
 
 /// Which values of the field are meant.
 #[derive(Clone, Copy)]
@@ -45,12 +49,12 @@ const TABLE: &[Row] = &[
     // The pod as a whole.
     ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
     ("spec.hostUsers", False, NotYet, "user namespaces"),
-    ("spec.readinessGates", Set, NotYet, "readiness gates"),
+    ("spec.readinessGates", Set, ApiObject, "readiness gates (others set their conditions through the API server)"),
     ("spec.resources", Set, NotYet, "resources of the pod as a whole"),
     ("spec.schedulingGates", Set, NotYet, "scheduling gates"),
     ("spec.schedulingGroup", Set, NotYet, "scheduling groups"),
     ("spec.{serviceAccount,serviceAccountName}", Set, ApiObject, "service accounts"),
-    ("spec.resourceClaims", Set, ApiObject, "resource claims"),
+    ("spec.resourceClaims", Set, ApiObjectNotYet, "resource claims"),
     ("spec.{affinity,nodeSelector,topologySpreadConstraints}", Set, NoEffect, "there is no scheduler; the pod runs on this node"),
     // Security.
     ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
@@ -58,13 +62,13 @@ const TABLE: &[Row] = &[
     // Containers.
     ("spec.{containers,initContainers}[*].lifecycle.stopSignal", Set, NotYet, "stop signals"),
     ("spec.{containers,initContainers}[*].env[*].valueFrom.fileKeyRef", Set, NotYet, "this source of a variable"),
-    ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObject, "resource claims"),
+    ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObjectNotYet, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
     // Volumes.
     ("spec.{containers,initContainers}[*].volumeDevices", Set, NotYet, "block devices"),
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", Set, ApiObject, "volume claims"),
     ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
-    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, NotYet, "network and storage plugins' volumes"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, VolumeNotYet, "network and storage plugins' volumes"),
     ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
 ];
 
@@ -94,7 +98,10 @@ fn parts_of_images(manifest: &Value) -> Vec<Problem> {
         let fields = ["subPath", "subPathExpr"].into_iter();
         let set = fields.filter(|field| mount.get(field).is_some_and(|part| !says_nothing(part)));
         found.extend(set.map(|field| {
-            Problem::new(names::field(path, field), sentence(NotYet, "mounting a part of an image volume"))
+            Problem::new(
+                beelet_codec::field(path, field),
+                sentence(NotYet, "mounting a part of an image volume"),
+            )
         }));
     });
     found
@@ -102,22 +109,38 @@ fn parts_of_images(manifest: &Value) -> Vec<Problem> {
 
 /// What the table says of a manifest.
 #[derive(Debug, Default)]
-pub(super) struct Found {
+pub struct Found {
     /// Why it can't be run.
-    pub(super) refused: Vec<Problem>,
+    pub refused: Vec<Problem>,
     /// What has no effect.
-    pub(super) ignored: Vec<Problem>,
+    pub ignored: Vec<Problem>,
+}
+
+/// The first field of a pod of the API server that the agent can't do anything for yet.
+#[must_use]
+pub fn unsupported(pod: &Pod) -> Option<Problem> {
+    let pod = pod.to_value();
+    let mut found = parts_of_images(&pod);
+    let rows = TABLE.iter().filter(|(_, _, verdict, _)| matches!(verdict, NotYet | ApiObjectNotYet));
+    for (pattern, when, _, what) in rows {
+        visit(&pod, pattern, &mut String::new(), &mut |path, node| {
+            let paths = matches(*when, path, node).into_iter();
+            found.extend(paths.map(|path| Problem::new(path, format!("beelet can't do this yet ({what})"))));
+        });
+    }
+    found.into_iter().next()
 }
 
 /// Looks every row of the table up in a manifest.
-pub(super) fn check(manifest: &Value) -> Found {
+#[must_use]
+pub fn check(manifest: &Value) -> Found {
     let mut found = Found::default();
     for (pattern, when, verdict, what) in TABLE {
         visit(manifest, pattern, &mut String::new(), &mut |path, node| {
             for path in matches(*when, path, node) {
                 let problem = Problem::new(path, sentence(*verdict, what));
                 match verdict {
-                    NotYet | ApiObject => found.refused.push(problem),
+                    NotYet | VolumeNotYet | ApiObject | ApiObjectNotYet => found.refused.push(problem),
                     NoEffect => found.ignored.push(problem),
                 }
             }
@@ -129,8 +152,10 @@ pub(super) fn check(manifest: &Value) -> Found {
 
 fn sentence(verdict: Verdict, what: &str) -> String {
     match verdict {
-        NotYet => format!("beelet can't do this yet ({what}); take it out"),
-        ApiObject => format!("a static pod may not refer to objects of the API server ({what}); take it out"),
+        NotYet | VolumeNotYet => format!("beelet can't do this yet ({what}); take it out"),
+        ApiObject | ApiObjectNotYet => {
+            format!("a static pod may not refer to objects of the API server ({what}); take it out")
+        }
         NoEffect => format!("has no effect: {what}"),
     }
 }
@@ -143,7 +168,7 @@ fn matches(when: When, path: &str, node: &Value) -> Vec<String> {
         False => node == &Value::Bool(false),
         Key(asked) => {
             let keys = node.as_object().into_iter().flat_map(serde_json::Map::keys);
-            return keys.filter(|key| asked(key)).map(|key| names::field(path, key)).collect();
+            return keys.filter(|key| asked(key)).map(|key| field(path, key)).collect();
         }
     };
     if met { vec![path.to_owned()] } else { Vec::new() }
@@ -239,6 +264,27 @@ mod tests {
         check_refused(
             &json!({"spec": {"volumes": volumes, "containers": [{"volumeMounts": mounts}]}}),
             &["spec.containers[0].volumeMounts[1].subPath", "spec.containers[0].volumeMounts[2].subPathExpr"],
+        );
+    }
+
+    #[test]
+    fn a_pod_of_the_api_server_may_refer_to_its_objects_and_is_refused_what_can_not_be_done() {
+        let check = |spec: Value, expected: Option<&str>| {
+            let mut spec = spec;
+            spec["containers"] = json!([{"name": "c"}]);
+            let pod = Pod::from_value(&json!({"spec": spec})).unwrap();
+            assert_eq!(unsupported(&pod).map(|problem| problem.path).as_deref(), expected);
+        };
+        check(json!({"serviceAccountName": "default", "readinessGates": [{"conditionType": "x"}]}), None);
+        check(
+            json!({"nodeSelector": {"a": "b"}, "volumes": [{"name": "v", "nfs": {"server": "s", "path": "/"}}]}),
+            None,
+        );
+        check(json!({"hostUsers": false}), Some("spec.hostUsers"));
+        check(json!({"resourceClaims": [{"name": "x"}]}), Some("spec.resourceClaims"));
+        check(
+            json!({"securityContext": {"appArmorProfile": {"type": "RuntimeDefault"}}}),
+            Some("spec.securityContext.appArmorProfile"),
         );
     }
 
