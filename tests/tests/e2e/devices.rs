@@ -137,7 +137,7 @@ fn a_real_pod_sees_its_device_node_its_environment_and_its_mounts() {
         assert!(node.said(&node.ready("plain")).contains("none"));
         let table = node.agent.cli(&["get", "node"]).output().unwrap();
         let table = String::from_utf8_lossy(&table.stdout).into_owned();
-        assert!(table.lines().any(|l| l.split_whitespace().eq([RESOURCE, "2", "2"])), "{table}");
+        assert!(table.lines().any(|l| l.split_whitespace().eq([RESOURCE, "2", "2", "1", "1"])), "{table}");
     });
 }
 

@@ -39,7 +39,7 @@ pub(super) fn text(
         })
         .collect();
     section(&mut text, "Conditions", &Columns::new(CONDITIONS).table(&conditions));
-    section(&mut text, "Resources", &resources(node, table));
+    section(&mut text, "Resources", &resources(node, Some(table)));
     let pods: Vec<Vec<String>> = requested::counted(table)
         .map(|entry| {
             let PodName { namespace, name } = PodName::of(&entry.pod);

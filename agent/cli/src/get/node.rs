@@ -43,7 +43,10 @@ pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let node = client.node().await?;
     let text = match args.output {
-        Output::Table => table(&node, &client.pods().await?.0, Timestamp::now()),
+        // An agent that has not looked at its pods yet knows its resources all the same.
+        Output::Table => {
+            table(&node, client.pods().await.ok().map(|(pods, _)| pods).as_ref(), Timestamp::now())
+        }
         Output::Json => format!("{:#}\n", v1(&node)),
         Output::Yaml => beelet_codec::yaml(&v1(&node)).context("the node")?,
     };
@@ -54,31 +57,25 @@ pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What there is of each resource, and what pods have requested of it.
-pub(crate) fn resources(node: &proto::GetNodeResponse, pods: &PodTable) -> String {
+/// What there is of each resource, and what pods have requested of it, if they are known.
+pub(crate) fn resources(node: &proto::GetNodeResponse, pods: Option<&PodTable>) -> String {
     let names: BTreeSet<&String> = node.capacity.keys().chain(node.allocatable.keys()).collect();
-    let requested = requested::of_all(pods);
+    let requested = pods.map(requested::of_all);
     let cell = |amount: Option<&String>| amount.map_or_else(|| "0".to_owned(), String::clone);
     let row = |name: &&String| {
         let allocatable = cell(node.allocatable.get(*name));
-        let taken = requested.get(*name).copied().unwrap_or_default();
-        let free = Quantity::parse(&allocatable).map_or_else(
-            |_| "-".to_owned(),
-            |allocatable| requested::shown(name, allocatable.saturating_sub(taken)),
-        );
-        vec![
-            (*name).clone(),
-            cell(node.capacity.get(*name)),
-            allocatable,
-            requested::shown(name, taken),
-            free,
-        ]
+        let taken = requested.as_ref().map(|all| all.get(*name).copied().unwrap_or_default());
+        let free =
+            taken.zip(Quantity::parse(&allocatable).ok()).map(|(taken, all)| all.saturating_sub(taken));
+        let shown =
+            |amount: Option<Quantity>| amount.map_or("-".to_owned(), |amount| requested::shown(name, amount));
+        vec![(*name).clone(), cell(node.capacity.get(*name)), allocatable, shown(taken), shown(free)]
     };
     let rows: Vec<Vec<String>> = names.iter().map(row).collect();
     Columns::new(RESOURCES).table(&rows)
 }
 
-fn table(node: &proto::GetNodeResponse, pods: &PodTable, now: Timestamp) -> String {
+fn table(node: &proto::GetNodeResponse, pods: Option<&PodTable>, now: Timestamp) -> String {
     let condition = |condition: &proto::NodeCondition| {
         let status = status(condition).to_owned();
         vec![condition.r#type.clone(), status, age(since(condition), now), condition.reason.clone()]
@@ -139,7 +136,7 @@ mod tests {
             ],
         };
         assert_eq!(
-            table(&node, &PodTable::default(), Timestamp::from_second(1_000_000_005).unwrap()),
+            table(&node, Some(&PodTable::default()), Timestamp::from_second(1_000_000_005).unwrap()),
             "RESOURCE          CAPACITY   ALLOCATABLE   REQUESTED   FREE\n\
              cpu               4          3500m         0           3500m\n\
              example.com/gpu   2          0             0           0\n\
