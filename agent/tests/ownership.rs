@@ -32,7 +32,8 @@ fn a_kubelet_with_a_connection_to_the_runtime_keeps_us_away() {
     let program = dir.path().join("kubelet");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_beelet"), &program).unwrap();
     let mut command = Command::new(&program);
-    // The kernel names the process after the file. By its first argument it is our client, and no kubelet of its own.
+    // The kernel names the process after the file. By its first argument it is our client, and no kubelet of
+    // its own.
     command.arg0("beelet");
     command.args(["get", "pods", "--watch", "--socket"]).arg(&socket).stderr(Stdio::null());
     let kubelet = Kubelet(command.spawn().unwrap());
