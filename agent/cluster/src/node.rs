@@ -282,7 +282,8 @@ impl Keeper {
         if !news && stale.is_empty() && reported {
             return Ok(Instant::now() + next);
         }
-        let body = patch(&change, &stale);
+        let listed = node.status.as_ref().and_then(|status| status.addresses.as_ref());
+        let body = patch(&change, &stale, listed.is_some_and(|addresses| !addresses.is_empty()));
         match self.client.patch(&format!("{}/status", self.path), Patch::StrategicMerge, &body).await {
             Ok(answer) => {
                 self.wrote();
@@ -376,8 +377,8 @@ fn read(path: &str, value: &Value) -> Result<Node, Error> {
     Ok(node)
 }
 
-/// The strategic merge patch that makes the change.
-fn patch(change: &Change, labels: &BTreeMap<String, String>) -> Value {
+/// The strategic merge patch that makes the change. `has_addresses`: the Node has some now.
+fn patch(change: &Change, labels: &BTreeMap<String, String>, has_addresses: bool) -> Value {
     let node = Node { status: Some(change.status.clone()), ..Node::default() };
     let mut status = node.to_value()["status"].take();
     for list in ["capacity", "allocatable"] {
@@ -385,8 +386,10 @@ fn patch(change: &Change, labels: &BTreeMap<String, String>) -> Value {
             status[list][name] = Value::Null;
         }
     }
-    // Two addresses of one type would be merged into one (`fixupPatchForNodeStatusAddresses` of the kubelet).
-    if let Some(addresses) = status.get_mut("addresses").and_then(Value::as_array_mut) {
+    // Two addresses of one type would be merged into one (`fixupPatchForNodeStatusAddresses` of the kubelet). Where
+    // there is no list yet, older servers take the directive for an address.
+    let addresses = status.get_mut("addresses").and_then(Value::as_array_mut);
+    if let Some(addresses) = addresses.filter(|_| has_addresses) {
         addresses.push(json!({ "$patch": "replace" }));
     }
     let mut body = Map::new();
