@@ -1,5 +1,5 @@
-//! How long to wait before a request is tried again: each time twice as long, up to a bound, and never two nodes
-//! at the same moment.
+//! How long to wait before a request is tried again: each time twice as long, up to a bound, and never two
+//! nodes at the same moment.
 
 use std::{
     hash::{BuildHasher, RandomState},

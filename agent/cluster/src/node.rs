@@ -386,8 +386,8 @@ fn patch(change: &Change, labels: &BTreeMap<String, String>, has_addresses: bool
             status[list][name] = Value::Null;
         }
     }
-    // Two addresses of one type would be merged into one (`fixupPatchForNodeStatusAddresses` of the kubelet). Where
-    // there is no list yet, older servers take the directive for an address.
+    // Two addresses of one type would be merged into one (`fixupPatchForNodeStatusAddresses` of the kubelet).
+    // Where there is no list yet, older servers take the directive for an address.
     let addresses = status.get_mut("addresses").and_then(Value::as_array_mut);
     if let Some(addresses) = addresses.filter(|_| has_addresses) {
         addresses.push(json!({ "$patch": "replace" }));

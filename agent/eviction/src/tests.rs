@@ -217,6 +217,8 @@ impl Node {
         self.publish(pod);
         let folder = self.memory_of(name).join(id);
         std::fs::create_dir_all(&folder).unwrap();
+        let of_cpu = self.dir.path().join(format!("cpu/kubepods/besteffort/pod{name}/{id}"));
+        std::fs::create_dir_all(of_cpu).unwrap();
         std::fs::write(folder.join("memory.usage_in_bytes"), MIB.to_string()).unwrap();
         std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
         folder

@@ -5,8 +5,9 @@
 //! cluster keeps in its API server: a PriorityClass, a ConfigMap, a Secret, a RuntimeClass. [`source`]
 //! watches the folder.
 //!
-//! A pod that comes out of here can be run as it says: what the agent can't do yet is refused ([`beelet_spec::support`]),
-//! never left out in silence. This module must never touch the runtime, and never panic on any text.
+//! A pod that comes out of here can be run as it says: what the agent can't do yet is refused
+//! ([`beelet_spec::support`]), never left out in silence. This module must never touch the runtime, and never
+//! panic on any text.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
