@@ -345,12 +345,17 @@ async fn line(stream: &mut (impl AsyncBufRead + Unpin)) -> std::io::Result<Optio
     Ok(Some(line))
 }
 
-fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
-    let mut value: Value = serde_json::from_slice(line).map_err(|cause| unreachable(request, &cause))?;
-    let mut object = value["object"].take();
+/// Takes out what says who set which field: nobody here asks, and it can be most of an object.
+pub(crate) fn forget_managers(object: &mut Value) {
     if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
         metadata.remove("managedFields");
     }
+}
+
+fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
+    let mut value: Value = serde_json::from_slice(line).map_err(|cause| unreachable(request, &cause))?;
+    let mut object = value["object"].take();
+    forget_managers(&mut object);
     match value["type"].as_str() {
         Some("ADDED" | "MODIFIED") => Ok(Event::Applied(object)),
         Some("DELETED") => Ok(Event::Deleted(object)),

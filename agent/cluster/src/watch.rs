@@ -13,7 +13,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     backoff::{Backoff, chance},
-    client::{Client, Error, Event},
+    client::{Client, Error, Event, forget_managers},
 };
 
 /// How long the server is asked to keep a watch, at least.
@@ -75,11 +75,7 @@ impl Line<'_> {
             Value::Array(objects) => objects,
             _ => Vec::new(),
         };
-        for object in &mut objects {
-            if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
-                metadata.remove("managedFields");
-            }
-        }
+        objects.iter_mut().for_each(forget_managers);
         Ok((objects, version))
     }
 
