@@ -36,7 +36,7 @@ fn read(root: &Path) -> NodeSystemInfo {
         machine_id: first(&["etc/machine-id", "var/lib/dbus/machine-id"]),
         operating_system: "linux".to_owned(),
         os_image: pretty_name(&release),
-        swap: Some(NodeSwapStatus { capacity: swap_total(&memory) }),
+        swap: swap_total(&memory).map(|bytes| NodeSwapStatus { capacity: Some(bytes) }),
         system_uuid: first(&[
             "sys/class/dmi/id/product_uuid",
             "proc/device-tree/system-id",
@@ -62,11 +62,12 @@ fn pretty_name(release: &str) -> String {
     shortened(value.filter(|value| !value.is_empty()).unwrap_or("Linux"))
 }
 
-/// All swap, in bytes.
+/// All swap, in bytes. A machine without swap has none to tell: an API server of 1.36 refuses a Node with a
+/// capacity of 0.
 fn swap_total(meminfo: &str) -> Option<i64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("SwapTotal:"))?;
     let kib: i64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
+    kib.checked_mul(1024).filter(|bytes| *bytes > 0)
 }
 
 #[cfg(test)]
@@ -90,6 +91,8 @@ mod tests {
         assert_eq!(info.os_image, "Debian GNU/Linux 12 (bookworm)");
         assert_eq!(info.swap.unwrap().capacity, Some(1 << 20));
         assert_eq!(info.boot_id, "b-1");
+        put("proc/meminfo", "SwapTotal:       0 kB\n");
+        assert_eq!(read(root.path()).swap, None);
         assert!(info.kubelet_version.starts_with("v1.36."));
     }
 
