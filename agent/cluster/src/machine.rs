@@ -62,8 +62,8 @@ fn pretty_name(release: &str) -> String {
     shortened(value.filter(|value| !value.is_empty()).unwrap_or("Linux"))
 }
 
-/// All swap, in bytes. A machine without swap has none to tell: an API server (1.36.2) refuses a Node whose swap
-/// has a capacity of 0.
+/// All swap, in bytes. A machine without swap has none to tell: an API server (1.36.2) refuses a Node whose
+/// swap has a capacity of 0.
 fn swap_total(meminfo: &str) -> Option<i64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("SwapTotal:"))?;
     let kib: i64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
