@@ -180,8 +180,10 @@ fn unsound(pod: &core::Pod) -> Option<String> {
     let Some(spec) = &pod.spec else { return Some("it has no spec".to_owned()) };
     let of_pod = [&metadata.uid, &metadata.namespace, &metadata.name].into_iter();
     let containers = spec.init_containers.iter().flatten().chain(&spec.containers).map(|c| c.name.as_str());
+    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|c| c.name.as_str());
     let volumes = spec.volumes.iter().flatten().map(|volume| volume.name.as_str());
-    let mut all = of_pod.map(|name| name.as_deref().unwrap_or_default()).chain(containers).chain(volumes);
+    let of_pod = of_pod.map(|name| name.as_deref().unwrap_or_default());
+    let mut all = of_pod.chain(containers).chain(ephemeral).chain(volumes);
     all.find(|name| !is_name(name)).map(|name| format!("{name:?} is not a name"))
 }
 

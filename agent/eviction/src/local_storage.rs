@@ -270,13 +270,13 @@ impl LocalStorage {
             *layers = Some((at, tokio::time::timeout(LAYERS, self.layers()).await.unwrap_or_default()));
         }
         let logs = beelet_model::pod::log_folder(&self.pod_logs_dir, &PodName::of(pod), uid);
-        let names: Vec<&String> = containers(pod).map(|container| &container.name).collect();
-        let layer = |name: &&String| {
+        let names: Vec<&str> = container_names(pod).collect();
+        let layer = |name: &&str| {
             let (_, layers) = layers.as_ref()?;
-            Some(((*name).clone(), *layers.get(container_id(pod, name)?)?))
+            Some(((*name).to_owned(), *layers.get(container_id(pod, name)?)?))
         };
         let found = PodDisk { rootfs: names.iter().filter_map(layer).collect(), ..PodDisk::default() };
-        let log = |name: &String| Part::Log(name.clone(), logs.join(name));
+        let log = |name: &str| Part::Log(name.to_owned(), logs.join(name));
         let volumes =
             empty_dirs(pod, &self.pods_dir).into_iter().map(|(name, path)| Part::Volume(name, path));
         let todo = names.into_iter().map(log).chain(volumes).collect();
@@ -318,13 +318,11 @@ impl LocalStorage {
         }
         let pod = &entry.pod;
         let bytes = |map: &BTreeMap<String, Taken>, name: &str| map.get(name).map_or(0, |taken| taken.bytes);
-        let of_container = |container: &core::Container| {
-            let name = &container.name;
-            (name.clone(), bytes(&disk.rootfs, name) + bytes(&disk.logs, name))
-        };
+        let of_container =
+            |name: &str| (name.to_owned(), bytes(&disk.rootfs, name) + bytes(&disk.logs, name));
         let storage = PodStorage {
             volumes: disk.volumes.iter().map(|(name, taken)| (name.clone(), taken.bytes)).collect(),
-            containers: containers(pod).map(of_container).collect(),
+            containers: container_names(pod).map(of_container).collect(),
         };
         let Ok(Some(violation)) = violation(pod, &storage) else {
             if ended {
@@ -353,8 +351,12 @@ impl LocalStorage {
     }
 }
 
-fn containers(pod: &core::Pod) -> impl Iterator<Item = &core::Container> {
-    pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
+/// The names of a pod's containers of every kind.
+fn container_names(pod: &core::Pod) -> impl Iterator<Item = &str> {
+    pod.spec.iter().flat_map(|spec| {
+        let usual = spec.init_containers.iter().flatten().chain(&spec.containers).map(|c| c.name.as_str());
+        usual.chain(spec.ephemeral_containers.iter().flatten().map(|c| c.name.as_str()))
+    })
 }
 
 /// Whether it has any limit on disk of its own.
@@ -393,8 +395,9 @@ fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
 
 fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {
     let status = pod.status.as_ref()?;
-    let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
-    runtime_id(all.into_iter().find(|status| status.name == name)?)
+    let usual = status.init_container_statuses.iter().chain(&status.container_statuses);
+    let mut all = usual.chain(&status.ephemeral_container_statuses).flatten();
+    runtime_id(all.find(|status| status.name == name)?)
 }
 
 #[cfg(test)]

@@ -148,8 +148,8 @@ fn written(table: &PodTable, logs: &Path) -> Vec<Written> {
     for (name, entry) in &table.pods {
         let Some(status) = &entry.pod.status else { continue };
         let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
-        let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
-        for container in all {
+        let usual = status.init_container_statuses.iter().chain(&status.container_statuses);
+        for container in usual.chain(&status.ephemeral_container_statuses).flatten() {
             found.extend(log_of(container, logs, name, &uid));
         }
     }

@@ -13,7 +13,7 @@ use crate::{
     error::{Error, StartError},
     hosts,
     plan::{PodPlan, Site},
-    runtime_view::SandboxDetail,
+    runtime_view::{Observation, SandboxDetail},
     termination,
 };
 use beelet_admission::Admission;
@@ -76,6 +76,8 @@ struct Starting<'a> {
     plan: &'a Arc<PodPlan>,
     container: &'a core::Container,
     sandbox: &'a SandboxDetail,
+    /// The runtime's identifier of the container whose processes it shares.
+    process_target: Option<String>,
     start: &'a Start,
     /// What the pod may refer to.
     objects: Arc<Objects>,
@@ -125,11 +127,11 @@ impl Launcher {
         Ok(self.runtime.run_sandbox(config, &handler).await?)
     }
 
-    /// Starts a container in `sandbox`; its identifier.
+    /// Starts a container in `sandbox`, of the pod that was `seen` last; its identifier.
     pub(crate) async fn start(
         &self,
         plan: &Arc<PodPlan>,
-        sandbox: &SandboxDetail,
+        (sandbox, seen): (&SandboxDetail, &Observation),
         start: &Start,
         chores: &Chores,
     ) -> Result<String, StartError> {
@@ -138,7 +140,9 @@ impl Launcher {
             return Ok(id.clone());
         }
         let container = plan.container(&start.name)?;
-        let starting = Starting { plan, container, sandbox, start, objects: self.objects(), chores };
+        let process_target = process_target(plan, &start.name, seen)?;
+        let objects = self.objects();
+        let starting = Starting { plan, container, sandbox, process_target, start, objects, chores };
         // Until the container exists, nobody may remove its images.
         let images = self.images(&starting).await?;
         let config = self.container_config(&starting, &images).await?;
@@ -182,6 +186,7 @@ impl Launcher {
             image_user: images.image.user.clone(),
             features,
             mounts,
+            process_target: starting.process_target.clone(),
             resources: resources.map_err(Error::of_spec)?,
         };
         let config = cri_config::container(pod, container, environment, facts, &self.node);
@@ -375,6 +380,15 @@ fn credentials(plan: &PodPlan, image: &str, objects: &Objects) -> Result<Vec<cri
     }
     beelet_images::credentials::of_secrets(image, &secrets)
         .map_err(|error| StartError::Credentials(error.to_string()))
+}
+
+/// The instance whose processes a container shares, if it asks for any.
+fn process_target(plan: &PodPlan, container: &str, seen: &Observation) -> Result<Option<String>, Error> {
+    let Some(target) = plan.process_target(container) else { return Ok(None) };
+    let found = seen.newest(target).map(|instance| Some(instance.id.clone()));
+    found.ok_or_else(|| {
+        Error::Spec(format!("unable to find target container {target}: it was not started yet"))
+    })
 }
 
 /// Whether a runtime is known to mount images (KEP-4639).

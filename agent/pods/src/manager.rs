@@ -658,7 +658,8 @@ impl Manager {
 /// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says more than can
 /// be seen.
 fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
-    let statuses = known.init_container_statuses.iter().chain(&known.container_statuses).flatten();
+    let usual = known.init_container_statuses.iter().chain(&known.container_statuses);
+    let statuses = usual.chain(&known.ephemeral_container_statuses).flatten();
     let mut ran = statuses.filter(|status| status.container_id.is_some());
     has_ended(Some(known))
         && (seen.containers.is_empty() || ran.any(|status| seen.newest(&status.name).is_none()))

@@ -9,6 +9,7 @@ use std::{
 
 use beelet_policy::{
     cgroups::{self as values, CgroupConfig, CgroupValues},
+    pod::ephemeral_containers,
     qos::QosClass,
 };
 use beelet_proto::cri;
@@ -52,6 +53,8 @@ pub(crate) struct PodPlan {
     pub logs: PathBuf,
     /// Its volumes.
     pub volumes: Volumes,
+    /// Its ephemeral containers.
+    ephemeral: Vec<core::Container>,
     /// Where its cgroup may be. An adopted pod whose manifest is gone has no spec, and so no class.
     pub cgroups: Vec<String>,
     /// Its address on the node's network, if that is where it is.
@@ -90,6 +93,7 @@ impl PodPlan {
                 .then(|| unsupported(&pod))
                 .flatten()
                 .map(|field| field.to_string()),
+            ephemeral: pod.spec.as_ref().map(ephemeral_containers).unwrap_or_default(),
             placement: place(&pod, site),
             pod,
             uid,
@@ -116,7 +120,16 @@ impl PodPlan {
 
     /// A container's spec.
     pub(crate) fn container(&self, name: &str) -> Result<&core::Container, Error> {
-        container_of(&self.pod, name).ok_or_else(|| Error::Spec(format!("the pod has no container {name}")))
+        let of_name = |c: &&core::Container| c.name == name;
+        let found = container_of(&self.pod, name).or_else(|| self.ephemeral.iter().find(of_name));
+        found.ok_or_else(|| Error::Spec(format!("the pod has no container {name}")))
+    }
+
+    /// The container whose processes the ephemeral container of this name asks to share.
+    pub(crate) fn process_target(&self, name: &str) -> Option<&str> {
+        let mut all = self.pod.spec.iter().flat_map(|spec| spec.ephemeral_containers.iter().flatten());
+        let target = all.find(|c| c.name == name)?.target_container_name.as_deref();
+        target.filter(|target| !target.is_empty())
     }
 
     /// The pod's addresses, the primary one first; `of_sandbox` are those that its sandbox has.

@@ -59,6 +59,8 @@ enum Role {
     Init,
     /// It keeps running: the pod's own containers and its sidecars.
     Running,
+    /// It was added to look at the pod, which doesn't count on it.
+    Ephemeral,
 }
 
 impl Inputs<'_> {
@@ -72,6 +74,9 @@ impl Inputs<'_> {
         let role = |c: &core::Container| if pod::is_sidecar(c) { Role::Running } else { Role::Init };
         let init_statuses: Vec<_> = inits.iter().map(|c| self.container(c, role(c), false)).collect();
         let statuses: Vec<_> = mains.iter().map(|c| self.container(c, Role::Running, initialized)).collect();
+        let ephemeral = pod::ephemeral_containers(spec);
+        let ephemeral: Vec<_> =
+            ephemeral.iter().map(|c| self.container(c, Role::Ephemeral, inits.is_empty())).collect();
         let tally = self.tally(spec, &inits, initialized, &statuses);
         let phase = match self.failure {
             Some(failure) if failure.cleared => "Failed",
@@ -95,6 +100,7 @@ impl Inputs<'_> {
                 .or(Some(Time(whole_second(self.now)))),
             init_container_statuses: (!never_ran && !init_statuses.is_empty()).then_some(init_statuses),
             container_statuses: (!never_ran).then_some(statuses),
+            ephemeral_container_statuses: (!never_ran && !ephemeral.is_empty()).then_some(ephemeral),
             ..Default::default()
         };
         match self.failure {
@@ -194,6 +200,7 @@ impl Inputs<'_> {
             // Its readiness is that it has done its part.
             Role::Init => matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }),
             Role::Running => self.ready(spec, c),
+            Role::Ephemeral => false,
         });
         let (state, last_state) = self.states(spec, newest, may_run);
         let image = runtime.and_then(|r| r.image.as_ref()).map(|i| {
@@ -205,7 +212,7 @@ impl Inputs<'_> {
             image: image.or_else(|| spec.image.clone()).unwrap_or_default(),
             image_id: runtime.map(|r| r.image_ref.clone()).unwrap_or_default(),
             ready,
-            started: Some(started),
+            started: (!matches!(role, Role::Ephemeral)).then_some(started),
             restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
             resources: newest.and_then(|c| self.in_force(c)).or_else(|| resize::amounts(spec)),
             allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
@@ -234,7 +241,8 @@ impl Inputs<'_> {
     /// has ended, nobody knows how: the kubelet's word for it.
     fn last_known(&self, name: &str) -> Option<core::ContainerStatus> {
         let previous = self.previous?;
-        let all = previous.init_container_statuses.iter().chain(&previous.container_statuses).flatten();
+        let usual = previous.init_container_statuses.iter().chain(&previous.container_statuses);
+        let all = usual.chain(&previous.ephemeral_container_statuses).flatten();
         let mut last = all.into_iter().find(|status| status.name == name)?.clone();
         if last.state.as_ref().is_some_and(|state| state.running.is_some()) {
             let running = last.state.take().and_then(|state| state.running);
@@ -253,7 +261,7 @@ impl Inputs<'_> {
                 ..Default::default()
             });
         }
-        (last.ready, last.started) = (false, Some(false));
+        (last.ready, last.started) = (false, last.started.and(Some(false)));
         Some(last)
     }
 

@@ -491,7 +491,7 @@ impl Worker {
                 return Err(Error::Unseen("the sandbox is gone that its containers were to run in"));
             };
             info!(pod = %self.plan.name, container = start.name, attempt = start.attempt, "container is asked for");
-            match self.launcher.start(&self.plan, sandbox, start, &self.chores).await {
+            match self.launcher.start(&self.plan, (sandbox, seen), start, &self.chores).await {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.plan.name, container = start.name, id, attempt = start.attempt, "container runs");

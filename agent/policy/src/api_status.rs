@@ -122,7 +122,8 @@ fn any_running(status: &PodStatus) -> bool {
 
 fn all_statuses(status: &PodStatus) -> impl Iterator<Item = &ContainerStatus> {
     let inits = status.init_container_statuses.iter().flatten();
-    inits.chain(status.container_statuses.iter().flatten())
+    let own = status.container_statuses.iter().flatten();
+    inits.chain(own).chain(status.ephemeral_container_statuses.iter().flatten())
 }
 
 /// All containers together may say so many bytes.
@@ -130,7 +131,9 @@ fn shorten_last_words(status: &mut PodStatus) {
     let containers = all_statuses(status).count();
     let each = MAX_LAST_WORDS / containers.max(1);
     let inits = status.init_container_statuses.iter_mut().flatten();
-    for container in inits.chain(status.container_statuses.iter_mut().flatten()) {
+    let own = status.container_statuses.iter_mut().flatten();
+    let ephemeral = status.ephemeral_container_statuses.iter_mut().flatten();
+    for container in inits.chain(own).chain(ephemeral) {
         for state in [&mut container.state, &mut container.last_state].into_iter().flatten() {
             let message = state.terminated.as_mut().and_then(|ended| ended.message.as_mut());
             if let Some(message) = message.filter(|message| message.len() > each) {

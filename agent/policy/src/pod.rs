@@ -17,8 +17,10 @@ use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
 
 use crate::moment::Moment;
 
+mod ephemeral;
 mod restart;
 
+pub use ephemeral::ephemeral_containers;
 pub use restart::{
     RESTART_DELAY_INITIAL, RESTART_DELAY_MAX, RESTART_DELAY_RESET, RestartPolicy, Tally, init_restarts,
     is_sidecar, phase, restart_delay, restarts,
@@ -253,6 +255,7 @@ pub fn actions(
         decision.actions.create_sandbox = Some(attempt);
     } else {
         decision.kill_condemned();
+        decision.start_ephemeral();
         decision.start_missing();
     }
     decision.remove_dead();
@@ -450,13 +453,14 @@ impl<'a> Decision<'a> {
         let Some(container) = self.here(&spec.name) else {
             // The first in this sandbox, though it may have run in an earlier one.
             let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt + 1);
-            self.start(spec, attempt, Duration::ZERO, None);
+            self.start(&spec.name, attempt, Duration::ZERO, None);
             return;
         };
         match &container.state {
             ContainerState::Running { .. } | ContainerState::Unknown => {}
             ContainerState::Created => {
-                self.start(spec, container.attempt, container.restart_delay, Some(container.id.clone()));
+                let created = Some(container.id.clone());
+                self.start(&spec.name, container.attempt, container.restart_delay, created);
             }
             ContainerState::Exited { exit_code, started_at, finished_at } => {
                 if !restarts(*exit_code) {
@@ -470,20 +474,14 @@ impl<'a> Decision<'a> {
                 if until > self.times.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
                 } else {
-                    self.start(spec, container.attempt + 1, delay, None);
+                    self.start(&spec.name, container.attempt + 1, delay, None);
                 }
             }
         }
     }
 
-    fn start(
-        &mut self,
-        spec: &ContainerSpec,
-        attempt: u32,
-        restart_delay: Duration,
-        created: Option<String>,
-    ) {
-        self.actions.start.push(Start { name: spec.name.clone(), attempt, restart_delay, created });
+    fn start(&mut self, name: &str, attempt: u32, restart_delay: Duration, created: Option<String>) {
+        self.actions.start.push(Start { name: name.to_owned(), attempt, restart_delay, created });
     }
 
     /// Of each name the newest container stays, and the newest dead one before it (it is the status's

@@ -8,6 +8,8 @@ use k8s_openapi::api::core::v1::{
     Container, Pod, ProjectedVolumeSource, ServiceAccountTokenProjection, Volume,
 };
 
+use crate::pod::ephemeral_containers;
+
 /// A kind of object that pods refer to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
@@ -67,7 +69,8 @@ pub fn of(pod: &Pod) -> BTreeSet<Reference> {
     for secret in spec.image_pull_secrets.iter().flatten() {
         found.add(Kind::Secret, Some(&secret.name));
     }
-    for container in spec.init_containers.iter().flatten().chain(&spec.containers) {
+    let ephemeral = ephemeral_containers(spec);
+    for container in spec.init_containers.iter().flatten().chain(&spec.containers).chain(&ephemeral) {
         found.container(container);
     }
     for volume in spec.volumes.iter().flatten() {

@@ -37,6 +37,7 @@ pub fn facts() -> ContainerFacts {
         image_user: ImageUser { uid: Some(0), name: String::new() },
         features: Features::default(),
         mounts: Vec::new(),
+        process_target: None,
         resources: ContainerResources {
             cpu_shares: 2,
             cpu_quota: 0,

@@ -57,7 +57,10 @@ fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<Conta
     let init = status.init_container_statuses.iter().flatten();
     let init = init.map(|status| container(status, runs_to_its_end(&status), readiness_known));
     let main = status.container_statuses.iter().flatten();
-    init.chain(main.map(|status| container(status, false, readiness_known))).collect()
+    // An ephemeral one is never called ready.
+    let ephemeral = status.ephemeral_container_statuses.iter().flatten();
+    let ephemeral = ephemeral.map(|status| container(status, false, false));
+    init.chain(main.map(|status| container(status, false, readiness_known))).chain(ephemeral).collect()
 }
 
 fn container(status: &ContainerStatus, init: bool, readiness_known: bool) -> ContainerStats {

@@ -226,16 +226,19 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
         container => container.to_owned(),
     };
     let status = entry.pod.status.as_ref();
-    let statuses = status
-        .into_iter()
-        .flat_map(|status| status.container_statuses.iter().chain(&status.init_container_statuses).flatten());
-    let statuses: Vec<&core::ContainerStatus> = statuses.collect();
+    let statuses: Vec<&core::ContainerStatus> = status.into_iter().flat_map(statuses_of).collect();
     let found = statuses.iter().find(|status| status.name == wanted).ok_or_else(|| {
         let names: Vec<&str> = statuses.iter().map(|status| status.name.as_str()).collect();
         Status::not_found(format!("{name} has no container {wanted:?}; it has {}", names.join(", ")))
     })?;
     let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
     Ok(Found { pod: name.clone(), uid, status: (*found).clone() })
+}
+
+/// The statuses of a pod's containers of every kind.
+fn statuses_of(status: &core::PodStatus) -> impl Iterator<Item = &core::ContainerStatus> {
+    let usual = status.container_statuses.iter().chain(&status.init_container_statuses);
+    usual.chain(&status.ephemeral_container_statuses).flatten()
 }
 
 /// Which instance's log is meant.
@@ -265,9 +268,7 @@ async fn ended(mut pods: watch::Receiver<Arc<PodTable>>, found: Found) {
     let over = |table: &Arc<PodTable>| {
         let Some(entry) = table.pods.get(&found.pod) else { return true };
         let status = entry.pod.status.as_ref();
-        let mut statuses = status.into_iter().flat_map(|status| {
-            status.container_statuses.iter().chain(&status.init_container_statuses).flatten()
-        });
+        let mut statuses = status.into_iter().flat_map(statuses_of);
         let now = statuses.find(|status| status.name == found.status.name);
         let same = now.is_some_and(|now| now.container_id == found.status.container_id);
         !same || now.is_none_or(|now| now.state.as_ref().is_none_or(|state| state.running.is_none()))

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use beelet_codec::ApiType as _;
+use beelet_policy::pod::ephemeral_containers;
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
@@ -82,6 +83,12 @@ pub(super) fn text(pod: &Pod, events: &[proto::Event], now: Timestamp) -> String
     text.0.push_str("Containers:\n");
     let of_name = statuses(&status.container_statuses);
     spec.containers.iter().for_each(|c| container(&mut text, c, of_name.get(&c.name)));
+    let ephemeral = ephemeral_containers(spec);
+    if !ephemeral.is_empty() {
+        text.0.push_str("Ephemeral Containers:\n");
+        let statuses = statuses(&status.ephemeral_container_statuses);
+        ephemeral.iter().for_each(|c| container(&mut text, c, statuses.get(&c.name)));
+    }
     conditions(&mut text, status);
     volumes(&mut text, spec);
     text.line(0, "QoS Class", status.qos_class.as_deref().unwrap_or("<none>"));

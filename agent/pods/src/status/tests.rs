@@ -225,6 +225,24 @@ fn a_sidecar_counts_for_readiness() {
 }
 
 #[test]
+fn an_ephemeral_container_has_a_status_of_its_own() {
+    let spec = json!({
+        "containers": [{"name": "a", "image": "i"}],
+        "ephemeralContainers": [{"name": "e", "image": "tools"}, {"name": "f", "image": "tools"}]
+    });
+    let status = Case::default().status(&pod(spec), &seen(&["a 0 running", "e 0 exit 1"]));
+    assert_eq!(
+        (status.phase.as_deref(), condition(&status, "Ready").status.as_str()),
+        (Some("Running"), "True")
+    );
+    let all = status.ephemeral_container_statuses.unwrap();
+    let state = |index: usize| all[index].state.clone().unwrap();
+    assert_eq!(state(0).terminated.unwrap().exit_code, 1);
+    assert_eq!(state(1).waiting.unwrap().reason.as_deref(), Some("ContainerCreating"));
+    assert!(all.iter().all(|one| !one.ready && one.started.is_none()));
+}
+
+#[test]
 fn a_condition_keeps_its_time_while_its_status_stays() {
     let p = pod(probed());
     let first = Case::default().status(&p, &seen(&["a 0 running"]));

@@ -106,6 +106,45 @@ fn check(pod: &Pod, observed: &Observed, verdicts: &Verdicts, expect: &str) {
     assert_eq!(line(&decided_at(NOW, pod, observed, verdicts)), expect);
 }
 
+/// The same with these ephemeral containers.
+fn with_ephemeral(mut pod: Pod, names: &[&str]) -> Pod {
+    let container = |name: &&str| k8s_openapi::api::core::v1::EphemeralContainer {
+        name: (*name).to_owned(),
+        ..Default::default()
+    };
+    pod.spec.as_mut().unwrap().ephemeral_containers = Some(names.iter().map(container).collect());
+    pod
+}
+
+#[test]
+fn an_ephemeral_container_starts_once_and_counts_for_nothing() {
+    let all_said = || verdicts(&[], &[]);
+    let check = |pod: &Pod, sandboxes: &[(u32, bool)], containers: Vec<Container>, expect: &str| {
+        let pod = with_ephemeral(pod.clone(), &["e"]);
+        check(&pod, &observed(sandboxes, containers), &all_said(), expect);
+    };
+    let plain = pod("Always", &[], &["a"]);
+    check(&plain, &[], vec![], "create 0");
+    check(&plain, &[(0, true)], vec![container("a", 0, 0, "running")], "start e/0");
+    let ran = |state: &str| vec![container("a", 0, 0, "running"), container("e", 0, 0, state)];
+    check(&plain, &[(0, true)], ran("running"), "");
+    check(&plain, &[(0, true)], ran("exit 1 @10"), "");
+    check(&plain, &[(0, true)], ran("created"), "start e/0!");
+    check(&plain, &[(0, true)], ran("unknown"), "kill e-0");
+    // While init containers run too.
+    let init = pod("Always", &["i"], &["a"]);
+    check(&init, &[(0, true)], vec![container("i", 0, 0, "running")], "start e/0");
+    check(&init, &[(0, true)], vec![], "start e/0; start i/0");
+    // In another sandbox too it has been started; one that was only created wasn't.
+    let moved = |state: &str| vec![container("a", 1, 1, "running"), container("e", 0, 0, state)];
+    check(&plain, &[(0, false), (1, true)], moved("exit 0 @10"), "");
+    check(&plain, &[(0, false), (1, true)], moved("created"), "remove e-0; rm-sandbox s0; start e/1");
+    // It goes with the pod's own containers, however well it does.
+    let once = pod("Never", &[], &["a"]);
+    let over = vec![container("a", 0, 0, "exit 0 @10"), container("e", 0, 0, "running")];
+    check(&once, &[(0, true)], over, "stop s0; Succeeded");
+}
+
 #[test]
 fn a_new_pod_gets_its_sandbox_and_then_all_containers_at_once() {
     let p = pod("Always", &[], &["a", "b"]);

@@ -114,6 +114,8 @@ pub struct ContainerFacts {
     pub features: Features,
     /// Volumes and files, already looked up.
     pub mounts: Vec<cri::Mount>,
+    /// The runtime's identifier of the container whose processes this one shares.
+    pub process_target: Option<String>,
     /// Cgroup values, as decided.
     pub resources: ContainerResources,
 }

@@ -46,15 +46,29 @@ pub(super) fn namespaces(spec: &core::PodSpec) -> cri::NamespaceOption {
     }
 }
 
+/// The namespaces of a container: its pod's, but for one that shares the processes of another container. Where the pod has
+/// one process namespace for all, they are shared already.
+fn namespaces_of_container(spec: &core::PodSpec, facts: &ContainerFacts) -> cri::NamespaceOption {
+    let mut options = namespaces(spec);
+    if let Some(target) = &facts.process_target
+        && options.pid() == cri::NamespaceMode::Container
+    {
+        options.set_pid(cri::NamespaceMode::Target);
+        options.target_id.clone_from(target);
+    }
+    options
+}
+
 /// The sandbox's own confinement.
 pub(super) fn of_sandbox(spec: &core::PodSpec) -> cri::LinuxSandboxSecurityContext {
     let context = spec.security_context.clone().unwrap_or_default();
-    let privileged =
-        |c: &core::Container| c.security_context.as_ref().and_then(|s| s.privileged) == Some(true);
+    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|c| &c.security_context);
+    let usual = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let mut contexts = usual.map(|c| &c.security_context).chain(ephemeral);
     cri::LinuxSandboxSecurityContext {
         namespace_options: Some(namespaces(spec)),
         // The kubelet lets a sandbox be privileged as soon as one of its containers is.
-        privileged: spec.containers.iter().chain(spec.init_containers.iter().flatten()).any(privileged),
+        privileged: contexts.any(|own| own.as_ref().and_then(|own| own.privileged) == Some(true)),
         run_as_user: context.run_as_user.map(|value| cri::Int64Value { value }),
         // A group alone says nothing to a runtime; the sandbox's image has a user of its own.
         run_as_group: context
@@ -129,7 +143,7 @@ pub(super) fn of_container(
             ..Default::default()
         }),
         privileged,
-        namespace_options: Some(namespaces(pod_spec)),
+        namespace_options: Some(namespaces_of_container(pod_spec, facts)),
         run_as_user: uid.map(|value| cri::Int64Value { value }),
         run_as_username: username,
         run_as_group: own

@@ -12,11 +12,11 @@ use tokio::sync::watch;
 
 use super::node::{Node, Settings, View, pod, view};
 
-const UID: &str = "7d5f41d6-0000-4000-8000-000000000001";
+pub(super) const UID: &str = "7d5f41d6-0000-4000-8000-000000000001";
 const OTHER: &str = "7d5f41d6-0000-4000-8000-000000000002";
 
 /// A pod as the API server has it.
-fn assigned(uid: &str) -> Value {
+pub(super) fn assigned(uid: &str) -> Value {
     let mut pod = pod("api-n1");
     pod["metadata"]["namespace"] = json!("default");
     pod["metadata"]["uid"] = json!(uid);
@@ -26,7 +26,7 @@ fn assigned(uid: &str) -> Value {
     pod
 }
 
-fn desired(pods: &[Value]) -> Arc<Desired> {
+pub(super) fn desired(pods: &[Value]) -> Arc<Desired> {
     let read = |pod: &Value| {
         let pod: Pod = serde_json::from_value(pod.clone()).unwrap();
         (PodName::of(&pod), Arc::new(pod))
@@ -38,7 +38,7 @@ fn unread() -> Arc<Desired> {
     Arc::new(Desired { api_unread: true, ..Desired::default() })
 }
 
-async fn node_with(pods: &[Value]) -> (Node, watch::Sender<Arc<Desired>>) {
+pub(super) async fn node_with(pods: &[Value]) -> (Node, watch::Sender<Arc<Desired>>) {
     let (source, receiver) = watch::channel(desired(pods));
     let mut node = Node::new(Settings::default());
     node.sources.push(receiver);

@@ -9,6 +9,7 @@ mod api_server;
 mod assigned;
 mod device_kills;
 mod devices;
+mod ephemeral;
 mod every_call;
 mod exits;
 mod failing;

@@ -1,0 +1,54 @@
+//! Ephemeral containers: those that are added to a pod while it runs, to look at it from inside (KEP-277). Each is started
+//! once, and counts neither for the pod's readiness nor for its phase.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Container as ContainerSpec, EphemeralContainer, PodSpec};
+
+use super::{ContainerState, Decision};
+
+/// A pod's ephemeral containers, as far as they are like others: what they may not have (probes, ports, hooks, amounts) is
+/// left out, whatever the object says.
+pub fn ephemeral_containers(spec: &PodSpec) -> Vec<ContainerSpec> {
+    spec.ephemeral_containers.iter().flatten().map(as_container).collect()
+}
+
+fn as_container(spec: &EphemeralContainer) -> ContainerSpec {
+    let spec = spec.clone();
+    ContainerSpec {
+        name: spec.name,
+        image: spec.image,
+        image_pull_policy: spec.image_pull_policy,
+        command: spec.command,
+        args: spec.args,
+        working_dir: spec.working_dir,
+        env: spec.env,
+        env_from: spec.env_from,
+        volume_mounts: spec.volume_mounts,
+        security_context: spec.security_context,
+        stdin: spec.stdin,
+        stdin_once: spec.stdin_once,
+        tty: spec.tty,
+        termination_message_path: spec.termination_message_path,
+        termination_message_policy: spec.termination_message_policy,
+        ..ContainerSpec::default()
+    }
+}
+
+impl Decision<'_> {
+    /// Starts those that never ran, before initialization is over too (the kubelet's computePodActions).
+    pub(super) fn start_ephemeral(&mut self) {
+        let spec = self.spec;
+        for name in spec.ephemeral_containers.iter().flatten().map(|container| container.name.as_str()) {
+            match self.newest.get(name).map(|c| (&c.state, c.attempt)) {
+                None => self.start(name, 0, Duration::ZERO, None),
+                Some((ContainerState::Created, attempt)) => {
+                    let here = self.here(name).map(|c| c.id.clone());
+                    let attempt = if here.is_some() { attempt } else { attempt + 1 };
+                    self.start(name, attempt, Duration::ZERO, here);
+                }
+                Some(_) => {}
+            }
+        }
+    }
+}
