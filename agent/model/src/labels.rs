@@ -30,6 +30,8 @@ pub const MANIFEST: &str = "beelet.dev/manifest";
 pub const SHAPE: &str = "beelet.dev/shape";
 /// Container annotation: the restart delay in whole seconds that went before this start.
 pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";
+/// Container annotation: how often all containers of the pod had been restarted together before this start.
+pub const ROUND: &str = "beelet.dev/round";
 /// Container annotation: the devices it was given, from which a lost checkpoint is rebuilt.
 pub const DEVICES: &str = "beelet.dev/devices";
 

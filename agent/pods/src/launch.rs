@@ -182,6 +182,7 @@ impl Launcher {
         let facts = ContainerFacts {
             attempt: start.attempt,
             restart_delay: start.restart_delay,
+            round: start.round,
             image_ref: images.image.id.clone(),
             image_user: images.image.user.clone(),
             features,

@@ -238,7 +238,8 @@ fn netns(info: &str) -> Option<PathBuf> {
 
 fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {
     let metadata = status.metadata.as_ref().or(listed.metadata.as_ref());
-    let delay = listed.annotations.get(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).unwrap_or(0);
+    let noted = |annotation: &str| listed.annotations.get(annotation);
+    let delay = noted(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).unwrap_or(0);
     pod::Container {
         id: listed.id.clone(),
         name: metadata.map(|m| m.name.clone()).unwrap_or_default(),
@@ -246,6 +247,7 @@ fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Con
         sandbox_id: listed.pod_sandbox_id.clone(),
         state: state(status),
         restart_delay: Duration::from_secs(delay),
+        round: noted(labels::ROUND).and_then(|s| s.parse().ok()).unwrap_or(0),
     }
 }
 

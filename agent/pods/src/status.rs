@@ -52,6 +52,10 @@ pub(crate) struct Inputs<'a> {
     pub now: Timestamp,
 }
 
+/// Why containers wait that are restarted with all others of their pod, and the condition of such a pod; the kubelet's.
+const RESTARTING_ALL: &str = "RestartingAllContainers";
+const ALL_RESTARTING: &str = "AllContainersRestarting";
+
 /// What a container is for in its pod.
 #[derive(Clone, Copy)]
 enum Role {
@@ -150,7 +154,7 @@ impl Inputs<'_> {
         statuses: &[core::ContainerStatus],
     ) -> Tally {
         let init_failed = inits.iter().filter(|c| !pod::is_sidecar(c)).any(|c| {
-            let state = self.seen.newest(&c.name).map(|n| &n.state);
+            let state = self.seen.newest(&c.name).filter(|n| !self.is_past(n)).map(|n| &n.state);
             matches!(state, Some(pod::ContainerState::Exited { exit_code, .. })
                 if *exit_code != 0 && !pod::init_restarts(spec, c, *exit_code))
         });
@@ -165,6 +169,9 @@ impl Inputs<'_> {
                 continue;
             }
             match ended(now).or_else(|| ended(status.last_state.as_ref())) {
+                Some(_) if self.seen.newest(&container.name).is_some_and(|n| self.is_past(n)) => {
+                    tally.restarting += 1;
+                }
                 Some(code) if pod::restarts(spec, container, code) => tally.restarting += 1,
                 Some(0) => tally.succeeded += 1,
                 Some(_) => tally.failed += 1,
@@ -172,6 +179,12 @@ impl Inputs<'_> {
             }
         }
         tally
+    }
+
+    /// Whether a container is to be replaced because all are restarted.
+    fn is_past(&self, container: &pod::Container) -> bool {
+        let spec = self.pod.spec.as_ref();
+        spec.is_some_and(|spec| pod::Round::of(spec, &self.seen.pod).is_past(container))
     }
 
     fn started(&self, spec: &core::Container, container: &pod::Container) -> bool {
@@ -198,7 +211,9 @@ impl Inputs<'_> {
         let started = newest.is_some_and(|c| self.started(spec, c));
         let ready = newest.is_some_and(|c| match role {
             // Its readiness is that it has done its part.
-            Role::Init => matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }),
+            Role::Init => {
+                matches!(c.state, pod::ContainerState::Exited { exit_code: 0, .. }) && !self.is_past(c)
+            }
             Role::Running => self.ready(spec, c),
             Role::Ephemeral => false,
         });
@@ -293,6 +308,10 @@ impl Inputs<'_> {
             // Ended and held back from running again: it waits, and its end is the last state.
             Some(pod::ContainerState::Exited { .. }) => match waiting {
                 Some(waiting) => (waiting_state(waiting), ended),
+                None if newest.is_some_and(|c| self.is_past(c)) => {
+                    let message = "all containers of the pod are restarted".to_owned();
+                    (waiting_state(&Waiting { reason: RESTARTING_ALL.to_owned(), message }), ended)
+                }
                 None => (ended.unwrap_or_default(), before),
             },
             _ => {
@@ -366,13 +385,33 @@ impl Inputs<'_> {
             Err(("ContainersNotInitialized", format!("containers with incomplete status: [{list}]")))
         };
         let sandbox = if self.seen.sandbox.is_some() { Ok(()) } else { Err(("", String::new())) };
-        vec![
+        let mut conditions = vec![
             self.condition("PodReadyToStartContainers", sandbox),
             self.condition("Initialized", init),
             self.condition("Ready", ready.clone()),
             self.condition("ContainersReady", ready),
             self.condition("PodScheduled", Ok(())),
-        ]
+        ];
+        conditions.extend(self.restart_condition(phase));
+        conditions
+    }
+
+    /// How far a restart of all containers is, of a pod that may ask for one.
+    fn restart_condition(&self, phase: &str) -> Option<core::PodCondition> {
+        let spec = self.pod.spec.as_ref().filter(|spec| pod::may_restart_all(spec))?;
+        let state = match phase {
+            "Succeeded" => Err(("PodCompleted", String::new())),
+            "Failed" => Err(("PodFailed", String::new())),
+            _ if pod::Round::of(spec, &self.seen.pod).begins => Ok(()),
+            _ => Err(("", String::new())),
+        };
+        let begins = state.is_ok();
+        let mut condition = self.condition(ALL_RESTARTING, state);
+        if begins {
+            condition.reason = Some("RestartAllContainersStarted".to_owned());
+            condition.message = Some("container exited with restart policy rule".to_owned());
+        }
+        Some(condition)
     }
 
     /// What is to be said of a change of the pod's amounts, while there is something.

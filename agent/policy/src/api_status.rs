@@ -24,6 +24,7 @@ const OWNED: &[&str] = &[
     "PodReadyToStartContainers",
     "PodResizePending",
     "PodResizeInProgress",
+    "AllContainersRestarting",
 ];
 const READY: &str = "Ready";
 const CONTAINERS_READY: &str = "ContainersReady";

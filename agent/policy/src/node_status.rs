@@ -36,6 +36,9 @@ const DEFAULT_LABELS: [&str; 9] = [
 ];
 /// The taint that a cloud's controller takes away once it has set up the Node (`cloudproviderapi`).
 const UNINITIALIZED: &str = "node.cloudprovider.kubernetes.io/uninitialized";
+/// What of Kubernetes' features a scheduler may count on, in order (KEP-5328): pods that need one it doesn't find are placed
+/// elsewhere.
+const DECLARED_FEATURES: [&str; 1] = ["RestartAllContainersOnContainerExits"];
 /// Names per image in a Node's status (`MaxNamesPerImageInNodeStatus`).
 const NAMES_PER_IMAGE: usize = 5;
 /// Bytes of an image's name: longer ones come from a damaged store.
@@ -232,6 +235,9 @@ pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change 
     }
     if report.features.is_some() && existing.features != report.features {
         status.features.clone_from(&report.features);
+    }
+    if existing.declared_features.as_deref().unwrap_or_default() != DECLARED_FEATURES {
+        status.declared_features = Some(DECLARED_FEATURES.map(str::to_owned).to_vec());
     }
     let endpoints = NodeDaemonEndpoints { kubelet_endpoint: Some(DaemonEndpoint { port: report.port }) };
     if existing.daemon_endpoints.as_ref() != Some(&endpoints) {

@@ -19,12 +19,14 @@ use crate::moment::Moment;
 
 mod ephemeral;
 mod restart;
+mod round;
 
 pub use ephemeral::ephemeral_containers;
 pub use restart::{
     RESTART_DELAY_INITIAL, RESTART_DELAY_MAX, RESTART_DELAY_RESET, RestartPolicy, Tally, init_restarts,
     is_sidecar, phase, restart_delay, restarts,
 };
+pub use round::{Round, may_restart_all};
 
 /// What the runtime has of one pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -61,6 +63,8 @@ pub struct Container {
     pub state: ContainerState,
     /// The delay it was started with, from which the next one follows.
     pub restart_delay: Duration,
+    /// How often all containers of the pod had been restarted together before.
+    pub round: u32,
 }
 
 /// What a container does.
@@ -110,6 +114,8 @@ pub enum KillReason {
     PostStartHook,
     /// It was made from another definition than the pod has now.
     Redefined,
+    /// A rule asks for a restart of all containers of the pod.
+    RestartAll,
 }
 
 impl KillReason {
@@ -121,6 +127,7 @@ impl KillReason {
             Self::Unknown => "is in unknown state, try killing it before restart",
             Self::PostStartHook => "failed postStart hook",
             Self::Redefined => "definition changed, will be restarted",
+            Self::RestartAll => "will be restarted with all containers of its pod",
         }
     }
 }
@@ -147,6 +154,8 @@ pub struct Start {
     pub restart_delay: Duration,
     /// A container that was created for this attempt but not started yet.
     pub created: Option<String>,
+    /// The round it is of, to be kept with the container.
+    pub round: u32,
 }
 
 /// Why a container isn't running though it should.
@@ -256,7 +265,9 @@ pub fn actions(
     } else {
         decision.kill_condemned();
         decision.start_ephemeral();
-        decision.start_missing();
+        if decision.enter_round() {
+            decision.start_missing();
+        }
     }
     decision.remove_dead();
     decision.actions
@@ -273,33 +284,29 @@ struct Decision<'a> {
     current: Option<&'a Sandbox>,
     /// The newest container of each name, in any sandbox: it has the restart count.
     newest: BTreeMap<&'a str, &'a Container>,
+    round: Round,
     actions: Actions,
 }
 
 impl<'a> Decision<'a> {
     fn new(spec: &'a PodSpec, observed: &'a Observed, verdicts: &'a Verdicts, times: Times<'a>) -> Self {
         let current = observed.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
-        let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
-        for container in &observed.containers {
-            let slot = newest.entry(&container.name).or_insert(container);
-            if (container.attempt, &container.id) > (slot.attempt, &slot.id) {
-                *slot = container;
-            }
-        }
+        let newest = newest(observed);
+        let round = Round::of_newest(spec, &newest);
         let max_restart_delay = RESTART_DELAY_MAX;
         let actions = Actions::default();
-        Self { spec, observed, verdicts, times, max_restart_delay, current, newest, actions }
+        Self { spec, observed, verdicts, times, max_restart_delay, current, newest, round, actions }
     }
 
-    /// The container of this name in the sandbox that counts: attempts in earlier sandboxes are history.
+    /// The container of this name in the sandbox and the round that count: attempts in earlier ones are history.
     fn here(&self, name: &str) -> Option<&'a Container> {
         let current = self.current?;
-        self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id)
+        self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
     }
 
-    /// How the newest container of this name ended, if it has.
+    /// How the newest container of this name ended, if it has. What is to be restarted with all others has no end.
     fn exit_code(&self, name: &str) -> Option<i32> {
-        match self.newest.get(name).map(|c| &c.state) {
+        match self.newest.get(name).filter(|c| !self.round.is_past(c)).map(|c| &c.state) {
             Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
             _ => None,
         }
@@ -351,7 +358,7 @@ impl<'a> Decision<'a> {
         let mut own = self.spec.containers.iter();
         let codes: Vec<Option<i32>> = own.clone().map(|c| self.exit_code(&c.name)).collect();
         // A sandbox that died took its containers along; where none of them ever comes back, that was the pod's end.
-        let comes_back = own.any(|c| restart::ever_restarts(self.spec, c));
+        let comes_back = own.any(|c| restart::ever_restarts(self.spec, c)) || may_restart_all(self.spec);
         if self.current.is_none() && !self.observed.containers.is_empty() && !comes_back {
             return Some(outcome_of(&codes));
         }
@@ -453,7 +460,7 @@ impl<'a> Decision<'a> {
         let Some(container) = self.here(&spec.name) else {
             // The first in this sandbox, though it may have run in an earlier one.
             let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt + 1);
-            self.start(&spec.name, attempt, Duration::ZERO, None);
+            self.start(&spec.name, attempt, self.first_delay(&spec.name), None);
             return;
         };
         match &container.state {
@@ -462,15 +469,11 @@ impl<'a> Decision<'a> {
                 let created = Some(container.id.clone());
                 self.start(&spec.name, container.attempt, container.restart_delay, created);
             }
-            ContainerState::Exited { exit_code, started_at, finished_at } => {
-                if !restarts(*exit_code) {
+            ContainerState::Exited { exit_code, .. } => {
+                let Some((delay, until)) = self.delay_after(container).filter(|_| restarts(*exit_code))
+                else {
                     return;
-                }
-                let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, *finished_at));
-                let delay =
-                    restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
-                let ended = self.times.ended.get(&container.id).copied().unwrap_or(self.times.now);
-                let until = ended.plus(delay);
+                };
                 if until > self.times.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
                 } else {
@@ -480,12 +483,22 @@ impl<'a> Decision<'a> {
         }
     }
 
+    /// The delay before a container that has ended is started again, and when it is over.
+    fn delay_after(&self, container: &Container) -> Option<(Duration, Moment)> {
+        let ContainerState::Exited { started_at, finished_at, .. } = container.state else { return None };
+        let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, finished_at));
+        let delay = restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
+        let ended = self.times.ended.get(&container.id).copied().unwrap_or(self.times.now);
+        Some((delay, ended.plus(delay)))
+    }
+
     fn start(&mut self, name: &str, attempt: u32, restart_delay: Duration, created: Option<String>) {
-        self.actions.start.push(Start { name: name.to_owned(), attempt, restart_delay, created });
+        let round = self.round.number;
+        self.actions.start.push(Start { name: name.to_owned(), attempt, restart_delay, created, round });
     }
 
     /// Of each name the newest container stays, and the newest dead one before it (it is the status's
-    /// `lastState`). Containers that were created in a sandbox of the past never run.
+    /// `lastState`). Containers that were created in a sandbox or a round of the past never run.
     fn remove_dead(&mut self) {
         let mut kept_dead: BTreeMap<&str, (u32, &str)> = BTreeMap::new();
         for c in &self.observed.containers {
@@ -501,7 +514,7 @@ impl<'a> Decision<'a> {
                 let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
                 !newest && kept_dead.get(c.name.as_str()).is_none_or(|(_, id)| *id != c.id)
             }
-            ContainerState::Created => !in_current(c),
+            ContainerState::Created => !in_current(c) || self.round.is_past(c),
             ContainerState::Running { .. } | ContainerState::Unknown => false,
         };
         let (removed, kept): (Vec<_>, Vec<_>) = self.observed.containers.iter().partition(|c| gone(c));
@@ -518,6 +531,18 @@ impl<'a> Decision<'a> {
             }
         }
     }
+}
+
+/// The newest container of each name.
+fn newest(observed: &Observed) -> BTreeMap<&str, &Container> {
+    let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
+    for container in &observed.containers {
+        let slot = newest.entry(&container.name).or_insert(container);
+        if (container.attempt, &container.id) > (slot.attempt, &slot.id) {
+            *slot = container;
+        }
+    }
+    newest
 }
 
 fn elapsed(from: Timestamp, to: Timestamp) -> Duration {

@@ -33,6 +33,7 @@ pub fn facts() -> ContainerFacts {
     ContainerFacts {
         attempt: 2,
         restart_delay: Duration::from_secs(10),
+        round: 0,
         image_ref: "sha256:1".to_owned(),
         image_user: ImageUser { uid: Some(0), name: String::new() },
         features: Features::default(),

@@ -56,7 +56,7 @@ fn handler(path: &str, container: &Container, hook: &LifecycleHandler, grace: i6
     }
 }
 
-/// Checks a container's own restart policy and its rules (KEP-753, KEP-5307).
+/// Checks a container's own restart policy and its rules (KEP-753, KEP-5307, KEP-5532).
 pub(super) fn restarts(path: &str, container: &Container, problems: &mut Problems) {
     let policies = ["Always", "OnFailure", "Never"];
     let policy = format!("{path}.restartPolicy");
@@ -70,7 +70,7 @@ pub(super) fn restarts(path: &str, container: &Container, problems: &mut Problem
     }
     for (i, rule) in rules.iter().enumerate() {
         let path = format!("{path}.restartPolicyRules[{i}]");
-        problems.one_of(&format!("{path}.action"), Some(&rule.action), &["Restart"]);
+        problems.one_of(&format!("{path}.action"), Some(&rule.action), &["Restart", "RestartAllContainers"]);
         let Some(codes) = &rule.exit_codes else {
             problems.add(format!("{path}.exitCodes"), "must be there");
             continue;

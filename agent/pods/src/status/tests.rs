@@ -56,6 +56,7 @@ fn seen(containers: &[&str]) -> Observation {
             sandbox_id: "s0".to_owned(),
             state,
             restart_delay: std::time::Duration::ZERO,
+            round: 0,
         });
     }
     seen
@@ -222,6 +223,41 @@ fn a_sidecar_counts_for_readiness() {
         &ready,
         "Running Ready=True s: running ready, a: running ready",
     );
+}
+
+#[test]
+fn a_restart_of_all_containers_is_no_end_of_the_pod() {
+    let spec = json!({
+        "restartPolicy": "Never",
+        "initContainers": [{"name": "i", "image": "i"}],
+        "containers": [
+            {"name": "a", "image": "i", "restartPolicy": "Never", "restartPolicyRules": [
+                {"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [42]}}
+            ]},
+            {"name": "b", "image": "i"},
+        ]
+    });
+    let p = pod(spec);
+    let condition_of = |status: &core::PodStatus| {
+        let one = condition(status, "AllContainersRestarting");
+        (one.status.clone(), one.reason.clone().unwrap_or_default())
+    };
+    let seen_with = |containers: &[&str]| Case::default().status(&p, &seen(containers));
+    let before = seen_with(&["i 0 exit 0", "a 0 running", "b 0 running"]);
+    assert_eq!(condition_of(&before), ("False".to_owned(), String::new()));
+    let during = seen_with(&["i 0 exit 0", "a 0 exit 42", "b 0 exit 137"]);
+    assert_eq!(during.phase.as_deref(), Some("Running"));
+    assert_eq!(condition_of(&during), ("True".to_owned(), "RestartAllContainersStarted".to_owned()));
+    assert_eq!(condition(&during, "Initialized").status, "True");
+    let waiting = |status: &core::ContainerStatus| {
+        status.state.as_ref().unwrap().waiting.as_ref().unwrap().reason.clone().unwrap()
+    };
+    let own = during.container_statuses.unwrap();
+    let init = during.init_container_statuses.unwrap();
+    assert!(
+        own.iter().chain(&init).all(|status| waiting(status) == "RestartingAllContainers" && !status.ready)
+    );
+    assert_eq!(own[0].last_state.as_ref().unwrap().terminated.as_ref().unwrap().exit_code, 42);
 }
 
 #[test]

@@ -76,6 +76,10 @@ impl Worker {
 
     /// Frees what ended init containers have that nobody after them needs.
     pub(super) fn release_ended(&self, seen: &Observation) {
+        if self.plan.pod.spec.as_ref().is_some_and(pod::may_restart_all) {
+            // They may be run again, in the same sandbox.
+            return;
+        }
         let devices = &self.launcher.devices;
         for name in ended(&self.plan.pod, seen) {
             if devices.holds(&self.plan.uid, &name) {
@@ -162,6 +166,7 @@ mod tests {
                     },
                 },
                 restart_delay: std::time::Duration::ZERO,
+                round: 0,
             };
             let observed = pod::Observed {
                 sandboxes: vec![sandbox("old", 0, false), sandbox("new", 1, true)],

@@ -76,6 +76,7 @@ mod tests {
             sandbox_id: "s".to_owned(),
             state: ContainerState::Exited { exit_code: 1, started_at: None, finished_at: wall(finished) },
             restart_delay: Duration::ZERO,
+            round: 0,
         };
         Observed { sandboxes: Vec::new(), containers: vec![container] }
     }

@@ -123,10 +123,17 @@ impl Worker {
 
     /// The seconds a container gets: its failed probe's own, else the pod's.
     fn grace(&self, container: &str, reason: KillReason) -> Duration {
+        if reason == KillReason::RestartAll {
+            // No hook, and the least time to end, as from the kubelet (`ContainersToReset` in its SyncPod).
+            return Duration::ZERO;
+        }
         let probe = container_of(&self.plan.pod, container).and_then(|c| match reason {
             KillReason::Liveness => c.liveness_probe.as_ref(),
             KillReason::Startup => c.startup_probe.as_ref(),
-            KillReason::Unknown | KillReason::PostStartHook | KillReason::Redefined => None,
+            KillReason::Unknown
+            | KillReason::PostStartHook
+            | KillReason::Redefined
+            | KillReason::RestartAll => None,
         });
         let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
         own.map_or_else(|| self.plan.grace, Duration::from_secs)

@@ -50,6 +50,7 @@ fn applied(existing: &NodeStatus, change: Change) -> NodeStatus {
     status.images = new.images.or(status.images);
     status.runtime_handlers = new.runtime_handlers.or(status.runtime_handlers);
     status.features = new.features.or(status.features);
+    status.declared_features = new.declared_features.or(status.declared_features);
     status.daemon_endpoints = new.daemon_endpoints.or(status.daemon_endpoints);
     for (map, new) in [(&mut status.capacity, new.capacity), (&mut status.allocatable, new.allocatable)] {
         let map = map.get_or_insert_default();

@@ -43,7 +43,9 @@ impl Decision<'_> {
             match self.newest.get(name).map(|c| (&c.state, c.attempt)) {
                 None => self.start(name, 0, Duration::ZERO, None),
                 Some((ContainerState::Created, attempt)) => {
-                    let here = self.here(name).map(|c| c.id.clone());
+                    let newest = self.newest.get(name).copied();
+                    let here = newest.filter(|c| self.current.is_some_and(|s| s.id == c.sandbox_id));
+                    let here = here.map(|c| c.id.clone());
                     let attempt = if here.is_some() { attempt } else { attempt + 1 };
                     self.start(name, attempt, Duration::ZERO, here);
                 }

@@ -46,6 +46,9 @@ impl RestartPolicy {
     }
 }
 
+/// The action of a rule that restarts all containers of a pod, not just the one that ended.
+pub(super) const RESTART_ALL: &str = "RestartAllContainers";
+
 /// Whether an init container is a sidecar: started in order, but kept running beside the pod's containers.
 pub fn is_sidecar(container: &ContainerSpec) -> bool {
     container.restart_policy.as_deref() == Some("Always")
@@ -57,9 +60,14 @@ pub fn restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bo
     let Some(own) = container.restart_policy.as_deref() else {
         return RestartPolicy::of(spec).restarts(exit_code);
     };
-    let rules = container.restart_policy_rules.iter().flatten();
-    // `Restart` is the only action a single container's rule can ask for here.
-    rules.into_iter().any(|rule| fits(rule, exit_code)) || RestartPolicy::parse(Some(own)).restarts(exit_code)
+    // Whatever its action is, the container itself is restarted.
+    rule(container, exit_code).is_some() || RestartPolicy::parse(Some(own)).restarts(exit_code)
+}
+
+/// The first of a container's rules that fits how it ended. Rules without a policy of its own have no effect.
+pub(super) fn rule(container: &ContainerSpec, exit_code: i32) -> Option<&ContainerRestartRule> {
+    container.restart_policy.as_ref()?;
+    container.restart_policy_rules.iter().flatten().find(|rule| fits(rule, exit_code))
 }
 
 /// The same for an init container that must run to its end: one that succeeded is never started again.

@@ -48,6 +48,7 @@ fn container(name: &str, attempt: u32, sandbox: u32, state: &str) -> Container {
         sandbox_id: format!("s{sandbox}"),
         state,
         restart_delay: Duration::ZERO,
+        round: 0,
     }
 }
 
@@ -401,6 +402,71 @@ fn a_container_can_have_a_restart_policy_of_its_own() {
     };
     check(&own("Always", "Never"), &lost("exit 9 @99999"), &none, "start b/1");
     check(&own("Never", "Always"), &lost("exit 9 @99999"), &none, "start a/1");
+}
+
+#[test]
+fn a_rule_restarts_all_containers_of_the_pod_in_order() {
+    let mut pod = with_spec(pod("Never", &["i", "s*"], &["a", "b"]), 0, |c| {
+        let codes = k8s_openapi::api::core::v1::ContainerRestartRuleOnExitCodes {
+            operator: "In".to_owned(),
+            values: Some(vec![42]),
+        };
+        c.restart_policy = Some("Never".to_owned());
+        c.restart_policy_rules = Some(vec![k8s_openapi::api::core::v1::ContainerRestartRule {
+            action: "RestartAllContainers".to_owned(),
+            exit_codes: Some(codes),
+        }]);
+    });
+    let of = |round: u32, mut container: Container| {
+        container.round = round;
+        container
+    };
+    let check = |pod: &Pod, containers: Vec<Container>, expect: &str| {
+        check(pod, &observed(&[(0, true)], containers), &verdicts(&["s-0", "s-1"], &[]), expect);
+    };
+    let rest = |s: &str, b: &str| {
+        vec![container("i", 0, 0, "exit 0 @10"), container("s", 0, 0, s), container("b", 0, 0, b)]
+    };
+    let with_a = |state: &str, mut rest: Vec<Container>| {
+        rest.push(container("a", 0, 0, state));
+        rest
+    };
+    check(&pod, with_a("exit 1 @99999", rest("running", "running")), "");
+    // All others are stopped before the first is started again.
+    check(&pod, with_a("exit 42 @99999", rest("running", "running")), "kill b-0; kill s-0");
+    check(&pod, with_a("exit 42 @99999", rest("running", "exit 0 @9")), "kill s-0");
+    let stopped = || with_a("exit 42 @99999", rest("exit 137 @99999", "exit 137 @99999"));
+    check(&pod, stopped(), "start i/1");
+    // Whatever was started since is of the next round; what comes after it is still to be done.
+    let mut begun = stopped();
+    begun.push(of(1, container("i", 1, 0, "running")));
+    check(&pod, begun.clone(), "");
+    begun.last_mut().unwrap().state = container("i", 1, 0, "exit 0 @99999").state;
+    check(&pod, begun.clone(), "start s/1");
+    begun.push(of(1, container("s", 1, 0, "running")));
+    check(&pod, begun.clone(), "start a/1; start b/1");
+    let started =
+        decided_at(NOW, &pod, &observed(&[(0, true)], begun.clone()), &verdicts(&["s-1"], &[])).start;
+    assert!(started.iter().all(|start| start.round == 1));
+    // An end in this round counts as any other, and the same code asks for the next one.
+    begun.push(of(1, container("a", 1, 0, "exit 0 @99999")));
+    begun.push(of(1, container("b", 1, 0, "exit 0 @99999")));
+    check(&pod, begun.clone(), "stop s0; Succeeded");
+    begun.retain(|c| (c.name.as_str(), c.attempt) != ("a", 1));
+    begun.push(of(1, container("a", 1, 0, "exit 42 @99999")));
+    check(&pod, begun.clone(), "kill s-1");
+    // The container that asked again is held back as if it were restarted alone.
+    begun.iter_mut().find(|c| c.id == "s-1").unwrap().state = container("s", 1, 0, "exit 137 @99999").state;
+    check(&pod, begun, "wait a");
+    // A new sandbox is made for it too.
+    check_lost(&pod, stopped());
+    pod.spec.as_mut().unwrap().containers[0].restart_policy = None;
+    check(&pod, stopped(), "stop s0; Failed");
+}
+
+/// Without a sandbox, the pod gets one.
+fn check_lost(pod: &Pod, containers: Vec<Container>) {
+    check(pod, &observed(&[(0, false)], containers), &verdicts(&[], &[]), "stop s0; create 1");
 }
 
 #[test]

@@ -106,6 +106,8 @@ pub struct ContainerFacts {
     pub attempt: u32,
     /// The delay that went before this start.
     pub restart_delay: Duration,
+    /// How often all containers of the pod had been restarted together before.
+    pub round: u32,
     /// The image as the runtime identifies it.
     pub image_ref: String,
     /// Who the image runs as.
@@ -143,6 +145,7 @@ pub fn container(
         (labels::TERMINATION_POLICY.to_owned(), text(&spec.termination_message_policy)),
         (labels::RESTART_COUNT.to_owned(), facts.attempt.to_string()),
         (labels::RESTART_DELAY.to_owned(), facts.restart_delay.as_secs().to_string()),
+        (labels::ROUND.to_owned(), facts.round.to_string()),
         (labels::GRACE_PERIOD.to_owned(), grace_period(pod).as_secs().to_string()),
     ]);
     Ok(cri::ContainerConfig {

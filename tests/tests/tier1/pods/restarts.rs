@@ -6,7 +6,7 @@ use beelet_model::labels;
 use beelet_tests::cri::{Asked, CHANGES, Op};
 use serde_json::json;
 
-use super::node::{Node, Settings, container, containers, of_everything, pod, with};
+use super::node::{Node, Settings, View, container, containers, of_everything, pod, with};
 
 /// Ends the newest container of that name as its process would.
 fn exit(node: &Node, pod: &str, container: &str, code: i32) {
@@ -51,7 +51,7 @@ async fn the_first_delay_is_the_kubelets() {
     exit(&node, "web", "main", 1);
     until_restarted(&node, "main", 1).await;
     exit(&node, "web", "main", 1);
-    let is_waiting = |pod: &super::node::View| {
+    let is_waiting = |pod: &View| {
         pod.waiting("main").is_some_and(|(_, message)| message.starts_with("back-off 10s restarting"))
     };
     node.until_pod("web", "to back off", is_waiting).await;
@@ -163,4 +163,32 @@ async fn a_sandbox_that_dies_is_replaced_and_counts_go_on() {
     assert_eq!(node.cri.count(Op::RunPodSandbox), 2);
     // The dead one gives its address back.
     assert_eq!(node.cri.count(Op::StopPodSandbox), 1, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn a_rule_restarts_all_containers_in_their_sandbox() {
+    let mut pod = pod("web");
+    pod["spec"]["restartPolicy"] = json!("Never");
+    pod["spec"]["initContainers"] = json!([{"name": "init", "image": super::node::IMAGE}]);
+    pod["spec"]["containers"][0]["restartPolicy"] = json!("Never");
+    pod["spec"]["containers"][0]["restartPolicyRules"] =
+        json!([{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [42]}}]);
+    let other = json!({"name": "other", "image": super::node::IMAGE});
+    pod["spec"]["containers"].as_array_mut().unwrap().push(other);
+    let mut node = Node::with(&[pod]).await;
+    node.until_ready("web").await;
+    let before = node.containers("web");
+    assert_eq!(before, "init/0- main/0+ other/0+");
+    // The agent ends where the others are stopped already, and nothing was started again.
+    let held = node.cri.on(Op::CreateContainer).hold();
+    node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 42);
+    held.reached().await;
+    assert_eq!(node.containers("web"), "init/0- main/0- other/0-");
+    node.kill().await;
+    node.cri.heal();
+    node.start().await;
+    let all_again = |pod: &View| pod.ready() && pod.restarts().values().all(|count| *count == 1);
+    let again = node.until_pod("web", "to run again as a whole", all_again).await;
+    assert_eq!(again.phase(), "Running");
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
 }
