@@ -354,11 +354,22 @@ fn probes_are_checked() {
 }
 
 #[test]
-fn what_cannot_be_done_yet_is_refused() {
+fn a_stop_signal_is_one_of_the_pods_operating_system() {
     check_container(
         "lifecycle: {stopSignal: SIGINT}",
-        "8:29: spec.containers[0].lifecycle.stopSignal: beelet can't do this yet (stop signals); take it out",
+        "8:29: spec.containers[0].lifecycle.stopSignal: needs os.name of the pod: signals are an operating system's",
     );
+    check_spec(
+        "os: {name: linux}\n  initContainers: [{name: i, image: x, restartPolicy: Always, lifecycle: {stopSignal: INT}}]",
+        "6:91: spec.initContainers[0].lifecycle.stopSignal: is no signal of Linux (SIGTERM, SIGUSR1, SIGRTMIN+3, ...)",
+    );
+    check_accepted(&with_spec(
+        "os: {name: linux}\n  initContainers: [{name: i, image: 'x:1', restartPolicy: Always, lifecycle: {stopSignal: SIGRTMIN+3}}]",
+    ));
+}
+
+#[test]
+fn what_cannot_be_done_yet_is_refused() {
     check_spec(
         "volumes: [{name: a, nfs: {server: x, path: /}}]",
         "5:23: spec.volumes[0].nfs: beelet can't do this yet (network and storage plugins' volumes); take it out",

@@ -171,6 +171,9 @@ impl Launcher {
         let (pod, pod_ips) = (&plan.pod, plan.ips(&sandbox.ips));
         let sources = env::Sources { pod, pod_ips: &pod_ips, objects, node: &self.node };
         let environment = sources.environment(container).map_err(Error::of_spec)?;
+        if container.lifecycle.as_ref().is_some_and(|lifecycle| lifecycle.stop_signal.is_some()) {
+            self.refuse_old_runtime("lifecycle.stopSignal", &STOP_SIGNALS).await?;
+        }
         let features = self.features(pod, container, objects).await?;
         let mount_facts = MountFacts {
             env: environment.clone(),
@@ -216,7 +219,11 @@ impl Launcher {
         let mounted = |name: &str| container.volume_mounts.iter().flatten().any(|mount| mount.name == name);
         let (mut volumes, mut leases) = (BTreeMap::new(), vec![lease]);
         for (name, source) in plan.volumes.images().filter(|(name, _)| mounted(name)) {
-            self.refuse_old_runtime(name).await?;
+            self.refuse_old_runtime(&format!("volume {name}"), &IMAGES).await?;
+            let mut mounts = container.volume_mounts.iter().flatten().filter(|mount| mount.name == name);
+            if mounts.any(|mount| mount.sub_path.is_some() || mount.sub_path_expr.is_some()) {
+                self.refuse_old_runtime(&format!("volume {name}"), &PARTS_OF_IMAGES).await?;
+            }
             let (reference, policy) = (source.reference.as_deref(), source.pull_policy.as_deref());
             let (image, lease) = self.image(plan, reference, policy, objects).await?;
             volumes.insert(name.to_owned(), image.id);
@@ -238,17 +245,14 @@ impl Launcher {
         Ok(self.puller.leased(&self.leases, image, policy, auths, plan.sandbox()?).await?)
     }
 
-    /// A runtime that doesn't know image volumes would mount something else, or nothing, without a word.
-    async fn refuse_old_runtime(&self, volume: &str) -> Result<(), StartError> {
+    /// A runtime that doesn't know a field of a container does something else, or nothing, without a word.
+    async fn refuse_old_runtime(&self, of: &str, ability: &Ability) -> Result<(), StartError> {
         let version = self.runtime.version().await.map_err(StartError::Create)?;
-        if mounts_images(&version.runtime_name, &version.runtime_version) {
+        let (name, version) = (version.runtime_name, version.runtime_version);
+        if ability.is_of(&name, &version) {
             return Ok(());
         }
-        let why = format!(
-            "volume {volume}: {} {} can't mount images; containerd 2.1 and CRI-O 1.31 can",
-            version.runtime_name, version.runtime_version
-        );
-        Err(Error::Spec(why).into())
+        Err(Error::Spec(format!("{of}: {name} {version} can't {ability} can")).into())
     }
 
     /// What the runtime can do, asked only for a container that needs what not every runtime can.
@@ -392,15 +396,42 @@ fn process_target(plan: &PodPlan, container: &str, seen: &Observation) -> Result
     })
 }
 
-/// Whether a runtime is known to mount images (KEP-4639).
-fn mounts_images(name: &str, version: &str) -> bool {
-    let mut numbers =
-        version.trim_start_matches('v').split(['.', '-', '+', '~']).map_while(|n| n.parse::<u32>().ok());
-    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    match name {
-        "containerd" => version >= (2, 1),
-        "cri-o" => version >= (1, 31),
-        _ => false,
+/// What runtimes learned late, and don't tell of: since when they know it.
+struct Ability {
+    /// What they can then.
+    what: &'static str,
+    containerd: (u32, u32),
+    crio: (u32, u32),
+}
+
+/// KEP-4639.
+const IMAGES: Ability = Ability { what: "mount images", containerd: (2, 1), crio: (1, 31) };
+/// KEP-4639, its second part.
+const PARTS_OF_IMAGES: Ability =
+    Ability { what: "mount a part of an image", containerd: (2, 2), crio: (1, 33) };
+/// KEP-4960.
+const STOP_SIGNALS: Ability =
+    Ability { what: "be told which signal ends a container", containerd: (2, 3), crio: (1, 34) };
+
+impl Ability {
+    /// Whether this runtime has it.
+    fn is_of(&self, name: &str, version: &str) -> bool {
+        let mut numbers =
+            version.trim_start_matches('v').split(['.', '-', '+', '~']).map_while(|n| n.parse::<u32>().ok());
+        let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        match name {
+            "containerd" => version >= self.containerd,
+            "cri-o" => version >= self.crio,
+            _ => false,
+        }
+    }
+}
+
+impl std::fmt::Display for Ability {
+    /// `mount images; containerd 2.1 and CRI-O 1.31`
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { what, containerd, crio } = self;
+        write!(f, "{what}; containerd {}.{} and CRI-O {}.{}", containerd.0, containerd.1, crio.0, crio.1)
     }
 }
 
@@ -409,17 +440,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runtimes_that_mount_images_are_known_by_their_version() {
-        let check = |name: &str, version: &str, expected: bool| {
-            assert_eq!(mounts_images(name, version), expected, "{name} {version}");
+    fn what_runtimes_can_is_known_by_their_version() {
+        let check = |name: &str, version: &str, expected: [bool; 3]| {
+            let found = [IMAGES, PARTS_OF_IMAGES, STOP_SIGNALS].map(|ability| ability.is_of(name, version));
+            assert_eq!(found, expected, "{name} {version}");
         };
-        check("containerd", "1.6.20~ds1", false);
-        check("containerd", "v2.0.5", false);
-        check("containerd", "v2.1.9", true);
-        check("containerd", "2.2.0-rc.1", true);
-        check("cri-o", "1.31.2", true);
-        check("cri-o", "1.30.0", false);
-        check("other", "9.9", false);
-        check("containerd", "", false);
+        check("containerd", "1.6.20~ds1", [false; 3]);
+        check("containerd", "v2.0.5", [false; 3]);
+        check("containerd", "v2.1.9", [true, false, false]);
+        check("containerd", "2.2.0-rc.1", [true, true, false]);
+        check("containerd", "v2.3.0", [true; 3]);
+        check("cri-o", "1.31.2", [true, false, false]);
+        check("cri-o", "1.30.0", [false; 3]);
+        check("cri-o", "1.34.0", [true; 3]);
+        check("other", "9.9", [false; 3]);
+        check("containerd", "", [false; 3]);
+        assert_eq!(IMAGES.to_string(), "mount images; containerd 2.1 and CRI-O 1.31");
     }
 }

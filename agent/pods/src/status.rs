@@ -14,7 +14,10 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time
 
 use super::runtime_view::Observation;
 use beelet_model::{failure::Failure, pod::NodeFacts, status::timestamp};
-use beelet_spec::resize::{self, ResizeFacts};
+use beelet_spec::{
+    resize::{self, ResizeFacts},
+    signals,
+};
 
 /// Why a container isn't running.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -231,6 +234,7 @@ impl Inputs<'_> {
             restart_count: newest.map_or(0, |c| i32::try_from(c.attempt).unwrap_or(i32::MAX)),
             resources: newest.and_then(|c| self.in_force(c)).or_else(|| resize::amounts(spec)),
             allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
+            stop_signal: runtime.and_then(|status| signals::name(status.stop_signal())),
             state: Some(state),
             last_state,
             ..Default::default()

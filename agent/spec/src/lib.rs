@@ -11,4 +11,5 @@ pub mod env;
 pub mod fixtures;
 pub mod resize;
 pub mod services;
+pub mod signals;
 pub mod support;

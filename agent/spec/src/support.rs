@@ -60,7 +60,6 @@ const TABLE: &[Row] = &[
     ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
     ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
     // Containers.
-    ("spec.{containers,initContainers}[*].lifecycle.stopSignal", Set, NotYet, "stop signals"),
     ("spec.{containers,initContainers}[*].env[*].valueFrom.fileKeyRef", Set, NotYet, "this source of a variable"),
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObjectNotYet, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
@@ -76,37 +75,6 @@ fn is_huge_pages(name: &str) -> bool {
     name.starts_with("hugepages-")
 }
 
-/// What is mounted where, in the table's way of writing.
-const MOUNTS: &str = "spec.{containers,initContainers}[*].volumeMounts[*]";
-
-/// Mounts of a part of an image volume. Our CRI has no field for it (Kubernetes 1.33's `image_sub_path`), and
-/// a runtime that is not told (containerd before 2.2 isn't, either way) mounts the whole image without a
-/// word.
-fn parts_of_images(manifest: &Value) -> Vec<Problem> {
-    let volumes = manifest.pointer("/spec/volumes").and_then(Value::as_array);
-    let images: Vec<&Value> = volumes
-        .into_iter()
-        .flatten()
-        .filter(|volume| volume.get("image").is_some_and(|image| !says_nothing(image)))
-        .filter_map(|volume| volume.get("name"))
-        .collect();
-    let mut found = Vec::new();
-    visit(manifest, MOUNTS, &mut String::new(), &mut |path, mount| {
-        if !mount.get("name").is_some_and(|name| images.contains(&name)) {
-            return;
-        }
-        let fields = ["subPath", "subPathExpr"].into_iter();
-        let set = fields.filter(|field| mount.get(field).is_some_and(|part| !says_nothing(part)));
-        found.extend(set.map(|field| {
-            Problem::new(
-                beelet_codec::field(path, field),
-                sentence(NotYet, "mounting a part of an image volume"),
-            )
-        }));
-    });
-    found
-}
-
 /// What the table says of a manifest.
 #[derive(Debug, Default)]
 pub struct Found {
@@ -120,7 +88,7 @@ pub struct Found {
 #[must_use]
 pub fn unsupported(pod: &Pod) -> Option<Problem> {
     let pod = pod.to_value();
-    let mut found = parts_of_images(&pod);
+    let mut found = Vec::new();
     let rows = TABLE.iter().filter(|(_, _, verdict, _)| matches!(verdict, NotYet | ApiObjectNotYet));
     for (pattern, when, _, what) in rows {
         visit(&pod, pattern, &mut String::new(), &mut |path, node| {
@@ -146,7 +114,6 @@ pub fn check(manifest: &Value) -> Found {
             }
         });
     }
-    found.refused.extend(parts_of_images(manifest));
     found
 }
 
@@ -228,10 +195,10 @@ mod tests {
 
     #[test]
     fn the_table_finds_its_fields_wherever_they_are() {
-        let container = json!({"lifecycle": {"stopSignal": "SIGINT"}});
+        let container = json!({"volumeDevices": [{}]});
         check_refused(
             &json!({"spec": {"containers": [{}, container], "initContainers": [{"volumeDevices": [{}]}]}}),
-            &["spec.containers[1].lifecycle.stopSignal", "spec.initContainers[0].volumeDevices"],
+            &["spec.containers[1].volumeDevices", "spec.initContainers[0].volumeDevices"],
         );
         check_refused(
             &json!({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "1"}}}]}}),
@@ -249,22 +216,6 @@ mod tests {
         check_refused(&json!({"spec": {"hostUsers": false}}), &["spec.hostUsers"]);
         check_refused(&json!({"spec": {"volumes": [{"name": "x", "emptyDir": {"medium": ""}}]}}), &[]);
         check_refused(&json!("text"), &[]);
-    }
-
-    #[test]
-    fn a_part_of_an_image_volume_is_refused_and_one_of_another_volume_is_not() {
-        let volumes = json!([{"name": "art", "image": {"reference": "x"}}, {"name": "tmp", "emptyDir": {}}]);
-        let mounts = json!([
-            {"name": "art", "mountPath": "/a"},
-            {"name": "art", "mountPath": "/b", "subPath": "x"},
-            {"name": "art", "mountPath": "/c", "subPathExpr": "$(A)"},
-            {"name": "tmp", "mountPath": "/d", "subPath": "x"},
-            {"name": "art", "mountPath": "/e", "subPath": ""},
-        ]);
-        check_refused(
-            &json!({"spec": {"volumes": volumes, "containers": [{"volumeMounts": mounts}]}}),
-            &["spec.containers[0].volumeMounts[1].subPath", "spec.containers[0].volumeMounts[2].subPathExpr"],
-        );
     }
 
     #[test]
@@ -307,9 +258,7 @@ mod tests {
                 "docs/pods.md does not say that `{name}` is not there"
             );
         }
-        for name in ["hugepages-", "subPath"] {
-            assert!(list.contains(&format!("`{name}")), "{name}");
-        }
+        assert!(list.contains("`hugepages-"));
     }
 
     #[test]

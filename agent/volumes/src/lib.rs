@@ -178,13 +178,10 @@ impl Volumes {
             ..Default::default()
         };
         if volume.image.is_some() {
-            if sub_path.is_some() {
-                return Err(Error::unmet(
-                    "a part of an image volume can't be mounted: beelet's CRI has no field for it",
-                ));
-            }
             let image = facts.images.get(&volume.name).cloned().unwrap_or_default();
             made.image = Some(cri::ImageSpec { image, ..Default::default() });
+            made.image_sub_path =
+                sub_path.map(|part| part.to_string_lossy().into_owned()).unwrap_or_default();
             made.readonly = true;
             return Ok(made);
         }

@@ -533,6 +533,7 @@ impl World {
             annotations: c.config.annotations.clone(),
             mounts: c.config.mounts.clone(),
             log_path: c.log_path.clone(),
+            stop_signal: c.config.stop_signal,
             resources: c.resources.clone().map(|linux| cri::ContainerResources {
                 linux: Some(linux),
                 ..cri::ContainerResources::default()

@@ -24,6 +24,15 @@ pub(super) fn hooks(
             "is only for containers and sidecars (restartPolicy: Always), not for init containers",
         );
     }
+    if let Some(signal) = &lifecycle.stop_signal {
+        let path = format!("{path}.lifecycle.stopSignal");
+        if spec.os.is_none() {
+            problems.add(&path, "needs os.name of the pod: signals are an operating system's");
+        }
+        if beelet_spec::signals::parse(signal).is_none() {
+            problems.add(&path, "is no signal of Linux (SIGTERM, SIGUSR1, SIGRTMIN+3, ...)");
+        }
+    }
     let grace = spec.termination_grace_period_seconds.unwrap_or(30);
     for (field, hook) in [("postStart", &lifecycle.post_start), ("preStop", &lifecycle.pre_stop)] {
         if let Some(hook) = hook {

@@ -17,7 +17,7 @@ use beelet_policy::{
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{definition, env::Environment, resize};
+use super::{definition, env::Environment, resize, signals};
 use beelet_model::{labels, table::PodName};
 
 pub use self::network::HostName;
@@ -166,6 +166,7 @@ pub fn container(
         stdin: spec.stdin.unwrap_or(false),
         stdin_once: spec.stdin_once.unwrap_or(false),
         tty: spec.tty.unwrap_or(false),
+        stop_signal: signals::of_container(spec)?.into(),
         linux: Some(cri::LinuxContainerConfig {
             resources: Some(resources(facts.resources)),
             security_context: Some(confinement),

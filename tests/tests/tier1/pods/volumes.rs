@@ -30,6 +30,41 @@ fn mount(config: &cri::ContainerConfig, path: &str) -> cri::Mount {
     config.mounts.iter().find(|mount| mount.container_path == path).unwrap().clone()
 }
 
+/// A pod with what runtimes learned late: a part of an image, and a signal of its own.
+fn demanding() -> Value {
+    let mut main = container("main");
+    main["volumeMounts"] = json!([{"name": "art", "mountPath": "/art", "subPath": "themes/dark"}]);
+    main["lifecycle"] = json!({"stopSignal": "SIGRTMIN+3"});
+    let mut pod = with(pod("web"), "containers", json!([main]));
+    pod["spec"]["os"] = json!({"name": "linux"});
+    pod["spec"]["volumes"] = json!([{"name": "art", "image": {"reference": super::node::IMAGE}}]);
+    pod
+}
+
+#[tokio::test]
+async fn what_a_runtime_would_pass_over_in_silence_is_not_asked_of_it() {
+    let runtime = |version: &str| ("containerd".to_owned(), version.to_owned());
+    for (version, missing) in [("v2.1.9", "containerd 2.2"), ("v2.2.3", "containerd 2.3")] {
+        let mut node = Node::new(Settings::default());
+        node.cri.change(|world| world.runtime = runtime(version));
+        node.apply(&demanding());
+        node.start().await;
+        let refused = |pod: &super::node::View| pod.waits_for("main", "CreateContainerConfigError");
+        let message = node.until_pod("web", "to be refused", refused).await.waiting("main").unwrap().1;
+        assert!(message.contains(missing), "{message}");
+    }
+    let mut node = Node::new(Settings::default());
+    node.cri.change(|world| world.runtime = runtime("v2.3.0"));
+    node.apply(&demanding());
+    node.start().await;
+    let pod = node.until_ready("web").await;
+    let config = created(&node, "web");
+    assert_eq!(config.stop_signal(), cri::Signal::Sigrtminplus3);
+    let art = mount(&config, "/art");
+    assert_eq!((art.image_sub_path.as_str(), art.host_path.as_str()), ("themes/dark", ""));
+    assert_eq!(pod.container("main").stop_signal.as_deref(), Some("SIGRTMIN+3"));
+}
+
 #[tokio::test]
 async fn a_config_map_is_mounted_and_kept_up_to_date_also_over_a_kill() {
     let mut node = Node::new(Settings::default());

@@ -1,0 +1,48 @@
+//! The signal that asks a container to end, in the words of pods (`SIGRTMIN+3`) and in the runtime's (KEP-4960).
+
+use beelet_proto::cri::Signal;
+use k8s_openapi::api::core::v1::Container;
+
+/// The signal of this name, as pods write it.
+pub fn parse(name: &str) -> Option<Signal> {
+    let signal = Signal::from_str_name(&name.replace('+', "PLUS").replace('-', "MINUS"))?;
+    // The runtime's own spelling is none of a pod's.
+    (self::name(signal).as_deref() == Some(name)).then_some(signal)
+}
+
+/// The name of a signal, as pods write it; None for whatever the runtime sends by itself.
+pub fn name(signal: Signal) -> Option<String> {
+    let name = || signal.as_str_name().replace("PLUS", "+").replace("MINUS", "-");
+    (signal != Signal::RuntimeDefault).then(name)
+}
+
+/// The signal that a container asks for. Fails, with a sentence, where there is none of that name.
+pub fn of_container(spec: &Container) -> Result<Signal, String> {
+    let asked = spec.lifecycle.as_ref().and_then(|lifecycle| lifecycle.stop_signal.as_deref());
+    let Some(asked) = asked else { return Ok(Signal::RuntimeDefault) };
+    parse(asked).ok_or_else(|| format!("lifecycle.stopSignal: {asked:?} is no signal of Linux"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_are_written_as_in_pods() {
+        let check = |text: &str, expected: Option<Signal>| {
+            assert_eq!(parse(text), expected, "{text}");
+            if let Some(signal) = expected {
+                assert_eq!(name(signal).as_deref(), Some(text));
+            }
+        };
+        check("SIGTERM", Some(Signal::Sigterm));
+        check("SIGUSR1", Some(Signal::Sigusr1));
+        check("SIGRTMIN", Some(Signal::Sigrtmin));
+        check("SIGRTMIN+15", Some(Signal::Sigrtminplus15));
+        check("SIGRTMAX-14", Some(Signal::Sigrtmaxminus14));
+        for wrong in ["", "TERM", "sigterm", "SIGRTMINPLUS1", "SIGRTMIN+16", "RUNTIME_DEFAULT", "15"] {
+            check(wrong, None);
+        }
+        assert_eq!(name(Signal::RuntimeDefault), None);
+    }
+}
