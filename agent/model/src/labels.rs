@@ -32,6 +32,8 @@ pub const SHAPE: &str = "beelet.dev/shape";
 pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";
 /// Container annotation: how often all containers of the pod had been restarted together before this start.
 pub const ROUND: &str = "beelet.dev/round";
+/// Container annotation: its amounts of cpu and memory that can't change while it runs.
+pub const AMOUNTS: &str = "beelet.dev/amounts";
 /// Container annotation: the devices it was given, from which a lost checkpoint is rebuilt.
 pub const DEVICES: &str = "beelet.dev/devices";
 

@@ -172,6 +172,7 @@ impl Inputs<'_> {
                 continue;
             }
             match ended(now).or_else(|| ended(status.last_state.as_ref())) {
+                Some(_) if self.waiting.contains_key(&container.name) => tally.restarting += 1,
                 Some(_) if self.seen.newest(&container.name).is_some_and(|n| self.is_past(n)) => {
                     tally.restarting += 1;
                 }

@@ -138,6 +138,8 @@ pub(super) struct Worker {
     /// Containers whose postStart hook is done, and those whose hook failed.
     hooked: BTreeSet<String>,
     failed_hooks: BTreeSet<String>,
+    /// Containers that ran, and are not what the pod asks for any more.
+    outdated: BTreeMap<String, KillReason>,
     /// Containers that were held back by a restart delay at the last look.
     backing_off: BTreeSet<String>,
     ends: Ends,
@@ -186,6 +188,7 @@ impl Worker {
             failed_starts: BTreeMap::new(),
             hooked,
             failed_hooks: BTreeSet::new(),
+            outdated: BTreeMap::new(),
             backing_off: BTreeSet::new(),
             ends: Ends::new(),
             ending: None,
@@ -409,15 +412,28 @@ impl Worker {
         for container in all.filter(|c| c.startup_probe.is_none()) {
             verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
         }
+        self.note_outdated(seen);
+        for (id, reason) in &self.outdated {
+            verdicts.condemned.entry(id.clone()).or_insert(*reason);
+        }
+        verdicts
+    }
+
+    /// Looks which running containers are not what the pod asks for now. Once they have ended that can't be told any more:
+    /// they may have ended before.
+    fn note_outdated(&mut self, seen: &Observation) {
+        self.outdated.retain(|id, _| seen.containers.contains_key(id) && !seen.is_running(id));
+        let spec = self.plan.pod.spec.as_ref();
         let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
         for container in all {
             let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id));
-            let made = made.filter(|made| seen.is_running(&made.id));
-            if let Some(made) = made.filter(|made| definition::is_redefined(container, made)) {
-                verdicts.condemned.entry(made.id.clone()).or_insert(KillReason::Redefined);
+            let Some(made) = made.filter(|made| seen.is_running(&made.id)) else { continue };
+            if definition::is_redefined(container, made) {
+                self.outdated.insert(made.id.clone(), KillReason::Redefined);
+            } else if definition::is_resized(container, made) {
+                self.outdated.insert(made.id.clone(), KillReason::Resized);
             }
         }
-        verdicts
     }
 
     fn may_start(&self, name: &str) -> bool {
@@ -580,6 +596,9 @@ impl Worker {
         let failed = self.failed_starts.iter().map(|(name, f)| (name.clone(), self.held_back(f)));
         waiting.extend(failed);
         waiting.extend(self.without_devices(actions));
+        for (name, reason) in self.without_outdated(seen) {
+            waiting.entry(name).or_insert(reason);
+        }
         debug!(pod = %self.plan.name, ?actions, "looked at the pod");
         let report = Report {
             uid: self.plan.uid.clone(),
@@ -589,6 +608,16 @@ impl Worker {
             stage,
         };
         self.reports.send(report).await.is_ok()
+    }
+
+    /// Containers that have ended for one that is as the pod asks for now: they wait for it, and the pod has not ended.
+    fn without_outdated<'a>(&'a self, seen: &'a Observation) -> impl Iterator<Item = (String, Waiting)> + 'a {
+        let ended = seen.pod.containers.iter().filter(|c| {
+            let newest = seen.newest(&c.name).is_some_and(|newest| newest.id == c.id);
+            newest && self.outdated.contains_key(&c.id) && !seen.is_running(&c.id)
+        });
+        let waiting = || Waiting { reason: "ContainerCreating".to_owned(), message: String::new() };
+        ended.map(move |c| (c.name.clone(), waiting()))
     }
 
     /// While a failed pull waits for its next try it is called a back-off, as under the kubelet.

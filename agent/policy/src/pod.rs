@@ -97,7 +97,8 @@ pub struct Verdicts {
     pub started: BTreeSet<String>,
     /// Containers whose postStart hook is done. Those without one needn't be here.
     pub hooked: BTreeSet<String>,
-    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned.
+    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned, or that are not what the
+    /// pod asks for any more. The latter are started anew whatever code they end with.
     pub condemned: BTreeMap<String, KillReason>,
 }
 
@@ -116,6 +117,8 @@ pub enum KillReason {
     Redefined,
     /// A rule asks for a restart of all containers of the pod.
     RestartAll,
+    /// It gets other amounts of cpu or memory, which its resizePolicy has it restarted for.
+    Resized,
 }
 
 impl KillReason {
@@ -127,6 +130,7 @@ impl KillReason {
             Self::Unknown => "is in unknown state, try killing it before restart",
             Self::PostStartHook => "failed postStart hook",
             Self::Redefined => "definition changed, will be restarted",
+            Self::Resized => "resize requires restart",
             Self::RestartAll => "will be restarted with all containers of its pod",
         }
     }
@@ -304,12 +308,19 @@ impl<'a> Decision<'a> {
         self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
     }
 
-    /// How the newest container of this name ended, if it has. What is to be restarted with all others has no end.
+    /// How the newest container of this name ended, if it has. What is started anew in any case has no end.
     fn exit_code(&self, name: &str) -> Option<i32> {
-        match self.newest.get(name).filter(|c| !self.round.is_past(c)).map(|c| &c.state) {
+        let counts = |c: &&&Container| !self.round.is_past(c) && !self.is_outdated(c);
+        match self.newest.get(name).filter(counts).map(|c| &c.state) {
             Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
             _ => None,
         }
+    }
+
+    /// Whether a container was stopped for one that is as the pod asks for now.
+    fn is_outdated(&self, container: &Container) -> bool {
+        let reason = self.verdicts.condemned.get(&container.id);
+        matches!(reason, Some(KillReason::Redefined | KillReason::Resized))
     }
 
     fn init_containers(&self) -> &'a [ContainerSpec] {
@@ -468,6 +479,9 @@ impl<'a> Decision<'a> {
             ContainerState::Created => {
                 let created = Some(container.id.clone());
                 self.start(&spec.name, container.attempt, container.restart_delay, created);
+            }
+            ContainerState::Exited { .. } if self.is_outdated(container) => {
+                self.start(&spec.name, container.attempt + 1, container.restart_delay, None);
             }
             ContainerState::Exited { exit_code, .. } => {
                 let Some((delay, until)) = self.delay_after(container).filter(|_| restarts(*exit_code))

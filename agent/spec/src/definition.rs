@@ -1,12 +1,14 @@
-//! What of a container can't change while it runs: another image asks for another container. The kubelet compares the name and
+//! What of a container can't change while it runs: another image asks for another container, and so do other amounts where
+//! its resizePolicy says so. The kubelet compares the name and
 //! the image alone (`pkg/kubelet/container/helpers.go`, `HashContainer`), and so does this: whatever else an API server lets
 //! change while a pod runs leaves its containers as they are.
 
 use std::fmt::Write as _;
 
-use beelet_model::labels::CONTAINER_HASH;
+use beelet_model::labels::{AMOUNTS, CONTAINER_HASH};
+use beelet_policy::quantity::Quantity;
 use beelet_proto::cri;
-use k8s_openapi::api::core::v1::Container;
+use k8s_openapi::api::core::v1::{Container, ContainerResizePolicy, Pod, ResourceRequirements};
 use sha2::{Digest, Sha256};
 
 /// A digest of a container's definition.
@@ -23,6 +25,51 @@ pub fn digest(spec: &Container) -> String {
 /// Whether a container was made from another definition than `spec`. One that doesn't say was made before this was noted.
 pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(CONTAINER_HASH).is_some_and(|noted| *noted != digest(spec))
+}
+
+/// The amounts of a container that only a restart changes (`resizePolicy` with `RestartContainer`); None if it has no such
+/// resource.
+pub fn amounts(spec: &Container) -> Option<String> {
+    fixed(spec.resize_policy.as_deref().unwrap_or_default(), spec.resources.as_ref())
+}
+
+/// Whether a container was made with other amounts than `spec` has, of those that only a restart changes.
+pub fn is_resized(spec: &Container, made: &cri::ContainerStatus) -> bool {
+    made.annotations.get(AMOUNTS).is_some_and(|noted| amounts(spec).is_some_and(|now| now != *noted))
+}
+
+/// Whether the container of this name, which runs, has other amounts by its pod's status than by its spec, and gets them by
+/// a restart.
+pub fn awaits_restart(pod: &Pod, spec: &Container) -> bool {
+    let policies = spec.resize_policy.as_deref().unwrap_or_default();
+    let Some(now) = fixed(policies, spec.resources.as_ref()) else { return false };
+    let statuses = pod
+        .status
+        .iter()
+        .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
+    let mut of_name = statuses.filter(|status| status.name == spec.name);
+    of_name.any(|status| fixed(policies, status.resources.as_ref()).is_some_and(|has| has != now))
+}
+
+/// The amounts as text, however they were written.
+fn fixed(policies: &[ContainerResizePolicy], resources: Option<&ResourceRequirements>) -> Option<String> {
+    let amount = |list: Option<&std::collections::BTreeMap<String, _>>, name: &str| {
+        let text: &k8s_openapi::apimachinery::pkg::api::resource::Quantity = list?.get(name)?;
+        Quantity::parse(&text.0).ok().map(Quantity::milli_value)
+    };
+    let mut names: Vec<&str> = policies
+        .iter()
+        .filter(|policy| policy.restart_policy == "RestartContainer")
+        .map(|policy| policy.resource_name.as_str())
+        .collect();
+    names.sort_unstable();
+    let text = names.into_iter().map(|name| {
+        let request = amount(resources.and_then(|r| r.requests.as_ref()), name).unwrap_or_default();
+        let limit = amount(resources.and_then(|r| r.limits.as_ref()), name).unwrap_or_default();
+        format!("{name}={request}/{limit}")
+    });
+    let text: Vec<String> = text.collect();
+    (!text.is_empty()).then(|| text.join(" "))
 }
 
 #[cfg(test)]
@@ -42,5 +89,42 @@ mod tests {
         check(json!({"name": "a", "image": "x:1", "resources": {"limits": {"cpu": "1"}}}), false);
         check(json!({"name": "a", "image": "x:2"}), true);
         assert!(!is_redefined(&first, &cri::ContainerStatus::default()));
+    }
+
+    fn sized(cpu: &str, memory: &str) -> Container {
+        serde_json::from_value(json!({
+            "name": "a",
+            "resources": {"requests": {"cpu": cpu, "memory": memory}},
+            "resizePolicy": [
+                {"resourceName": "memory", "restartPolicy": "RestartContainer"},
+                {"resourceName": "cpu", "restartPolicy": "NotRequired"},
+            ],
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn an_amount_that_only_a_restart_changes_is_noted() {
+        let first = sized("1", "1Gi");
+        let annotations = [(AMOUNTS.to_owned(), amounts(&first).unwrap())].into();
+        let made = cri::ContainerStatus { annotations, ..Default::default() };
+        assert!(!is_resized(&sized("2", "1024Mi"), &made));
+        assert!(is_resized(&sized("1", "2Gi"), &made));
+        assert!(!is_resized(&sized("1", "2Gi"), &cri::ContainerStatus::default()));
+        assert_eq!(amounts(&Container::default()), None);
+    }
+
+    #[test]
+    fn a_container_awaits_its_restart_until_its_status_has_the_amounts() {
+        let pod = |memory: &str| -> Pod {
+            serde_json::from_value(json!({"status": {"containerStatuses": [{
+                "name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0,
+                "resources": {"requests": {"cpu": "1", "memory": memory}},
+            }]}}))
+            .unwrap()
+        };
+        assert!(awaits_restart(&pod("1Gi"), &sized("1", "2Gi")));
+        assert!(!awaits_restart(&pod("1Gi"), &sized("2", "1024Mi")));
+        assert!(!awaits_restart(&Pod::default(), &sized("1", "2Gi")));
     }
 }

@@ -93,8 +93,8 @@ pub fn enact(status: &mut PodStatus, enacted: &BTreeMap<String, Option<ResourceR
     }
 }
 
-/// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers, where
-/// `resizePolicy` doesn't ask for a restart. Its QoS class may not change, nor may an amount come or go.
+/// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers. Where their
+/// `resizePolicy` asks for it they are started anew for that. Its QoS class may not change, nor may an amount come or go.
 pub fn shape(pod: &Pod) -> String {
     let class = qos_class(pod).map(beelet_policy::qos::QosClass::as_str).unwrap_or_default();
     let mut rest = pod.clone();
@@ -121,14 +121,9 @@ pub fn shape(pod: &Pod) -> String {
 
 /// Takes out the amounts that may change.
 fn blank(container: &mut Container) {
-    let restarts = |resource: &str| {
-        let mut policies = container.resize_policy.iter().flatten();
-        policies.any(|policy| policy.resource_name == resource && policy.restart_policy == "RestartContainer")
-    };
-    let free: Vec<&str> = RESIZABLE.into_iter().filter(|resource| !restarts(resource)).collect();
     let Some(ResourceRequirements { requests, limits, .. }) = &mut container.resources else { return };
     for (name, amount) in requests.iter_mut().flatten().chain(limits.iter_mut().flatten()) {
-        if free.contains(&name.as_str()) {
+        if RESIZABLE.contains(&name.as_str()) {
             *amount = Quantity(String::new());
         }
     }
@@ -180,22 +175,5 @@ mod tests {
             resources(pod)["limits"].as_object_mut().unwrap().remove("cpu");
         });
         check(false, "the QoS class", |pod| resources(pod)["requests"] = resources(pod)["limits"].clone());
-    }
-
-    #[test]
-    fn an_amount_whose_change_restarts_the_container_is_no_resize() {
-        let restart = |pod: &mut Value| {
-            pod["spec"]["containers"][0]["resizePolicy"] =
-                json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
-        };
-        let with = |change: fn(&mut Value)| {
-            shape(&pod(|value| {
-                restart(value);
-                change(value);
-            }))
-        };
-        let before = with(|_| {});
-        assert_ne!(before, with(|pod| resources(pod)["limits"]["memory"] = json!("256Mi")));
-        assert_eq!(before, with(|pod| resources(pod)["limits"]["cpu"] = json!("2")));
     }
 }

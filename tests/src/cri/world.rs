@@ -124,6 +124,8 @@ pub struct World {
     pub images: BTreeMap<String, cri::Image>,
     /// Names of containers whose process ends with 0 as soon as it is started, as init containers may.
     pub ends_at_once: BTreeSet<String>,
+    /// What is told to stop ends with 0, as a server does that takes SIGTERM well.
+    pub stops_well: bool,
     /// Exit codes of commands run in containers, by the command's first word; 0 for all others.
     pub exec_codes: BTreeMap<String, i32>,
     /// The address of its streaming server, as `http://host:port`; None: it has no streams.
@@ -471,7 +473,11 @@ impl World {
         &mut self,
         request: cri::StopContainerRequest,
     ) -> Result<cri::StopContainerResponse, Status> {
-        let code = if request.timeout > 0 { TERMINATED } else { KILLED };
+        let code = match request.timeout {
+            0 => KILLED,
+            _ if self.stops_well => 0,
+            _ => TERMINATED,
+        };
         // Neither one that isn't there nor one that isn't running is an error.
         let _ = self.exit(&request.container_id, code, None);
         Ok(cri::StopContainerResponse {})

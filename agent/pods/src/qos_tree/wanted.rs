@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1 as core;
 use super::{Values, values};
 use crate::error::Error;
 use beelet_model::table::{PodName, PodTable};
+use beelet_spec::definition::awaits_restart;
 
 /// All values that are to be kept.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -53,7 +54,8 @@ impl Wanted {
             let in_pod =
                 |e: beelet_policy::field::FieldError| Error::Spec(format!("{}: {e}", PodName::of(pod)));
             let cgroup = pod_cgroup(pod, config).map_err(in_pod)?;
-            for (id, container) in running(pod) {
+            // One that gets its amounts by a restart keeps those it has until then.
+            for (id, container) in running(pod).filter(|(_, container)| !awaits_restart(pod, container)) {
                 let container = WantedContainer {
                     pod: PodName::of(pod),
                     name: container.name.clone(),

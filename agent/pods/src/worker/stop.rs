@@ -133,6 +133,7 @@ impl Worker {
             KillReason::Unknown
             | KillReason::PostStartHook
             | KillReason::Redefined
+            | KillReason::Resized
             | KillReason::RestartAll => None,
         });
         let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());

@@ -405,6 +405,21 @@ fn a_container_can_have_a_restart_policy_of_its_own() {
 }
 
 #[test]
+fn a_container_stopped_for_other_amounts_starts_at_once_however_it_ended() {
+    let mut resized = verdicts(&[], &[]);
+    resized.condemned.insert("a-3".to_owned(), KillReason::Resized);
+    for policy in ["Always", "OnFailure", "Never"] {
+        let pod = pod(policy, &[], &["a"]);
+        let check = |state: &str, expect: &str| {
+            check(&pod, &observed(&[(0, true)], vec![container("a", 3, 0, state)]), &resized, expect);
+        };
+        check("running", "kill a-3");
+        check("exit 0 @99999", "start a/4");
+        check("exit 143 @99999", "start a/4");
+    }
+}
+
+#[test]
 fn a_rule_restarts_all_containers_of_the_pod_in_order() {
     let mut pod = with_spec(pod("Never", &["i", "s*"], &["a", "b"]), 0, |c| {
         let codes = k8s_openapi::api::core::v1::ContainerRestartRuleOnExitCodes {

@@ -139,7 +139,7 @@ pub fn container(
     let mut all_labels = pod_labels(pod);
     all_labels.insert(labels::CONTAINER_NAME.to_owned(), spec.name.clone());
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
-    let annotations = HashMap::from([
+    let mut annotations = HashMap::from([
         (labels::CONTAINER_HASH.to_owned(), definition::digest(spec)),
         (labels::TERMINATION_PATH.to_owned(), text(&spec.termination_message_path)),
         (labels::TERMINATION_POLICY.to_owned(), text(&spec.termination_message_policy)),
@@ -148,6 +148,7 @@ pub fn container(
         (labels::ROUND.to_owned(), facts.round.to_string()),
         (labels::GRACE_PERIOD.to_owned(), grace_period(pod).as_secs().to_string()),
     ]);
+    annotations.extend(definition::amounts(spec).map(|amounts| (labels::AMOUNTS.to_owned(), amounts)));
     Ok(cri::ContainerConfig {
         metadata: Some(cri::ContainerMetadata { name: spec.name.clone(), attempt: facts.attempt }),
         image: Some(cri::ImageSpec {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use beelet_tests::cri::Asked;
+use beelet_tests::cri::{Asked, Op};
 use serde_json::{Value, json};
 
 use beelet_pods::qos_tree::Level;
@@ -199,4 +199,36 @@ async fn values_that_somebody_else_changed_are_set_right_again() {
         node.until_drifted(level).await;
     }
     assert_eq!((node.drifted(Level::Pod), node.drifted(Level::Node)), (1, 1));
+}
+
+#[tokio::test]
+async fn a_container_whose_policy_asks_for_it_is_restarted_in_place_for_other_amounts() {
+    let sized = |cpu: &str, memory: &str| {
+        let mut pod = sized(cpu, memory);
+        // Told to stop it ends well: that is no end of the pod.
+        pod["spec"]["restartPolicy"] = json!("OnFailure");
+        pod["spec"]["containers"][0]["resizePolicy"] =
+            json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
+        pod
+    };
+    let node = Node::with(&[sized("100m", "128Mi")]).await;
+    let old = node.until_ready("web").await;
+    node.cri.change(|world| world.stops_well = true);
+    let container = make_container_cgroup(&node, &old);
+    until_file(container.join("cpu.shares"), "102").await;
+    // CPU changes as it runs.
+    node.apply(&sized("500m", "128Mi"));
+    until_file(container.join("cpu.shares"), "512").await;
+    assert_eq!(node.containers("web"), "main/0+");
+    node.apply(&sized("500m", "256Mi"));
+    let restarted = |pod: &View| pod.ready() && pod.restarts()["main"] == 1 && status(pod).2.is_empty();
+    let new = node.until_pod("web", "to run with its new limit", restarted).await;
+    assert_eq!((new.uid(), node.containers("web").as_str()), (old.uid(), "main/0- main/1+"));
+    let made = node.cri.container("web-n1", "main").unwrap();
+    assert_eq!(made.config.linux.unwrap().resources.unwrap().memory_limit_in_bytes, 256 << 20);
+    let limits = new.container("main").resources.unwrap().limits.unwrap();
+    assert_eq!(limits["memory"].0, "256Mi");
+    let event = "Killing: Container main resize requires restart";
+    assert!(node.events().iter().any(|said| said == event), "{:?}", node.events());
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
 }
