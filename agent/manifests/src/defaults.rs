@@ -2,9 +2,11 @@
 //! from a folder goes past no API server, so it is done here. Zero and empty values of fields that have no
 //! pointer in the Kubernetes API count as not written, as they do there.
 
+use beelet_policy::resources::{CPU, MEMORY, PodDemand, is_pod_level_resource};
 use k8s_openapi::api::core::v1::{
     Container, DownwardAPIVolumeFile, EmptyDirVolumeSource, Pod, PodSpec, Probe, Volume,
 };
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
 /// A DNS-less image reference with neither tag nor digest is of this tag.
 const LATEST: &str = "latest";
@@ -24,6 +26,27 @@ pub(super) fn apply(pod: &mut Pod) {
     let containers = spec.containers.iter_mut().chain(spec.init_containers.iter_mut().flatten());
     for container in containers {
         apply_to_container(container, host_network);
+    }
+    default_pod_requests(pod);
+}
+
+/// What the pod as a whole is limited to and doesn't request: what its containers request together, else up
+/// to its limit (KEP-2837). Amounts that can't be read are the validation's business.
+fn default_pod_requests(pod: &mut Pod) {
+    let Ok(demand) = PodDemand::read(pod) else { return };
+    let of_containers: Vec<(String, Text)> = demand
+        .container_requests()
+        .iter()
+        .filter(|(name, _)| *name == CPU || *name == MEMORY)
+        .map(|(name, amount)| (name.to_owned(), Text(amount.to_string())))
+        .collect();
+    let Some(resources) = pod.spec.as_mut().and_then(|spec| spec.resources.as_mut()) else { return };
+    let Some(limits) = resources.limits.clone().filter(|limits| !limits.is_empty()) else { return };
+    let requests = resources.requests.get_or_insert_default();
+    for (name, amount) in of_containers.into_iter().chain(limits) {
+        if is_pod_level_resource(&name) {
+            requests.entry(name).or_insert(amount);
+        }
     }
 }
 

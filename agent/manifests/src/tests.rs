@@ -354,6 +354,27 @@ fn probes_are_checked() {
 }
 
 #[test]
+fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
+    check_accepted(&with_spec("resources: {limits: {cpu: '2', memory: 1Gi}}"));
+    check_spec(
+        "resources: {limits: {cpu: '2', example.com/gpu: '1'}}",
+        "5:50: spec.resources.limits.example.com/gpu: can't be had for a pod as a whole: cpu and memory can",
+    );
+    check_spec(
+        "resources: {requests: {cpu: '3'}, limits: {cpu: '2'}}",
+        "5:31: spec.resources.requests.cpu: 3 is more than the limit 2",
+    );
+    check_spec(
+        "resources: {requests: {cpu: '1'}}\n  initContainers: [{name: i, image: x, resources: {requests: {cpu: '2'}}}]",
+        "5:31: spec.resources.requests.cpu: 1 is less than the 2 that its containers request together",
+    );
+    check_spec(
+        "resources: {limits: {cpu: '1', hugepages-2Mi: 2Mi}}",
+        "5:49: spec.resources.limits.hugepages-2Mi: beelet can't do this yet (huge pages); take it out",
+    );
+}
+
+#[test]
 fn a_stop_signal_is_one_of_the_pods_operating_system() {
     check_container(
         "lifecycle: {stopSignal: SIGINT}",

@@ -44,8 +44,8 @@ pub enum Request {
     },
     /// The kernel killed a process of a container for want of memory.
     OomKilled(OomUpdate),
-    /// A pod's new amounts are in force in its cgroups: which, by the runtime's identifier of a running container; or why
-    /// they can't be yet.
+    /// A pod's new amounts are in force in its cgroups: which, by the runtime's identifier of a running
+    /// container, and by the UID those of the pod as a whole; or why they can't be yet.
     Enacted {
         /// The pod.
         uid: String,

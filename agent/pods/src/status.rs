@@ -100,6 +100,8 @@ impl Inputs<'_> {
             host_ips: Some(vec![core::HostIP { ip: self.node.host_ip.to_string() }]),
             pod_ip: ips.first().cloned(),
             pod_ips: (!ips.is_empty()).then(|| ips.into_iter().map(|ip| core::PodIP { ip }).collect()),
+            resources: self.pod_in_force(phase).or_else(|| resize::pod_amounts(self.pod)),
+            allocated_resources: resize::pod_amounts(self.pod).and_then(|amounts| amounts.requests),
             qos_class: qos::qos_class(self.pod).ok().map(|class| class.to_string()),
             start_time: self
                 .previous
@@ -255,6 +257,13 @@ impl Inputs<'_> {
             ran && status.container_id.as_ref() == Some(&id)
         };
         all.into_iter().find(same)?.resources.clone()
+    }
+
+    /// The amounts of the pod as a whole that were in force when it was last looked at: they are until its cgroup says
+    /// otherwise.
+    fn pod_in_force(&self, phase: &str) -> Option<core::ResourceRequirements> {
+        let ran = |status: &&core::PodStatus| status.phase.as_deref() == Some("Running");
+        self.previous.filter(ran).filter(|_| phase == "Running")?.resources.clone()
     }
 
     /// What was last known of a container whose records the runtime no longer has. One that was last seen running
@@ -436,7 +445,9 @@ impl Inputs<'_> {
         if let Some(pending) = &self.resize.pending {
             found.push(self.resize_condition(resize::PENDING, pending.reason, &pending.message));
         }
-        if specs.into_iter().any(behind) {
+        let as_a_whole =
+            status.phase.as_deref() == Some("Running") && status.resources != resize::pod_amounts(self.pod);
+        if as_a_whole || specs.into_iter().any(behind) {
             let error = self.resize.error.as_deref().unwrap_or_default();
             let reason = if error.is_empty() { "" } else { "Error" };
             found.push(self.resize_condition(resize::IN_PROGRESS, reason, error));

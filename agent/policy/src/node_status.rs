@@ -38,7 +38,8 @@ const DEFAULT_LABELS: [&str; 9] = [
 const UNINITIALIZED: &str = "node.cloudprovider.kubernetes.io/uninitialized";
 /// What of Kubernetes' features a scheduler may count on, in order (KEP-5328): pods that need one it doesn't find are placed
 /// elsewhere.
-const DECLARED_FEATURES: [&str; 1] = ["RestartAllContainersOnContainerExits"];
+const DECLARED_FEATURES: [&str; 2] =
+    ["InPlacePodLevelResourcesVerticalScaling", "RestartAllContainersOnContainerExits"];
 /// Names per image in a Node's status (`MaxNamesPerImageInNodeStatus`).
 const NAMES_PER_IMAGE: usize = 5;
 /// Bytes of an image's name: longer ones come from a damaged store.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use beelet_policy::quantity::Quantity;
+use beelet_policy::resources::is_pod_level_resource;
 use k8s_openapi::api::core::v1 as core;
 
 use beelet_model::pod::NodeFacts;
@@ -78,8 +79,19 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is what the node
-/// has for pods, a request that isn't set is nothing.
+/// What the pod as a whole is limited to (KEP-2837), if it is.
+fn pod_limit(pod: &core::Pod, name: &str) -> Result<Option<Quantity>, String> {
+    let limits = pod.spec.as_ref().and_then(|spec| spec.resources.as_ref()?.limits.as_ref());
+    let Some(text) = limits.and_then(|limits| limits.get(name)).filter(|_| is_pod_level_resource(name))
+    else {
+        return Ok(None);
+    };
+    let limit = Quantity::parse(&text.0).map_err(|e| format!("the pod's limit of {name}: {e}"))?;
+    Ok(Some(limit).filter(|limit| !limit.is_zero()))
+}
+
+/// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is the pod's, else what the
+/// node has for pods, a request that isn't set is nothing.
 pub fn resource(
     pod: &core::Pod,
     own: Option<&core::Container>,
@@ -103,7 +115,7 @@ pub fn resource(
     let set = amounts.and_then(|amounts| amounts.get(name)).map(|text| Quantity::parse(&text.0));
     let amount = match set.transpose().map_err(|e| e.to_string())? {
         Some(amount) => amount,
-        None if list == "limits" => node.allocatable(name),
+        None if list == "limits" => pod_limit(pod, name)?.unwrap_or_else(|| node.allocatable(name)),
         None => Quantity::ZERO,
     };
     let divisor = match &selector.divisor {

@@ -1,4 +1,5 @@
-//! Pods that change in nothing but the cpu and memory of their containers: they go on running, with new amounts (KEP-1287).
+//! Pods that change in nothing but their cpu and memory and that of their containers: they go on running, with
+//! new amounts (KEP-1287, KEP-5419).
 //!
 //! A manifest that changes is another pod, with another UID. Whether it is the running one with other amounts is told by its
 //! [`shape`]: a digest of all the rest, which the sandbox carries as an annotation, so that a restart of the agent in the
@@ -47,7 +48,15 @@ pub struct Pending {
 
 /// What a status says of a container's amounts: as its manifest has them; None if it has none.
 pub fn amounts(container: &Container) -> Option<ResourceRequirements> {
-    let resources = container.resources.as_ref()?;
+    named(container.resources.as_ref()?)
+}
+
+/// The same of the pod as a whole (KEP-2837).
+pub fn pod_amounts(pod: &Pod) -> Option<ResourceRequirements> {
+    named(pod.spec.as_ref()?.resources.as_ref()?)
+}
+
+fn named(resources: &ResourceRequirements) -> Option<ResourceRequirements> {
     let some = |list: &Option<BTreeMap<String, Quantity>>| list.clone().filter(|list| !list.is_empty());
     let (requests, limits) = (some(&resources.requests), some(&resources.limits));
     (requests.is_some() || limits.is_some()).then(|| ResourceRequirements {
@@ -60,12 +69,13 @@ pub fn amounts(container: &Container) -> Option<ResourceRequirements> {
 /// Whether two states of one pod ask for the same amounts.
 pub fn same_amounts(one: &Pod, other: &Pod) -> bool {
     let amounts = |pod: &Pod| -> Vec<_> { containers(pod).map(|c| (c.name.clone(), amounts(c))).collect() };
-    amounts(one) == amounts(other)
+    amounts(one) == amounts(other) && pod_amounts(one) == pod_amounts(other)
 }
 
-/// Gives the containers of `pod` the amounts that those of `other` have.
+/// Gives `pod` and its containers the amounts that `other` and its containers have.
 pub fn take_amounts(pod: &mut Pod, other: &Pod) {
     let Some(spec) = &mut pod.spec else { return };
+    spec.resources = other.spec.as_ref().and_then(|spec| spec.resources.clone());
     for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
         if let Some(before) = containers(other).find(|before| before.name == container.name) {
             container.resources.clone_from(&before.resources);
@@ -83,8 +93,11 @@ pub fn is_in_progress(pod: &Pod) -> bool {
     conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")
 }
 
-/// Takes down which amounts are in force, by the runtime's identifier of a container.
-pub fn enact(status: &mut PodStatus, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
+/// Takes down which amounts are in force: of the pod as a whole by its `uid`, of containers by the runtime's identifiers.
+pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
+    if let Some(amounts) = enacted.get(uid) {
+        status.resources.clone_from(amounts);
+    }
     let all = status.init_container_statuses.iter_mut().chain(&mut status.container_statuses);
     for container in all.flatten() {
         if let Some(amounts) = runtime_id(container).and_then(|id| enacted.get(id)) {
@@ -109,7 +122,9 @@ pub fn shape(pod: &Pod) -> String {
     if let Some(spec) = &mut rest.spec {
         // It comes from elsewhere, and is no reason for another pod.
         spec.priority = None;
-        spec.init_containers.iter_mut().flatten().chain(&mut spec.containers).for_each(blank);
+        blank(&mut spec.resources);
+        let containers = spec.init_containers.iter_mut().flatten().chain(&mut spec.containers);
+        containers.for_each(|container| blank(&mut container.resources));
     }
     let digest = Sha256::new().chain_update(class).chain_update(rest.to_json()).finalize();
     digest[..16].iter().fold(String::with_capacity(32), |mut text, byte| {
@@ -120,8 +135,8 @@ pub fn shape(pod: &Pod) -> String {
 }
 
 /// Takes out the amounts that may change.
-fn blank(container: &mut Container) {
-    let Some(ResourceRequirements { requests, limits, .. }) = &mut container.resources else { return };
+fn blank(resources: &mut Option<ResourceRequirements>) {
+    let Some(ResourceRequirements { requests, limits, .. }) = resources else { return };
     for (name, amount) in requests.iter_mut().flatten().chain(limits.iter_mut().flatten()) {
         if RESIZABLE.contains(&name.as_str()) {
             *amount = Quantity(String::new());
@@ -159,6 +174,10 @@ mod tests {
     fn other_amounts_of_cpu_and_memory_are_the_same_pod() {
         check(true, "a request", |pod| resources(pod)["requests"]["cpu"] = json!("200m"));
         check(true, "a limit", |pod| resources(pod)["limits"]["memory"] = json!("256Mi"));
+        let whole = |cpu: &str| {
+            shape(&pod(|pod| pod["spec"]["resources"] = json!({"limits": {"cpu": cpu, "memory": "1Gi"}})))
+        };
+        assert_eq!(whole("2"), whole("3"));
         check(true, "what identifies the manifest", |pod| {
             pod["metadata"]["uid"] = json!("2");
             pod["metadata"]["annotations"][ANNOTATION_HASH] = json!("2");

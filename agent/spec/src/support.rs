@@ -50,7 +50,8 @@ const TABLE: &[Row] = &[
     ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
     ("spec.hostUsers", False, NotYet, "user namespaces"),
     ("spec.readinessGates", Set, ApiObject, "readiness gates (others set their conditions through the API server)"),
-    ("spec.resources", Set, NotYet, "resources of the pod as a whole"),
+    ("spec.resources.claims", Set, ApiObjectNotYet, "resource claims"),
+    ("spec.resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
     ("spec.schedulingGates", Set, NotYet, "scheduling gates"),
     ("spec.schedulingGroup", Set, NotYet, "scheduling groups"),
     ("spec.{serviceAccount,serviceAccountName}", Set, ApiObject, "service accounts"),
@@ -201,6 +202,10 @@ mod tests {
             &["spec.containers[1].volumeDevices", "spec.initContainers[0].volumeDevices"],
         );
         check_refused(
+            &json!({"spec": {"resources": {"limits": {"cpu": "1", "hugepages-2Mi": "1"}}}}),
+            &["spec.resources.limits.hugepages-2Mi"],
+        );
+        check_refused(
             &json!({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "1"}}}]}}),
             &["spec.containers[0].resources.limits.hugepages-2Mi"],
         );
@@ -250,8 +255,7 @@ mod tests {
         let page = include_str!("../../../docs/pods.md");
         let (_, list) = page.split_once("## Not in this version").unwrap();
         let list = list.split("\n## ").next().unwrap();
-        let last =
-            |pattern: &&str| *pattern != "spec.{containers,initContainers}[*].resources.{limits,requests}";
+        let last = |pattern: &&str| !pattern.ends_with("resources.{limits,requests}");
         for name in TABLE.iter().map(|row| row.0).filter(last).flat_map(names_of) {
             assert!(
                 list.contains(&format!("`{name}")),

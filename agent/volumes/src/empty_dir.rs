@@ -40,7 +40,7 @@ fn size(
         Some(limit) => Some(Quantity::parse(&limit.0).map_err(|e| Error::unmet(format!("sizeLimit: {e}")))?),
         None => None,
     };
-    let of_pod = if every_container_is_limited(pod) {
+    let of_pod = if is_limited(pod) {
         resources::pod_limits(pod).map_err(|e| Error::unmet(e.to_string()))?.get(MEMORY)
     } else {
         None
@@ -49,9 +49,13 @@ fn size(
     Ok(limits.fold(allocatable, Quantity::min))
 }
 
-/// Whether the pod's memory has a limit: one container without makes it the node's.
-fn every_container_is_limited(pod: &core::Pod) -> bool {
+/// Whether the pod's memory has a limit: its own, or one of each container; one without makes it the node's.
+fn is_limited(pod: &core::Pod) -> bool {
     let spec = pod.spec.as_ref();
+    let own = spec.and_then(|spec| spec.resources.as_ref()?.limits.as_ref());
+    if own.is_some_and(|limits| limits.contains_key(MEMORY)) {
+        return true;
+    }
     let mut all =
         spec.into_iter().flat_map(|s| s.containers.iter().chain(s.init_containers.iter().flatten()));
     all.all(|container| {

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use beelet_policy::quantity::Quantity;
+use beelet_policy::resources::{PodDemand, is_pod_level_resource};
 use k8s_openapi::api::core::v1::{
-    Container, ContainerPort, EnvFromSource, EnvVar, PodSpec, ResourceFieldSelector, SecurityContext,
+    Container, ContainerPort, EnvFromSource, EnvVar, Pod, PodSpec, ResourceFieldSelector, SecurityContext,
     VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
@@ -242,6 +243,49 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
         {
             let path = beelet_codec::field(&format!("{path}.resources.requests"), name);
             problems.add(path, format!("{text} is more than the limit {limit_text}"));
+        }
+    }
+}
+
+/// Checks the resources of the pod as a whole against themselves and those of its containers (KEP-2837).
+pub(super) fn pod_resources(spec: &PodSpec, problems: &mut Problems) {
+    let Some(resources) = &spec.resources else { return };
+    let limits = quantities("spec.resources.limits", resources.limits.as_ref(), None, problems);
+    let requests = resources.requests.as_ref();
+    let requests = quantities("spec.resources.requests", requests, resources.limits.as_ref(), problems);
+    for (list, amounts) in [("limits", &limits), ("requests", &requests)] {
+        for name in amounts.keys().filter(|name| !is_pod_level_resource(name)) {
+            let path = beelet_codec::field(&format!("spec.resources.{list}"), name);
+            problems.add(path, "can't be had for a pod as a whole: cpu and memory can");
+        }
+    }
+    let pod = Pod { spec: Some(spec.clone()), ..Pod::default() };
+    // What can't be read has been told.
+    let demand = PodDemand::read(&pod).ok();
+    let of_containers = demand.as_ref().map(PodDemand::container_requests).unwrap_or_default();
+    for (name, (request, text)) in &requests {
+        let path = beelet_codec::field("spec.resources.requests", name);
+        if let Some((limit, limit_text)) = limits.get(name)
+            && request > limit
+        {
+            problems.add(&path, format!("{text} is more than the limit {limit_text}"));
+        }
+        let together = of_containers.amount(name);
+        if together > *request {
+            problems.add(
+                &path,
+                format!("{text} is less than the {together} that its containers request together"),
+            );
+        }
+    }
+    for (i, demand) in demand.iter().flat_map(|demand| demand.containers.iter().enumerate()) {
+        for (name, limit) in demand.limits.iter() {
+            if let Some((most, text)) = limits.get(name)
+                && limit > *most
+            {
+                let path = beelet_codec::field(&format!("spec.containers[{i}].resources.limits"), name);
+                problems.add(path, format!("is more than the pod's limit {text}"));
+            }
         }
     }
 }

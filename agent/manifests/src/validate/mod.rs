@@ -253,6 +253,7 @@ fn all_containers(spec: &PodSpec, volumes: &BTreeSet<&str>, problems: &mut Probl
     let init = spec.init_containers.as_deref().unwrap_or_default();
     let places =
         listed("initContainers", true, init).into_iter().chain(listed("containers", false, &spec.containers));
+    containers::pod_resources(spec, problems);
     let mut seen = containers::Seen::default();
     for (place, container) in places.zip(init.iter().chain(&spec.containers)) {
         containers::container(&place, container, spec, volumes, &mut seen, problems);

@@ -46,7 +46,7 @@ impl Manager {
         match amounts {
             Ok(enacted) => {
                 managed.resize.error = None;
-                managed.status.iter_mut().for_each(|status| resize::enact(status, &enacted));
+                managed.status.iter_mut().for_each(|status| resize::enact(status, uid, &enacted));
             }
             Err(error) => managed.resize.error = Some(error),
         }

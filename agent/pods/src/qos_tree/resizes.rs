@@ -26,7 +26,8 @@ pub(super) async fn tell(parts: &Parts, table: &PodTable, wanted: &Wanted, faile
         let amounts = if holds(&parts.cgroups, wanted, entry).await {
             let amounts =
                 |(id, container): (&str, &core::Container)| (id.to_owned(), resize::amounts(container));
-            Ok(running(&entry.pod).map(amounts).collect::<BTreeMap<_, _>>())
+            let whole = (uid.clone(), resize::pod_amounts(&entry.pod));
+            Ok(running(&entry.pod).map(amounts).chain([whole]).collect::<BTreeMap<_, _>>())
         } else {
             let of_container = format!("{} (", PodName::of(&entry.pod));
             let own = |error: &&String| error.starts_with(&of_container) || error.contains(&uid);

@@ -226,6 +226,28 @@ fn a_sidecar_counts_for_readiness() {
 }
 
 #[test]
+fn a_resize_of_the_pod_as_a_whole_is_in_progress_until_its_cgroup_has_it() {
+    let p = |cpu: &str| {
+        pod(
+            json!({"resources": {"limits": {"cpu": cpu}, "requests": {"cpu": "1"}}, "containers": [{"name": "a", "image": "i"}]}),
+        )
+    };
+    let limit = |status: &core::PodStatus| status.resources.clone().unwrap().limits.unwrap()["cpu"].0.clone();
+    let in_progress = |status: &core::PodStatus| {
+        status.conditions.iter().flatten().any(|one| one.type_ == resize::IN_PROGRESS)
+    };
+    let seen = seen(&["a 0 running"]);
+    let first = Case::default().status(&p("2"), &seen);
+    assert_eq!((limit(&first).as_str(), in_progress(&first)), ("2", false));
+    assert_eq!(first.allocated_resources.as_ref().unwrap()["cpu"].0, "1");
+    let mut second = Case { previous: Some(first), ..Case::default() }.status(&p("3"), &seen);
+    assert_eq!((limit(&second).as_str(), in_progress(&second)), ("2", true));
+    resize::enact(&mut second, "u1", &BTreeMap::from([("u1".to_owned(), resize::pod_amounts(&p("3")))]));
+    let third = Case { previous: Some(second), ..Case::default() }.status(&p("3"), &seen);
+    assert_eq!((limit(&third).as_str(), in_progress(&third)), ("3", false));
+}
+
+#[test]
 fn a_restart_of_all_containers_is_no_end_of_the_pod() {
     let spec = json!({
         "restartPolicy": "Never",
@@ -415,7 +437,7 @@ fn amounts_are_in_force_only_when_the_cgroups_have_them() {
 
     let mut enacted = resized;
     let amounts = resize::amounts(&sized("2").spec.unwrap().containers[0]);
-    resize::enact(&mut enacted, &BTreeMap::from([("main-0".to_owned(), amounts)]));
+    resize::enact(&mut enacted, "u1", &BTreeMap::from([("main-0".to_owned(), amounts)]));
     case.previous = Some(enacted);
     let done = case.status(&sized("2"), &running);
     assert_eq!((shown(&done), resizing(&done).len()), (("2".to_owned(), "2".to_owned()), 0));

@@ -232,3 +232,31 @@ async fn a_container_whose_policy_asks_for_it_is_restarted_in_place_for_other_am
     assert!(node.events().iter().any(|said| said == event), "{:?}", node.events());
     assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
 }
+
+#[tokio::test]
+async fn a_pod_has_resources_as_a_whole_that_change_in_place() {
+    let shared = |cpu: &str| {
+        let mut pod = pod("web");
+        pod["spec"]["resources"] = json!({"limits": {"cpu": cpu, "memory": "256Mi"}});
+        pod
+    };
+    let node = Node::with(&[shared("500m")]).await;
+    let pod = node.until_ready("web").await;
+    let status = pod.0.pod.status.as_ref().unwrap();
+    assert_eq!(status.qos_class.as_deref(), Some("Guaranteed"));
+    assert_eq!(status.allocated_resources.as_ref().unwrap()["cpu"].0, "500m");
+    let folder = node.path(&format!("cgroup/cpu/kubepods/pod{}", pod.uid()));
+    until_file(folder.join("cpu.cfs_quota_us"), "50000").await;
+    let memory = node.path(&format!("cgroup/memory/kubepods/pod{}", pod.uid()));
+    until_file(memory.join("memory.limit_in_bytes"), &(256 << 20).to_string()).await;
+    node.apply(&shared("700m"));
+    until_file(folder.join("cpu.cfs_quota_us"), "70000").await;
+    assert_eq!(node.containers("web"), "main/0+");
+    node.until_pod("web", "to say what is in force", |pod| {
+        let status = pod.0.pod.status.as_ref().unwrap();
+        let limit = status.resources.as_ref().unwrap().limits.as_ref().unwrap()["cpu"].0.clone();
+        let conditions = status.conditions.iter().flatten();
+        limit == "700m" && !conditions.into_iter().any(|one| one.type_ == "PodResizeInProgress")
+    })
+    .await;
+}
