@@ -178,7 +178,7 @@ fn rfc3339(at: Timestamp) -> String {
 /// The log's event, in the words of the correlator.
 fn incoming(event: &Event) -> Incoming {
     let object = match &event.object {
-        Object::Pod { name, uid, container } => {
+        Object::Pod { name, uid, container, .. } => {
             format!("Pod/{}/{}/{uid}/{}", name.namespace, name.name, container.as_deref().unwrap_or_default())
         }
         Object::Node { name } => format!("Node/{name}"),
@@ -199,7 +199,9 @@ fn reference(about: &Object) -> core::ObjectReference {
         Object::Node { name } => ("Node", None, name, name),
     };
     let field = match about {
-        Object::Pod { container: Some(container), .. } => Some(format!("spec.containers{{{container}}}")),
+        Object::Pod { container: Some(container), kind, .. } => {
+            Some(format!("spec.{}{{{container}}}", kind.as_str()))
+        }
         _ => None,
     };
     core::ObjectReference {
@@ -276,7 +278,8 @@ mod tests {
 
     fn web() -> Object {
         let name = PodName { namespace: "shop".to_owned(), name: "web".to_owned() };
-        Object::Pod { name, uid: "u-1".to_owned(), container: Some("app".to_owned()) }
+        let kind = beelet_model::pod::ContainerKind::Init;
+        Object::Pod { name, uid: "u-1".to_owned(), container: Some("app".to_owned()), kind }
     }
 
     struct Sending {
@@ -324,7 +327,7 @@ mod tests {
         assert!(all[1].starts_with("PATCH /api/v1/namespaces/shop/events/web."), "{all:?}");
         let path = all[1].strip_prefix("PATCH ").unwrap();
         let event = server.until_object(path, |event| event["count"] == 2).await;
-        assert_eq!(event["involvedObject"]["fieldPath"], "spec.containers{app}");
+        assert_eq!(event["involvedObject"]["fieldPath"], "spec.initContainers{app}");
         assert_eq!(event["involvedObject"]["uid"], "u-1");
         assert_eq!(
             (&event["reportingComponent"], &event["reportingInstance"]),

@@ -10,6 +10,7 @@ use std::{
 use beelet_policy::quantity::Quantity;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
+use serde::{Deserialize, Serialize};
 
 use crate::{
     labels,
@@ -21,6 +22,43 @@ use crate::{
 pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Container> {
     let spec = pod.spec.as_ref()?;
     spec.init_containers.iter().flatten().chain(&spec.containers).find(|c| c.name == name)
+}
+
+/// Which of a pod's lists a container is in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ContainerKind {
+    /// `spec.containers`.
+    #[default]
+    Own,
+    /// `spec.initContainers`.
+    Init,
+    /// `spec.ephemeralContainers`.
+    Ephemeral,
+}
+
+impl ContainerKind {
+    /// The list with the container of this name.
+    #[must_use]
+    pub fn of(pod: &core::Pod, name: &str) -> Self {
+        let Some(spec) = &pod.spec else { return Self::Own };
+        if spec.init_containers.iter().flatten().any(|c| c.name == name) {
+            Self::Init
+        } else if spec.ephemeral_containers.iter().flatten().any(|c| c.name == name) {
+            Self::Ephemeral
+        } else {
+            Self::Own
+        }
+    }
+
+    /// The list's name in a pod's spec.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Own => "containers",
+            Self::Init => "initContainers",
+            Self::Ephemeral => "ephemeralContainers",
+        }
+    }
 }
 
 /// The containers that run, with the runtime's identifiers.

@@ -519,6 +519,7 @@ impl Probes {
             name: worker.name.clone(),
             uid: worker.key.uid.to_string(),
             container: Some(worker.key.container.to_string()),
+            kind: worker.of,
         };
         self.parts.events.warning(about, reason, message);
     }

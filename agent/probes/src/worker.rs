@@ -22,7 +22,7 @@ use super::{
 };
 use beelet_base::clock::monotonic_ns;
 use beelet_bpf::{CheckTarget, CheckedNetns};
-use beelet_model::table::PodName;
+use beelet_model::{pod::ContainerKind, table::PodName};
 
 /// What a look found, for people.
 #[derive(Clone, Debug)]
@@ -56,6 +56,8 @@ pub(super) enum Hint {
 #[derive(Debug)]
 pub(super) struct Worker {
     pub key: Key,
+    /// Which of the pod's lists its container is in.
+    pub of: ContainerKind,
     pub name: PodName,
     pub hot: HotState,
     pub state: ProbeState,
@@ -129,6 +131,7 @@ impl Worker {
             since: None,
             problems,
             target,
+            of: ContainerKind::of(pod, &container.name),
             name,
             key,
         })

@@ -84,7 +84,7 @@ async fn send_all(
 /// The event on the wire, if it is wanted.
 fn encode(event: &Event, wanted: &proto::ListEventsRequest) -> Option<proto::Event> {
     let (object_kind, namespace, name, uid, container) = match &event.object {
-        Object::Pod { name, uid, container } => {
+        Object::Pod { name, uid, container, .. } => {
             ("Pod", name.namespace.clone(), name.name.clone(), uid.clone(), container.clone())
         }
         Object::Node { name } => ("Node", String::new(), name.clone(), String::new(), None),
@@ -120,7 +120,12 @@ mod tests {
     fn recorder() -> Recorder {
         let recorder = Recorder::default();
         let name = |name: &str| PodName { namespace: "shop".to_owned(), name: name.to_owned() };
-        let of = |pod: &str| Object::Pod { name: name(pod), uid: format!("{pod}-uid"), container: None };
+        let of = |pod: &str| Object::Pod {
+            name: name(pod),
+            uid: format!("{pod}-uid"),
+            container: None,
+            kind: beelet_model::pod::ContainerKind::default(),
+        };
         recorder.normal(Object::node("n1"), "Starting", "up");
         recorder.normal(of("a"), "Started", "a runs");
         recorder.normal(of("b"), "Started", "b runs");

@@ -20,7 +20,7 @@ use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use tracing::{error, warn};
 
 use crate::{Loaded, State};
-use beelet_model::table::PodName;
+use beelet_model::{pod::ContainerKind, table::PodName};
 
 pub use self::node::NodeEvents;
 
@@ -64,6 +64,9 @@ pub enum Object {
         uid: String,
         /// One of its containers, if the event is about that alone.
         container: Option<String>,
+        /// Which of the pod's lists that one is in.
+        #[serde(default)]
+        kind: ContainerKind,
     },
     /// The node itself.
     Node {
@@ -80,6 +83,7 @@ impl Object {
             name: PodName::of(pod),
             uid: pod.metadata.uid.clone().unwrap_or_default(),
             container: None,
+            kind: ContainerKind::default(),
         }
     }
 
@@ -90,6 +94,7 @@ impl Object {
             name: PodName::of(pod),
             uid: pod.metadata.uid.clone().unwrap_or_default(),
             container: Some(container.to_owned()),
+            kind: ContainerKind::of(pod, container),
         }
     }
 
