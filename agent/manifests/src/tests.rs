@@ -354,6 +354,32 @@ fn probes_are_checked() {
 }
 
 #[test]
+fn a_variable_comes_from_a_file_of_an_empty_dir() {
+    let from = |volume: &str, path: &str| {
+        format!(
+            "env: [{{name: A, valueFrom: {{fileKeyRef: {{volumeName: {volume}, path: {path}, key: B}}}}}}]"
+        )
+    };
+    check_container(
+        &from("x", "vars"),
+        "8:63: spec.containers[0].env[0].valueFrom.fileKeyRef.volumeName: the pod has no emptyDir volume \"x\"",
+    );
+    let volumes = |container: &str| {
+        with_spec(&format!(
+            "volumes: [{{name: x, emptyDir: {{}}}}]\n  initContainers: [{{name: i, image: 'x:1', {container}}}]"
+        ))
+    };
+    check_accepted(&volumes(&from("x", "vars")));
+    check_spec(
+        &format!(
+            "volumes: [{{name: x, emptyDir: {{}}}}]\n  initContainers: [{{name: i, image: x, {}}}]",
+            from("x", "../vars")
+        ),
+        "6:109: spec.initContainers[0].env[0].valueFrom.fileKeyRef.path: \"../vars\" must be relative and without '..'",
+    );
+}
+
+#[test]
 fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
     check_accepted(&with_spec("resources: {limits: {cpu: '2', memory: 1Gi}}"));
     check_spec(

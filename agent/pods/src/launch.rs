@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 
 use crate::{
+    env_files,
     error::{Error, StartError},
     hosts,
     plan::{PodPlan, Site},
@@ -170,7 +171,14 @@ impl Launcher {
         let Starting { plan, container, sandbox, start, objects, .. } = starting;
         let (pod, pod_ips) = (&plan.pod, plan.ips(&sandbox.ips));
         let sources = env::Sources { pod, pod_ips: &pod_ips, objects, node: &self.node };
-        let environment = sources.environment(container).map_err(Error::of_spec)?;
+        let environment = if env_files::are_asked_for(container) {
+            let (container, plan) = ((*container).clone(), Arc::clone(plan));
+            let with_files = starting.chores.run(move || env_files::read(container, &plan.volumes)).await?;
+            sources.environment(&with_files)
+        } else {
+            sources.environment(container)
+        };
+        let environment = environment.map_err(Error::of_spec)?;
         if container.lifecycle.as_ref().is_some_and(|lifecycle| lifecycle.stop_signal.is_some()) {
             self.refuse_old_runtime("lifecycle.stopSignal", &STOP_SIGNALS).await?;
         }

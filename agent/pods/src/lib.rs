@@ -13,6 +13,7 @@ pub mod qos_tree;
 pub mod records;
 pub mod refresh;
 
+mod env_files;
 mod hosts;
 mod plan;
 mod runtime_view;

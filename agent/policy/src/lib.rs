@@ -10,6 +10,7 @@ pub mod container_gc;
 pub mod critical;
 pub mod devices;
 pub mod duration;
+pub mod env_file;
 pub mod event_correlation;
 pub mod eviction;
 pub mod expand;

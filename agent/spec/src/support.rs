@@ -61,7 +61,6 @@ const TABLE: &[Row] = &[
     ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
     ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
     // Containers.
-    ("spec.{containers,initContainers}[*].env[*].valueFrom.fileKeyRef", Set, NotYet, "this source of a variable"),
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObjectNotYet, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
     // Volumes.

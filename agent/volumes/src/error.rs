@@ -71,6 +71,16 @@ pub enum Error {
         /// Why.
         cause: Errno,
     },
+    /// A file of a volume that can't be read.
+    #[error("cannot read {} of {}: {cause}", .part.display(), .volume.display())]
+    Part {
+        /// The file.
+        part: PathBuf,
+        /// The volume's folder.
+        volume: PathBuf,
+        /// Why.
+        cause: Errno,
+    },
     /// Files that could not be given to the pod's group.
     #[error("cannot give {} to the group {group}: {}", .path.display(), fs_group(*.cause))]
     FsGroup {

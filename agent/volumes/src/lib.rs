@@ -39,6 +39,8 @@ use beelet_spec::env::Environment;
 /// What the folders in a pod's folder are called.
 const VOLUMES: &str = "volumes";
 const SUB_PATHS: &str = "volume-subpaths";
+/// The longest file of variables.
+const READ_MOST: u64 = 1 << 20;
 
 /// A pod's volumes.
 #[derive(Clone, Debug)]
@@ -136,6 +138,16 @@ impl Volumes {
     /// The volumes that are images.
     pub fn images(&self) -> impl Iterator<Item = (&str, &core::ImageVolumeSource)> {
         self.volumes.iter().filter_map(|volume| Some((volume.name.as_str(), volume.image.as_ref()?)))
+    }
+
+    /// What a file of an emptyDir volume says, without leaving the volume whatever containers have made in
+    /// there. Of no other kind of file, and none of more than a megabyte.
+    pub fn read(&self, volume: &str, path: &Path) -> Result<Vec<u8>, Error> {
+        let is_own = |v: &&core::Volume| v.name == volume && v.empty_dir.is_some();
+        if !self.volumes.iter().any(|v| is_own(&v)) {
+            return Err(Error::unmet(format!("the pod has no emptyDir volume {volume}")));
+        }
+        sub_path::read(&self.path(volume), path, READ_MOST)
     }
 
     /// The mounts of one container. Mounts the parts of volumes that it asks for.

@@ -5,6 +5,7 @@
 //! `RESOLVE_BENEATH`), and it is the open file that is bound to a place of the pod's own
 //! (`/proc/self/fd/N`), which the runtime then mounts.
 
+use std::io::Read as _;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Component, Path};
 
@@ -26,6 +27,30 @@ pub(super) fn mount(volume: &Path, part: &Path, target: &Path) -> Result<(), Err
         found => found,
     };
     bind(&found.map_err(failed)?, target)
+}
+
+/// What the file at `part` of the volume says, if it is a file and has no more than `most` bytes.
+pub(super) fn read(volume: &Path, part: &Path, most: u64) -> Result<Vec<u8>, Error> {
+    let failed = |cause: Errno| Error::Part { part: part.to_owned(), volume: volume.to_owned(), cause };
+    let root =
+        rustix::fs::openat(CWD, volume, OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY, Mode::empty())
+            .map_err(failed)?;
+    // Not blocking: a pipe that nobody writes to would hold its opener.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let found = rustix::fs::openat2(&root, part, flags, Mode::empty(), resolve).map_err(failed)?;
+    let kind = FileType::from_raw_mode(rustix::fs::fstat(&found).map_err(failed)?.st_mode);
+    if kind != FileType::RegularFile {
+        return Err(Error::unmet(format!("{} of {} is no plain file", part.display(), volume.display())));
+    }
+    let mut bytes = Vec::new();
+    let mut reader = std::fs::File::from(found).take(most + 1);
+    reader.read_to_end(&mut bytes).map_err(Error::io("read", part))?;
+    if bytes.len() as u64 > most {
+        let (part, volume) = (part.display(), volume.display());
+        return Err(Error::unmet(format!("{part} of {volume} has more than {most} bytes")));
+    }
+    Ok(bytes)
 }
 
 fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::{PodDemand, is_pod_level_resource};
 use k8s_openapi::api::core::v1::{
-    Container, ContainerPort, EnvFromSource, EnvVar, Pod, PodSpec, ResourceFieldSelector, SecurityContext,
-    VolumeMount,
+    Container, ContainerPort, EnvFromSource, EnvVar, FileKeySelector, Pod, PodSpec, ResourceFieldSelector,
+    SecurityContext, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
@@ -51,6 +51,10 @@ pub(super) fn container(
     port_names(path, container, problems);
     for (i, variable) in container.env.iter().flatten().enumerate() {
         check_variable(&format!("{path}.env[{i}]"), variable, problems);
+        let file = variable.value_from.as_ref().and_then(|source| source.file_key_ref.as_ref());
+        if let Some(file) = file {
+            file_key(&format!("{path}.env[{i}].valueFrom.fileKeyRef"), file, spec, problems);
+        }
     }
     for (i, source) in container.env_from.iter().flatten().enumerate() {
         check_env_from(&format!("{path}.envFrom[{i}]"), source, problems);
@@ -169,6 +173,20 @@ fn check_variable(path: &str, variable: &EnvVar, problems: &mut Problems) {
                     metadata.labels['key'], metadata.annotations['key'], spec.nodeName, status.hostIP or status.podIP";
         let path = format!("{path}.valueFrom.fieldRef.fieldPath");
         problems.add(path, format!("{} {rule}", names::quoted(&field.field_path)));
+    }
+}
+
+/// A variable from a file of an emptyDir volume (KEP-3721).
+fn file_key(path: &str, file: &FileKeySelector, spec: &PodSpec, problems: &mut Problems) {
+    problems.extend(names::variable(&format!("{path}.key"), &file.key));
+    match file.path.as_str() {
+        "" => problems.add(format!("{path}.path"), "must be there: the file in the volume"),
+        inner => problems.extend(names::inner_path(&format!("{path}.path"), inner)),
+    }
+    let volume = spec.volumes.iter().flatten().find(|volume| volume.name == file.volume_name);
+    if volume.is_none_or(|volume| volume.empty_dir.is_none()) {
+        let name = names::quoted(&file.volume_name);
+        problems.add(format!("{path}.volumeName"), format!("the pod has no emptyDir volume {name}"));
     }
 }
 

@@ -272,3 +272,21 @@ async fn without_a_folder_of_manifests_they_go_too_and_what_runs_is_left_alone()
     assert_eq!(node.cri.world().sandboxes.len(), 1);
     assert!(node.cri.sandbox("web-n1").is_some());
 }
+
+#[tokio::test]
+async fn a_variable_comes_from_a_file_that_an_init_container_has_written() {
+    let mut main = container("main");
+    let from = json!({"fileKeyRef": {"volumeName": "said", "path": "vars", "key": "COLOR"}});
+    main["env"] = json!([{"name": "SHADE", "valueFrom": from}]);
+    let pod = with(pod("web"), "containers", json!([main]));
+    let pod = with(pod, "initContainers", json!([container("writer")]));
+    let node = Node::with(&[with(pod, "volumes", json!([{"name": "said", "emptyDir": {}}]))]).await;
+    let seen = node.until_pod("web", "to run its init container", |pod| pod.running("writer")).await;
+    let file = node.path(&format!("pods/{}/volumes/said/vars", seen.uid()));
+    std::fs::write(file, "# of the init container\nCOLOR='$(SHADE) blue'\n").unwrap();
+    node.cri.exit(&node.cri.container("web-n1", "writer").unwrap().id, 0);
+    node.until_ready("web").await;
+    let config = created(&node, "web");
+    let shade = config.envs.iter().find(|one| one.key == "SHADE").unwrap();
+    assert_eq!(shade.value, "$(SHADE) blue");
+}
