@@ -90,8 +90,8 @@ kube-system   dns-node   1/1     Running   0          <unknown>
     assert_eq!(
         api.text(&["-n", "kube-system", "-o", "wide"]),
         "\
-NAMESPACE     NAME       READY   STATUS    RESTARTS   AGE         IP         NODE   QOS          READINESS EDGE   WHY
-kube-system   dns-node   1/1     Running   0          <unknown>   10.0.0.7   node   BestEffort   <none>
+NAMESPACE     NAME       READY   STATUS    RESTARTS   AGE         IP         NODE   QOS          READINESS GATES   READINESS EDGE   WHY
+kube-system   dns-node   1/1     Running   0          <unknown>   10.0.0.7   node   BestEffort   <none>            <none>
 "
     );
     let table = api.table.borrow().clone();

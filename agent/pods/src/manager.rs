@@ -591,6 +591,7 @@ impl Manager {
         if managed.seen.is_some() {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
+        managed.note_gates(&mut status);
         managed.note_generation(&mut status);
         managed.status = Some(status.clone());
         managed.note_start();

@@ -19,6 +19,7 @@ pub(super) const WIDE: &[&str] = &[
     "IP",
     "NODE",
     "QOS",
+    "READINESS GATES",
     "READINESS EDGE",
     "WHY",
 ];
@@ -50,10 +51,21 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> 
         cells.push(or_none(status.and_then(|status| status.pod_ip.as_ref())));
         cells.push(or_none(pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref())));
         cells.push(or_none(status.and_then(|status| status.qos_class.as_ref())));
+        cells.push(gates(pod).unwrap_or_else(|| "<none>".to_owned()));
         cells.push(entry.readiness_edge.as_ref().map_or_else(|| "<none>".to_owned(), edge));
         cells.push(warnings.why(pod, now).unwrap_or_default());
     }
     cells
+}
+
+/// How many of a pod's readiness gates are open, as kubectl has it; None if it has none.
+fn gates(pod: &Pod) -> Option<String> {
+    let gates = pod.spec.as_ref()?.readiness_gates.as_deref().filter(|gates| !gates.is_empty())?;
+    let conditions: Vec<_> =
+        pod.status.iter().flat_map(|status| status.conditions.iter().flatten()).collect();
+    let is_open = |name: &str| conditions.iter().any(|c| c.type_ == name && c.status == "True");
+    let open = gates.iter().filter(|gate| is_open(&gate.condition_type)).count();
+    Some(format!("{open}/{}", gates.len()))
 }
 
 /// From the kernel's event to the published status.
@@ -284,6 +296,19 @@ mod tests {
         let mut status = statuses(ended(0, "Completed"), running());
         status["conditions"] = json!([{"type": "Ready", "status": "True"}]);
         check(two_containers(), status, "1/2 Running 0");
+    }
+
+    #[test]
+    fn readiness_gates_are_counted() {
+        let gates = |spec: Value, conditions: Value| {
+            let pod = json!({"metadata": {"name": "p"}, "spec": spec, "status": {"conditions": conditions}});
+            gates(&serde_json::from_value(pod).unwrap())
+        };
+        let spec =
+            json!({"containers": [], "readinessGates": [{"conditionType": "a/b"}, {"conditionType": "c"}]});
+        let open = json!([{"type": "a/b", "status": "True"}, {"type": "c", "status": "False"}]);
+        assert_eq!(gates(spec, open).as_deref(), Some("1/2"));
+        assert_eq!(gates(json!({"containers": []}), json!([])), None);
     }
 
     #[test]

@@ -4,11 +4,17 @@
 
 use std::{sync::Arc, time::Duration};
 
-use k8s_openapi::api::core::v1 as core;
+use beelet_policy::api_status;
+use jiff::Timestamp;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 use tracing::info;
 
 use super::{Managed, Manager, Terminate};
-use beelet_model::{failure::Failure, pod::grace_period, status::has_ended};
+use beelet_model::{
+    failure::Failure,
+    pod::grace_period,
+    status::{has_ended, whole_second},
+};
 use beelet_spec::resize;
 
 /// The deletion of a pod whose object is still there.
@@ -98,6 +104,33 @@ impl Managed {
     pub(super) fn is_cleared(&self) -> bool {
         self.deletion.is_some_and(|deletion| deletion.cleared)
             || self.failure.as_ref().is_some_and(|failure| failure.cleared)
+    }
+
+    /// Notes in a status how the pod's readiness gates stand, which others open in the API server: until then it isn't ready.
+    pub(super) fn note_gates(&self, status: &mut core::PodStatus) {
+        let Some(assigned) = &self.assigned else { return };
+        let gates = assigned.spec.iter().flat_map(|spec| spec.readiness_gates.iter().flatten());
+        let gates: Vec<&str> = gates.map(|gate| gate.condition_type.as_str()).collect();
+        if gates.is_empty() {
+            return;
+        }
+        let in_api = assigned.status.clone().unwrap_or_default();
+        let others = in_api.conditions.iter().flatten().filter(|c| gates.contains(&c.type_.as_str()));
+        let others: Vec<_> = others.filter(|c| !api_status::is_owned(&c.type_)).cloned().collect();
+        api_status::open_gates(assigned, &in_api, status, &Time(whole_second(Timestamp::now())));
+        let find = |status: &core::PodStatus| {
+            let mut all = status.conditions.iter().flatten();
+            all.find(|c| c.type_ == "Ready" && c.status == "False")
+                .and_then(|c| c.last_transition_time.clone())
+        };
+        // It was shut before, too.
+        let since = self.status.as_ref().and_then(find);
+        let conditions = status.conditions.get_or_insert_default();
+        for ready in conditions.iter_mut().filter(|c| c.type_ == "Ready" && c.status == "False") {
+            ready.last_transition_time = since.clone().or(ready.last_transition_time.take());
+        }
+        conditions.retain(|c| others.iter().all(|other| other.type_ != c.type_));
+        conditions.extend(others);
     }
 
     /// Notes in a status which generation of the pod it is about.

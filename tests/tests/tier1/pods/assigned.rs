@@ -223,3 +223,34 @@ async fn what_somebody_else_ended_in_the_api_server_stops() {
     assert_eq!(pod.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("NodeLost"));
     assert_eq!(node.containers("api"), "");
 }
+
+#[tokio::test]
+async fn a_pod_is_ready_on_the_node_too_once_its_gates_are_open() {
+    let gated = |open: Option<&str>| {
+        let mut pod = assigned(UID);
+        pod["spec"]["readinessGates"] = json!([{"conditionType": "example.com/fed"}]);
+        if let Some(open) = open {
+            pod["status"] = json!({"conditions": [{"type": "example.com/fed", "status": open}]});
+        }
+        pod
+    };
+    let (node, source) = node_with(&[gated(None)]).await;
+    let condition = |pod: &View, kind: &str| {
+        let all = pod.0.pod.status.as_ref()?.conditions.clone()?;
+        all.into_iter().find(|one| one.type_ == kind)
+    };
+    let held = |pod: &View| {
+        let ready = condition(pod, "Ready");
+        pod.running("main")
+            && ready.is_some_and(|one| one.reason.as_deref() == Some("ReadinessGatesNotReady"))
+    };
+    let first = node.until_pod("api", "to wait for its gate", held).await;
+    assert!(condition(&first, "ContainersReady").unwrap().status == "True" && !first.ready());
+    source.send_replace(desired(&[gated(Some("False"))]));
+    let told = |pod: &View| condition(pod, "example.com/fed").is_some_and(|one| one.status == "False");
+    let still = node.until_pod("api", "to know how its gate stands", told).await;
+    let since = |pod: &View| condition(pod, "Ready").unwrap().last_transition_time;
+    assert_eq!(since(&still), since(&first));
+    source.send_replace(desired(&[gated(Some("True"))]));
+    node.until_ready("api").await;
+}
