@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 struct Scene {
     agent: Agent,
     cluster: Cluster,
-    _containerd: Containerd,
+    containerd: Containerd,
 }
 
 impl Scene {
@@ -27,7 +27,7 @@ impl Scene {
         options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
         options.arguments.extend(["--node-ip".to_owned(), "192.0.2.7".to_owned()]);
         let agent = Agent::start(options).unwrap();
-        let scene = Scene { agent, cluster, _containerd: containerd };
+        let scene = Scene { agent, cluster, containerd };
         scene.until("the Node", &format!("/api/v1/nodes/{NODE}"), |node| condition(node, "Ready"));
         scene
     }
@@ -175,5 +175,35 @@ fn a_killed_agent_finds_its_pods_again_and_ends_those_that_were_deleted_meanwhil
     let container = |pod: &Value| pod["status"]["containerStatuses"][0]["containerID"].clone();
     assert_eq!(container(&after), container(&before));
     assert_eq!(after["status"]["containerStatuses"][0]["restartCount"], 0);
+    scene.nothing_was_forbidden();
+}
+
+#[test]
+fn a_debugger_joins_a_running_pod_beside_its_target() {
+    require!(containerd, bpf, apiserver);
+    let scene = Scene::start();
+    scene.cluster.run(NODE, &serving("web")).unwrap();
+    scene.until_ready("web", true);
+    let debugger = json!({
+        "name": "debug", "image": beelet_tests::images::APP, "command": ["/bin/testapp", "pause"], "targetContainerName": "main",
+    });
+    let path = format!("{}/ephemeralcontainers", Cluster::pod("web"));
+    scene.cluster.patch(&path, &json!({ "spec": { "ephemeralContainers": [debugger] } })).unwrap();
+    let runs = |pod: &Value| pod["status"]["ephemeralContainerStatuses"][0]["state"]["running"].is_object();
+    let pod = scene.until("web: its debugger", &Cluster::pod("web"), runs);
+    let namespace = |status: &Value| {
+        let uid = pod["metadata"]["uid"].as_str().unwrap();
+        let pod = beelet_tests::cgroup_values::pod_path(pod["status"]["qosClass"].as_str().unwrap(), uid);
+        let id = status["containerID"].as_str().unwrap().split("//").nth(1).unwrap();
+        let dir = scene.containerd.cgroup().dir("pids").unwrap().join(&pod[1..]).join(id);
+        let process = beelet_tests::guards::processes_below(&dir)[0];
+        std::fs::read_link(format!("/proc/{}/ns/pid", process.as_raw_nonzero())).unwrap()
+    };
+    let (own, debugger) =
+        (&pod["status"]["containerStatuses"][0], &pod["status"]["ephemeralContainerStatuses"][0]);
+    assert_eq!(namespace(own), namespace(debugger));
+    assert!(condition(&pod, "Ready"));
+    scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
+    scene.until_gone("web");
     scene.nothing_was_forbidden();
 }

@@ -3,9 +3,9 @@
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
 use crate::node::installed;
-use beelet_tests::agent::Agent;
+use beelet_tests::agent::{Agent, Control};
 use beelet_tests::containerd::Containerd;
-use beelet_tests::manifests::{self, PORT};
+use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::PodView;
 use beelet_tests::require;
 use serde_json::{Value, json};
@@ -136,4 +136,69 @@ fn ends_told_by_the_kernel(agent: &Agent) -> u64 {
     let (_, metrics) = agent.get("/metrics").unwrap();
     let series = "beelet_container_exits_total{source=\"kernel\"} ";
     metrics.lines().find_map(|line| line.strip_prefix(series)?.parse().ok()).unwrap_or(0)
+}
+
+#[test]
+fn a_rule_restarts_the_whole_pod_in_its_sandbox() {
+    require!(containerd);
+    let (_containerd, agent) = start();
+    let mut pod = manifests::serving("whole");
+    pod["spec"]["restartPolicy"] = json!("Never");
+    pod["spec"]["initContainers"] = json!([{
+        "name": "first", "image": beelet_tests::images::APP, "command": ["/bin/testapp", "probe", "ok"],
+    }]);
+    pod["spec"]["containers"][0]["restartPolicy"] = json!("Never");
+    pod["spec"]["containers"][0]["restartPolicyRules"] =
+        json!([{ "action": "RestartAllContainers", "exitCodes": { "operator": "In", "values": [42] } }]);
+    pod["spec"]["containers"].as_array_mut().unwrap().push(json!({
+        "name": "other", "image": beelet_tests::images::APP, "command": ["/bin/testapp", "pause"],
+    }));
+    apply(&agent, &pod);
+    let before = wait(&agent, "whole", "to be ready", PodView::ready);
+    // It has ended before it could answer.
+    let _ = Control::connect(before.ip().unwrap(), CONTROL).unwrap().send("exit 42");
+    let restarted = |pod: &PodView| {
+        let status = pod.pod.status.as_ref().unwrap();
+        let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+        pod.ready() && all.into_iter().all(|container| container.restart_count == 1)
+    };
+    let after = wait(&agent, "whole", "to run again as a whole", restarted);
+    assert_eq!((after.ip(), after.phase()), (before.ip(), "Running"));
+}
+
+#[test]
+fn a_real_container_gets_its_amounts_by_a_restart_where_its_policy_says_so() {
+    require!(containerd);
+    let (containerd, agent) = start();
+    let sized = |memory: &str| {
+        let pod = manifests::with_resources(manifests::serving("sized"), ("", "16Mi"), ("", memory));
+        let policy = json!([{ "resourceName": "memory", "restartPolicy": "RestartContainer" }]);
+        manifests::with(pod, "resizePolicy", policy)
+    };
+    apply(&agent, &sized("64Mi"));
+    let before = wait(&agent, "sized", "to be ready", PodView::ready);
+    apply(&agent, &sized("96Mi"));
+    let after = wait(&agent, "sized", "to be restarted", |pod| pod.restarts() == 1 && pod.ready());
+    assert_eq!((after.uid(), after.ip()), (before.uid(), before.ip()));
+    assert_eq!(memory_limit(&containerd, &after), 96 << 20);
+}
+
+#[test]
+fn a_real_pod_is_held_to_its_resources_as_a_whole() {
+    require!(containerd);
+    let (containerd, agent) = start();
+    let mut pod = manifests::pod("shared", &["/bin/testapp", "pause"]);
+    pod["spec"]["resources"] = json!({ "limits": { "cpu": "500m", "memory": "64Mi" } });
+    apply(&agent, &pod);
+    let pod = wait(&agent, "shared", "to be ready", PodView::ready);
+    assert_eq!(pod.qos(), "Guaranteed");
+    assert_eq!(memory_limit(&containerd, &pod), 64 << 20);
+}
+
+/// The memory limit that a pod's cgroup holds.
+fn memory_limit(containerd: &Containerd, pod: &PodView) -> u64 {
+    let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
+    let dir = containerd.cgroup().dir("memory").unwrap().join(&path[1..]);
+    let files = ["memory.max", "memory.limit_in_bytes"].map(|file| std::fs::read_to_string(dir.join(file)));
+    files.into_iter().flatten().find_map(|text| text.trim().parse().ok()).unwrap()
 }
