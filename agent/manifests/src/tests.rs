@@ -362,20 +362,20 @@ fn a_variable_comes_from_a_file_of_an_empty_dir() {
     };
     check_container(
         &from("x", "vars"),
-        "8:63: spec.containers[0].env[0].valueFrom.fileKeyRef.volumeName: the pod has no emptyDir volume \"x\"",
+        "8:58: spec.containers[0].env[0].valueFrom.fileKeyRef.volumeName: the pod has no emptyDir volume \"x\"",
     );
     let volumes = |container: &str| {
         with_spec(&format!(
-            "volumes: [{{name: x, emptyDir: {{}}}}]\n  initContainers: [{{name: i, image: 'x:1', {container}}}]"
+            "volumes: [{{name: x, emptyDir: {{}}}}]\ninitContainers: [{{name: i, image: 'x:1', {container}}}]"
         ))
     };
     check_accepted(&volumes(&from("x", "vars")));
     check_spec(
         &format!(
-            "volumes: [{{name: x, emptyDir: {{}}}}]\n  initContainers: [{{name: i, image: x, {}}}]",
+            "volumes: [{{name: x, emptyDir: {{}}}}]\ninitContainers: [{{name: i, image: x, {}}}]",
             from("x", "../vars")
         ),
-        "6:109: spec.initContainers[0].env[0].valueFrom.fileKeyRef.path: \"../vars\" must be relative and without '..'",
+        "6:102: spec.initContainers[0].env[0].valueFrom.fileKeyRef.path: \"../vars\" must be relative and without '..'",
     );
 }
 
@@ -384,14 +384,14 @@ fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
     check_accepted(&with_spec("resources: {limits: {cpu: '2', memory: 1Gi}}"));
     check_spec(
         "resources: {limits: {cpu: '2', example.com/gpu: '1'}}",
-        "5:50: spec.resources.limits.example.com/gpu: can't be had for a pod as a whole: cpu and memory can",
+        "5:51: spec.resources.limits[\"example.com/gpu\"]: can't be had for a pod as a whole: cpu and memory can",
     );
     check_spec(
         "resources: {requests: {cpu: '3'}, limits: {cpu: '2'}}",
         "5:31: spec.resources.requests.cpu: 3 is more than the limit 2",
     );
     check_spec(
-        "resources: {requests: {cpu: '1'}}\n  initContainers: [{name: i, image: x, resources: {requests: {cpu: '2'}}}]",
+        "resources: {requests: {cpu: '1'}}\ninitContainers: [{name: i, image: x, resources: {requests: {cpu: '2'}}}]",
         "5:31: spec.resources.requests.cpu: 1 is less than the 2 that its containers request together",
     );
     check_spec(
@@ -407,11 +407,11 @@ fn a_stop_signal_is_one_of_the_pods_operating_system() {
         "8:29: spec.containers[0].lifecycle.stopSignal: needs os.name of the pod: signals are an operating system's",
     );
     check_spec(
-        "os: {name: linux}\n  initContainers: [{name: i, image: x, restartPolicy: Always, lifecycle: {stopSignal: INT}}]",
-        "6:91: spec.initContainers[0].lifecycle.stopSignal: is no signal of Linux (SIGTERM, SIGUSR1, SIGRTMIN+3, ...)",
+        "os: {name: linux}\ninitContainers: [{name: i, image: x, restartPolicy: Always, lifecycle: {stopSignal: INT}}]",
+        "6:87: spec.initContainers[0].lifecycle.stopSignal: is no signal of Linux (SIGTERM, SIGUSR1, SIGRTMIN+3, ...)",
     );
     check_accepted(&with_spec(
-        "os: {name: linux}\n  initContainers: [{name: i, image: 'x:1', restartPolicy: Always, lifecycle: {stopSignal: SIGRTMIN+3}}]",
+        "os: {name: linux}\ninitContainers: [{name: i, image: 'x:1', restartPolicy: Always, lifecycle: {stopSignal: SIGRTMIN+3}}]",
     ));
 }
 

@@ -371,7 +371,10 @@ mod tests {
     fn wide_has_the_address_the_node_the_class_and_the_edge() {
         let pod = json!({"metadata": {"name": "p", "namespace": "n", "creationTimestamp": "2026-11-21T11:00:00Z"},
             "spec": {"containers": [], "nodeName": "edge-1"}, "status": {"podIP": "10.1.0.5", "qosClass": "Burstable"}});
-        assert_eq!(cells(pod.clone())[5..], ["60m", "10.1.0.5", "edge-1", "Burstable", "<none>", ""]);
+        assert_eq!(
+            cells(pod.clone())[5..],
+            ["60m", "10.1.0.5", "edge-1", "Burstable", "<none>", "<none>", ""]
+        );
         let edge = ReadinessEdge {
             container: "a".into(),
             ready: false,
@@ -380,7 +383,7 @@ mod tests {
         };
         let entry =
             PodEntry { readiness_edge: Some(edge), ..PodEntry::of(serde_json::from_value(pod).unwrap()) };
-        assert_eq!(row(&entry, NOW.parse().unwrap(), Some(&Warnings::default()))[9], "not ready in 312µs");
+        assert_eq!(row(&entry, NOW.parse().unwrap(), Some(&Warnings::default()))[10], "not ready in 312µs");
         assert_eq!(row(&entry, NOW.parse().unwrap(), None).len(), NARROW.len());
     }
 
