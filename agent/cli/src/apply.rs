@@ -1,173 +1,177 @@
 //! `beelet apply -f`: manifests into the agent's folder, checked first.
 
-use std::io::Read;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
-use anyhow::{Context, bail};
 use beelet_proto::beelet as proto;
-use beelet_proto::beelet::apply_response::Result as Applied;
+use beelet_proto::beelet::applied::Result as Applied;
 use clap::Args;
 
 use super::args::AgentArgs;
+use super::files::{self, FilesArgs, Manifest};
+use super::until::{self, Target, Wanted};
 use super::{USAGE, failed, plain};
-use beelet_client::Client;
-use beelet_codec::document::{self, Limits};
+use beelet_client::{Client, ClientError};
+use beelet_model::table::PodName;
 
 /// Arguments of `beelet apply`.
+///
+/// All manifests are checked before the first one is written, and everything that is wrong in any of them is told. Each is
+/// written as it is, with its comments, in the place of the one that described the same object.
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct ApplyArgs {
-    /// The manifests: files, folders (their *.yaml, *.yml and *.json), or - for standard input. One file may hold several
-    /// documents.
-    #[arg(short, long = "filename", value_name = "FILE", required = true)]
-    files: Vec<PathBuf>,
-    /// Only check them. Needs no agent.
+    #[command(flatten)]
+    files: FilesArgs,
+    /// Only say what would be done. Without an agent they are only checked.
     #[arg(long)]
     dry_run: bool,
+    #[command(flatten)]
+    prune: PruneArgs,
+    /// Come back only when the pods are so: ready, running, succeeded, ended or condition=NAME[=VALUE].
+    #[arg(
+        long,
+        value_name = "STATE",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "ready",
+        conflicts_with = "dry_run"
+    )]
+    wait: Option<Wanted>,
+    /// With --wait: at most so long (`90s`, `5m`).
+    #[arg(long, value_name = "TIME", value_parser = until::duration, requires = "wait", default_value = "5m")]
+    timeout: Duration,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// A manifest to apply.
-struct Text {
-    name: String,
-    text: String,
+/// How long it is watched what becomes of the pods where nobody asked to wait.
+const GLANCE: Duration = Duration::from_secs(1);
+
+const EXAMPLES: &str = "Examples:
+  beelet apply -f web.yaml
+  beelet apply -f web.yaml --wait --timeout=2m
+  beelet apply --dry-run -f shop/          # every error of every file, and what would change
+  beelet apply -f shop/ --prune -l app=shop
+  generate | beelet apply -f -";
+
+/// What else goes.
+#[derive(Debug, Args)]
+struct PruneArgs {
+    /// Also take out the manifests that are not among these and that -l or --all names.
+    #[arg(long, requires = "pruned")]
+    prune: bool,
+    /// With --prune: manifests with such labels (`app=shop,tier!=db`).
+    #[arg(short = 'l', long, value_name = "SELECTOR", requires = "prune", group = "pruned")]
+    selector: Option<String>,
+    /// With --prune: all that the folder holds.
+    #[arg(long, requires = "prune", group = "pruned")]
+    all: bool,
 }
 
 /// Applies them, all or none if any is wrong.
 #[must_use]
 pub fn run(args: &ApplyArgs) -> ExitCode {
-    let texts = match read_all(&args.files) {
-        Ok(texts) => texts,
-        Err(error) => {
-            eprintln!("error: {}", plain::lines(&format!("{error:#}")));
+    let manifests = match files::read_all(&args.files.files) {
+        Ok(manifests) => manifests,
+        Err(errors) => {
+            files::show_errors(&errors);
             return ExitCode::from(USAGE);
         }
     };
-    // All are checked before the first one is written.
-    let errors: Vec<String> = texts
-        .iter()
-        .filter_map(|text| {
-            beelet_manifests::read(&text.text, &text.name).err().map(|error| error.to_string())
-        })
-        .collect();
-    if !errors.is_empty() {
-        errors.iter().for_each(|error| eprintln!("error: {}", plain::lines(&error.to_string())));
-        return ExitCode::from(USAGE);
-    }
-    if args.dry_run {
-        texts.iter().for_each(|text| println!("{}: valid", text.name));
-        return ExitCode::SUCCESS;
+    for manifest in &manifests {
+        let warnings = manifest.warnings.iter();
+        warnings
+            .for_each(|text| eprintln!("warning: {}", plain::line(&format!("{}: {text}", manifest.name))));
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(apply(args, texts)));
+    let done =
+        runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(apply(args, &manifests)));
     match done {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => failed(&error),
     }
 }
 
-async fn apply(args: &ApplyArgs, texts: Vec<Text>) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.agent.socket).await?;
-    for Text { name, text } in texts {
-        let request = proto::ApplyRequest { text, name: name.clone(), dry_run: false };
-        let applied = client.apply(request).await?;
-        for warning in &applied.warnings {
-            eprintln!("warning: {}", plain::line(&format!("{name}: {warning}")));
+/// Returns true if the node takes all of them.
+async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool> {
+    let mut client = match Client::connect(&args.agent.socket).await {
+        Err(error @ ClientError::NotRunning { .. }) if args.dry_run => {
+            manifests
+                .iter()
+                .for_each(|manifest| println!("{}: {} is valid", manifest.name, manifest.title()));
+            eprintln!("what would change is not known: {error}");
+            return Ok(true);
         }
-        let result = match applied.result() {
-            Applied::Created => "created",
-            Applied::Configured => "configured",
-            Applied::Unchanged | Applied::Unspecified => "unchanged",
+        client => client?,
+    };
+    let selector = args.prune.selector.clone().unwrap_or_default();
+    let request = proto::ApplyRequest {
+        manifests: files::to_send(manifests),
+        dry_run: args.dry_run,
+        prune: args.prune.prune.then_some(proto::Prune { selector }),
+    };
+    let answer = client.apply(request).await?;
+    let mut taken = true;
+    for (manifest, applied) in manifests.iter().zip(&answer.applied) {
+        println!("{}", told(applied, args.dry_run));
+        for reason in &applied.refused {
+            taken = false;
+            eprintln!("error: {}", plain::line(&format!("{}: the node refuses it: {reason}", manifest.name)));
+        }
+    }
+    answer.pruned.iter().for_each(|pruned| println!("{}", told(pruned, args.dry_run)));
+    if args.dry_run {
+        return Ok(taken);
+    }
+    Ok(follow(args, &mut client, &answer.applied).await? && taken)
+}
+
+/// Says what becomes of the pods: at a glance, or for as long as is wanted. Returns true if they are as they are wanted.
+async fn follow(args: &ApplyArgs, client: &mut Client, applied: &[proto::Applied]) -> anyhow::Result<bool> {
+    let is_followed = |one: &&proto::Applied| {
+        let changed = one.result() != Applied::Unchanged || args.wait.is_some();
+        changed && !one.pod.is_empty() && one.refused.is_empty()
+    };
+    let target = |one: &proto::Applied| {
+        let name = PodName { namespace: one.namespace.clone(), name: one.pod.clone() };
+        Target { name, uid: one.uid.clone() }
+    };
+    let targets: Vec<Target> = applied.iter().filter(is_followed).map(target).collect();
+    if targets.is_empty() {
+        return Ok(true);
+    }
+    let (wanted, time) = match &args.wait {
+        Some(wanted) => (wanted.clone(), args.timeout),
+        None => (Wanted::Ready, GLANCE),
+    };
+    let met = |name: &PodName| {
+        if args.wait.is_some() {
+            println!("pod {name} is {wanted}");
+        }
+    };
+    let waited = until::wait(client, &targets, &wanted, Some(time), met).await?;
+    for reason in waited.reasons(client).await? {
+        let how = match &args.wait {
+            None if waited.is_settled => String::new(),
+            None => format!("not ready after {} s: ", GLANCE.as_secs()),
+            Some(_) if waited.is_settled => format!("will not be {wanted}: "),
+            Some(_) => format!("not {wanted} within {} s: ", time.as_secs()),
         };
-        println!("{}/{} {result}", applied.kind.to_lowercase(), applied.name);
+        eprintln!("{how}{}", plain::line(&reason));
     }
-    Ok(())
+    Ok(args.wait.is_none() || waited.missed.is_empty())
 }
 
-/// All manifests of the files, one document each.
-fn read_all(files: &[PathBuf]) -> anyhow::Result<Vec<Text>> {
-    let mut texts = Vec::new();
-    for file in files {
-        if file.is_dir() {
-            for path in manifests_in(file)? {
-                texts.extend(split(&path.display().to_string(), read(&path)?)?);
-            }
-        } else {
-            texts.extend(split(&file.display().to_string(), read(file)?)?);
-        }
-    }
-    if texts.is_empty() {
-        bail!("there is no manifest in the files given");
-    }
-    Ok(texts)
-}
-
-fn manifests_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let failed = || format!("cannot read the folder {}", folder.display());
-    let mut paths = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(failed)? {
-        let path = entry.with_context(failed)?.path();
-        let known = path.extension().is_some_and(|end| end == "yaml" || end == "yml" || end == "json");
-        if known && path.is_file() {
-            paths.push(path);
-        }
-    }
-    paths.sort();
-    Ok(paths)
-}
-
-fn read(path: &Path) -> anyhow::Result<String> {
-    // More than a manifest may have by one: enough to tell.
-    let most = Limits::SCENARIO.bytes as u64 + 1;
-    let mut text = String::new();
-    let read = if path == Path::new("-") {
-        std::io::stdin().lock().take(most).read_to_string(&mut text)
-    } else {
-        std::fs::File::open(path).and_then(|file| file.take(most).read_to_string(&mut text))
+/// `pod/web created`.
+fn told(applied: &proto::Applied, dry_run: bool) -> String {
+    let result = match applied.result() {
+        Applied::Created => "created",
+        Applied::Configured => "configured",
+        Applied::Pruned => "pruned",
+        Applied::Unchanged | Applied::Unspecified => "unchanged",
     };
-    read.with_context(|| format!("cannot read {}", path.display()))?;
-    Ok(text)
-}
-
-/// A file of one document as it is written; of several, each by itself.
-fn split(name: &str, text: String) -> anyhow::Result<Vec<Text>> {
-    let documents = document::parse_within(&text, Limits::SCENARIO);
-    let documents = documents.map_err(|error| anyhow::anyhow!("{name}: {error}"))?;
-    let mut documents: Vec<_> = documents.into_iter().filter(|document| !document.value.is_null()).collect();
-    if documents.len() == 1 {
-        documents.clear();
-        return Ok(vec![Text { name: name.to_owned(), text }]);
-    }
-    let one = |(index, document): (usize, document::Document)| {
-        // JSON is YAML, and says the same to every reader.
-        let text = format!("{:#}\n", document.value);
-        Text { name: format!("{name} (document {})", index + 1), text }
-    };
-    Ok(documents.into_iter().enumerate().map(one).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_of_one_document_stays_as_it_is_written() {
-        let text = "# mine\nkind: Pod\n";
-        let texts = split("a.yaml", text.to_owned()).unwrap();
-        assert_eq!((texts.len(), texts[0].text.as_str()), (1, text));
-    }
-
-    #[test]
-    fn several_documents_become_a_manifest_each() {
-        let texts = split(
-            "a.yaml",
-            "kind: Pod\n---\n# nothing\n---\nkind: ConfigMap\ndata: {a: '0644'}\n".to_owned(),
-        )
-        .unwrap();
-        let names: Vec<&str> = texts.iter().map(|text| text.name.as_str()).collect();
-        assert_eq!(names, ["a.yaml (document 1)", "a.yaml (document 2)"]);
-        assert!(texts[1].text.contains("\"0644\""));
-        assert!(split("a.yaml", "a: [".to_owned()).is_err());
-    }
+    let only = if dry_run { " (dry run)" } else { "" };
+    plain::line(&format!("{}/{} {result}{only}", applied.kind.to_lowercase(), applied.name)).into_owned()
 }

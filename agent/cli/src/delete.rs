@@ -1,5 +1,6 @@
 //! `beelet delete`: manifests out of the agent's folder, and for pods the wait until they are gone.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -8,22 +9,37 @@ use beelet_proto::beelet as proto;
 use clap::{Args, ValueEnum};
 
 use super::args::AgentArgs;
-use super::failed;
-use beelet_client::{Client, Event};
-use beelet_model::table::PodTable;
+use super::files::{self, Manifest};
+use super::until::{self, Target, Wanted};
+use super::{USAGE, failed, plain};
+use beelet_client::Client;
+use beelet_model::table::PodName;
 
 /// Arguments of `beelet delete`.
 ///
 /// What runs here is what the folder of manifests says, so deleting an object is removing its manifest. Keep a copy, or
 /// say --keep-manifest: the file gets .bak at its end then, and renaming it back brings the object back.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  beelet delete pod web
+  beelet delete -f shop/
+  beelet delete pods -l app=shop --keep-manifest")]
 pub struct DeleteArgs {
     /// What kind of object.
-    #[arg(value_enum, value_name = "KIND")]
-    kind: Kind,
+    #[arg(value_enum, value_name = "KIND", required_unless_present = "files")]
+    kind: Option<Kind>,
     /// Their names; a pod's with or without the node's name at its end.
-    #[arg(value_name = "NAME", required = true)]
+    #[arg(value_name = "NAME", required_unless_present_any = ["files", "selector", "all"])]
     names: Vec<String>,
+    /// What these manifests describe: files, folders or - for standard input.
+    #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = ["kind", "names", "selector", "all"])]
+    files: Vec<PathBuf>,
+    /// Those with such labels (`app=shop,tier!=db`).
+    #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "names")]
+    selector: Option<String>,
+    /// All of the kind in the namespace.
+    #[arg(long, conflicts_with_all = ["names", "selector"])]
+    all: bool,
     /// Their namespace.
     #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
     namespace: String,
@@ -36,11 +52,19 @@ pub struct DeleteArgs {
     /// Come back at once, not when the pods are gone.
     #[arg(long)]
     no_wait: bool,
-    /// Wait at most so many seconds.
-    #[arg(long, value_name = "SECONDS", conflicts_with = "no_wait")]
-    timeout: Option<u64>,
+    /// Wait at most so long (`90s`, `5m`).
+    #[arg(long, value_name = "TIME", value_parser = until::duration, conflicts_with = "no_wait")]
+    timeout: Option<Duration>,
     #[command(flatten)]
     agent: AgentArgs,
+}
+
+/// An object to delete.
+#[derive(Debug, PartialEq, Eq)]
+struct Object {
+    kind: String,
+    namespace: String,
+    name: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -78,67 +102,105 @@ impl Kind {
 /// Deletes them.
 #[must_use]
 pub fn run(args: &DeleteArgs) -> ExitCode {
+    let given = if args.files.is_empty() { Ok(Vec::new()) } else { files::read_all(&args.files) };
+    let given = match given {
+        Ok(given) => given,
+        Err(errors) => {
+            files::show_errors(&errors);
+            return ExitCode::from(USAGE);
+        }
+    };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(delete(args)));
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(delete(args, given)));
     match done {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => failed(&error),
     }
 }
 
-async fn delete(args: &DeleteArgs) -> anyhow::Result<()> {
+/// Returns true if all of them are deleted.
+async fn delete(args: &DeleteArgs, given: Vec<Manifest>) -> anyhow::Result<bool> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let mut uids = Vec::new();
-    for name in &args.names {
-        let request = proto::DeleteRequest {
-            kind: args.kind.text().to_owned(),
-            namespace: args.namespace.clone(),
-            name: name.clone(),
-            keep_manifest: args.keep_manifest,
-            grace_seconds: args.grace_period,
-        };
-        let deleted = client.delete(request).await?;
-        let kind = args.kind.text().to_lowercase();
-        match deleted.kept.as_str() {
-            "" => println!("{kind}/{} deleted ({} removed)", deleted.name, deleted.file),
-            kept => println!("{kind}/{} deleted (its manifest is {kept} now)", deleted.name),
+    let objects = objects(args, given, &mut client).await?;
+    if objects.is_empty() {
+        eprintln!("No objects found.");
+    }
+    let (mut targets, mut all) = (Vec::new(), true);
+    for object in objects {
+        match delete_one(args, &object, &mut client).await {
+            Ok(target) => targets.extend(target),
+            Err(error) => {
+                all = false;
+                eprintln!("error: {}", plain::line(&error.to_string()));
+            }
         }
-        uids.push(deleted.uid);
     }
-    uids.retain(|uid| !uid.is_empty());
-    if args.no_wait || uids.is_empty() {
-        return Ok(());
+    if args.no_wait || targets.is_empty() {
+        return Ok(all);
     }
-    let gone = wait_until_gone(&mut client, &uids);
-    match args.timeout {
-        None => gone.await,
-        Some(seconds) => match tokio::time::timeout(Duration::from_secs(seconds), gone).await {
-            Ok(gone) => gone,
-            Err(_) => bail!("not all pods were gone within {seconds} s; they are being stopped"),
-        },
+    let waited = until::wait(&mut client, &targets, &Wanted::Deleted, args.timeout, |_| {}).await?;
+    if waited.missed.is_empty() {
+        return Ok(all);
     }
+    let names: Vec<String> = waited.missed.iter().map(|target| target.name.to_string()).collect();
+    let seconds = args.timeout.unwrap_or_default().as_secs();
+    bail!("not gone within {seconds} s, and still being stopped: {}", names.join(", "))
 }
 
-async fn wait_until_gone(client: &mut Client, uids: &[String]) -> anyhow::Result<()> {
-    let mut watch = client.watch().await?;
-    let (mut table, mut synced) = (PodTable::default(), false);
-    while let Some(event) = watch.next().await? {
-        synced |= event == Event::Synced;
-        match &event {
-            Event::Notice(notice) if notice.is_empty() => {
-                eprintln!("the wait goes on: the container runtime answers again");
-            }
-            Event::Notice(notice) => eprintln!("waiting: {notice}"),
-            _ => {}
-        }
-        event.apply(&mut table);
-        let there = table
-            .pods
-            .values()
-            .any(|entry| entry.pod.metadata.uid.as_ref().is_some_and(|uid| uids.contains(uid)));
-        if synced && !there {
-            return Ok(());
-        }
+/// Takes one object's manifest out; the pod that goes with it, if it is a pod's.
+async fn delete_one(
+    args: &DeleteArgs,
+    object: &Object,
+    client: &mut Client,
+) -> anyhow::Result<Option<Target>> {
+    let request = proto::DeleteRequest {
+        kind: object.kind.clone(),
+        namespace: object.namespace.clone(),
+        name: object.name.clone(),
+        keep_manifest: args.keep_manifest,
+        grace_seconds: args.grace_period,
+    };
+    let deleted = client.delete(request).await?;
+    let kind = object.kind.to_lowercase();
+    match deleted.kept.as_str() {
+        "" => println!("{kind}/{} deleted ({} removed)", deleted.name, deleted.file),
+        kept => println!("{kind}/{} deleted (its manifest is {kept} now)", deleted.name),
     }
-    bail!("the agent stopped")
+    if !deleted.used_by.is_empty() {
+        let pods = deleted.used_by.join(", ");
+        eprintln!(
+            "warning: {}",
+            plain::line(&format!("{kind}/{} is in use: {pods} cannot be started without it", deleted.name))
+        );
+    }
+    let name = PodName { namespace: object.namespace.clone(), name: deleted.name };
+    Ok((!deleted.uid.is_empty()).then_some(Target { name, uid: deleted.uid }))
+}
+
+/// What is to be deleted.
+async fn objects(
+    args: &DeleteArgs,
+    given: Vec<Manifest>,
+    client: &mut Client,
+) -> anyhow::Result<Vec<Object>> {
+    let Some(kind) = args.kind else {
+        let object =
+            |one: Manifest| Object { kind: one.kind.to_owned(), namespace: one.namespace, name: one.object };
+        return Ok(given.into_iter().map(object).collect());
+    };
+    let kind = kind.text().to_owned();
+    if !args.names.is_empty() {
+        let object = |name: &String| Object {
+            kind: kind.clone(),
+            namespace: args.namespace.clone(),
+            name: name.clone(),
+        };
+        return Ok(args.names.iter().map(object).collect());
+    }
+    // Classes have no namespace.
+    let namespace = if kind.ends_with("Class") { String::new() } else { args.namespace.clone() };
+    let request = proto::ListRequest { kind, namespace, selector: args.selector.clone().unwrap_or_default() };
+    let listed = client.list(request).await?.into_iter();
+    Ok(listed.map(|one| Object { kind: one.kind, namespace: one.namespace, name: one.name }).collect())
 }

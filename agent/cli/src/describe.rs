@@ -5,7 +5,6 @@ mod pod;
 
 use std::process::ExitCode;
 
-use anyhow::bail;
 use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
@@ -61,24 +60,8 @@ pub fn run(args: &DescribeArgs) -> ExitCode {
 async fn describe(args: &PodArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let (table, notice) = client.pods().await?;
-    let of_namespace = |namespace: &str| args.namespace.as_ref().is_none_or(|wanted| wanted == namespace);
-    let mut found: Vec<_> = table
-        .pods
-        .iter()
-        .filter(|(name, entry)| {
-            let node = entry.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
-            let short = name.name.strip_suffix(node).and_then(|rest| rest.strip_suffix('-'));
-            of_namespace(&name.namespace) && (name.name == args.name || short == Some(args.name.as_str()))
-        })
-        .collect();
-    if found.iter().any(|(name, _)| name.name == args.name) {
-        found.retain(|(name, _)| name.name == args.name);
-    }
-    let (name, entry) = match found[..] {
-        [one] => one,
-        [] => bail!("there is no pod {:?}; `beelet get pods` shows all", args.name),
-        _ => bail!("there are pods of this name in several namespaces; name one with --namespace"),
-    };
+    let namespace = args.namespace.as_deref().unwrap_or_default();
+    let (name, entry) = table.find(namespace, &args.name).map_err(anyhow::Error::msg)?;
     let wanted = proto::ListEventsRequest {
         watch: false,
         namespace: name.namespace.clone(),

@@ -56,7 +56,7 @@ pub fn run(args: &EventsArgs) -> ExitCode {
     }
 }
 
-async fn events(args: &EventsArgs) -> anyhow::Result<()> {
+pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.shown.agent.socket).await?;
     let wanted = proto::ListEventsRequest {
         watch: args.watch,

@@ -2,8 +2,10 @@
 
 pub(super) mod columns;
 pub(super) mod node;
+mod objects;
 pub(super) mod pod;
 
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,6 +21,7 @@ use super::{failed, plain, why::Warnings};
 use beelet_client::{Client, Event, Watch};
 use beelet_codec::ApiType as _;
 use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
+use beelet_policy::selector::Selector;
 
 /// Arguments of `beelet get`.
 #[derive(Debug, Args)]
@@ -32,6 +35,21 @@ enum What {
     /// The pods of this machine.
     #[command(visible_aliases = ["pod", "po"])]
     Pods(PodsArgs),
+    /// The ConfigMaps of the manifests' folder.
+    #[command(name = "configmaps", visible_aliases = ["configmap", "cm"])]
+    ConfigMaps(objects::ObjectsArgs),
+    /// The Secrets of the manifests' folder; their values only with -o json or yaml.
+    #[command(visible_alias = "secret")]
+    Secrets(objects::ObjectsArgs),
+    /// The PriorityClasses of the manifests' folder.
+    #[command(name = "priorityclasses", visible_aliases = ["priorityclass", "pc"])]
+    PriorityClasses(objects::ObjectsArgs),
+    /// The RuntimeClasses of the manifests' folder.
+    #[command(name = "runtimeclasses", visible_alias = "runtimeclass")]
+    RuntimeClasses(objects::ObjectsArgs),
+    /// What happened to pods, and what went wrong: `beelet events`.
+    #[command(visible_aliases = ["event", "ev"])]
+    Events(crate::events::EventsArgs),
     /// What this machine has, and what pods may have of it.
     #[command(visible_alias = "nodes")]
     Node(node::NodeArgs),
@@ -39,7 +57,7 @@ enum What {
 
 #[derive(Debug, Args)]
 struct PodsArgs {
-    /// Only these pods.
+    /// Only these pods, with or without the node's name at their end.
     #[arg(value_name = "NAME")]
     names: Vec<String>,
     /// Only pods of this namespace.
@@ -48,6 +66,9 @@ struct PodsArgs {
     /// Pods of all namespaces. The default; here for the habit.
     #[arg(short = 'A', long, conflicts_with = "namespace")]
     all_namespaces: bool,
+    /// Only pods with such labels (`app=shop,tier!=db`).
+    #[arg(short = 'l', long, value_name = "SELECTOR")]
+    selector: Option<Selector>,
     /// How they are shown.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
@@ -78,6 +99,11 @@ pub fn run(args: &GetArgs) -> ExitCode {
     let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
         What::Pods(args) => runtime.block_on(get(args)),
         What::Node(args) => runtime.block_on(node::get(args)),
+        What::ConfigMaps(args) => runtime.block_on(objects::get("ConfigMap", args)),
+        What::Secrets(args) => runtime.block_on(objects::get("Secret", args)),
+        What::PriorityClasses(args) => runtime.block_on(objects::get("PriorityClass", args)),
+        What::RuntimeClasses(args) => runtime.block_on(objects::get("RuntimeClass", args)),
+        What::Events(args) => runtime.block_on(crate::events::events(args)),
     });
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -108,9 +134,15 @@ async fn get(args: &PodsArgs) -> anyhow::Result<()> {
 }
 
 impl PodsArgs {
-    fn wants(&self, name: &PodName) -> bool {
+    fn wants(&self, name: &PodName, entry: &PodEntry) -> bool {
+        let metadata = &entry.pod.metadata;
+        let has_labels = |selector: &Selector| match &metadata.labels {
+            Some(labels) => selector.matches(labels),
+            None => selector.matches(&BTreeMap::new()),
+        };
         self.namespace.as_ref().is_none_or(|namespace| *namespace == name.namespace)
-            && (self.names.is_empty() || self.names.contains(&name.name))
+            && (self.names.is_empty() || self.names.iter().any(|wanted| entry.is_called(name, wanted)))
+            && self.selector.as_ref().is_none_or(has_labels)
     }
 
     fn is_wide(&self) -> bool {
@@ -128,12 +160,9 @@ impl PodsArgs {
 
 fn show(args: &PodsArgs, table: &PodTable, warnings: &Warnings) -> anyhow::Result<()> {
     let chosen: Vec<&Arc<PodEntry>> =
-        table.pods.iter().filter(|(name, _)| args.wants(name)).map(|(_, entry)| entry).collect();
-    if let Some(missing) = args
-        .names
-        .iter()
-        .find(|name| !chosen.iter().any(|entry| entry.pod.metadata.name.as_ref() == Some(*name)))
-    {
+        table.pods.iter().filter(|(name, entry)| args.wants(name, entry)).map(|(_, entry)| entry).collect();
+    let is_shown = |wanted: &&String| chosen.iter().any(|one| one.is_called(&PodName::of(&one.pod), wanted));
+    if let Some(missing) = args.names.iter().find(|name| !is_shown(name)) {
         bail!("there is no pod {missing:?}; `beelet get pods` shows all");
     }
     let list = || beelet_codec::list::<Pod>(chosen.iter().map(|entry| &entry.pod));
@@ -164,7 +193,8 @@ async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
         match &event {
             Event::Synced => {
                 synced = true;
-                let entries: Vec<_> = table.pods.iter().filter(|(name, _)| args.wants(name)).collect();
+                let entries: Vec<_> =
+                    table.pods.iter().filter(|(name, entry)| args.wants(name, entry)).collect();
                 entries.iter().for_each(|(_, entry)| columns.fit(&args.row(entry, &Warnings::default())));
                 if matches!(args.output, Output::Table | Output::Wide) {
                     print(&columns.header())?;
@@ -178,7 +208,7 @@ async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
             Event::Notice(notice) if notice.is_empty() => eprintln!("Pods are shown as they are again."),
             Event::Notice(notice) => show_notice(notice),
             Event::Added(name, entry) | Event::Modified(name, entry) | Event::Deleted(name, entry)
-                if synced && args.wants(name) =>
+                if synced && args.wants(name, entry) =>
             {
                 print(&one(args, &mut columns, entry)?)?;
             }

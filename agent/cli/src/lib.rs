@@ -12,9 +12,11 @@ pub mod bpf;
 pub mod delete;
 pub mod describe;
 pub mod devices;
+pub mod diff;
 pub mod doctor;
 pub mod events;
 pub mod exec;
+mod files;
 pub mod gc;
 pub mod get;
 pub mod logs;
@@ -25,6 +27,8 @@ pub mod probe;
 mod requested;
 pub mod top;
 pub mod tune;
+mod until;
+pub mod wait;
 mod why;
 
 /// The commands that ask an agent, or decide or look without one.
@@ -48,8 +52,12 @@ pub enum Command {
     Exec(exec::ExecArgs),
     /// Check manifests and put them into the agent's folder.
     Apply(apply::ApplyArgs),
+    /// Show what apply would change.
+    Diff(diff::DiffArgs),
     /// Take manifests out of the agent's folder; what they describe is stopped and removed.
     Delete(delete::DeleteArgs),
+    /// Wait until pods are ready, ended or gone.
+    Wait(wait::WaitArgs),
     /// Show what probes look at and what they say, or run one now.
     Probe(probe::ProbeArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
@@ -82,7 +90,9 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
         Command::Logs(args) => logs::run(&args),
         Command::Exec(args) => exec::run(args),
         Command::Apply(args) => apply::run(&args),
+        Command::Diff(args) => diff::run(&args),
         Command::Delete(args) => delete::run(&args),
+        Command::Wait(args) => wait::run(&args),
         Command::Probe(args) => probe::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Tune(args) => tune::run(&args),

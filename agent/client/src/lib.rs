@@ -120,7 +120,7 @@ impl Client {
             probes: ProbesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             garbage: GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             containers: ContainersClient::new(channel.clone()),
-            manifests: ManifestsClient::new(channel),
+            manifests: ManifestsClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
         })
     }
 
@@ -290,12 +290,20 @@ impl Client {
         Ok(self.containers.exec(inputs).await?.into_inner())
     }
 
-    /// Puts a manifest into the agent's folder.
+    /// Puts manifests into the agent's folder, or says what that would do.
     ///
     /// # Errors
-    /// The manifest is wrong, can't be written, or the agent stopped or refused.
+    /// One is wrong, can't be written, or the agent stopped or refused.
     pub async fn apply(&mut self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, ClientError> {
         Ok(self.manifests.apply(request).await?.into_inner())
+    }
+
+    /// The objects that the folder's manifests describe.
+    ///
+    /// # Errors
+    /// The selector is wrong, or the agent stopped or refused.
+    pub async fn list(&mut self, request: proto::ListRequest) -> Result<Vec<proto::Described>, ClientError> {
+        Ok(self.manifests.list(request).await?.into_inner().objects)
     }
 
     /// Takes a manifest out of the agent's folder.

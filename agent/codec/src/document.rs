@@ -71,7 +71,21 @@ impl Document {
     /// Line and column (both from 1) of the document's first node.
     #[must_use]
     pub fn start(&self) -> (u64, u64) {
-        self.lines.root.position()
+        self.lines.position(&self.lines.root)
+    }
+
+    /// The items of the list in the field `name`, each as a document of its own with the places that it has in
+    /// this one; None where there is no such list.
+    #[must_use]
+    pub fn items(&self, name: &str) -> Option<Vec<Document>> {
+        let values = self.value.get(name)?.as_array()?;
+        let (list, _) = step(&self.lines.root, name)?;
+        let Children::List(places) = &list.children else { return None };
+        let item = |(value, place): (&Value, &Place)| Document {
+            value: value.clone(),
+            lines: LineIndex { root: place.clone(), above: self.lines.above },
+        };
+        Some(values.iter().zip(places).map(item).collect())
     }
 }
 
@@ -79,6 +93,8 @@ impl Document {
 #[derive(Clone, Debug)]
 pub struct LineIndex {
     root: Place,
+    /// Lines of the file above the text that was read.
+    above: u64,
 }
 
 /// The place of one node and of what is inside it.
@@ -96,19 +112,13 @@ enum Children {
     Map(Vec<(Box<str>, Place)>),
 }
 
-impl Place {
-    fn position(&self) -> (u64, u64) {
-        (self.line.into(), self.column.into())
-    }
-}
-
 impl LineIndex {
     /// As [`Document::locate`], for when the value has been used up.
     #[must_use]
     pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
         let path = path.trim_start_matches('.');
         if path.is_empty() {
-            return Some(self.root.position());
+            return Some(self.position(&self.root));
         }
         let (mut place, mut rest) = step(&self.root, path)?;
         while !rest.is_empty() {
@@ -117,7 +127,11 @@ impl LineIndex {
                 None => break,
             }
         }
-        Some(place.position())
+        Some(self.position(place))
+    }
+
+    fn position(&self, place: &Place) -> (u64, u64) {
+        (self.above + u64::from(place.line), place.column.into())
     }
 }
 
@@ -171,20 +185,31 @@ pub fn parse(text: &str) -> Result<Vec<Document>, DocumentError> {
 /// # Errors
 /// As for [`parse`].
 pub fn parse_within(text: &str, limits: Limits) -> Result<Vec<Document>, DocumentError> {
+    parse_below(0, text, limits)
+}
+
+/// The same for a text that is a part of a file, with `above` lines before it: places are those of the file.
+///
+/// # Errors
+/// As for [`parse`].
+pub fn parse_below(above: u64, text: &str, limits: Limits) -> Result<Vec<Document>, DocumentError> {
+    let documents =
+        read(text, limits).map_err(|error| DocumentError { line: above + error.line, ..error })?;
+    let below = |node: Node| Document { value: node.value, lines: LineIndex { root: node.place, above } };
+    Ok(documents.into_iter().map(below).collect())
+}
+
+fn read(text: &str, limits: Limits) -> Result<Vec<Node>, DocumentError> {
     if text.len() > limits.bytes {
         let message = format!("the text has {} bytes; at most {} are read", text.len(), limits.bytes);
         return Err(DocumentError { line: 1, column: 1, message });
     }
     // Kubernetes' own files come with a byte order mark from some editors.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let nodes = on_a_deep_stack(|| {
+    on_a_deep_stack(|| {
         serde_saphyr::from_multiple_with_options::<Node>(text, options(limits))
             .map_err(|error| describe(&error, limits))
-    })?;
-    Ok(nodes
-        .into_iter()
-        .map(|node| Document { value: node.value, lines: LineIndex { root: node.place } })
-        .collect())
+    })
 }
 
 /// Runs `read` on a thread of its own: serde recurses once for each level, and the callers' threads (2 MiB in

@@ -14,6 +14,7 @@ mod decode;
 pub mod document;
 pub mod error;
 mod object;
+pub mod parts;
 
 pub use decode::{name_of, normalize};
 pub use error::field;

@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 use super::identity::{self, Origin};
 use super::owners::{Claims, Owners};
 use super::priority::{Classes, Priority};
+use super::source::Described;
 use super::{Manifest, Object, sysctls};
 use beelet_codec::error::ManifestError;
 use beelet_model::objects::{self, Objects};
@@ -252,6 +253,22 @@ impl Folder {
         }
         desired.objects = Arc::new(objects);
         desired
+    }
+
+    /// The objects whose names their files have, by the last [`Self::desired`], in the order of their files.
+    pub(super) fn described(&self) -> Vec<Described> {
+        let claims = Claims::of(&self.files, &self.owners);
+        let counts = |path: &PathBuf| !claims.refused.contains_key(path);
+        let good = self.files.iter().filter(|(path, _)| counts(path));
+        let described = good.filter_map(|(path, file)| {
+            let object = match file.good.as_ref()? {
+                Good::Pod(good) => Object::Pod(Box::new(good.pod.clone())),
+                Good::Class(class) => Object::PriorityClass(class.clone()),
+                Good::Other(object) => Object::Other(object.clone()),
+            };
+            Some(Described { file: path.clone(), object })
+        });
+        described.collect()
     }
 
     fn folder_unread(&self) -> bool {

@@ -35,6 +35,7 @@ use beelet_codec::document::{self, Document, Limits};
 pub use beelet_codec::error::{FieldError, ManifestError};
 pub use beelet_model::desired::Desired;
 pub use beelet_model::labels::{ANNOTATION_HASH, ANNOTATION_MANIFEST, ANNOTATION_SEEN, ANNOTATION_SOURCE};
+use beelet_model::objects::Object as Kept;
 
 use beelet_codec::error::Problem;
 
@@ -56,6 +57,17 @@ impl Object {
             Self::Pod(_) => "Pod",
             Self::PriorityClass(_) => "PriorityClass",
             Self::Other(object) => object.kind(),
+        }
+    }
+
+    /// All of it.
+    pub fn to_value(&self) -> Value {
+        match self {
+            Self::Pod(pod) => pod.to_value(),
+            Self::PriorityClass(class) => class.to_value(),
+            Self::Other(Kept::ConfigMap(map)) => map.to_value(),
+            Self::Other(Kept::Secret(secret)) => secret.to_value(),
+            Self::Other(Kept::RuntimeClass(class)) => class.to_value(),
         }
     }
 
@@ -87,14 +99,21 @@ pub struct Manifest {
 pub fn read(text: &str, file: &str) -> Result<Manifest, ManifestError> {
     let documents =
         document::parse_within(text, Limits::MANIFEST).map_err(|e| ManifestError::syntax(file, &e))?;
-    let document = match <[Document; 1]>::try_from(documents) {
-        Ok([document]) => document,
-        Err(documents) => return Err(ManifestError::not_one(file, &documents)),
-    };
-    let locate = |problems| ManifestError::new(file, &document, problems);
+    match <[Document; 1]>::try_from(documents) {
+        Ok([document]) => read_document(&document, file),
+        Err(documents) => Err(ManifestError::not_one(file, &documents)),
+    }
+}
+
+/// The same for a document that was read already.
+///
+/// # Errors
+/// As for [`read`].
+pub fn read_document(document: &Document, file: &str) -> Result<Manifest, ManifestError> {
+    let locate = |problems| ManifestError::new(file, document, problems);
     let (kind, api_version) = (text_of(&document.value, "kind"), text_of(&document.value, "apiVersion"));
     match (api_version, kind) {
-        (Some("v1"), Some("Pod")) => read_pod(&document).map_err(locate),
+        (Some("v1"), Some("Pod")) => read_pod(document).map_err(locate),
         (Some("scheduling.k8s.io/v1"), Some("PriorityClass")) => {
             priority::read(&document.value).map_err(locate)
         }

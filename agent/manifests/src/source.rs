@@ -36,21 +36,73 @@ use beelet_state::{
 /// old one away and making the new one; on a busy machine it may lose the CPU in between.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 
-/// How the folder is watched.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// How often the folder is read whole even if nothing was told (`fileCheckFrequency`, 20 s by default).
-    pub check_frequency: Duration,
+/// What the manifests of a folder add up to depends on.
+#[derive(Clone, Debug, Default)]
+pub struct Rules {
     /// Whether pods are marked as the kubelet marks static pods, which makes them critical.
     pub critical_static_pods: bool,
     /// Kernel settings that pods may have besides the safe ones (`allowedUnsafeSysctls`).
     pub allowed_unsafe_sysctls: Vec<String>,
     /// Where it is kept which file has which name.
     pub state: Option<Arc<State>>,
+}
+
+impl Rules {
+    /// A folder of which nothing was read yet.
+    fn folder(&self, path: &Path, node_name: &str) -> Folder {
+        let mut folder = Folder::new(path.to_owned(), node_name.to_owned(), self.critical_static_pods);
+        folder.allow_sysctls(self.allowed_unsafe_sysctls.clone());
+        if let Some(state) = &self.state {
+            folder.remember(owners::load(state));
+        }
+        folder
+    }
+}
+
+/// How the folder is watched.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How often the folder is read whole even if nothing was told (`fileCheckFrequency`, 20 s by default).
+    pub check_frequency: Duration,
+    /// What counts in it.
+    pub rules: Rules,
     /// Records what is rejected.
     pub events: Recorder,
     /// Ends the watching.
     pub cancel: CancellationToken,
+}
+
+/// An object that a manifest of a folder describes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Described {
+    /// The manifest.
+    pub file: PathBuf,
+    /// What it describes; a pod with its identity on this node.
+    pub object: super::Object,
+}
+
+/// What the manifests of the folder at `path` add up to, read once, with `changes` made in thought: files
+/// with another text, or without one. May block.
+#[must_use]
+pub fn preview(
+    path: &Path,
+    node_name: &str,
+    rules: &Rules,
+    changes: &BTreeMap<PathBuf, Option<String>>,
+) -> (Desired, Vec<Described>) {
+    let mut folder = rules.folder(path, node_name);
+    let scan = scan(path);
+    folder.set_standing(scan.standing);
+    let (now, time) = (jiff::Timestamp::now().to_string(), SystemTime::now());
+    let unchanged = scan.files.into_iter().filter(|(file, _)| !changes.contains_key(file));
+    let changed = changes
+        .iter()
+        .filter_map(|(file, text)| Some((file.clone(), Content::Bytes(text.clone()?.into_bytes(), time))));
+    for (file, content) in unchanged.chain(changed) {
+        folder.update(file, content, &now);
+    }
+    let desired = folder.desired();
+    (desired, folder.described())
 }
 
 /// The manifests of a folder (or of one file), watched.
@@ -82,16 +134,11 @@ impl ManifestSource {
         options: Options,
     ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send + use<>) {
         let node = Object::node(&node_name);
-        let mut folder = Folder::new(path.clone(), node_name, options.critical_static_pods);
-        folder.allow_sysctls(options.allowed_unsafe_sysctls.clone());
-        let mut known = Owners::new();
-        if let Some(state) = options.state.clone() {
-            let loaded = tokio::task::spawn_blocking(move || owners::load(&state)).await;
-            known = loaded.unwrap_or_default();
-            folder.remember(known.clone());
-        }
-        let (owners, kept) = watch::channel(known);
-        if let Some(state) = options.state.clone() {
+        let (rules, place) = (options.rules.clone(), path.clone());
+        let made = tokio::task::spawn_blocking(move || rules.folder(&place, &node_name)).await;
+        let folder = made.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+        let (owners, kept) = watch::channel(folder.owners().clone());
+        if let Some(state) = options.rules.state.clone() {
             tokio::spawn(owners::keep(kept, state));
         }
         let (watch_failed, missing) = (None, BTreeMap::new());
@@ -404,10 +451,8 @@ mod tests {
             let cancel = CancellationToken::new();
             let options = Options {
                 check_frequency: Duration::from_secs(3600),
-                critical_static_pods: false,
-                allowed_unsafe_sysctls: Vec::new(),
+                rules: Rules::default(),
                 events: Recorder::default(),
-                state: None,
                 cancel: cancel.clone(),
             };
             let desired = ManifestSource::start(manifests, "n1".to_owned(), options).await;

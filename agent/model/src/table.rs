@@ -54,14 +54,9 @@ impl PodTable {
     /// A sentence: there is none, or more than one.
     pub fn find(&self, namespace: &str, name: &str) -> Result<(&PodName, &Arc<PodEntry>), String> {
         let of_namespace = |known: &&PodName| namespace.is_empty() || known.namespace == namespace;
-        let called = |known: &PodName, entry: &PodEntry| {
-            let node = entry.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
-            let short =
-                known.name.strip_suffix(&node.to_lowercase()).and_then(|short| short.strip_suffix('-'));
-            known.name == name || short == Some(name)
-        };
+        let is_meant = |known: &PodName, entry: &PodEntry| entry.is_called(known, name);
         let mut found: Vec<_> =
-            self.pods.iter().filter(|(known, entry)| of_namespace(known) && called(known, entry)).collect();
+            self.pods.iter().filter(|(known, entry)| of_namespace(known) && is_meant(known, entry)).collect();
         // A whole name goes before another pod's short one.
         if found.iter().any(|(known, _)| known.name == name) {
             found.retain(|(known, _)| known.name == name);
@@ -97,6 +92,15 @@ impl PodEntry {
     pub fn of(pod: Pod) -> Self {
         let ending = pod.metadata.deletion_timestamp.is_some();
         Self { pod, readiness_edge: None, netns: None, ending, cleared: false }
+    }
+
+    /// Returns true if somebody who says `name` may mean this pod: it is its whole name, or its manifest's, without the
+    /// node's name at its end.
+    #[must_use]
+    pub fn is_called(&self, whole: &PodName, name: &str) -> bool {
+        let node = self.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
+        let short = whole.name.strip_suffix(&node.to_lowercase()).and_then(|short| short.strip_suffix('-'));
+        whole.name == name || short == Some(name)
     }
 }
 

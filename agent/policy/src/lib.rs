@@ -30,6 +30,7 @@ pub mod qos;
 pub mod quantity;
 pub mod references;
 pub mod resources;
+pub mod selector;
 pub mod token;
 pub mod tuner;
 pub mod why;

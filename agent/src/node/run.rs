@@ -46,7 +46,7 @@ use beelet_logs::{
     links,
     rotate::{self, Rotator},
 };
-use beelet_manifests::source::{ManifestSource, Options};
+use beelet_manifests::source::{ManifestSource, Options, Rules};
 use beelet_model::{desired::Desired, processes::Shared as Processes, request::Request, table::PodTable};
 use beelet_pleg::{
     Pace,
@@ -202,6 +202,15 @@ fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
     Ok(cgroups)
 }
 
+/// What the manifests add up to depends on.
+fn manifest_rules(config: &Config, state: &Arc<State>) -> Rules {
+    Rules {
+        critical_static_pods: config.beelet.critical_static_pods,
+        allowed_unsafe_sysctls: config.allowed_unsafe_sysctls.clone(),
+        state: Some(Arc::clone(state)),
+    }
+}
+
 /// How long pods may take to stop with the agent, as of when it is told to end; zero where they go on without
 /// it.
 fn stopping_time(stop_pods: bool, table: watch::Receiver<Arc<PodTable>>) -> impl Fn() -> Duration {
@@ -234,7 +243,11 @@ impl Base {
     fn services(&self, serving: &CancellationToken) -> Routes {
         let (table, config) = (&self.table, &self.config);
         let logs = config.pod_logs_dir.clone();
-        let (folder, node_name) = (config.static_pod_path.clone(), config.node_name.clone());
+        let folder = grpc::manifests::Folder {
+            path: config.static_pod_path.clone(),
+            node_name: config.node_name.clone(),
+            rules: manifest_rules(config, &self.state),
+        };
         let outlook = self.health.outlook();
         let running = Arc::clone(&self.late.running);
         Routes::new(grpc::node_service(table.clone(), outlook, serving.clone()))
@@ -246,7 +259,7 @@ impl Base {
                 serving.clone(),
             ))
             .add_service(grpc::devices::service(Arc::clone(&self.late.devices), table.clone()))
-            .add_service(grpc::manifests::service(folder, node_name, running))
+            .add_service(grpc::manifests::service(folder, running))
             .add_service(grpc::garbage::service(Arc::clone(&self.metrics.protection.collectors)))
             .add_service(grpc::tuner::service(self.metrics.tuner_view.subscribe()))
             .add_service(grpc::probes::service(self.probes.clone()))
@@ -457,9 +470,7 @@ impl Node {
         };
         let options = Options {
             check_frequency: self.config.file_check_frequency,
-            critical_static_pods: self.config.beelet.critical_static_pods,
-            allowed_unsafe_sysctls: self.config.allowed_unsafe_sysctls.clone(),
-            state: Some(Arc::clone(&self.state)),
+            rules: manifest_rules(&self.config, &self.state),
             events: self.events.clone(),
             cancel: working.clone(),
         };

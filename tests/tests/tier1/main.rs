@@ -8,6 +8,7 @@ mod hostile;
 mod image_gc;
 mod manifest_source;
 mod observe;
+mod operator;
 mod pods;
 mod runtime_client;
 mod server;

@@ -49,10 +49,8 @@ impl Watched {
         let cancel = CancellationToken::new();
         let options = Options {
             check_frequency,
-            critical_static_pods: false,
-            allowed_unsafe_sysctls: Vec::new(),
+            rules: beelet_manifests::source::Rules::default(),
             events: beelet_state::events::Recorder::default(),
-            state: None,
             cancel: cancel.clone(),
         };
         let desired = ManifestSource::start(dir.clone(), "n1".to_owned(), options).await;

@@ -1,29 +1,37 @@
 //! Changing what should run here: manifests put into the static pod folder, and taken out of it. What comes of it is
 //! the manifest source's and the pods' business, as if somebody had done it by hand.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use beelet_proto::beelet as proto;
-use beelet_proto::beelet::apply_response::Result as Applied;
+use beelet_proto::beelet::applied::Result as Applied;
 use beelet_proto::beelet::manifests_server::{Manifests, ManifestsServer};
-use tokio::sync::{SetOnce, mpsc, watch};
+use tokio::sync::{Mutex, SetOnce, mpsc, watch};
 use tonic::{Request, Response, Status};
 
 use beelet_codec::document::Limits;
 use beelet_manifests::Object;
+use beelet_manifests::source::{Described, Rules, preview};
 use beelet_model::desired::Desired;
 use beelet_model::request::Request as PodRequest;
 use beelet_model::table::PodName;
+use beelet_policy::references;
+use beelet_policy::selector::{Selector, SelectorError};
 
 /// How long an answer waits for the new manifest to be read.
 const SEEN: Duration = Duration::from_secs(10);
 /// How long it waits, right after the agent's start, until there is somebody to read it: a runtime needs a moment to answer.
 const STARTED: Duration = Duration::from_secs(10);
+/// Largest request: as many manifests as a file given to a client may hold.
+const MAX_REQUEST: usize = 2 * Limits::SCENARIO.bytes;
+/// Larger than all that a folder holds.
+const MAX_ANSWER: usize = 256 << 20;
 /// What ends the name of a manifest that is kept beside; no such file is a manifest.
 const KEPT: &str = ".bak";
 
@@ -36,26 +44,35 @@ pub struct Running {
     pub requests: mpsc::Sender<PodRequest>,
 }
 
-/// The service, to be added to the agent's. `folder` is the static pod path; `running` is filled when the node runs.
+/// The static pod path, and what its manifests add up to depends on.
+#[derive(Clone, Debug)]
+pub struct Folder {
+    /// None where none is configured.
+    pub path: Option<PathBuf>,
+    /// The node's name.
+    pub node_name: String,
+    /// What counts.
+    pub rules: Rules,
+}
+
+/// The service, to be added to the agent's. `running` is filled when the node runs.
 #[must_use]
-pub fn service(
-    folder: Option<PathBuf>,
-    node_name: String,
-    running: Arc<SetOnce<Running>>,
-) -> ManifestsServer<impl Manifests> {
-    ManifestsServer::new(Service { folder, node_name, running })
-        .max_decoding_message_size(2 * Limits::MANIFEST.bytes)
+pub fn service(folder: Folder, running: Arc<SetOnce<Running>>) -> ManifestsServer<impl Manifests> {
+    ManifestsServer::new(Service { folder, running, turn: Mutex::default() })
+        .max_decoding_message_size(MAX_REQUEST)
+        .max_encoding_message_size(MAX_ANSWER)
 }
 
 #[derive(Debug)]
 struct Service {
-    folder: Option<PathBuf>,
-    node_name: String,
+    folder: Folder,
     running: Arc<SetOnce<Running>>,
+    /// Whoever changes the folder: what one client was told must not be another's change.
+    turn: Mutex<()>,
 }
 
 /// What a manifest is about.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct About {
     kind: &'static str,
     namespace: String,
@@ -85,6 +102,33 @@ impl About {
     }
 }
 
+/// A manifest on its way into the folder.
+struct Change {
+    about: About,
+    file: PathBuf,
+    text: String,
+    before: Option<String>,
+    warnings: Vec<String>,
+}
+
+impl Change {
+    fn result(&self) -> Applied {
+        match &self.before {
+            None => Applied::Created,
+            Some(before) if *before == self.text => Applied::Unchanged,
+            Some(_) => Applied::Configured,
+        }
+    }
+}
+
+/// What the folder becomes.
+struct Plan {
+    changes: Vec<Change>,
+    pruned: Vec<proto::Applied>,
+    /// The folder with all of it done.
+    then: Desired,
+}
+
 #[tonic::async_trait]
 impl Manifests for Service {
     async fn apply(
@@ -92,29 +136,20 @@ impl Manifests for Service {
         request: Request<proto::ApplyRequest>,
     ) -> Result<Response<proto::ApplyResponse>, Status> {
         let request = request.into_inner();
-        let read = beelet_manifests::read(&request.text, &request.name);
-        let read = read.map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let about = About::of(&read.object);
         let running = self.running().await?;
-        let folder = self.folder()?;
-        let known = running.desired.borrow().file(about.kind, &about.namespace, &self.on_node(&about));
-        let path = known.clone().unwrap_or_else(|| folder.join(about.file_name()));
-        let (target, text, dry_run) = (path.clone(), request.text, request.dry_run);
-        let is_known = known.is_some();
-        let put = tokio::task::spawn_blocking(move || put(&target, &text, is_known, dry_run));
-        let result = put.await.map_err(|e| Status::internal(e.to_string()))??;
-        let mut warnings = read.warnings;
-        if result != Applied::Unchanged && !request.dry_run {
-            warnings.extend(self.wait_until_seen(running, &about, &path).await);
-        }
-        Ok(Response::new(proto::ApplyResponse {
-            result: result.into(),
-            kind: about.kind.to_owned(),
-            namespace: about.namespace,
-            name: about.name,
-            file: path.display().to_string(),
-            warnings,
-        }))
+        let _turn = self.turn.lock().await;
+        let (folder, now) = (self.folder.clone(), Arc::clone(&running.desired.borrow()));
+        let dry_run = request.dry_run;
+        let done = tokio::task::spawn_blocking(move || {
+            let plan = folder.plan(request, &now)?;
+            if !dry_run {
+                plan.carry_out()?;
+            }
+            Ok::<_, Status>(plan)
+        });
+        let plan = done.await.map_err(|e| Status::internal(e.to_string()))??;
+        let late = if dry_run { BTreeSet::new() } else { plan.wait_until_seen(running, &self.folder).await };
+        Ok(Response::new(plan.told(&self.folder, &late)))
     }
 
     async fn delete(
@@ -123,7 +158,8 @@ impl Manifests for Service {
     ) -> Result<Response<proto::DeleteResponse>, Status> {
         let request = request.into_inner();
         let running = self.running().await?;
-        let (path, name, uid) = self.find(&running.desired.borrow(), &request)?;
+        let _turn = self.turn.lock().await;
+        let (path, name, uid) = self.folder.find(&running.desired.borrow(), &request)?;
         if let (Some(seconds), false) = (request.grace_seconds, uid.is_empty()) {
             let grace = Some(Duration::from_secs(seconds));
             let (reason, message) = ("Deleted".to_owned(), "deleted on request".to_owned());
@@ -136,9 +172,22 @@ impl Manifests for Service {
         Ok(Response::new(proto::DeleteResponse {
             file: path.display().to_string(),
             kept: kept.map(|kept| kept.display().to_string()).unwrap_or_default(),
+            used_by: users(&running.desired.borrow(), &request, &name),
             name,
             uid,
         }))
+    }
+
+    async fn list(
+        &self,
+        request: Request<proto::ListRequest>,
+    ) -> Result<Response<proto::ListResponse>, Status> {
+        let request = request.into_inner();
+        let selector = selector(&request.selector)?;
+        let folder = self.folder.clone();
+        let listed = tokio::task::spawn_blocking(move || folder.objects(&request, &selector));
+        let objects = listed.await.map_err(|e| Status::internal(e.to_string()))??;
+        Ok(Response::new(proto::ListResponse { objects }))
     }
 }
 
@@ -151,10 +200,17 @@ impl Service {
             ))
         })
     }
+}
 
-    #[allow(clippy::result_large_err)] // tonic's own error type
-    fn folder(&self) -> Result<&Path, Status> {
-        let Some(folder) = &self.folder else {
+#[allow(clippy::result_large_err)] // tonic's own error type
+fn selector(text: &str) -> Result<Selector, Status> {
+    text.parse().map_err(|error: SelectorError| Status::invalid_argument(error.to_string()))
+}
+
+#[allow(clippy::result_large_err)] // tonic's own error type
+impl Folder {
+    fn path(&self) -> Result<&Path, Status> {
+        let Some(folder) = &self.path else {
             return Err(Status::failed_precondition(
                 "staticPodPath is not set: there is no folder for manifests",
             ));
@@ -176,8 +232,108 @@ impl Service {
         }
     }
 
+    /// The folder as it is, with changes made in thought.
+    fn preview(
+        &self,
+        changes: &BTreeMap<PathBuf, Option<String>>,
+    ) -> Result<(Desired, Vec<Described>), Status> {
+        Ok(preview(self.path()?, &self.node_name, &self.rules, changes))
+    }
+
+    /// What applying would do. `now` is what the node wants so far.
+    fn plan(&self, request: proto::ApplyRequest, now: &Desired) -> Result<Plan, Status> {
+        let mut changes: Vec<Change> = Vec::new();
+        for manifest in request.manifests {
+            let name = manifest.name.clone();
+            let change = self.change(manifest, now)?;
+            if changes.iter().any(|other| other.about == change.about) {
+                let About { kind, name: of, .. } = &change.about;
+                return Err(Status::invalid_argument(format!(
+                    "{name}: the {kind} {of} is given twice: leave one out"
+                )));
+            }
+            changes.push(change);
+        }
+        let mut texts: BTreeMap<PathBuf, Option<String>> =
+            changes.iter().map(|change| (change.file.clone(), Some(change.text.clone()))).collect();
+        let pruned = match &request.prune {
+            Some(prune) => self.prunable(&selector(&prune.selector)?, &texts)?,
+            None => Vec::new(),
+        };
+        texts.extend(pruned.iter().map(|pruned| (PathBuf::from(&pruned.file), None)));
+        let (then, _) = self.preview(&texts)?;
+        Ok(Plan { changes, pruned, then })
+    }
+
+    /// Where a manifest goes, and what is there now.
+    fn change(&self, manifest: proto::Manifest, now: &Desired) -> Result<Change, Status> {
+        let read = beelet_manifests::read(&manifest.text, &manifest.name);
+        let read = read.map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let about = About::of(&read.object);
+        let known = now.file(about.kind, &about.namespace, &self.on_node(&about));
+        let file = match &known {
+            Some(file) => file.clone(),
+            None => self.path()?.join(about.file_name()),
+        };
+        let before = match fs::read(&file) {
+            Ok(there) => Some(String::from_utf8_lossy(&there).into_owned()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(Status::internal(format!("cannot read {}: {e}", file.display()))),
+        };
+        if before.as_ref().is_some_and(|before| *before != manifest.text) && known.is_none() {
+            return Err(Status::already_exists(format!(
+                "{} is there, and describes something else or nothing that can be read: move it out of the way",
+                file.display()
+            )));
+        }
+        Ok(Change { about, file, text: manifest.text, before, warnings: read.warnings })
+    }
+
+    /// What of the folder has such labels and is not given.
+    fn prunable(
+        &self,
+        selector: &Selector,
+        given: &BTreeMap<PathBuf, Option<String>>,
+    ) -> Result<Vec<proto::Applied>, Status> {
+        let (_, there) = self.preview(&BTreeMap::new())?;
+        let goes = |one: &Described| !given.contains_key(&one.file) && has_labels(&one.object, selector);
+        let pruned = there.into_iter().filter(goes).map(|one| {
+            let About { kind, namespace, name } = About::of(&one.object);
+            let (kind, file) = (kind.to_owned(), one.file.display().to_string());
+            let uid = one.object.metadata().uid.clone().unwrap_or_default();
+            let before = fs::read(&one.file).ok().map(|text| String::from_utf8_lossy(&text).into_owned());
+            let result = Applied::Pruned.into();
+            proto::Applied { result, kind, namespace, name, file, uid, before, ..Default::default() }
+        });
+        Ok(pruned.collect())
+    }
+
+    /// The objects that a client asked for.
+    fn objects(
+        &self,
+        request: &proto::ListRequest,
+        selector: &Selector,
+    ) -> Result<Vec<proto::Described>, Status> {
+        let (_, there) = self.preview(&BTreeMap::new())?;
+        let is_wanted = |wanted: &str, is: &str| wanted.is_empty() || wanted == is;
+        let chosen = there.into_iter().filter_map(|one| {
+            let About { kind, namespace, name } = About::of(&one.object);
+            let wanted = is_wanted(&request.kind, kind)
+                && is_wanted(&request.namespace, &namespace)
+                && has_labels(&one.object, selector);
+            wanted.then(|| proto::Described {
+                kind: kind.to_owned(),
+                namespace,
+                name,
+                file: one.file.display().to_string(),
+                json: one.object.to_value().to_string().into_bytes(),
+                changed_ns: changed_ns(&one.file),
+            })
+        });
+        Ok(chosen.collect())
+    }
+
     /// The manifest of an object, its whole name, and a pod's UID.
-    #[allow(clippy::result_large_err)] // tonic's own error type
     fn find(
         &self,
         desired: &Desired,
@@ -200,48 +356,101 @@ impl Service {
         let (kind, name) = (&request.kind, &request.name);
         Err(Status::not_found(format!("no manifest describes the {kind} {namespace}/{name}")))
     }
+}
 
-    /// Waits until the manifest was read. What keeps it from taking effect comes back, a sentence each.
-    async fn wait_until_seen(&self, running: &Running, about: &About, path: &Path) -> Vec<String> {
-        let rejected = |desired: &Desired| -> Vec<String> {
-            let of_file = desired.rejected.iter().filter(|rejected| rejected.file == path);
-            of_file.map(|rejected| rejected.message.clone()).collect()
-        };
-        let name = self.on_node(about);
-        let seen = |desired: &Arc<Desired>| {
-            desired.file(about.kind, &about.namespace, &name).is_some() || !rejected(desired).is_empty()
-        };
-        let mut desired = running.desired.clone();
-        match tokio::time::timeout(SEEN, desired.wait_for(seen)).await {
-            Ok(Ok(desired)) => rejected(&desired),
-            _ => vec![format!("{} was written, but has not been read yet", path.display())],
-        }
+/// The pods that refer to an object.
+fn users(desired: &Desired, request: &proto::DeleteRequest, name: &str) -> Vec<String> {
+    let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
+    let is_meant = |reference: &references::Reference| {
+        reference.kind.as_str() == request.kind && reference.namespace == namespace && reference.name == name
+    };
+    let users = desired.pods.iter().filter(|(_, pod)| references::of(pod).iter().any(is_meant));
+    users.map(|(user, _)| user.to_string()).collect()
+}
+
+fn has_labels(object: &Object, selector: &Selector) -> bool {
+    match &object.metadata().labels {
+        Some(labels) => selector.matches(labels),
+        None => selector.matches(&BTreeMap::new()),
     }
 }
 
-/// Writes a manifest whole: nobody ever sees half of it.
-#[allow(clippy::result_large_err)] // tonic's own error type
-fn put(path: &Path, text: &str, is_known: bool, dry_run: bool) -> Result<Applied, Status> {
-    let failed = |e: io::Error| Status::internal(format!("cannot write {}: {e}", path.display()));
-    let there = match fs::read(path) {
-        Ok(there) => Some(there),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-        Err(e) => return Err(failed(e)),
-    };
-    if there.as_deref() == Some(text.as_bytes()) {
-        return Ok(Applied::Unchanged);
+fn changed_ns(file: &Path) -> i64 {
+    let changed = fs::metadata(file).and_then(|metadata| metadata.modified()).ok();
+    let since = changed.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+    since.and_then(|since| i64::try_from(since.as_nanos()).ok()).unwrap_or_default()
+}
+
+impl Plan {
+    /// Does it.
+    #[allow(clippy::result_large_err)] // tonic's own error type
+    fn carry_out(&self) -> Result<(), Status> {
+        for change in self.changes.iter().filter(|change| change.result() != Applied::Unchanged) {
+            write(&change.file, &change.text)
+                .map_err(|e| Status::internal(format!("cannot write {}: {e}", change.file.display())))?;
+        }
+        self.pruned.iter().try_for_each(|pruned| take_out(Path::new(&pruned.file), false).map(drop))
     }
-    if there.is_some() && !is_known {
-        return Err(Status::already_exists(format!(
-            "{} is there, and describes something else or nothing that can be read: move it out of the way",
-            path.display()
-        )));
+
+    /// Waits until the manifests were read; those that were not in time.
+    async fn wait_until_seen(&self, running: &Running, folder: &Folder) -> BTreeSet<PathBuf> {
+        let unseen = |desired: &Desired| -> BTreeSet<PathBuf> {
+            let changed = self.changes.iter().filter(|change| change.result() != Applied::Unchanged);
+            let unseen = changed.filter(|change| !self.is_seen(change, desired, folder));
+            unseen.map(|change| change.file.clone()).collect()
+        };
+        let mut desired = running.desired.clone();
+        let all = desired.wait_for(|desired| unseen(desired).is_empty());
+        // At the end of the wait or of the agent: what was seen until then.
+        let _ = tokio::time::timeout(SEEN, all).await;
+        unseen(&running.desired.borrow())
     }
-    let result = if there.is_some() { Applied::Configured } else { Applied::Created };
-    if !dry_run {
-        write(path, text).map_err(failed)?;
+
+    /// Whether `desired` has what a change makes of the folder.
+    fn is_seen(&self, change: &Change, desired: &Desired, folder: &Folder) -> bool {
+        let About { kind, namespace, .. } = &change.about;
+        let name = folder.on_node(&change.about);
+        let rejected = |desired: &Desired| desired.rejected.iter().any(|one| one.file == change.file);
+        if rejected(&self.then) {
+            return rejected(desired);
+        }
+        let key = PodName { namespace: namespace.clone(), name: name.clone() };
+        match (*kind, self.then.pods.get(&key)) {
+            ("Pod", Some(then)) => {
+                desired.pods.get(&key).is_some_and(|pod| pod.metadata.uid == then.metadata.uid)
+            }
+            _ => desired.file(kind, namespace, &name).is_some(),
+        }
     }
-    Ok(result)
+
+    /// What the client is told.
+    fn told(self, folder: &Folder, late: &BTreeSet<PathBuf>) -> proto::ApplyResponse {
+        let Self { changes, pruned, then } = self;
+        let applied = changes.into_iter().map(|change| {
+            let result = change.result().into();
+            let of_file = then.rejected.iter().filter(|rejected| rejected.file == change.file);
+            let mut refused: Vec<String> = of_file.map(|rejected| rejected.message.clone()).collect();
+            if late.contains(&change.file) {
+                refused.push(format!("{} was written, but has not been read yet", change.file.display()));
+            }
+            let pod = if change.about.kind == "Pod" { folder.on_node(&change.about) } else { String::new() };
+            let key = PodName { namespace: change.about.namespace.clone(), name: pod.clone() };
+            let uid = then.pods.get(&key).and_then(|pod| pod.metadata.uid.clone()).unwrap_or_default();
+            proto::Applied {
+                result,
+                kind: change.about.kind.to_owned(),
+                namespace: change.about.namespace,
+                name: change.about.name,
+                pod,
+                uid,
+                file: change.file.display().to_string(),
+                warnings: change.warnings,
+                refused,
+                before: change.before,
+            }
+        });
+        proto::ApplyResponse { applied: applied.collect(), pruned }
+    }
 }
 
 fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
@@ -251,6 +460,7 @@ fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
     folder.join(hidden)
 }
 
+/// Writes a manifest whole: nobody ever sees half of it.
 fn write(path: &Path, text: &str) -> io::Result<()> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
@@ -309,6 +519,10 @@ mod tests {
         }
     }
 
+    fn folder_at(path: &Path) -> Folder {
+        Folder { path: Some(path.to_owned()), node_name: "N1".to_owned(), rules: Rules::default() }
+    }
+
     /// The service on a folder that the real source watches.
     async fn fixture() -> Fixture {
         use beelet_manifests::source::{ManifestSource, Options};
@@ -316,26 +530,30 @@ mod tests {
         let cancel = tokio_util::sync::CancellationToken::new();
         let options = Options {
             check_frequency: Duration::from_secs(3600),
-            critical_static_pods: false,
-            allowed_unsafe_sysctls: Vec::new(),
+            rules: Rules::default(),
             events: beelet_state::events::Recorder::default(),
-            state: None,
             cancel: cancel.clone(),
         };
         let desired = ManifestSource::start(dir.path().to_owned(), "N1".to_owned(), options).await;
         let (requests, receiver) = mpsc::channel(4);
         let running = Arc::new(SetOnce::new());
         running.set(Running { desired, requests }).unwrap();
-        let service = Service { folder: Some(dir.path().to_owned()), node_name: "N1".to_owned(), running };
+        let folder = folder_at(dir.path());
+        let service = Service { folder, running, turn: Mutex::default() };
         Fixture { dir, service, _requests: receiver, cancel }
+    }
+
+    fn given(texts: &[&str]) -> proto::ApplyRequest {
+        let manifest = |text: &&str| proto::Manifest { text: (*text).to_owned(), name: "f.yaml".to_owned() };
+        proto::ApplyRequest { manifests: texts.iter().map(manifest).collect(), ..Default::default() }
     }
 
     #[tokio::test(start_paused = true)]
     async fn right_after_the_agents_start_it_waits_for_the_runtime_but_not_for_ever() {
         let dir = tempfile::tempdir().unwrap();
         let running = Arc::new(SetOnce::new());
-        let (folder, node_name) = (Some(dir.path().to_owned()), "n1".to_owned());
-        let service = Service { folder, node_name, running: Arc::clone(&running) };
+        let folder = folder_at(dir.path());
+        let service = Service { folder, running: Arc::clone(&running), turn: Mutex::default() };
         let error = service.running().await.unwrap_err();
         assert!(error.message().contains("has not answered yet (waited 10 s)"), "{error}");
         let set = async {
@@ -348,13 +566,26 @@ mod tests {
     }
 
     impl Fixture {
-        async fn apply(&self, text: &str) -> Result<(Applied, String, Vec<String>), String> {
-            let request =
-                proto::ApplyRequest { text: text.to_owned(), name: "f.yaml".to_owned(), dry_run: false };
+        async fn ask(&self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, String> {
             let answer = self.service.apply(Request::new(request)).await;
-            let answer = answer.map_err(|status| status.message().to_owned())?.into_inner();
-            let file = Path::new(&answer.file).file_name().unwrap().to_string_lossy().into_owned();
-            Ok((answer.result(), file, answer.warnings))
+            answer.map(Response::into_inner).map_err(|status| status.message().to_owned())
+        }
+
+        /// Applies one manifest: what came of it, its file's name, and why the node refuses it.
+        async fn apply(&self, text: &str) -> Result<(Applied, String, Vec<String>), String> {
+            let mut answer = self.ask(given(&[text])).await?;
+            assert!(answer.pruned.is_empty());
+            let applied = answer.applied.remove(0);
+            let file = Path::new(&applied.file).file_name().unwrap().to_string_lossy().into_owned();
+            Ok((applied.result(), file, applied.refused))
+        }
+
+        /// The names of what is listed.
+        async fn list(&self, kind: &str, selector: &str) -> Vec<String> {
+            let (kind, selector) = (kind.to_owned(), selector.to_owned());
+            let request = proto::ListRequest { kind, selector, ..Default::default() };
+            let listed = self.service.list(Request::new(request)).await.unwrap().into_inner();
+            listed.objects.into_iter().map(|one| format!("{} {}", one.kind, one.name)).collect()
         }
 
         async fn delete(
@@ -419,15 +650,68 @@ mod tests {
         assert!(warnings[0].contains("there is no PriorityClass \"none\""), "{warnings:?}");
     }
 
+    const CLASS: &str =
+        "apiVersion: scheduling.k8s.io/v1\nkind: PriorityClass\nmetadata: {name: high}\nvalue: 5\n";
+
+    #[tokio::test]
+    async fn a_dry_run_tells_what_would_be_done_and_does_nothing() {
+        let fixture = fixture().await;
+        fixture.apply(POD).await.unwrap();
+        let changed = POD.replace("spec: {", "spec: {priorityClassName: high, ");
+        let dry = |texts: &[&str]| proto::ApplyRequest { dry_run: true, ..given(texts) };
+        let refused = fixture.ask(dry(&[&changed])).await.unwrap().applied.remove(0);
+        assert_eq!((refused.result(), refused.before.as_deref()), (Applied::Configured, Some(POD)));
+        assert!(refused.refused[0].contains("there is no PriorityClass \"high\""), "{refused:?}");
+        // With the class beside it, it is taken: they are looked at together.
+        let taken = fixture.ask(dry(&[&changed, CLASS])).await.unwrap();
+        let results: Vec<_> = taken.applied.iter().map(|one| (one.result(), one.refused.len())).collect();
+        assert_eq!(results, [(Applied::Configured, 0), (Applied::Created, 0)]);
+        assert_eq!(taken.applied[0].pod, "web-n1");
+        assert_eq!(fixture.files(), ["web.yaml"]);
+        assert_eq!(fs::read_to_string(fixture.dir.path().join("web.yaml")).unwrap(), POD);
+        // The dry run tells the UID that the pod gets.
+        let real = fixture.ask(given(&[&changed, CLASS])).await.unwrap();
+        assert_eq!(real.applied[0].uid, taken.applied[0].uid);
+    }
+
+    #[tokio::test]
+    async fn none_is_written_if_one_cannot_be() {
+        let fixture = fixture().await;
+        fs::write(fixture.dir.path().join("web2.yaml"), "kind: [").unwrap();
+        let other = POD.replace("web", "web2");
+        assert!(fixture.ask(given(&[POD, &other])).await.unwrap_err().contains("move it out of the way"));
+        assert!(fixture.ask(given(&[POD, POD])).await.unwrap_err().contains("the Pod web is given twice"));
+        assert_eq!(fixture.files(), ["web2.yaml"]);
+    }
+
+    #[tokio::test]
+    async fn what_is_not_given_and_has_the_labels_is_pruned() {
+        let fixture = fixture().await;
+        let labelled =
+            |name: &str| POD.replace("{name: web}", &format!("{{name: {name}, labels: {{app: shop}}}}"));
+        let (one, two) = (labelled("one"), labelled("two"));
+        fixture.ask(given(&[POD, CLASS, &one, &two])).await.unwrap();
+        assert_eq!(fixture.list("", "").await.len(), 4);
+        assert_eq!(fixture.list("Pod", "app=shop").await, ["Pod one-n1", "Pod two-n1"]);
+        let prune = |selector: &str| Some(proto::Prune { selector: selector.to_owned() });
+        let dry = proto::ApplyRequest { dry_run: true, prune: prune(""), ..given(&[&one]) };
+        let names = |pruned: Vec<proto::Applied>| pruned.into_iter().map(|one| one.name).collect::<Vec<_>>();
+        assert_eq!(names(fixture.ask(dry).await.unwrap().pruned), ["high", "two-n1", "web-n1"]);
+        assert_eq!(fixture.files().len(), 4);
+        let real = proto::ApplyRequest { prune: prune("app=shop"), ..given(&[&one]) };
+        assert_eq!(names(fixture.ask(real).await.unwrap().pruned), ["two-n1"]);
+        assert_eq!(fixture.files(), ["one.yaml", "priorityclass.high.yaml", "web.yaml"]);
+        let wrong = proto::ApplyRequest { prune: prune("a b"), ..given(&[&one]) };
+        assert!(fixture.ask(wrong).await.unwrap_err().contains("no requirement of a label"));
+    }
+
     #[tokio::test]
     async fn objects_have_files_of_their_own() {
         let fixture = fixture().await;
         let map = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: conf, namespace: shop}\ndata: {a: b}\n";
-        let class =
-            "apiVersion: scheduling.k8s.io/v1\nkind: PriorityClass\nmetadata: {name: high}\nvalue: 5\n";
         assert_eq!(fixture.apply(map).await.unwrap().1, "configmap.shop_conf.yaml");
-        assert_eq!(fixture.apply(class).await.unwrap().1, "priorityclass.high.yaml");
-        assert_eq!(fixture.apply(&class.replace('5', "6")).await.unwrap().0, Applied::Configured);
+        assert_eq!(fixture.apply(CLASS).await.unwrap().1, "priorityclass.high.yaml");
+        assert_eq!(fixture.apply(&CLASS.replace('5', "6")).await.unwrap().0, Applied::Configured);
     }
 
     #[tokio::test]

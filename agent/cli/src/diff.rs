@@ -1,0 +1,96 @@
+//! `beelet diff -f`: what `apply` would change in the manifests that the agent has.
+
+use std::process::ExitCode;
+
+use beelet_proto::beelet as proto;
+use clap::Args;
+use similar::TextDiff;
+
+use super::args::AgentArgs;
+use super::files::{self, FilesArgs, Manifest};
+use super::{USAGE, failed, plain};
+use beelet_client::Client;
+
+/// Arguments of `beelet diff`.
+///
+/// Exit code 0: nothing would change; 1: something would, or the agent did not answer; 2: a file is wrong.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  beelet diff -f web.yaml\n  beelet diff -f shop/ && echo up to date")]
+pub struct DiffArgs {
+    #[command(flatten)]
+    files: FilesArgs,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+/// Shows it.
+#[must_use]
+pub fn run(args: &DiffArgs) -> ExitCode {
+    let manifests = match files::read_all(&args.files.files) {
+        Ok(manifests) => manifests,
+        Err(errors) => {
+            files::show_errors(&errors);
+            return ExitCode::from(USAGE);
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done =
+        runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(diff(args, &manifests)));
+    match done {
+        Ok(text) if text.is_empty() => ExitCode::SUCCESS,
+        Ok(text) => {
+            print!("{}", plain::lines(&text));
+            ExitCode::FAILURE
+        }
+        Err(error) => failed(&error),
+    }
+}
+
+async fn diff(args: &DiffArgs, manifests: &[Manifest]) -> anyhow::Result<String> {
+    let mut client = Client::connect(&args.agent.socket).await?;
+    let request = proto::ApplyRequest { manifests: files::to_send(manifests), dry_run: true, prune: None };
+    let answer = client.apply(request).await?;
+    Ok(manifests.iter().zip(&answer.applied).map(|(new, old)| difference(new, old)).collect())
+}
+
+/// The change of one manifest as `diff -u` tells it; empty if there is none.
+fn difference(new: &Manifest, old: &proto::Applied) -> String {
+    let before = old.before.as_deref().unwrap_or_default();
+    if before == new.text {
+        return String::new();
+    }
+    if new.kind == "Secret" {
+        return format!("{} differs from {} (a secret is not shown)\n", new.title(), old.file);
+    }
+    let header = if old.before.is_some() { old.file.as_str() } else { "/dev/null" };
+    TextDiff::from_lines(before, new.text.as_str()).unified_diff().header(header, &new.name).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(kind: &'static str, before: Option<&str>, text: &str, expected: &str) {
+        let new = Manifest {
+            name: "web.yaml:3".to_owned(),
+            text: text.to_owned(),
+            kind,
+            namespace: "default".to_owned(),
+            object: "web".to_owned(),
+            warnings: Vec::new(),
+        };
+        let (file, before) = ("/m/web.yaml".to_owned(), before.map(str::to_owned));
+        let old = proto::Applied { file, before, ..Default::default() };
+        assert_eq!(difference(&new, &old), expected);
+    }
+
+    #[test]
+    fn a_change_is_shown_by_its_lines_and_a_secret_is_not() {
+        check("Pod", Some("a: 1\n"), "a: 1\n", "");
+        let changed = "--- /m/web.yaml\n+++ web.yaml:3\n@@ -1,2 +1,2 @@\n a: 1\n-b: 2\n+b: 3\n";
+        check("Pod", Some("a: 1\nb: 2\n"), "a: 1\nb: 3\n", changed);
+        check("Pod", None, "a: 1\n", "--- /dev/null\n+++ web.yaml:3\n@@ -0,0 +1 @@\n+a: 1\n");
+        let secret = "secret/web differs from /m/web.yaml (a secret is not shown)\n";
+        check("Secret", Some("data: {a: eA==}\n"), "data: {a: eQ==}\n", secret);
+    }
+}

@@ -1,0 +1,123 @@
+//! `beelet get configmaps` and the like: what lies in the agent's folder beside the pods.
+
+use anyhow::Context as _;
+use beelet_proto::beelet as proto;
+use clap::{Args, ValueEnum};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::columns::Columns;
+use super::pod::age;
+use super::print;
+use crate::args::AgentArgs;
+use crate::plain;
+use beelet_client::Client;
+
+/// Arguments of `beelet get configmaps`, `secrets`, …
+#[derive(Debug, Args)]
+pub(super) struct ObjectsArgs {
+    /// Only these.
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
+    /// Only those of this namespace.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// Those of all namespaces. The default; here for the habit.
+    #[arg(short = 'A', long, conflicts_with = "namespace")]
+    all_namespaces: bool,
+    /// Only those with such labels (`app=shop,tier!=db`).
+    #[arg(short = 'l', long, value_name = "SELECTOR")]
+    selector: Option<String>,
+    /// How they are shown.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// One line each.
+    Table,
+    /// A v1.List. Values of secrets are in it.
+    Json,
+    /// The same as YAML.
+    Yaml,
+}
+
+const TITLES: &[&str] = &["NAMESPACE", "NAME", "DATA", "AGE", "FILE"];
+
+/// Shows the objects of a kind (`ConfigMap`, …).
+pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.agent.socket).await?;
+    let request = proto::ListRequest {
+        kind: kind.to_owned(),
+        namespace: args.namespace.clone().unwrap_or_default(),
+        selector: args.selector.clone().unwrap_or_default(),
+    };
+    let mut objects = client.list(request).await?;
+    if let Some(missing) = args.names.iter().find(|name| !objects.iter().any(|one| one.name == **name)) {
+        let kind = kind.to_lowercase();
+        anyhow::bail!("no manifest describes a {kind} {missing:?}; `beelet get {kind}s` shows all");
+    }
+    objects.retain(|one| args.names.is_empty() || args.names.contains(&one.name));
+    let values =
+        objects.iter().map(|one| serde_json::from_slice(&one.json)).collect::<Result<Vec<Value>, _>>();
+    let values = values.context("the agent sent an object that is no JSON; is it of another version?")?;
+    let list =
+        |items: Vec<Value>| json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items});
+    let text = match args.output {
+        Output::Json => format!("{:#}\n", list(values)),
+        Output::Yaml => beelet_codec::yaml(&list(values)).context("the objects")?,
+        Output::Table if objects.is_empty() => {
+            eprintln!("No {}s found.", kind.to_lowercase());
+            return Ok(());
+        }
+        Output::Table => {
+            let now = Timestamp::now();
+            let rows: Vec<_> = objects.iter().zip(&values).map(|(one, value)| row(one, value, now)).collect();
+            Columns::new(TITLES).table(&rows)
+        }
+    };
+    Ok(print(&text)?)
+}
+
+/// The cells for [`TITLES`].
+fn row(object: &proto::Described, value: &Value, now: Timestamp) -> Vec<String> {
+    let count = |field: &str| value.get(field).and_then(Value::as_object).map_or(0, serde_json::Map::len);
+    let data = match object.kind.as_str() {
+        "ConfigMap" | "Secret" => (count("data") + count("binaryData") + count("stringData")).to_string(),
+        "PriorityClass" => value["value"].to_string(),
+        "RuntimeClass" => value["handler"].as_str().unwrap_or_default().to_owned(),
+        _ => "-".to_owned(),
+    };
+    let changed = Timestamp::from_nanosecond(object.changed_ns.into()).unwrap_or_default();
+    let namespace = if object.namespace.is_empty() { "-" } else { &object.namespace };
+    let cells = [namespace, &object.name, &data, &age(changed, now), &object.file];
+    cells.map(|cell| plain::line(cell).into_owned()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_how_much_is_in_it_and_where_it_is() {
+        let check = |kind: &str, namespace: &str, value: Value, expected: [&str; 5]| {
+            let object = proto::Described {
+                kind: kind.to_owned(),
+                namespace: namespace.to_owned(),
+                name: "conf".to_owned(),
+                file: "/m/conf.yaml".to_owned(),
+                changed_ns: 1_000_000_000,
+                ..Default::default()
+            };
+            assert_eq!(row(&object, &value, Timestamp::from_second(61).unwrap()), expected);
+        };
+        let map = json!({"data": {"a": "b", "c": "d"}, "binaryData": {"e": ""}});
+        check("ConfigMap", "shop", map, ["shop", "conf", "3", "60s", "/m/conf.yaml"]);
+        check("Secret", "shop", json!({}), ["shop", "conf", "0", "60s", "/m/conf.yaml"]);
+        check("PriorityClass", "", json!({"value": 5}), ["-", "conf", "5", "60s", "/m/conf.yaml"]);
+        check("RuntimeClass", "", json!({"handler": "runsc"}), ["-", "conf", "runsc", "60s", "/m/conf.yaml"]);
+    }
+}

@@ -1,0 +1,314 @@
+//! Waiting until pods are as they are wanted: for `beelet wait`, `apply --wait` and `delete`.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::bail;
+use beelet_model::labels::ANNOTATION_HASH;
+use beelet_model::status::has_ended;
+use beelet_model::table::{PodEntry, PodName, PodTable};
+use jiff::Timestamp;
+use tokio::time::Instant;
+
+use super::why::Warnings;
+use beelet_client::{Client, Event};
+
+/// How a pod is wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    /// Each of its containers is ready.
+    Ready,
+    /// Its containers were started.
+    Running,
+    /// It ended, and well.
+    Succeeded,
+    /// It ended, well or not.
+    Ended,
+    /// It is gone.
+    Deleted,
+    /// A condition of its status has a value.
+    Condition(String, String),
+}
+
+impl FromStr for Wanted {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Ok(match text.to_ascii_lowercase().as_str() {
+            "ready" => Self::Ready,
+            "running" => Self::Running,
+            "succeeded" | "completed" => Self::Succeeded,
+            "ended" => Self::Ended,
+            "deleted" | "delete" => Self::Deleted,
+            _ => {
+                let Some(condition) = text.strip_prefix("condition=").filter(|name| !name.is_empty()) else {
+                    return Err(
+                        "say ready, running, succeeded, ended, deleted or condition=NAME[=VALUE]".to_owned()
+                    );
+                };
+                let (name, value) = condition.split_once('=').unwrap_or((condition, "True"));
+                Self::Condition(name.to_owned(), value.to_owned())
+            }
+        })
+    }
+}
+
+impl fmt::Display for Wanted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ready => f.write_str("ready"),
+            Self::Running => f.write_str("running"),
+            Self::Succeeded => f.write_str("succeeded"),
+            Self::Ended => f.write_str("ended"),
+            Self::Deleted => f.write_str("deleted"),
+            Self::Condition(name, value) => write!(f, "{name}={value}"),
+        }
+    }
+}
+
+/// A pod that is waited for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Target {
+    /// Its name on this node.
+    pub(crate) name: PodName,
+    /// Which pod of the name; empty: any. A pod that was resized in place keeps its UID, and has this as its hash.
+    pub(crate) uid: String,
+}
+
+/// How a pod stands to what is wanted of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// It is so.
+    Met,
+    /// Not yet.
+    Open,
+    /// It never will be.
+    Hopeless,
+}
+
+impl Target {
+    /// The pod in the table, if it is the one that is meant.
+    fn find<'t>(&self, table: &'t PodTable) -> Option<&'t PodEntry> {
+        let entry = table.pods.get(&self.name)?;
+        let metadata = &entry.pod.metadata;
+        let hash = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION_HASH));
+        let is_meant =
+            self.uid.is_empty() || metadata.uid.as_ref() == Some(&self.uid) || hash == Some(&self.uid);
+        is_meant.then_some(&**entry)
+    }
+
+    fn standing(&self, wanted: &Wanted, table: &PodTable) -> Standing {
+        let entry = self.find(table);
+        let Some(entry) = entry else {
+            return if *wanted == Wanted::Deleted { Standing::Met } else { Standing::Open };
+        };
+        let status = entry.pod.status.as_ref();
+        let phase = status.and_then(|status| status.phase.as_deref()).unwrap_or_default();
+        let condition = |name: &str| {
+            let all = status.and_then(|status| status.conditions.as_ref()).into_iter().flatten();
+            all.filter(|one| one.type_.eq_ignore_ascii_case(name)).map(|one| one.status.as_str()).next()
+        };
+        let met = match wanted {
+            Wanted::Ready => condition("Ready") == Some("True"),
+            Wanted::Running => phase == "Running",
+            Wanted::Succeeded => phase == "Succeeded",
+            Wanted::Ended => has_ended(status),
+            Wanted::Deleted => false,
+            Wanted::Condition(name, value) => {
+                condition(name).is_some_and(|is| is.eq_ignore_ascii_case(value))
+            }
+        };
+        let lasts = matches!(wanted, Wanted::Ended | Wanted::Deleted | Wanted::Condition(..));
+        match met {
+            true => Standing::Met,
+            false if has_ended(status) && !lasts => Standing::Hopeless,
+            false => Standing::Open,
+        }
+    }
+}
+
+/// What became of a wait.
+#[derive(Debug, Default)]
+pub(crate) struct Waited {
+    /// All pods as they were seen last.
+    pub(crate) table: PodTable,
+    /// Those that are not as they are wanted.
+    pub(crate) missed: Vec<Target>,
+    /// The time was not up: nothing more was to be waited for.
+    pub(crate) is_settled: bool,
+}
+
+/// Waits until all `targets` are as `wanted`, or cannot be any more, or the time is up. `met` is told each that is.
+pub(crate) async fn wait(
+    client: &mut Client,
+    targets: &[Target],
+    wanted: &Wanted,
+    timeout: Option<Duration>,
+    mut met: impl FnMut(&PodName),
+) -> anyhow::Result<Waited> {
+    let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    let mut watch = client.watch().await?;
+    let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
+    let mut is_synced = false;
+    loop {
+        let event = tokio::select! {
+            event = watch.next() => event?,
+            () = until(end) => return Ok(waited),
+        };
+        let Some(event) = event else { bail!("the agent stopped: what is waited for is not known any more") };
+        is_synced |= event == Event::Synced;
+        notice(&event);
+        event.apply(&mut waited.table);
+        if !is_synced {
+            continue;
+        }
+        let table = &waited.table;
+        waited.missed.retain(|target| {
+            let is_met = target.standing(wanted, table) == Standing::Met;
+            if is_met {
+                met(&target.name);
+            }
+            !is_met
+        });
+        if waited.missed.iter().all(|target| target.standing(wanted, table) == Standing::Hopeless) {
+            waited.is_settled = true;
+            return Ok(waited);
+        }
+    }
+}
+
+async fn until(end: Option<Instant>) {
+    match end {
+        Some(end) => tokio::time::sleep_until(end).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Says why the wait may take long.
+fn notice(event: &Event) {
+    match event {
+        Event::Notice(notice) if notice.is_empty() => {
+            eprintln!("the wait goes on: the container runtime answers again");
+        }
+        Event::Notice(notice) => eprintln!("waiting: {notice}"),
+        _ => {}
+    }
+}
+
+impl Waited {
+    /// How the pods that are not as wanted are, a sentence each.
+    pub(crate) async fn reasons(&self, client: &mut Client) -> anyhow::Result<Vec<String>> {
+        let warnings = Warnings::read(client).await?;
+        Ok(self
+            .missed
+            .iter()
+            .map(|target| reason(target, &self.table, &warnings, Timestamp::now()))
+            .collect())
+    }
+}
+
+fn reason(target: &Target, table: &PodTable, warnings: &Warnings, now: Timestamp) -> String {
+    let name = &target.name;
+    let Some(entry) = target.find(table) else { return format!("pod {name}: is not there") };
+    let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
+    match warnings.why(&entry.pod, now) {
+        Some(why) => format!("pod {name}: {why}"),
+        None => format!("pod {name}: {phase}"),
+    }
+}
+
+/// A time as people write it: `90`, `90s`, `5m`, `1h30m`.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("{text:?} is no time: write 90s, 5m or 1h30m");
+    if let Ok(seconds) = text.parse::<u64>() {
+        return Ok(Duration::from_secs(seconds));
+    }
+    let (mut all, mut number) = (0_u64, String::new());
+    for c in text.chars() {
+        let unit = match c {
+            '0'..='9' => {
+                number.push(c);
+                continue;
+            }
+            's' => 1,
+            'm' => 60,
+            'h' => 3600,
+            _ => return Err(wrong()),
+        };
+        let amount = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+        all = amount.and_then(|amount| all.checked_add(amount)).ok_or_else(wrong)?;
+        number.clear();
+    }
+    if number.is_empty() && !text.is_empty() { Ok(Duration::from_secs(all)) } else { Err(wrong()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn table(status: &Value) -> PodTable {
+        let metadata = json!({"name": "web-n1", "uid": "1", "annotations": {ANNOTATION_HASH: "2"}});
+        let pod = json!({"metadata": metadata, "spec": {"containers": []}, "status": status});
+        let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
+        let mut table = PodTable::default();
+        table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+        table
+    }
+
+    fn target(uid: &str) -> Target {
+        let name = PodName { namespace: "default".to_owned(), name: "web-n1".to_owned() };
+        Target { name, uid: uid.to_owned() }
+    }
+
+    fn check(wanted: &str, status: &Value, expected: Standing) {
+        let wanted: Wanted = wanted.parse().unwrap();
+        assert_eq!(target("").standing(&wanted, &table(status)), expected, "{wanted} {status}");
+    }
+
+    #[test]
+    fn a_pod_is_as_wanted_or_not_yet_or_never() {
+        let ready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
+        let failed = json!({"phase": "Failed", "conditions": [{"type": "Ready", "status": "False"}]});
+        check("ready", &ready, Standing::Met);
+        check("ready", &json!({"phase": "Pending"}), Standing::Open);
+        check("ready", &failed, Standing::Hopeless);
+        check("Running", &ready, Standing::Met);
+        check("succeeded", &json!({"phase": "Succeeded"}), Standing::Met);
+        check("completed", &failed, Standing::Hopeless);
+        check("succeeded", &ready, Standing::Open);
+        check("ended", &failed, Standing::Met);
+        check("ended", &ready, Standing::Open);
+        check("deleted", &failed, Standing::Open);
+        check("condition=Ready", &ready, Standing::Met);
+        check("condition=Ready=False", &failed, Standing::Met);
+        check("condition=PodScheduled", &ready, Standing::Open);
+        assert!("reddy".parse::<Wanted>().unwrap_err().contains("condition=NAME"));
+    }
+
+    #[test]
+    fn another_pod_of_the_name_is_not_the_one() {
+        let table = table(&json!({"phase": "Running"}));
+        for (uid, expected) in
+            [("", Standing::Met), ("1", Standing::Met), ("2", Standing::Met), ("3", Standing::Open)]
+        {
+            assert_eq!(target(uid).standing(&Wanted::Running, &table), expected, "{uid}");
+        }
+        assert_eq!(target("3").standing(&Wanted::Deleted, &table), Standing::Met);
+        assert_eq!(target("1").standing(&Wanted::Deleted, &table), Standing::Open);
+    }
+
+    #[test]
+    fn a_time_is_read_as_people_write_it() {
+        for (text, expected) in [("90", 90), ("90s", 90), ("5m", 300), ("1h30m", 5400), ("0", 0)] {
+            assert_eq!(duration(text), Ok(Duration::from_secs(expected)), "{text}");
+        }
+        for text in ["", "s", "5x", "5m3", "-1", "99999999999999999999h"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+}

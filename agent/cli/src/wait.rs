@@ -1,0 +1,104 @@
+//! `beelet wait`: until pods are ready, ended, gone.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::args::AgentArgs;
+use super::until::{self, Target, Wanted};
+use super::{failed, plain};
+use beelet_client::Client;
+use beelet_policy::selector::Selector;
+
+/// Arguments of `beelet wait`.
+///
+/// Exit code 0: all are so; 1: the time was up, or one never will be.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  beelet wait web --for=ready --timeout=2m
+  beelet wait job --for=succeeded
+  beelet wait -l app=shop --for=condition=Ready
+  beelet wait web --for=deleted")]
+pub struct WaitArgs {
+    /// The pods, with or without the node's name at their end.
+    #[arg(value_name = "POD", required_unless_present_any = ["selector", "all"])]
+    pods: Vec<String>,
+    /// Pods with such labels (`app=shop,tier!=db`).
+    #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pods")]
+    selector: Option<Selector>,
+    /// All pods.
+    #[arg(long, conflicts_with_all = ["pods", "selector"])]
+    all: bool,
+    /// Only pods of this namespace.
+    #[arg(short, long, value_name = "NAMESPACE")]
+    namespace: Option<String>,
+    /// How they are wanted: ready, running, succeeded, ended, deleted or condition=NAME[=VALUE].
+    #[arg(long = "for", value_name = "STATE", default_value = "ready")]
+    wanted: Wanted,
+    /// Wait at most so long (`90s`, `5m`).
+    #[arg(long, value_name = "TIME", value_parser = until::duration, default_value = "30s")]
+    timeout: Duration,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+/// Waits.
+#[must_use]
+pub fn run(args: &WaitArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(wait(args)));
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => failed(&error),
+    }
+}
+
+/// Returns true if all are as they are wanted.
+async fn wait(args: &WaitArgs) -> anyhow::Result<bool> {
+    let mut client = Client::connect(&args.agent.socket).await?;
+    let targets = targets(args, &mut client).await?;
+    if targets.is_empty() {
+        eprintln!("No pods found.");
+        return Ok(true);
+    }
+    let met = |name: &_| println!("pod {name} is {}", args.wanted);
+    let waited = until::wait(&mut client, &targets, &args.wanted, Some(args.timeout), met).await?;
+    for reason in waited.reasons(&mut client).await? {
+        let how = if waited.is_settled {
+            format!("will not be {}", args.wanted)
+        } else {
+            format!("not {} within {} s", args.wanted, args.timeout.as_secs())
+        };
+        eprintln!("error: {how}: {}", plain::line(&reason));
+    }
+    Ok(waited.missed.is_empty())
+}
+
+async fn targets(args: &WaitArgs, client: &mut Client) -> anyhow::Result<Vec<Target>> {
+    let (table, _) = client.pods().await?;
+    let namespace = args.namespace.as_deref().unwrap_or_default();
+    let target = |name: &beelet_model::table::PodName, entry: &beelet_model::table::PodEntry| {
+        // Of a pod that is to go this very one is meant, of others whichever has the name.
+        let uid = entry.pod.metadata.uid.clone().filter(|_| args.wanted == Wanted::Deleted);
+        Target { name: name.clone(), uid: uid.unwrap_or_default() }
+    };
+    let mut targets = Vec::new();
+    for pod in &args.pods {
+        match table.find(namespace, pod) {
+            Ok((name, entry)) => targets.push(target(name, entry)),
+            Err(_) if args.wanted == Wanted::Deleted => println!("pod {pod} is deleted"),
+            Err(sentence) => return Err(anyhow::Error::msg(sentence)),
+        }
+    }
+    if args.pods.is_empty() {
+        let selector = args.selector.clone().unwrap_or_default();
+        let chosen = table.pods.iter().filter(|(name, entry)| {
+            (namespace.is_empty() || name.namespace == namespace)
+                && selector.matches(&entry.pod.metadata.labels.clone().unwrap_or_default())
+        });
+        targets.extend(chosen.map(|(name, entry)| target(name, entry)));
+    }
+    Ok(targets)
+}

@@ -1,0 +1,218 @@
+//! What a person at a node's command line sees and does: `beelet` commands against `beelet run` on a fake runtime.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use std::fs;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Output, Stdio};
+
+use beelet_tests::agent::{Agent, Options};
+use beelet_tests::cri::FakeCri;
+use beelet_tests::guards::CgroupRoot;
+use beelet_tests::{images, manifests, require, workdir};
+use serde_json::{Value, json};
+
+/// An agent on a fake runtime, and what goes with it at the end of the test, in this order.
+struct Node {
+    agent: Agent,
+    _cri: FakeCri,
+    _cgroup: CgroupRoot,
+    dir: tempfile::TempDir,
+}
+
+/// What a command said.
+#[derive(Debug)]
+struct Said {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+impl From<Output> for Said {
+    fn from(output: Output) -> Self {
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        Self { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
+    }
+}
+
+impl Node {
+    fn start() -> Self {
+        Self::with(|options| options)
+    }
+
+    fn with(change: impl FnOnce(Options) -> Options) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let cri = FakeCri::start();
+        cri.add_image(images::APP);
+        let cgroup = CgroupRoot::new(&workdir::unique("bo")).unwrap();
+        let mut options = Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup);
+        options.mount_bpffs = false;
+        let agent = Agent::start(change(options)).unwrap();
+        Self { agent, _cri: cri, _cgroup: cgroup, dir }
+    }
+
+    fn run(&self, arguments: &[&str]) -> Said {
+        self.agent.cli(arguments).output().unwrap().into()
+    }
+
+    /// The same, with standard input.
+    fn feed(&self, arguments: &[&str], input: &str) -> Said {
+        let mut command = self.agent.cli(arguments);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        child.wait_with_output().unwrap().into()
+    }
+
+    /// A file beside the agent's own.
+    fn file(&self, name: &str, text: &str) -> String {
+        let path = self.dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn manifest(&self, name: &str) -> PathBuf {
+        self.agent.manifests().join(name)
+    }
+}
+
+impl Said {
+    fn well(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}{}", self.out, self.err);
+        self
+    }
+}
+
+fn pod(name: &str, app: &str) -> Value {
+    let mut pod = manifests::pod(name, &["/bin/testapp"]);
+    pod["metadata"]["labels"] = json!({ "app": app });
+    pod
+}
+
+#[test]
+fn a_dry_run_tells_what_apply_then_does_and_apply_keeps_comments() {
+    require!(root);
+    let node = Node::start();
+    let mut wrong = pod("wrong", "shop");
+    wrong["spec"]["priorityClassName"] = "nobody".into();
+    wrong["spec"]["containers"][0]["comand"] = json!(["x"]);
+    let web = "# the shop's door\napiVersion: v1\nkind: Pod # one\nmetadata: {name: web, labels: {app: shop}}\nspec:\n  \
+               terminationGracePeriodSeconds: 1\n  containers:\n  - {name: main, image: IMAGE}\n";
+    let web = web.replace("IMAGE", images::APP);
+    let text = format!("{web}---\n{wrong:#}\n");
+    let line = 1 + text.lines().position(|line| line.contains("comand")).unwrap();
+    let file = node.file("all.yaml", &text);
+    let dry = node.run(&["apply", "--dry-run", "-f", &file]);
+    assert_eq!(
+        (dry.code, dry.out.as_str()),
+        (Some(1), "pod/web created (dry run)\npod/wrong created (dry run)\n")
+    );
+    assert!(
+        dry.err.contains(&format!("line {line}: spec.containers[0].comand: there is no such field")),
+        "{}",
+        dry.err
+    );
+    assert!(dry.err.contains("the node refuses it: wrong.yaml: spec.priorityClassName"), "{}", dry.err);
+    assert!(!node.manifest("web.yaml").exists());
+    let real = node.run(&["apply", "-f", &file]);
+    assert_eq!((real.code, &real.out[..32]), (Some(1), "pod/web created\npod/wrong create"));
+    assert_eq!(real.err.lines().take(2).collect::<Vec<_>>(), dry.err.lines().take(2).collect::<Vec<_>>());
+    assert_eq!(fs::read_to_string(node.manifest("web.yaml")).unwrap(), web);
+}
+
+#[test]
+fn everything_that_is_wrong_in_a_folder_is_told_in_one_run() {
+    require!(root);
+    let node = Node::start();
+    node.file("shop/a.yaml", "kind: [");
+    node.file("shop/b.yaml", &format!("{:#}\n---\nkind: Pot\napiVersion: v1\n", pod("b", "shop")));
+    node.file("shop/c.json", "{\"kind\": \"Pod\"}");
+    let folder = node.dir.path().join("shop");
+    let said = node.run(&["apply", "-f", folder.to_str().unwrap()]);
+    assert_eq!(said.code, Some(2));
+    for part in ["a.yaml:1:", "b.yaml:24:7: kind: \"Pot\"", "c.json:1:"] {
+        assert!(said.err.contains(part), "{part}: {}", said.err);
+    }
+    assert_eq!(fs::read_dir(node.agent.manifests()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_list_from_standard_input_is_applied_diffed_pruned_and_deleted() {
+    require!(root);
+    let node = Node::start();
+    let map = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf", "labels": {"app": "shop"}}, "data": {"a": "b"}});
+    let list = |items: &[&Value]| json!({"apiVersion": "v1", "kind": "List", "items": items}).to_string();
+    let (one, two) = (pod("one", "shop"), pod("two", "shop"));
+    let said = node.feed(&["apply", "--wait", "-f", "-"], &list(&[&map, &one, &two])).well();
+    assert!(
+        said.out.starts_with("configmap/conf created\npod/one created\npod/two created\n"),
+        "{}",
+        said.out
+    );
+    assert!(said.out.contains("pod default/one-testnode is ready"), "{}", said.out);
+    let table = node.run(&["get", "configmaps"]).well();
+    assert!(table.out.contains("conf") && table.out.contains("configmap.conf.yaml"), "{}", table.out);
+    let mut changed = one.clone();
+    changed["metadata"]["labels"]["tier"] = "front".into();
+    assert_eq!(node.feed(&["diff", "-f", "-"], &list(&[&map, &one, &two])).well().out, "");
+    let diff = node.feed(&["diff", "-f", "-"], &list(&[&map, &changed]));
+    assert_eq!(diff.code, Some(1), "{}", diff.err);
+    assert!(diff.out.contains("\n+      \"tier\": \"front\"\n"), "{}", diff.out);
+    let prune = ["apply", "--prune", "-l", "app=shop", "-f", "-"];
+    let said = node.feed(&prune, &list(&[&map, &one])).well();
+    assert_eq!(said.out, "configmap/conf unchanged\npod/one unchanged\npod/two-testnode pruned\n");
+    node.run(&["wait", "two", "--for=deleted", "--timeout=60s"]).well();
+    let names = |said: &Said| said.out.lines().skip(1).count();
+    assert_eq!(names(&node.run(&["get", "pods", "one", "-l", "app=shop"]).well()), 1);
+    let said = node.feed(&["delete", "-f", "-"], &list(&[&map, &one])).well();
+    assert!(
+        said.out.contains("configmap/conf deleted") && said.out.contains("pod/one-testnode deleted"),
+        "{}",
+        said.out
+    );
+    assert_eq!(names(&node.run(&["get", "pods"]).well()), 0);
+    assert_eq!(fs::read_dir(node.agent.manifests()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_selector_chooses_what_is_deleted_and_a_map_in_use_is_told() {
+    require!(root);
+    let node = Node::start();
+    let map =
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf"}, "data": {"a": "b"}});
+    let mut user = pod("user", "shop");
+    user["spec"]["containers"][0]["envFrom"] = json!([{"configMapRef": {"name": "conf"}}]);
+    let all = format!("{map}\n---\n{user}\n---\n{}\n", pod("other", "door"));
+    node.feed(&["apply", "--wait=running", "-f", "-"], &all).well();
+    let said = node.run(&["delete", "configmap", "conf"]).well();
+    assert!(said.err.contains("in use: default/user-testnode cannot be started without it"), "{}", said.err);
+    let said = node.run(&["delete", "pods", "-l", "app=shop", "--timeout", "1m"]).well();
+    assert!(said.out.contains("pod/user-testnode deleted") && !said.out.contains("other"), "{}", said.out);
+    let said = node.run(&["delete", "pods", "--all"]).well();
+    assert!(said.out.contains("pod/other-testnode deleted"), "{}", said.out);
+    let said = node.run(&["delete", "pod", "other"]);
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains("no manifest describes the Pod default/other"), "{}", said.err);
+}
+
+#[test]
+fn apply_says_what_became_of_the_pod() {
+    require!(root);
+    let node = Node::start();
+    let large = manifests::with_resources(pod("large", "shop"), ("900", ""), ("", ""));
+    let said = node.feed(&["apply", "-f", "-"], &large.to_string()).well();
+    assert_eq!(said.out, "pod/large created\n");
+    assert!(said.err.contains("pod default/large-testnode: OutOfcpu: "), "{}", said.err);
+    let said = node.feed(&["apply", "--wait", "--timeout=5m", "-f", "-"], &large.to_string());
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains("will not be ready: pod default/large-testnode: OutOfcpu"), "{}", said.err);
+    let mut absent = pod("absent", "shop");
+    absent["spec"]["containers"][0]["imagePullPolicy"] = "Never".into();
+    absent["spec"]["containers"][0]["image"] = "example.com/none:1".into();
+    let said = node.feed(&["apply", "--wait", "--timeout=3s", "-f", "-"], &absent.to_string());
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains("not ready within 3 s: pod default/absent-testnode: "), "{}", said.err);
+    assert!(said.err.contains("Never"), "{}", said.err);
+}
