@@ -8,6 +8,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "beelet/devices.proto",
         "beelet/events.proto",
         "beelet/garbage.proto",
+        "beelet/images.proto",
         "beelet/manifests.proto",
         "beelet/signals.proto",
         "beelet/tuner.proto",

@@ -54,6 +54,10 @@ mod tests {
             let text = std::fs::read_to_string(folder.path().join(page)).unwrap();
             assert!(text.starts_with(".ie") && text.contains(".SH SYNOPSIS"), "{page}: {text}");
         }
+        let page = std::fs::read_to_string(folder.path().join("beelet-apply.1")).unwrap();
+        for section in [".SH EXAMPLES", "beelet apply \\-f web.yaml", ".SH FILES", ".SH \"EXIT STATUS\""] {
+            assert!(page.contains(section), "{section}: {page}");
+        }
         let missing = folder.path().join("none");
         let error = beelet_cli::manual::pages(&command, &missing).unwrap_err().to_string();
         assert!(error.contains("beelet.1"), "{error}");

@@ -18,8 +18,9 @@ use beelet_config::Config;
 /// Arguments of `beelet run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own.
-    #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
+    /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own. `beelet config init`
+    /// writes one.
+    #[arg(long, value_name = "FILE", env = "BEELET_CONFIG", default_value = beelet_config::DEFAULT_PATH)]
     config: PathBuf,
     #[command(flatten)]
     cluster: ClusterArgs,
@@ -56,6 +57,9 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         Ok(loaded) => loaded,
         Err(error) => {
             eprintln!("error: {error}");
+            if !args.config.exists() {
+                eprintln!("`beelet config init` writes one for this machine");
+            }
             return ExitCode::from(USAGE);
         }
     };

@@ -21,6 +21,7 @@ use beelet_model::table::{Complete, PodEntry, PodName, PodTable, RejectedManifes
 pub mod containers;
 pub mod devices;
 pub mod events;
+pub mod images;
 pub mod manifests;
 pub mod probes;
 pub mod tuner;

@@ -3,7 +3,9 @@
 
 mod kernel;
 mod machine;
+mod network;
 mod node;
+mod pods;
 mod runtime;
 
 use std::io::{self, IsTerminal, Write};
@@ -17,15 +19,19 @@ use serde::Serialize;
 use self::kernel::Costs;
 use self::runtime::Facts;
 use super::args::Output;
-use super::{USAGE, failed};
-use beelet_config::Config;
+use super::{USAGE, failed, plain};
+use beelet_config::{Config, DEFAULT_PATH};
+use beelet_model::desired::Desired;
 
 /// Arguments of `beelet doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// The configuration the agent is to run with; without it, its defaults.
+    /// The configuration the agent is to run with; without it /etc/beelet/beelet.yaml, or the defaults if that is not there.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
     config: Option<PathBuf>,
+    /// Say more of what is well, too: a line for each thing, not for each group.
+    #[arg(short, long)]
+    verbose: bool,
     /// How the findings are shown.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
@@ -49,6 +55,8 @@ enum State {
 /// One thing that was looked at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Finding {
+    #[serde(skip)]
+    group: &'static str,
     check: &'static str,
     state: State,
     detail: String,
@@ -61,6 +69,7 @@ struct Finding {
 impl Finding {
     fn ok(check: &'static str, detail: impl Into<String>) -> Self {
         Self {
+            group: "",
             check,
             state: State::Ok,
             detail: detail.into(),
@@ -76,7 +85,7 @@ impl Finding {
         remedy: impl Into<String>,
     ) -> Self {
         let (consequence, remedy) = (consequence.into(), remedy.into());
-        Self { check, state: State::Degraded, detail: detail.into(), consequence, remedy }
+        Self { group: "", check, state: State::Degraded, detail: detail.into(), consequence, remedy }
     }
 
     fn missing(
@@ -93,29 +102,37 @@ impl Finding {
 struct Patient {
     config: Config,
     runtime: Facts,
+    /// What the manifests' folder adds up to; None if there is none.
+    desired: Option<Desired>,
 }
 
-/// Every check, in the order of the report. Each gives one finding or several.
-const CHECKS: &[fn(&Patient) -> Vec<Finding>] = &[
-    machine::kernel_version,
-    machine::btf,
-    machine::privileges,
-    machine::cgroups,
-    machine::pressure,
-    machine::bpffs,
-    machine::sock_diag,
-    runtime::answers,
-    runtime::conditions,
-    runtime::cgroup_driver,
-    runtime::owner,
-    node::running,
-    node::manifests,
-    node::space,
-    node::quotas,
-    node::inotify,
-    node::processes,
-    node::port,
+/// A check: one finding or several.
+type Check = fn(&Patient) -> Vec<Finding>;
+
+/// Every check by its group, in the order of the report.
+const GROUPS: &[(&str, &[Check])] = &[
+    (
+        "machine",
+        &[
+            machine::kernel_version,
+            machine::btf,
+            machine::privileges,
+            machine::cgroups,
+            machine::pressure,
+            machine::bpffs,
+            machine::sock_diag,
+            machine::clock,
+        ],
+    ),
+    (
+        "runtime",
+        &[runtime::answers, runtime::conditions, runtime::cgroup_driver, runtime::owner, network::plugins],
+    ),
+    ("node", &[node::running, node::space, node::quotas, node::inotify, node::processes, node::port]),
+    ("pods", &[node::manifests, pods::rejected, pods::images]),
 ];
+/// The group of the BPF programs.
+const PROGRAMS: &str = "kernel programs";
 
 /// The whole report.
 #[derive(Serialize)]
@@ -137,18 +154,24 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
-    let runtime = match runtime::facts(&config) {
+    let desired = pods::desired(&config);
+    let images = desired.as_ref().map(pods::images_of).unwrap_or_default();
+    let runtime = match runtime::facts(&config, &images) {
         Ok(facts) => facts,
         Err(error) => return failed(&error),
     };
-    let patient = Patient { config, runtime };
-    let mut findings: Vec<Finding> = CHECKS.iter().flat_map(|check| check(&patient)).collect();
+    let patient = Patient { config, runtime, desired };
+    let of_group = |(group, checks): &(&'static str, &[Check])| {
+        let findings: Vec<Finding> = checks.iter().flat_map(|check| check(&patient)).collect();
+        findings.into_iter().map(|finding| Finding { group, ..finding }).collect::<Vec<_>>()
+    };
+    let mut findings: Vec<Finding> = GROUPS.iter().flat_map(of_group).collect();
     let (programs, costs) = kernel::programs(&patient.config, args.bpf);
-    findings.extend(programs);
+    findings.extend(programs.into_iter().map(|finding| Finding { group: PROGRAMS, ..finding }));
     let can_run = findings.iter().all(|finding| finding.state != State::Missing);
     let report = Report { can_run, findings, bpf: args.bpf.then_some(costs) };
     let text = match args.output {
-        Output::Table => table(&report),
+        Output::Table => table(&report, args.verbose),
         Output::Json => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
     };
     // A reader that has seen enough is no failure of the machine's.
@@ -157,7 +180,8 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
 }
 
 fn config(path: Option<&Path>) -> Result<Config, String> {
-    let loaded = match path {
+    let usual = Path::new(DEFAULT_PATH);
+    let loaded = match path.or_else(|| usual.exists().then_some(usual)) {
         Some(path) => Config::load(path).map_err(|error| error.to_string())?,
         None => Config::with_defaults().map_err(|error| error.to_string())?,
     };
@@ -168,26 +192,51 @@ fn config(path: Option<&Path>) -> Result<Config, String> {
     Ok(config)
 }
 
-fn table(report: &Report) -> String {
+/// What is well in one line per group, before the group's other findings.
+fn in_short(findings: &[Finding]) -> Vec<Finding> {
+    let mut short = Vec::new();
+    for group in findings.chunk_by(|a, b| a.group == b.group) {
+        let mut well: Vec<&str> = Vec::new();
+        for finding in group.iter().filter(|finding| finding.state == State::Ok) {
+            if well.last() != Some(&finding.check) {
+                well.push(finding.check);
+            }
+        }
+        if !well.is_empty() {
+            let what =
+                if group[0].group == PROGRAMS { format!("{} work", well.len()) } else { well.join(", ") };
+            short.push(Finding::ok(group[0].group, what));
+        }
+        short.extend(group.iter().filter(|finding| finding.state != State::Ok).cloned());
+    }
+    short
+}
+
+fn cells(finding: &Finding) -> Vec<Cell> {
+    let (word, color) = match finding.state {
+        State::Ok => ("ok", Color::Green),
+        State::Degraded => ("degraded", Color::Yellow),
+        State::Missing => ("MISSING", Color::Red),
+    };
+    let mut text = finding.detail.clone();
+    for (word, part) in [("So", &finding.consequence), ("Do", &finding.remedy)] {
+        if !part.is_empty() {
+            text += &format!("\n{word}: {part}");
+        }
+    }
+    let state = Cell::new(word).fg(color).add_attribute(Attribute::Bold);
+    vec![state, Cell::new(finding.check), Cell::new(plain::lines(&text))]
+}
+
+fn table(report: &Report, verbose: bool) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
     if !io::stdout().is_terminal() {
         table.set_width(110);
     }
-    for finding in &report.findings {
-        let (word, color) = match finding.state {
-            State::Ok => ("ok", Color::Green),
-            State::Degraded => ("degraded", Color::Yellow),
-            State::Missing => ("MISSING", Color::Red),
-        };
-        let mut text = finding.detail.clone();
-        for (word, part) in [("So", &finding.consequence), ("Do", &finding.remedy)] {
-            if !part.is_empty() {
-                text += &format!("\n{word}: {part}");
-            }
-        }
-        let state = Cell::new(word).fg(color).add_attribute(Attribute::Bold);
-        table.add_row(vec![state, Cell::new(finding.check), Cell::new(text)]);
+    let shown = if verbose { report.findings.clone() } else { in_short(&report.findings) };
+    for finding in &shown {
+        table.add_row(cells(finding));
     }
     let lines: Vec<String> = table.to_string().lines().map(|line| line.trim_end().to_owned()).collect();
     let mut text = lines.join("\n") + "\n";
@@ -224,10 +273,13 @@ mod tests {
 
     #[test]
     fn a_report_says_what_it_means_and_what_to_do() {
-        let text = table(&report(vec![
-            Finding::ok("kernel", "Linux 6.12"),
-            Finding::degraded("bpffs", "not mounted", "pins are lost", "mount it"),
-        ]));
+        let text = table(
+            &report(vec![
+                Finding::ok("kernel", "Linux 6.12"),
+                Finding::degraded("bpffs", "not mounted", "pins are lost", "mount it"),
+            ]),
+            true,
+        );
         let lines: Vec<&str> = text.lines().map(str::trim).collect();
         assert!(lines[0].starts_with("ok") && lines[0].ends_with("Linux 6.12"), "{text}");
         assert!(lines[1].starts_with("degraded") && lines[1].ends_with("not mounted"), "{text}");
@@ -236,6 +288,25 @@ mod tests {
             text.ends_with("beelet can run here; one of its parts is degraded as said above.\n"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn what_is_well_is_a_line_per_group() {
+        let of = |group: &'static str, finding: Finding| Finding { group, ..finding };
+        let report = report(vec![
+            of("machine", Finding::ok("kernel", "Linux 6.12")),
+            of("machine", Finding::ok("BTF", "there")),
+            of("machine", Finding::degraded("bpffs", "not mounted", "pins are lost", "mount it")),
+            of("node", Finding::ok("agent", "one is running")),
+            of(PROGRAMS, Finding::ok("a", "works")),
+            of(PROGRAMS, Finding::ok("b", "works")),
+        ]);
+        let text = table(&report, false);
+        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(words[0], ["ok", "machine", "kernel,", "BTF"]);
+        assert_eq!(words[1][..3], ["degraded", "bpffs", "not"]);
+        assert_eq!(words[4], ["ok", "node", "agent"]);
+        assert_eq!(words[5], ["ok", "kernel", "programs", "2", "work"]);
     }
 
     #[test]

@@ -17,12 +17,13 @@ use super::failed;
 use beelet_client::Client;
 
 /// Input on its way to the agent. What is typed faster waits.
-const QUEUE: usize = 16;
+pub(super) const QUEUE: usize = 16;
 /// Most bytes of standard input in one message.
 const PIECE: usize = 16 << 10;
 
 /// Arguments of `beelet exec`.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  beelet exec web -- ls /data\n  beelet exec -it web -c main -- sh")]
 pub struct ExecArgs {
     /// The pod, with or without the node's name at its end.
     #[arg(value_name = "POD")]
@@ -94,10 +95,20 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
         tty: args.tty,
     };
     send(&sender, Input::Start(start)).await;
-    let mut outputs = client.exec(ReceiverStream::new(receiver)).await?;
+    let outputs = client.exec(ReceiverStream::new(receiver)).await?;
+    converse(args.stdin, terminal, sender, outputs).await
+}
+
+/// Connects the caller's standard streams and terminal with a process; its exit code.
+pub(super) async fn converse(
+    stdin: bool,
+    terminal: bool,
+    sender: mpsc::Sender<proto::ExecInput>,
+    mut outputs: tonic::Streaming<proto::ExecOutput>,
+) -> anyhow::Result<i32> {
     let raw = if terminal { Some(RawTerminal::enter()?) } else { None };
     let keys = sender.clone();
-    if args.stdin {
+    if stdin {
         // A thread of its own, for a read that nothing ends but a key; it ends with the program.
         std::thread::spawn(move || type_in(&keys));
     }
@@ -112,7 +123,7 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
     ended
 }
 
-async fn send(sender: &mpsc::Sender<proto::ExecInput>, input: Input) -> bool {
+pub(super) async fn send(sender: &mpsc::Sender<proto::ExecInput>, input: Input) -> bool {
     sender.send(proto::ExecInput { input: Some(input) }).await.is_ok()
 }
 

@@ -135,7 +135,7 @@ fn short(id: &str) -> String {
 
 /// `16.6 MiB`, one decimal.
 #[expect(clippy::cast_precision_loss, reason = "for a person, to one decimal")]
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.iter().find(|(unit, _)| bytes >= *unit) {
         Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / *unit as f64),

@@ -47,6 +47,9 @@ enum What {
     /// The RuntimeClasses of the manifests' folder.
     #[command(name = "runtimeclasses", visible_alias = "runtimeclass")]
     RuntimeClasses(objects::ObjectsArgs),
+    /// The runtime's images: `beelet images ls`.
+    #[command(visible_alias = "image")]
+    Images(crate::args::ShownArgs),
     /// What happened to pods, and what went wrong: `beelet events`.
     #[command(visible_aliases = ["event", "ev"])]
     Events(crate::events::EventsArgs),
@@ -103,6 +106,7 @@ pub fn run(args: &GetArgs) -> ExitCode {
         What::Secrets(args) => runtime.block_on(objects::get("Secret", args)),
         What::PriorityClasses(args) => runtime.block_on(objects::get("PriorityClass", args)),
         What::RuntimeClasses(args) => runtime.block_on(objects::get("RuntimeClass", args)),
+        What::Images(args) => runtime.block_on(crate::images::list(args)),
         What::Events(args) => runtime.block_on(crate::events::events(args)),
     });
     match done {

@@ -8,7 +8,9 @@ use clap::Subcommand;
 
 pub mod apply;
 mod args;
+pub mod attach;
 pub mod bpf;
+pub mod config;
 pub mod delete;
 pub mod describe;
 pub mod devices;
@@ -19,12 +21,15 @@ pub mod exec;
 mod files;
 pub mod gc;
 pub mod get;
+pub mod images;
 pub mod logs;
 pub mod manual;
 mod plain;
 pub mod plan;
+pub mod port_forward;
 pub mod probe;
 mod requested;
+pub mod restart;
 pub mod top;
 pub mod tune;
 mod until;
@@ -44,12 +49,20 @@ pub enum Command {
     Devices(devices::DevicesArgs),
     /// Remove unused images or dead containers now.
     Gc(gc::GcArgs),
+    /// Show, fetch and remove the runtime's images.
+    Images(images::ImagesArgs),
     /// Show what pods and containers use and wait for, live.
     Top(top::TopArgs),
     /// Print what a container has printed.
     Logs(logs::LogsArgs),
     /// Run a command in a container.
     Exec(exec::ExecArgs),
+    /// Show what a container's own process prints, and let it have what is typed.
+    Attach(attach::AttachArgs),
+    /// Let ports of this machine lead into a pod.
+    PortForward(port_forward::PortForwardArgs),
+    /// Start containers again at once, without their back-off.
+    Restart(restart::RestartArgs),
     /// Check manifests and put them into the agent's folder.
     Apply(apply::ApplyArgs),
     /// Show what apply would change.
@@ -62,6 +75,8 @@ pub enum Command {
     Probe(probe::ProbeArgs),
     /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
     Doctor(doctor::DoctorArgs),
+    /// Write a configuration for this machine.
+    Config(config::ConfigArgs),
     /// Show what the tuner of cgroups sees, holds and did.
     Tune(tune::TuneArgs),
     /// Show what the agent has in the kernel: its BPF programs and maps.
@@ -86,15 +101,20 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
         Command::Events(args) => events::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::Gc(args) => gc::run(&args),
+        Command::Images(args) => images::run(&args),
         Command::Top(args) => top::run(&args),
         Command::Logs(args) => logs::run(&args),
         Command::Exec(args) => exec::run(args),
+        Command::Attach(args) => attach::run(args),
+        Command::PortForward(args) => port_forward::run(&args),
+        Command::Restart(args) => restart::run(&args),
         Command::Apply(args) => apply::run(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Delete(args) => delete::run(&args),
         Command::Wait(args) => wait::run(&args),
         Command::Probe(args) => probe::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Config(args) => config::run(&args),
         Command::Tune(args) => tune::run(&args),
         Command::Bpf(args) => bpf::run(&args),
         Command::Plan(args) => plan::run(&args),

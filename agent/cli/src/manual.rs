@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
+use clap::builder::Resettable;
 use clap::{Args, Command};
 use clap_complete::Shell;
+use clap_mangen::roff::{Roff, bold, roman};
 
 use super::failed;
 
@@ -66,6 +68,50 @@ pub fn pages(command: &Command, folder: &Path) -> anyhow::Result<()> {
 
 fn page(command: &Command) -> anyhow::Result<Vec<u8>> {
     let mut text = Vec::new();
-    clap_mangen::Man::new(command.clone()).render(&mut text).context("the manual page could not be made")?;
+    let examples = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+    // They have a section of their own.
+    let plain = command.clone().after_help(Resettable::Reset);
+    let made = clap_mangen::Man::new(plain)
+        .render(&mut text)
+        .and_then(|()| sections(&examples).to_writer(&mut text));
+    made.context("the manual page could not be made")?;
     Ok(text)
 }
+
+/// What the command line's definition does not say by itself.
+fn sections(examples: &str) -> Roff {
+    let mut page = Roff::new();
+    if let Some(examples) = examples.trim().strip_prefix("Examples:") {
+        page.control("SH", ["EXAMPLES"]).control("nf", []);
+        for line in examples.lines().filter(|line| !line.trim().is_empty()) {
+            page.text([roman(line)]);
+        }
+        page.control("fi", []);
+    }
+    page.control("SH", ["FILES"]);
+    for (path, what) in FILES {
+        page.control("TP", []).text([bold(*path)]).text([roman(*what)]);
+    }
+    page.control("SH", ["EXIT STATUS"]);
+    for (code, what) in CODES {
+        page.control("TP", []).text([bold(*code)]).text([roman(*what)]);
+    }
+    page
+}
+
+/// Where things are if nobody says where.
+const FILES: &[(&str, &str)] = &[
+    ("/etc/beelet/beelet.yaml", "The configuration of the agent; `beelet config init` writes it."),
+    (
+        "/etc/beelet/manifests",
+        "The folder of manifests in that configuration (staticPodPath): what lies there runs.",
+    ),
+    ("/run/beelet/beelet.sock", "The agent's socket, for root; --socket or BEELET_SOCKET name another."),
+    ("/var/lib/beelet", "What the agent must know after a restart."),
+];
+/// As all commands have them; those of `exec` are the command's own.
+const CODES: &[(&str, &str)] = &[
+    ("0", "All went well."),
+    ("1", "It could not be done, or is not as it was asked for."),
+    ("2", "The command line, or a file given on it, is wrong."),
+];

@@ -11,6 +11,7 @@ use beelet_proto::beelet::containers_client::ContainersClient;
 use beelet_proto::beelet::devices_client::DevicesClient;
 use beelet_proto::beelet::events_client::EventsClient;
 use beelet_proto::beelet::garbage_client::GarbageClient;
+use beelet_proto::beelet::images_client::ImagesClient;
 use beelet_proto::beelet::manifests_client::ManifestsClient;
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
@@ -35,6 +36,7 @@ pub struct Client {
     events: EventsClient<Channel>,
     devices: DevicesClient<Channel>,
     garbage: GarbageClient<Channel>,
+    images: ImagesClient<Channel>,
     tuner: TunerClient<Channel>,
     containers: ContainersClient<Channel>,
     manifests: ManifestsClient<Channel>,
@@ -119,6 +121,7 @@ impl Client {
             tuner: TunerClient::new(channel.clone()),
             probes: ProbesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             garbage: GarbageClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
+            images: ImagesClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE),
             containers: ContainersClient::new(channel.clone()),
             manifests: ManifestsClient::new(channel).max_decoding_message_size(MAX_MESSAGE),
         })
@@ -148,6 +151,36 @@ impl Client {
     ) -> Result<proto::CollectContainersResponse, ClientError> {
         let request = proto::CollectContainersRequest { dry_run, terminated };
         Ok(self.garbage.collect_containers(request).await?.into_inner())
+    }
+
+    /// The runtime's images, with the pods that use them.
+    ///
+    /// # Errors
+    /// The agent or the runtime doesn't answer.
+    pub async fn images(&mut self) -> Result<proto::ListImagesResponse, ClientError> {
+        Ok(self.images.list_images(proto::ListImagesRequest {}).await?.into_inner())
+    }
+
+    /// Fetches an image; the reference to run it by.
+    ///
+    /// # Errors
+    /// It can't be fetched, and why.
+    pub async fn pull_image(&mut self, image: &str) -> Result<String, ClientError> {
+        let request = proto::PullImageRequest { image: image.to_owned() };
+        Ok(self.images.pull_image(request).await?.into_inner().reference)
+    }
+
+    /// Removes an image, with `force` also one that pods use.
+    ///
+    /// # Errors
+    /// There is none, it is in use, or it can't be removed.
+    pub async fn remove_image(
+        &mut self,
+        image: &str,
+        force: bool,
+    ) -> Result<Option<proto::NodeImage>, ClientError> {
+        let request = proto::RemoveImageRequest { image: image.to_owned(), force };
+        Ok(self.images.remove_image(request).await?.into_inner().image)
     }
 
     /// All pods as they are now, and why they may not be as they are shown; empty if there is no reason.
@@ -288,6 +321,40 @@ impl Client {
         inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
     ) -> Result<Streaming<proto::ExecOutput>, ClientError> {
         Ok(self.containers.exec(inputs).await?.into_inner())
+    }
+
+    /// The streams of a container's own first process. The first input says which container.
+    ///
+    /// # Errors
+    /// As for [`Client::exec`].
+    pub async fn attach(
+        &mut self,
+        inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
+    ) -> Result<Streaming<proto::ExecOutput>, ClientError> {
+        Ok(self.containers.attach(inputs).await?.into_inner())
+    }
+
+    /// A connection to a port of a pod. The first piece says which.
+    ///
+    /// # Errors
+    /// There is no such pod, it doesn't run, or the agent stopped or refused.
+    pub async fn port_forward(
+        &mut self,
+        inputs: impl tokio_stream::Stream<Item = proto::PortInput> + Send + 'static,
+    ) -> Result<Streaming<proto::PortOutput>, ClientError> {
+        Ok(self.containers.port_forward(inputs).await?.into_inner())
+    }
+
+    /// Starts containers again at once.
+    ///
+    /// # Errors
+    /// There is none that can be, or the agent stopped or refused.
+    pub async fn restart(
+        &mut self,
+        target: proto::ContainerTarget,
+    ) -> Result<proto::RestartResponse, ClientError> {
+        let request = proto::RestartRequest { target: Some(target) };
+        Ok(self.containers.restart(request).await?.into_inner())
     }
 
     /// Puts manifests into the agent's folder, or says what that would do.

@@ -269,6 +269,9 @@ pub struct Tuner {
 
 pub use beelet_bpf::BpfMode;
 
+/// Where the configuration is if nobody says where.
+pub const DEFAULT_PATH: &str = "/etc/beelet/beelet.yaml";
+
 /// How tcpSocket probes are answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

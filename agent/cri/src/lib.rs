@@ -15,6 +15,7 @@ mod channel;
 mod error;
 mod events;
 mod exec;
+pub mod forward;
 mod metrics;
 mod operation;
 pub mod spdy;

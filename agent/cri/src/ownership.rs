@@ -144,6 +144,15 @@ pub fn kubelet_on(socket: &Path) -> io::Result<Option<Kubelet>> {
     Ok(kubelets.into_iter().find(|kubelet| !clients.is_disjoint(&sockets_of(kubelet.pid))))
 }
 
+/// Why a beelet could not take the runtime at `socket` now, because another one has it; None if it could.
+#[must_use]
+pub fn beelet_on(socket: &Path) -> Option<String> {
+    let path = Path::new(LOCKS).join(lock_name(socket));
+    // One that nobody made is nobody's; taken here, it is given back at once.
+    let taken = path.exists().then(|| Lock::take(&path, &format!("the runtime at {}", socket.display())));
+    taken?.err().map(|error| error.to_string())
+}
+
 /// Every process but our own that is a kubelet.
 fn kubelets() -> Vec<Kubelet> {
     let own = std::process::id();

@@ -11,6 +11,8 @@ use tokio::sync::mpsc;
 
 use super::spdy::{self, Frame, HEAD, Writer};
 
+/// The protocol's name.
+const PROTOCOL: &str = "v4.channel.k8s.io";
 /// How long the streaming server may take to accept.
 const CONNECT: Duration = Duration::from_secs(30);
 /// Most bytes of the server's first answer.
@@ -129,27 +131,38 @@ pub async fn stream(
     inputs: mpsc::Receiver<Input>,
     outputs: mpsc::Sender<Output>,
 ) -> Result<(), StreamError> {
+    let (socket, rest) = connect(url, PROTOCOL).await?;
+    let (from, to) = socket.into_split();
+    Session::new(streams).run(io::Cursor::new(rest).chain(from), to, inputs, outputs).await
+}
+
+/// A connection to the streaming server at `url` that speaks `protocol` over SPDY from now on, and what the
+/// server has sent so far.
+pub(super) async fn connect(url: &str, protocol: &str) -> Result<(TcpStream, Vec<u8>), StreamError> {
     let address = url.strip_prefix("http://").ok_or_else(|| StreamError::Scheme(url.to_owned()))?;
     let (host, path) = address.split_once('/').unwrap_or((address, ""));
     let failed = |e: io::Error| StreamError::server(host, e);
     let connected = tokio::time::timeout(CONNECT, async {
         let mut socket = TcpStream::connect(host).await.map_err(failed)?;
         socket.set_nodelay(true).map_err(failed)?;
-        let rest = upgrade(&mut socket, host, path).await?;
+        let rest = upgrade(&mut socket, host, path, protocol).await?;
         Ok((socket, rest))
     });
     let timeout = |_| Err(StreamError::Timeout { host: host.to_owned(), after: CONNECT });
-    let (socket, rest) = connected.await.unwrap_or_else(timeout)?;
-    let (from, to) = socket.into_split();
-    Session::new(streams).run(io::Cursor::new(rest).chain(from), to, inputs, outputs).await
+    connected.await.unwrap_or_else(timeout)
 }
 
 /// Asks for SPDY; what the server has sent beyond its answer.
-async fn upgrade(socket: &mut TcpStream, host: &str, path: &str) -> Result<Vec<u8>, StreamError> {
+async fn upgrade(
+    socket: &mut TcpStream,
+    host: &str,
+    path: &str,
+    protocol: &str,
+) -> Result<Vec<u8>, StreamError> {
     let failed = |e: io::Error| StreamError::server(host, e);
     let request = format!(
         "POST /{path} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
-         X-Stream-Protocol-Version: v4.channel.k8s.io\r\nContent-Length: 0\r\n\r\n"
+         X-Stream-Protocol-Version: {protocol}\r\nContent-Length: 0\r\n\r\n"
     );
     socket.write_all(request.as_bytes()).await.map_err(failed)?;
     let mut answer = Vec::new();
@@ -297,7 +310,7 @@ impl Session {
 }
 
 /// The next frame; None at the end.
-async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, StreamError> {
+pub(super) async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, StreamError> {
     let mut head = [0; HEAD];
     match from.read_exact(&mut head).await {
         Ok(_) => {}

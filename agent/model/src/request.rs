@@ -52,6 +52,14 @@ pub enum Request {
         /// Amounts, or a sentence.
         amounts: Result<BTreeMap<String, Option<core::ResourceRequirements>>, String>,
     },
+    /// Starts containers again at once, without a restart delay; those that run are stopped first. Also tries again
+    /// at once what could not be started (an image that was not there). One that has ended for good stays so.
+    Restart {
+        /// The pod.
+        uid: String,
+        /// The runtime's identifiers of the containers.
+        containers: BTreeSet<String>,
+    },
     /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back all it had.
     Retry {
         /// The pod.

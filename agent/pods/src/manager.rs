@@ -472,6 +472,7 @@ impl Manager {
             };
             c.verdicts.condemned.retain(|id, _| running(id));
             c.exited.retain(|id, _| running(id));
+            c.verdicts.hurried.retain(|id| report.seen.containers.contains_key(id));
             c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
             c.verdicts.hooked.clone_from(&report.hooked);
             false // the worker that reports has seen it all
@@ -516,6 +517,7 @@ impl Manager {
                 self.fail(&uid, &Failure::new(reason, message, grace));
             }
             Request::Retry { uid } => self.retry(&uid),
+            Request::Restart { uid, containers } => self.restart(&uid, &containers),
             Request::Exited { uid, status } => self.on_exited(&uid, *status),
             Request::OomKilled(update) => self.on_oom_killed(update),
             Request::Enacted { uid, amounts } => self.on_enacted(&uid, amounts),

@@ -69,6 +69,8 @@ pub(super) struct Control {
     pub verdicts: Verdicts,
     /// Counts the changes that the runtime reported.
     pub changes: u64,
+    /// Counts the requests to start again at once what could not be started.
+    pub hurries: u64,
     /// The runtime's word on containers that were last seen running, and have ended.
     pub exited: BTreeMap<String, Arc<cri::ContainerStatus>>,
 }
@@ -135,6 +137,8 @@ pub(super) struct Worker {
     control: watch::Receiver<Control>,
     reports: mpsc::Sender<Report>,
     failed_starts: BTreeMap<String, FailedStart>,
+    /// The requests to start again at once that were heard.
+    hurries: u64,
     /// Containers whose postStart hook is done, and those whose hook failed.
     hooked: BTreeSet<String>,
     failed_hooks: BTreeSet<String>,
@@ -186,6 +190,7 @@ impl Worker {
             control,
             reports,
             failed_starts: BTreeMap::new(),
+            hurries: 0,
             hooked,
             failed_hooks: BTreeSet::new(),
             outdated: BTreeMap::new(),
@@ -290,6 +295,9 @@ impl Worker {
     /// One look, one decision, and what it asks for.
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, Error> {
         let seen = self.look(control).await?;
+        if std::mem::replace(&mut self.hurries, control.hurries) != control.hurries {
+            self.failed_starts.clear();
+        }
         let verdicts = self.verdicts(&control.verdicts, &seen);
         self.ends.note(&seen.pod, Timestamp::now());
         let times = pod::Times { ended: self.ends.known(), now: self.ends.now() };

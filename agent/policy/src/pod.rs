@@ -100,6 +100,9 @@ pub struct Verdicts {
     /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned, or that are not what the
     /// pod asks for any more. The latter are started anew whatever code they end with.
     pub condemned: BTreeMap<String, KillReason>,
+    /// Containers that somebody asked to be started again: their restart delay counts as over, and the next one begins
+    /// from nothing.
+    pub hurried: BTreeSet<String>,
 }
 
 /// Why a container is stopped.
@@ -119,6 +122,8 @@ pub enum KillReason {
     RestartAll,
     /// It gets other amounts of cpu or memory, which its resizePolicy has it restarted for.
     Resized,
+    /// Somebody asked for it.
+    Requested,
 }
 
 impl KillReason {
@@ -132,6 +137,7 @@ impl KillReason {
             Self::Redefined => "definition changed, will be restarted",
             Self::Resized => "resize requires restart",
             Self::RestartAll => "will be restarted with all containers of its pod",
+            Self::Requested => "is restarted on request",
         }
     }
 }
@@ -488,7 +494,9 @@ impl<'a> Decision<'a> {
                 else {
                     return;
                 };
-                if until > self.times.now {
+                if self.verdicts.hurried.contains(&container.id) {
+                    self.start(&spec.name, container.attempt + 1, Duration::ZERO, None);
+                } else if until > self.times.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
                 } else {
                     self.start(&spec.name, container.attempt + 1, delay, None);

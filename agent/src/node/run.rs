@@ -249,17 +249,19 @@ impl Base {
             rules: manifest_rules(config, &self.state),
         };
         let outlook = self.health.outlook();
-        let running = Arc::clone(&self.late.running);
+        let running = || Arc::clone(&self.late.running);
         Routes::new(grpc::node_service(table.clone(), outlook, serving.clone()))
             .add_service(grpc::events::service(&self.events, serving.clone()))
             .add_service(grpc::containers::service(
                 table.clone(),
                 self.runtime.clone(),
                 logs,
+                running(),
                 serving.clone(),
             ))
+            .add_service(grpc::images::service(table.clone(), self.runtime.clone()))
             .add_service(grpc::devices::service(Arc::clone(&self.late.devices), table.clone()))
-            .add_service(grpc::manifests::service(folder, running))
+            .add_service(grpc::manifests::service(folder, running()))
             .add_service(grpc::garbage::service(Arc::clone(&self.metrics.protection.collectors)))
             .add_service(grpc::tuner::service(self.metrics.tuner_view.subscribe()))
             .add_service(grpc::probes::service(self.probes.clone()))

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 /// An agent on a fake runtime, and what goes with it at the end of the test, in this order.
 struct Node {
     agent: Agent,
-    _cri: FakeCri,
+    cri: FakeCri,
     _cgroup: CgroupRoot,
     dir: tempfile::TempDir,
 }
@@ -49,7 +49,7 @@ impl Node {
         let mut options = Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup);
         options.mount_bpffs = false;
         let agent = Agent::start(change(options)).unwrap();
-        Self { agent, _cri: cri, _cgroup: cgroup, dir }
+        Self { agent, cri, _cgroup: cgroup, dir }
     }
 
     fn run(&self, arguments: &[&str]) -> Said {
@@ -215,4 +215,70 @@ fn apply_says_what_became_of_the_pod() {
     assert_eq!(said.code, Some(1));
     assert!(said.err.contains("not ready within 3 s: pod default/absent-testnode: "), "{}", said.err);
     assert!(said.err.contains("Never"), "{}", said.err);
+}
+
+#[test]
+fn a_restart_waits_for_no_back_off() {
+    require!(root);
+    let node = Node::start();
+    node.feed(&["apply", "--wait", "-f", "-"], &pod("web", "shop").to_string()).well();
+    let attempt = || node.cri.container("web-testnode", "main").unwrap().attempt();
+    assert_eq!(attempt(), 0);
+    let said = node.run(&["restart", "web"]).well();
+    assert_eq!(said.out, "container main of pod default/web-testnode runs again\n");
+    assert_eq!(attempt(), 1);
+    let events = node.run(&["events", "--for", "web-testnode"]).well().out;
+    assert!(events.contains("Container main is restarted on request"), "{events}");
+    // It crashes again and again; its delay is 10 s at least.
+    for _ in 0..2 {
+        let id = node.cri.container("web-testnode", "main").unwrap().id.clone();
+        node.cri.exit(&id, 1);
+        let waits = node.agent.until("the back-off", |watch| {
+            let pod = watch.pod("web").cloned()?;
+            (!pod.ready()).then_some(())
+        });
+        waits.unwrap();
+        let before = attempt();
+        node.run(&["restart", "web", "-c", "main", "--timeout", "60s"]).well();
+        assert_eq!(attempt(), before + 1);
+    }
+    let said = node.run(&["restart", "web", "-c", "none"]);
+    assert!(said.err.contains("has no container \"none\"; it has main"), "{}", said.err);
+    let mut job = pod("job", "shop");
+    job["spec"]["restartPolicy"] = "Never".into();
+    node.feed(&["apply", "--wait=running", "-f", "-"], &job.to_string()).well();
+    let said = node.run(&["restart", "job"]);
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains("delete the pod and apply its manifest again"), "{}", said.err);
+}
+
+#[test]
+fn images_show_whose_they_are_and_one_in_use_is_kept() {
+    require!(root);
+    let node = Node::start();
+    let other = "example.com/other:1";
+    node.cri.add_image(other);
+    node.cri.add_to_registry("example.com/more:1");
+    node.feed(&["apply", "--wait", "-f", "-"], &pod("web", "shop").to_string()).well();
+    let mut absent = pod("absent", "shop");
+    absent["spec"]["containers"][0]["image"] = "example.com/none:1".into();
+    node.feed(&["apply", "-f", "-"], &absent.to_string()).well();
+    let said = node.run(&["images", "ls"]).well();
+    let of = |name: &str| said.out.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
+    assert!(of(images::APP).ends_with("default/web-testnode"), "{}", said.out);
+    assert!(of(other).ends_with("<none>"), "{}", said.out);
+    assert!(
+        said.err.contains("not here: example.com/none:1 (wanted by default/absent-testnode)"),
+        "{}",
+        said.err
+    );
+    let said = node.run(&["images", "rm", images::APP]);
+    assert!(said.err.contains("is in use by default/web-testnode"), "{}", said.err);
+    node.run(&["images", "rm", other]).well();
+    assert!(node.run(&["images", "rm", other]).err.contains("there is no image"));
+    node.run(&["images", "pull", "example.com/more:1"]).well();
+    let said = node.run(&["get", "images", "-o", "json"]).well();
+    let value: Value = serde_json::from_str(&said.out).unwrap();
+    assert_eq!(value["missing"][0]["name"], "example.com/none:1");
+    assert!(said.out.contains("example.com/more:1") && !said.out.contains(other), "{}", said.out);
 }

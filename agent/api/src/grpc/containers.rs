@@ -1,4 +1,7 @@
-//! Looking into containers: their logs, and commands in them.
+//! Looking into containers: their logs, commands in them, their own streams and ports; and starting them again.
+
+mod ports;
+mod restart;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,11 +13,12 @@ use beelet_proto::beelet::exec_output::Output;
 use beelet_proto::cri;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{SetOnce, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::manifests::Running;
 use beelet_cri::{Runtime, stream as exec};
 use beelet_logs::read::{self, Piece, Wanted};
 use beelet_logs::{Error as LogError, Stream};
@@ -33,15 +37,17 @@ pub fn service(
     pods: watch::Receiver<Arc<PodTable>>,
     runtime: Runtime,
     logs: PathBuf,
+    running: Arc<SetOnce<Running>>,
     shutdown: CancellationToken,
 ) -> ContainersServer<impl Containers + use<>> {
-    ContainersServer::new(Service { pods, runtime, logs, shutdown })
+    ContainersServer::new(Service { pods, runtime, logs, running, shutdown })
 }
 
 struct Service {
     pods: watch::Receiver<Arc<PodTable>>,
     runtime: Runtime,
     logs: PathBuf,
+    running: Arc<SetOnce<Running>>,
     shutdown: CancellationToken,
 }
 
@@ -49,6 +55,7 @@ struct Service {
 struct Found {
     pod: PodName,
     uid: String,
+    spec: core::Container,
     status: core::ContainerStatus,
 }
 
@@ -56,6 +63,16 @@ impl Found {
     /// The runtime's identifier of its newest instance.
     fn id(&self) -> Option<&str> {
         runtime_id(&self.status)
+    }
+
+    /// The same of one that runs.
+    #[allow(clippy::result_large_err)] // tonic's own error type
+    fn running(&self) -> Result<&str, Status> {
+        let runs = self.status.state.as_ref().is_some_and(|state| state.running.is_some());
+        self.id().filter(|_| runs).ok_or_else(|| {
+            let name = &self.status.name;
+            Status::failed_precondition(format!("the container {name} of {} does not run", self.pod))
+        })
     }
 }
 
@@ -108,13 +125,8 @@ impl Containers for Service {
             return Err(Status::invalid_argument("there is no command"));
         }
         let found = find(&self.pods.borrow(), &start.target.clone().unwrap_or_default())?;
-        let runs = found.status.state.as_ref().is_some_and(|state| state.running.is_some());
-        let id = found.id().filter(|_| runs).ok_or_else(|| {
-            let name = &found.status.name;
-            Status::failed_precondition(format!("the container {name} of {} does not run", found.pod))
-        })?;
         let command = cri::ExecRequest {
-            container_id: id.to_owned(),
+            container_id: found.running()?.to_owned(),
             cmd: start.command,
             tty: start.tty,
             stdin: start.stdin,
@@ -127,6 +139,56 @@ impl Containers for Service {
         let (sender, receiver) = mpsc::channel(QUEUE);
         tokio::spawn(run(url, streams, inputs, sender, self.shutdown.clone()));
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type AttachStream = ReceiverStream<Result<proto::ExecOutput, Status>>;
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<proto::ExecInput>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let mut inputs = request.into_inner();
+        let first = inputs.message().await?.and_then(|input| input.input);
+        let Some(Input::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first input must say which container"));
+        };
+        let found = find(&self.pods.borrow(), &start.target.unwrap_or_default())?;
+        if start.stdin && !found.spec.stdin.unwrap_or_default() {
+            let (name, pod) = (&found.status.name, &found.pod);
+            let why = "has no standard input (its manifest does not say stdin: true)";
+            return Err(Status::failed_precondition(format!(
+                "the container {name} of {pod} {why}: leave -i out"
+            )));
+        }
+        // Whether there is a terminal was decided when the container was made.
+        let streams = exec::Streams { stdin: start.stdin, tty: found.spec.tty.unwrap_or_default() };
+        let wanted = cri::AttachRequest {
+            container_id: found.running()?.to_owned(),
+            stdin: streams.stdin,
+            tty: streams.tty,
+            stdout: true,
+            stderr: !streams.tty,
+        };
+        let url = self.runtime.attach(wanted).await.map_err(|e| Status::unavailable(e.to_string()))?;
+        let (sender, receiver) = mpsc::channel(QUEUE);
+        tokio::spawn(run(url, streams, inputs, sender, self.shutdown.clone()));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    type PortForwardStream = ReceiverStream<Result<proto::PortOutput, Status>>;
+
+    async fn port_forward(
+        &self,
+        request: Request<Streaming<proto::PortInput>>,
+    ) -> Result<Response<Self::PortForwardStream>, Status> {
+        self.forward_port(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn restart(
+        &self,
+        request: Request<proto::RestartRequest>,
+    ) -> Result<Response<proto::RestartResponse>, Status> {
+        self.restart_containers(request.into_inner()).await.map(Response::new)
     }
 }
 
@@ -232,7 +294,9 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
         Status::not_found(format!("{name} has no container {wanted:?}; it has {}", names.join(", ")))
     })?;
     let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
-    Ok(Found { pod: name.clone(), uid, status: (*found).clone() })
+    let mut containers = spec.containers.into_iter().chain(spec.init_containers.into_iter().flatten());
+    let spec = containers.find(|container| container.name == wanted).unwrap_or_default();
+    Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone() })
 }
 
 /// The statuses of a pod's containers of every kind.
@@ -330,7 +394,7 @@ mod tests {
         let (table, pods) = watch::channel(Arc::new(table(running(), restarts)));
         let runtime = Runtime::new("unix:///none.sock", std::time::Duration::from_secs(1)).unwrap();
         let (logs, shutdown) = (dir.path().to_owned(), CancellationToken::new());
-        Fixture { dir, table, service: Service { pods, runtime, logs, shutdown } }
+        Fixture { dir, table, service: Service { pods, runtime, logs, running: Arc::default(), shutdown } }
     }
 
     async fn text(mut stream: ReceiverStream<Result<proto::LogsPiece, Status>>) -> String {

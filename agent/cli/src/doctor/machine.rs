@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 use caps::{CapSet, Capability};
 
@@ -9,6 +10,8 @@ use super::{Finding, Patient};
 use beelet_bpf::NetnsHandle;
 use beelet_cgroups::{Cgroups, Version};
 
+/// What file systems and machines may differ by.
+const CLOCK_SLACK: Duration = Duration::from_secs(24 * 3600);
 /// The oldest kernel the BPF programs are made for.
 const OLDEST: (u32, u32) = (5, 15);
 
@@ -213,6 +216,28 @@ pub(super) fn bpffs(patient: &Patient) -> Vec<Finding> {
     }]
 }
 
+/// The clock can't be right if it is before this program was made.
+pub(super) fn clock(_: &Patient) -> Vec<Finding> {
+    let made = std::env::current_exe().and_then(fs::metadata).and_then(|metadata| metadata.modified());
+    vec![judge_clock(SystemTime::now(), made.unwrap_or(SystemTime::UNIX_EPOCH))]
+}
+
+fn judge_clock(now: SystemTime, made: SystemTime) -> Finding {
+    let shown = |time: SystemTime| {
+        let time = jiff::Timestamp::try_from(time).unwrap_or_default();
+        jiff::Timestamp::from_second(time.as_second()).unwrap_or_default().to_string()
+    };
+    if now.checked_add(CLOCK_SLACK).is_none_or(|now| now >= made) {
+        return Finding::ok("clock", shown(now));
+    }
+    Finding::degraded(
+        "clock",
+        format!("it is {} by this machine's clock, and this program is of {}", shown(now), shown(made)),
+        "registries' and servers' certificates are not valid yet; ages of pods and events are wrong",
+        "set it, and keep it so (chrony, systemd-timesyncd)",
+    )
+}
+
 /// The nearest folder of `path` that exists.
 pub(super) fn existing(path: &Path) -> &Path {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
@@ -235,6 +260,14 @@ mod tests {
         ] {
             assert_eq!(judge_version(release).state, state, "{release}");
         }
+    }
+
+    #[test]
+    fn a_clock_before_the_programs_time_is_wrong() {
+        let day = |days: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(days * 86_400);
+        assert_eq!(judge_clock(day(100), day(90)).state, State::Ok);
+        assert_eq!(judge_clock(day(100), day(101)).state, State::Ok);
+        assert_eq!(judge_clock(day(0), day(90)).state, State::Degraded);
     }
 
     #[test]

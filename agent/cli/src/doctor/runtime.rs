@@ -1,5 +1,7 @@
 //! The container runtime, asked once.
 
+use std::collections::BTreeSet;
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use beelet_proto::cri;
@@ -20,20 +22,45 @@ pub(super) struct Facts {
     version: Result<cri::VersionResponse, Error>,
     status: Result<cri::StatusResponse, Error>,
     driver: Result<Option<CgroupDriver>, Error>,
+    /// Images that were asked for and are not there; None if it did not say.
+    missing: Option<Vec<String>>,
 }
 
-/// Asks it.
-pub(super) fn facts(config: &Config) -> anyhow::Result<Facts> {
+impl Facts {
+    /// Its status, if it gave one.
+    pub(super) fn status(&self) -> Option<&cri::StatusResponse> {
+        self.status.as_ref().ok()
+    }
+
+    /// The images of pods that it does not have; None if it did not say.
+    pub(super) fn missing_images(&self) -> Option<&[String]> {
+        self.missing.as_deref()
+    }
+}
+
+/// Asks it, also for these images.
+pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Result<Facts> {
     let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     threads.block_on(async {
         let runtime = Runtime::new(&config.runtime_endpoint, TIMEOUT)?;
         Ok(Facts {
             endpoint: config.runtime_endpoint.clone(),
             version: runtime.version().await,
-            status: runtime.status(false).await,
+            status: runtime.status(true).await,
             driver: runtime.runtime_config().await,
+            missing: missing(&runtime, images).await.ok(),
         })
     })
+}
+
+async fn missing(runtime: &Runtime, images: &BTreeSet<String>) -> Result<Vec<String>, Error> {
+    let mut missing = Vec::new();
+    for image in images {
+        if runtime.image_status(image).await?.is_none() {
+            missing.push(image.clone());
+        }
+    }
+    Ok(missing)
 }
 
 pub(super) fn answers(patient: &Patient) -> Vec<Finding> {
@@ -133,6 +160,15 @@ pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
 
 pub(super) fn owner(patient: &Patient) -> Vec<Finding> {
     let Ok(runtime) = Runtime::new(&patient.config.runtime_endpoint, TIMEOUT) else { return Vec::new() };
+    let is_ours = UnixStream::connect(patient.config.socket()).is_ok();
+    if let Some(why) = ownership::beelet_on(runtime.socket()).filter(|_| !is_ours) {
+        return vec![Finding::missing(
+            "one owner",
+            why,
+            "the agent refuses to start",
+            "stop that agent, or give this one a runtime of its own (containerRuntimeEndpoint)",
+        )];
+    }
     vec![match ownership::kubelet_on(runtime.socket()) {
         Ok(None) => Finding::ok("one owner", "no kubelet is connected to this runtime"),
         Ok(Some(kubelet)) => Finding::missing(

@@ -1,8 +1,9 @@
 //! Pods that are ended for good, and let run again.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use beelet_policy::pod;
+use beelet_policy::pod::{self, ContainerState, KillReason};
 use jiff::Timestamp;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
@@ -82,6 +83,25 @@ impl Manager {
             c.verdicts = pod::Verdicts::default();
         });
         self.publish(uid);
+    }
+
+    /// See [`beelet_model::request::Request::Restart`].
+    pub(super) fn restart(&mut self, uid: &str, containers: &BTreeSet<String>) {
+        let Some(managed) = self.pods.get_mut(uid).filter(|managed| managed.failure.is_none()) else {
+            return;
+        };
+        let Some(seen) = managed.seen.clone() else { return };
+        let asked = seen.pod.containers.iter().filter(|container| containers.contains(&container.id));
+        managed.control.send_modify(|c| {
+            c.hurries += 1;
+            for container in asked {
+                c.verdicts.hurried.insert(container.id.clone());
+                if matches!(container.state, ContainerState::Running { .. }) {
+                    c.verdicts.condemned.entry(container.id.clone()).or_insert(KillReason::Requested);
+                }
+            }
+        });
+        info!(pod = %managed.name, uid, "containers are restarted on request");
     }
 
     /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end is over. One

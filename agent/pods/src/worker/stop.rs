@@ -134,7 +134,8 @@ impl Worker {
             | KillReason::PostStartHook
             | KillReason::Redefined
             | KillReason::Resized
-            | KillReason::RestartAll => None,
+            | KillReason::RestartAll
+            | KillReason::Requested => None,
         });
         let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
         own.map_or_else(|| self.plan.grace, Duration::from_secs)

@@ -65,6 +65,7 @@ fn verdicts(started: &[&str], condemned: &[&str]) -> Verdicts {
         started: started.iter().map(|s| (*s).to_owned()).collect(),
         hooked: BTreeSet::new(),
         condemned: condemned.iter().map(|s| ((*s).to_owned(), KillReason::Liveness)).collect(),
+        hurried: BTreeSet::new(),
     }
 }
 
@@ -332,6 +333,24 @@ fn a_container_in_backoff_waits_until_its_delay_has_passed() {
     let later = decided_at(99_990 + 40, &p, &o, &verdicts(&[], &[]));
     assert_eq!(line(&later), "start a/4");
     assert_eq!(later.start[0].restart_delay, Duration::from_secs(40));
+}
+
+#[test]
+fn a_container_that_is_restarted_on_request_waits_for_nothing() {
+    let p = pod("Always", &[], &["a"]);
+    let mut crashed = container("a", 3, 0, "exit 1 @99990");
+    crashed.restart_delay = Duration::from_secs(20);
+    let o = observed(&[(0, true)], vec![crashed]);
+    let hurried = Verdicts { hurried: ["a-3".to_owned()].into(), ..verdicts(&[], &[]) };
+    let decided = decided_at(NOW, &p, &o, &hurried);
+    assert_eq!(line(&decided), "start a/4");
+    assert_eq!(decided.start[0].restart_delay, Duration::ZERO);
+    // An earlier instance is not meant.
+    let other = Verdicts { hurried: ["a-2".to_owned()].into(), ..verdicts(&[], &[]) };
+    assert_eq!(line(&decided_at(NOW, &p, &o, &other)), "wait a");
+    // One that has ended for good stays so.
+    let never = pod("Never", &[], &["a"]);
+    assert!(line(&decided_at(NOW, &never, &o, &hurried)).contains("Failed"));
 }
 
 #[test]

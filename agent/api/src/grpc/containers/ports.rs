@@ -1,0 +1,107 @@
+//! Connections to ports of pods, through the runtime's streaming server.
+
+use beelet_cri::{Runtime, forward};
+use beelet_model::pod::selector;
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::port_input::Input;
+use beelet_proto::cri;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, Streaming};
+
+use super::{QUEUE, Service};
+
+/// What is sent to the client.
+type Outputs = mpsc::Sender<Result<proto::PortOutput, Status>>;
+
+impl Service {
+    /// Connects a client with a port of a pod.
+    pub(super) async fn forward_port(
+        &self,
+        mut inputs: Streaming<proto::PortInput>,
+    ) -> Result<ReceiverStream<Result<proto::PortOutput, Status>>, Status> {
+        let first = inputs.message().await?.and_then(|input| input.input);
+        let Some(Input::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first piece must say which pod and port"));
+        };
+        let Ok(port @ 1..) = u16::try_from(start.port) else {
+            return Err(Status::invalid_argument(format!("{} is no port: 1 to 65535", start.port)));
+        };
+        let uid = {
+            let table = self.pods.borrow();
+            let (_, entry) = table.find(&start.namespace, &start.pod).map_err(Status::not_found)?;
+            entry.pod.metadata.uid.clone().unwrap_or_default()
+        };
+        let sandbox = sandbox(&self.runtime, &uid).await?;
+        let sandbox = sandbox.ok_or_else(|| {
+            Status::failed_precondition(format!(
+                "the pod {} does not run: see `beelet describe pod {0}`",
+                start.pod
+            ))
+        })?;
+        let url = self.runtime.port_forward(&sandbox, vec![i32::from(port)]).await;
+        let url = url.map_err(|error| Status::unavailable(error.to_string()))?;
+        let (sender, receiver) = mpsc::channel(QUEUE);
+        tokio::spawn(connect(url, port, inputs, sender, self.shutdown.clone()));
+        Ok(ReceiverStream::new(receiver))
+    }
+}
+
+/// The newest sandbox of a pod that runs.
+async fn sandbox(runtime: &Runtime, uid: &str) -> Result<Option<String>, Status> {
+    let filter = cri::PodSandboxFilter { label_selector: selector(uid), ..Default::default() };
+    let sandboxes = runtime.list_sandboxes(Some(filter)).await;
+    let sandboxes = sandboxes.map_err(|error| Status::unavailable(error.to_string()))?;
+    let ready = cri::PodSandboxState::SandboxReady as i32;
+    let newest = sandboxes.into_iter().filter(|one| one.state == ready).max_by_key(|one| one.created_at);
+    Ok(newest.map(|sandbox| sandbox.id))
+}
+
+/// Copies both ways until one side has ended.
+async fn connect(
+    url: String,
+    port: u16,
+    mut inputs: Streaming<proto::PortInput>,
+    sender: Outputs,
+    shutdown: CancellationToken,
+) {
+    let (to_port, input) = mpsc::channel(QUEUE);
+    let (output, mut from_port) = mpsc::channel(QUEUE);
+    let reading = async move {
+        while let Ok(Some(message)) = inputs.message().await {
+            let Some(Input::Data(bytes)) = message.input else { continue };
+            if to_port.send(bytes).await.is_err() {
+                return;
+            }
+        }
+    };
+    let sending = async {
+        while let Some(data) = from_port.recv().await {
+            if sender.send(Ok(proto::PortOutput { data })).await.is_err() {
+                return;
+            }
+        }
+    };
+    let copying = async {
+        let forwarded = async { tokio::join!(forward::forward(&url, port, input, output), sending).0 };
+        // The client may end its side first and still listen.
+        let never = async {
+            reading.await;
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            ended = forwarded => ended,
+            () = never => Ok(()),
+        }
+    };
+    let failed = tokio::select! {
+        ended = copying => ended.err().map(|error| error.to_string()),
+        () = sender.closed() => None,
+        () = shutdown.cancelled() => Some("the agent stops".to_owned()),
+    };
+    if let Some(error) = failed {
+        // Whether anybody listens is no matter any more.
+        let _ = sender.try_send(Err(Status::unavailable(error)));
+    }
+}

@@ -1,0 +1,186 @@
+//! `service Images` (`images.proto`): what the runtime has, what pods miss, and changes of it by hand.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use beelet_cri::Runtime;
+use beelet_model::status::has_ended;
+use beelet_model::table::PodTable;
+use beelet_proto::beelet as proto;
+use beelet_proto::beelet::images_server::{Images, ImagesServer};
+use beelet_proto::cri;
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+/// The service, to be added to the agent's.
+#[must_use]
+pub fn service(pods: watch::Receiver<Arc<PodTable>>, runtime: Runtime) -> ImagesServer<impl Images> {
+    ImagesServer::new(Service { pods, runtime })
+}
+
+struct Service {
+    pods: watch::Receiver<Arc<PodTable>>,
+    runtime: Runtime,
+}
+
+#[tonic::async_trait]
+impl Images for Service {
+    async fn list_images(
+        &self,
+        _request: Request<proto::ListImagesRequest>,
+    ) -> Result<Response<proto::ListImagesResponse>, Status> {
+        let images = self.runtime.list_images().await.map_err(unavailable)?;
+        let users = self.users().await?;
+        Ok(Response::new(listed(images, users)))
+    }
+
+    async fn pull_image(
+        &self,
+        request: Request<proto::PullImageRequest>,
+    ) -> Result<Response<proto::PullImageResponse>, Status> {
+        let image = request.into_inner().image;
+        let pulled = self.runtime.pull_image(&image, None, &cri::PodSandboxConfig::default()).await;
+        let reference = pulled.map_err(unavailable)?;
+        Ok(Response::new(proto::PullImageResponse { reference }))
+    }
+
+    async fn remove_image(
+        &self,
+        request: Request<proto::RemoveImageRequest>,
+    ) -> Result<Response<proto::RemoveImageResponse>, Status> {
+        let request = request.into_inner();
+        let found = self.runtime.image_status(&request.image).await.map_err(unavailable)?;
+        let found = found.ok_or_else(|| {
+            Status::not_found(format!("there is no image {:?}; `beelet images ls` shows all", request.image))
+        })?;
+        let mut listed = listed(vec![found], self.users().await?).images;
+        let image = listed.pop().unwrap_or_default();
+        if !request.force && !image.used_by.is_empty() {
+            return Err(Status::failed_precondition(format!(
+                "{} is in use by {}: delete the pods first, or say --force",
+                request.image,
+                image.used_by.join(", ")
+            )));
+        }
+        self.runtime.remove_image(&image.id).await.map_err(unavailable)?;
+        Ok(Response::new(proto::RemoveImageResponse { image: Some(image) }))
+    }
+}
+
+impl Service {
+    /// The images that pods name, each with its id if it is here: the runtime knows what a name means.
+    async fn users(&self) -> Result<Vec<Wanted>, Status> {
+        let wanted = wanted(&self.pods.borrow());
+        let mut found = Vec::new();
+        for (name, pods) in wanted {
+            let image = self.runtime.image_status(&name).await.map_err(unavailable)?;
+            found.push(Wanted { name, id: image.map(|image| image.id), pods });
+        }
+        Ok(found)
+    }
+}
+
+/// An image that pods name.
+struct Wanted {
+    name: String,
+    id: Option<String>,
+    pods: Vec<String>,
+}
+
+#[allow(clippy::needless_pass_by_value)] // as map_err has it
+fn unavailable(error: beelet_cri::Error) -> Status {
+    Status::unavailable(error.to_string())
+}
+
+/// The images with their users, and what pods name and is not here.
+fn listed(images: Vec<cri::Image>, wanted: Vec<Wanted>) -> proto::ListImagesResponse {
+    let users = |id: &str| {
+        let of_image = wanted.iter().filter(|one| one.id.as_deref() == Some(id));
+        of_image.flat_map(|one| one.pods.iter().cloned()).collect::<BTreeSet<_>>().into_iter().collect()
+    };
+    let image = |image: cri::Image| proto::NodeImage {
+        used_by: users(&image.id),
+        id: image.id,
+        tags: image.repo_tags,
+        digests: image.repo_digests,
+        size_bytes: image.size,
+        pinned: image.pinned,
+    };
+    let mut images: Vec<proto::NodeImage> = images.into_iter().map(image).collect();
+    images.sort_by(|a, b| (a.tags.is_empty(), &a.tags, &a.id).cmp(&(b.tags.is_empty(), &b.tags, &b.id)));
+    let absent = wanted.into_iter().filter(|one| one.id.is_none());
+    let missing = absent.map(|one| proto::MissingImage { name: one.name, used_by: one.pods });
+    proto::ListImagesResponse { images, missing: missing.collect() }
+}
+
+/// The images that pods which have not ended name, with the pods.
+fn wanted(table: &PodTable) -> BTreeMap<String, Vec<String>> {
+    let mut wanted: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (name, entry) in table.pods.iter().filter(|(_, entry)| !has_ended(entry.pod.status.as_ref())) {
+        let Some(spec) = &entry.pod.spec else { continue };
+        let containers = spec.init_containers.iter().flatten().chain(&spec.containers);
+        let of_containers = containers.filter_map(|container| container.image.as_deref());
+        let volumes = spec.volumes.iter().flatten();
+        let of_volumes = volumes.filter_map(|volume| volume.image.as_ref()?.reference.as_deref());
+        for image in of_containers.chain(of_volumes) {
+            let users = wanted.entry(image.to_owned()).or_default();
+            if !users.contains(&name.to_string()) {
+                users.push(name.to_string());
+            }
+        }
+    }
+    wanted
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_model::table::{PodEntry, PodName};
+    use serde_json::json;
+
+    use super::*;
+
+    fn image(id: &str, tag: &str) -> cri::Image {
+        cri::Image { id: format!("sha256:{id}"), repo_tags: vec![tag.to_owned()], ..Default::default() }
+    }
+
+    fn table(pods: &[(&str, &str, &str)]) -> PodTable {
+        let mut table = PodTable::default();
+        for (name, image, phase) in pods {
+            let pod = json!({
+                "metadata": {"name": name},
+                "spec": {"containers": [{"name": "c", "image": image}]},
+                "status": {"phase": phase},
+            });
+            let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
+            table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+        }
+        table
+    }
+
+    #[test]
+    fn an_image_has_its_users_and_what_is_not_here_is_told() {
+        let pods = table(&[
+            ("one", "example.com/web:1", "Running"),
+            ("two", "db", "Pending"),
+            ("three", "example.com/none:2", "Pending"),
+            ("four", "example.com/web:1", "Failed"),
+        ]);
+        let here = |name: &str| match name {
+            "db" => Some("sha256:b".to_owned()),
+            "example.com/web:1" => Some("sha256:a".to_owned()),
+            _ => None,
+        };
+        let wanted = wanted(&pods).into_iter().map(|(name, pods)| Wanted { id: here(&name), name, pods });
+        let images = vec![image("b", "library/db:latest"), image("a", "example.com/web:1")];
+        let listed = listed(images, wanted.collect());
+        let users: Vec<_> =
+            listed.images.iter().map(|one| (one.tags[0].as_str(), one.used_by.join(" "))).collect();
+        let expected = [("example.com/web:1", "default/one"), ("library/db:latest", "default/two")];
+        assert_eq!(users, expected.map(|(tag, users)| (tag, users.to_owned())));
+        assert_eq!(listed.missing.len(), 1);
+        assert_eq!(
+            (listed.missing[0].name.as_str(), listed.missing[0].used_by.len()),
+            ("example.com/none:2", 1)
+        );
+    }
+}

@@ -1,0 +1,259 @@
+//! `beelet config init`: a commented configuration for this machine.
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use beelet_config::{Config, DEFAULT_PATH};
+use beelet_cri::Runtime;
+use beelet_policy::cgroups::CgroupDriver;
+use clap::{Args, Subcommand};
+
+use super::failed;
+
+/// Arguments of `beelet config`.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Write a commented configuration for this machine: its runtime, its cgroup driver, its size.
+    Init(InitArgs),
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  beelet config init\n  beelet config init - | less")]
+struct InitArgs {
+    /// The file; - prints it.
+    #[arg(value_name = "FILE", default_value = DEFAULT_PATH)]
+    file: PathBuf,
+    /// Write over a file that is there.
+    #[arg(long)]
+    force: bool,
+}
+
+/// Where runtimes listen that are installed as they come.
+const SOCKETS: &[&str] = &["/run/containerd/containerd.sock", "/run/crio/crio.sock"];
+/// How long a runtime may take to answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+const MIB: u64 = 1 << 20;
+
+/// What of this machine the file depends on.
+#[derive(Debug, PartialEq, Eq)]
+struct Machine {
+    name: String,
+    cpus: u64,
+    memory: u64,
+    socket: String,
+    /// A runtime listens at the socket.
+    answers: bool,
+    driver: Option<CgroupDriver>,
+}
+
+/// Does it.
+#[must_use]
+pub fn run(args: &ConfigArgs) -> ExitCode {
+    let What::Init(args) = &args.what;
+    match init(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+fn init(args: &InitArgs) -> anyhow::Result<()> {
+    let machine = Machine::look()?;
+    let text = machine.text();
+    if args.file == Path::new("-") {
+        print!("{text}");
+        return Ok(());
+    }
+    write(&args.file, &text, args.force)?;
+    let path = args.file.display();
+    println!(
+        "{path} is written; check it with `beelet run --config {path} --check`, and this machine with `beelet doctor`"
+    );
+    if !machine.answers {
+        eprintln!(
+            "no container runtime listens at {}: install one, or correct containerRuntimeEndpoint",
+            machine.socket
+        );
+    }
+    Ok(())
+}
+
+/// Writes the file, with the folders that lead to it.
+fn write(path: &Path, text: &str, force: bool) -> anyhow::Result<()> {
+    let failed = || format!("cannot write {}", path.display());
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).with_context(failed)?;
+    }
+    let mut options = fs::OpenOptions::new();
+    options.write(true).mode(0o644);
+    if force {
+        options.create(true).truncate(true)
+    } else {
+        options.create_new(true)
+    };
+    let mut file = match options.open(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            bail!(
+                "{} is there already: say --force to write over it, or - to print the new one",
+                path.display()
+            );
+        }
+        file => file.with_context(failed)?,
+    };
+    file.write_all(text.as_bytes()).with_context(failed)
+}
+
+impl Machine {
+    fn look() -> anyhow::Result<Self> {
+        let (defaults, _) = Config::with_defaults()?;
+        let socket = SOCKETS.iter().find(|socket| Path::new(socket).exists()).unwrap_or(&SOCKETS[0]);
+        let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (answers, driver) = threads.block_on(async {
+            let Ok(runtime) = Runtime::new(&format!("unix://{socket}"), TIMEOUT) else {
+                return (false, None);
+            };
+            (runtime.version().await.is_ok(), runtime.runtime_config().await.ok().flatten())
+        });
+        let pages = rustix::system::sysinfo();
+        // The field's type differs by architecture.
+        #[allow(clippy::useless_conversion)]
+        let total = u64::try_from(pages.totalram).unwrap_or_default();
+        let memory = u64::from(pages.mem_unit).saturating_mul(total);
+        let cpus =
+            std::thread::available_parallelism().map_or(1, |cpus| u64::try_from(cpus.get()).unwrap_or(1));
+        Ok(Self { name: defaults.node_name, cpus, memory, socket: (*socket).to_owned(), answers, driver })
+    }
+
+    /// A share of the memory that keeps a small machine usable: a sixteenth, within 128 MiB and 2 GiB.
+    fn reserved_memory(&self) -> u64 {
+        (self.memory / MIB / 16).clamp(128, 2048)
+    }
+
+    /// A tenth of a CPU, and a hundredth of one for each further.
+    fn reserved_cpu(&self) -> u64 {
+        100 + 10 * self.cpus.saturating_sub(1)
+    }
+
+    fn text(&self) -> String {
+        let driver = match self.driver {
+            Some(CgroupDriver::Systemd) => {
+                "cgroupDriver: systemd              # the runtime says so".to_owned()
+            }
+            Some(CgroupDriver::Cgroupfs) => {
+                "cgroupDriver: cgroupfs             # the runtime says so".to_owned()
+            }
+            None => "# cgroupDriver: systemd            # if the runtime has SystemdCgroup = true".to_owned(),
+        };
+        let (name, socket) = (serde_json::Value::from(self.name.as_str()), &self.socket);
+        let (cpu, memory) = (self.reserved_cpu(), self.reserved_memory());
+        let (cpus, all) = (self.cpus, self.memory / MIB);
+        format!(
+            "# The configuration of beelet on this machine ({cpus} CPUs, {all} MiB of memory).\n\
+             # What a line with # shows is the default. docs/configuration.md says what all fields mean.\n\
+             apiVersion: kubelet.config.k8s.io/v1beta1\n\
+             kind: KubeletConfiguration\n\n\
+             # What runs here is what lies in this folder; `beelet apply` writes into it.\n\
+             staticPodPath: /etc/beelet/manifests\n\
+             containerRuntimeEndpoint: unix://{socket}\n\
+             {driver}\n\n\
+             # What the system and the agent keep for themselves; pods get the rest.\n\
+             systemReserved: {{cpu: {cpu}m, memory: {memory}Mi}}\n\
+             # Pods are evicted below these; see docs/node-pressure.md.\n\
+             # evictionHard: {{memory.available: 100Mi, nodefs.available: 10%, nodefs.inodesFree: 5%, imagefs.available: 15%, imagefs.inodesFree: 5%}}\n\
+             # maxPods: 110\n\
+             # Unused images go when the disk is so full, down to the second.\n\
+             # imageGCHighThresholdPercent: 85\n\
+             # imageGCLowThresholdPercent: 80\n\
+             # containerLogMaxSize: 10Mi\n\
+             # containerLogMaxFiles: 5\n\
+             # /healthz and /metrics; loopback only.\n\
+             # healthzPort: 10248\n\
+             ---\n\
+             apiVersion: beelet.dev/v1alpha1\n\
+             kind: BeeletConfiguration\n\
+             # Ends every pod's name.\n\
+             nodeName: {name}\n\
+             # stateDir: /var/lib/beelet\n\
+             # runDir: /run/beelet\n\
+             # TCP probes: by the kernel's word, or by connecting as the kubelet does.\n\
+             # tcpProbes: kernel\n\
+             # Stop all pods with the agent; else they go on and the next start takes them over.\n\
+             # stopPodsOnExit: false\n"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(driver: Option<CgroupDriver>) -> Machine {
+        Machine {
+            name: "edge-1".to_owned(),
+            cpus: 4,
+            memory: 8192 * MIB,
+            socket: SOCKETS[0].to_owned(),
+            answers: true,
+            driver,
+        }
+    }
+
+    /// Reads the text as a configuration.
+    fn load(text: &str) -> Config {
+        let folder =
+            std::env::temp_dir().join(format!("beelet-config-{}-{}", std::process::id(), text.len()));
+        let path = folder.join("a/beelet.yaml");
+        write(&path, text, false).unwrap();
+        let loaded = Config::load(&path).unwrap();
+        assert!(write(&path, text, false).unwrap_err().to_string().contains("--force"));
+        write(&path, text, true).unwrap();
+        fs::remove_dir_all(folder).unwrap();
+        assert!(loaded.1.is_empty(), "{:?}", loaded.1);
+        loaded.0
+    }
+
+    #[test]
+    fn the_file_is_a_configuration_of_this_machine() {
+        let config = load(&machine(Some(CgroupDriver::Systemd)).text());
+        assert_eq!(config.cgroup_driver, Some(CgroupDriver::Systemd));
+        assert_eq!(
+            (config.node_name.as_str(), config.runtime_endpoint.as_str()),
+            ("edge-1", "unix:///run/containerd/containerd.sock")
+        );
+        assert_eq!(config.reserved("memory").binary(), "512Mi");
+        assert_eq!(config.reserved("cpu").to_string(), "130m");
+    }
+
+    #[test]
+    fn what_it_shows_as_defaults_are_the_defaults() {
+        let plain = load(&machine(None).text());
+        // Every line that is a field behind a comment sign.
+        let is_field = |line: &str| {
+            line.strip_prefix("# ").is_some_and(|rest| {
+                let name = rest.split(':').next().unwrap_or_default();
+                rest.contains(": ") && name.chars().all(|c| c.is_ascii_alphanumeric())
+            })
+        };
+        let uncommented = machine(None)
+            .text()
+            .lines()
+            .map(|line| {
+                let shown = is_field(line) && !line.contains("cgroupDriver");
+                if shown { line.trim_start_matches("# ").to_owned() } else { line.to_owned() }
+            })
+            .collect::<Vec<_>>()
+            .join("\n");
+        assert!(uncommented.contains("\nmaxPods: 110\n"), "{uncommented}");
+        assert_eq!(load(&uncommented).effective(), plain.effective());
+    }
+}

@@ -1,0 +1,163 @@
+//! `beelet images`: what the runtime has, and changes of it by hand.
+
+use std::process::ExitCode;
+
+use beelet_proto::beelet as proto;
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::args::{AgentArgs, Output, ShownArgs};
+use super::gc::size;
+use super::get::columns::Columns;
+use super::get::{is_broken_pipe, print};
+use super::{failed, plain};
+use beelet_client::Client;
+
+/// Arguments of `beelet images`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  beelet images ls
+  beelet images pull registry.example/web:2
+  beelet images rm registry.example/web:1")]
+pub struct ImagesArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The images that are here, whose pods use them, and those that pods name and that are not here.
+    #[command(visible_alias = "list")]
+    Ls(ShownArgs),
+    /// Fetch an image, without credentials.
+    Pull(PullArgs),
+    /// Remove images with all their names; `beelet gc images` removes what is unused.
+    Rm(RmArgs),
+}
+
+#[derive(Debug, Args)]
+struct PullArgs {
+    /// Its name.
+    #[arg(value_name = "IMAGE")]
+    image: String,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+#[derive(Debug, Args)]
+struct RmArgs {
+    /// Tags, digests, ids or the begin of an id.
+    #[arg(value_name = "IMAGE", required = true)]
+    images: Vec<String>,
+    /// Also those that pods use. What runs goes on, but can't be started again.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+const TITLES: &[&str] = &["IMAGE", "ID", "SIZE", "USED BY"];
+
+/// Shows or changes them.
+#[must_use]
+pub fn run(args: &ImagesArgs) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
+        What::Ls(args) => runtime.block_on(list(args)),
+        What::Pull(args) => runtime.block_on(pull(args)),
+        What::Rm(args) => runtime.block_on(remove(args)),
+    });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+/// Prints all of them.
+pub(super) async fn list(args: &ShownArgs) -> anyhow::Result<()> {
+    let listed = Client::connect(&args.agent.socket).await?.images().await?;
+    if args.output == Output::Json {
+        return Ok(print(&format!("{:#}\n", value(&listed)))?);
+    }
+    let rows: Vec<_> = listed.images.iter().map(row).collect();
+    print(&Columns::new(TITLES).table(&rows))?;
+    for missing in &listed.missing {
+        let users = missing.used_by.join(", ");
+        eprintln!("{}", plain::line(&format!("not here: {} (wanted by {users})", missing.name)));
+    }
+    Ok(())
+}
+
+fn row(image: &proto::NodeImage) -> Vec<String> {
+    let names = if image.tags.is_empty() { &image.digests } else { &image.tags };
+    let id = image.id.strip_prefix("sha256:").unwrap_or(&image.id);
+    let pinned = image.pinned.then(|| "(pinned)".to_owned());
+    let users: Vec<String> = image.used_by.iter().cloned().chain(pinned).collect();
+    let or_none = |text: String| if text.is_empty() { "<none>".to_owned() } else { text };
+    vec![
+        or_none(names.join(" ")),
+        id.chars().take(12).collect(),
+        size(image.size_bytes),
+        or_none(users.join(", ")),
+    ]
+}
+
+fn value(listed: &proto::ListImagesResponse) -> serde_json::Value {
+    let image = |image: &proto::NodeImage| {
+        json!({
+            "id": image.id,
+            "tags": image.tags,
+            "digests": image.digests,
+            "sizeBytes": image.size_bytes,
+            "pinned": image.pinned,
+            "usedBy": image.used_by,
+        })
+    };
+    let missing = |one: &proto::MissingImage| json!({"name": one.name, "usedBy": one.used_by});
+    json!({
+        "images": listed.images.iter().map(image).collect::<Vec<_>>(),
+        "missing": listed.missing.iter().map(missing).collect::<Vec<_>>(),
+    })
+}
+
+async fn pull(args: &PullArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.agent.socket).await?;
+    let reference = client.pull_image(&args.image).await?;
+    println!("{} is here: {}", args.image, plain::line(&reference));
+    Ok(())
+}
+
+async fn remove(args: &RmArgs) -> anyhow::Result<()> {
+    let mut client = Client::connect(&args.agent.socket).await?;
+    for image in &args.images {
+        let removed = client.remove_image(image, args.force).await?;
+        let names = removed.map(|image| image.tags.join(" ")).unwrap_or_default();
+        println!(
+            "{image} removed{}",
+            if names.is_empty() { names } else { format!(" ({})", plain::line(&names)) }
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_what_it_is_called_how_large_and_who_uses_it() {
+        let image = proto::NodeImage {
+            id: "sha256:0123456789abcdef".to_owned(),
+            tags: vec!["example.com/web:1".to_owned()],
+            digests: Vec::new(),
+            size_bytes: 3 << 20,
+            pinned: true,
+            used_by: vec!["default/web-n1".to_owned()],
+        };
+        assert_eq!(row(&image), ["example.com/web:1", "0123456789ab", "3.0 MiB", "default/web-n1, (pinned)"]);
+        assert_eq!(row(&proto::NodeImage::default())[..2], ["<none>", ""]);
+        let listed = proto::ListImagesResponse { images: vec![image], missing: Vec::new() };
+        assert_eq!(value(&listed)["images"][0]["sizeBytes"], 3 << 20);
+    }
+}

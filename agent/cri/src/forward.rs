@@ -1,0 +1,173 @@
+//! A connection to a port of a pod: Kubernetes' port forwarding protocol over SPDY, with the
+//! runtime's streaming server at the address that CRI's `PortForward` gives.
+
+use std::io;
+
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::sync::mpsc;
+
+use super::spdy::{self, Frame, Writer};
+use super::stream::{StreamError, connect, next};
+
+/// The protocol's name.
+const PROTOCOL: &str = "portforward.k8s.io";
+/// Most bytes of the server's word on why there is no connection.
+const ERROR_MAX: usize = 16 << 10;
+/// Answers to pings under way.
+const PONGS: usize = 16;
+
+/// Connects the two channels with a port, through the server at `url`, until the other side ends or nobody
+/// takes what it sends.
+///
+/// # Errors
+/// The server isn't there, speaks something else, or nothing listens on the port.
+pub async fn forward(
+    url: &str,
+    port: u16,
+    input: mpsc::Receiver<Vec<u8>>,
+    output: mpsc::Sender<Vec<u8>>,
+) -> Result<(), StreamError> {
+    let (socket, rest) = connect(url, PROTOCOL).await?;
+    let (from, to) = socket.into_split();
+    Session::new(port).run(io::Cursor::new(rest).chain(from), to, input, output).await
+}
+
+/// The numbers of a connection's streams.
+struct Session {
+    opening: Vec<u8>,
+    error: u32,
+    data: u32,
+}
+
+impl Session {
+    fn new(port: u16) -> Self {
+        let (mut writer, port) = (Writer::default(), port.to_string());
+        let mut open = |kind: &str| writer.open(&[("streamType", kind), ("port", &port), ("requestID", "0")]);
+        let ((error, mut opening), (data, frame)) = (open("error"), open("data"));
+        opening.extend(frame);
+        // Errors come from there alone.
+        opening.extend(spdy::data(error, &[], true));
+        Self { opening, error, data }
+    }
+
+    async fn run(
+        self,
+        from: impl AsyncRead + Unpin,
+        mut to: impl AsyncWrite + Unpin,
+        mut input: mpsc::Receiver<Vec<u8>>,
+        output: mpsc::Sender<Vec<u8>>,
+    ) -> Result<(), StreamError> {
+        to.write_all(&self.opening).await.map_err(StreamError::Broken)?;
+        let (pongs, mut pinged) = mpsc::channel::<Vec<u8>>(PONGS);
+        let data = self.data;
+        let writing = async {
+            let mut open = true;
+            loop {
+                let frames = tokio::select! {
+                    bytes = input.recv(), if open => match bytes {
+                        Some(bytes) if bytes.is_empty() => continue,
+                        Some(bytes) => spdy::data(data, &bytes, false),
+                        None => {
+                            open = false;
+                            spdy::data(data, &[], true)
+                        }
+                    },
+                    ping = pinged.recv() => spdy::pong(&ping.unwrap_or_default()),
+                };
+                to.write_all(&frames).await?;
+            }
+        };
+        let listener = output.clone();
+        tokio::select! {
+            read = self.read(from, &output, &pongs) => read,
+            broken = writing => {
+                let broken: io::Result<()> = broken;
+                broken.map_err(StreamError::Broken)
+            }
+            () = listener.closed() => Ok(()),
+        }
+    }
+
+    /// Reads until the connection has ended, or the server says why there is none.
+    async fn read(
+        &self,
+        mut from: impl AsyncRead + Unpin,
+        output: &mpsc::Sender<Vec<u8>>,
+        pongs: &mpsc::Sender<Vec<u8>>,
+    ) -> Result<(), StreamError> {
+        let mut error = Vec::new();
+        while let Some(frame) = next(&mut from).await? {
+            match frame {
+                Frame::Data { stream, bytes, last } if stream == self.error => {
+                    let room = ERROR_MAX.saturating_sub(error.len());
+                    error.extend(bytes.into_iter().take(room));
+                    if last && !error.is_empty() {
+                        break;
+                    }
+                }
+                Frame::Data { stream, bytes, last } if stream == self.data => {
+                    let is_over = !bytes.is_empty() && output.send(bytes).await.is_err();
+                    if last || is_over {
+                        break;
+                    }
+                }
+                Frame::Reset { stream } if stream == self.data => break,
+                Frame::GoAway => break,
+                Frame::Ping(payload) => {
+                    // With so many unanswered, one more is no loss.
+                    let _ = pongs.try_send(payload);
+                }
+                Frame::Data { .. } | Frame::Reset { .. } | Frame::Other => {}
+            }
+        }
+        match error.is_empty() {
+            true => Ok(()),
+            false => Err(StreamError::Command(String::from_utf8_lossy(&error).into_owned())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What comes of a server that answers with these frames and hangs up.
+    async fn session(answer: Vec<u8>) -> (Result<(), String>, Vec<u8>, Vec<u8>) {
+        let (input, inputs) = mpsc::channel(8);
+        input.send(b"hello".to_vec()).await.unwrap();
+        let (output, mut outputs) = mpsc::channel(8);
+        let (client, mut server) = tokio::io::duplex(1 << 20);
+        let serving = tokio::spawn(async move {
+            let mut got = Vec::new();
+            while !got.ends_with(&spdy::data(3, b"hello", false))
+                && server.read_buf(&mut got).await.unwrap() > 0
+            {}
+            server.write_all(&answer).await.unwrap();
+            got
+        });
+        let (from, to) = tokio::io::split(client);
+        let done = Session::new(8080).run(from, to, inputs, output).await;
+        drop(input);
+        let mut all = Vec::new();
+        while let Some(bytes) = outputs.recv().await {
+            all.extend(bytes);
+        }
+        (done.map_err(|error| error.to_string()), all, serving.await.unwrap())
+    }
+
+    #[tokio::test]
+    async fn bytes_go_both_ways_until_the_other_side_ends() {
+        let mut answer = spdy::data(3, b"wor", false);
+        answer.extend(spdy::data(3, b"ld", true));
+        let (done, got, sent) = session(answer).await;
+        assert_eq!((done, got.as_slice()), (Ok(()), b"world".as_slice()));
+        let named = |name: &[u8]| sent.windows(name.len()).any(|window| window == name);
+        assert!(named(b"8080") && named(b"requestid") && named(b"streamtype"));
+    }
+
+    #[tokio::test]
+    async fn a_port_without_a_listener_is_told() {
+        let (done, got, _) = session(spdy::data(1, b"connection refused", true)).await;
+        assert_eq!((done, got.len()), (Err("connection refused".to_owned()), 0));
+    }
+}
