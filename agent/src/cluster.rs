@@ -154,6 +154,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
             node_name: own_name,
             rotate,
             metrics: handles.metrics.cluster.identity,
+            requests: handles.metrics.cluster.requests,
         };
         let Some((client, identity)) = stop.run_until_cancelled(open(options)).await else { return };
         let _ = connected.set(Session { client: client.clone(), connections: identity.connections() });

@@ -27,15 +27,15 @@ pub(crate) enum Error {
 }
 
 /// A client with the bootstrap identity.
-pub(crate) async fn client(bootstrap: &Path) -> Result<Client, connect::Error> {
-    let path = bootstrap.to_owned();
-    let made = blocking("the bootstrap kubeconfig", move || connect::client(&path)).await?;
+pub(crate) async fn client(bootstrap: &Path, options: &Options) -> Result<Client, connect::Error> {
+    let (path, requests) = (bootstrap.to_owned(), options.requests.clone());
+    let made = blocking("the bootstrap kubeconfig", move || connect::client(&path, &requests)).await?;
     Ok(Client::new(watch::channel(made).1))
 }
 
 /// Asks for a certificate, waits for it, and writes a kubeconfig that points to it.
 pub(crate) async fn run(bootstrap: &Path, options: &Options) -> Result<(), Error> {
-    let client = client(bootstrap).await?;
+    let client = client(bootstrap, options).await?;
     let store = Store::new(options.cert_dir.clone());
     store.renew(&client, &options.node_name).await?;
     let (bootstrap, target, current) = (bootstrap.to_owned(), options.kubeconfig.clone(), store.current());

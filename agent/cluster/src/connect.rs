@@ -31,6 +31,7 @@ use crate::{
     bootstrap,
     certificate::Lifetime,
     client::Client,
+    requests,
     rotation::{Identity, Metrics},
 };
 
@@ -69,8 +70,10 @@ pub struct Options {
     pub node_name: String,
     /// Ask for a new certificate before the old one expires.
     pub rotate: bool,
-    /// Counters.
+    /// Counters of the identity.
     pub metrics: Metrics,
+    /// Counters of all requests.
+    pub requests: requests::Metrics,
 }
 
 /// Makes connections that share nothing with others.
@@ -78,11 +81,13 @@ pub struct Options {
 pub struct Connections {
     kubeconfig: PathBuf,
     changes: watch::Receiver<u64>,
+    requests: requests::Metrics,
 }
 
 impl Connections {
-    pub(crate) fn new(kubeconfig: PathBuf, changes: &watch::Sender<u64>) -> Self {
-        Self { kubeconfig, changes: changes.subscribe() }
+    pub(crate) fn new(options: &Options, changes: &watch::Sender<u64>) -> Self {
+        let (kubeconfig, requests) = (options.kubeconfig.clone(), options.requests.clone());
+        Self { kubeconfig, changes: changes.subscribe(), requests }
     }
 
     /// A new one. Must be called on the threads of the runtime that is to serve it; reads files.
@@ -91,8 +96,8 @@ impl Connections {
     /// The kubeconfig can't be used.
     pub async fn open(&mut self) -> Result<kube::Client, Error> {
         self.changes.mark_unchanged();
-        let path = self.kubeconfig.clone();
-        blocking("the kubeconfig", move || client(&path)).await
+        let (path, requests) = (self.kubeconfig.clone(), self.requests.clone());
+        blocking("the kubeconfig", move || client(&path, &requests)).await
     }
 
     /// Waits until the connections of before stand for an identity that is no more.
@@ -131,7 +136,7 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), Error> {
         }
     }
     let changes = watch::Sender::new(0);
-    let first = Connections::new(options.kubeconfig.clone(), &changes).open().await?;
+    let first = Connections::new(&options, &changes).open().await?;
     let newest = watch::Sender::new(first);
     let client = Client::new(newest.subscribe());
     Ok((client, Identity::new(options, newest, changes)))
@@ -141,7 +146,7 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), Error> {
 async fn read(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
     let path = kubeconfig.to_owned();
     blocking("the kubeconfig", move || {
-        client(&path)?;
+        client(&path, &requests::Metrics::default())?;
         lifetime(&path)
     })
     .await
@@ -197,12 +202,12 @@ pub(crate) fn config(path: &Path) -> Result<Config, Error> {
 }
 
 /// A client for the kubeconfig at `path`. Must be called within a runtime. Blocking.
-pub(crate) fn client(path: &Path) -> Result<kube::Client, Error> {
+pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::Client, Error> {
     let config = config(path)?;
-    client_of(config).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
+    client_of(config, requests).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
 }
 
-fn client_of(config: Config) -> Result<kube::Client, String> {
+fn client_of(config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
     let fail = |cause: kube::Error| causes(&cause);
     let mut tcp = HttpConnector::new();
     let (after, every, times) = KEEPALIVE;
@@ -220,6 +225,7 @@ fn client_of(config: Config) -> Result<kube::Client, String> {
         .option_layer(config.auth_layer().map_err(fail)?)
         .layer(config.extra_headers_layer().map_err(fail)?)
         .map_err(BoxError::from)
+        .layer(requests.clone())
         .service(http);
     Ok(ClientBuilder::new(service, config.default_namespace).build())
 }
@@ -271,7 +277,7 @@ mod tests {
     #[tokio::test]
     async fn a_client_certificate_that_is_not_there_is_an_error_with_its_file() {
         let (_dir, path) = kubeconfig("server: https://127.0.0.1:1");
-        let error = client(&path).err().unwrap().to_string();
+        let error = client(&path, &requests::Metrics::default()).err().unwrap().to_string();
         assert!(error.contains("cert.pem"), "{error}");
     }
 }

@@ -14,6 +14,7 @@ pub mod machine;
 mod mirrors;
 pub mod node;
 mod objects;
+pub mod requests;
 pub mod reviews;
 pub mod rotation;
 mod status;
@@ -35,6 +36,8 @@ pub struct Metrics {
     pub identity: rotation::Metrics,
     /// The Node object.
     pub node: node::Metrics,
+    /// Requests to the API server.
+    pub requests: requests::Metrics,
 }
 
 impl Metrics {
@@ -44,5 +47,6 @@ impl Metrics {
         self.lease.register(registry);
         self.identity.register(registry);
         self.node.register(registry);
+        self.requests.register(registry);
     }
 }

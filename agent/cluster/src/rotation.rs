@@ -7,10 +7,10 @@
 
 use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, sync::atomic::AtomicU64, time::Duration};
 
-use beelet_base::blocking::blocking;
+use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter};
 use jiff::Timestamp;
 use prometheus_client::{
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    metrics::{family::Family, gauge::Gauge},
     registry::Registry,
 };
 use tokio::{
@@ -45,7 +45,7 @@ type Unlabelled = Vec<(String, String)>;
 pub struct Metrics {
     /// Without a certificate there is none.
     ttl: Family<Unlabelled, Gauge<f64, AtomicU64>>,
-    errors: Counter,
+    errors: KubeletCounter,
 }
 
 impl Metrics {
@@ -90,7 +90,7 @@ impl Identity {
     /// The way to connections of one's own.
     #[must_use]
     pub fn connections(&self) -> Connections {
-        Connections::new(self.options.kubeconfig.clone(), &self.changes)
+        Connections::new(&self.options, &self.changes)
     }
 
     /// Keeps it until `stop`.
@@ -152,7 +152,7 @@ impl Identity {
         let store = Store::new(self.options.cert_dir.clone());
         let expired = old.is_none_or(|old| !old.covers(now));
         let helper = match self.options.bootstrap.as_deref().filter(|_| expired) {
-            Some(path) => bootstrap::client(path).await.ok(),
+            Some(path) => bootstrap::client(path, &self.options).await.ok(),
             None => None,
         };
         store.renew(helper.as_ref().unwrap_or(client), &self.options.node_name).await

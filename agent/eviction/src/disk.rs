@@ -12,6 +12,7 @@ use beelet_policy::{
     eviction::{DiskLayout, Observation, PodUsage, Signal},
     quantity::Quantity,
 };
+use beelet_proto::cri;
 use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
@@ -19,6 +20,7 @@ use super::{Readings, gauges::Gauge};
 use beelet_base::blocking::blocking;
 use beelet_base::filesystem::{Space, container_mountpoint, image_mountpoint};
 use beelet_cri::Runtime;
+use beelet_model::disk::{self, DiskUse, PodDisk, Taken};
 
 /// How often the runtime is asked where its file systems are: it may be set up anew.
 const ASK_PERIOD: Duration = Duration::from_secs(60);
@@ -39,6 +41,7 @@ struct Places {
     node: PathBuf,
     images: Option<PathBuf>,
     containers: Option<PathBuf>,
+    all_images: Option<Taken>,
 }
 
 impl Filesystems {
@@ -95,6 +98,7 @@ impl Filesystems {
                     let mut places = self.places();
                     places.images = place(image_mountpoint(&answer));
                     places.containers = place(container_mountpoint(&answer));
+                    places.all_images = image_use(&answer);
                     *self.places.lock().unwrap_or_else(PoisonError::into_inner) = places.clone();
                     let found = blocking("comparing file systems", move || layout_of(&places)).await;
                     if let Some(found) = found {
@@ -120,6 +124,13 @@ impl Filesystems {
     }
 }
 
+/// What the images take on their file system; a runtime may not say.
+fn image_use(answer: &cri::ImageFsInfoResponse) -> Option<Taken> {
+    let images = answer.image_filesystems.first()?;
+    let inodes = images.inodes_used.map_or(0, |inodes| inodes.value);
+    Some(Taken { bytes: images.used_bytes?.value, inodes })
+}
+
 /// What shares a file system with what; None while that isn't known.
 fn layout_of(places: &Places) -> Option<DiskLayout> {
     let device = |path: &PathBuf| std::fs::metadata(path).ok().map(|metadata| metadata.dev());
@@ -130,24 +141,6 @@ fn layout_of(places: &Places) -> Option<DiskLayout> {
         (false, true) => DiskLayout::SplitImageFs,
         (false, false) => DiskLayout::DedicatedImageFs,
     })
-}
-
-/// Bytes on disk, and inodes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Taken {
-    pub(super) bytes: u64,
-    pub(super) inodes: u64,
-}
-
-/// What a pod has on disk, as last measured.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct PodDisk {
-    /// emptyDir volumes on disk, by name.
-    pub(super) volumes: BTreeMap<String, Taken>,
-    /// Logs by container.
-    pub(super) logs: BTreeMap<String, Taken>,
-    /// Writable layers by container.
-    pub(super) rootfs: BTreeMap<String, Taken>,
 }
 
 /// What pods have on disk, by UID. Clones share it.
@@ -248,6 +241,27 @@ impl DiskUsages {
             (None, None) => None,
             (rootfs, logs) => Some(rootfs.unwrap_or(0) + logs.unwrap_or(0)),
         }
+    }
+}
+
+/// What the node's pages show of the disk.
+#[derive(Clone, Debug)]
+pub struct DiskView {
+    /// What pods have.
+    pub usages: DiskUsages,
+    /// Where it is.
+    pub filesystems: Filesystems,
+}
+
+impl DiskUse for DiskView {
+    fn of(&self, uid: &str) -> Option<PodDisk> {
+        let pods = self.usages.pods();
+        pods.get(uid)?.ended.as_ref().map(|(_, disk)| disk.clone())
+    }
+
+    fn places(&self) -> disk::Places {
+        let Places { node, images, containers, all_images } = self.filesystems.places();
+        disk::Places { node: Some(node), images, containers, all_images }
     }
 }
 

@@ -45,7 +45,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 pub use self::{
-    disk::{DiskUsages, Filesystems},
+    disk::{DiskUsages, DiskView, Filesystems},
     edges::Hints,
     error::Error,
     gauges::{Gauge, Readings},

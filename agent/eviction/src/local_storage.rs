@@ -30,7 +30,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     decide::IMMEDIATE,
-    disk::{DiskUsages, PodDisk, Taken},
+    disk::DiskUsages,
     metrics::Metrics,
     walk::{Budget, Measure, processor_time},
 };
@@ -38,6 +38,7 @@ use beelet_base::blocking::blocking;
 use beelet_bpf::quota;
 use beelet_cri::Runtime;
 use beelet_model::{
+    disk::{PodDisk, Taken},
     pod::managed,
     pressure::EVICTED,
     request::Request,

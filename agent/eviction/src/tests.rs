@@ -12,13 +12,12 @@ use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
 
-use super::{
-    disk::{PodDisk, Taken},
-    local_storage::ASKED,
-    *,
-};
+use super::{local_storage::ASKED, *};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
-use beelet_model::table::{PodEntry, PodName};
+use beelet_model::{
+    disk::{PodDisk, Taken},
+    table::{PodEntry, PodName},
+};
 use beelet_state::events::Recorder;
 
 const MIB: i64 = 1 << 20;

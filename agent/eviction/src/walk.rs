@@ -14,8 +14,8 @@ use rustix::{
 };
 use tokio::time::Instant;
 
-use super::disk::Taken;
 use beelet_base::walk::{Step, Walk};
+use beelet_model::disk::Taken;
 
 /// What may be used at once after a pause: most folders are measured within it.
 const BURST: Duration = Duration::from_millis(100);

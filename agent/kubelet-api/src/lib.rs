@@ -181,10 +181,11 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
              kubelet?)"
         )
     })?;
-    let settings = config.clone();
-    let keyring =
-        blocking("opening the server's keys", move || Keyring::open(&settings, &certificates, &node_name))
-            .await?;
+    let (settings, expiry) = (config.clone(), metrics.expiry.clone());
+    let keyring = blocking("opening the server's keys", move || {
+        Keyring::open(&settings, &certificates, &node_name, expiry)
+    })
+    .await?;
     let gate = Gate { auth: Arc::new(Auth::new(&config, reviewers)), metrics: metrics.clone() };
     let app = App {
         config: Arc::new(config),

@@ -1,11 +1,21 @@
 //! What the server counts, by the kubelet's names.
 
-use std::time::Duration;
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
+    time::Duration,
+};
 
 use beelet_policy::node_access::is_long_running;
+use jiff::Timestamp;
 use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    encoding::{EncodeLabelSet, EncodeMetric, MetricEncoder},
+    metrics::{
+        MetricType, TypedMetric, counter::Counter, family::Family, gauge::Gauge, histogram::Histogram,
+    },
     registry::Registry,
 };
 
@@ -38,6 +48,47 @@ fn durations() -> Histogram {
     Histogram::new(BUCKETS)
 }
 
+/// When the serving certificate ends. Shown as what is left of it, whenever somebody asks.
+#[derive(Clone, Debug)]
+pub(crate) struct Expiry(Arc<AtomicI64>);
+
+/// There is no certificate.
+const NONE: i64 = i64::MAX;
+
+impl Default for Expiry {
+    fn default() -> Self {
+        Self(Arc::new(AtomicI64::new(NONE)))
+    }
+}
+
+impl Expiry {
+    /// It ends then.
+    pub(crate) fn set(&self, end: Option<Timestamp>) {
+        self.0.store(end.map_or(NONE, Timestamp::as_second), Ordering::Relaxed);
+    }
+
+    fn left(&self, now: Timestamp) -> f64 {
+        match self.0.load(Ordering::Relaxed) {
+            NONE => f64::INFINITY,
+            end => (end - now.as_second()) as f64,
+        }
+    }
+}
+
+impl TypedMetric for Expiry {
+    const TYPE: MetricType = MetricType::Gauge;
+}
+
+impl EncodeMetric for Expiry {
+    fn encode(&self, mut encoder: MetricEncoder<'_>) -> fmt::Result {
+        encoder.encode_gauge(&self.left(Timestamp::now()))
+    }
+
+    fn metric_type(&self) -> MetricType {
+        Self::TYPE
+    }
+}
+
 /// Counters of the server; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
@@ -46,6 +97,7 @@ pub struct Metrics {
     inflight: Family<RequestLabels, Gauge>,
     /// Connections that were closed before a request could be read: no TLS, too slow, too much.
     pub(crate) failed_connections: Counter,
+    pub(crate) expiry: Expiry,
 }
 
 impl Default for Metrics {
@@ -55,6 +107,7 @@ impl Default for Metrics {
             durations: Family::new_with_constructor(durations as fn() -> Histogram),
             inflight: Family::default(),
             failed_connections: Counter::default(),
+            expiry: Expiry::default(),
         }
     }
 }
@@ -82,6 +135,11 @@ impl Metrics {
             "Connections to the node's HTTPS server that failed: no TLS, too slow, broken",
             self.failed_connections.clone(),
         );
+        registry.register(
+            "kubelet_certificate_manager_server_ttl_seconds",
+            "Seconds until the serving certificate expires; below zero if it has, +Inf without one",
+            self.expiry.clone(),
+        );
     }
 
     /// A request begins; it ends when the value is dropped.
@@ -105,5 +163,18 @@ pub(crate) struct UnderWay {
 impl Drop for UnderWay {
     fn drop(&mut self) {
         self.inflight.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_of_a_certificate_is_counted_to_its_end_and_beyond() {
+        let (expiry, at) = (Expiry::default(), |second| Timestamp::from_second(second).unwrap());
+        assert!(expiry.left(at(0)).is_infinite());
+        expiry.set(Some(at(100)));
+        assert_eq!((expiry.left(at(40)), expiry.left(at(130))), (60.0, -30.0));
     }
 }

@@ -35,6 +35,8 @@ use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_base::own_file;
 use beelet_config::{Server, TlsFiles, TlsVersion};
 
+use crate::metrics::Expiry;
+
 /// How often files are looked at again, at most: by the next connection.
 const LOOK: Duration = Duration::from_secs(1);
 /// Most bytes of a file with certificates or a key.
@@ -59,6 +61,8 @@ pub(crate) struct Keys {
 pub(crate) struct Keyring {
     source: Source,
     loaded: Mutex<Loaded>,
+    /// Told of each new certificate.
+    expiry: Expiry,
 }
 
 struct Source {
@@ -85,7 +89,7 @@ impl Keyring {
     ///
     /// # Errors
     /// A file can't be read or holds something else; the sentence says which.
-    pub(crate) fn open(config: &Server, folder: &Path, node: &str) -> Result<Self> {
+    pub(crate) fn open(config: &Server, folder: &Path, node: &str, expiry: Expiry) -> Result<Self> {
         let own = TlsFiles { certificate: folder.join("kubelet.crt"), key: folder.join("kubelet.key") };
         let source = Source {
             own_name: config.tls_files.is_none().then(|| node.to_owned()),
@@ -96,7 +100,9 @@ impl Keyring {
         };
         let stamps = source.stamps();
         let keys = source.load()?;
-        Ok(Self { source, loaded: Mutex::new(Loaded { keys, stamps, looked: Instant::now() }) })
+        expiry.set(source.end());
+        let loaded = Mutex::new(Loaded { keys, stamps, looked: Instant::now() });
+        Ok(Self { source, loaded, expiry })
     }
 
     /// The keys to be used from now on.
@@ -126,6 +132,7 @@ impl Keyring {
             Ok(keys) => {
                 info!("the server's certificates were read again");
                 loaded.keys = keys;
+                self.expiry.set(self.source.end());
             }
             Err(error) => warn!("the server's new certificates can't be used, the old ones stay: {error:#}"),
         }
@@ -147,11 +154,11 @@ impl Source {
 
     /// A self-signed certificate ends soon.
     fn is_ending(&self) -> bool {
-        self.own_name.is_some() && self.own_end().is_none_or(|end| end < Timestamp::now() + RENEW)
+        self.own_name.is_some() && self.end().is_none_or(|end| end < Timestamp::now() + RENEW)
     }
 
-    /// When the self-signed certificate ends; None where there is none.
-    fn own_end(&self) -> Option<Timestamp> {
+    /// When the certificate in the file ends; None where there is none.
+    fn end(&self) -> Option<Timestamp> {
         let chain = certificates(&self.files.certificate).ok()?;
         let (_, parsed) = X509Certificate::from_der(chain.first()?).ok()?;
         Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()

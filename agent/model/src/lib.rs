@@ -1,5 +1,6 @@
 //! The nouns of the node that all parts share. No I/O, no tasks.
 pub mod desired;
+pub mod disk;
 pub mod failure;
 pub mod labels;
 pub mod objects;

@@ -6,13 +6,14 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 use beelet_policy::{cgroups as values, pod::Start};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 use tokio_util::task::TaskTracker;
 
 use crate::{
     env_files,
     error::{Error, StartError},
     hosts,
+    metrics::Metrics,
     plan::{PodPlan, Site},
     runtime_view::{Observation, SandboxDetail},
     termination,
@@ -67,6 +68,8 @@ pub struct Launcher {
     pub admission: Arc<Admission>,
     /// Images that containers are about to be made from.
     pub leases: Leases,
+    /// Counters.
+    pub metrics: Metrics,
 }
 
 /// Any part's error, of which only the sentence counts.
@@ -102,7 +105,9 @@ impl Launcher {
             cgroup_parent: &|path| self.cgroups.cri_parent(path),
             pods_dir: &self.pods_dir,
         };
-        Arc::new(PodPlan::new(pod, &site))
+        let mut plan = PodPlan::new(pod, &site);
+        plan.volumes = plan.volumes.counted(&self.metrics.operations);
+        Arc::new(plan)
     }
 
     /// Makes the pod's cgroup and folders and runs its sandbox; the sandbox's identifier.
@@ -250,7 +255,10 @@ impl Launcher {
     ) -> Result<(Image, Lease), StartError> {
         let (image, policy) = (reference.unwrap_or_default(), policy.unwrap_or("IfNotPresent"));
         let auths = credentials(plan, image, objects)?;
-        Ok(self.puller.leased(&self.leases, image, policy, auths, plan.sandbox()?).await?)
+        let began = Instant::now();
+        let image = self.puller.leased(&self.leases, image, policy, auths, plan.sandbox()?).await;
+        self.metrics.starts.pulled(&plan.uid, began.elapsed());
+        Ok(image?)
     }
 
     /// A runtime that doesn't know a field of a container does something else, or nothing, without a word.

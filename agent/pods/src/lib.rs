@@ -17,6 +17,7 @@ mod env_files;
 mod hosts;
 mod plan;
 mod runtime_view;
+mod starts;
 mod status;
 mod termination;
 mod worker;

@@ -416,6 +416,9 @@ impl Manager {
             resize: ResizeFacts::default(),
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
+        if known && managed.status.is_none() && terminate.is_none() {
+            self.parts.metrics.starts.begin(&uid);
+        }
         self.pods.insert(uid.clone(), managed);
         // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
         if known {
@@ -447,6 +450,7 @@ impl Manager {
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
+            self.parts.metrics.starts.forget(&report.uid);
             self.parts.launcher.admission.released(&report.uid);
             if let Some(runtime) = &mut self.runtime {
                 runtime.remove(&report.uid);
@@ -595,6 +599,7 @@ impl Manager {
         }
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);
+        self.parts.metrics.starts.note(uid, &managed.pod, &status, Timestamp::now());
         managed.status = Some(status.clone());
         managed.note_start();
         if has_ended(Some(&status)) {

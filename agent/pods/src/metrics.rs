@@ -1,12 +1,30 @@
 //! What the pods' half tells of itself.
 
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
 use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
+    metrics::{
+        MetricType, counter::Counter, family::Family, gauge::ConstGauge, gauge::Gauge, histogram::Histogram,
+    },
     registry::Registry,
 };
 
-use beelet_model::table::PodTable;
+use crate::starts::Starts;
+use beelet_model::{
+    status::has_ended,
+    table::{PodEntry, PodTable},
+};
+use beelet_volumes::Operations;
+
+/// Bounds of a step's duration, in seconds: Prometheus' own.
+const STEPS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
 /// The state of a container, as the kubelet's metric has it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -14,8 +32,71 @@ pub struct ContainerStateLabel {
     container_state: &'static str,
 }
 
-/// Counters and gauges; clones share them.
+/// What a step of a pod's worker was for, as the kubelet's metric has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The first one.
+    Create,
+    /// The pod was changed.
+    Update,
+    /// What the runtime has was brought to what is wanted.
+    Sync,
+    /// The pod ends.
+    Kill,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StepLabel {
+    operation_type: &'static str,
+}
+
+fn steps() -> Histogram {
+    Histogram::new(STEPS)
+}
+
+/// The volumes of the pods, by plugin and state.
 #[derive(Clone, Debug, Default)]
+struct Volumes(Arc<Mutex<BTreeMap<(&'static str, &'static str), u32>>>);
+
+impl Volumes {
+    fn observe(&self, table: &PodTable) {
+        let mut counts = BTreeMap::new();
+        for entry in table.pods.values() {
+            let volumes = || entry.pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+            let wanted = !entry.ending && !has_ended(entry.pod.status.as_ref());
+            let states = [("desired_state_of_world", wanted), ("actual_state_of_world", has_volumes(entry))];
+            for (state, _) in states.into_iter().filter(|(_, holds)| *holds) {
+                volumes()
+                    .for_each(|one| *counts.entry((beelet_volumes::plugin(one), state)).or_default() += 1);
+            }
+        }
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = counts;
+    }
+}
+
+/// A pod's volumes are made before its sandbox, and go after it.
+fn has_volumes(entry: &PodEntry) -> bool {
+    let conditions = entry.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let mut sandbox = conditions.filter(|condition| condition.type_ == "PodReadyToStartContainers");
+    !entry.cleared && sandbox.any(|condition| condition.status == "True")
+}
+
+impl Collector for Volumes {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Volumes of pods, as they should be here and as they are";
+        let name = "volume_manager_total_volumes";
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for ((plugin, state), count) in counts {
+            let labels = [("plugin_name", plugin), ("state", state)];
+            ConstGauge::new(i64::from(count)).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Counters and gauges; clones share them.
+#[derive(Clone, Debug)]
 pub struct Metrics {
     desired_pods: Gauge,
     running_pods: Gauge,
@@ -24,6 +105,26 @@ pub struct Metrics {
     pub rejected_manifests: Gauge,
     /// Writes of the durable pod records that failed.
     pub state_write_errors: Counter,
+    pub(crate) starts: Starts,
+    pub(crate) operations: Operations,
+    steps: Family<StepLabel, Histogram, fn() -> Histogram>,
+    volumes: Volumes,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            desired_pods: Gauge::default(),
+            running_pods: Gauge::default(),
+            running_containers: Family::default(),
+            rejected_manifests: Gauge::default(),
+            state_write_errors: Counter::default(),
+            starts: Starts::default(),
+            operations: Operations::default(),
+            steps: Family::new_with_constructor(steps as fn() -> Histogram),
+            volumes: Volumes::default(),
+        }
+    }
 }
 
 impl Metrics {
@@ -50,6 +151,25 @@ impl Metrics {
             "Failed writes of the durable pod records",
             self.state_write_errors.clone(),
         );
+        registry.register(
+            "kubelet_pod_worker_duration_seconds",
+            "How long a step of a pod's worker took, in seconds, by what it was for: create, update, sync or kill",
+            self.steps.clone(),
+        );
+        self.starts.register(registry);
+        self.operations.register(registry);
+        registry.register_collector(Box::new(self.volumes.clone()));
+    }
+
+    /// A step of a pod's worker took so long.
+    pub(crate) fn step(&self, step: Step, took: Duration) {
+        let operation_type = match step {
+            Step::Create => "create",
+            Step::Update => "update",
+            Step::Sync => "sync",
+            Step::Kill => "kill",
+        };
+        self.steps.get_or_create(&StepLabel { operation_type }).observe(took.as_secs_f64());
     }
 
     /// Counts what the table shows.
@@ -64,10 +184,48 @@ impl Metrics {
                 exited += i64::from(state.terminated.is_some());
             }
         }
+        self.volumes.observe(table);
         self.desired_pods.set(i64::try_from(table.pods.len()).unwrap_or(i64::MAX));
         self.running_pods.set(running_pods);
         for (container_state, count) in [("running", running), ("waiting", waiting), ("exited", exited)] {
             self.running_containers.get_or_create(&ContainerStateLabel { container_state }).set(count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+    use serde_json::json;
+
+    use super::*;
+    use beelet_model::table::PodName;
+
+    #[test]
+    fn volumes_are_counted_as_wanted_and_as_there() {
+        let pod = |name: &str, sandbox: &str, phase: &str| {
+            let pod = serde_json::from_value(json!({
+                "metadata": {"name": name, "namespace": "shop", "uid": name},
+                "spec": {"containers": [], "volumes": [{"name": "v", "emptyDir": {}}]},
+                "status": {"phase": phase, "conditions": [{"type": "PodReadyToStartContainers", "status": sandbox}]},
+            }));
+            let pod: k8s_openapi::api::core::v1::Pod = pod.unwrap();
+            (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
+        };
+        let pods =
+            [pod("a", "True", "Running"), pod("b", "False", "Pending"), pod("c", "False", "Succeeded")];
+        let metrics = Metrics::default();
+        metrics.observe(&PodTable { pods: pods.into(), ..PodTable::default() });
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        let plugin = "plugin_name=\"kubernetes.io/empty-dir\"";
+        for line in [
+            format!("volume_manager_total_volumes{{{plugin},state=\"actual_state_of_world\"}} 1"),
+            format!("volume_manager_total_volumes{{{plugin},state=\"desired_state_of_world\"}} 2"),
+        ] {
+            assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
         }
     }
 }

@@ -23,6 +23,7 @@ use tracing::{debug, info, warn};
 use super::{
     error::{Error, StartError},
     launch::{Chores, Launcher},
+    metrics,
     plan::PodPlan,
     runtime_view::{self, Observation, Observer},
     status::Waiting,
@@ -225,12 +226,18 @@ impl Worker {
     /// time, and each would keep room for the largest step.
     async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
+        let mut purpose = metrics::Step::Create;
         loop {
             let control = self.control.borrow_and_update().clone();
             if let Some(pod) = control.updated.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
                 // For containers that start from now on; those that run are the QoS tree's.
                 self.plan = self.launcher.plan(Arc::clone(pod));
+                purpose = metrics::Step::Update;
             }
+            if control.end().is_some() {
+                purpose = metrics::Step::Kill;
+            }
+            let began = Instant::now();
             let mut signal = self.control.clone();
             let step = if let Some(end) = control.end() {
                 let grace = self.grace_of(end);
@@ -253,6 +260,8 @@ impl Worker {
                     step = Box::pin(self.advance(&control)) => step,
                 }
             };
+            self.launcher.metrics.step(purpose, began.elapsed());
+            purpose = metrics::Step::Sync;
             let wake = match step {
                 Ok(Some(Step::Done)) => {
                     pause = RETRY_INITIAL;

@@ -64,6 +64,10 @@ impl Metrics {
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
         registry.register("kubelet_node_name", "The node's name; always 1", self.node.clone());
+        // Dashboards ask for it since the days of dynamic configuration.
+        let help =
+            "1 if the agent does not run with the configuration it was given; it refuses to start instead";
+        registry.register("kubelet_node_config_error", help, Gauge::<i64>::default());
         registry.register_collector(Box::new(OwnUse));
         registry
     }

@@ -35,7 +35,10 @@ use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_foreign::{Observer, Pulse};
 use beelet_images::{ImageGc, Leases};
-use beelet_model::table::{Complete, PodTable};
+use beelet_model::{
+    disk::Unmeasured,
+    table::{Complete, PodTable},
+};
 use beelet_policy::tuner::TunerMode;
 use beelet_state::{
     State,
@@ -218,6 +221,7 @@ impl Watched {
             node: self.options.node_name.clone(),
             interval: self.options.interval,
             most: self.options.most,
+            disk: Box::new(Unmeasured),
         };
         let measured = (Arc::clone(&self.cgroups), self.table, &kernel);
         self.stats.start(inbox, measuring, measured, &mut tasks, &shutdown);

@@ -20,7 +20,7 @@ use beelet_bpf::{
 };
 use beelet_config::Config;
 use beelet_eviction::{
-    DiskUsages, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges, gauges,
+    DiskUsages, DiskView, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges, gauges,
 };
 use beelet_images::{
     Collector, ImageGc, ImageGcRequest, Leases,
@@ -59,6 +59,8 @@ pub(super) struct NodeProtection {
     container_gc: Collector<ContainerGc>,
     eviction: Eviction,
     local_storage: LocalStorage,
+    /// What of the disk the node's pages show.
+    pub(super) disk: DiskView,
     /// What eviction listens to.
     sources: [(&'static str, BoxFuture<'static, ()>); 3],
 }
@@ -89,7 +91,9 @@ impl NodeProtection {
         let disk = DiskUsages::default();
         let local_storage = local_storage(node, &disk, requests);
         let reclaimer = reclaimer(images.clone(), containers.clone());
-        let (eviction, sources) = eviction(node, disk, requests, reclaimer, conditions);
+        let filesystems = Filesystems::new(node.config.beelet.state_dir.clone(), node.doors.space.clone());
+        let disk = DiskView { usages: disk, filesystems };
+        let (eviction, sources) = eviction(node, disk.clone(), requests, reclaimer, conditions);
         let _ = metrics.collectors.set(Collectors { images, containers });
         Self {
             admission,
@@ -100,6 +104,7 @@ impl NodeProtection {
             container_gc,
             eviction,
             local_storage,
+            disk,
             sources,
         }
     }
@@ -181,14 +186,14 @@ fn local_storage(node: &Node, usages: &DiskUsages, requests: &mpsc::Sender<Reque
 /// Eviction, and what it listens to.
 fn eviction(
     node: &Node,
-    disk: DiskUsages,
+    disk: DiskView,
     requests: &mpsc::Sender<Request>,
     reclaimer: Reclaimer,
     conditions: watch::Sender<Conditions>,
 ) -> (Eviction, [(&'static str, BoxFuture<'static, ()>); 3]) {
     let (configured, cgroups) = (&node.config.eviction, Arc::clone(&node.cgroups));
     let metrics = &node.metrics.protection.eviction;
-    let filesystems = Filesystems::new(node.config.beelet.state_dir.clone(), node.doors.space.clone());
+    let DiskView { usages: disk, filesystems } = disk;
     let (layout_out, layout) = watch::channel(DiskLayout::default());
     let hints = Hints::default();
     let mut gauges = filesystems.gauges();

@@ -404,9 +404,10 @@ impl Node {
         for (name, part) in device_tasks.named(&working) {
             tasks.spawn(name, part);
         }
+        let disk = protection.disk.clone();
         protection.spawn(&mut tasks, &working);
         self.probe(&mut tasks, inputs.probes, &handles, &working);
-        self.measure(&mut tasks, inputs.stats, &working);
+        self.measure(&mut tasks, (inputs.stats, disk), &working);
         self.keep_cgroups(&mut tasks, &handles, &working);
         tasks.spawn("volumes", refresh::follow(self.table.clone(), launcher, working.clone()));
         tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
@@ -582,12 +583,18 @@ impl Node {
         tasks.spawn("probes", probes.run(working.clone()));
     }
 
-    fn measure(&self, tasks: &mut Parts, inbox: beelet_stats::Inbox, working: &CancellationToken) {
+    fn measure(
+        &self,
+        tasks: &mut Parts,
+        (inbox, disk): (beelet_stats::Inbox, beelet_eviction::DiskView),
+        working: &CancellationToken,
+    ) {
         let beelet = &self.config.beelet;
         let options = stats::Options {
             node: self.config.node_name.clone(),
             interval: beelet.pressure_interval,
             most: beelet.max_measured_containers,
+            disk: Box::new(disk),
         };
         let measured = (Arc::clone(&self.cgroups), self.table.clone(), &self.kernel);
         self.stats.clone().start(inbox, options, measured, tasks, working);
@@ -659,6 +666,7 @@ impl Node {
             cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),
+            metrics: self.metrics.pods.clone(),
         })
     }
 }

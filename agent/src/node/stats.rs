@@ -15,7 +15,7 @@ use beelet_api::signals::feed::Feed;
 use beelet_api::signals::{self, Mode};
 use beelet_bpf::{Interest, Kernel};
 use beelet_cgroups::Cgroups;
-use beelet_model::table::PodTable;
+use beelet_model::{disk::DiskUse, table::PodTable};
 use beelet_stats::metrics::{Containers, Metrics};
 use beelet_stats::{Inbox, Parts, Sampling};
 
@@ -29,7 +29,6 @@ pub(super) struct Stats {
 }
 
 /// How measuring is configured.
-#[derive(Debug, Clone)]
 pub(super) struct Options {
     /// The node's name.
     pub(super) node: String,
@@ -37,6 +36,8 @@ pub(super) struct Options {
     pub(super) interval: Duration,
     /// More containers are left out.
     pub(super) most: usize,
+    /// What pods have on disk.
+    pub(super) disk: Box<dyn DiskUse>,
 }
 
 impl Stats {
@@ -73,6 +74,7 @@ impl Stats {
             node: options.node,
             interval: options.interval,
             most: options.most,
+            disk: options.disk,
             metrics: self.metrics,
         };
         tasks.spawn("sampling", Sampling::new(parts, inbox).run(working.clone()));

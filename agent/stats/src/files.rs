@@ -11,6 +11,10 @@ use beelet_cgroups::read::{CgroupDirs, Controller};
 /// So many files of a cgroup each reading needs at most: those of version 1 beside cgroup2.
 pub(super) const OFTEN: u64 = 10;
 
+/// Processes of a cgroup, and their open files: of more than so many the files are not counted.
+const MAX_PROCESSES: usize = 256;
+const MAX_FILES: u64 = 4096;
+
 /// How much of a cgroup is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Depth {
@@ -160,13 +164,63 @@ impl Files<'_> {
         if !v1 {
             gauges.cpu_limit = self.text(Controller::Cpu, "cpu.max").and_then(parse::cpu_max);
             gauges.swap = self.number(Controller::Memory, "memory.swap.current");
+            gauges.cpu_shares = self.number(Controller::Cpu, "cpu.weight").map(shares);
+            gauges.memory_reservation = self.text(Controller::Memory, "memory.high").and_then(parse::limit);
+            gauges.swap_limit = self.text(Controller::Memory, "memory.swap.max").and_then(parse::limit);
             return;
         }
         gauges.cpu_shares = self.number(Controller::Cpu, "cpu.shares");
+        let soft = self.text(Controller::Memory, "memory.soft_limit_in_bytes");
+        gauges.memory_reservation = soft.and_then(parse::limit);
+        let both = self.text(Controller::Memory, "memory.memsw.limit_in_bytes");
+        gauges.swap_limit = both.and_then(parse::limit);
         let quota = self.text(Controller::Cpu, "cpu.cfs_quota_us").and_then(|text| text.trim().parse().ok());
         let period = self.number(Controller::Cpu, "cpu.cfs_period_us");
         gauges.cpu_limit = quota.zip(period).and_then(|(quota, period)| parse::quota_cores(quota, period));
     }
+}
+
+/// The shares that a weight of version 2 stands for, by the runtimes' conversion turned round (KEP-2254).
+fn shares(weight: u64) -> u64 {
+    2 + weight.saturating_sub(1).saturating_mul(262_142) / 9999
+}
+
+/// Processes of a cgroup, their open files, and the sockets among these.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Opened {
+    pub(super) processes: u64,
+    /// None where there are too many to be counted.
+    pub(super) files: Option<(u64, u64)>,
+}
+
+/// Counts what the processes of the cgroup itself have open. What is beyond the bounds is not counted at all: a
+/// container must not make a page late, and half a number is none.
+pub(super) fn opened(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<Opened> {
+    let controllers = [Controller::Unified, Controller::Memory];
+    let text = controllers.into_iter().find_map(|controller| {
+        dirs.read(controller, "cgroup.procs", buffer).ok().filter(|text| !text.is_empty()).map(str::to_owned)
+    })?;
+    let pids: Vec<u32> = text.lines().filter_map(|line| line.parse().ok()).collect();
+    let files = (pids.len() <= MAX_PROCESSES).then(|| open_files(&pids)).flatten();
+    Some(Opened { processes: pids.len() as u64, files })
+}
+
+/// Open files and sockets of these processes; none if there are too many.
+fn open_files(pids: &[u32]) -> Option<(u64, u64)> {
+    let (mut files, mut sockets) = (0, 0);
+    for pid in pids {
+        // It may have ended.
+        let Ok(folder) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
+        for file in folder.flatten() {
+            files += 1;
+            if files > MAX_FILES {
+                return None;
+            }
+            let target = std::fs::read_link(file.path()).unwrap_or_default();
+            sockets += u64::from(target.as_os_str().as_encoded_bytes().starts_with(b"socket:"));
+        }
+    }
+    Some((files, sockets))
 }
 
 /// The network of the process `pid`: its interfaces, and on the first of them the TCP segments sent again.

@@ -30,6 +30,7 @@ fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
         net: Vec::new(),
         net_windows: [None; 3],
         containers: containers(pod, status, ready.is_some()),
+        disk: None,
     }
 }
 

@@ -32,7 +32,7 @@ pub use self::sampler::Snapshot;
 
 use self::sampler::Sampler;
 use beelet_cgroups::Cgroups;
-use beelet_model::table::PodTable;
+use beelet_model::{disk::DiskUse, table::PodTable};
 
 /// Questions that wait for a reading. One more is answered with the newest value that there is.
 const QUESTIONS: usize = 64;
@@ -118,6 +118,8 @@ pub struct Parts {
     pub interval: Duration,
     /// More containers than this are left out.
     pub most: usize,
+    /// What pods have on disk.
+    pub disk: Box<dyn DiskUse>,
     /// Metrics of the sampling itself.
     pub metrics: metrics::Metrics,
 }
@@ -138,7 +140,8 @@ impl Sampling {
     /// Not reading yet.
     #[must_use]
     pub fn new(parts: Parts, inbox: Inbox) -> Self {
-        let sampler = Sampler::new(parts.cgroups, parts.snapshot, parts.node.into(), parts.most);
+        let Parts { cgroups, snapshot, disk, .. } = parts;
+        let sampler = Sampler::new(cgroups, (snapshot, disk), parts.node.into(), parts.most);
         Self {
             inbox,
             table: parts.table,

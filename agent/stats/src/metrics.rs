@@ -195,6 +195,19 @@ pub const CADVISOR: &[ContainerMetric] = &[
     gauge("container_spec_memory_limit_bytes", "The memory limit; 0: none", |r| {
         Some(r.gauges.memory_limit.unwrap_or(0) as f64)
     }),
+    gauge(
+        "container_spec_memory_reservation_limit_bytes",
+        "The limit that reclaim begins at; 0: none",
+        |r| Some(r.gauges.memory_reservation.unwrap_or(0) as f64),
+    ),
+    gauge(
+        "container_spec_memory_swap_limit_bytes",
+        "How much may be swapped out, on cgroup v1 with the memory; 0: any amount",
+        |r| r.gauges.swap.map(|_| r.gauges.swap_limit.unwrap_or(0) as f64),
+    ),
+    gauge("container_spec_cpu_shares", "The CPU shares, on cgroup v2 what its weight stands for", |r| {
+        r.gauges.cpu_shares.map(|shares| shares as f64)
+    }),
     gauge("container_spec_cpu_quota", "The CPU quota for a period of 100 ms, in microseconds", |r| {
         r.gauges.cpu_limit.map(|cores| (cores * 100_000.0).round())
     }),
@@ -212,6 +225,15 @@ pub const CADVISOR: &[ContainerMetric] = &[
     }),
     counter("container_fs_writes_total", "Writes to block devices", |r| {
         r.counters.io_operations.map(|operations| operations[1] as f64)
+    }),
+    gauge("container_processes", "Processes of the container's own cgroup", |r| {
+        r.gauges.processes.map(|count| count as f64)
+    }),
+    gauge("container_file_descriptors", "Open files; left out beyond some thousands", |r| {
+        r.gauges.descriptors.map(|count| count as f64)
+    }),
+    gauge("container_sockets", "Open sockets; left out beyond some thousands of open files", |r| {
+        r.gauges.sockets.map(|count| count as f64)
     }),
     gauge("container_threads", "Processes and threads", |r| r.gauges.pids.map(|pids| pids as f64)),
     gauge("container_threads_max", "How many processes and threads there may be; 0: any number", |r| {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
+use beelet_model::disk::{Places, PodDisk};
 use beelet_model::table::PodName;
 
 /// What only the kernel programs know, counted since they were attached; and the buckets of its histogram of
@@ -97,12 +98,23 @@ pub struct Gauges {
     pub memory_limit: Option<u64>,
     /// The CPU quota in cores; `None`: none.
     pub cpu_limit: Option<f64>,
-    /// `cpu.shares` on version 1.
+    /// The memory limit that reclaim begins at (`memory.high`, the soft limit of version 1); `None`: none.
+    pub memory_reservation: Option<u64>,
+    /// How much may be swapped out; on version 1 memory and swap together; `None`: any amount.
+    pub swap_limit: Option<u64>,
+    /// `cpu.shares`, on version 2 what `cpu.weight` stands for.
     pub cpu_shares: Option<u64>,
     /// Processes and threads; `None` where they are not counted.
     pub pids: Option<u64>,
     /// How many there may be; `None`: any number.
     pub pids_limit: Option<u64>,
+    /// Its processes, their open files, and of these the sockets; `None` where they are too many to be counted. In full
+    /// readings.
+    pub processes: Option<u64>,
+    /// Open files.
+    pub descriptors: Option<u64>,
+    /// Open sockets.
+    pub sockets: Option<u64>,
 }
 
 /// A share of the time, 0 to 1.
@@ -250,6 +262,8 @@ pub struct PodStats {
     pub net_windows: [Option<NetRates>; 3],
     /// In the order of the spec, init containers first.
     pub containers: Vec<ContainerStats>,
+    /// What it has on disk; in full readings.
+    pub disk: Option<PodDisk>,
 }
 
 /// A pod's network traffic, per second.
@@ -294,6 +308,8 @@ pub struct Machine {
     pub faults: Option<[u64; 2]>,
     /// The machine's interfaces but the loopback one and pods' ends; in full readings.
     pub net: Vec<(String, Net)>,
+    /// Bytes of swap, and how many of them are free; `None` without any.
+    pub swap: Option<[u64; 2]>,
     /// The cgroup of all pods; in full readings.
     pub all_pods: Option<Reading>,
 }
@@ -311,6 +327,8 @@ pub struct NodeStats {
     pub by_kernel: bool,
     /// The machine.
     pub machine: Machine,
+    /// Where its file systems are; in full readings.
+    pub places: Places,
     /// All pods, by name.
     pub pods: Vec<PodStats>,
     /// Containers that run but whose cgroup was not found (yet), or that are beyond the configured number.
@@ -327,6 +345,7 @@ impl NodeStats {
             node: "".into(),
             by_kernel: false,
             machine: Machine::default(),
+            places: Places::default(),
             pods: Vec::new(),
             left_out: 0,
         }

@@ -21,6 +21,7 @@ use super::rates::{grown, share};
 use beelet_base::clock::monotonic_ns;
 use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
+use beelet_model::disk::{DiskUse, Places};
 use beelet_model::table::PodTable;
 
 /// Limits, process counts and the like are read at least this often, in nanoseconds.
@@ -37,6 +38,7 @@ pub type Snapshot = Box<dyn FnMut() -> Option<BTreeMap<u64, KernelCounters>> + S
 pub(super) struct Sampler {
     cgroups: Arc<Cgroups>,
     snapshot: Snapshot,
+    disk: Box<dyn DiskUse>,
     node: Arc<str>,
     /// More containers than this are left out.
     most: usize,
@@ -72,10 +74,16 @@ struct MachineCounters {
 }
 
 impl Sampler {
-    pub(super) fn new(cgroups: Arc<Cgroups>, snapshot: Snapshot, node: Arc<str>, most: usize) -> Self {
+    pub(super) fn new(
+        cgroups: Arc<Cgroups>,
+        (snapshot, disk): (Snapshot, Box<dyn DiskUse>),
+        node: Arc<str>,
+        most: usize,
+    ) -> Self {
         Self {
             cgroups,
             snapshot,
+            disk,
             node,
             most,
             containers: HashMap::new(),
@@ -106,8 +114,12 @@ impl Sampler {
         for pod in &mut pods {
             for container in &mut pod.containers {
                 self.read_container(container, kernel.as_ref(), depth);
+                if full {
+                    self.count_files(container);
+                }
             }
             self.read_pod(pod, full, kernel.is_some());
+            pod.disk = if full { self.disk.of(&pod.uid) } else { None };
         }
         let machine = self.machine(at_ns, full);
         NodeStats {
@@ -116,6 +128,7 @@ impl Sampler {
             node: Arc::clone(&self.node),
             by_kernel: kernel.is_some(),
             machine,
+            places: if full { self.disk.places() } else { Places::default() },
             pods,
             left_out,
         }
@@ -209,6 +222,15 @@ impl Sampler {
         container.reading = Some(reading);
     }
 
+    fn count_files(&mut self, container: &mut ContainerStats) {
+        let Some(tracked) = self.containers.get(&container.id) else { return };
+        let Some(reading) = &mut container.reading else { return };
+        let Some(opened) = files::opened(&tracked.dirs, &mut self.buffer) else { return };
+        reading.gauges.processes = Some(opened.processes);
+        reading.gauges.descriptors = opened.files.map(|(files, _)| files);
+        reading.gauges.sockets = opened.files.map(|(_, sockets)| sockets);
+    }
+
     /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where
     /// somebody wants all there is or no program counts.
     fn read_pod(&mut self, pod: &mut PodStats, full: bool, by_kernel: bool) {
@@ -279,6 +301,7 @@ impl Sampler {
             faults: full.then(|| parse::faults(&read("vmstat"))).flatten(),
             // Not this process's own namespace: an observer may be in a pod.
             net: if full { files::network(1).map(of_the_machine).unwrap_or_default() } else { Vec::new() },
+            swap: Some([memory("SwapTotal"), memory("SwapFree")]).filter(|[total, _]| *total > 0),
             all_pods: if full { self.all_pods() } else { None },
         }
     }

@@ -46,6 +46,7 @@ impl Node {
             node: "n".into(),
             interval: Duration::from_millis(20),
             most,
+            disk: Box::new(beelet_model::disk::Unmeasured),
             metrics: metrics::Metrics::default(),
         };
         let shutdown = CancellationToken::new();

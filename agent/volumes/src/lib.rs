@@ -16,6 +16,7 @@ mod error;
 mod fs_group;
 mod host_path;
 pub mod mounts;
+mod operations;
 mod sub_path;
 
 use std::collections::BTreeMap;
@@ -30,8 +31,10 @@ use rustix::io::Errno;
 
 pub use self::content::Sources;
 pub use self::error::Error;
+pub use self::operations::{Operations, plugin};
 
 use self::fs_group::FsGroup;
+use self::operations::Operation;
 use beelet_base::folder::{PRIVATE, READABLE, make_folder};
 use beelet_base::walk::remove_folder;
 use beelet_spec::env::Environment;
@@ -49,6 +52,7 @@ pub struct Volumes {
     folder: PathBuf,
     volumes: Vec<core::Volume>,
     fs_group: Option<FsGroup>,
+    operations: Operations,
 }
 
 /// What a container's mounts are made of besides its spec.
@@ -68,7 +72,14 @@ impl Volumes {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let volumes = pod.spec.as_ref().and_then(|s| s.volumes.clone()).unwrap_or_default();
         let context = pod.spec.as_ref().and_then(|s| s.security_context.as_ref());
-        Self { folder: pods_dir.join(uid), volumes, fs_group: FsGroup::of(context) }
+        let (fs_group, operations) = (FsGroup::of(context), Operations::default());
+        Self { folder: pods_dir.join(uid), volumes, fs_group, operations }
+    }
+
+    /// The same, counted in `operations`.
+    #[must_use]
+    pub fn counted(self, operations: &Operations) -> Self {
+        Self { operations: operations.clone(), ..self }
     }
 
     fn path(&self, volume: &str) -> PathBuf {
@@ -78,7 +89,10 @@ impl Volumes {
     /// Makes what must be there before the first container runs. Harmless to repeat.
     pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
         for volume in &self.volumes {
-            self.set_up_one(volume, sources).map_err(|e| e.of_volume(&volume.name))?;
+            let made = self
+                .operations
+                .time(Operation::Mount, std::slice::from_ref(volume), || self.set_up_one(volume, sources));
+            made.map_err(|e| e.of_volume(&volume.name))?;
         }
         Ok(())
     }
@@ -219,15 +233,25 @@ impl Volumes {
     /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
     /// folder.
     pub fn give_back(&self) -> Result<(), Error> {
-        mounts::unmount_below(&self.folder)?;
-        remove_folder(&self.folder.join(SUB_PATHS))?;
-        Ok(remove_folder(&self.folder.join(VOLUMES))?)
+        self.unmount(|| {
+            remove_folder(&self.folder.join(SUB_PATHS))?;
+            Ok(remove_folder(&self.folder.join(VOLUMES))?)
+        })
     }
 
     /// Unmounts and removes the pod's folder. Symbolic links in it are removed, not followed.
     pub fn tear_down(&self) -> Result<(), Error> {
-        mounts::unmount_below(&self.folder)?;
-        Ok(remove_folder(&self.folder)?)
+        self.unmount(|| Ok(remove_folder(&self.folder)?))
+    }
+
+    /// Unmounts what is mounted in the folder, then does `remove`. Counted where there is a volume to go.
+    fn unmount(&self, remove: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        let made = |volume: &&core::Volume| self.path(&volume.name).symlink_metadata().is_ok();
+        let made: Vec<core::Volume> = self.volumes.iter().filter(made).cloned().collect();
+        self.operations.time(Operation::Unmount, &made, || {
+            mounts::unmount_below(&self.folder)?;
+            remove()
+        })
     }
 }
 

@@ -2,11 +2,17 @@
 
 use jiff::Timestamp;
 
+use beelet_model::disk::{Places, PodDisk, Taken};
 use beelet_model::table::PodName;
 use beelet_stats::NodeStats;
 use beelet_stats::model::{
     ContainerStats, Counters, Gauges, Machine, Net, PodStats, Rates, Reading, Stalls, State,
 };
+
+fn disk() -> PodDisk {
+    let one = |name: &str, bytes, inodes| [(name.to_owned(), Taken { bytes, inodes })].into();
+    PodDisk { volumes: one("cache", 100, 3), logs: one("app", 8192, 1), rootfs: one("app", 4096, 2) }
+}
 
 pub(super) fn pressure() -> NodeStats {
     let reading = Reading {
@@ -61,6 +67,7 @@ pub(super) fn pressure() -> NodeStats {
         net: vec![("eth0".into(), Net { rx_bytes: 10, tx_bytes: 20, ..Net::default() })],
         net_windows: [None; 3],
         containers: vec![container],
+        disk: Some(disk()),
     };
     NodeStats {
         at: Timestamp::from_second(1_700_000_000).unwrap_or_default(),
@@ -79,9 +86,11 @@ pub(super) fn pressure() -> NodeStats {
             faults: Some([9, 4]),
             net: vec![("eth0".into(), Net { rx_bytes: 30, tx_bytes: 40, ..Net::default() })],
             all_pods: Some(all_pods),
+            swap: Some([10, 4]),
             ..Machine::default()
         },
         pods: vec![pod],
+        places: Places { all_images: Some(Taken { bytes: 1 << 20, inodes: 40 }), ..Places::default() },
         ..NodeStats::nothing_yet()
     }
 }

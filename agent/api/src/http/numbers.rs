@@ -7,7 +7,11 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
-use super::ApiState;
+use super::{
+    ApiState,
+    summary::{Fs, Sizes},
+};
+use beelet_model::disk::Taken;
 use beelet_stats::metrics::{CADVISOR, Kind, Page};
 use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading};
 
@@ -31,7 +35,10 @@ pub(super) async fn probes(State(state): State<ApiState>) -> Response {
 /// `container_*` and `machine_*`, as cAdvisor inside the kubelet names them.
 pub(super) async fn cadvisor(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now().await;
-    page(tokio::task::spawn_blocking(move || cadvisor_page(&pressure)).await)
+    page(
+        tokio::task::spawn_blocking(move || cadvisor_page(&pressure, &Sizes::measure(&pressure.places)))
+            .await,
+    )
 }
 
 /// What metrics-server reads.
@@ -96,6 +103,34 @@ const NETWORK: [Of<Net, u64>; 8] = {
         (("container_network_transmit_packets_total", Counter, "Packets sent"), |net| net.tx_packets),
     ]
 };
+/// The same of what is on disk, and the file system that it is on.
+type OfDisk = (Metric, fn(Taken, Option<&Fs>) -> Option<u64>);
+
+/// What a container has on disk: its writable layer and its logs, and the file system that they are on.
+const DISK: [OfDisk; 5] = {
+    use Kind::Gauge;
+    [
+        (
+            ("container_fs_usage_bytes", Gauge, "Bytes that the writable layer and the logs take"),
+            |taken, _| Some(taken.bytes),
+        ),
+        (
+            ("container_fs_inodes_used", Gauge, "Inodes that the writable layer and the logs take"),
+            |taken, _| Some(taken.inodes),
+        ),
+        (("container_fs_limit_bytes", Gauge, "Bytes of the file system of writable layers"), |_, fs| {
+            fs.map(|fs| fs.capacity_bytes)
+        }),
+        (("container_fs_inodes_total", Gauge, "Inodes of the file system of writable layers"), |_, fs| {
+            fs.map(|fs| fs.inodes)
+        }),
+        (("container_fs_inodes_free", Gauge, "Inodes that are free there"), |_, fs| {
+            fs.map(|fs| fs.inodes_free)
+        }),
+    ]
+};
+const LAST_SEEN: Metric =
+    ("container_last_seen", Kind::Gauge, "When the container was last read, in seconds since the epoch");
 const MACHINE: [Metric; 2] = [
     ("machine_cpu_cores", Kind::Gauge, "CPUs of the machine"),
     ("machine_memory_bytes", Kind::Gauge, "Memory of the machine, in bytes"),
@@ -115,14 +150,25 @@ pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
         NETWORK.iter().map(|(metric, _)| ("/metrics/cadvisor", *metric, "interface, namespace, pod"));
     let machine = MACHINE.iter().map(|metric| ("/metrics/cadvisor", *metric, ""));
     let resource = RESOURCE_CONTAINER.iter().map(|(metric, _)| ("/metrics/resource", *metric, container));
+    let disk =
+        DISK.iter().map(|(metric, _)| ("/metrics/cadvisor", *metric, "container, device, namespace, pod"));
+    let seen = [("/metrics/cadvisor", LAST_SEEN, container)];
     let pods = RESOURCE_POD.iter().map(|(metric, _)| ("/metrics/resource", *metric, "namespace, pod"));
     let node = RESOURCE_NODE.iter().map(|(metric, _)| ("/metrics/resource", *metric, ""));
     let start = ["/metrics/cadvisor", "/metrics/resource"].map(|page| (page, START_TIME, container));
     let error = [("/metrics/resource", RESOURCE_ERROR, "")];
-    network.chain(machine).chain(resource).chain(pods).chain(node).chain(start).chain(error).collect()
+    disk.chain(seen)
+        .chain(network)
+        .chain(machine)
+        .chain(resource)
+        .chain(pods)
+        .chain(node)
+        .chain(start)
+        .chain(error)
+        .collect()
 }
 
-fn cadvisor_page(pressure: &NodeStats) -> String {
+fn cadvisor_page(pressure: &NodeStats, sizes: &Sizes) -> String {
     let mut page = Page::default();
     let at = at_ms(pressure);
     for metric in CADVISOR {
@@ -135,6 +181,16 @@ fn cadvisor_page(pressure: &NodeStats) -> String {
     }
     for (pod, container, started) in started(pressure) {
         page.sample(START_TIME, &cadvisor_labels(pod, container), started, None);
+    }
+    for (pod, container, _) in pressure.readings() {
+        page.sample(LAST_SEEN, &cadvisor_labels(pod, container), pressure.at.as_second() as f64, at);
+    }
+    for (metric, value) in DISK {
+        for (pod, container, taken) in on_disk(pressure) {
+            let Some(value) = value(taken, sizes.containers.as_ref()) else { continue };
+            let labels = cadvisor_labels(pod, container).into_iter().chain([("device", "")]);
+            page.sample(metric, &labels.collect::<Vec<_>>(), value as f64, at);
+        }
     }
     for (metric, value) in NETWORK {
         for pod in &pressure.pods {
@@ -154,6 +210,19 @@ fn cadvisor_page(pressure: &NodeStats) -> String {
     page.sample(cpus, &[], f64::from(pressure.machine.cpus), None);
     page.sample(memory, &[], pressure.machine.memory_total as f64, None);
     page.finish()
+}
+
+/// Containers whose writable layer or logs were measured.
+fn on_disk(pressure: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerStats, Taken)> {
+    pressure.readings().filter_map(|(pod, container, _)| {
+        let disk = pod.disk.as_ref()?;
+        let (rootfs, logs) = (disk.rootfs.get(&container.name), disk.logs.get(&container.name));
+        let both = rootfs.into_iter().chain(logs).copied().reduce(|a, b| Taken {
+            bytes: a.bytes.saturating_add(b.bytes),
+            inodes: a.inodes.saturating_add(b.inodes),
+        });
+        Some((pod, container, both?))
+    })
 }
 
 /// cAdvisor's labels, in its order. `name` is the container's id there.
@@ -285,12 +354,14 @@ mod tests {
 
     #[test]
     fn the_cadvisor_page_has_its_labels_and_each_family_once() {
-        let text = cadvisor_page(&fixtures::pressure());
+        let text = cadvisor_page(&fixtures::pressure(), &Sizes::default());
         let labels = "container=\"app\",id=\"/kubepods/podu/aa\",image=\"img\",name=\"aa\",namespace=\"shop\",pod=\"web\"";
         for line in [
             format!("container_memory_failures_total{{{labels},failure_type=\"pgmajfault\"}} 3 1700000000000"),
             format!("container_pressure_cpu_waiting_seconds_total{{{labels}}} 0.25 1700000000000"),
             format!("container_spec_memory_limit_bytes{{{labels}}} 4096 1700000000000"),
+            format!("container_last_seen{{{labels}}} 1700000000 1700000000000"),
+            format!("container_fs_usage_bytes{{{labels},device=\"\"}} 12288 1700000000000"),
             "container_network_receive_bytes_total{id=\"/kubepods/podu\",interface=\"eth0\",namespace=\"shop\",pod=\"web\"} 10 1700000000000".to_owned(),
             "machine_cpu_cores 2".to_owned(),
         ] {

@@ -1,7 +1,8 @@
 //! `/stats/summary`: the kubelet's summary of the node, its pods and their containers
 //! (k8s.io/kubelet/pkg/apis/stats/v1alpha1). What is not measured is left out, as the kubelet does.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -10,7 +11,8 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use super::ApiState;
-use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading, Stalls};
+use beelet_model::disk::{Places, PodDisk, Taken};
+use beelet_stats::model::{ContainerStats, Counters, Net, NodeStats, PodStats, Reading, Stalls};
 
 /// The window whose CPU use is shown: the kubelet's own is about ten seconds.
 const TEN: usize = 1;
@@ -25,7 +27,8 @@ pub(super) async fn summary(State(state): State<ApiState>) -> Response {
     }
     // A file system that hangs must not take an async thread with it.
     let made = tokio::task::spawn_blocking(move || {
-        serde_json::to_vec(&of(&pressure, fs(Path::new(NODE_FS)))).map_err(|error| error.to_string())
+        let sizes = Sizes::measure(&pressure.places);
+        serde_json::to_vec(&of(&pressure, &sizes)).map_err(|error| error.to_string())
     });
     match made.await.map_err(|error| error.to_string()).flatten() {
         Ok(summary) => ([(header::CONTENT_TYPE, "application/json")], summary).into_response(),
@@ -37,12 +40,27 @@ pub(super) async fn summary(State(state): State<ApiState>) -> Response {
 
 /// What a kubelet's summary has and this one doesn't, and why: for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
-pub const LACKING: [(&str, &str); 4] = [
-    ("node.runtime", "the images' file system: the runtime would have to be asked at each scrape"),
-    ("node.systemContainers[].startTime", "nobody wrote it down"),
-    ("pods[].containers[].rootfs", "the writable layer: the runtime would have to be asked at each scrape"),
-    ("pods[].containers[].logs", "folders would have to be walked through at each scrape"),
-];
+pub const LACKING: [(&str, &str); 1] = [("node.systemContainers[].startTime", "nobody wrote it down")];
+
+/// The sizes of the node's file systems, as of now.
+#[derive(Debug, Default)]
+pub(super) struct Sizes {
+    pub(super) node: Option<Fs>,
+    pub(super) images: Option<Fs>,
+    pub(super) containers: Option<Fs>,
+}
+
+impl Sizes {
+    /// Asks the kernel. Blocking, for as long as a file system hangs.
+    pub(super) fn measure(places: &Places) -> Self {
+        let measure = |path: &Option<PathBuf>| fs(path.as_deref()?);
+        Self {
+            node: fs(places.node.as_deref().unwrap_or(Path::new(NODE_FS))),
+            images: measure(&places.images),
+            containers: measure(&places.containers).or_else(|| measure(&places.images)),
+        }
+    }
+}
 
 #[derive(Debug, Serialize)]
 struct Summary {
@@ -64,7 +82,22 @@ struct Node {
     network: Option<Network>,
     #[serde(skip_serializing_if = "Option::is_none")]
     fs: Option<Fs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    runtime: Option<Runtime>,
     rlimit: Rlimit,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    swap: Option<Swap>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    io: Option<Io>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Runtime {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    image_fs: Option<Fs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    container_fs: Option<Fs>,
 }
 
 #[derive(Debug, Serialize)]
@@ -83,6 +116,21 @@ struct Pod {
     /// Snake case, in the middle of camels: so it is in the API.
     #[serde(rename = "process_stats", skip_serializing_if = "Option::is_none")]
     process_stats: Option<Processes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    swap: Option<Swap>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    io: Option<Io>,
+    #[serde(rename = "volume", skip_serializing_if = "Vec::is_empty")]
+    volumes: Vec<Volume>,
+    #[serde(rename = "ephemeral-storage", skip_serializing_if = "Option::is_none")]
+    ephemeral_storage: Option<Fs>,
+}
+
+#[derive(Debug, Serialize)]
+struct Volume {
+    name: String,
+    #[serde(flatten)]
+    fs: Fs,
 }
 
 #[derive(Debug, Serialize)]
@@ -104,6 +152,10 @@ struct Container {
     swap: Option<Swap>,
     #[serde(skip_serializing_if = "Option::is_none")]
     io: Option<Io>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rootfs: Option<Fs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logs: Option<Fs>,
 }
 
 #[derive(Debug, Serialize)]
@@ -146,6 +198,8 @@ struct Io {
 #[serde(rename_all = "camelCase")]
 struct Swap {
     time: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    swap_available_bytes: Option<u64>,
     swap_usage_bytes: u64,
 }
 
@@ -183,16 +237,23 @@ struct Interface {
     tx_errors: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Fs {
+pub(super) struct Fs {
     time: String,
     available_bytes: u64,
-    capacity_bytes: u64,
-    used_bytes: u64,
-    inodes_free: u64,
-    inodes: u64,
+    pub(super) capacity_bytes: u64,
+    pub(super) used_bytes: u64,
+    pub(super) inodes_free: u64,
+    pub(super) inodes: u64,
     inodes_used: u64,
+}
+
+impl Fs {
+    /// What something takes on this file system.
+    fn of(&self, taken: Taken) -> Self {
+        Self { used_bytes: taken.bytes, inodes_used: taken.inodes, ..self.clone() }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -209,9 +270,10 @@ struct Processes {
     process_count: u64,
 }
 
-fn of(pressure: &NodeStats, fs: Option<Fs>) -> Summary {
+fn of(pressure: &NodeStats, sizes: &Sizes) -> Summary {
     let machine = &pressure.machine;
     let at = time(pressure.at);
+    let [cpu_psi, memory_psi, io_psi] = machine.stalls.map(|stalls| stalls.map(psi));
     let node = Node {
         node_name: pressure.node.to_string(),
         system_containers: all_pods(pressure, &at).into_iter().collect(),
@@ -221,7 +283,7 @@ fn of(pressure: &NodeStats, fs: Option<Fs>) -> Summary {
             time: at.clone(),
             usage_nano_cores: machine.cpu[TEN].map(nano_cores),
             usage_core_nano_seconds: machine.cpu_ns,
-            psi: None,
+            psi: cpu_psi,
         },
         memory: Memory {
             time: at.clone(),
@@ -232,12 +294,29 @@ fn of(pressure: &NodeStats, fs: Option<Fs>) -> Summary {
             rss_bytes: machine.rss,
             page_faults: machine.faults.map(|[all, _]| all),
             major_page_faults: machine.faults.map(|[_, major]| major),
-            psi: None,
+            psi: memory_psi,
         },
-        fs,
+        fs: sizes.node.clone(),
+        runtime: runtime(&pressure.places, sizes),
         rlimit: Rlimit { time: at.clone(), maxpid: number("/proc/sys/kernel/pid_max"), curproc: processes() },
+        swap: machine.swap.map(|[total, free]| Swap {
+            time: at.clone(),
+            swap_available_bytes: Some(free),
+            swap_usage_bytes: total.saturating_sub(free),
+        }),
+        io: io_psi.map(|psi| Io { time: at.clone(), psi }),
     };
-    Summary { node, pods: pressure.pods.iter().map(|one| pod(one, &at)).collect() }
+    Summary { node, pods: pressure.pods.iter().map(|one| pod(one, sizes, &at)).collect() }
+}
+
+/// The runtime's file systems, once it has said where they are.
+fn runtime(places: &Places, sizes: &Sizes) -> Option<Runtime> {
+    let images = sizes.images.as_ref()?;
+    let image_fs = places.all_images.map(|taken| images.of(taken));
+    Some(Runtime {
+        image_fs: image_fs.or_else(|| Some(images.clone())),
+        container_fs: sizes.containers.clone(),
+    })
 }
 
 /// The cgroup of all pods, which the kubelet calls the system container `pods`.
@@ -250,13 +329,18 @@ fn all_pods(pressure: &NodeStats, at: &str) -> Option<Container> {
         start_time: None,
         cpu: cpu(reading, Some(nano_cores.sum()), None, at),
         memory: memory(reading, None, at),
-        swap: None,
+        swap: swap(reading, at),
         io: None,
+        rootfs: None,
+        logs: None,
     })
 }
 
-fn pod(pod: &PodStats, at: &str) -> Pod {
-    let containers: Vec<Container> = pod.containers.iter().filter_map(|one| container(one, at)).collect();
+fn pod(pod: &PodStats, sizes: &Sizes, at: &str) -> Pod {
+    let disk = pod.disk.as_ref();
+    let containers: Vec<Container> =
+        pod.containers.iter().filter_map(|one| container(one, disk, sizes, at)).collect();
+    let stalls = |of: fn(&Counters) -> Option<Stalls>| of(&pod.reading.as_ref()?.counters).map(psi);
     let nano_cores = containers.iter().map(|container| container.cpu.usage_nano_cores).sum();
     Pod {
         pod_ref: PodRef {
@@ -266,17 +350,49 @@ fn pod(pod: &PodStats, at: &str) -> Pod {
         },
         start_time: pod.started_at.map(time),
         containers,
-        cpu: pod.reading.as_ref().map(|reading| cpu(reading, nano_cores, None, at)),
-        memory: pod.reading.as_ref().map(|reading| memory(reading, None, at)),
+        cpu: pod.reading.as_ref().map(|reading| cpu(reading, nano_cores, stalls(|c| c.cpu_stalls), at)),
+        memory: pod.reading.as_ref().map(|reading| memory(reading, stalls(|c| c.memory_stalls), at)),
         network: network(&pod.net, at),
         process_stats: pod
             .reading
             .as_ref()
             .and_then(|reading| Some(Processes { process_count: reading.gauges.pids? })),
+        swap: pod.reading.as_ref().and_then(|reading| swap(reading, at)),
+        io: stalls(|c| c.io_stalls).map(|psi| Io { time: at.to_owned(), psi }),
+        volumes: disk.zip(sizes.node.as_ref()).map(|(disk, fs)| volumes(disk, fs)).unwrap_or_default(),
+        ephemeral_storage: disk.zip(sizes.node.as_ref()).map(|(disk, fs)| fs.of(whole(disk))),
     }
 }
 
-fn container(container: &ContainerStats, at: &str) -> Option<Container> {
+fn volumes(disk: &PodDisk, fs: &Fs) -> Vec<Volume> {
+    let volume = |(name, taken): (&String, &Taken)| Volume { name: name.clone(), fs: fs.of(*taken) };
+    disk.volumes.iter().map(volume).collect()
+}
+
+/// All that a pod has on disk.
+fn whole(disk: &PodDisk) -> Taken {
+    let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
+    all.fold(Taken::default(), |sum, one| Taken {
+        bytes: sum.bytes.saturating_add(one.bytes),
+        inodes: sum.inodes.saturating_add(one.inodes),
+    })
+}
+
+fn swap(reading: &Reading, at: &str) -> Option<Swap> {
+    let used = reading.gauges.swap?;
+    let available = reading.gauges.swap_limit.map(|limit| limit.saturating_sub(used));
+    Some(Swap { time: at.to_owned(), swap_available_bytes: available, swap_usage_bytes: used })
+}
+
+fn container(
+    container: &ContainerStats,
+    disk: Option<&PodDisk>,
+    sizes: &Sizes,
+    at: &str,
+) -> Option<Container> {
+    let taken = |of: fn(&PodDisk) -> &BTreeMap<String, Taken>, fs: &Option<Fs>| {
+        Some(fs.as_ref()?.of(*of(disk?).get(&container.name)?))
+    };
     let reading = container.reading.as_ref()?;
     let ten = container.windows[TEN];
     let counters = &reading.counters;
@@ -286,8 +402,10 @@ fn container(container: &ContainerStats, at: &str) -> Option<Container> {
         start_time: container.started_at.map(time),
         cpu: cpu(reading, ten.map(|rates| nano_cores(rates.cpu)), counters.cpu_stalls.map(psi), at),
         memory: memory(reading, counters.memory_stalls.map(psi), at),
-        swap: reading.gauges.swap.map(|swap_usage_bytes| Swap { time: at.to_owned(), swap_usage_bytes }),
+        swap: swap(reading, at),
         io: io.map(|psi| Io { time: at.to_owned(), psi }),
+        rootfs: taken(|disk| &disk.rootfs, &sizes.containers),
+        logs: taken(|disk| &disk.logs, &sizes.node),
     })
 }
 
@@ -376,9 +494,14 @@ mod tests {
     use super::*;
     use crate::http::fixtures;
 
+    fn sizes() -> Sizes {
+        let fs = fs(Path::new("/"));
+        Sizes { node: fs.clone(), images: fs.clone(), containers: fs }
+    }
+
     #[test]
     fn the_summary_is_the_kubelets() {
-        let summary = serde_json::to_value(of(&fixtures::pressure(), fs(Path::new("/")))).unwrap();
+        let summary = serde_json::to_value(of(&fixtures::pressure(), &sizes())).unwrap();
         assert_eq!(summary["node"]["nodeName"], "node-1");
         assert_eq!(summary["node"]["cpu"]["usageCoreNanoSeconds"], 100_000_000_000_u64);
         assert_eq!(summary["node"]["startTime"], "2017-07-14T02:40:00Z");
@@ -405,6 +528,19 @@ mod tests {
             container["cpu"]["psi"]["some"],
             json!({"total": 250_000_000, "avg10": 12.5, "avg60": 0.0, "avg300": 0.0})
         );
+        let used = |value: &Value| (value["usedBytes"].clone(), value["inodesUsed"].clone());
+        let check = |value: &Value, bytes: u64, inodes: u64| {
+            assert_eq!(used(value), (json!(bytes), json!(inodes)), "{value}");
+            assert!(value["capacityBytes"].as_u64() > Some(0), "{value}");
+        };
+        check(&container["rootfs"], 4096, 2);
+        check(&container["logs"], 8192, 1);
+        check(&pod["volume"][0], 100, 3);
+        assert_eq!(pod["volume"][0]["name"], "cache");
+        check(&pod["ephemeral-storage"], 12_388, 6);
+        check(&node["runtime"]["imageFs"], 1 << 20, 40);
+        assert_eq!(node["swap"]["swapUsageBytes"], 6);
+        assert_eq!(node["swap"]["swapAvailableBytes"], 4);
     }
 
     /// Every field is one that a recorded kubelet has at that place, of the same type: a consumer finds nothing strange.
@@ -415,11 +551,14 @@ mod tests {
         // With numbers from the runtime that kubelet had fewer of them for containers; a type is the same everywhere.
         recorded["pods"][0]["containers"][0]["memory"] = recorded["node"]["memory"].clone();
         recorded["pods"][0]["network"] = recorded["node"]["network"].clone();
-        let ours = serde_json::to_value(of(&fixtures::pressure(), fs(Path::new("/")))).unwrap();
+        let ours = serde_json::to_value(of(&fixtures::pressure(), &sizes())).unwrap();
         let mut strange = Vec::new();
         unlike(&ours, &recorded, "", &mut strange);
         // What came after that kubelet's version: KEP-4205 (1.36) and KEP-2400 (1.34).
-        strange.retain(|path| !path.ends_with("/psi") && !path.ends_with("/io") && !path.ends_with("/swap"));
+        let later = ["/psi", "/io", "/swap", "/containerFs"];
+        strange.retain(|path| !later.iter().any(|end| path.ends_with(end)));
+        // That kubelet's pod had no volume.
+        strange.retain(|path| !["/pods/0/volume", "/pods/0/ephemeral-storage"].contains(&path.as_str()));
         assert_eq!(strange, Vec::<String>::new());
     }
 
@@ -428,7 +567,7 @@ mod tests {
     fn what_a_recorded_kubelet_has_is_there_or_known_to_be_missing() {
         let recorded: Value =
             serde_json::from_str(include_str!("../../../tests/data/stats-summary-kubelet.json")).unwrap();
-        let ours = serde_json::to_value(of(&fixtures::pressure(), fs(Path::new("/")))).unwrap();
+        let ours = serde_json::to_value(of(&fixtures::pressure(), &sizes())).unwrap();
         let mut missing = Vec::new();
         unlike(&recorded, &ours, "", &mut missing);
         let dotted = |path: &String| path.trim_start_matches('/').replace("/0", "[]").replace('/', ".");

@@ -46,6 +46,7 @@ impl Cluster {
             node_name: "n1".to_owned(),
             rotate: false,
             metrics: Metrics::default(),
+            requests: beelet_cluster::requests::Metrics::default(),
         };
         let (client, identity) = connect(options).await.unwrap();
         let object = json!({"metadata": {"name": "n1", "uid": "node-uid"}});

@@ -1,0 +1,202 @@
+//! How long pods take to start, as the kubelet's metrics have it. Only pods that this instance of the agent saw
+//! come count: nobody knows what one that ran before has waited for.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use prometheus_client::{metrics::histogram::Histogram, registry::Registry};
+use tokio::time::Instant;
+
+use beelet_model::status::has_ended;
+
+/// Bounds of durations, in seconds: the kubelet's.
+const BUCKETS: [f64; 25] = [
+    0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0,
+    480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0,
+];
+
+/// A pod that is starting.
+#[derive(Debug)]
+struct Start {
+    seen: Instant,
+    /// What getting its images took.
+    pulling: Duration,
+    runs: bool,
+}
+
+/// The pods that are starting, and how long others took. Clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct Starts {
+    starting: Arc<Mutex<BTreeMap<String, Start>>>,
+    running: Histogram,
+    total: Histogram,
+    sli: Histogram,
+}
+
+impl Default for Starts {
+    fn default() -> Self {
+        let histogram = || Histogram::new(BUCKETS);
+        Self { starting: Arc::default(), running: histogram(), total: histogram(), sli: histogram() }
+    }
+}
+
+impl Starts {
+    pub(crate) fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "kubelet_pod_start_duration_seconds",
+            "Time from when a pod was first seen until it ran, in seconds",
+            self.running.clone(),
+        );
+        registry.register(
+            "kubelet_pod_start_total_duration_seconds",
+            "Time from a pod's creation until all its containers ran, in seconds",
+            self.total.clone(),
+        );
+        registry.register(
+            "kubelet_pod_start_sli_duration_seconds",
+            "The same without pulls and init containers, of pods with no volumes but ephemeral ones, in seconds",
+            self.sli.clone(),
+        );
+    }
+
+    /// A pod is seen for the first time.
+    pub(crate) fn begin(&self, uid: &str) {
+        let start = Start { seen: Instant::now(), pulling: Duration::ZERO, runs: false };
+        self.with(|starting| starting.insert(uid.to_owned(), start));
+    }
+
+    /// An image of a pod was got.
+    pub(crate) fn pulled(&self, uid: &str, took: Duration) {
+        self.with(|starting| starting.get_mut(uid).into_iter().for_each(|start| start.pulling += took));
+    }
+
+    /// The pod is gone.
+    pub(crate) fn forget(&self, uid: &str) {
+        self.with(|starting| starting.remove(uid));
+    }
+
+    /// The pod's status is this one now.
+    pub(crate) fn note(&self, uid: &str, pod: &core::Pod, status: &core::PodStatus, now: Timestamp) {
+        self.with(|starting| {
+            let Some(start) = starting.get_mut(uid) else { return };
+            if status.phase.as_deref() == Some("Running") && !std::mem::replace(&mut start.runs, true) {
+                self.running.observe(start.seen.elapsed().as_secs_f64());
+            }
+            if start.runs && all_run(status) {
+                let created = pod.metadata.creation_timestamp.as_ref();
+                let since =
+                    |time: Timestamp| Duration::try_from(now.duration_since(time)).unwrap_or_default();
+                let whole = created.map_or_else(|| start.seen.elapsed(), |time| since(time.0));
+                self.total.observe(whole.as_secs_f64());
+                if is_stateless(pod) {
+                    let own = whole.saturating_sub(start.pulling).saturating_sub(init_time(status));
+                    self.sli.observe(own.as_secs_f64());
+                }
+                starting.remove(uid);
+            } else if has_ended(Some(status)) {
+                starting.remove(uid);
+            }
+        });
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut BTreeMap<String, Start>) -> T) -> T {
+        work(&mut self.starting.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+fn all_run(status: &core::PodStatus) -> bool {
+    let mut containers = status.container_statuses.iter().flatten();
+    containers.all(|container| container.state.as_ref().is_some_and(|state| state.running.is_some()))
+}
+
+/// What init containers took that have ended.
+fn init_time(status: &core::PodStatus) -> Duration {
+    let states = status.init_container_statuses.iter().flatten().filter_map(|one| one.state.as_ref());
+    let times = states.filter_map(|state| {
+        let ended = state.terminated.as_ref()?;
+        let (from, to) = (ended.started_at.as_ref()?, ended.finished_at.as_ref()?);
+        Duration::try_from(to.0.duration_since(from.0)).ok()
+    });
+    times.sum()
+}
+
+/// As the definition of the SLI has it: no volumes but those that go with the pod.
+fn is_stateless(pod: &core::Pod) -> bool {
+    let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    volumes.all(|volume| {
+        volume.secret.is_some()
+            || volume.config_map.is_some()
+            || volume.downward_api.is_some()
+            || volume.empty_dir.is_some()
+            || volume.projected.is_some()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+    use serde_json::json;
+
+    use super::*;
+
+    fn text(starts: &Starts) -> String {
+        let mut registry = Registry::default();
+        starts.register(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        text
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_start_counts_once_without_its_pulls_and_init_containers() {
+        let starts = Starts::default();
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web", "creationTimestamp": "2026-01-01T00:00:00Z"},
+            "spec": {"containers": [], "volumes": [{"name": "v", "emptyDir": {}}]},
+        }))
+        .unwrap();
+        let status = |state: serde_json::Value| -> core::PodStatus {
+            let container = |name: &str, state: &serde_json::Value| json!({"name": name, "image": "i", "imageID": "i", "ready": false, "restartCount": 0, "state": state});
+            let ended = json!({"terminated": {"exitCode": 0, "startedAt": "2026-01-01T00:00:01Z",
+                "finishedAt": "2026-01-01T00:00:03Z"}});
+            serde_json::from_value(json!({
+                "phase": "Running",
+                "initContainerStatuses": [container("init", &ended)],
+                "containerStatuses": [container("app", &state)],
+            }))
+            .unwrap()
+        };
+        starts.begin("u");
+        tokio::time::advance(Duration::from_secs(10)).await;
+        starts.pulled("u", Duration::from_secs(4));
+        let now: Timestamp = "2026-01-01T00:00:11Z".parse().unwrap();
+        starts.note("u", &pod, &status(json!({"waiting": {}})), now);
+        let half = text(&starts);
+        assert!(half.contains("kubelet_pod_start_duration_seconds_sum 10.0"), "{half}");
+        assert!(half.contains("kubelet_pod_start_sli_duration_seconds_count 0"), "{half}");
+        for _ in 0..2 {
+            starts.note("u", &pod, &status(json!({"running": {"startedAt": "2026-01-01T00:00:11Z"}})), now);
+        }
+        let whole = text(&starts);
+        for line in ["pod_start_total_duration_seconds_sum 11.0", "pod_start_sli_duration_seconds_sum 5.0"] {
+            assert!(whole.contains(&format!("kubelet_{line}")), "no {line} in\n{whole}");
+        }
+        assert!(whole.contains("kubelet_pod_start_duration_seconds_count 1"), "{whole}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_that_ran_before_or_is_gone_counts_for_nothing() {
+        let starts = Starts::default();
+        let status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
+        starts.note("old", &core::Pod::default(), &status, Timestamp::now());
+        starts.begin("gone");
+        starts.forget("gone");
+        starts.note("gone", &core::Pod::default(), &status, Timestamp::now());
+        assert!(text(&starts).contains("kubelet_pod_start_duration_seconds_count 0"));
+    }
+}
