@@ -24,6 +24,7 @@ use beelet_cluster::{
     events, lease, machine, node,
     reviews::Reviews,
     rotation::Identity,
+    serving,
     workload::{self, Workload},
 };
 use beelet_config::{Config, NodeConfig};
@@ -48,9 +49,9 @@ pub(crate) struct ClusterArgs {
     /// Where there is no kubeconfig: one whose identity may ask for the node's certificate.
     #[arg(long, value_name = "FILE", requires = "kubeconfig")]
     pub(crate) bootstrap_kubeconfig: Option<PathBuf>,
-    /// Where certificates are kept that were asked for.
-    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/kubelet/pki")]
-    pub(crate) cert_dir: PathBuf,
+    /// Where certificates are kept that were asked for or made. Default: pki in the kubelet's folder.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) cert_dir: Option<PathBuf>,
     /// The node's addresses, at most one of IPv4 and one of IPv6. Default: the one that the default route
     /// leaves from.
     #[arg(long, value_name = "IP[,IP]", value_delimiter = ',')]
@@ -82,11 +83,12 @@ impl ClusterArgs {
         }
         config.node.ips.clone_from(&self.node_ip);
         config.node.labels = self.node_labels.iter().cloned().collect();
+        config.server.cert_dir.clone_from(&self.cert_dir);
         let Some(kubeconfig) = self.kubeconfig.clone() else { return Ok(None) };
         let bootstrap = self.bootstrap_kubeconfig.clone();
         let needed = bootstrap.as_ref().filter(|_| !kubeconfig.exists()).unwrap_or(&kubeconfig);
         connect::check(needed).map_err(|error| error.to_string())?;
-        Ok(Some(Membership { kubeconfig, bootstrap, cert_dir: self.cert_dir.clone() }))
+        Ok(Some(Membership { kubeconfig, bootstrap, cert_dir: config.cert_dir() }))
     }
 }
 
@@ -145,6 +147,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let builder = builder.reviewers(reviewers);
     // A Node gives 0 where there is no server to reach.
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
+    let builder = serve_signed(builder, config, &session, node.clone());
     let (connected, own_name, rotate) = (Arc::clone(&session), name.clone(), settings.rotate_certificates);
     let builder = builder.attach("cluster identity", move |handles, stop| async move {
         let options = connect::Options {
@@ -215,6 +218,25 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
             node: node_out,
         };
         node::keep(session.client.clone(), inputs, stop).await;
+    })
+}
+
+/// Where the certificate of the node's server is to be signed in the cluster, asks for it.
+fn serve_signed(
+    builder: Builder,
+    config: &Config,
+    session: &Arc<SetOnce<Session>>,
+    node: watch::Receiver<Option<Arc<core::Node>>>,
+) -> Builder {
+    if !config.server.tls_bootstrap || config.server.tls_files.is_some() {
+        return builder;
+    }
+    let (session, cert_dir, node_name) = (Arc::clone(session), config.cert_dir(), config.node_name.clone());
+    builder.attach("serving certificate", move |handles, stop| async move {
+        let metrics = handles.metrics.cluster.serving;
+        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
+        let inputs = serving::Inputs { cert_dir, node_name, node, metrics };
+        serving::keep(session.client.clone(), inputs, stop).await;
     })
 }
 

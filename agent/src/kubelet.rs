@@ -74,19 +74,14 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    // The kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.
     let level = text(&matches, "v").and_then(|level| level.parse::<u8>().ok()).unwrap_or_default();
-    let verbose = match level {
-        0..=3 => 0,
-        4..=5 => 1,
-        _ => 2,
-    };
+    let verbose = run::verbosity(level);
     let json = text(&matches, "logging-format") == Some("json");
-    run::start_logging(if json { LogFormat::Json } else { LogFormat::Text }, verbose);
+    let set = run::start_logging(if json { LogFormat::Json } else { LogFormat::Text }, verbose);
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    let mut builder = Builder::default();
+    let mut builder = Builder::default().verbosity(set);
     if let Some(membership) = membership {
         builder = cluster::join(builder, &config, membership);
     }
@@ -192,7 +187,7 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
     let args = ClusterArgs {
         kubeconfig: text(matches, "kubeconfig").map(PathBuf::from),
         bootstrap_kubeconfig: text(matches, "bootstrap-kubeconfig").map(PathBuf::from),
-        cert_dir: text(matches, "cert-dir").map_or_else(|| Path::new(root).join("pki"), PathBuf::from),
+        cert_dir: Some(text(matches, "cert-dir").map_or_else(|| Path::new(root).join("pki"), PathBuf::from)),
         node_ip: ips(text(matches, "node-ip").unwrap_or_default())?,
         node_labels: labels(text(matches, "node-labels").unwrap_or_default())?,
     };

@@ -14,6 +14,7 @@ use crate::{
 };
 use beelet_cli::{USAGE, failed};
 use beelet_config::Config;
+use beelet_kubelet_api::Verbosity;
 
 /// Arguments of `beelet run`.
 #[derive(Debug, Args)]
@@ -88,11 +89,11 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         print!("{}", config.effective());
         return ExitCode::SUCCESS;
     }
-    start_logging(args.log_format, args.verbose);
+    let set = start_logging(args.log_format, args.verbose);
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    let mut builder = Builder::default();
+    let mut builder = Builder::default().verbosity(set);
     if let Some(membership) = membership {
         builder = cluster::join(builder, &config, membership);
     }
@@ -113,22 +114,55 @@ pub(crate) fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
     crate::threads::runtime(2)?.block_on(crate::node::run(builder, config))
 }
 
-/// Log lines go to standard error: standard output belongs to what a command prints.
-pub(crate) fn start_logging(format: LogFormat, verbose: u8) {
-    let level = match verbose {
+/// How much is said at the kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.
+pub(crate) fn verbosity(level: u8) -> u8 {
+    match level {
+        0..=3 => 0,
+        4..=5 => 1,
+        _ => 2,
+    }
+}
+
+fn directives(verbose: u8) -> &'static str {
+    match verbose {
         0 => "info",
         1 => "info,beelet=debug",
         _ => "info,beelet=trace",
-    };
+    }
+}
+
+/// Log lines go to standard error: standard output belongs to what a command prints. What is returned changes how much
+/// is said.
+pub(crate) fn start_logging(format: LogFormat, verbose: u8) -> Verbosity {
     let filter = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {
             EnvFilter::builder().with_default_directive(LevelFilter::INFO.into()).parse_lossy(directives)
         }
-        _ => EnvFilter::new(level),
+        _ => EnvFilter::new(directives(verbose)),
     };
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match format {
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).with_target(verbose > 0).init(),
-        LogFormat::Json => lines.json().flatten_event(true).init(),
+        LogFormat::Text => {
+            let lines = lines.with_ansi(std::io::stderr().is_terminal()).with_target(verbose > 0);
+            let lines = lines.with_filter_reloading();
+            let handle = lines.reload_handle();
+            lines.init();
+            settable(move |filter| handle.reload(filter))
+        }
+        LogFormat::Json => {
+            let lines = lines.json().flatten_event(true).with_filter_reloading();
+            let handle = lines.reload_handle();
+            lines.init();
+            settable(move |filter| handle.reload(filter))
+        }
     }
+}
+
+/// Sets the level by `reload`.
+fn settable<E: std::fmt::Display>(
+    reload: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static,
+) -> Verbosity {
+    Verbosity::new(move |level| {
+        reload(EnvFilter::new(directives(verbosity(level)))).map_err(|error| error.to_string())
+    })
 }

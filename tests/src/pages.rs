@@ -17,11 +17,12 @@ for family in parse(sys.stdin.read()):
 ";
 
 /// The pages, and the format of each.
-pub const PAGES: [(&str, &str); 4] = [
+pub const PAGES: [(&str, &str); 5] = [
     ("/metrics", "openmetrics"),
     ("/metrics/probes", "openmetrics"),
     ("/metrics/cadvisor", "text"),
     ("/metrics/resource", "text"),
+    ("/metrics/slis", "text"),
 ];
 
 /// What the parser finds on a page: a line for each family, with its type and the number of its samples. An

@@ -7,6 +7,7 @@
 //! delays only itself.
 
 pub mod numbers;
+pub mod slis;
 pub mod summary;
 
 use std::fmt;
@@ -52,6 +53,8 @@ pub struct ApiState {
     pub summary: bool,
     /// Why the agent is not well; None if it is.
     pub health: Arc<dyn Fn() -> Option<String> + Send + Sync>,
+    /// How `/healthz` was answered.
+    pub slis: slis::Slis,
 }
 
 impl fmt::Debug for ApiState {
@@ -126,11 +129,12 @@ pub fn router(state: ApiState) -> Router {
         .route("/healthz", get(healthz))
         .route("/healthz/ping", get(alive))
         .route("/healthz/log", get(alive))
-        .route("/healthz/syncloop", get(healthz))
+        .route("/healthz/syncloop", get(syncloop))
         .route("/metrics", get(numbers::metrics))
         .route("/metrics/cadvisor", get(numbers::cadvisor))
         .route("/metrics/probes", get(numbers::probes))
-        .route("/metrics/resource", get(numbers::resource));
+        .route("/metrics/resource", get(numbers::resource))
+        .route("/metrics/slis", get(slis::slis));
     if state.summary {
         router = router.route("/stats/summary", get(summary::summary));
     }
@@ -140,7 +144,9 @@ pub fn router(state: ApiState) -> Router {
 async fn index(State(state): State<ApiState>) -> String {
     let more = [(state.summary, " /stats/summary"), (state.specs, " /pods")];
     let more: String = more.into_iter().filter_map(|(is_served, path)| is_served.then_some(path)).collect();
-    format!("beelet: /healthz /metrics /metrics/cadvisor /metrics/probes /metrics/resource{more}\n")
+    format!(
+        "beelet: /healthz /metrics /metrics/cadvisor /metrics/probes /metrics/resource /metrics/slis{more}\n"
+    )
 }
 
 /// Says where they are instead.
@@ -151,6 +157,12 @@ async fn no_pods() -> Response {
 }
 
 async fn healthz(State(state): State<ApiState>) -> Response {
+    let answer = syncloop(State(state.clone())).await;
+    state.slis.note(answer.status().is_success());
+    answer
+}
+
+async fn syncloop(State(state): State<ApiState>) -> Response {
     match (state.health)() {
         None => "ok".into_response(),
         Some(reasons) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{reasons}\n")).into_response(),

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::{
-    certificate::{self, Store},
+    certificate::{self, Addresses, Store},
     client::Client,
     connect::{self, Options},
 };
@@ -37,7 +37,7 @@ pub(crate) async fn client(bootstrap: &Path, options: &Options) -> Result<Client
 pub(crate) async fn run(bootstrap: &Path, options: &Options) -> Result<(), Error> {
     let client = client(bootstrap, options).await?;
     let store = Store::new(options.cert_dir.clone());
-    store.renew(&client, &options.node_name).await?;
+    store.renew(&client, &options.node_name, &Addresses::default()).await?;
     let (bootstrap, target, current) = (bootstrap.to_owned(), options.kubeconfig.clone(), store.current());
     blocking("the kubeconfig", move || write(&bootstrap, &target, &current)).await
 }

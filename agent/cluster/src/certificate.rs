@@ -1,11 +1,13 @@
-//! Client certificates: asked for, kept in files, dated.
+//! The node's certificates, as a client and for its server: asked for, kept in files, dated.
 //!
 //! Files and names are the kubelet's (`certificate.FileStore`): `kubelet-client-TIME.pem` holds a certificate
 //! and its key, and `kubelet-client-current.pem` points to the one in use, so a kubelet that takes this node
 //! over goes on with it.
 
 use std::{
+    collections::BTreeSet,
     fs, io,
+    net::IpAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -19,23 +21,15 @@ use k8s_openapi::{
     api::certificates::v1::{CertificateSigningRequest, CertificateSigningRequestSpec},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
-use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, PublicKeyData};
+use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, PublicKeyData, SanType};
 use sha2::{Digest, Sha256};
 use tokio::time::{Instant, sleep};
-use x509_parser::pem::Pem;
+use x509_parser::{certificate::X509Certificate, extensions::GeneralName, pem::Pem};
 
 use crate::client::{self, Client};
 
 /// The collection of certificate requests.
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
-/// Who signs client certificates of nodes.
-const SIGNER: &str = "kubernetes.io/kube-apiserver-client-kubelet";
-/// What they are for. Older signers want all three, newer ones take them.
-const USAGES: [&str; 3] = ["digital signature", "key encipherment", "client auth"];
-/// The name that points to the certificate in use.
-const CURRENT: &str = "kubelet-client-current.pem";
-/// A key whose certificate was asked for, kept so that an agent that is started anew asks for the same.
-const PENDING: &str = "kubelet-client.key.tmp";
 /// How long a request may wait for its approval before a new one is made.
 const PATIENCE: Duration = Duration::from_secs(900);
 /// How often a request is looked at.
@@ -89,6 +83,85 @@ pub enum Error {
     },
 }
 
+/// What a certificate is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Client,
+    Serving,
+}
+
+impl Purpose {
+    /// What its files begin with.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Client => "kubelet-client",
+            Self::Serving => "kubelet-server",
+        }
+    }
+
+    /// What its requests begin with.
+    fn request(self) -> &'static str {
+        match self {
+            Self::Client => "node-csr",
+            Self::Serving => "csr",
+        }
+    }
+
+    fn signer(self) -> &'static str {
+        match self {
+            Self::Client => "kubernetes.io/kube-apiserver-client-kubelet",
+            Self::Serving => "kubernetes.io/kubelet-serving",
+        }
+    }
+
+    /// Older signers of client certificates want all three, newer ones take them. A key of an elliptic curve
+    /// enciphers no other.
+    fn usages(self) -> &'static [&'static str] {
+        match self {
+            Self::Client => &["digital signature", "key encipherment", "client auth"],
+            Self::Serving => &["digital signature", "server auth"],
+        }
+    }
+
+    /// The name that points to the certificate in use.
+    fn current(self) -> String {
+        format!("{}-current.pem", self.prefix())
+    }
+
+    /// A key whose certificate was asked for, kept so that an agent that is started anew asks for the same.
+    fn pending(self) -> String {
+        format!("{}.key.tmp", self.prefix())
+    }
+}
+
+/// What a server is asked by.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Addresses {
+    /// Names of the DNS.
+    pub names: BTreeSet<String>,
+    /// Addresses.
+    pub ips: BTreeSet<IpAddr>,
+}
+
+impl Addresses {
+    fn of(certificate: &X509Certificate<'_>) -> Self {
+        let mut found = Self::default();
+        let extension = certificate.subject_alternative_name().ok().flatten();
+        for name in extension.iter().flat_map(|extension| &extension.value.general_names) {
+            match name {
+                GeneralName::DNSName(name) => drop(found.names.insert((*name).to_owned())),
+                GeneralName::IPAddress(bytes) => {
+                    let v4 = <[u8; 4]>::try_from(*bytes).map(IpAddr::from);
+                    let ip = v4.or_else(|_| <[u8; 16]>::try_from(*bytes).map(IpAddr::from));
+                    found.ips.extend(ip);
+                }
+                _ => {}
+            }
+        }
+        found
+    }
+}
+
 /// From when to when a certificate holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lifetime {
@@ -104,8 +177,7 @@ impl Lifetime {
     /// # Errors
     /// There is none, or it can't be read.
     pub fn of(pem: &[u8]) -> Result<Self, String> {
-        let (lifetime, _) = first(pem)?;
-        Ok(lifetime)
+        Ok(first(pem)?.lifetime)
     }
 
     /// It holds at `now`.
@@ -123,8 +195,15 @@ impl Lifetime {
     }
 }
 
-/// The first certificate's lifetime and public key.
-fn first(pem: &[u8]) -> Result<(Lifetime, Vec<u8>), String> {
+/// What is read of a certificate.
+struct Read {
+    lifetime: Lifetime,
+    public_key: Vec<u8>,
+    addresses: Addresses,
+}
+
+/// The first certificate.
+fn first(pem: &[u8]) -> Result<Read, String> {
     let mut blocks = Pem::iter_from_buffer(pem);
     let found = blocks.find_map(|block| block.ok().filter(|block| block.label == "CERTIFICATE"));
     let found = found.ok_or("there is no certificate in it")?;
@@ -133,26 +212,41 @@ fn first(pem: &[u8]) -> Result<(Lifetime, Vec<u8>), String> {
     let validity = certificate.validity();
     let lifetime =
         Lifetime { from: time(validity.not_before.timestamp()), until: time(validity.not_after.timestamp()) };
-    Ok((lifetime, certificate.public_key().raw.to_vec()))
+    let public_key = certificate.public_key().raw.to_vec();
+    Ok(Read { lifetime, public_key, addresses: Addresses::of(&certificate) })
 }
 
 /// The folder of the certificates.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
+    purpose: Purpose,
 }
 
 impl Store {
-    /// The certificates of a node are in `dir`. Nothing is touched yet.
+    /// The certificates that a node shows the API server are in `dir`. Nothing is touched yet.
     #[must_use]
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir }
+        Self { dir, purpose: Purpose::Client }
+    }
+
+    /// The certificates of the node's own server are in `dir`. Nothing is touched yet.
+    #[must_use]
+    pub fn serving(dir: PathBuf) -> Self {
+        Self { dir, purpose: Purpose::Serving }
+    }
+
+    /// What the certificate in use says; none if there is none that can be read. Blocking.
+    #[must_use]
+    pub fn in_use(&self) -> Option<(Lifetime, Addresses)> {
+        let read = first(&fs::read(self.current()).ok()?).ok()?;
+        Some((read.lifetime, read.addresses))
     }
 
     /// The path that always leads to the certificate in use.
     #[must_use]
     pub fn current(&self) -> PathBuf {
-        self.dir.join(CURRENT)
+        self.dir.join(self.purpose.current())
     }
 
     /// Puts a certificate and its key in use. Blocking.
@@ -162,13 +256,13 @@ impl Store {
             cause: cause.to_string(),
         };
         make_folder(&self.dir, FOLDER).map_err(|error| fail(&self.dir, &error))?;
-        let name = format!("kubelet-client-{}.pem", now.strftime("%Y-%m-%d-%H-%M-%S"));
+        let name = format!("{}-{}.pem", self.purpose.prefix(), now.strftime("%Y-%m-%d-%H-%M-%S"));
         let path = self.dir.join(&name);
         let file = ForeignFile::new(path.clone());
         let text = format!("{}\n{}\n", certificate.trim_end(), key.trim_end());
         file.replace(text.as_bytes()).map_err(|error| fail(&path, &error))?;
         file.settle().map_err(|error| fail(&path, &error))?;
-        let (link, fresh) = (self.current(), self.dir.join(format!("{CURRENT}.tmp")));
+        let (link, fresh) = (self.current(), self.dir.join(format!("{}.tmp", self.purpose.current())));
         let point = || -> io::Result<()> {
             match fs::remove_file(&fresh) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -179,7 +273,7 @@ impl Store {
         };
         point().map_err(|error| fail(&link, &error))?;
         // The file system may have lost the link by the next boot only together with what is below.
-        let _ = fs::remove_file(self.dir.join(PENDING));
+        self.forget_pending();
         self.sweep(&name);
         Ok(())
     }
@@ -187,14 +281,11 @@ impl Store {
     /// Removes certificates of long ago. One that stays is harmless.
     fn sweep(&self, newest: &str) {
         let Ok(entries) = fs::read_dir(&self.dir) else { return };
+        // The name in use has no digit there.
+        let prefix = format!("{}-2", self.purpose.prefix());
         let mut old: Vec<_> = entries
             .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-            .filter(|name| {
-                name != newest
-                    && name != CURRENT
-                    && name.starts_with("kubelet-client-2")
-                    && name.ends_with(".pem")
-            })
+            .filter(|name| name != newest && name.starts_with(&prefix) && name.ends_with(".pem"))
             .collect();
         old.sort_unstable();
         for name in old.iter().rev().skip(KEPT) {
@@ -204,7 +295,7 @@ impl Store {
 
     /// The key whose certificate was asked for before, or a new one. Blocking.
     fn pending(&self) -> Result<KeyPair, Error> {
-        let path = self.dir.join(PENDING);
+        let path = self.dir.join(self.purpose.pending());
         let fail =
             |cause: &dyn std::fmt::Display| Error::File { path: path.clone(), cause: cause.to_string() };
         make_folder(&self.dir, FOLDER).map_err(|error| fail(&error))?;
@@ -221,23 +312,32 @@ impl Store {
 
     /// The next request is for a new key. Blocking.
     fn forget_pending(&self) {
-        let _ = fs::remove_file(self.dir.join(PENDING));
+        let _ = fs::remove_file(self.dir.join(self.purpose.pending()));
     }
 
-    /// Asks for a certificate of the node, waits until somebody signs it, and puts it in use.
+    /// Asks for a certificate of the node for these addresses, waits until it is signed, and puts it in use.
     ///
     /// # Errors
     /// See [`Error`]. The same call again goes on waiting for the same request, unless that was refused.
-    pub async fn renew(&self, client: &Client, node_name: &str) -> Result<Lifetime, Error> {
+    pub async fn renew(
+        &self,
+        client: &Client,
+        node_name: &str,
+        addresses: &Addresses,
+    ) -> Result<Lifetime, Error> {
         let store = self.clone();
         let key = beelet_base::blocking::blocking("a key", move || store.pending()).await?;
-        let name = request_name(&key);
-        let signed = ask(client, &name, node_name, &key).await;
+        let name = request_name(self.purpose, &key);
+        let signed = match request(self.purpose, &name, node_name, addresses, &key) {
+            Ok(request) => ask(client, &name, &request, &key).await,
+            Err(error) => Err(Error::Unusable { name: name.clone(), cause: error.to_string() }),
+        };
         if matches!(signed, Err(Error::Refused { .. } | Error::Unanswered { .. } | Error::Unusable { .. })) {
             self.forget_pending();
         }
         let certificate = signed?;
-        let (lifetime, _) = first(certificate.as_bytes()).map_err(|cause| Error::Unusable { name, cause })?;
+        let lifetime =
+            first(certificate.as_bytes()).map_err(|cause| Error::Unusable { name, cause })?.lifetime;
         let (store, key) = (self.clone(), key.serialize_pem());
         let put = move || store.put(&certificate, &key, Timestamp::now());
         beelet_base::blocking::blocking("a certificate", put).await?;
@@ -246,14 +346,21 @@ impl Store {
 }
 
 /// A name that says which key it is for: an agent that is started anew finds its request.
-fn request_name(key: &KeyPair) -> String {
+fn request_name(purpose: Purpose, key: &KeyPair) -> String {
     let digest = Sha256::digest(key.subject_public_key_info());
     let hex: String = digest.iter().take(20).map(|byte| format!("{byte:02x}")).collect();
-    format!("node-csr-{hex}")
+    format!("{}-{hex}", purpose.request())
 }
 
-fn request(name: &str, node_name: &str, key: &KeyPair) -> Result<CertificateSigningRequest, rcgen::Error> {
-    let mut params = CertificateParams::default();
+fn request(
+    purpose: Purpose,
+    name: &str,
+    node_name: &str,
+    addresses: &Addresses,
+    key: &KeyPair,
+) -> Result<CertificateSigningRequest, rcgen::Error> {
+    let mut params = CertificateParams::new(addresses.names.iter().cloned().collect::<Vec<_>>())?;
+    params.subject_alt_names.extend(addresses.ips.iter().copied().map(SanType::IpAddress));
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::OrganizationName, "system:nodes");
     params.distinguished_name.push(DnType::CommonName, format!("system:node:{node_name}"));
@@ -262,8 +369,8 @@ fn request(name: &str, node_name: &str, key: &KeyPair) -> Result<CertificateSign
         metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
         spec: CertificateSigningRequestSpec {
             request: ByteString(text.into_bytes()),
-            signer_name: SIGNER.to_owned(),
-            usages: Some(USAGES.map(str::to_owned).to_vec()),
+            signer_name: purpose.signer().to_owned(),
+            usages: Some(purpose.usages().iter().map(|usage| (*usage).to_owned()).collect()),
             ..CertificateSigningRequestSpec::default()
         },
         status: None,
@@ -271,9 +378,13 @@ fn request(name: &str, node_name: &str, key: &KeyPair) -> Result<CertificateSign
 }
 
 /// The signed certificate, as PEM.
-async fn ask(client: &Client, name: &str, node_name: &str, key: &KeyPair) -> Result<String, Error> {
+async fn ask(
+    client: &Client,
+    name: &str,
+    request: &CertificateSigningRequest,
+    key: &KeyPair,
+) -> Result<String, Error> {
     let unusable = |cause: String| Error::Unusable { name: name.to_owned(), cause };
-    let request = request(name, node_name, key).map_err(|error| unusable(error.to_string()))?;
     match client.create(REQUESTS, &request.to_value()).await {
         // It was asked for before.
         Err(error) if !error.is_conflict() => return Err(error.into()),
@@ -295,7 +406,7 @@ async fn ask(client: &Client, name: &str, node_name: &str, key: &KeyPair) -> Res
             }
         }
         if let Some(ByteString(signed)) = status.certificate.filter(|signed| !signed.0.is_empty()) {
-            let (_, public) = first(&signed).map_err(unusable)?;
+            let public = first(&signed).map_err(unusable)?.public_key;
             if public != key.subject_public_key_info() {
                 return Err(unusable("it is for another key".to_owned()));
             }
@@ -345,7 +456,7 @@ mod tests {
 
     fn asking(server: &Server, dir: &Path) -> tokio::task::JoinHandle<Result<Lifetime, Error>> {
         let (store, client) = (Store::new(dir.join("pki")), server.client());
-        tokio::spawn(async move { store.renew(&client, "n1").await })
+        tokio::spawn(async move { store.renew(&client, "n1", &Addresses::default()).await })
     }
 
     async fn asked(server: &Server) {
@@ -381,7 +492,29 @@ mod tests {
         );
         assert_eq!(fs::metadata(store.current()).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(fs::metadata(dir.path().join("pki")).unwrap().permissions().mode() & 0o777, 0o700);
-        assert!(!dir.path().join("pki").join(PENDING).exists());
+        assert!(!dir.path().join("pki/kubelet-client.key.tmp").exists());
+    }
+
+    #[tokio::test]
+    async fn a_serving_certificate_is_asked_for_by_its_addresses_of_its_own_signer() {
+        let (server, dir) = (Server::default(), tempfile::tempdir().unwrap());
+        let addresses = Addresses {
+            names: ["n1".to_owned()].into(),
+            ips: ["192.0.2.7", "2001:db8::7"].map(|ip| ip.parse().unwrap()).into(),
+        };
+        let store = Store::serving(dir.path().to_owned());
+        let (asking, client, wanted) = (store.clone(), server.client(), addresses.clone());
+        let trying = tokio::spawn(async move { asking.renew(&client, "n1", &wanted).await });
+        asked(&server).await;
+        answer(&server, |request| {
+            assert_eq!(request.spec.signer_name, "kubernetes.io/kubelet-serving");
+            assert_eq!(request.spec.usages.as_deref().unwrap(), ["digital signature", "server auth"]);
+            signed(request)
+        });
+        let lifetime = trying.await.unwrap().unwrap();
+        assert_eq!(store.in_use(), Some((lifetime, addresses)));
+        assert_eq!(store.current(), dir.path().join("kubelet-server-current.pem"));
+        assert_eq!(Store::new(dir.path().to_owned()).in_use(), None);
     }
 
     #[tokio::test]

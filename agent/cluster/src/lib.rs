@@ -17,6 +17,7 @@ mod objects;
 pub mod requests;
 pub mod reviews;
 pub mod rotation;
+pub mod serving;
 mod status;
 #[cfg(test)]
 mod testing;
@@ -36,6 +37,8 @@ pub struct Metrics {
     pub identity: rotation::Metrics,
     /// The Node object.
     pub node: node::Metrics,
+    /// The certificate of the node's server.
+    pub serving: serving::Metrics,
     /// Requests to the API server.
     pub requests: requests::Metrics,
 }
@@ -47,6 +50,7 @@ impl Metrics {
         self.lease.register(registry);
         self.identity.register(registry);
         self.node.register(registry);
+        self.serving.register(registry);
         self.requests.register(registry);
     }
 }

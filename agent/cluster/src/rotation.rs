@@ -23,7 +23,7 @@ use tracing::{info, warn};
 use crate::{
     backoff::{self, Backoff},
     bootstrap,
-    certificate::{Error, Lifetime, Store},
+    certificate::{Addresses, Error, Lifetime, Store},
     client::Client,
     connect::{self, Connections, Options},
 };
@@ -155,7 +155,8 @@ impl Identity {
             Some(path) => bootstrap::client(path, &self.options).await.ok(),
             None => None,
         };
-        store.renew(helper.as_ref().unwrap_or(client), &self.options.node_name).await
+        let client = helper.as_ref().unwrap_or(client);
+        store.renew(client, &self.options.node_name, &Addresses::default()).await
     }
 
     /// Everybody's next request is made with what the files say now.
@@ -204,7 +205,7 @@ impl Identity {
 }
 
 /// A part of a certificate's life, by chance, so that nodes that were made together don't ask together.
-fn part() -> f64 {
+pub(crate) fn part() -> f64 {
     let (least, more) = PART;
     least + more * backoff::random()
 }

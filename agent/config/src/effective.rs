@@ -132,6 +132,9 @@ fn kubelet(config: &Config) -> KubeletWire {
         authorization: Some(server::authorization(&config.server)),
         enable_debugging_handlers: Some(config.server.debugging_handlers),
         enable_system_log_handler: Some(config.server.system_logs),
+        enable_system_log_query: Some(config.server.log_query),
+        enable_debug_flags_handler: Some(config.server.debug_flags),
+        server_tls_bootstrap: Some(config.server.tls_bootstrap),
         streaming_connection_idle_timeout: Some(GoDuration(config.server.stream_idle_timeout)),
     }
 }

@@ -102,6 +102,8 @@ pub(super) struct KubeletWire {
     pub(super) read_only_port: Option<i64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tls_cert_file: Option<String>,
+    #[serde(rename = "serverTLSBootstrap")]
+    pub(super) server_tls_bootstrap: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tls_private_key_file: Option<String>,
     pub(super) tls_cipher_suites: Option<Vec<String>>,
@@ -110,6 +112,8 @@ pub(super) struct KubeletWire {
     pub(super) authorization: Option<AuthorizationWire>,
     pub(super) enable_debugging_handlers: Option<bool>,
     pub(super) enable_system_log_handler: Option<bool>,
+    pub(super) enable_debug_flags_handler: Option<bool>,
+    pub(super) enable_system_log_query: Option<bool>,
     pub(super) streaming_connection_idle_timeout: Option<GoDuration>,
 }
 

@@ -283,6 +283,12 @@ pub enum TcpProbes {
 }
 
 impl Config {
+    /// The folder of the node's certificates and keys.
+    #[must_use]
+    pub fn cert_dir(&self) -> PathBuf {
+        self.server.cert_dir.clone().unwrap_or_else(|| self.beelet.kubelet_dir.join("pki"))
+    }
+
     /// Reads `path`. An empty file, or one with only one of the two documents, is the defaults for the rest.
     ///
     /// # Errors

@@ -29,6 +29,10 @@ pub struct Server {
     pub read_only_port: u16,
     /// Where its certificate and key come from; None: they are self-signed.
     pub tls_files: Option<TlsFiles>,
+    /// Its certificate is asked for from the API server's signer, where it does not come from files.
+    pub tls_bootstrap: bool,
+    /// The folder of its own keys; None: `pki` in the kubelet's folder.
+    pub cert_dir: Option<PathBuf>,
     /// The oldest TLS that it speaks.
     pub min_version: TlsVersion,
     /// Suites for TLS 1.2, by Go's names; empty: all that are safe.
@@ -45,6 +49,10 @@ pub struct Server {
     pub debugging_handlers: bool,
     /// Whether the machine's own logs are served.
     pub system_logs: bool,
+    /// Whether the machine's logs can be asked for by service.
+    pub log_query: bool,
+    /// Whether the log's level can be set.
+    pub debug_flags: bool,
     /// How long a stream may be silent.
     pub stream_idle_timeout: Duration,
 }
@@ -169,6 +177,8 @@ pub(super) fn resolve(wire: &KubeletWire) -> Result<Server, Problem> {
         port: wire.port.map(|value| port("port", Some(value))).transpose()?,
         read_only_port: port("readOnlyPort", wire.read_only_port)?,
         tls_files: tls_files(wire)?,
+        tls_bootstrap: wire.server_tls_bootstrap.unwrap_or(false),
+        cert_dir: None,
         min_version: word("tlsMinVersion", wire.tls_min_version.as_deref(), VERSIONS)?,
         cipher_suites: cipher_suites(wire.tls_cipher_suites.as_deref().unwrap_or_default())?,
         client_ca_file: path("authentication.x509.clientCAFile", ca.unwrap_or(&None))?,
@@ -180,6 +190,8 @@ pub(super) fn resolve(wire: &KubeletWire) -> Result<Server, Problem> {
         authorization: resolve_authorization(wire.authorization.as_ref())?,
         debugging_handlers: wire.enable_debugging_handlers.unwrap_or(true),
         system_logs: wire.enable_system_log_handler.unwrap_or(true),
+        log_query: wire.enable_system_log_query.unwrap_or(false),
+        debug_flags: wire.enable_debug_flags_handler.unwrap_or(true),
         stream_idle_timeout: duration(
             wire.streaming_connection_idle_timeout,
             Duration::from_secs(4 * 60 * 60),

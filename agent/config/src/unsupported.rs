@@ -24,17 +24,8 @@ const GROUPS: &[Group] = &[
         fields: &["tlsCurvePreferences"],
     },
     Group {
-        reason: "the server's certificate is self-signed or comes from files in this version: none is asked for",
-        fields: &["serverTLSBootstrap"],
-    },
-    Group {
-        reason: "there are no profiles, no flags to set and no log queries to ask the server for in this version",
-        fields: &[
-            "enableContentionProfiling",
-            "enableProfilingHandler",
-            "enableDebugFlagsHandler",
-            "enableSystemLogQuery",
-        ],
+        reason: "there are no profiles to ask the server for in this version",
+        fields: &["enableContentionProfiling", "enableProfilingHandler"],
     },
     Group {
         reason: "requests to the API server are few, and in JSON: there is nothing to tune",

@@ -103,7 +103,13 @@ async fn answer(
 ) {
     // A key that was typed must not wait for the next one.
     let _ = stream.set_nodelay(true);
-    let acceptor = TlsAcceptor::from(keyring.newest().await.server);
+    let Some(server) = keyring.newest().await.server else {
+        metrics.failed_connections.inc();
+        return tracing::debug!(
+            "the kubelet's API: no TLS with {address}: nobody has signed the certificate yet"
+        );
+    };
+    let acceptor = TlsAcceptor::from(server);
     let tls = match timeout(HANDSHAKE, acceptor.accept(stream)).await {
         Ok(Ok(tls)) => tls,
         Ok(Err(error)) => {

@@ -13,7 +13,9 @@ pub mod auth;
 mod cache;
 mod connection;
 mod containers;
+mod flags;
 mod identity;
+mod journal;
 mod logs;
 mod metrics;
 mod pages;
@@ -47,6 +49,7 @@ use beelet_policy::node_access;
 
 use auth::{Auth, Refusal, Reviewers};
 use connection::{Peer, REQUEST_TIMEOUT};
+pub use flags::Verbosity;
 pub use metrics::Metrics;
 use metrics::RequestLabels;
 use tls::Keyring;
@@ -80,6 +83,8 @@ pub struct Parts {
     pub checkpoints: PathBuf,
     /// Ends the streams.
     pub shutdown: CancellationToken,
+    /// Sets how much the log says; None: nobody can.
+    pub verbosity: Option<Verbosity>,
     /// Counters.
     pub metrics: Metrics,
 }
@@ -100,6 +105,7 @@ pub(crate) struct App {
     pub(crate) logs: Arc<Path>,
     pub(crate) system_logs: Arc<Path>,
     pub(crate) checkpoints: Arc<Path>,
+    pub(crate) verbosity: Option<Verbosity>,
     /// Room for streams.
     pub(crate) streams: Arc<Semaphore>,
     /// Streams under way.
@@ -130,6 +136,9 @@ fn own_pages(app: App) -> Router {
         for page in ["run", "exec", "attach", "portForward", "containerLogs", "runningpods"] {
             router = router.route(&format!("/{page}/{{*path}}"), any(pages::disabled));
         }
+    }
+    if app.config.debugging_handlers && app.config.debug_flags {
+        router = router.route("/debug/flags/v", any(flags::verbosity));
     }
     router = if app.config.debugging_handlers && app.config.system_logs {
         router.route("/logs/", get(system_logs::top)).route("/logs/{*path}", get(system_logs::below))
@@ -195,6 +204,7 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
         logs: parts.logs.into(),
         system_logs: parts.system_logs.into(),
         checkpoints: parts.checkpoints.into(),
+        verbosity: parts.verbosity,
         streams: streams::room(),
         tasks: TaskTracker::new(),
         shutdown: parts.shutdown,

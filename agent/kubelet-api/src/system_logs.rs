@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::Path;
 
 use axum::body::Body;
-use axum::extract::{self, State};
+use axum::extract::{self, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat2};
@@ -18,8 +18,11 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use beelet_base::blocking::blocking;
 
-use crate::App;
+use beelet_policy::log_query::LogQuery;
+
 use crate::containers::Failure;
+use crate::logs::Pairs;
+use crate::{App, journal};
 
 /// Most names of a folder that are listed.
 const NAMES: usize = 10_000;
@@ -32,8 +35,37 @@ enum Found {
     Listing(String),
 }
 
-pub(crate) async fn top(State(app): State<App>) -> Result<Response, Failure> {
-    show(app, String::new()).await
+pub(crate) async fn top(State(app): State<App>, Query(pairs): Query<Pairs>) -> Result<Response, Failure> {
+    let query = if app.config.log_query { LogQuery::parse(&pairs) } else { Ok(None) };
+    match query.map_err(|why| Failure::new(StatusCode::BAD_REQUEST, format!("{why}\n")))? {
+        None => show(app, String::new()).await,
+        Some(LogQuery::File(path)) => show(app, path).await,
+        Some(LogQuery::Services { names, arguments }) => services(app, names, &arguments).await,
+    }
+}
+
+/// What services have told the journal; where that knows none of them, what is in the first one's file.
+async fn services(app: App, names: Vec<String>, arguments: &[String]) -> Result<Response, Failure> {
+    let mut known = Vec::new();
+    for name in &names {
+        if journal::knows(name).await {
+            known.push(name.clone());
+        }
+    }
+    if !known.is_empty() {
+        return journal::show(&app, &known, arguments);
+    }
+    for name in &names {
+        for path in [format!("{name}/{name}.log"), format!("{name}.log"), name.clone()] {
+            let (folder, sought) = (app.system_logs.to_path_buf(), path.clone());
+            let found = blocking("reading the machine's logs", move || find(&folder, &sought)).await;
+            if matches!(found, Ok(Found::File(_))) {
+                return show(app, path).await;
+            }
+        }
+    }
+    let sentence = format!("neither the journal nor a file has logs of {}\n", names.join(", "));
+    Err(Failure::new(StatusCode::NOT_FOUND, sentence))
 }
 
 pub(crate) async fn below(

@@ -51,8 +51,8 @@ pub(crate) type Clients = Arc<dyn ClientCertVerifier>;
 /// The newest keys.
 #[derive(Clone)]
 pub(crate) struct Keys {
-    /// What connections are accepted with.
-    pub(crate) server: Arc<ServerConfig>,
+    /// What connections are accepted with; None: the certificate is yet to come.
+    pub(crate) server: Option<Arc<ServerConfig>>,
     /// What their clients are judged by; None: no certificate says anything.
     pub(crate) clients: Option<Clients>,
 }
@@ -69,6 +69,8 @@ struct Source {
     files: TlsFiles,
     /// The name in a self-signed certificate; None: the files are somebody else's.
     own_name: Option<String>,
+    /// The files may come later.
+    awaited: bool,
     client_ca: Option<PathBuf>,
     min_version: TlsVersion,
     suites: Vec<String>,
@@ -90,9 +92,16 @@ impl Keyring {
     /// # Errors
     /// A file can't be read or holds something else; the sentence says which.
     pub(crate) fn open(config: &Server, folder: &Path, node: &str, expiry: Expiry) -> Result<Self> {
-        let own = TlsFiles { certificate: folder.join("kubelet.crt"), key: folder.join("kubelet.key") };
+        let awaited = config.tls_bootstrap && config.tls_files.is_none();
+        let signed = folder.join("kubelet-server-current.pem");
+        let own = if awaited {
+            TlsFiles { certificate: signed.clone(), key: signed }
+        } else {
+            TlsFiles { certificate: folder.join("kubelet.crt"), key: folder.join("kubelet.key") }
+        };
         let source = Source {
-            own_name: config.tls_files.is_none().then(|| node.to_owned()),
+            own_name: (config.tls_files.is_none() && !awaited).then(|| node.to_owned()),
+            awaited,
             files: config.tls_files.clone().unwrap_or(own),
             client_ca: config.client_ca_file.clone(),
             min_version: config.min_version,
@@ -172,7 +181,10 @@ impl Source {
                 self_sign(&self.files, name)?;
             }
         }
-        Ok(Keys { server: Arc::new(self.server(clients.as_ref())?), clients })
+        if self.awaited && !self.files.certificate.exists() {
+            return Ok(Keys { server: None, clients });
+        }
+        Ok(Keys { server: Some(Arc::new(self.server(clients.as_ref())?)), clients })
     }
 
     fn server(&self, clients: Option<&Clients>) -> Result<ServerConfig> {
@@ -340,6 +352,7 @@ mod tests {
         Source {
             files: TlsFiles { certificate: dir.join("pki/kubelet.crt"), key: dir.join("pki/kubelet.key") },
             own_name: Some("n1".to_owned()),
+            awaited: false,
             client_ca: None,
             min_version: TlsVersion::Tls12,
             suites: Vec::new(),

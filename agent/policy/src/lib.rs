@@ -17,6 +17,7 @@ pub mod expand;
 pub mod field;
 pub mod image_gc;
 pub mod local_storage;
+pub mod log_query;
 pub mod mirror;
 pub mod moment;
 pub mod node_access;

@@ -61,13 +61,14 @@ pub fn page(path: &str) -> &'static str {
 }
 
 /// The longer ones first.
-const PAGES: [&str; 16] = [
+const PAGES: [&str; 18] = [
     "healthz",
     "pods",
     "runningpods",
     "metrics/cadvisor",
     "metrics/resource",
     "metrics/probes",
+    "metrics/slis",
     "metrics",
     "stats",
     "configz",
@@ -78,6 +79,7 @@ const PAGES: [&str; 16] = [
     "portForward",
     "run",
     "checkpoint",
+    "debug",
 ];
 
 /// Whether a request to the page may take as long as it likes, as the kubelet's metrics have it.
@@ -111,6 +113,8 @@ mod tests {
         check("GET", "/metrics", "get metrics");
         check("HEAD", "/metrics", "get metrics");
         check("GET", "/metrics/cadvisor", "get metrics");
+        check("GET", "/metrics/slis", "get metrics");
+        check("PUT", "/debug/flags/v", "update proxy");
         check("GET", "/metricsx", "get proxy");
         check("GET", "/logs/", "get log");
         check("GET", "/logs/syslog", "get log");

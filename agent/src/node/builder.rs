@@ -17,7 +17,7 @@ use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_devices::{Devices, Store};
 use beelet_eviction::gauges::Gauge;
-use beelet_kubelet_api::auth::Reviewers;
+use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_model::{
     desired::Desired,
     request::Request,
@@ -33,6 +33,7 @@ pub struct Builder {
     pub(super) sources: Vec<watch::Receiver<Arc<Desired>>>,
     pub(super) attached: Vec<Attached>,
     pub(super) reviewers: Reviewers,
+    pub(super) verbosity: Option<Verbosity>,
 }
 
 /// The agent's ways to the machine. Where nothing is given, the machine's own is opened.
@@ -145,6 +146,12 @@ impl Builder {
     #[must_use]
     pub fn reviewers(self, reviewers: Reviewers) -> Self {
         Self { reviewers, ..self }
+    }
+
+    /// How the log's level is set by clients of the node's HTTPS server.
+    #[must_use]
+    pub fn verbosity(self, verbosity: Verbosity) -> Self {
+        Self { verbosity: Some(verbosity), ..self }
     }
 
     /// Runs the pods of a node until `shutdown`.

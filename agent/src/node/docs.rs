@@ -100,6 +100,7 @@ const MIXIN: &[&str] = &[
     "kubelet_runtime_operations_duration_seconds_bucket",
     "kubelet_runtime_operations_errors_total",
     "kubelet_runtime_operations_total",
+    "kubelet_server_expiration_renew_errors",
     "machine_cpu_cores",
     "machine_memory_bytes",
     "process_cpu_seconds_total",
@@ -208,6 +209,8 @@ fn page() -> String {
         "\n## `/metrics/resource`\n\nWhat metrics-server reads.\n\n| name | kind | meaning |\n| --- | --- | --- |"
     );
     others(&mut text, "/metrics/resource");
+    text.push_str("\n## `/metrics/slis`\n\n| name | kind | meaning |\n| --- | --- | --- |\n");
+    others(&mut text, "/metrics/slis");
     text.push_str(SUMMARY);
     for (field, why) in summary::LACKING {
         let _ = writeln!(text, "| `{field}` | {why} |");

@@ -25,7 +25,7 @@ use super::{
 };
 use beelet_api::{
     grpc::{self, Outlook},
-    http::ApiState,
+    http::{ApiState, slis::Slis},
     signals::Mode,
 };
 use beelet_base::filesystem::Space;
@@ -193,6 +193,7 @@ impl Watched {
             registry: Arc::new(registry),
             pressure: self.stats.pressure.clone(),
             health: Arc::new(move || pulse.check().err().map(|e| e.to_string())),
+            slis: Slis::default(),
             specs: false,
             // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
             summary: address.ip().is_loopback(),

@@ -41,7 +41,7 @@ use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_images::pull::{self, Puller};
-use beelet_kubelet_api::auth::Reviewers;
+use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_logs::{
     links,
     rotate::{self, Rotator},
@@ -113,7 +113,7 @@ struct LateServices {
 
 /// Runs the node until `shutdown`.
 pub(super) async fn run(builder: Builder, config: Config, shutdown: CancellationToken) -> Result<()> {
-    let Builder { doors, sources, attached, reviewers } = builder;
+    let Builder { doors, sources, attached, reviewers, verbosity } = builder;
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let (runtime, ownership) = open_runtime(&doors, &config).await?;
@@ -147,7 +147,7 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     let (pages, plain) = base.http();
     frame.serve(&base.config.socket(), services, plain).await?;
     if let Some(port) = beelet_kubelet_api::port(&base.config.server, reviewers.access.is_some()) {
-        let parts = base.kubelet_api(pages, reviewers, &frame.serving);
+        let parts = base.kubelet_api(pages, (reviewers, verbosity), &frame.serving);
         frame.serve_kubelet_api(parts, port).await?;
     }
     frame.servers.spawn("event log", base.events.writer(Arc::clone(&base.state), frame.serving.clone()));
@@ -281,6 +281,7 @@ impl Base {
             specs: true,
             summary: true,
             health: Arc::new(move || health.check().err()),
+            slis: http::slis::Slis::default(),
         };
         let local = ApiState { specs: config.beelet.unauthenticated_pods, ..all.clone() };
         let healthz = SocketAddr::new(config.healthz_address, config.healthz_port);
@@ -298,15 +299,16 @@ impl Base {
     fn kubelet_api(
         &self,
         pages: ApiState,
-        reviewers: Reviewers,
+        (reviewers, verbosity): (Reviewers, Option<Verbosity>),
         serving: &CancellationToken,
     ) -> beelet_kubelet_api::Parts {
         beelet_kubelet_api::Parts {
             config: self.config.server.clone(),
             node_name: self.config.node_name.clone(),
-            certificates: self.config.beelet.kubelet_dir.join("pki"),
+            certificates: self.config.cert_dir(),
             reviewers,
             pages: http::router(pages),
+            verbosity,
             metrics: self.metrics.kubelet_api.clone(),
             configz: self.config.effective_kubelet(),
             table: self.table.clone(),

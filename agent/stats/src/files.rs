@@ -193,8 +193,8 @@ pub(super) struct Opened {
     pub(super) files: Option<(u64, u64)>,
 }
 
-/// Counts what the processes of the cgroup itself have open. What is beyond the bounds is not counted at all: a
-/// container must not make a page late, and half a number is none.
+/// Counts what the processes of the cgroup itself have open. What is beyond the bounds is not counted at all:
+/// a container must not make a page late, and half a number is none.
 pub(super) fn opened(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<Opened> {
     let controllers = [Controller::Unified, Controller::Memory];
     let text = controllers.into_iter().find_map(|controller| {

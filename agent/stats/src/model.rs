@@ -108,8 +108,7 @@ pub struct Gauges {
     pub pids: Option<u64>,
     /// How many there may be; `None`: any number.
     pub pids_limit: Option<u64>,
-    /// Its processes, their open files, and of these the sockets; `None` where they are too many to be counted. In full
-    /// readings.
+    /// Its processes. These three are in full readings, and `None` where they are too many to be counted.
     pub processes: Option<u64>,
     /// Open files.
     pub descriptors: Option<u64>,

@@ -10,7 +10,7 @@ use beelet_config::{Config, Server, TlsVersion};
 use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
 use beelet_policy::node_access::Access;
-use beelet_tests::cri::PATIENCE;
+use beelet_tests::cri::{Op, PATIENCE};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -564,4 +564,188 @@ async fn what_is_switched_off_is_not_allowed() {
         assert_eq!(admin.get(path).await.status, 405, "{path}");
     }
     assert_eq!(admin.get("/pods").await.status, 200);
+}
+
+/// Every endpoint of the server, but for those that a method or a name tells apart.
+const ENDPOINTS: &[(&str, &str)] = &[
+    ("GET", "/"),
+    ("GET", "/healthz"),
+    ("GET", "/healthz/ping"),
+    ("GET", "/healthz/log"),
+    ("GET", "/healthz/syncloop"),
+    ("GET", "/pods"),
+    ("GET", "/runningpods/"),
+    ("GET", "/metrics"),
+    ("GET", "/metrics/cadvisor"),
+    ("GET", "/metrics/resource"),
+    ("GET", "/metrics/probes"),
+    ("GET", "/metrics/slis"),
+    ("GET", "/stats/summary"),
+    ("GET", "/configz"),
+    ("GET", "/logs/"),
+    ("GET", "/logs/syslog"),
+    ("PUT", "/debug/flags/v"),
+    ("GET", "/containerLogs/default/web-n1/main"),
+    ("POST", "/exec/default/web-n1/main?command=true&output=1"),
+    ("GET", "/exec/default/web-n1/main?command=true&output=1"),
+    ("POST", "/attach/default/web-n1/main?output=1"),
+    ("GET", "/attach/default/web-n1/main?output=1"),
+    ("POST", "/portForward/default/web-n1"),
+    ("GET", "/portForward/default/web-n1"),
+    ("POST", "/run/default/web-n1/main?cmd=true"),
+    ("GET", "/run/default/web-n1/main?cmd=true"),
+    ("POST", "/checkpoint/default/web-n1/main"),
+    ("GET", "/nothing"),
+    ("DELETE", "/pods"),
+];
+
+#[tokio::test]
+async fn every_endpoint_refuses_every_client_that_may_not() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let other = Authority::new("others");
+    let identified = |identity| Client { identity: Some(identity), ..scene.nobody() };
+    let clients = [
+        ("without a certificate", scene.nobody(), 401),
+        ("with one of another authority", identified(other.client("root", "system:masters", false)), 401),
+        (
+            "with one that has expired",
+            identified(scene.authority.client("root", "system:masters", true)),
+            401,
+        ),
+        ("with a token that is nobody's", scene.nobody().with_token("john"), 401),
+        ("of the wrong group", identified(scene.authority.client("root", "system:master", false)), 403),
+        ("that is a node", identified(scene.authority.client("system:node:n2", "system:nodes", false)), 403),
+    ];
+    for (method, path) in ENDPOINTS {
+        for (who, client, expected) in &clients {
+            for headers in ["", SPDY] {
+                let mut stream = client.send(method, path, headers).await;
+                let answered = head(&mut stream).await;
+                let status = format!("HTTP/1.1 {expected} ");
+                assert!(answered.starts_with(&status), "{method} {path} by a client {who}: {answered}");
+            }
+        }
+        // Who may read numbers may do nothing else.
+        let expected = if path.starts_with("/metrics") { 200 } else { 403 };
+        let answer = scene.nobody().with_token("jane").ask(method, path).await;
+        assert_eq!(answer.status, expected, "{method} {path}: {answer:?}");
+    }
+    for call in [Op::Exec, Op::ExecSync, Op::Attach, Op::PortForward, Op::CheckpointContainer] {
+        assert_eq!(scene.node.cri.count(call), 0, "the runtime was asked for {call:?}");
+    }
+}
+
+#[tokio::test]
+async fn keys_are_made_in_the_folder_that_is_named_for_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut node = Node::new(Settings::default());
+    let (config, _) = Config::with_defaults().unwrap();
+    let address = free_address();
+    let server = Server {
+        address: address.ip(),
+        port: Some(address.port()),
+        cert_dir: Some(folder.path().join("own")),
+        ..config.server
+    };
+    node.server = Some((server, Reviewers { tokens: None, access: Some(Arc::new(Api)) }));
+    node.start().await;
+    for file in ["own/kubelet.crt", "own/kubelet.key"] {
+        assert!(folder.path().join(file).is_file(), "{file}");
+    }
+    assert!(!node.path("kubelet/pki").exists());
+}
+
+#[tokio::test]
+async fn the_level_of_the_log_is_set_by_a_number_alone() {
+    let scene = Scene::with(&[], |_| {}).await;
+    let admin = scene.admin();
+    let put = async |body: &str| {
+        let length = format!("Connection: close\r\nContent-Length: {}\r\n", body.len());
+        let mut stream = admin.send("PUT", "/debug/flags/v", &length).await;
+        stream.write_all(body.as_bytes()).await.unwrap();
+        let mut bytes = Vec::new();
+        let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
+        answer(&bytes)
+    };
+    // The log of a test is nobody's to set; a word is refused before that.
+    assert_eq!(put("4").await.status, 400);
+    assert!(put("debug").await.text().contains("no whole number"));
+    assert_eq!(put(&"4".repeat(1000)).await.status, 400);
+    assert_eq!(admin.get("/debug/flags/v").await.status, 406);
+    assert_eq!(admin.get("/debug/pprof/").await.status, 404);
+}
+
+#[tokio::test]
+async fn many_clients_that_say_nothing_hold_nobody_up_for_long() {
+    let scene = Scene::with(&[], |_| {}).await;
+    // More than the server takes at a time: those beyond wait in the kernel's queue, and the first ones are thrown out
+    // when their time for a handshake is over.
+    let mut silent = Vec::new();
+    for _ in 0..1100 {
+        match timeout(PATIENCE, TcpStream::connect(scene.address)).await {
+            Ok(Ok(stream)) => silent.push(stream),
+            _ => break,
+        }
+    }
+    let answer = timeout(PATIENCE * 2, scene.admin().get("/healthz/ping")).await.unwrap();
+    assert_eq!(answer.text(), "ok");
+    let ended = async {
+        let mut byte = [0];
+        silent[0].read(&mut byte).await
+    };
+    assert!(matches!(timeout(PATIENCE, ended).await.unwrap(), Ok(0) | Err(_)), "it was thrown out");
+    drop(silent);
+}
+
+#[tokio::test]
+async fn upgrades_that_are_never_used_are_bounded_and_leave_the_pages_alone() {
+    let scene = Scene::with(&[pod("web")], |server| {
+        server.stream_idle_timeout = std::time::Duration::from_millis(500);
+    })
+    .await;
+    scene.node.until_ready("web").await;
+    let (url, mut asked) = streaming().await;
+    scene.node.cri.change(|world| world.streaming = Some(url));
+    let admin = scene.admin();
+    // Each client asks for a stream, and then says nothing, nor reads.
+    let mut open = Vec::new();
+    for _ in 0..64 {
+        open.push(admin.send("POST", "/attach/default/web-n1/main?output=1", SPDY).await);
+        asked.recv().await.unwrap();
+    }
+    assert_eq!(admin.get("/healthz/ping").await.text(), "ok");
+    for mut stream in open {
+        head(&mut stream).await;
+        let mut rest = Vec::new();
+        let _ = timeout(PATIENCE, stream.read_to_end(&mut rest)).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_never_ends_its_head_is_cut_off() {
+    let scene = Scene::with(&[], |_| {}).await;
+    let mut stream = scene.admin().connect().await.unwrap();
+    stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: n1\r\nX-Slow: ").await.unwrap();
+    let mut rest = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut rest)).await.unwrap();
+    assert!(!rest.starts_with(b"HTTP/1.1 200"), "{rest:?}");
+}
+
+#[tokio::test]
+async fn logs_of_services_are_asked_for_by_harmless_names_alone() {
+    let scene = Scene::with(&[], |server| server.log_query = true).await;
+    let admin = scene.admin();
+    for hostile in ["--file=/etc/shadow", "a%20b", "a%3Breboot", "$(reboot)", "a%0Ab", "%20", "a&query=%2Fb"]
+    {
+        let answer = admin.get(&format!("/logs/?query={hostile}")).await;
+        assert_eq!(answer.status, 400, "{hostile}: {answer:?}");
+    }
+    for outside in ["/../etc/hostname", "%2F..%2Fetc%2Fhostname", "../etc/hostname"] {
+        let answer = admin.get(&format!("/logs/?query={outside}")).await;
+        assert!([403, 404].contains(&answer.status), "{outside}: {answer:?}");
+    }
+    let answer = admin.get("/logs/?query=beelet-no-such-service").await;
+    assert_eq!(answer.status, 404, "{answer:?}");
+    assert_eq!(scene.nobody().with_token("jane").get("/logs/?query=sshd").await.status, 403);
 }

@@ -16,7 +16,7 @@ use beelet_stats::metrics::{CADVISOR, Kind, Page};
 use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading};
 
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
+pub(super) const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// The metrics that are on `/metrics/probes`, and there alone.
 const PROBES: &str = "prober_";
 
@@ -157,6 +157,10 @@ pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let node = RESOURCE_NODE.iter().map(|(metric, _)| ("/metrics/resource", *metric, ""));
     let start = ["/metrics/cadvisor", "/metrics/resource"].map(|page| (page, START_TIME, container));
     let error = [("/metrics/resource", RESOURCE_ERROR, "")];
+    let checks = [
+        ("/metrics/slis", super::slis::LAST, "name, type"),
+        ("/metrics/slis", super::slis::TOTAL, "name, status, type"),
+    ];
     disk.chain(seen)
         .chain(network)
         .chain(machine)
@@ -165,6 +169,7 @@ pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
         .chain(node)
         .chain(start)
         .chain(error)
+        .chain(checks)
         .collect()
 }
 

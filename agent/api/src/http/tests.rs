@@ -42,6 +42,7 @@ async fn start_as(ill: Option<&'static str>, registry: Registry, pressure: Stats
         specs,
         summary: true,
         health: Arc::new(move || ill.map(str::to_owned)),
+        slis: slis::Slis::default(),
     };
     let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0)), "healthzPort").await.unwrap();
     let address = listener.local_addr().unwrap();

@@ -6,4 +6,5 @@
 mod away;
 mod node;
 mod scene;
+mod serving;
 mod workload;

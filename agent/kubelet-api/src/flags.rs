@@ -1,0 +1,72 @@
+//! `/debug/flags/v`: how much the log says, changed while the agent runs.
+
+use std::fmt;
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use http_body_util::{BodyExt, Limited};
+
+use crate::App;
+
+/// Most bytes of a number.
+const LEVEL_MAX: usize = 64;
+
+/// Sets how much the log says, by the kubelet's levels (`--v`); an error says why it can't.
+#[derive(Clone)]
+pub struct Verbosity(Arc<dyn Fn(u8) -> Result<(), String> + Send + Sync>);
+
+impl Verbosity {
+    /// By this function.
+    pub fn new(set: impl Fn(u8) -> Result<(), String> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(set))
+    }
+}
+
+impl fmt::Debug for Verbosity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Verbosity")
+    }
+}
+
+pub(crate) async fn verbosity(State(app): State<App>, method: Method, body: Body) -> Response {
+    if method != Method::PUT {
+        return (StatusCode::NOT_ACCEPTABLE, "unsupported http method").into_response();
+    }
+    let Ok(body) = Limited::new(body, LEVEL_MAX).collect().await else {
+        return (StatusCode::BAD_REQUEST, "error reading request body: it is no number").into_response();
+    };
+    match set(app.verbosity.as_ref(), &body.to_bytes()) {
+        Ok(level) => format!("successfully set klog.logging.verbosity to {level}").into_response(),
+        Err(why) => (StatusCode::BAD_REQUEST, why).into_response(),
+    }
+}
+
+fn set(verbosity: Option<&Verbosity>, body: &[u8]) -> Result<u8, String> {
+    let text = String::from_utf8_lossy(body);
+    let level: u8 = text.trim().parse().map_err(|_| {
+        format!("failed to set klog.logging.verbosity {text:?}: it is no whole number from 0 to 255")
+    })?;
+    let Verbosity(set) = verbosity.ok_or("the log of this agent is not its own to set")?;
+    set(level).map_err(|why| format!("failed to set klog.logging.verbosity {level}: {why}"))?;
+    tracing::info!(level, "the log's level was set by a client of the server");
+    Ok(level)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_level_is_taken() {
+        let any = Verbosity::new(|level| if level < 100 { Ok(()) } else { Err("too much".to_owned()) });
+        assert_eq!(set(Some(&any), b"4\n"), Ok(4));
+        for wrong in [&b""[..], b"-1", b"256", b"debug", b"\xff", b"4 4"] {
+            assert!(set(Some(&any), wrong).unwrap_err().contains("no whole number"));
+        }
+        assert!(set(Some(&any), b"100").unwrap_err().ends_with("too much"));
+        assert!(set(None, b"4").is_err());
+    }
+}

@@ -1,0 +1,240 @@
+//! What a client may ask of the machine's logs (KEP-2258): a file of the log folder, or what services have told the
+//! journal. Everything a client names ends up as an argument of a program that runs as root: only what is known to be
+//! harmless gets that far.
+//!
+//! Source: `nodeLogQuery` in pkg/kubelet/kubelet_server_journal.go.
+
+use jiff::Timestamp;
+
+/// Most services in one query, and most bytes of the name of one, and of a pattern.
+const SERVICES: usize = 4;
+const NAME: usize = 256;
+const PATTERN: usize = 1024;
+/// Most lines from the end.
+const LINES: u32 = 100_000;
+/// How lines may look.
+const FORMATS: [&str; 7] =
+    ["short-precise", "json", "short", "short-unix", "short-iso", "short-iso-precise", "cat"];
+/// Parameters that mean nothing for a file.
+const OPTIONS: [&str; 11] = [
+    "sinceTime",
+    "untilTime",
+    "tailLines",
+    "tail",
+    "boot",
+    "pattern",
+    "grep",
+    "case-sensitive",
+    "since",
+    "until",
+    "output",
+];
+
+/// A query that may be answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LogQuery {
+    /// A file, by its path below the folder of logs. Whether it is one is for the file system to say.
+    File(String),
+    /// What services told.
+    Services {
+        /// Their names.
+        names: Vec<String>,
+        /// Arguments for journalctl that choose among their lines; none names a service.
+        arguments: Vec<String>,
+    },
+}
+
+impl LogQuery {
+    /// Reads a request's parameters. None: it asks for no query.
+    ///
+    /// # Errors
+    /// Something in it is wrong, or may not be asked for; the sentence says which.
+    pub fn parse(pairs: &[(String, String)]) -> Result<Option<Self>, String> {
+        let asked: Vec<&str> = of(pairs, "query").chain(of(pairs, "unit")).collect();
+        if asked.is_empty() {
+            return Ok(None);
+        }
+        let asked: Vec<&str> = asked.into_iter().filter(|name| !name.trim().is_empty()).collect();
+        let is_file = |name: &&str| name.contains(['/', '\\']);
+        let (files, services): (Vec<&str>, Vec<&str>) = asked.into_iter().partition(is_file);
+        match (&files[..], &services[..]) {
+            ([], []) => Err("query: it names nothing".to_owned()),
+            ([file], []) => {
+                if let Some(option) = OPTIONS.iter().find(|option| of(pairs, option).next().is_some()) {
+                    return Err(format!("query: a file can't be asked for with {option}"));
+                }
+                Ok(Some(Self::File((*file).to_owned())))
+            }
+            ([], names) => {
+                if names.len() > SERVICES {
+                    return Err(format!("query: more than {SERVICES} services"));
+                }
+                names.iter().try_for_each(|name| safe(name))?;
+                let names = names.iter().map(|name| (*name).to_owned()).collect();
+                Ok(Some(Self::Services { names, arguments: arguments(pairs)? }))
+            }
+            _ => Err("query: one file, or services, and not both".to_owned()),
+        }
+    }
+}
+
+fn of<'a>(pairs: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a str> {
+    pairs.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str())
+}
+
+/// A service's name has nothing that means something to anybody.
+fn safe(name: &str) -> Result<(), String> {
+    let is_safe = |c: char| c.is_ascii_alphanumeric() || "-_.:@".contains(c);
+    if name.len() > NAME || name.starts_with('-') || !name.chars().all(is_safe) {
+        let shown: String = name.chars().take(64).collect();
+        return Err(format!("query: {shown:?} is no name of a service"));
+    }
+    Ok(())
+}
+
+fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, String> {
+    let value = |name: &str| of(pairs, name).next().filter(|value| !value.is_empty());
+    let mut all = vec!["--utc".to_owned(), "--no-pager".to_owned(), "--quiet".to_owned()];
+    let (since, until) = (time(value("sinceTime"), "sinceTime")?, time(value("untilTime"), "untilTime")?);
+    if since.zip(until).is_some_and(|(since, until)| since > until) {
+        return Err("untilTime: must be after sinceTime".to_owned());
+    }
+    for (flag, at, relative) in [("--since", since, "since"), ("--until", until, "until")] {
+        let relative_time = value(relative).map(|text| ago(text, relative)).transpose()?;
+        match (at, relative_time) {
+            (Some(_), Some(_)) => return Err(format!("{relative}: can't be with {relative}Time")),
+            (Some(at), None) => all.push(format!("{flag}=@{}", at.as_second())),
+            (None, Some(text)) => all.push(format!("{flag}={text}")),
+            (None, None) => {}
+        }
+    }
+    if let Some(text) = value("tailLines").or_else(|| value("tail")) {
+        let lines: Option<u32> = text.parse().ok().filter(|lines| *lines <= LINES);
+        let lines = lines.ok_or(format!("tailLines: must be from 0 to {LINES}"))?;
+        all.push(format!("--lines={lines}"));
+    }
+    if let Some(text) = value("boot") {
+        let boot: Option<i32> = text.parse().ok().filter(|boot| *boot <= 0);
+        all.push(format!("--boot={}", boot.ok_or("boot: must be a whole number less than 1")?));
+    }
+    if let Some(pattern) = value("pattern").or_else(|| value("grep")) {
+        if pattern.len() > PATTERN || pattern.contains(char::is_control) {
+            return Err("pattern: too long, or not of one line".to_owned());
+        }
+        let sensitive = match value("case-sensitive") {
+            None | Some("false" | "0" | "f") => false,
+            Some("true" | "1" | "t") => true,
+            Some(_) => return Err("case-sensitive: must be true or false".to_owned()),
+        };
+        all.extend([format!("--grep={pattern}"), format!("--case-sensitive={sensitive}")]);
+    }
+    let format = value("output").unwrap_or("short-precise");
+    if !FORMATS.contains(&format) {
+        return Err(format!("output: must be one of {}", FORMATS.join(", ")));
+    }
+    all.push(format!("--output={format}"));
+    Ok(all)
+}
+
+fn time(text: Option<&str>, name: &str) -> Result<Option<Timestamp>, String> {
+    text.map(|text| text.parse().map_err(|_| format!("{name}: is no time as of RFC 3339"))).transpose()
+}
+
+/// A number of seconds, minutes, hours or days, before now with a minus.
+fn ago(text: &str, name: &str) -> Result<String, String> {
+    let digits = text.trim_start_matches(['+', '-']);
+    let count = digits.trim_end_matches(['s', 'm', 'h', 'd']);
+    let whole = (1..=9).contains(&count.len()) && count.bytes().all(|byte| byte.is_ascii_digit());
+    if !whole || digits.len() != count.len() + 1 || text.len() > digits.len() + 1 {
+        return Err(format!("{name}: must be like -5m"));
+    }
+    Ok(text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(query: &str) -> Result<Option<LogQuery>, String> {
+        let pair = |pair: &str| {
+            let (key, value) = pair.split_once('=').unwrap();
+            (key.to_owned(), value.to_owned())
+        };
+        LogQuery::parse(&query.split('&').filter(|pair| !pair.is_empty()).map(pair).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn services_and_what_is_asked_of_them_become_arguments() {
+        let check = |query: &str, names: &[&str], expected: &str| {
+            let Ok(Some(LogQuery::Services { names: found, arguments })) = parse(query) else {
+                panic!("{query}: {:?}", parse(query));
+            };
+            assert_eq!(found, names, "{query}");
+            let expected = format!("--utc --no-pager --quiet {expected}");
+            assert_eq!(arguments.join(" "), expected, "{query}");
+        };
+        check("query=kubelet", &["kubelet"], "--output=short-precise");
+        check("query=kubelet&query=sshd@1", &["kubelet", "sshd@1"], "--output=short-precise");
+        check("unit=kubelet&output=cat&tail=5", &["kubelet"], "--lines=5 --output=cat");
+        check(
+            "query=a&sinceTime=2026-01-01T00:00:00Z&untilTime=2026-01-01T01:00:00%2B".trim_end_matches("%2B"),
+            &["a"],
+            "--since=@1767225600 --output=short-precise",
+        );
+        check("query=a&since=-5m&boot=-1", &["a"], "--since=-5m --boot=-1 --output=short-precise");
+        check(
+            "query=a&pattern=x.*y&case-sensitive=true",
+            &["a"],
+            "--grep=x.*y --case-sensitive=true --output=short-precise",
+        );
+    }
+
+    #[test]
+    fn a_file_is_one_and_alone() {
+        assert_eq!(parse("query=/syslog"), Ok(Some(LogQuery::File("/syslog".to_owned()))));
+        assert_eq!(parse("query=/../etc/shadow"), Ok(Some(LogQuery::File("/../etc/shadow".to_owned()))));
+        for wrong in ["query=/a&query=/b", "query=/a&query=b", "query=/a&tailLines=5", "query=/a&pattern=x"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(parse(""), Ok(None));
+        assert_eq!(parse("tailLines=x"), Ok(None));
+    }
+
+    #[test]
+    fn what_could_mean_something_to_somebody_is_refused() {
+        let long = format!("query={}", "a".repeat(NAME + 1));
+        let pattern = format!("query=a&pattern={}", "x".repeat(PATTERN + 1));
+        for wrong in [
+            "query=",
+            "query=  ",
+            "query=-all",
+            "query=--file",
+            "query=a b",
+            "query=a;reboot",
+            "query=$(reboot)",
+            "query=a\nb",
+            "query=a\0",
+            "query=ä",
+            "query=a*",
+            "query=a&query=b&query=c&query=d&query=e",
+            "query=a&tailLines=-1",
+            "query=a&tailLines=100001",
+            "query=a&tailLines=many",
+            "query=a&boot=1",
+            "query=a&sinceTime=yesterday",
+            "query=a&since=yesterday",
+            "query=a&since=--5m",
+            "query=a&since=5mm",
+            "query=a&since=m",
+            "query=a&since=-5m&sinceTime=2026-01-01T00:00:00Z",
+            "query=a&sinceTime=2026-01-02T00:00:00Z&untilTime=2026-01-01T00:00:00Z",
+            "query=a&output=export",
+            "query=a&pattern=x\ny",
+            "query=a&pattern=x&case-sensitive=perhaps",
+            &long,
+            &pattern,
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}: {:?}", parse(wrong));
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! The certificate of the node's server, where the cluster's signer makes it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use beelet_tests::apiserver::{FakeApi, Verb};
+use beelet_tests::cri::PATIENCE;
+use beelet_tests::require;
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use super::scene::Member;
+
+const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
+
+/// What the server on this port shows to who trusts the authority and asks for the node by its address; nothing if it
+/// shows nothing that can be trusted.
+async fn shown(port: u16, authority: &str) -> Option<Vec<u8>> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(authority.as_bytes()).unwrap()).unwrap();
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;
+    let name = ServerName::try_from("192.0.2.7").unwrap();
+    let tls = TlsConnector::from(Arc::new(config)).connect(name, stream).await.ok()?;
+    Some(tls.get_ref().1.peer_certificates()?.first()?.to_vec())
+}
+
+async fn until_shown(port: u16, authority: &str, wanted: impl Fn(&[u8]) -> bool) -> Vec<u8> {
+    let looking = async {
+        loop {
+            if let Some(found) = shown(port, authority).await.filter(|found| wanted(found)) {
+                return found;
+            }
+            // The server looks at its files once per second.
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    timeout(PATIENCE, looking).await.unwrap()
+}
+
+#[tokio::test]
+async fn the_server_shows_what_the_clusters_signer_has_signed_and_what_comes_after_it() {
+    require!(root);
+    let api = FakeApi::start();
+    // They live for moments, as the agent sees it: the next one is due at once.
+    api.sign_certificates(Duration::from_secs(30));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let member = Member::start(api, |options| {
+        options.kubelet("serverTLSBootstrap", true).kubelet("port", port).kubelet("address", "127.0.0.1")
+    })
+    .await;
+    let asked = member.until_done(0, Verb::Create, REQUESTS).await;
+    let spec = &asked.body["spec"];
+    assert_eq!(spec["signerName"], "kubernetes.io/kubelet-serving");
+    assert_eq!(spec["usages"], serde_json::json!(["digital signature", "server auth"]));
+    let authority = member.api.authority().unwrap();
+    let first = until_shown(port, &authority, |_| true).await;
+    until_shown(port, &authority, |found| found != first).await;
+}
