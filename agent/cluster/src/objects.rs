@@ -1,5 +1,6 @@
 //! The ConfigMaps and Secrets that pods refer to, and the tokens of their service accounts: each by its name,
-//! and only while a pod refers to it. Nothing else may a node ask for.
+//! and only while a pod refers to it; a node may not ask for others. And all services: every container has
+//! variables that name those of its namespace.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,7 +11,7 @@ use std::{
 
 use beelet_codec::ApiType;
 use beelet_model::{
-    objects::{Object, Objects},
+    objects::{Object, Objects, Services},
     status::has_ended,
 };
 use beelet_policy::{
@@ -22,7 +23,7 @@ use futures::{
     future::{AbortHandle, Abortable, Aborted, BoxFuture},
     stream::FuturesUnordered,
 };
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
@@ -40,6 +41,8 @@ pub(crate) struct Held {
     /// None: it isn't there.
     objects: BTreeMap<Reference, Option<Object>>,
     tokens: BTreeMap<TokenReference, Arc<str>>,
+    /// None: not told yet.
+    services: Option<Services>,
 }
 
 /// What may be referred to.
@@ -70,6 +73,9 @@ impl Held {
         for (of, token) in &self.tokens {
             objects.add_token(of.clone(), Arc::clone(token));
         }
+        if let Some(services) = &self.services {
+            objects.set_services(services.clone());
+        }
         for item in wanted(pods) {
             match item {
                 Item::Object(reference) if !self.objects.contains_key(&reference) => {
@@ -90,8 +96,12 @@ impl Held {
 }
 
 /// Reads, and reads again, what the pods refer to, until dropped.
-pub(crate) async fn keep(client: Client, mut pods: watch::Receiver<Pods>, held: watch::Sender<Held>) {
+pub(crate) async fn keep(client: Client, pods: watch::Receiver<Pods>, held: watch::Sender<Held>) {
     let held = Arc::new(held);
+    tokio::join!(keep_services(&client, Arc::clone(&held)), keep_referred(&client, pods, &held));
+}
+
+async fn keep_referred(client: &Client, mut pods: watch::Receiver<Pods>, held: &Arc<watch::Sender<Held>>) {
     let mut running: BTreeMap<Item, AbortHandle> = BTreeMap::new();
     let mut work: FuturesUnordered<Abortable<BoxFuture<'static, ()>>> = FuturesUnordered::new();
     loop {
@@ -107,7 +117,7 @@ pub(crate) async fn keep(client: Client, mut pods: watch::Receiver<Pods>, held: 
         for item in &wanted {
             if !running.contains_key(item) {
                 let (handle, registration) = AbortHandle::new_pair();
-                let (client, out) = (client.clone(), Arc::clone(&held));
+                let (client, out) = (client.clone(), Arc::clone(held));
                 let task = match item.clone() {
                     Item::Object(reference) => keep_object(client, reference, out).boxed(),
                     Item::Token(of) => keep_token(client, of, out).boxed(),
@@ -205,6 +215,83 @@ impl Sink for One {
     }
 }
 
+/// Follows all services.
+async fn keep_services(client: &Client, out: Arc<watch::Sender<Held>>) {
+    let collection = Collection { path: "/api/v1/services".to_owned(), fields: String::new() };
+    follow(client, &collection, &mut AllServices { known: BTreeMap::new(), out }).await;
+}
+
+/// The services that have an address of their own, by namespace and name: only these become variables.
+struct AllServices {
+    known: BTreeMap<(String, String), core::Service>,
+    out: Arc<watch::Sender<Held>>,
+}
+
+impl AllServices {
+    fn apply(&mut self, value: &Value) {
+        match core::Service::from_value(value) {
+            Ok(service) => {
+                let key = key_of(&service.metadata);
+                match reduced(service) {
+                    Some(service) => drop(self.known.insert(key, service)),
+                    None => drop(self.known.remove(&key)),
+                }
+            }
+            Err(problem) => {
+                let (namespace, name) = (&value["metadata"]["namespace"], &value["metadata"]["name"]);
+                warn!(%namespace, %name, field = problem.path, "a service can't be read; pods get no variables of it");
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let services = Services::new(self.known.values().cloned().collect());
+        self.out.send_if_modified(|held| {
+            let changed = held.services.as_ref() != Some(&services);
+            held.services = Some(services);
+            changed
+        });
+    }
+}
+
+impl Sink for AllServices {
+    fn listed(&mut self, objects: Vec<Value>) -> bool {
+        self.known.clear();
+        objects.iter().for_each(|object| self.apply(object));
+        self.publish();
+        true
+    }
+
+    fn applied(&mut self, object: &Value) {
+        self.apply(object);
+        self.publish();
+    }
+
+    fn deleted(&mut self, object: &Value) {
+        let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+        self.known.remove(&(text("namespace"), text("name")));
+        self.publish();
+    }
+}
+
+fn key_of(metadata: &ObjectMeta) -> (String, String) {
+    (metadata.namespace.clone().unwrap_or_default(), metadata.name.clone().unwrap_or_default())
+}
+
+/// What variables are made of; None of a service without an address of its own.
+fn reduced(service: core::Service) -> Option<core::Service> {
+    let spec = service.spec?;
+    spec.cluster_ip.as_deref().filter(|address| !address.is_empty() && *address != "None")?;
+    let metadata = ObjectMeta {
+        namespace: service.metadata.namespace,
+        name: service.metadata.name,
+        ..ObjectMeta::default()
+    };
+    let spec =
+        core::ServiceSpec { cluster_ip: spec.cluster_ip, ports: spec.ports, ..core::ServiceSpec::default() };
+    Some(core::Service { metadata, spec: Some(spec), status: None })
+}
+
 /// Keeps a token of a service account fresh.
 async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<Held>>) {
     let mut backoff = Backoff::default();
@@ -275,6 +362,10 @@ mod tests {
         Some(Arc::new([(PodName::of(&pod), entry)].into()))
     }
 
+    fn no_services() -> Held {
+        Held { services: Some(Services::new(Vec::new())), ..Held::default() }
+    }
+
     fn one(held: &Arc<watch::Sender<Held>>) -> One {
         let reference = Reference { kind: Kind::ConfigMap, namespace: "shop".into(), name: "m".into() };
         One { reference, out: Arc::clone(held), immutable: Arc::default() }
@@ -284,7 +375,7 @@ mod tests {
     fn a_pod_waits_until_the_api_server_has_answered_and_not_for_what_is_not_there() {
         let pods = pods(&json!([{"name": "v", "configMap": {"name": "m"}}]));
         let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
-        let held = Arc::new(watch::Sender::new(Held::default()));
+        let held = Arc::new(watch::Sender::new(no_services()));
         let waits = || held.borrow().objects(&pods).is_unread(&pod);
         assert!(waits());
         let mut one = one(&held);
@@ -304,12 +395,37 @@ mod tests {
         let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
         let pods = pods(&json!([{"name": "v", "projected": token}]));
         let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
-        let mut held = Held::default();
+        let mut held = no_services();
         assert!(held.objects(&pods).is_unread(&pod));
         let of = references::tokens(&pod).into_iter().next().unwrap();
         held.tokens.insert(of.clone(), "t".into());
         let objects = held.objects(&pods);
         assert!(!objects.is_unread(&pod));
         assert_eq!(objects.token(&of), Some("t"));
+    }
+
+    #[test]
+    fn a_pod_waits_for_the_services_and_follows_their_changes() {
+        let pods = pods(&json!([]));
+        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let held = Arc::new(watch::Sender::new(Held::default()));
+        let mut all = AllServices { known: BTreeMap::new(), out: Arc::clone(&held) };
+        let told = || -> Vec<String> {
+            let objects = held.borrow().objects(&pods);
+            objects.services().filter_map(|service| service.metadata.name.clone()).collect()
+        };
+        let service = |name: &str, address: &str| {
+            json!({"metadata": {"namespace": "shop", "name": name, "uid": "u"},
+                "spec": {"clusterIP": address, "ports": [{"port": 80}], "selector": {"a": "b"}}})
+        };
+        assert!(held.borrow().objects(&pods).is_unread(&pod));
+        all.listed(vec![service("web", "10.0.0.1"), service("headless", "None"), json!({"spec": 1})]);
+        assert!(!held.borrow().objects(&pods).is_unread(&pod));
+        assert_eq!(told(), ["web"]);
+        all.applied(&service("db", "10.0.0.2"));
+        all.applied(&service("web", ""));
+        assert_eq!(told(), ["db"]);
+        all.deleted(&service("db", "10.0.0.2"));
+        assert!(told().is_empty());
     }
 }

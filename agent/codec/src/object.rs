@@ -82,6 +82,7 @@ api_types![
     core::PodStatus,
     core::Probe,
     core::Secret,
+    core::Service,
     core::Volume,
     core::VolumeProjection,
     CertificateSigningRequest,

@@ -1,5 +1,5 @@
 //! The objects that pods refer to by name and that a cluster keeps in its API server: ConfigMaps, Secrets and
-//! RuntimeClasses. On a standalone node their manifests lie beside the pods'.
+//! RuntimeClasses, on a standalone node in manifests beside the pods'; and the services of a cluster.
 //!
 //! Immutable once built; a new set is built whenever a manifest changes. Values of secrets must never get into a
 //! log: this type's `Debug` shows names only.
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_policy::references::{self, Reference, TokenReference};
-use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
@@ -26,6 +26,28 @@ struct Kept<T> {
 /// Objects of one kind by namespace and name; the namespace of those that have none is empty.
 type ByName<T> = BTreeMap<(String, String), Kept<T>>;
 
+/// The services of a cluster. Cheap to clone, and to compare with a clone.
+#[derive(Clone)]
+pub struct Services(Arc<Vec<Service>>);
+
+impl Services {
+    /// All services that there are.
+    pub fn new(all: Vec<Service>) -> Self {
+        Self(Arc::new(all))
+    }
+
+    /// Each of them.
+    pub fn iter(&self) -> impl Iterator<Item = &Service> {
+        self.0.iter()
+    }
+}
+
+impl PartialEq for Services {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
+
 /// All of them.
 #[derive(Clone, Default, PartialEq)]
 pub struct Objects {
@@ -33,6 +55,8 @@ pub struct Objects {
     secrets: ByName<Secret>,
     runtime_classes: ByName<RuntimeClass>,
     tokens: BTreeMap<TokenReference, Arc<str>>,
+    /// None on a standalone node, and until the API server has told them.
+    services: Option<Services>,
     /// What the API server was asked for and has not answered yet.
     unread: BTreeSet<Reference>,
 }
@@ -82,6 +106,7 @@ impl fmt::Debug for Objects {
             .field("secrets", &self.secrets.keys())
             .field("runtime_classes", &self.runtime_classes.keys())
             .field("tokens", &self.tokens.keys())
+            .field("services", &self.services.as_ref().map(|services| services.0.len()))
             .field("unread", &self.unread)
             .finish()
     }
@@ -110,15 +135,27 @@ impl Objects {
         self.unread.insert(reference);
     }
 
+    /// Sets the services of the cluster.
+    pub fn set_services(&mut self, services: Services) {
+        self.services = Some(services);
+    }
+
+    /// The services of the cluster, as far as they are known.
+    pub fn services(&self) -> impl Iterator<Item = &Service> {
+        self.services.iter().flat_map(Services::iter)
+    }
+
     /// A token of a service account.
     pub fn token(&self, of: &TokenReference) -> Option<&str> {
         self.tokens.get(of).map(|token| &**token)
     }
 
     /// Whether the API server has not answered yet for something that `pod` refers to: nobody knows whether it can run.
+    /// Every pod of the API server refers to the services, by its variables.
     pub fn is_unread(&self, pod: &Pod) -> bool {
         Origin::of(pod).is_api()
-            && (references::of(pod).iter().any(|reference| self.unread.contains(reference))
+            && (self.services.is_none()
+                || references::of(pod).iter().any(|reference| self.unread.contains(reference))
                 || references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token)))
     }
 
@@ -128,6 +165,9 @@ impl Objects {
             self.tokens.entry(of.clone()).or_insert_with(|| Arc::clone(token));
         }
         self.unread.extend(others.unread.iter().cloned());
+        if self.services.is_none() {
+            self.services.clone_from(&others.services);
+        }
         add_missing(&mut self.config_maps, &others.config_maps);
         add_missing(&mut self.secrets, &others.secrets);
         add_missing(&mut self.runtime_classes, &others.runtime_classes);

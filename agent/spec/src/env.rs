@@ -1,11 +1,11 @@
-//! A container's environment: literals, `$(VAR)` references, the downward API, ConfigMaps and Secrets.
+//! A container's environment: literals, `$(VAR)` references, the downward API, ConfigMaps, Secrets and services.
 
 use std::collections::BTreeMap;
 
 use beelet_policy::expand::expand;
 use k8s_openapi::api::core::v1 as core;
 
-use super::downward;
+use super::{downward, services};
 use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
 
 /// Variables in the order they were defined; a later definition of the same name wins in place.
@@ -33,6 +33,13 @@ impl Environment {
         self.order.into_iter().filter_map(move |name| self.values.remove(&name).map(|value| (name, value)))
     }
 
+    /// Sets a variable unless it is set.
+    fn set_missing(&mut self, name: &str, value: String) {
+        if !self.values.contains_key(name) {
+            self.set(name, value);
+        }
+    }
+
     fn set(&mut self, name: &str, value: String) {
         if self.values.insert(name.to_owned(), value).is_none() {
             self.order.push(name.to_owned());
@@ -55,26 +62,40 @@ pub struct Sources<'a> {
 
 impl Sources<'_> {
     /// The environment of a container: first what it takes whole (`envFrom`), then its own variables, each of
-    /// which may refer to those before it. Fails, with a sentence, where a variable's source can't be had.
+    /// which may refer to those before it and to those of services, which come last and replace none. Fails,
+    /// with a sentence, where a variable's source can't be had.
     pub fn environment(&self, container: &core::Container) -> Result<Environment, String> {
         let mut env = Environment::default();
         for source in container.env_from.iter().flatten() {
             self.take_whole(source, &mut env)
                 .map_err(|e| format!("envFrom of container {}: {e}", container.name))?;
         }
+        let services = self.services();
         for variable in container.env.iter().flatten() {
             let value = match (&variable.value, &variable.value_from) {
                 (_, Some(source)) => self.value(container, source).map_err(|e| {
                     format!("environment variable {} of container {}: {e}", variable.name, container.name)
                 })?,
-                (Some(text), None) => Some(expand(text, |name| env.get(name))),
+                (Some(text), None) => {
+                    Some(expand(text, |name| env.get(name).or_else(|| services.get(name).cloned())))
+                }
                 (None, None) => Some(String::new()),
             };
             if let Some(value) = value {
                 env.set(&variable.name, value);
             }
         }
+        for (name, value) in services {
+            env.set_missing(&name, value);
+        }
         Ok(env)
+    }
+
+    /// The variables of the services that the pod is told.
+    fn services(&self) -> BTreeMap<String, String> {
+        let links = self.pod.spec.as_ref().and_then(|spec| spec.enable_service_links);
+        let all = services::variables(self.objects.services(), self.namespace(), links != Some(false));
+        all.into_iter().collect()
     }
 
     fn namespace(&self) -> &str {
@@ -187,7 +208,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use beelet_model::objects::Object;
+    use beelet_model::objects::{Object, Services};
 
     fn objects() -> Objects {
         let mut objects = Objects::default();
@@ -285,6 +306,40 @@ mod tests {
         check_container(
             json!({"name": "c", "envFrom": [{"secretRef": {"name": "none"}}]}),
             Err("envFrom of container c: there is no Secret shop/none; put its manifest beside the pod's"),
+        );
+    }
+
+    #[test]
+    fn variables_of_services_come_last_can_be_referred_to_and_replace_none() {
+        let service = json!({"metadata": {"name": "db", "namespace": "shop"},
+            "spec": {"clusterIP": "10.0.0.9", "ports": [{"port": 5432}]}});
+        let mut objects = Objects::default();
+        objects.set_services(Services::new(vec![serde_json::from_value(service).unwrap()]));
+        let check = |spec: serde_json::Value, expected: &[(&str, Option<&str>)]| {
+            let pod: core::Pod = serde_json::from_value(
+                json!({"metadata": {"name": "web", "namespace": "shop"}, "spec": spec}),
+            )
+            .unwrap();
+            let node = crate::fixtures::node();
+            let sources = Sources { pod: &pod, pod_ips: &[], objects: &objects, node: &node };
+            let env = sources.environment(&pod.spec.as_ref().unwrap().containers[0]).unwrap();
+            for (name, value) in expected {
+                assert_eq!(env.get(name).as_deref(), *value, "{name}");
+            }
+        };
+        let containers = json!([{"name": "c", "env": [
+            {"name": "URL", "value": "pg://$(DB_SERVICE_HOST)"}, {"name": "DB_SERVICE_PORT", "value": "1"}]}]);
+        check(
+            json!({"containers": containers}),
+            &[
+                ("URL", Some("pg://10.0.0.9")),
+                ("DB_SERVICE_PORT", Some("1")),
+                ("DB_PORT", Some("tcp://10.0.0.9:5432")),
+            ],
+        );
+        check(
+            json!({"containers": containers, "enableServiceLinks": false}),
+            &[("URL", Some("pg://$(DB_SERVICE_HOST)")), ("DB_PORT", None)],
         );
     }
 }

@@ -227,6 +227,27 @@ async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
 }
 
 #[tokio::test]
+async fn a_pod_waits_until_the_services_are_told_and_has_their_variables() {
+    let api = FakeApi::start();
+    api.put(
+        "/api/v1/namespaces/default/services/db",
+        json!({"spec": {"clusterIP": "10.0.0.9", "ports": [{"port": 5432}]}}),
+    );
+    api.put(POD, bound());
+    let held = api.on(Verb::List, "/api/v1/services").hold();
+    let cluster = Cluster::start(api, &[]).await;
+    held.reached().await;
+    cluster.until("the pod to be taken", |pod| pod["status"]["phase"] == "Pending").await;
+    assert_eq!(cluster.node.cri.count(Op::CreateContainer), 0);
+    drop(held);
+    cluster.until("the pod to be ready", is_ready).await;
+    let made = cluster.node.cri.container("api-n1", "main").unwrap();
+    assert_eq!(super::devices::env(&made.config, "DB_SERVICE_HOST").as_deref(), Some("10.0.0.9"));
+    assert_eq!(super::devices::env(&made.config, "DB_PORT_5432_TCP_PORT").as_deref(), Some("5432"));
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn a_pod_that_asks_for_another_node_is_refused_with_the_reason() {
     let api = FakeApi::start();
     let mut pod = bound();
