@@ -336,8 +336,13 @@ impl Agent {
 
     /// The answer of its HTTP server to a GET: status and body.
     pub fn get(&self, path: &str) -> Result<(u16, String)> {
+        self.get_as(path, "*/*")
+    }
+
+    /// The same for a client that accepts these media types.
+    pub fn get_as(&self, path: &str, accept: &str) -> Result<(u16, String)> {
         let port = self.options.kubelet.get("healthzPort").and_then(Value::as_u64).unwrap_or(0);
-        http_get(&format!("127.0.0.1:{port}"), path)
+        get_as(&format!("127.0.0.1:{port}"), path, accept)
     }
 
     /// Leaves it running when the value is dropped; the instance's teardown ends it.
@@ -351,11 +356,18 @@ impl Agent {
 
 /// A plain HTTP GET: status and body.
 pub fn http_get(address: &str, path: &str) -> Result<(u16, String)> {
+    get_as(address, path, "*/*")
+}
+
+fn get_as(address: &str, path: &str, accept: &str) -> Result<(u16, String)> {
     use std::io::{Read as _, Write as _};
     let mut stream =
         std::net::TcpStream::connect(address).with_context(|| format!("could not connect to {address}"))?;
     stream.set_read_timeout(Some(PATIENCE))?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n")?;
+    write!(
+        stream,
+        "GET {path} HTTP/1.1\r\nHost: {address}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
+    )?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     let status =

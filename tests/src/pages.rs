@@ -16,21 +16,48 @@ for family in parse(sys.stdin.read()):
     print(family.name, family.type, len(family.samples))
 ";
 
-/// The pages, and the format of each.
-pub const PAGES: [(&str, &str); 5] = [
-    ("/metrics", "openmetrics"),
-    ("/metrics/probes", "openmetrics"),
-    ("/metrics/cadvisor", "text"),
-    ("/metrics/resource", "text"),
-    ("/metrics/slis", "text"),
+/// The pages, and the formats that each can have.
+pub const PAGES: [(&str, &[Format]); 5] = [
+    ("/metrics", &[Format::Text, Format::OpenMetrics]),
+    ("/metrics/probes", &[Format::Text, Format::OpenMetrics]),
+    ("/metrics/cadvisor", &[Format::Text]),
+    ("/metrics/resource", &[Format::Text]),
+    ("/metrics/slis", &[Format::Text]),
 ];
+
+/// A format of metrics.
+#[derive(Clone, Copy, Debug)]
+pub enum Format {
+    /// What a client gets that asks for nothing else.
+    Text,
+    /// What it gets if it says that it takes it.
+    OpenMetrics,
+}
+
+impl Format {
+    /// What a client accepts to get it.
+    #[must_use]
+    pub fn accept(self) -> &'static str {
+        match self {
+            Self::Text => "*/*",
+            Self::OpenMetrics => "application/openmetrics-text;version=1.0.0,text/plain;q=0.5",
+        }
+    }
+
+    fn parser(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::OpenMetrics => "openmetrics",
+        }
+    }
+}
 
 /// What the parser finds on a page: a line for each family, with its type and the number of its samples. An
 /// error is what it does not take.
-pub fn families(page: &str, format: &str) -> Result<Vec<String>> {
+pub fn families(page: &str, format: Format) -> Result<Vec<String>> {
     let python = python_with("prometheus_client", None).context("no Python has prometheus_client")?;
     let mut child = Command::new(python)
-        .args(["-c", SCRIPT, format])
+        .args(["-c", SCRIPT, format.parser()])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

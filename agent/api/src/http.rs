@@ -6,6 +6,7 @@
 //! Any local user can connect, so connections are short-lived and limited: a client that opens many, or sends nothing,
 //! delays only itself.
 
+mod exposition;
 pub mod numbers;
 pub mod slis;
 pub mod summary;

@@ -29,7 +29,8 @@ a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metr
 `prober_probe_total`, which has it always, as the kubelet's has; its series go with the pod. A scrape reads every container
 once, whatever the number of pages scraped in the same moment.
 
-`/metrics` and `/metrics/probes` are OpenMetrics text.
+`/metrics` and `/metrics/probes` are OpenMetrics text for a client whose `Accept` names it, as that of Prometheus does;
+all pages are in the text format for everybody else.
 
 A counter's name in a query ends with `_total`, a histogram's with `_bucket`, `_sum` or `_count`, also where the table
 leaves that out.

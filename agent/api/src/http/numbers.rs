@@ -4,32 +4,31 @@
 //! `metrics_path`) neither miss a metric nor count it twice.
 
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
 use super::{
     ApiState,
+    exposition::{Format, to_text},
     summary::{Fs, Sizes},
 };
 use beelet_model::disk::Taken;
 use beelet_stats::metrics::{CADVISOR, Kind, Page};
 use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading};
 
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-pub(super) const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// The metrics that are on `/metrics/probes`, and there alone.
 const PROBES: &str = "prober_";
 
 /// The agent's own metrics, and what only its kernel programs know of containers.
-pub(super) async fn metrics(State(state): State<ApiState>) -> Response {
+pub(super) async fn metrics(State(state): State<ApiState>, headers: HeaderMap) -> Response {
     // The collector of containers' metrics shows the newest reading.
     state.pressure.now().await;
-    registry(&state, |family| !family.starts_with(PROBES))
+    registry(&state, Format::of(&headers), |family| !family.starts_with(PROBES))
 }
 
 /// `prober_*`.
-pub(super) async fn probes(State(state): State<ApiState>) -> Response {
-    registry(&state, |family| family.starts_with(PROBES))
+pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) -> Response {
+    registry(&state, Format::of(&headers), |family| family.starts_with(PROBES))
 }
 
 /// `container_*` and `machine_*`, as cAdvisor inside the kubelet names them.
@@ -49,18 +48,22 @@ pub(super) async fn resource(State(state): State<ApiState>) -> Response {
 
 fn page(made: Result<String, tokio::task::JoinError>) -> Response {
     match made {
-        Ok(text) => ([(header::CONTENT_TYPE, TEXT)], text).into_response(),
+        Ok(text) => ([(header::CONTENT_TYPE, Format::Text.content_type())], text).into_response(),
         Err(error) => failed(&error),
     }
 }
 
-fn registry(state: &ApiState, wanted: impl Fn(&str) -> bool) -> Response {
+fn registry(state: &ApiState, format: Format, wanted: impl Fn(&str) -> bool) -> Response {
     let mut text = String::new();
     if let Err(error) = prometheus_client::encoding::text::encode(&mut text, &state.registry) {
         return failed(&error);
     }
     let text = families(&text, wanted);
-    ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response()
+    let text = match format {
+        Format::OpenMetrics => text,
+        Format::Text => to_text(&text),
+    };
+    ([(header::CONTENT_TYPE, format.content_type())], text).into_response()
 }
 
 fn failed(error: &dyn std::fmt::Display) -> Response {

@@ -7,6 +7,7 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
 use super::ApiState;
+use super::exposition::Format;
 use beelet_stats::metrics::{Kind, Page};
 
 /// The checks. Whoever answers passes the first two: it is alive, and writes its log.
@@ -60,7 +61,7 @@ impl Slis {
 }
 
 pub(super) async fn slis(State(state): State<ApiState>) -> Response {
-    ([(header::CONTENT_TYPE, super::numbers::TEXT)], state.slis.page()).into_response()
+    ([(header::CONTENT_TYPE, Format::Text.content_type())], state.slis.page()).into_response()
 }
 
 #[cfg(test)]

@@ -54,8 +54,12 @@ async fn start_as(ill: Option<&'static str>, registry: Registry, pressure: Stats
 impl Server {
     /// The whole answer: head and body.
     async fn get(&self, path: &str) -> (String, String) {
+        self.get_as(path, "*/*").await
+    }
+
+    async fn get_as(&self, path: &str, accept: &str) -> (String, String) {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();
@@ -75,8 +79,12 @@ async fn health_is_ok_or_says_why_not() {
 }
 
 #[tokio::test]
-async fn metrics_are_openmetrics() {
-    let (head, body) = start(None).await.get("/metrics").await;
+async fn metrics_are_text_and_openmetrics_for_who_asks_for_it() {
+    let server = start(None).await;
+    let (head, body) = server.get("/metrics").await;
+    assert!(head.contains("content-type: text/plain; version=0.0.4"), "{head}");
+    assert!(body.contains("# TYPE beelet_test_total counter\nbeelet_test_total 1\n"), "{body}");
+    let (head, body) = server.get_as("/metrics", "application/openmetrics-text").await;
     assert!(
         head.contains("content-type: application/openmetrics-text; version=1.0.0; charset=utf-8"),
         "{head}"
