@@ -8,6 +8,7 @@ mod backports;
 mod bench;
 mod build_and_load;
 mod build_ebpf;
+mod conformance;
 mod demo;
 mod fuzz;
 mod progress;
@@ -35,6 +36,7 @@ enum Command {
     BuildEbpf(build_ebpf::Args),
     BuildAndLoad(build_and_load::Args),
     Unload(build_and_load::UnloadArgs),
+    Conformance(conformance::Args),
     Demo(demo::Args),
     Fuzz(fuzz::Args),
     Setup(setup::Args),
@@ -56,6 +58,7 @@ fn main() -> ExitCode {
         Command::BuildAndLoad(args) => build_and_load::run(&args),
         Command::Unload(args) => build_and_load::unload(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Conformance(args) => conformance::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Setup(args) => setup::run(&args),

@@ -1,0 +1,108 @@
+//! The page that tells the ledger: docs/conformance.md.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use super::ledger::{Ledger, Outcome, Row, counts};
+
+const HEAD: &str = "\
+# Kubernetes' own tests
+
+This page is made from `tests/conformance/ledger.tsv` by `cargo xtask conformance`, and the ledger by its runs.
+
+Kubernetes tests a node with two suites, built from its sources: `e2e.test` asks a cluster whose node runs beelet, and
+`e2e_node.test` starts the agent itself, under the name `kubelet`. Nobody here wrote them.
+
+```sh
+# A cluster whose node is beelet (docs/cluster.md), and the suites of its version (Kubernetes' `make WHAT=test/e2e/e2e.test`):
+KUBECONFIG=admin.conf E2E_TEST=./e2e.test cargo xtask conformance
+# The same tests ten at a time, by the ginkgo command that Kubernetes builds beside them:
+KUBECONFIG=admin.conf E2E_TEST=./e2e.test GINKGO=./ginkgo cargo xtask conformance --procs 10
+# The node's own suite, on a machine with systemd:
+E2E_NODE_TEST=./e2e_node.test cargo xtask conformance --suite node
+# Results of a run that was made elsewhere:
+cargo xtask conformance --results junit.xml
+```
+
+A test that leaves itself out (`skip`) says why; one that the end of a run cut off (`cut`) has no result yet.
+";
+
+/// The page's text.
+pub(super) fn of(ledger: &Ledger) -> String {
+    let mut page = HEAD.to_owned();
+    for (suite, title) in [("cluster", "The cluster suite"), ("node", "The node suite")] {
+        let rows: Vec<&Row> = ledger.of(suite).collect();
+        if rows.is_empty() {
+            continue;
+        }
+        let _ = write!(page, "\n## {title}\n\n{} tests: {}.\n\n", rows.len(), counts(rows.iter().copied()));
+        groups(&mut page, &rows);
+        not_passed(&mut page, &rows);
+    }
+    page
+}
+
+/// One line per subject.
+fn groups(page: &mut String, rows: &[&Row]) {
+    let mut groups: BTreeMap<&str, Vec<&Row>> = BTreeMap::new();
+    for row in rows {
+        groups.entry(subject(&row.test)).or_default().push(row);
+    }
+    page.push_str("| subject | tests | result |\n| --- | --- | --- |\n");
+    for (subject, rows) in groups {
+        let _ = writeln!(page, "| {} | {} | {} |", cell(subject), rows.len(), counts(rows.into_iter()));
+    }
+}
+
+/// Those that didn't pass, with the reason.
+fn not_passed(page: &mut String, rows: &[&Row]) {
+    let rest: Vec<&&Row> = rows.iter().filter(|row| row.outcome != Outcome::Pass).collect();
+    if rest.is_empty() {
+        return;
+    }
+    page.push_str("\nNot passed:\n\n| result | test | what it said |\n| --- | --- | --- |\n");
+    for row in rest {
+        let _ = writeln!(page, "| {} | {} | {} |", row.outcome.name(), cell(&row.test), cell(&row.reason));
+    }
+}
+
+/// What a test is about: its name up to what should happen.
+fn subject(test: &str) -> &str {
+    let from = test.find("] ").map_or(0, |at| at + 2);
+    let ends = [" should ", " when ", " [", " must ", " will ", " with "];
+    let end = ends.iter().filter_map(|end| test[from..].find(end)).min();
+    test[..end.map_or(test.len(), |end| from + end)].trim_end()
+}
+
+/// A text that doesn't end a table's cell.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('<', "&lt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_test_is_about_what_its_name_begins_with() {
+        let check = |test: &str, expected: &str| assert_eq!(subject(test), expected);
+        check(
+            "[sig-node] Probing container should be restarted [Conformance]",
+            "[sig-node] Probing container",
+        );
+        check("[sig-node] Pods [Feature:X] A", "[sig-node] Pods");
+        check("no sig", "no sig");
+    }
+
+    #[test]
+    fn the_page_counts_the_subjects_and_names_what_did_not_pass() {
+        let ledger = Ledger::parse(
+            "cluster\tpass\t1\t[sig-node] A should a\t\ncluster\tfail\t1\t[sig-node] A should b\tx | y\n",
+        );
+        let page = of(&ledger.unwrap());
+        assert!(page.contains("2 tests: 1 pass, 1 fail."));
+        assert!(page.contains("| [sig-node] A | 2 | 1 pass, 1 fail |"));
+        assert!(page.contains("| fail | [sig-node] A should b | x \\| y |"));
+        assert!(!page.contains("The node suite"));
+    }
+}
