@@ -16,11 +16,12 @@ use super::identity::{self, Origin};
 use super::owners::{Claims, Owners};
 use super::priority::{Classes, Priority};
 use super::source::Described;
-use super::{Manifest, Object, sysctls};
+use super::{Manifest, Object};
 use beelet_codec::error::ManifestError;
 use beelet_model::objects::{self, Objects};
 use beelet_model::pod::log_folder;
 use beelet_model::table::{PodName, RejectedManifest};
+use beelet_spec::sysctls;
 
 /// Bytes of the longest name that a file may have, on any file system in use (NAME_MAX).
 const FILE_NAME_MAX: usize = 255;

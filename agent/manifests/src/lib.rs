@@ -20,7 +20,6 @@ mod objects;
 mod owners;
 mod priority;
 pub mod source;
-mod sysctls;
 mod validate;
 mod watch;
 

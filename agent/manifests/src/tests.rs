@@ -630,6 +630,13 @@ fn names_and_confinement_of_the_pod_are_checked() {
         &with_spec("securityContext: {seccompProfile: {type: Localhost, localhostProfile: ../x}}"),
         "spec.securityContext.seccompProfile.localhostProfile: \"../x\" must be relative and without '..'",
     );
+    check_text(
+        &with_spec("securityContext: {appArmorProfile: {type: Unconfined, localhostProfile: web}}"),
+        "spec.securityContext.appArmorProfile.localhostProfile: is for the type Localhost only",
+    );
+    check_accepted(&with_spec(
+        "securityContext: {appArmorProfile: {type: Localhost, localhostProfile: web}, seLinuxOptions: {level: s0}}",
+    ));
     check_accepted(&with_spec(
         "subdomain: front\nsetHostnameAsFQDN: true\nruntimeClassName: vm\nsecurityContext: {fsGroup: 5, supplementalGroups: [6], supplementalGroupsPolicy: Strict}",
     ));

@@ -21,6 +21,8 @@ const DISRUPTIONS: &[&str] = &["Evicted", "Preempting"];
 /// Reasons of pods that were not let in, as the kubelet has them; those that begin with [`OUT_OF`] too.
 const REFUSALS: &[&str] = &[
     "UnexpectedAdmissionError",
+    "AppArmor",
+    "SysctlForbidden",
     "TopologyAffinityError",
     "NodePorts",
     "PodOSNotSupported",
@@ -117,6 +119,8 @@ mod tests {
             ("OutOfcpu", true),
             ("OutOfexample.com/gpu", true),
             ("UnexpectedAdmissionError", true),
+            ("AppArmor", true),
+            ("SysctlForbidden", true),
             ("TopologyAffinityError", true),
             ("NodePorts", true),
             ("PodOSNotSupported", true),

@@ -102,6 +102,7 @@ pub(super) fn mount(path: &Path, container: &core::Container) -> Option<cri::Mou
     (!taken).then(|| cri::Mount {
         container_path: IN_CONTAINER.to_owned(),
         host_path: path.to_string_lossy().into_owned(),
+        selinux_relabel: true,
         ..Default::default()
     })
 }

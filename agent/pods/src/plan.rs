@@ -16,12 +16,13 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
 use crate::error::Error;
+use beelet_admission::Rejection;
 use beelet_model::{
     origin::Origin,
     pod::{NodeFacts, container_of, grace_period, log_folder},
     table::PodName,
 };
-use beelet_spec::{cri_config, support::unsupported};
+use beelet_spec::{app_armor, cri_config, support::unsupported, sysctls};
 use beelet_volumes::Volumes;
 
 /// What of the node goes into every pod's plan.
@@ -59,9 +60,8 @@ pub(crate) struct PodPlan {
     pub cgroups: Vec<String>,
     /// Its address on the node's network, if that is where it is.
     host_ip: Option<String>,
-    /// The first field that the agent can't do anything for. Only in pods of the API server: manifests with such
-    /// a field become no pod.
-    pub unsupported: Option<String>,
+    /// Why it may not run here, whatever else runs.
+    pub refused: Option<Rejection>,
     /// Its cgroup with its values, and its sandbox; or why there can be none.
     placement: Result<Placement, String>,
 }
@@ -88,11 +88,7 @@ impl PodPlan {
             volumes: Volumes::of(&pod, site.pods_dir),
             cgroups: paths.into_iter().flatten().collect(),
             host_ip: on_host.then(|| site.node.host_ip.to_string()),
-            unsupported: Origin::of(&pod)
-                .is_api()
-                .then(|| unsupported(&pod))
-                .flatten()
-                .map(|field| field.to_string()),
+            refused: refusal(&pod, site.node),
             ephemeral: pod.spec.as_ref().map(ephemeral_containers).unwrap_or_default(),
             placement: place(&pod, site),
             pod,
@@ -140,6 +136,23 @@ impl PodPlan {
     fn placement(&self) -> Result<&Placement, Error> {
         self.placement.as_ref().map_err(|why| Error::Spec(why.clone()))
     }
+}
+
+/// Why a pod may not run on this node. Of a pod with a setting that it may not have, or a field that the agent can't do
+/// anything for, only if it is the API server's: such a manifest becomes no pod.
+fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<Rejection> {
+    let rejection = |reason: &str, message: String| Rejection { reason: reason.to_owned(), message };
+    if let Some(why) = app_armor::refusal(pod, node) {
+        return Some(rejection("AppArmor", why));
+    }
+    if !Origin::of(pod).is_api() {
+        return None;
+    }
+    let forbidden = pod.spec.as_ref().and_then(|spec| sysctls::refused(spec, &node.allowed_unsafe_sysctls));
+    if let Some(why) = forbidden {
+        return Some(rejection("SysctlForbidden", why));
+    }
+    unsupported(pod).map(|field| rejection("UnexpectedAdmissionError", field.to_string()))
 }
 
 fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, String> {
@@ -227,5 +240,25 @@ mod tests {
         assert!(why.to_string().contains("spec.containers[0].resources.requests"), "{why}");
         assert!(plan.cgroup().is_err() && !why.is_transient());
         assert_eq!(plan.cgroups.len(), 3);
+    }
+
+    #[test]
+    fn a_pod_of_the_api_server_is_refused_what_a_manifest_is_never_read_with() {
+        let check = |context: Value, expected: Option<&str>| {
+            let planned = |source: &str| {
+                let plan = plan(|pod| {
+                    pod["metadata"]["annotations"] = json!({"kubernetes.io/config.source": source});
+                    pod["spec"]["securityContext"] = context.clone();
+                });
+                plan.refused.map(|rejection| rejection.reason)
+            };
+            assert_eq!(planned("api").as_deref(), expected, "{context}");
+            assert_eq!(planned("file"), None, "{context}");
+        };
+        let sysctl = |name: &str| json!({"sysctls": [{"name": name, "value": "1"}]});
+        check(sysctl("net.ipv4.tcp_syncookies"), None);
+        check(sysctl("kernel.msgmax"), Some("SysctlForbidden"));
+        check(sysctl("vm.swappiness"), Some("SysctlForbidden"));
+        check(json!({"windowsOptions": {"hostProcess": true}}), Some("UnexpectedAdmissionError"));
     }
 }

@@ -45,6 +45,7 @@ pub(super) fn prepare(
     Ok(Some(cri::Mount {
         container_path: path.to_owned(),
         host_path: file.to_string_lossy().into_owned(),
+        selinux_relabel: true,
         ..Default::default()
     }))
 }

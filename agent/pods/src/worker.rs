@@ -8,7 +8,6 @@ use std::{
     time::Duration,
 };
 
-use beelet_admission::Rejection;
 use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
 use beelet_proto::cri;
 use futures::future::join_all;
@@ -49,9 +48,6 @@ const RETRY_INITIAL: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
 /// The pauses between tries to start one container (to pull its image, to create it), as the kubelet's.
 const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
-
-/// The reason of a pod with a field that the agent can't do anything for.
-const UNSUPPORTED: &str = "UnexpectedAdmissionError";
 
 /// What the manager wants of a worker. A state, not a queue: only the newest counts.
 #[derive(Clone, Debug, Default)]
@@ -398,8 +394,8 @@ impl Worker {
             return true;
         }
         let (admission, node) = (&self.launcher.admission, self.launcher.desired.borrow().node.clone());
-        let fits = match (&self.plan.unsupported, node) {
-            (Some(why), _) => Err(Rejection { reason: UNSUPPORTED.to_owned(), message: why.clone() }),
+        let fits = match (&self.plan.refused, node) {
+            (Some(rejection), _) => Err(rejection.clone()),
             (None, Some(node)) => admission.fits(&self.plan.pod, &node),
             (None, None) => Ok(()),
         };

@@ -24,6 +24,8 @@ pub fn node() -> NodeFacts {
         cluster_domain: "cluster.test".to_owned(),
         seccomp_root: "/seccomp".into(),
         seccomp_default: false,
+        allowed_unsafe_sysctls: Vec::new(),
+        app_armor: true,
         allocatable: Allocatable { cpu_millis: 4000, memory_bytes: 8 << 30, storage_bytes: 100 << 30 },
     }
 }

@@ -3,6 +3,7 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
+pub mod app_armor;
 pub mod cri_config;
 pub mod definition;
 pub mod downward;
@@ -13,3 +14,4 @@ pub mod resize;
 pub mod services;
 pub mod signals;
 pub mod support;
+pub mod sysctls;

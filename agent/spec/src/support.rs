@@ -58,8 +58,8 @@ const TABLE: &[Row] = &[
     ("spec.resourceClaims", Set, ApiObjectNotYet, "resource claims"),
     ("spec.{affinity,nodeSelector,topologySpreadConstraints}", Set, NoEffect, "there is no scheduler; the pod runs on this node"),
     // Security.
-    ("spec.securityContext.{appArmorProfile,seLinuxOptions,seLinuxChangePolicy,windowsOptions}", Set, NotYet, "this kind of confinement"),
-    ("spec.{containers,initContainers}[*].securityContext.{appArmorProfile,seLinuxOptions,windowsOptions}", Set, NotYet, "this kind of confinement"),
+    ("spec.securityContext.windowsOptions", Set, NotYet, "this is a node of Linux"),
+    ("spec.{containers,initContainers}[*].securityContext.windowsOptions", Set, NotYet, "this is a node of Linux"),
     // Containers.
     ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObjectNotYet, "resource claims"),
     ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
@@ -235,11 +235,15 @@ mod tests {
             json!({"nodeSelector": {"a": "b"}, "volumes": [{"name": "v", "nfs": {"server": "s", "path": "/"}}]}),
             None,
         );
+        check(
+            json!({"securityContext": {"seLinuxOptions": {"level": "s0"}, "seLinuxChangePolicy": "Recursive"}}),
+            None,
+        );
         check(json!({"hostUsers": false}), Some("spec.hostUsers"));
         check(json!({"resourceClaims": [{"name": "x"}]}), Some("spec.resourceClaims"));
         check(
-            json!({"securityContext": {"appArmorProfile": {"type": "RuntimeDefault"}}}),
-            Some("spec.securityContext.appArmorProfile"),
+            json!({"securityContext": {"windowsOptions": {"hostProcess": true}}}),
+            Some("spec.securityContext.windowsOptions"),
         );
     }
 

@@ -177,12 +177,20 @@ pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmoun
         cluster_domain: config.cluster_domain.clone(),
         seccomp_root: config.beelet.seccomp_profile_root.clone(),
         seccomp_default: config.seccomp_default,
+        allowed_unsafe_sysctls: config.allowed_unsafe_sysctls.clone(),
+        app_armor: app_armor_enabled(),
         allocatable: Allocatable {
             cpu_millis: amounts.allocatable_millis,
             memory_bytes: amounts.allocatable_memory,
             storage_bytes: storage.saturating_sub(config.reserved(EPHEMERAL_STORAGE)).value().max(0),
         },
     })
+}
+
+/// Whether the kernel enforces AppArmor profiles, and its interface is mounted for the runtime to load them.
+fn app_armor_enabled() -> bool {
+    let enabled = fs::read_to_string("/sys/module/apparmor/parameters/enabled");
+    enabled.is_ok_and(|text| text.starts_with('Y')) && Path::new("/sys/kernel/security/apparmor").exists()
 }
 
 /// The address that the node's default route leaves from; the loopback address where there is no route.

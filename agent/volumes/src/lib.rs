@@ -201,6 +201,8 @@ impl Volumes {
             readonly: mount.read_only.unwrap_or(false),
             recursive_read_only: recursive,
             propagation: propagation.into(),
+            // What is the host's keeps its SELinux label; what the agent made gets the container's.
+            selinux_relabel: volume.host_path.is_none() && volume.image.is_none(),
             ..Default::default()
         };
         if volume.image.is_some() {

@@ -428,4 +428,5 @@ fn privileges(path: &str, own: &SecurityContext, problems: &mut Problems) {
     }
     problems.one_of(&format!("{path}.procMount"), own.proc_mount.as_deref(), &["Default", "Unmasked"]);
     super::seccomp(&format!("{path}.seccompProfile"), own.seccomp_profile.as_ref(), problems);
+    super::app_armor(&format!("{path}.appArmorProfile"), own.app_armor_profile.as_ref(), problems);
 }

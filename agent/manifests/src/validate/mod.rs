@@ -11,7 +11,7 @@ mod volumes;
 use std::collections::{BTreeMap, BTreeSet};
 
 use beelet_policy::quantity::Quantity;
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, SeccompProfile, Toleration};
+use k8s_openapi::api::core::v1::{AppArmorProfile, Container, Pod, PodSpec, SeccompProfile, Toleration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
@@ -22,6 +22,9 @@ use beelet_model::pod::is_address;
 
 /// Most bytes of all annotations together: the API's own limit.
 const ANNOTATIONS_MAX: usize = 256 << 10;
+
+/// Most bytes of the name of a profile of AppArmor: a path's, as the API has it.
+const LONGEST_APP_ARMOR_NAME: usize = 4095;
 
 /// Longest grace period that makes sense, in seconds: the limit of the runtime's int64 nanoseconds is far
 /// off, but a year is certainly a mistake.
@@ -218,6 +221,25 @@ fn namespaces(spec: &PodSpec, problems: &mut Problems) {
     let policy = context.supplemental_groups_policy.as_deref();
     problems.one_of(&path("supplementalGroupsPolicy"), policy, &policies);
     seccomp(&path("seccompProfile"), context.seccomp_profile.as_ref(), problems);
+    app_armor(&path("appArmorProfile"), context.app_armor_profile.as_ref(), problems);
+}
+
+/// A profile of AppArmor: one of the node's own has a name that the kernel knows it by.
+fn app_armor(path: &str, profile: Option<&AppArmorProfile>, problems: &mut Problems) {
+    let Some(profile) = profile else { return };
+    let kinds = ["RuntimeDefault", "Unconfined", "Localhost"];
+    problems.one_of(&format!("{path}.type"), Some(&profile.type_), &kinds);
+    let name = profile.localhost_profile.as_deref().unwrap_or_default();
+    let path = format!("{path}.localhostProfile");
+    match (profile.type_.as_str(), name.trim()) {
+        ("Localhost", "") => problems.add(path, "must be there: the profile's name"),
+        ("Localhost", trimmed) if trimmed != name => problems.add(path, "must not begin or end with a space"),
+        ("Localhost", _) if name.len() > LONGEST_APP_ARMOR_NAME => {
+            problems.add(path, format!("must not be longer than {LONGEST_APP_ARMOR_NAME}"));
+        }
+        ("Localhost", _) | (_, "") => {}
+        (_, _) => problems.add(path, "is for the type Localhost only"),
+    }
 }
 
 /// A filter of system calls: one of the node's own is a file below one folder.

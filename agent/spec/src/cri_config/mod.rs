@@ -17,7 +17,7 @@ use beelet_policy::{
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{definition, env::Environment, resize, signals};
+use super::{app_armor, definition, env::Environment, resize, signals};
 use beelet_model::{labels, table::PodName};
 
 pub use self::network::HostName;
@@ -133,6 +133,7 @@ pub fn container(
     let default_spec = core::PodSpec::default();
     let pod_spec = pod.spec.as_ref().unwrap_or(&default_spec);
     let confinement = security::of_container(pod_spec, spec, &facts, node)?;
+    let apparmor = app_armor::of_container(pod, spec);
     let expanded = |words: &Option<Vec<String>>| -> Vec<String> {
         words.iter().flatten().map(|word| expand(word, |name| env.get(name))).collect()
     };
@@ -170,7 +171,7 @@ pub fn container(
         stop_signal: signals::of_container(spec)?.into(),
         linux: Some(cri::LinuxContainerConfig {
             resources: Some(resources(facts.resources)),
-            security_context: Some(confinement),
+            security_context: Some(cri::LinuxContainerSecurityContext { apparmor, ..confinement }),
         }),
         ..Default::default()
     })

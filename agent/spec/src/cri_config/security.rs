@@ -76,6 +76,7 @@ pub(super) fn of_sandbox(spec: &core::PodSpec) -> cri::LinuxSandboxSecurityConte
             .filter(|_| context.run_as_user.is_some())
             .map(|value| cri::Int64Value { value }),
         supplemental_groups: supplemental_groups(&context),
+        selinux_options: context.se_linux_options.as_ref().map(selinux),
         // The process that holds the namespaces needs nothing that the runtime's own filter forbids.
         seccomp: Some(profile(cri::security_profile::ProfileType::RuntimeDefault, String::new())),
         ..Default::default()
@@ -88,6 +89,16 @@ fn supplemental_groups(context: &core::PodSecurityContext) -> Vec<i64> {
 
 fn profile(kind: cri::security_profile::ProfileType, localhost_ref: String) -> cri::SecurityProfile {
     cri::SecurityProfile { profile_type: kind.into(), localhost_ref }
+}
+
+fn selinux(options: &core::SELinuxOptions) -> cri::SeLinuxOption {
+    let text = |part: &Option<String>| part.clone().unwrap_or_default();
+    cri::SeLinuxOption {
+        user: text(&options.user),
+        role: text(&options.role),
+        r#type: text(&options.type_),
+        level: text(&options.level),
+    }
 }
 
 /// The filter of system calls: the container's, the pod's, or the node's default.
@@ -155,6 +166,8 @@ pub(super) fn of_container(
         supplemental_groups: supplemental_groups(&of_pod),
         supplemental_groups_policy: groups_policy(&of_pod, facts)?.into(),
         no_new_privs: own.allow_privilege_escalation == Some(false),
+        // A container's label goes before its pod's as a whole, not part by part.
+        selinux_options: own.se_linux_options.as_ref().or(of_pod.se_linux_options.as_ref()).map(selinux),
         masked_paths: paths(MASKED_PATHS),
         readonly_paths: paths(READONLY_PATHS),
         seccomp: Some(seccomp(seccomp_profile, privileged, node)),
@@ -304,6 +317,19 @@ mod tests {
         check(default.clone(), local.clone(), ProfileType::Localhost, "/seccomp/web/a.json");
         check(local, json!({"seccompProfile": {"type": "Unconfined"}}), ProfileType::Unconfined, "");
         check(default, json!({"privileged": true}), ProfileType::Unconfined, "");
+    }
+
+    #[test]
+    fn a_containers_selinux_label_goes_before_its_pods_as_a_whole() {
+        let check = |pod: Value, own: Value, expected: Option<(&str, &str)>| {
+            let made = context(pod.clone(), own.clone(), root()).unwrap().selinux_options;
+            let shown = made.as_ref().map(|label| (label.r#type.as_str(), label.level.as_str()));
+            assert_eq!(shown, expected, "{pod} {own}");
+        };
+        let label = |parts: Value| json!({"seLinuxOptions": parts});
+        check(json!({}), json!({}), None);
+        check(label(json!({"type": "t", "level": "s0"})), json!({}), Some(("t", "s0")));
+        check(label(json!({"type": "t"})), label(json!({"level": "s0:c1"})), Some(("", "s0:c1")));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use k8s_openapi::api::core::v1::PodSpec;
 
-pub(crate) use beelet_spec::cri_config::with_dots;
+use crate::cri_config::with_dots;
 
 /// Settings that are kept apart by a namespace and can't be used to take from others.
 const SAFE: [&str; 12] = [
@@ -23,7 +23,8 @@ const SAFE: [&str; 12] = [
 ];
 
 /// Why a pod's settings can't be had, if they can't: a sentence that begins with the field.
-pub(super) fn refused(spec: &PodSpec, allowed: &[String]) -> Option<String> {
+#[must_use]
+pub fn refused(spec: &PodSpec, allowed: &[String]) -> Option<String> {
     let listed = spec.security_context.as_ref().and_then(|context| context.sysctls.as_ref());
     listed.into_iter().flatten().enumerate().find_map(|(index, sysctl)| {
         let name = with_dots(&sysctl.name);
