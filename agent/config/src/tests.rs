@@ -270,12 +270,12 @@ fn a_file_that_is_no_configuration_is_refused() {
 #[test]
 fn a_known_field_without_effect_is_a_warning_that_names_it() {
     let (config, warnings) =
-        load(&kubelet("enableSystemLogQuery: true\npodPidsLimit: 3\nhairpinMode: none")).unwrap();
+        load(&kubelet("enableProfilingHandler: true\npodPidsLimit: 3\nhairpinMode: none")).unwrap();
     assert_eq!(config.pod_pids_limit, 3);
     let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(warnings.len(), 2);
     assert!(
-        warnings[0].contains(":3:23: enableSystemLogQuery: has no effect: there are no profiles"),
+        warnings[0].contains(":3:25: enableProfilingHandler: has no effect: there are no profiles"),
         "{}",
         warnings[0]
     );

@@ -177,9 +177,9 @@ mod tests {
         check("query=kubelet&query=sshd@1", &["kubelet", "sshd@1"], "--output=short-precise");
         check("unit=kubelet&output=cat&tail=5", &["kubelet"], "--lines=5 --output=cat");
         check(
-            "query=a&sinceTime=2026-01-01T00:00:00Z&untilTime=2026-01-01T01:00:00%2B".trim_end_matches("%2B"),
+            "query=a&sinceTime=2026-01-01T00:00:00Z&untilTime=2026-01-01T01:00:00Z",
             &["a"],
-            "--since=@1767225600 --output=short-precise",
+            "--since=@1767225600 --until=@1767229200 --output=short-precise",
         );
         check("query=a&since=-5m&boot=-1", &["a"], "--since=-5m --boot=-1 --output=short-precise");
         check(

@@ -736,8 +736,7 @@ async fn a_client_that_never_ends_its_head_is_cut_off() {
 async fn logs_of_services_are_asked_for_by_harmless_names_alone() {
     let scene = Scene::with(&[], |server| server.log_query = true).await;
     let admin = scene.admin();
-    for hostile in ["--file=/etc/shadow", "a%20b", "a%3Breboot", "$(reboot)", "a%0Ab", "%20", "a&query=%2Fb"]
-    {
+    for hostile in ["--file", "a%20b", "a%3Breboot", "$(reboot)", "a%0Ab", "%20", "a&query=%2Fb"] {
         let answer = admin.get(&format!("/logs/?query={hostile}")).await;
         assert_eq!(answer.status, 400, "{hostile}: {answer:?}");
     }
