@@ -2,8 +2,8 @@
 //!
 //! The suites are built from Kubernetes' sources; nothing of them is in this repository. `E2E_TEST` names the
 //! cluster suite (`e2e.test`), which asks a cluster whose node runs beelet; `E2E_NODE_TEST` the node's
-//! (`e2e_node.test`), which starts the agent itself. What a run says goes into the ledger, and from there into
-//! the page: neither is written by hand.
+//! (`e2e_node.test`), which starts the agent itself. What a run says goes into the ledger, and from there
+//! into the page: neither is written by hand.
 
 mod junit;
 mod ledger;
