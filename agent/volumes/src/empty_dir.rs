@@ -19,7 +19,8 @@ pub(super) fn set_up(
         "" => {}
         "Memory" => {
             let size = size(sources.pod, source, sources.node.allocatable(MEMORY))?;
-            mounts::mount_tmpfs(path, Some(size.value()), 0o777)?;
+            // A tmpfs's own mode, which the kubelet leaves as it is: nobody removes what is another's.
+            mounts::mount_tmpfs(path, Some(size.value()), 0o1777)?;
         }
         medium => return Err(Error::unmet(format!("emptyDir: the medium {medium:?} is not supported"))),
     }

@@ -142,3 +142,26 @@ fn what_cannot_be_mounted_as_asked_is_refused() {
         );
     }
 }
+
+#[test]
+fn anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothers() {
+    use std::os::unix::fs::PermissionsExt;
+    let own_mounts = ["unshare", "--mount", "--propagation", "private"];
+    let name = "anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothers";
+    if !rustix::process::geteuid().is_root()
+        || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
+    {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let pod = pod(json!({"containers": [], "securityContext": {"fsGroup": 123}, "volumes": [
+        {"name": "disk", "emptyDir": {}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+    ]}));
+    let (volumes, done) = set_up(&pod, dir.path());
+    done.unwrap();
+    let mode = |volume: &str| volumes.path(volume).metadata().unwrap().permissions().mode() & 0o7777;
+    // As the kubelet's: a group's folder passes the group on, and memory has a tmpfs's own mode.
+    assert_eq!((mode("disk"), mode("memory")), (0o2777, 0o3777));
+    volumes.tear_down().unwrap();
+}
