@@ -175,7 +175,13 @@ impl Cluster {
             ("audit-policy-file", file("audit.yaml")),
             ("audit-log-path", file("audit.json")),
         ];
-        Ok(flags.into_iter().map(|(name, value)| format!("--{name}={value}")).collect())
+        let mut flags: Vec<String> =
+            flags.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
+        // Until 1.23 they must be asked for; since 1.27 no server knows the word.
+        if minor_version()? < 23 {
+            flags.push("--feature-gates=EphemeralContainers=true".to_owned());
+        }
+        Ok(flags)
     }
 
     /// Starts the API server, where it was stopped, and waits until it is ready.
@@ -472,6 +478,19 @@ impl Watcher {
             }
         }
     }
+}
+
+/// The API server's version: the 20 of 1.20.2.
+fn minor_version() -> Result<u32> {
+    let output = Command::new(given().map_err(|missing| anyhow::anyhow!("{missing}"))?)
+        .arg("--version")
+        .output()
+        .context("could not ask the API server for its version")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let minor = text.trim().strip_prefix("Kubernetes v1.").and_then(|rest| rest.split('.').next());
+    minor
+        .and_then(|minor| minor.parse().ok())
+        .with_context(|| format!("{text:?} is no version of an API server"))
 }
 
 /// One request; its answer, which is null where it is no JSON.

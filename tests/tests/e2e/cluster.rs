@@ -188,7 +188,12 @@ fn a_debugger_joins_a_running_pod_beside_its_target() {
         "name": "debug", "image": beelet_tests::images::APP, "command": ["/bin/testapp", "pause"], "targetContainerName": "main",
     });
     let path = format!("{}/ephemeralcontainers", Cluster::pod("web"));
-    scene.cluster.patch(&path, &json!({ "spec": { "ephemeralContainers": [debugger] } })).unwrap();
+    // Servers before 1.22 take the list alone; the others take the pod. Each passes over what is the other's.
+    let added = json!([debugger]);
+    scene
+        .cluster
+        .patch(&path, &json!({ "ephemeralContainers": added, "spec": { "ephemeralContainers": added } }))
+        .unwrap();
     let runs = |pod: &Value| pod["status"]["ephemeralContainerStatuses"][0]["state"]["running"].is_object();
     let pod = scene.until("web: its debugger", &Cluster::pod("web"), runs);
     let namespace = |status: &Value| {
