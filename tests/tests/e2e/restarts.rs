@@ -9,6 +9,7 @@ use beelet_tests::agent::{Agent, Control, Options};
 use beelet_tests::cgroup_values::pod_path;
 use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::manifests::{self, CONTROL, PORT};
+use beelet_tests::pages::Format;
 use beelet_tests::pods::PodView;
 use beelet_tests::{require, workdir};
 use rustix::process::{Pid, Signal, kill_process};
@@ -270,7 +271,7 @@ fn health_metrics_and_pods_are_served_over_http() {
     let list: serde_json::Value = serde_json::from_str(&body).unwrap();
     assert_eq!((status, &list["kind"]), (200, &serde_json::json!("PodList")));
     assert_eq!(list["items"][0]["status"]["phase"], "Running");
-    let (status, body) = agent.get("/metrics").unwrap();
+    let (status, body) = agent.get_as("/metrics", Format::OpenMetrics.accept()).unwrap();
     assert_eq!(status, 200);
     assert!(
         body.contains("kubelet_runtime_operations_total") && body.trim_end().ends_with("# EOF"),

@@ -1,6 +1,7 @@
 //! Names: of files, of what is mounted, of processes, of cgroups. The kernel takes all bytes but two.
 
 use beelet_tests::manifests;
+use beelet_tests::pages::Format;
 use beelet_tests::require;
 use serde_json::json;
 
@@ -51,7 +52,7 @@ fn processes_whose_names_are_no_text_are_shown_probed_and_ended_like_others() {
         assert!(code == Some(0) && out.contains("processes"), "{command:?}: {out}{error}");
         assert!(!out.contains('\x1b'), "{command:?} hands on escape sequences: {out:?}");
     }
-    let (status, body) = scene.node.agent.get("/metrics").unwrap();
+    let (status, body) = scene.node.agent.get_as("/metrics", Format::OpenMetrics.accept()).unwrap();
     assert!(status == 200 && body.trim_end().ends_with("# EOF"), "{body}");
     scene.end(&["processes"], Allowance::default());
 }
