@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use beelet_model::desired::Desired;
+use beelet_model::objects::{Objects, Services};
 use beelet_model::table::{PodName, PodTable};
 use beelet_tests::cri::{Asked, Op};
 use k8s_openapi::api::core::v1::Pod;
@@ -31,7 +32,11 @@ pub(super) fn desired(pods: &[Value]) -> Arc<Desired> {
         let pod: Pod = serde_json::from_value(pod.clone()).unwrap();
         (PodName::of(&pod), Arc::new(pod))
     };
-    Arc::new(Desired { pods: pods.iter().map(read).collect(), ..Desired::default() })
+    let mut objects = Objects::default();
+    // The API server has told that there are none; until then its pods wait.
+    objects.set_services(Services::new(Vec::new()));
+    let (pods, objects) = (pods.iter().map(read).collect(), Arc::new(objects));
+    Arc::new(Desired { pods, objects, ..Desired::default() })
 }
 
 fn unread() -> Arc<Desired> {
