@@ -291,6 +291,8 @@ fn an_observer_and_an_agent_share_a_node_but_no_socket() {
 fn every_page_of_metrics_is_taken_by_prometheus_own_parser() {
     require!(root, python_prometheus);
     let daemon = Daemon::with_a_pod(|_, options| options);
+    // How checks went is known once somebody has asked for one.
+    assert_eq!(daemon.agent.get("/healthz").unwrap().0, 200);
     for (page, format) in PAGES.iter().flat_map(|(page, formats)| formats.iter().map(move |f| (*page, *f))) {
         let (status, body) = daemon.agent.get_as(page, format.accept()).unwrap();
         let families =
