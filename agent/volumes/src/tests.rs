@@ -121,8 +121,22 @@ fn volumes_are_mounted_from_where_they_are() {
 }
 
 #[test]
+fn the_runtime_is_told_which_part_of_an_image_to_mount() {
+    let pod = pod(json!({
+        "containers": [{"name": "c", "volumeMounts": [{"name": "image", "mountPath": "/a", "subPath": "x/y"}]}],
+        "volumes": [{"name": "image", "image": {"reference": "x"}}],
+    }));
+    let mounts =
+        Volumes::of(&pod, Path::new("/pods")).mounts(&pod.spec.as_ref().unwrap().containers[0], &facts());
+    assert_eq!(mounts.unwrap()[0].image_sub_path, "x/y");
+}
+
+#[test]
 fn what_cannot_be_mounted_as_asked_is_refused() {
-    check_mount(json!({"name": "image", "mountPath": "/a", "subPath": "x"}), Err("image volume"));
+    check_mount(
+        json!({"name": "image", "mountPath": "/a", "subPath": "../x"}),
+        Err("must be relative and without '..'"),
+    );
     check_mount(
         json!({"name": "host", "mountPath": "/a", "readOnly": true, "recursiveReadOnly": "Enabled"}),
         Err("recursiveReadOnly: Enabled needs"),
