@@ -35,7 +35,8 @@ pub(crate) struct ObserveArgs {
     /// The socket for `beelet top`, `beelet get` and other programs.
     #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
     socket: PathBuf,
-    /// Where /metrics and its like are served; `off`: nowhere. Elsewhere than on a loopback address only numbers are.
+    /// Where /metrics and its like are served; `off`: nowhere. Elsewhere than on a loopback address only
+    /// numbers are.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:10270", value_parser = listen)]
     listen: Listen,
     /// Whether kernel programs measure.
@@ -65,8 +66,8 @@ pub(crate) struct ObserveArgs {
     /// With --allow tune: how far the tuner goes.
     #[arg(long, value_name = "MODE", value_enum, default_value_t = Tune::Enforce)]
     tuner: Tune,
-    /// What --allow must remember (since when images are unused, how to undo what was tuned) is kept here; nothing is
-    /// written otherwise.
+    /// What --allow must remember (since when images are unused, how to undo what was tuned) is kept here;
+    /// nothing is written otherwise.
     #[arg(long, value_name = "PATH", default_value = "/var/lib/beelet-observe")]
     state_dir: PathBuf,
     /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
@@ -88,8 +89,8 @@ enum Bpf {
 /// Something that acts on the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Allow {
-    /// Tuning of pods' cgroups: CPU caps and memory.high of BestEffort pods, then of Burstable ones above their request. What
-    /// somebody else overwrites is left to them, and all is given back at the end.
+    /// Tuning of pods' cgroups: CPU caps and memory.high of BestEffort pods, then of Burstable ones above
+    /// their request. What somebody else overwrites is left to them, and all is given back at the end.
     Tune,
     /// Removal of images that no container uses, with the kubelet's thresholds and ages.
     ImageGc,

@@ -19,8 +19,8 @@ use beelet_kubelet_api::Verbosity;
 /// Arguments of `beelet run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own. `beelet config init`
-    /// writes one.
+    /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own. `beelet
+    /// config init` writes one.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG", default_value = beelet_config::DEFAULT_PATH)]
     config: PathBuf,
     #[command(flatten)]
@@ -47,7 +47,7 @@ pub(crate) struct RunArgs {
 pub(crate) enum LogFormat {
     /// For people.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
@@ -131,8 +131,8 @@ fn directives(verbose: u8) -> &'static str {
     }
 }
 
-/// Log lines go to standard error: standard output belongs to what a command prints. What is returned changes how much
-/// is said.
+/// Log lines go to standard error: standard output belongs to what a command prints. What is returned changes
+/// how much is said.
 pub(crate) fn start_logging(format: LogFormat, verbose: u8) -> Verbosity {
     let filter = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {

@@ -4,8 +4,8 @@ use std::{io, time::Duration};
 
 use tokio::runtime::{Builder, Runtime};
 
-/// A runtime of so many threads for all that waits. Those that may block (files, statistics) come and go: on a node that
-/// rests there are few, however many a hundred pods needed when they started at once.
+/// A runtime of so many threads for all that waits. Those that may block (files, statistics) come and go: on
+/// a node that rests there are few, however many a hundred pods needed when they started at once.
 ///
 /// # Errors
 /// The system gives no threads.

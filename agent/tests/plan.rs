@@ -167,7 +167,8 @@ fn examples(text: &str) -> Vec<(String, String)> {
     examples
 }
 
-/// Pieces of answers that the page shows: whole answers, files of cgroups, and inline code that begins with a quotation mark.
+/// Pieces of answers that the page shows: whole answers, files of cgroups, and inline code that begins with a
+/// quotation mark.
 fn shown(text: &str) -> Vec<String> {
     let answers = text.lines().filter(|line| line.starts_with("{\"name\":") || line.starts_with("\"/"));
     let prose = text.split("```").step_by(2).flat_map(str::lines);

@@ -1,5 +1,5 @@
-//! The agent as a child process, on a private containerd: configured, started, killed, started again, and seen
-//! through its own API.
+//! The agent as a child process, on a private containerd: configured, started, killed, started again, and
+//! seen through its own API.
 
 use crate::confine::{Handover, Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
@@ -38,8 +38,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// The configuration for an agent on `containerd`: all that it writes is in the instance's folder and below the
-    /// instance's cgroup; no HTTP server; pods stop quickly.
+    /// The configuration for an agent on `containerd`: all that it writes is in the instance's folder and
+    /// below the instance's cgroup; no HTTP server; pods stop quickly.
     pub fn on(containerd: &Containerd) -> Options {
         Options::named(containerd, "agent")
     }
@@ -49,8 +49,8 @@ impl Options {
         Options::at(containerd.dir(), name, &containerd.endpoint(), containerd.cgroup())
     }
 
-    /// The configuration for an agent on any runtime: all that it writes is in the folder `name` of `instance`, and
-    /// below `cgroup`.
+    /// The configuration for an agent on any runtime: all that it writes is in the folder `name` of
+    /// `instance`, and below `cgroup`.
     pub fn at(instance: &Path, name: &str, endpoint: &str, cgroup: &CgroupRoot) -> Options {
         let instance = instance.to_path_buf();
         let dir = instance.join(name);
@@ -63,7 +63,8 @@ impl Options {
             "healthzPort": 0,
             "port": 0,
             "oomScoreAdj": 0,
-            // What the machine of a test has on its disk is no reason for anything; tests of pressure set their own.
+            // What the machine of a test has on its disk is no reason for anything; tests of pressure set
+            // their own.
             "evictionHard": { "memory.available": "16Mi" },
             "imageGCHighThresholdPercent": 100,
         });

@@ -1,8 +1,10 @@
-//! A control plane of a test's own: etcd and a real kube-apiserver on loopback, with TLS, the Node authorizer, RBAC,
-//! NodeRestriction and an audit log. No controllers, no scheduler: a test does what they would.
+//! A control plane of a test's own: etcd and a real kube-apiserver on loopback, with TLS, the Node
+//! authorizer, RBAC, NodeRestriction and an audit log. No controllers, no scheduler: a test does what they
+//! would.
 //!
-//! Which API server is said by `KUBE_APISERVER`, which etcd by `ETCD`, else it is the machine's. Everything that they write
-//! is in one folder. Dropped, both are killed; what a killed test leaves is swept up by the next one.
+//! Which API server is said by `KUBE_APISERVER`, which etcd by `ETCD`, else it is the machine's. Everything
+//! that they write is in one folder. Dropped, both are killed; what a killed test leaves is swept up by the
+//! next one.
 
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -373,7 +375,8 @@ impl Cluster {
         }
     }
 
-    /// Follows the object at `path` from now on, on a thread of its own, with the time of everything that is seen.
+    /// Follows the object at `path` from now on, on a thread of its own, with the time of everything that is
+    /// seen.
     ///
     /// # Errors
     /// The object can't be read now.
@@ -462,8 +465,8 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    /// Waits until the object is as wanted, and hands back when that was seen, in nanoseconds of CLOCK_MONOTONIC, and the
-    /// object; it is null while there is none.
+    /// Waits until the object is as wanted, and hands back when that was seen, in nanoseconds of
+    /// CLOCK_MONOTONIC, and the object; it is null while there is none.
     ///
     /// # Errors
     /// It isn't in time.
@@ -512,8 +515,8 @@ pub async fn ask(
     Ok(serde_json::from_str(&answer).unwrap_or(Value::Null))
 }
 
-/// Reads the object at `path`, and watches it from there, until `found` finds something. A server that goes away is asked
-/// again when it is back.
+/// Reads the object at `path`, and watches it from there, until `found` finds something. A server that goes
+/// away is asked again when it is back.
 async fn follow<T>(
     kubeconfig: &Path,
     path: &str,

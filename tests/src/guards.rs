@@ -67,8 +67,8 @@ pub fn hierarchies() -> Result<Vec<Hierarchy>> {
     Ok(found)
 }
 
-/// A cgroup of a test's own in every hierarchy, under which the agent and the runtime make theirs. Dropped, every
-/// process in it is killed and the whole tree removed.
+/// A cgroup of a test's own in every hierarchy, under which the agent and the runtime make theirs. Dropped,
+/// every process in it is killed and the whole tree removed.
 #[derive(Debug)]
 pub struct CgroupRoot {
     path: String,
@@ -77,8 +77,8 @@ pub struct CgroupRoot {
 }
 
 impl CgroupRoot {
-    /// Makes the cgroup `/<name>` in every hierarchy; `cpuset.cpus` and `cpuset.mems` get the parent's values where a
-    /// v1 cpuset would start without any.
+    /// Makes the cgroup `/<name>` in every hierarchy; `cpuset.cpus` and `cpuset.mems` get the parent's values
+    /// where a v1 cpuset would start without any.
     pub fn new(name: &str) -> Result<CgroupRoot> {
         let root = CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()?, keep: false };
         if root.hierarchies.is_empty() {
@@ -97,8 +97,8 @@ impl CgroupRoot {
         Ok(root)
     }
 
-    /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone. Dropped, it
-    /// stays.
+    /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone. Dropped,
+    /// it stays.
     pub fn existing(name: &str) -> Result<CgroupRoot> {
         Ok(CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()?, keep: true })
     }
@@ -295,7 +295,8 @@ impl Mount {
         Mount::in_file(path, file, bytes, &["mkfs.ext4", "-q", "-F", "-m", "0"], "loop")
     }
 
-    /// A file system in a file of so many bytes: what the program `make` makes of it, mounted with these options.
+    /// A file system in a file of so many bytes: what the program `make` makes of it, mounted with these
+    /// options.
     pub fn in_file(path: &Path, file: &Path, bytes: u64, make: &[&str], options: &str) -> Result<Mount> {
         std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
         let made = std::fs::File::create(file).and_then(|file| file.set_len(bytes));

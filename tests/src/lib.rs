@@ -1,9 +1,10 @@
-//! What the tests, the demo and the benches share: a private containerd, images made without a registry, the agent
-//! as a child process, and guards that take back what a test made on the machine.
+//! What the tests, the demo and the benches share: a private containerd, images made without a registry, the
+//! agent as a child process, and guards that take back what a test made on the machine.
 //!
-//! Everything made here is found again by its own name or path (never "all containers", "all cgroups"), so it works
-//! beside another containerd or a kubelet, and is taken back when the value that stands for it is dropped, after a
-//! failed assertion too. What a killed test left behind is swept up by the next one that starts.
+//! Everything made here is found again by its own name or path (never "all containers", "all cgroups"), so it
+//! works beside another containerd or a kubelet, and is taken back when the value that stands for it is
+//! dropped, after a failed assertion too. What a killed test left behind is swept up by the next one that
+//! starts.
 
 pub mod agent;
 pub mod apiserver;

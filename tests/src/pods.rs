@@ -147,7 +147,8 @@ impl Watch {
         }
     }
 
-    /// The pod whose manifest has this name: from a folder, where the agent adds the node's name to it, or from an API server.
+    /// The pod whose manifest has this name: from a folder, where the agent adds the node's name to it, or
+    /// from an API server.
     pub fn pod(&self, manifest: &str) -> Option<&PodView> {
         let prefix = format!("{manifest}-");
         let is_it = |name: &str| name == manifest || name.starts_with(&prefix);

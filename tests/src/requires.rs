@@ -1,7 +1,7 @@
 //! What a test needs from the machine, checked before it starts.
 //!
-//! A test that can't run here must not pass in silence: [`require!`](crate::require) prints why, and writes it down
-//! for `cargo xtask test` to show at the end.
+//! A test that can't run here must not pass in silence: [`require!`](crate::require) prints why, and writes
+//! it down for `cargo xtask test` to show at the end.
 
 use crate::containerd;
 use std::fmt;
@@ -174,7 +174,8 @@ pub fn python_prometheus() -> Result<(), Missing> {
     Err(missing("no Python has prometheus_client", "cargo xtask setup --for test"))
 }
 
-/// A Python that has grpcio: the one that `PYTHON_GRPC` names (of a virtual environment, say), or the machine's.
+/// A Python that has grpcio: the one that `PYTHON_GRPC` names (of a virtual environment, say), or the
+/// machine's.
 pub fn python_with_grpc() -> Option<PathBuf> {
     python_with("grpc", std::env::var_os("PYTHON_GRPC").map(PathBuf::from))
 }
@@ -257,7 +258,8 @@ pub fn skip(reason: &Missing) {
     }
 }
 
-/// The line of a test that is left out. A reason that quotes a program may have several lines; the file has one for each test.
+/// The line of a test that is left out. A reason that quotes a program may have several lines; the file has
+/// one for each test.
 fn skip_line(test: &str, reason: &str) -> String {
     let reason: Vec<&str> = reason.split_whitespace().collect();
     format!("SKIPPED {test}: {}\n", reason.join(" "))

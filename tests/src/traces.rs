@@ -1,4 +1,5 @@
-//! What pods can leave behind: on the machine, in the runtime's shims, and in the agent itself. Counted before and after.
+//! What pods can leave behind: on the machine, in the runtime's shims, and in the agent itself. Counted
+//! before and after.
 
 use crate::agent::Agent;
 use crate::containerd::Containerd;
@@ -137,8 +138,8 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 /// What the agent itself holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
-    /// How many descriptors it has of each open file, but those of cgroups that are there: what was measured once is kept
-    /// open for the next time. Sockets and pipes are counted by their kind.
+    /// How many descriptors it has of each open file, but those of cgroups that are there: what was measured
+    /// once is kept open for the next time. Sockets and pipes are counted by their kind.
     open: BTreeMap<String, usize>,
     /// Resident memory in KiB.
     pub resident: u64,

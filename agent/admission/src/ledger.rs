@@ -1,4 +1,5 @@
-//! Who has room, who waits for it, who is on the way out: the arithmetic of admission, with the time as an argument.
+//! Who has room, who waits for it, who is on the way out: the arithmetic of admission, with the time as an
+//! argument.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -195,7 +196,8 @@ impl Ledger {
         room
     }
 
-    /// What `policy` says of `pod` beside those that are counted, and those in the order in which it was asked.
+    /// What `policy` says of `pod` beside those that are counted, and those in the order in which it was
+    /// asked.
     fn ask(
         &self,
         pod: &Arc<core::Pod>,
@@ -213,8 +215,8 @@ impl Ledger {
         }
         asked.extend(self.before(pod).map(|claim| unmovable(&claim.pod)));
         let mut list = self.resources.list();
-        // Devices are given out one by one, by `devices/`, which knows what an ended init container has left and what
-        // a plugin has: as an amount there is always enough of them here.
+        // Devices are given out one by one, by `devices/`, which knows what an ended init container has left
+        // and what a plugin has: as an amount there is always enough of them here.
         for name in extended_resources(pod) {
             list.set(name, Quantity::from_units(i64::MAX / 1_000_000));
         }
@@ -226,7 +228,8 @@ impl Ledger {
         })
     }
 
-    /// The claims that go before the pod's: those that came earlier. A critical pod yields to critical ones only.
+    /// The claims that go before the pod's: those that came earlier. A critical pod yields to critical ones
+    /// only.
     fn before(&self, pod: &Arc<core::Pod>) -> impl Iterator<Item = &Claim> {
         let own = self.claims.get(&uid_of(pod)).map_or(u64::MAX, |claim| claim.number);
         let critical = is_critical(pod);

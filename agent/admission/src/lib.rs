@@ -1,13 +1,13 @@
-//! Who may run here: room for a pod's requests is found, made (a critical pod preempts) or refused, before anything of
-//! the pod is started.
+//! Who may run here: room for a pod's requests is found, made (a critical pod preempts) or refused, before
+//! anything of the pod is started.
 //!
-//! The decisions are `beelet_policy::admission` and `::preemption`, the same that `beelet plan` shows; here they meet the
-//! pods that really hold something. A pod's worker asks before it starts anything; the pods' manager says what leaves and
-//! what has left. Room is counted as taken until the pod that had it is really gone, so a new pod may have to wait for
-//! one on its way out, and is not refused for it.
+//! The decisions are `beelet_policy::admission` and `::preemption`, the same that `beelet plan` shows; here
+//! they meet the pods that really hold something. A pod's worker asks before it starts anything; the pods'
+//! manager says what leaves and what has left. Room is counted as taken until the pod that had it is really
+//! gone, so a new pod may have to wait for one on its way out, and is not refused for it.
 //!
-//! Must never kill anything by itself (it asks the pods' manager to), never look at what pods use, and never refuse a pod
-//! that runs already.
+//! Must never kill anything by itself (it asks the pods' manager to), never look at what pods use, and never
+//! refuse a pod that runs already.
 
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
 mod ledger;
@@ -136,8 +136,8 @@ impl Admission {
         self.ledger().adopt(pod);
     }
 
-    /// Whether a pod that runs may have other amounts of cpu and memory. If so it is counted with them from now on, and
-    /// those that wait for room look again.
+    /// Whether a pod that runs may have other amounts of cpu and memory. If so it is counted with them from
+    /// now on, and those that wait for room look again.
     ///
     /// # Errors
     /// There is no room for them now, or there never is on this node.
@@ -161,8 +161,8 @@ impl Admission {
         }
     }
 
-    /// Waits until `pod` may run: at once if there is room, later if there will be. Asked again for a pod that was let in
-    /// it says yes at once. Dropped, the pod's place in the queue is given up.
+    /// Waits until `pod` may run: at once if there is room, later if there will be. Asked again for a pod
+    /// that was let in it says yes at once. Dropped, the pod's place in the queue is given up.
     ///
     /// # Errors
     /// Why it may not run here at all.
@@ -202,7 +202,8 @@ impl Admission {
         }
     }
 
-    /// Whether `pod` belongs on `node`, by the node's name, labels and taints. One that was let in before does.
+    /// Whether `pod` belongs on `node`, by the node's name, labels and taints. One that was let in before
+    /// does.
     ///
     /// # Errors
     /// Why it does not.
@@ -223,7 +224,8 @@ impl Admission {
         let _ = self.parts.requests.send(request).await;
     }
 
-    /// Whether a pod that was ended would find room now, without anybody's going. If so the room is kept for it for a while.
+    /// Whether a pod that was ended would find room now, without anybody's going. If so the room is kept for
+    /// it for a while.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
         self.refused_by_conditions(pod).is_none() && self.ledger().reserve(pod, Instant::now())
     }
@@ -251,8 +253,8 @@ impl Admission {
         rejection
     }
 
-    /// The kubelet's rule (`pkg/kubelet/eviction`, `Admit`): under memory pressure no pod without requests, unless it
-    /// tolerates that; under any other pressure no pod at all. Critical pods come in always.
+    /// The kubelet's rule (`pkg/kubelet/eviction`, `Admit`): under memory pressure no pod without requests,
+    /// unless it tolerates that; under any other pressure no pod at all. Critical pods come in always.
     fn refused_by_conditions(&self, pod: &core::Pod) -> Option<Rejection> {
         let conditions = self.parts.conditions.borrow();
         if conditions.is_empty() || is_critical(pod) {
@@ -278,8 +280,8 @@ impl Admission {
     }
 }
 
-/// How long a pod that leaves gets before it counts as one that won't: the kubelet waits half as long again as the pod's
-/// own grace period, and at least 10 s (`pkg/kubelet/pod_workers.go`, `killPodNow`).
+/// How long a pod that leaves gets before it counts as one that won't: the kubelet waits half as long again
+/// as the pod's own grace period, and at least 10 s (`pkg/kubelet/pod_workers.go`, `killPodNow`).
 fn patience(grace: Duration) -> Duration {
     (grace + grace / 2).max(Duration::from_secs(10))
 }

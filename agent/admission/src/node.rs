@@ -1,7 +1,8 @@
 //! What the node has for pods.
 //!
-//! Allocatable is what the machine has, less what is reserved for the system and the node's own agents, less what must stay
-//! free for eviction not to begin (`pkg/kubelet/cm/node_container_manager_linux.go`, `GetNodeAllocatableReservation`).
+//! Allocatable is what the machine has, less what is reserved for the system and the node's own agents, less
+//! what must stay free for eviction not to begin (`pkg/kubelet/cm/node_container_manager_linux.go`,
+//! `GetNodeAllocatableReservation`).
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -24,8 +25,8 @@ pub struct NodeResources {
 }
 
 impl NodeResources {
-    /// What is left of `capacity` for pods. `reserved` has what is kept for the system and the agents together; of
-    /// `thresholds` the hard ones count.
+    /// What is left of `capacity` for pods. `reserved` has what is kept for the system and the agents
+    /// together; of `thresholds` the hard ones count.
     #[must_use]
     pub fn new(
         capacity: BTreeMap<String, Quantity>,

@@ -1,6 +1,6 @@
-//! Lets pods run again that the node ended: evicted ones once nothing has been short for the transition period, preempted
-//! ones once there has been room for so long. Under an API server somebody would make a new pod; a standalone node has
-//! only the manifest.
+//! Lets pods run again that the node ended: evicted ones once nothing has been short for the transition
+//! period, preempted ones once there has been room for so long. Under an API server somebody would make a new
+//! pod; a standalone node has only the manifest.
 //!
 //! Must never bring back a pod for which there is no room: it would be refused, and then it would stay so.
 
@@ -24,7 +24,8 @@ use beelet_model::{
     table::{PodName, PodTable},
 };
 
-/// How often it is looked again whether there is room for a pod that could come back. Room comes without a sign of its own.
+/// How often it is looked again whether there is room for a pod that could come back. Room comes without a
+/// sign of its own.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Asks for another try of pods that were evicted or preempted, once the node has room for them again.
@@ -45,8 +46,8 @@ pub struct RetryEvicted {
 impl RetryEvicted {
     /// Works until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        // What was short before the agent began isn't known: only from here on nothing has been. So it doesn't matter either
-        // when by the wall's clock, which may have been set, a pod was ended.
+        // What was short before the agent began isn't known: only from here on nothing has been. So it
+        // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
         let mut ended = HashMap::new();
         loop {
             let pods = self.candidates(&mut ended);
@@ -66,8 +67,9 @@ impl RetryEvicted {
         }
     }
 
-    /// The pods that the node ended, the most important first, with the time at which that was first seen. `ended` has that
-    /// time from one look to the next, by UID and by when the pod says that it was ended: it can be ended again.
+    /// The pods that the node ended, the most important first, with the time at which that was first seen.
+    /// `ended` has that time from one look to the next, by UID and by when the pod says that it was ended: it
+    /// can be ended again.
     fn candidates(
         &mut self,
         ended: &mut HashMap<(String, Timestamp), Instant>,

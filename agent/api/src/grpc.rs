@@ -1,5 +1,5 @@
-//! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600; besides, every request's peer
-//! must be root or the agent's own user.
+//! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600; besides, every
+//! request's peer must be root or the agent's own user.
 
 pub mod garbage;
 
@@ -30,7 +30,8 @@ pub mod tuner;
 const FIRST_LOOK: Duration = Duration::from_secs(5);
 /// How often it is looked whether a watcher must be told that what it sees may be old.
 const NOTICE_PERIOD: Duration = Duration::from_secs(2);
-/// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has caught up.
+/// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has
+/// caught up.
 const WATCH_QUEUE: usize = 16;
 
 /// How far the pods that are known can be trusted.
@@ -68,7 +69,8 @@ impl Outlook {
     }
 }
 
-/// The service of the pods: what every agent that runs pods offers. Other parts add theirs to what this returns.
+/// The service of the pods: what every agent that runs pods offers. Other parts add theirs to what this
+/// returns.
 #[must_use]
 pub fn node_service(
     pods: watch::Receiver<Arc<PodTable>>,
@@ -176,8 +178,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the difference between what the client knows and the table. Each pod's state is read when there is room for
-    /// its event, so that a slow client skips what is old by then.
+    /// Sends the difference between what the client knows and the table. Each pod's state is read when there
+    /// is room for its event, so that a slow client skips what is old by then.
     async fn catch_up(&mut self) -> Result<(), Over> {
         let table = Arc::clone(&self.pods.borrow_and_update());
         let same = |name: &PodName, entry: &Arc<PodEntry>| {

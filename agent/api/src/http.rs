@@ -3,8 +3,8 @@
 //! are made of (environment variables, arguments) is nobody's business who isn't root: `/pods` is served only
 //! where the configuration asks for it.
 //!
-//! Any local user can connect, so connections are short-lived and limited: a client that opens many, or sends nothing,
-//! delays only itself.
+//! Any local user can connect, so connections are short-lived and limited: a client that opens many, or sends
+//! nothing, delays only itself.
 
 mod exposition;
 pub mod numbers;

@@ -1,7 +1,8 @@
-//! The pod resources API v1 (KEP-606, KEP-2403, KEP-3695): which pod has which device, for monitors, on the kubelet's socket.
+//! The pod resources API v1 (KEP-606, KEP-2403, KEP-3695): which pod has which device, for monitors, on the
+//! kubelet's socket.
 //!
-//! Only what is handed out one by one is told: devices. No container has CPUs or memory of its own here, as with the kubelet's
-//! default policies.
+//! Only what is handed out one by one is told: devices. No container has CPUs or memory of its own here, as
+//! with the kubelet's default policies.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_serve::grpc;
 
-/// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said why.
+/// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said
+/// why.
 pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutdown: CancellationToken) {
     let socket = devices.settings().pod_resources_socket();
     let listener = match grpc::bind(&socket).await {

@@ -1,5 +1,6 @@
-//! Work that may block, off the async threads. No panic in it is lost: it goes on in the task that waits for the
-//! work, so that it ends what asked for it: a part, and with it the agent (`node/parts`), or one pod's worker.
+//! Work that may block, off the async threads. No panic in it is lost: it goes on in the task that waits for
+//! the work, so that it ends what asked for it: a part, and with it the agent (`node/parts`), or one pod's
+//! worker.
 
 use std::any::Any;
 use std::future::pending;
@@ -7,14 +8,14 @@ use std::panic::resume_unwind;
 
 use tokio::task::{JoinError, spawn_blocking};
 
-/// Runs `work` on a thread that may block, and waits for it. If `work` panics, so does the caller, with the name
-/// before what the panic said.
+/// Runs `work` on a thread that may block, and waits for it. If `work` panics, so does the caller, with the
+/// name before what the panic said.
 pub async fn blocking<T: Send + 'static>(name: &'static str, work: impl FnOnce() -> T + Send + 'static) -> T {
     joined(name, spawn_blocking(work).await).await
 }
 
-/// The result of work that was spawned elsewhere. If it panicked, so does the caller, as with [`blocking`]. Work
-/// that was aborted has no result: this never returns then, as the runtime is being shut down.
+/// The result of work that was spawned elsewhere. If it panicked, so does the caller, as with [`blocking`].
+/// Work that was aborted has no result: this never returns then, as the runtime is being shut down.
 pub async fn joined<T>(name: &'static str, ended: Result<T, JoinError>) -> T {
     match ended.map_err(JoinError::try_into_panic) {
         Ok(value) => value,

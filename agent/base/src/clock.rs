@@ -1,4 +1,5 @@
-//! Clocks that nobody sets: the one that both halves share, and the one that goes on while the machine sleeps.
+//! Clocks that nobody sets: the one that both halves share, and the one that goes on while the machine
+//! sleeps.
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ pub fn monotonic_ns() -> u64 {
     seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
-/// The least difference that says that the wall's clock was set. Less is how it is slewed, and how long looking takes.
+/// The least difference that says that the wall's clock was set. Less is how it is slewed, and how long
+/// looking takes.
 const SET: Duration = Duration::from_secs(1);
 
 /// Notices that the wall's clock was set: it goes another way than the time since boot.

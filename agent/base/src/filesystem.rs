@@ -1,5 +1,6 @@
-//! How full the images' file system is. The runtime names it, the kernel measures it: the runtime's own figure is up to 10 s
-//! old, and what a removal really freed can only be seen in the file system (layers are shared).
+//! How full the images' file system is. The runtime names it, the kernel measures it: the runtime's own
+//! figure is up to 10 s old, and what a removal really freed can only be seen in the file system (layers are
+//! shared).
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -9,7 +10,8 @@ use beelet_proto::cri;
 use crate::Error;
 use crate::blocking::blocking;
 
-/// How long a file system may take to tell its size. One that hangs (a dead network mount) must hold nothing up.
+/// How long a file system may take to tell its size. One that hangs (a dead network mount) must hold nothing
+/// up.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Measures a file system by the path of something in it.
@@ -87,8 +89,8 @@ pub fn image_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
     mountpoint(&info.image_filesystems)
 }
 
-/// The mount point of the file system of the containers' writable layers; the images' own where the runtime doesn't tell
-/// them apart.
+/// The mount point of the file system of the containers' writable layers; the images' own where the runtime
+/// doesn't tell them apart.
 pub fn container_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
     mountpoint(&info.container_filesystems).or_else(|| image_mountpoint(info))
 }

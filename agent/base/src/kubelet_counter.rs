@@ -1,5 +1,5 @@
-//! Counters that keep the kubelet's names. OpenMetrics puts `_total` behind the name of a counter, and the kubelet has some
-//! that lack it (`kubelet_evictions`, `kubelet_preemptions`): dashboards ask for those.
+//! Counters that keep the kubelet's names. OpenMetrics puts `_total` behind the name of a counter, and the
+//! kubelet has some that lack it (`kubelet_evictions`, `kubelet_preemptions`): dashboards ask for those.
 
 use std::sync::{
     Arc,

@@ -1,5 +1,5 @@
-//! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS, blocking work, walks
-//! by descriptor, the size of file systems, counters with the kubelet's names.
+//! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS,
+//! blocking work, walks by descriptor, the size of file systems, counters with the kubelet's names.
 pub mod blocking;
 pub mod clock;
 mod error;

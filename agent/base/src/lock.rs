@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// An exclusive lock on a file (flock), held until the value is dropped, which removes the file, or the process ends.
+/// An exclusive lock on a file (flock), held until the value is dropped, which removes the file, or the
+/// process ends.
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
@@ -51,7 +52,8 @@ fn holder(pid: &Option<u32>) -> String {
 }
 
 impl Lock {
-    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Does not wait for it.
+    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Does not
+    /// wait for it.
     ///
     /// # Errors
     /// Another process holds it, or the file cannot be opened.
@@ -67,7 +69,8 @@ impl Lock {
                 }
                 Err(error) => return Err(fail(error.into())),
             }
-            // A lock on a file that its former holder has removed keeps nobody out: the next one makes a new file.
+            // A lock on a file that its former holder has removed keeps nobody out: the next one makes a new
+            // file.
             if is_at(&file, path) {
                 // The process id only serves the message above: a full disk is no reason not to start.
                 let _ = write_pid(&mut file);
@@ -109,8 +112,8 @@ fn write_pid(file: &mut File) -> io::Result<()> {
     writeln!(file, "{}", std::process::id())
 }
 
-/// The process that has the lock: by the kernel's list, or, where that hides it (a process outside our PID namespace), by
-/// its own word in the file, which may be a dead one's until the holder has written.
+/// The process that has the lock: by the kernel's list, or, where that hides it (a process outside our PID
+/// namespace), by its own word in the file, which may be a dead one's until the holder has written.
 fn holder_of(file: &mut File) -> Option<u32> {
     let inode = file.metadata().ok()?.ino();
     let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
@@ -118,8 +121,8 @@ fn holder_of(file: &mut File) -> Option<u32> {
     locks.lines().find_map(|line| flock_on(line, inode)).or_else(|| read_pid(file)).filter(alive)
 }
 
-/// The holder, if a line of `/proc/locks` (proc_locks(5)) is of a flock on the file of this inode. The device is not
-/// compared: some file systems show another one there than in stat(2).
+/// The holder, if a line of `/proc/locks` (proc_locks(5)) is of a flock on the file of this inode. The device
+/// is not compared: some file systems show another one there than in stat(2).
 ///
 /// `1: FLOCK  ADVISORY  WRITE 4711 fe:01:262146 0 EOF`, and `1: -> FLOCK …` of one that waits.
 fn flock_on(line: &str, inode: u64) -> Option<u32> {

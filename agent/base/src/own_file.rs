@@ -1,5 +1,5 @@
-//! Plain files in folders that containers may have reached too, by a hostPath: what they put in a file's place is never
-//! followed, waited for, or written through. Blocking.
+//! Plain files in folders that containers may have reached too, by a hostPath: what they put in a file's
+//! place is never followed, waited for, or written through. Blocking.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -10,16 +10,18 @@ use rustix::fs::OFlags;
 
 use crate::walk::remove_folder;
 
-/// How often something else is cleared away before the agent gives up: somebody puts it there again and again.
+/// How often something else is cleared away before the agent gives up: somebody puts it there again and
+/// again.
 const TRIES: usize = 3;
 
-/// Opens a file for reading if it is a plain one. A link is refused by the kernel, and a FIFO isn't waited for.
+/// Opens a file for reading if it is a plain one. A link is refused by the kernel, and a FIFO isn't waited
+/// for.
 pub fn read(path: &Path) -> io::Result<File> {
     plain(OpenOptions::new().read(true), path)
 }
 
-/// Opens a file of the agent's own for writing, and makes it where there is none; as it is, not emptied. What else is in
-/// its place is removed.
+/// Opens a file of the agent's own for writing, and makes it where there is none; as it is, not emptied. What
+/// else is in its place is removed.
 pub fn own(path: &Path) -> io::Result<File> {
     let mut tries = 0;
     loop {

@@ -1,6 +1,6 @@
-//! HTTPS as Kubernetes speaks it to applications, in probes and in hooks: encrypted, and nobody's identity checked. An
-//! application is asked whether it answers; its certificate is for its clients to judge (and names neither the pod nor its
-//! address). Never for anybody else than a pod's own application.
+//! HTTPS as Kubernetes speaks it to applications, in probes and in hooks: encrypted, and nobody's identity
+//! checked. An application is asked whether it answers; its certificate is for its clients to judge (and
+//! names neither the pod nor its address). Never for anybody else than a pod's own application.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! Settings that the tuner holds for a while, and what their owner would have there meanwhile.
 //!
-//! What is held is not written by [`Cgroups::ensure_all`] and [`Cgroups::adjust`], nor is it drift: they only note the value
-//! that they would have written, which is the one that comes back on release.
+//! What is held is not written by [`Cgroups::ensure_all`] and [`Cgroups::adjust`], nor is it drift: they only
+//! note the value that they would have written, which is the one that comes back on release.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -42,9 +42,9 @@ impl Cgroups {
         self.held.owners(cgroup, file).or_else(|| self.read(cgroup, file))
     }
 
-    /// Takes a file from its owner, whose value is `owners` ([`Cgroups::owners_value`]), and sets it to `value`; without one
-    /// it is only not touched by anybody. Nothing but the process's memory knows of it: whoever holds a file keeps a record
-    /// to undo it by.
+    /// Takes a file from its owner, whose value is `owners` ([`Cgroups::owners_value`]), and sets it to
+    /// `value`; without one it is only not touched by anybody. Nothing but the process's memory knows of it:
+    /// whoever holds a file keeps a record to undo it by.
     ///
     /// # Errors
     /// The kernel refuses the value, or keeps another one. The file is held all the same.
@@ -62,8 +62,8 @@ impl Cgroups {
         }
     }
 
-    /// Gives a held file back to its owner, with its value; `otherwise` is that where this process doesn't hold it. A
-    /// cgroup that is gone needs nothing.
+    /// Gives a held file back to its owner, with its value; `otherwise` is that where this process doesn't
+    /// hold it. A cgroup that is gone needs nothing.
     ///
     /// # Errors
     /// The kernel refuses the value, or keeps another one. The file is not held any more all the same.

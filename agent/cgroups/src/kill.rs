@@ -11,12 +11,13 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{CgroupError, Cgroups, tree};
 
-/// How long killed processes may take to be gone. A process that sits in the kernel (a dead disk) may take longer: its
-/// cgroup is tried again later.
+/// How long killed processes may take to be gone. A process that sits in the kernel (a dead disk) may take
+/// longer: its cgroup is tried again later.
 const GRACE: Duration = Duration::from_secs(2);
 /// How often the processes are listed and killed, where the kernel can't kill a cgroup as a whole.
 const ROUNDS: usize = 10;
-/// The pause before a removal that the kernel refused is tried again: the last process is gone, but not yet its task.
+/// The pause before a removal that the kernel refused is tried again: the last process is gone, but not yet
+/// its task.
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// Kills what is in `path`; the ids of those that were there.
@@ -128,7 +129,8 @@ fn is_pod(path: &str) -> bool {
     }
 }
 
-/// A handle of the process `pid`, if it is still in the cgroup once it cannot be mistaken for another any more.
+/// A handle of the process `pid`, if it is still in the cgroup once it cannot be mistaken for another any
+/// more.
 fn in_cgroup(cgroups: &Cgroups, relative: &Path, pid: u32) -> Option<OwnedFd> {
     let raw = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
     let process = pidfd_open(raw, PidfdFlags::empty()).ok()?;

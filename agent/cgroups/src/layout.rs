@@ -23,8 +23,8 @@ const V1_CONTROLLERS: [&str; 15] = [
     "pids",
     "rdma",
 ];
-/// A machine is one of version 1 if any of these is there in version 1. Others are sometimes mounted beside an
-/// otherwise unified hierarchy (VPN clients do it with net_cls).
+/// A machine is one of version 1 if any of these is there in version 1. Others are sometimes mounted beside
+/// an otherwise unified hierarchy (VPN clients do it with net_cls).
 const DECISIVE: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
 
 /// How cgroups are mounted.
@@ -75,8 +75,8 @@ pub fn parse(mountinfo: &[u8]) -> Option<Layout> {
     parse_where(mountinfo, |root| root == b"/")
 }
 
-/// The same, for reading alone: a mount of the hierarchy's root counts also where it is seen from inside a cgroup
-/// namespace (`/../..`), as a container that has the machine's `/sys/fs/cgroup` mounted sees it.
+/// The same, for reading alone: a mount of the hierarchy's root counts also where it is seen from inside a
+/// cgroup namespace (`/../..`), as a container that has the machine's `/sys/fs/cgroup` mounted sees it.
 #[must_use]
 pub fn parse_for_reading(mountinfo: &[u8]) -> Option<Layout> {
     let from_inside =
@@ -91,8 +91,9 @@ fn parse_where(mountinfo: &[u8], whole: impl Fn(&[u8]) -> bool) -> Option<Layout
     let mut v1: Vec<(String, Hierarchy)> = Vec::new();
     let mut v2: Option<Hierarchy> = None;
     for mount in mountinfo::mounts(mountinfo) {
-        // A mount whose root is not the hierarchy's own shows a part of it (a container's view, a bind mount): the paths
-        // we give the runtime would mean something else there. `/..` is a root outside our cgroup namespace.
+        // A mount whose root is not the hierarchy's own shows a part of it (a container's view, a bind
+        // mount): the paths we give the runtime would mean something else there. `/..` is a root outside our
+        // cgroup namespace.
         if !whole(mount.root) {
             continue;
         }

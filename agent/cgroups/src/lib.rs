@@ -1,15 +1,17 @@
-//! The only writer of cgroup files: version 1, hybrid and version 2, cgroupfs and systemd behind one set of paths.
+//! The only writer of cgroup files: version 1, hybrid and version 2, cgroupfs and systemd behind one set of
+//! paths.
 //!
-//! A path here is written from the configured cgroup root, e.g. `/kubepods/burstable/pod<uid>`, and names the same cgroup
-//! in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because the runtime joins them
-//! all. It is the same with both drivers: only here it is known that systemd's cgroups are slices (`names`), made by
-//! systemd and not by us (`systemd`). Which values belong into which files is not decided here (`beelet_policy::cgroups` does), nor is anything
-//! outside the cgroup root written, with one exception: on version 2 a controller must be passed down by every ancestor,
-//! so it is enabled (never disabled) in their `cgroup.subtree_control` too.
+//! A path here is written from the configured cgroup root, e.g. `/kubepods/burstable/pod<uid>`, and names the
+//! same cgroup in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because
+//! the runtime joins them all. It is the same with both drivers: only here it is known that systemd's cgroups
+//! are slices (`names`), made by systemd and not by us (`systemd`). Which values belong into which files is
+//! not decided here (`beelet_policy::cgroups` does), nor is anything outside the cgroup root written, with
+//! one exception: on version 2 a controller must be passed down by every ancestor, so it is enabled (never
+//! disabled) in their `cgroup.subtree_control` too.
 //!
-//! All calls are short and block. None retries: what cannot be done now is an error that says why, and the caller's next sync
-//! tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that it killed, and with the systemd
-//! driver all that write wait for systemd's answer, 20 seconds at most.
+//! All calls are short and block. None retries: what cannot be done now is an error that says why, and the
+//! caller's next sync tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that
+//! it killed, and with the systemd driver all that write wait for systemd's answer, 20 seconds at most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -97,8 +99,8 @@ impl Cgroups {
     /// Finds the machine's hierarchies. `cgroup_root` is `/` or a path.
     ///
     /// # Errors
-    /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or systemd can't be the driver
-    /// here: it isn't process 1, or the controllers are version 1's.
+    /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or systemd can't
+    /// be the driver here: it isn't process 1, or the controllers are version 1's.
     pub fn discover(cgroup_root: &str, driver: CgroupDriver) -> Result<Self, CgroupError> {
         Self::with_layout(layout::parse(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)?
             .with_driver(driver)
@@ -123,8 +125,8 @@ impl Cgroups {
         Ok(Self { names, store, ..self })
     }
 
-    /// Finds the hierarchies for reading alone. Unlike [`Cgroups::discover`] it takes any driver's tree as it is, and the
-    /// machine's hierarchies from inside a container that has them mounted.
+    /// Finds the hierarchies for reading alone. Unlike [`Cgroups::discover`] it takes any driver's tree as it
+    /// is, and the machine's hierarchies from inside a container that has them mounted.
     ///
     /// # Errors
     /// As for [`Cgroups::discover`].
@@ -152,8 +154,8 @@ impl Cgroups {
         Ok(cgroups)
     }
 
-    /// The same over plain folders, for tests of what runs above this module on machines that lend them no cgroupfs: a
-    /// new cgroup gets copies of its parent's files, and they go with it.
+    /// The same over plain folders, for tests of what runs above this module on machines that lend them no
+    /// cgroupfs: a new cgroup gets copies of its parent's files, and they go with it.
     ///
     /// # Errors
     /// As for [`Cgroups::with_layout`].
@@ -183,8 +185,8 @@ impl Cgroups {
         self.names.driver()
     }
 
-    /// Changes whenever somebody else may have written all values anew: systemd, once it has read its units again. None
-    /// with the cgroupfs driver.
+    /// Changes whenever somebody else may have written all values anew: systemd, once it has read its units
+    /// again. None with the cgroupfs driver.
     #[must_use]
     pub fn rewrites(&self) -> Option<watch::Receiver<u64>> {
         match &self.store {
@@ -225,13 +227,13 @@ impl Cgroups {
         self.ensure_all(&[(path.to_owned(), values.clone())].into())
     }
 
-    /// Makes all these cgroups (by path) in every hierarchy and their files hold the given values, in an order that never
-    /// holds any of them tighter than both the old and the new values do. A file that holds its value already is not
-    /// written; what is written is read back.
+    /// Makes all these cgroups (by path) in every hierarchy and their files hold the given values, in an
+    /// order that never holds any of them tighter than both the old and the new values do. A file that holds
+    /// its value already is not written; what is written is read back.
     ///
     /// # Errors
-    /// A directory or file cannot be written, the kernel keeps another value, a memory limit would kill at once, or a
-    /// value other than "no limit" is for a controller this machine doesn't have.
+    /// A directory or file cannot be written, the kernel keeps another value, a memory limit would kill at
+    /// once, or a value other than "no limit" is for a controller this machine doesn't have.
     pub fn ensure_all(&self, cgroups: &BTreeMap<String, Files>) -> Result<(), CgroupError> {
         self.metrics.time("update", || {
             // Parents come before their children in the order of paths.
@@ -241,7 +243,8 @@ impl Cgroups {
                     if let Store::Systemd(slices) = &self.store {
                         slices.start(&hierarchy.mount, &self.root_path(), &relative, files)?;
                     }
-                    // With slices: what is left to do is to pass controllers down that systemd knows nothing of.
+                    // With slices: what is left to do is to pass controllers down that systemd knows nothing
+                    // of.
                     tree::make(hierarchy, &relative, &self.store)?;
                 }
             }
@@ -250,14 +253,15 @@ impl Cgroups {
         })
     }
 
-    /// Makes the files of those of these cgroups that exist hold the given values, in the same order. One that can't be
-    /// written doesn't keep the others.
+    /// Makes the files of those of these cgroups that exist hold the given values, in the same order. One
+    /// that can't be written doesn't keep the others.
     #[must_use]
     pub fn adjust(&self, cgroups: &BTreeMap<String, Files>, how: Adjust) -> Report {
         self.metrics.time("adjust", || write::all(self, cgroups, how))
     }
 
-    /// What of one cgroup's files differs from `values`, and what can't be compared. Of a cgroup that is gone nothing.
+    /// What of one cgroup's files differs from `values`, and what can't be compared. Of a cgroup that is gone
+    /// nothing.
     #[must_use]
     pub fn differences(&self, path: &str, values: &Files) -> (Vec<Change>, Vec<CgroupError>) {
         write::changed(self, path, values)
@@ -278,8 +282,8 @@ impl Cgroups {
     /// Removes the cgroup `path` and what is below it from every hierarchy. It is no error if there is none.
     ///
     /// # Errors
-    /// Processes are in it (nothing is removed then; the error names them), or the kernel still counts some that just
-    /// ended.
+    /// Processes are in it (nothing is removed then; the error names them), or the kernel still counts some
+    /// that just ended.
     pub fn remove(&self, path: &str) -> Result<(), CgroupError> {
         self.metrics.time("destroy", || {
             let relative = self.relative(path)?;
@@ -313,8 +317,8 @@ impl Cgroups {
         Ok(pids.into_iter().collect())
     }
 
-    /// Sends SIGKILL to every process that is left in a pod's cgroup `path`, and gives their ids. They may take a moment to
-    /// be gone. For the end of a pod, when the runtime has nothing more to stop.
+    /// Sends SIGKILL to every process that is left in a pod's cgroup `path`, and gives their ids. They may
+    /// take a moment to be gone. For the end of a pod, when the runtime has nothing more to stop.
     ///
     /// # Errors
     /// The path is not a pod's, or a list of processes cannot be read.
@@ -322,8 +326,8 @@ impl Cgroups {
         kill::pod(self, path)
     }
 
-    /// Ends a pod's cgroup `path`: sends SIGKILL to every process that is left in it, waits (two seconds at most) until they
-    /// are gone, and removes it. Gives their ids.
+    /// Ends a pod's cgroup `path`: sends SIGKILL to every process that is left in it, waits (two seconds at
+    /// most) until they are gone, and removes it. Gives their ids.
     ///
     /// # Errors
     /// The path is not a pod's, or the processes don't end: they sit in the kernel.
@@ -331,8 +335,9 @@ impl Cgroups {
         kill::destroy(self, path)
     }
 
-    /// The cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`: containerd names it by the
-    /// id alone, CRI-O `crio-<id>`, and with systemd it is a scope. None if there is none (yet).
+    /// The cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`: containerd
+    /// names it by the id alone, CRI-O `crio-<id>`, and with systemd it is a scope. None if there is none
+    /// (yet).
     #[must_use]
     pub fn container_path(&self, pod: &str, id: &str) -> Option<String> {
         let dir = self.hierarchy_of("cpu")?.mount.join(self.relative(pod).ok()?);
@@ -367,8 +372,8 @@ impl Cgroups {
         Some(hierarchy.mount.join(self.relative(path).ok()?))
     }
 
-    /// The name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root, with systemd too (`ToSystemd` of
-    /// the kubelet). Runtimes take the last part of a slice's.
+    /// The name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root, with systemd too
+    /// (`ToSystemd` of the kubelet). Runtimes take the last part of a slice's.
     #[must_use]
     pub fn cri_parent(&self, path: &str) -> String {
         self.names.path(path)

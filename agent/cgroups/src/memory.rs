@@ -1,7 +1,8 @@
-//! A cgroup's memory: how much of it is really needed, and descriptors on which the kernel says that it gets tight.
+//! A cgroup's memory: how much of it is really needed, and descriptors on which the kernel says that it gets
+//! tight.
 //!
-//! A descriptor is only a reason to look: none of them says that anything is short. They end with the cgroup, or when they
-//! are dropped.
+//! A descriptor is only a reason to look: none of them says that anything is short. They end with the cgroup,
+//! or when they are dropped.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -14,8 +15,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{CgroupError, Cgroups, Hierarchy};
 
-/// Windows of a PSI trigger that are tried: any length for the privileged, multiples of 2 s for others (kernel:
-/// Documentation/accounting/psi.rst, `WINDOW_MIN_US` and the check in `psi_trigger_create`).
+/// Windows of a PSI trigger that are tried: any length for the privileged, multiples of 2 s for others
+/// (kernel: Documentation/accounting/psi.rst, `WINDOW_MIN_US` and the check in `psi_trigger_create`).
 const PSI_WINDOWS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
 /// From here on a version 1 limit means none: the kernel rounds its largest number down to a page.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 20);
@@ -25,8 +26,8 @@ const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 20);
 pub struct MemoryUse {
     /// All that is charged to it.
     pub usage: u64,
-    /// Without what the kernel would give back first: file pages that nobody touched lately. What the kubelet calls the
-    /// working set.
+    /// Without what the kernel would give back first: file pages that nobody touched lately. What the kubelet
+    /// calls the working set.
     pub working_set: u64,
     /// The limit; None: none.
     pub limit: Option<u64>,
@@ -53,8 +54,8 @@ impl Cgroups {
         self.read(path, "pids.current")?.parse().ok()
     }
 
-    /// Readable (with priority) whenever tasks of `path` have waited for memory for `stall` within a second, or within two
-    /// where this process lacks CAP_SYS_RESOURCE. Needs cgroup2 (hybrid will do) and PSI.
+    /// Readable (with priority) whenever tasks of `path` have waited for memory for `stall` within a second,
+    /// or within two where this process lacks CAP_SYS_RESOURCE. Needs cgroup2 (hybrid will do) and PSI.
     ///
     /// # Errors
     /// There is no cgroup2, or the kernel has no PSI.
@@ -74,8 +75,8 @@ impl Cgroups {
         Err(CgroupError::io("set a pressure trigger in", &file, error))
     }
 
-    /// Readable (with priority) whenever a counter of `path`'s `memory.events` moves. Version 2 only. Each time the file
-    /// must be read, from its beginning.
+    /// Readable (with priority) whenever a counter of `path`'s `memory.events` moves. Version 2 only. Each
+    /// time the file must be read, from its beginning.
     ///
     /// # Errors
     /// There is no such file.

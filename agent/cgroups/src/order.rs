@@ -1,8 +1,9 @@
 //! In which order limits are written when several change, and what a value means as a limit.
 //!
-//! While a change is under way no cgroup may be held tighter than both the old and the new values hold it, and the
-//! kernel's rule that a child's CPU share fits into its parent's must hold after every write. So what gets wider is
-//! written first, parents before children; what gets tighter comes last, children before parents.
+//! While a change is under way no cgroup may be held tighter than both the old and the new values hold it,
+//! and the kernel's rule that a child's CPU share fits into its parent's must hold after every write. So what
+//! gets wider is written first, parents before children; what gets tighter comes last, children before
+//! parents.
 
 use std::cmp::Ordering;
 
@@ -34,7 +35,8 @@ pub fn tightens(change: &Change) -> bool {
     compare(&change.file, &change.to, &change.from) == Ordering::Less
 }
 
-/// Whether two contents of `file` mean the same to the kernel, `page` being the size that memory is rounded down to.
+/// Whether two contents of `file` mean the same to the kernel, `page` being the size that memory is rounded
+/// down to.
 #[must_use]
 pub fn same(file: &str, a: &str, b: &str, page: u64) -> bool {
     let bytes = |limit: Limit| match limit {

@@ -1,8 +1,8 @@
 //! Reading the same cgroups again and again: where containers are, and their files by open directories.
 //!
-//! Nothing here writes. A directory that is held open names its cgroup for good: once that one is removed, reading fails,
-//! and another one of the same name is not mistaken for it. So does a file; and to open one takes the kernel three to ten
-//! times as long as to read it again.
+//! Nothing here writes. A directory that is held open names its cgroup for good: once that one is removed,
+//! reading fails, and another one of the same name is not mistaken for it. So does a file; and to open one
+//! takes the kernel three to ten times as long as to read it again.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
@@ -18,7 +18,7 @@ use super::{Cgroups, Hierarchy, Version};
 const MAX_DEPTH: usize = 10;
 /// More folders than this are not looked at in one search.
 const MAX_FOLDERS: usize = 100_000;
-/// The largest file that is read: `memory.stat` has some 2 KiB, `io.stat` some 100 bytes a device.
+/// The largest file that is read: `memory.stat` has some 2 KiB, `io.stat` some 100 bytes per device.
 const MAX_FILE: usize = 256 << 10;
 
 /// Which hierarchy a file is in. On version 2 they all are the same one.
@@ -84,8 +84,9 @@ impl Cgroups {
         Ok(dirs)
     }
 
-    /// Where below the root these containers' cgroups are, by the runtimes' ids. Runtimes name a container's cgroup by its
-    /// id, bare (cgroupfs) or as in `cri-containerd-<id>.scope` (systemd). Those that have none are left out.
+    /// Where below the root these containers' cgroups are, by the runtimes' ids. Runtimes name a container's
+    /// cgroup by its id, bare (cgroupfs) or as in `cri-containerd-<id>.scope` (systemd). Those that have none
+    /// are left out.
     #[must_use]
     pub fn find_containers(&self, ids: &HashSet<&str>) -> BTreeMap<String, String> {
         let mut search = Search { ids, found: BTreeMap::new(), folders: MAX_FOLDERS };
@@ -95,8 +96,8 @@ impl Cgroups {
         search.found
     }
 
-    /// The folders below which containers come and go: `kubepods` (`kubepods.slice`), its QoS classes and the pods' own, by
-    /// where they are mounted. For a watch; the containers' own are not among them.
+    /// The folders below which containers come and go: `kubepods` (`kubepods.slice`), its QoS classes and the
+    /// pods' own, by where they are mounted. For a watch; the containers' own are not among them.
     #[must_use]
     pub fn pod_folders(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
@@ -109,8 +110,8 @@ impl Cgroups {
         found
     }
 
-    /// The cgroups that all pods are below, one as a rule: `/kubepods` or `/kubepods.slice`, or deeper where a kubelet has
-    /// a cgroup root of its own.
+    /// The cgroups that all pods are below, one as a rule: `/kubepods` or `/kubepods.slice`, or deeper where
+    /// a kubelet has a cgroup root of its own.
     #[must_use]
     pub fn pods_roots(&self) -> Vec<String> {
         let mut found = Vec::new();
@@ -227,7 +228,8 @@ impl CgroupDirs {
         self.version != Version::V2
     }
 
-    /// Whether what [`Self::reread`] opens stays open from now on, or is closed. The kernel keeps some 5 kB for each.
+    /// Whether what [`Self::reread`] opens stays open from now on, or is closed. The kernel keeps some 5 kB
+    /// for each.
     pub fn keep_open(&mut self, keep: bool) {
         if keep {
             self.kept.get_or_insert_default();
@@ -288,7 +290,8 @@ fn open_dir(path: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// The whole file, from its beginning: there the kernel makes its text anew. A buffer with room for it takes one call.
+/// The whole file, from its beginning: there the kernel makes its text anew. A buffer with room for it takes
+/// one call.
 fn read_all<'a>(fd: &OwnedFd, buffer: &'a mut Vec<u8>) -> io::Result<&'a str> {
     buffer.resize(buffer.capacity().max(4096), 0);
     let mut length = 0;

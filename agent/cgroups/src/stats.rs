@@ -40,8 +40,8 @@ impl Cgroups {
         })
     }
 
-    /// Microseconds that some task of `path` stalled, since it was made; None where the kernel doesn't count them. On a
-    /// hybrid machine the cgroup2 side has them.
+    /// Microseconds that some task of `path` stalled, since it was made; None where the kernel doesn't count
+    /// them. On a hybrid machine the cgroup2 side has them.
     #[must_use]
     pub fn stalled_us(&self, path: &str, pressure: Pressure) -> Option<u64> {
         let file = match pressure {

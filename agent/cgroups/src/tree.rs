@@ -106,8 +106,8 @@ fn inherit(parent: &Path, child: &Path, file: &str) -> Result<(), CgroupError> {
     fs::write(&path, read(parent)?.trim()).map_err(|error| CgroupError::io("write", &path, error))
 }
 
-/// Removes `dir` and all below it, from the bottom, by descriptors: a container that makes cgroups of its own may nest
-/// them deeper than any path. Only the directories: a cgroup's files go with it.
+/// Removes `dir` and all below it, from the bottom, by descriptors: a container that makes cgroups of its own
+/// may nest them deeper than any path. Only the directories: a cgroup's files go with it.
 pub(super) fn remove(dir: &Path, store: &Store) -> Result<(), CgroupError> {
     let failed = |error: Errno| CgroupError::io("remove the cgroup", dir, error.into());
     match open(dir).and_then(|top| empty(Walk::of(top)?, store)) {

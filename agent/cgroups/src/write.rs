@@ -44,7 +44,8 @@ pub(super) fn one(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> R
     kept(&path, file, value, page_size())
 }
 
-/// What differs from `files` in one cgroup, and what can't be compared. Of a cgroup that is gone nothing differs.
+/// What differs from `files` in one cgroup, and what can't be compared. Of a cgroup that is gone nothing
+/// differs.
 pub(super) fn changed(cgroups: &Cgroups, cgroup: &str, files: &Files) -> (Vec<Change>, Vec<CgroupError>) {
     let page = page_size();
     let (mut changes, mut failed) = (Vec::new(), Vec::new());
@@ -153,7 +154,8 @@ fn kept(path: &Path, file: &str, value: &str, page: u64) -> Result<(), CgroupErr
     Err(CgroupError::Refused { file: path.to_owned(), wrote: value.to_owned(), kept })
 }
 
-/// Version 1 has two files where each write must leave a share that the parent can give: no quota goes with any period.
+/// Version 1 has two files where each write must leave a share that the parent can give: no quota goes with
+/// any period.
 fn write_cfs(dir: &Path, value: &str) -> Result<(), CgroupError> {
     let (quota, period) = value.split_once(' ').unwrap_or((value, "100000"));
     let quota = if quota == "max" { "-1" } else { quota };
@@ -170,7 +172,8 @@ fn write_cfs(dir: &Path, value: &str) -> Result<(), CgroupError> {
     Err(CgroupError::Refused { file: quota_file, wrote: value.to_owned(), kept })
 }
 
-/// On version 2 a limit below what is in use makes the kernel kill until it fits (mm/memcontrol.c, `memory_max_write`).
+/// On version 2 a limit below what is in use makes the kernel kill until it fits (mm/memcontrol.c,
+/// `memory_max_write`).
 fn refuse_to_kill(dir: &Path, file: &Path, limit: &str) -> Result<(), CgroupError> {
     let Some(limit) = order::bytes(limit) else { return Ok(()) };
     let used = read(&dir.join("memory.current"))?.parse().unwrap_or(0);

@@ -16,8 +16,8 @@ use beelet_model::table::PodName;
 
 /// Arguments of `beelet apply`.
 ///
-/// All manifests are checked before the first one is written, and everything that is wrong in any of them is told. Each is
-/// written as it is, with its comments, in the place of the one that described the same object.
+/// All manifests are checked before the first one is written, and everything that is wrong in any of them is
+/// told. Each is written as it is, with its comments, in the place of the one that described the same object.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ApplyArgs {
@@ -128,7 +128,8 @@ async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool>
     Ok(follow(args, &mut client, &answer.applied).await? && taken)
 }
 
-/// Says what becomes of the pods: at a glance, or for as long as is wanted. Returns true if they are as they are wanted.
+/// Says what becomes of the pods: at a glance, or for as long as is wanted. Returns true if they are as they
+/// are wanted.
 async fn follow(args: &ApplyArgs, client: &mut Client, applied: &[proto::Applied]) -> anyhow::Result<bool> {
     let is_followed = |one: &&proto::Applied| {
         let changed = one.result() != Applied::Unchanged || args.wait.is_some();

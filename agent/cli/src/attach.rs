@@ -16,9 +16,9 @@ use beelet_client::Client;
 
 /// Arguments of `beelet attach`.
 ///
-/// Shows what the container's first process prints from now on (`beelet logs` shows what it printed before); with -i it gets
-/// what is typed, if its manifest says `stdin: true`. Ends with the container; Ctrl-C ends the command alone, unless the
-/// container has a terminal, which gets it then.
+/// Shows what the container's first process prints from now on (`beelet logs` shows what it printed before);
+/// with -i it gets what is typed, if its manifest says `stdin: true`. Ends with the container; Ctrl-C ends
+/// the command alone, unless the container has a terminal, which gets it then.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  beelet attach web\n  beelet attach -it shell -c main")]
 pub struct AttachArgs {

@@ -28,7 +28,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Print the entries of a map, one JSON object a line.
+    /// Print the entries of a map, one JSON object per line.
     Dump {
         /// The map, as `beelet bpf ls` names it.
         map: String,

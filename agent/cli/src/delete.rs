@@ -17,8 +17,9 @@ use beelet_model::table::PodName;
 
 /// Arguments of `beelet delete`.
 ///
-/// What runs here is what the folder of manifests says, so deleting an object is removing its manifest. Keep a copy, or
-/// say --keep-manifest: the file gets .bak at its end then, and renaming it back brings the object back.
+/// What runs here is what the folder of manifests says, so deleting an object is removing its manifest. Keep
+/// a copy, or say --keep-manifest: the file gets .bak at its end then, and renaming it back brings the object
+/// back.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   beelet delete pod web

@@ -1,5 +1,6 @@
-//! `beelet doctor`: what this kernel, these privileges and this runtime allow; for each missing thing, what that means and
-//! what to do about it. It only looks: what it has to make to see whether it works, it takes away again.
+//! `beelet doctor`: what this kernel, these privileges and this runtime allow; for each missing thing, what
+//! that means and what to do about it. It only looks: what it has to make to see whether it works, it takes
+//! away again.
 
 mod kernel;
 mod machine;
@@ -26,7 +27,8 @@ use beelet_model::desired::Desired;
 /// Arguments of `beelet doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// The configuration the agent is to run with; without it /etc/beelet/beelet.yaml, or the defaults if that is not there.
+    /// The configuration the agent is to run with; without it /etc/beelet/beelet.yaml, or the defaults if
+    /// that is not there.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
     config: Option<PathBuf>,
     /// Say more of what is well, too: a line for each thing, not for each group.

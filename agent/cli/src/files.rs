@@ -1,5 +1,5 @@
-//! The manifests of the files that a command is given with `-f`: read, taken apart and checked, with everything that is
-//! wrong in any of them.
+//! The manifests of the files that a command is given with `-f`: read, taken apart and checked, with
+//! everything that is wrong in any of them.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ use super::plain;
 /// The files of a command.
 #[derive(Debug, Args)]
 pub(crate) struct FilesArgs {
-    /// The manifests: files, folders (their *.yaml, *.yml and *.json), or - for standard input. One file may hold several
-    /// documents and lists (`kind: List`).
+    /// The manifests: files, folders (their *.yaml, *.yml and *.json), or - for standard input. One file may
+    /// hold several documents and lists (`kind: List`).
     #[arg(short, long = "filename", value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
 }

@@ -86,8 +86,8 @@ struct PodsArgs {
 enum Output {
     /// One line per pod.
     Table,
-    /// The same with addresses, QoS class, how long the last readiness change took from the kernel's event, and why a pod isn't
-    /// ready.
+    /// The same with addresses, QoS class, how long the last readiness change took from the kernel's event,
+    /// and why a pod isn't ready.
     Wide,
     /// A v1.PodList; with --watch one v1.Pod per line.
     Json,

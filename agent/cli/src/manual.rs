@@ -1,4 +1,5 @@
-//! `beelet completions` and `beelet man`: what packagers put beside the binary, made from the command line's own definition.
+//! `beelet completions` and `beelet man`: what packagers put beside the binary, made from the command line's
+//! own definition.
 
 use std::fs;
 use std::io::{self, Write as _};

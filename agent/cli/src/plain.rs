@@ -30,7 +30,8 @@ fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(plain)
 }
 
-/// Controls of ASCII and of Latin-1, what ends a line in Unicode, and what turns the direction of writing.
+/// Returns true for controls of ASCII and of Latin-1, Unicode's line ends, and what turns the direction of
+/// writing.
 fn is_unseen(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{2028}' | '\u{2029}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')

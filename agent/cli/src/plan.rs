@@ -1,4 +1,5 @@
-//! `beelet plan WHAT`: what would the agent decide, and why? Needs no privilege, no daemon, and reads nothing but its input.
+//! `beelet plan WHAT`: what would the agent decide, and why? Needs no privilege, no daemon, and reads nothing
+//! but its input.
 
 mod stream;
 

@@ -25,8 +25,8 @@ const PIECE: usize = 16 << 10;
 
 /// Arguments of `beelet port-forward`.
 ///
-/// Listens until interrupted, and connects whoever comes with the pod's port, also where the pod has no address that leads
-/// there from here.
+/// Listens until interrupted, and connects whoever comes with the pod's port, also where the pod has no
+/// address that leads there from here.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   beelet port-forward web 8080:80

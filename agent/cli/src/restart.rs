@@ -16,8 +16,9 @@ use beelet_client::{Client, Event};
 
 /// Arguments of `beelet restart`.
 ///
-/// Containers that run are stopped as at a failed probe, within the pod's grace period, and started again at once; those that
-/// wait for their back-off, or for an image, are started now. The pod keeps its identity, its address and its volumes.
+/// Containers that run are stopped as at a failed probe, within the pod's grace period, and started again at
+/// once; those that wait for their back-off, or for an image, are started now. The pod keeps its identity,
+/// its address and its volumes.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  beelet restart web\n  beelet restart web -c main --no-wait")]
 pub struct RestartArgs {

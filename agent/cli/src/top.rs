@@ -1,7 +1,7 @@
 //! `beelet top`: what each pod and container uses and waits for, live.
 //!
-//! At a terminal it draws; elsewhere, or with `--once`, it prints one table; with `-o json` one snapshot. It asks the agent
-//! for snapshots and draws when one comes or a key is pressed, never in between.
+//! At a terminal it draws; elsewhere, or with `--once`, it prints one table; with `-o json` one snapshot. It
+//! asks the agent for snapshots and draws when one comes or a key is pressed, never in between.
 
 mod app;
 mod columns;

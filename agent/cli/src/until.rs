@@ -72,7 +72,8 @@ impl fmt::Display for Wanted {
 pub(crate) struct Target {
     /// Its name on this node.
     pub(crate) name: PodName,
-    /// Which pod of the name; empty: any. A pod that was resized in place keeps its UID, and has this as its hash.
+    /// Which pod of the name; empty: any. A pod that was resized in place keeps its UID, and has this as its
+    /// hash.
     pub(crate) uid: String,
 }
 
@@ -139,7 +140,8 @@ pub(crate) struct Waited {
     pub(crate) is_settled: bool,
 }
 
-/// Waits until all `targets` are as `wanted`, or cannot be any more, or the time is up. `met` is told each that is.
+/// Waits until all `targets` are as `wanted`, or cannot be any more, or the time is up. `met` is told each
+/// that is.
 pub(crate) async fn wait(
     client: &mut Client,
     targets: &[Target],

@@ -1,8 +1,8 @@
 //! Data that is no Kubernetes object, but may hold some: records, scenarios, configuration.
 //!
 //! Its types belong to other crates, so these functions are generic. They use the reader and the writer that
-//! [`crate::ApiType`] uses: what is made of them for the objects inside exists once, in this crate (rustc shares generic
-//! code with the crates above where both are built with opt-level 0, 1 or s).
+//! [`crate::ApiType`] uses: what is made of them for the objects inside exists once, in this crate (rustc
+//! shares generic code with the crates above where both are built with opt-level 0, 1 or s).
 
 use std::fmt;
 

@@ -60,8 +60,8 @@ fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
     }
 }
 
-/// Decodes an object, and finds the fields that such an object does not have; or finds every field that has the wrong
-/// type.
+/// Decodes an object, and finds the fields that such an object does not have; or finds every field that has
+/// the wrong type.
 pub(crate) fn object<T: DeserializeOwned + Serialize>(
     value: &Value,
 ) -> Result<(T, Vec<Problem>), Vec<Problem>> {

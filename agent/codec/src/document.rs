@@ -62,7 +62,8 @@ impl Document {
     /// `spec.containers[0].image` of a container without an image is the place of the container.
     ///
     /// `path` is written as `serde_path_to_error` prints it; keys with dots in them (annotations) are found
-    /// too, plain (`limits.nvidia.com/gpu`) or quoted (`limits["nvidia.com/gpu"]`). `.` and the empty path are the document's start. None where not even the first field exists.
+    /// too, plain (`limits.nvidia.com/gpu`) or quoted (`limits["nvidia.com/gpu"]`). `.` and the empty path
+    /// are the document's start. None where not even the first field exists.
     #[must_use]
     pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
         self.lines.locate(path)
@@ -74,8 +75,8 @@ impl Document {
         self.lines.position(&self.lines.root)
     }
 
-    /// The items of the list in the field `name`, each as a document of its own with the places that it has in
-    /// this one; None where there is no such list.
+    /// The items of the list in the field `name`, each as a document of its own with the places that it has
+    /// in this one; None where there is no such list.
     #[must_use]
     pub fn items(&self, name: &str) -> Option<Vec<Document>> {
         let values = self.value.get(name)?.as_array()?;

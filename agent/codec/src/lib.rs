@@ -1,11 +1,11 @@
 //! Text to Kubernetes objects and back, with the line and the path of each error.
 //!
-//! There is one way in each direction: text becomes a [`serde_json::Value`] ([`document`] keeps the place of each node),
-//! and the value becomes an object; an object becomes a value, and the value JSON ([`std::fmt::Display`] of `Value`) or
-//! YAML ([`yaml`]). The serde code of the Kubernetes types is generic: every reader and every writer that it meets is
-//! another copy of it, for more than a hundred types. So it meets one of each, and only here: [`ApiType`] is
-//! implemented by a table. Data that holds objects (records, scenarios) goes through [`data`], with the same reader and
-//! the same writer.
+//! There is one way in each direction: text becomes a [`serde_json::Value`] ([`document`] keeps the place of
+//! each node), and the value becomes an object; an object becomes a value, and the value JSON
+//! ([`std::fmt::Display`] of `Value`) or YAML ([`yaml`]). The serde code of the Kubernetes types is generic:
+//! every reader and every writer that it meets is another copy of it, for more than a hundred types. So it
+//! meets one of each, and only here: [`ApiType`] is implemented by a table. Data that holds objects (records,
+//! scenarios) goes through [`data`], with the same reader and the same writer.
 //!
 //! This crate must never read a file, and never know what the fields mean.
 

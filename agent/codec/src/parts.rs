@@ -1,8 +1,8 @@
-//! The parts of a text that hold one object each: its documents, and the items of a list. They are kept as they are
-//! written, with their comments, and know which line of the file they begin at.
+//! The parts of a text that hold one object each: its documents, and the items of a list. They are kept as
+//! they are written, with their comments, and know which line of the file they begin at.
 //!
-//! This module must never change what a part says: where the text of a list's item cannot be cut out, the item
-//! is written anew.
+//! This module must never change what a part says: where the text of a list's item cannot be cut out, the
+//! item is written anew.
 
 use crate::document::{self, Document, Limits};
 

@@ -1,4 +1,5 @@
-//! Which fields a struct reads, asked of serde itself, so that no list of names has to be kept beside the struct.
+//! Which fields a struct reads, asked of serde itself, so that no list of names has to be kept beside the
+//! struct.
 
 use serde::de::{DeserializeOwned, Deserializer, Visitor, value::Error};
 use serde::forward_to_deserialize_any;

@@ -320,7 +320,8 @@ impl Config {
         effective::print(self)
     }
 
-    /// The `KubeletConfiguration` alone, as a JSON object, with every value that is in effect: what `/configz` shows.
+    /// The `KubeletConfiguration` alone, as a JSON object, with every value that is in effect: what
+    /// `/configz` shows.
     #[must_use]
     pub fn effective_kubelet(&self) -> serde_json::Value {
         effective::kubelet_value(self)

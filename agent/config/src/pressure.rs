@@ -52,8 +52,8 @@ impl ImageGc {
 /// When the node is short of something.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Eviction {
-    /// All thresholds as `policy` takes them: hard ones first, those for the containers' file system and for allocatable
-    /// memory not derived yet.
+    /// All thresholds as `policy` takes them: hard ones first, those for the containers' file system and for
+    /// allocatable memory not derived yet.
     pub thresholds: Vec<Threshold>,
     /// How long a condition is reported after it was last seen.
     pub pressure_transition: Duration,

@@ -1,11 +1,11 @@
-//! Pods get their devices, of each resource one pod at a time: the ledger decides, the plugins prepare, the checkpoint is
-//! written, and only then may the pod start.
+//! Pods get their devices, of each resource one pod at a time: the ledger decides, the plugins prepare, the
+//! checkpoint is written, and only then may the pod start.
 //!
-//! Pods that want different resources don't wait for each other ([`super::turns`]). A pod that is gone before its plugin has
-//! answered gets nothing, and its plugin isn't waited for.
+//! Pods that want different resources don't wait for each other ([`super::turns`]). A pod that is gone before
+//! its plugin has answered gets nothing, and its plugin isn't waited for.
 //!
-//! A plugin that isn't there (yet) makes a pod wait, for a while; anything else that is in the way ends it as the kubelet
-//! does, with the kubelet's reason, and it runs again when that may have changed.
+//! A plugin that isn't there (yet) makes a pod wait, for a while; anything else that is in the way ends it as
+//! the kubelet does, with the kubelet's reason, and it runs again when that may have changed.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -260,8 +260,8 @@ impl Desk {
         }
     }
 
-    /// A resource of the pod that no plugin has registered for. Soon after the agent's start it may still come; and one that
-    /// has registered, but not said yet what it has, will.
+    /// A resource of the pod that no plugin has registered for. Soon after the agent's start it may still
+    /// come; and one that has registered, but not said yet what it has, will.
     fn unheard_of(&self, uid: &str, wishes: &[ContainerRequest<'_>], now: &Circumstances) -> Option<String> {
         let early = self.shared.now() < self.shared.settings.plugin_wait;
         let needed = wishes
@@ -463,7 +463,8 @@ impl Desk {
 fn trouble(call: &str, resource: &str, status: &Status) -> Trouble {
     let message =
         format!("device plugin {call} rpc failed for {resource} with err: {}", plugin::told(status));
-    // What tonic says of a connection that isn't there or broke; a plugin's own words are with the other codes.
+    // What tonic says of a connection that isn't there or broke; a plugin's own words are with the other
+    // codes.
     let lost = matches!(status.code(), Code::Unavailable | Code::Cancelled)
         || std::error::Error::source(status).is_some();
     if lost { Trouble::Lost(message) } else { Trouble::Plugin(message) }

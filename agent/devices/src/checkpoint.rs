@@ -1,9 +1,9 @@
-//! The checkpoint: read once at the start, written whenever it must say something else. The format is the kubelet's, from
-//! `policy`; the file is `state`'s.
+//! The checkpoint: read once at the start, written whenever it must say something else. The format is the
+//! kubelet's, from `policy`; the file is `state`'s.
 //!
-//! A write is on the disk, whole, before it takes the place of the one before, and there after kill -9 as soon as it is
-//! reported. Only for the folder the disk is waited for in the background: a power cut may bring the checkpoint before it
-//! back, and then no container runs whose devices could be given away twice.
+//! A write is on the disk, whole, before it takes the place of the one before, and there after kill -9 as
+//! soon as it is reported. Only for the folder the disk is waited for in the background: a power cut may
+//! bring the checkpoint before it back, and then no container runs whose devices could be given away twice.
 
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
@@ -26,7 +26,8 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// # Errors
     /// It can't be read.
     fn read(&self) -> Result<Option<Vec<u8>>, StoreError>;
-    /// Puts this in place of it; it must survive kill -9, and after a power cut there must be the one or the other.
+    /// Puts this in place of it; it must survive kill -9, and after a power cut there must be the one or the
+    /// other.
     ///
     /// # Errors
     /// It can't be written; then what was there still is.

@@ -8,8 +8,8 @@ use tonic::Status;
 
 use super::plugin::told;
 
-/// A failure of a device plugin, or of the places where plugins register. Displayed, it is a whole sentence; plugins are
-/// sent it too.
+/// A failure of a device plugin, or of the places where plugins register. Displayed, it is a whole sentence;
+/// plugins are sent it too.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The plugin speaks another version, or names no extended resource.

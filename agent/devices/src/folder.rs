@@ -8,8 +8,8 @@ use std::{
 
 use super::Error;
 
-/// Makes the folder where it isn't, and removes the sockets in it: plugins watch theirs, and register again when it goes.
-/// Other files (the checkpoint) stay. Blocks.
+/// Makes the folder where it isn't, and removes the sockets in it: plugins watch theirs, and register again
+/// when it goes. Other files (the checkpoint) stay. Blocks.
 ///
 /// # Errors
 /// The folder can't be made or read, or a socket not be removed.
@@ -62,7 +62,8 @@ pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
 const MAX_SOCKETS: usize = 256;
 const MAX_DEPTH: usize = 4;
 
-/// All folders (hidden ones left out) and sockets below `dir`, in order. What can't be read is left out. Blocks.
+/// All folders (hidden ones left out) and sockets below `dir`, in order. What can't be read is left out.
+/// Blocks.
 pub(super) fn scan(dir: &Path) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let (mut folders, mut sockets) = (vec![(dir.to_owned(), 0)], Vec::new());
     let mut at = 0;

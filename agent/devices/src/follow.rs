@@ -1,7 +1,8 @@
 //! Follows one plugin's list of devices, for as long as the plugin is the one of its resource.
 //!
-//! The kubelet drops a plugin whose stream ends and waits for it to register again; here its socket is also tried again,
-//! so that a plugin that was killed and comes back at the same place is followed whether it registers or not.
+//! The kubelet drops a plugin whose stream ends and waits for it to register again; here its socket is also
+//! tried again, so that a plugin that was killed and comes back at the same place is followed whether it
+//! registers or not.
 
 use std::{sync::Arc, time::Duration};
 

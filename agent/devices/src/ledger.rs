@@ -1,5 +1,5 @@
-//! The ledger that everything here shares, and what follows from each of its changes: what the node has, what must be
-//! written, who waits for it.
+//! The ledger that everything here shares, and what follows from each of its changes: what the node has, what
+//! must be written, who waits for it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -47,8 +47,8 @@ pub(super) struct Ledger {
     pub(super) waiting: BTreeMap<String, Waiting>,
     /// Pods that were refused for lack of devices, by uid: the resource, and how many they lacked.
     pub(super) refused: BTreeMap<String, (String, usize)>,
-    /// Pods that have asked for devices, by uid, each with a receiver that has seen what was said of active pods until then:
-    /// that may not name them yet.
+    /// Pods that have asked for devices, by uid, each with a receiver that has seen what was said of active
+    /// pods until then: that may not name them yet.
     pub(super) entering: BTreeMap<String, watch::Receiver<Active>>,
     removed: BTreeSet<String>,
     generations: u64,

@@ -1,13 +1,15 @@
 //! Devices: the kubelet's device plugin API, so that unmodified plugins work, and who has which device.
 //!
-//! Plugins register on `<kubelet dir>/device-plugins/kubelet.sock` or are found in `<kubelet dir>/plugins_registry`; each has
-//! a task that follows its list of devices. The ledger is `policy`'s ([`beelet_policy::devices`]), behind a mutex that is
-//! held for computing only. Of each resource one pod at a time is admitted: its plugin is asked, and the kubelet's own
-//! checkpoint written before the answer is yes. No container is started with a device that isn't in the checkpoint. What a
-//! container was given is also an annotation of it, from which a lost checkpoint is rebuilt.
+//! Plugins register on `<kubelet dir>/device-plugins/kubelet.sock` or are found in `<kubelet
+//! dir>/plugins_registry`; each has a task that follows its list of devices. The ledger is `policy`'s
+//! ([`beelet_policy::devices`]), behind a mutex that is held for computing only. Of each resource one pod at
+//! a time is admitted: its plugin is asked, and the kubelet's own checkpoint written before the answer is
+//! yes. No container is started with a device that isn't in the checkpoint. What a container was given is
+//! also an annotation of it, from which a lost checkpoint is rebuilt.
 //!
-//! A plugin that misbehaves hurts only those who ask for its devices: what it sends is bounded, what is asked of it has a
-//! deadline, and its tasks are its own. Must never touch a pod or the runtime: pods are ended by requests to `pods/`.
+//! A plugin that misbehaves hurts only those who ask for its devices: what it sends is bounded, what is asked
+//! of it has a deadline, and its tasks are its own. Must never touch a pod or the runtime: pods are ended by
+//! requests to `pods/`.
 
 mod admit;
 pub mod annotation;
@@ -162,8 +164,8 @@ pub struct Tasks {
 }
 
 impl Devices {
-    /// Reads the checkpoint; where there is none that can be read, `remnants` tell who holds what (see [`remnants`]).
-    /// Blocks. Nothing runs before [`Tasks::spawn`].
+    /// Reads the checkpoint; where there is none that can be read, `remnants` tell who holds what (see
+    /// [`remnants`]). Blocks. Nothing runs before [`Tasks::spawn`].
     #[must_use]
     pub fn open(parts: Parts, remnants: impl FnOnce() -> Vec<Remnant>) -> (Self, Tasks) {
         let tell = |reason: &str, message: String| {
@@ -179,8 +181,8 @@ impl Devices {
         (devices.clone(), Tasks { devices, admitter, writer })
     }
 
-    /// No devices, and nobody to give any: what a pod asks for is ignored, as the kubelet does with resources that it
-    /// doesn't know.
+    /// No devices, and nobody to give any: what a pod asks for is ignored, as the kubelet does with resources
+    /// that it doesn't know.
     #[must_use]
     pub fn none() -> Self {
         let settings = Settings { plugin_wait: Duration::ZERO, ..Settings::new(PathBuf::new()) };
@@ -201,8 +203,8 @@ impl Devices {
         &self.shared.settings
     }
 
-    /// Gives a pod its devices, before its first container is started; at once where it asks for none. When this says yes
-    /// they are in the checkpoint.
+    /// Gives a pod its devices, before its first container is started; at once where it asks for none. When
+    /// this says yes they are in the checkpoint.
     ///
     /// # Errors
     /// It can't have them now, or has been refused for good.
@@ -218,7 +220,8 @@ impl Devices {
         options::of_container(&self.shared, pod_uid, container).await
     }
 
-    /// A container has ended and will not start again: what nobody else of its pod has of its devices is free.
+    /// A container has ended and will not start again: what nobody else of its pod has of its devices is
+    /// free.
     pub fn release(&self, pod_uid: &str, container: &str) {
         self.shared.change(|ledger| ledger.devices.release(pod_uid, container));
     }

@@ -49,7 +49,8 @@ pub(super) async fn of_container(
     Ok(merge(&held))
 }
 
-/// What a container gets for all that it holds, as the plugins answered; an answer that can't be read is passed over.
+/// What a container gets for all that it holds, as the plugins answered; an answer that can't be read is
+/// passed over.
 pub fn merge(held: &HeldByResource) -> ContainerOptions {
     let mut all = ContainerOptions::default();
     let mut cdi = BTreeSet::new();
@@ -111,8 +112,8 @@ fn add(
 }
 
 impl ContainerOptions {
-    /// Adds these to a container's configuration. What the configuration says itself stays as it is. `by_annotation`: CDI
-    /// devices are named in an annotation too, for a runtime without the field.
+    /// Adds these to a container's configuration. What the configuration says itself stays as it is.
+    /// `by_annotation`: CDI devices are named in an annotation too, for a runtime without the field.
     pub fn apply(self, config: &mut cri::ContainerConfig, by_annotation: bool) {
         let own: BTreeSet<String> = config.envs.iter().map(|env| env.key.clone()).collect();
         let more = self.envs.into_iter().filter(|(key, _)| !own.contains(key));

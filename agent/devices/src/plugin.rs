@@ -24,7 +24,8 @@ use super::Error;
 
 /// Time that a plugin gets to take a connection and to say what it can do: the kubelet's time for dialling.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time that it gets to choose devices, and to prepare them. The kubelet waits for ever, and all pods with it.
+/// Time that it gets to choose devices, and to prepare them. The kubelet waits for ever, and all pods with
+/// it.
 pub(super) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that it gets before a container is started: the kubelet's.
 const PRE_START_TIMEOUT: Duration = Duration::from_secs(30);

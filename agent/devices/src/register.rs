@@ -40,7 +40,8 @@ pub(super) async fn connect(
     Ok(())
 }
 
-/// Serves until `shutdown`. Without the socket no plugin can register; everything else goes on, and it is said why.
+/// Serves until `shutdown`. Without the socket no plugin can register; everything else goes on, and it is
+/// said why.
 pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
     let dir = shared.settings.plugins_dir();
     let socket = shared.settings.registration_socket();

@@ -1,7 +1,7 @@
-//! Plugins are found here: sockets in `<kubelet dir>/plugins_registry` that serve `pluginregistration.Registration`. A
-//! socket that appears is asked what it is; one that disappears takes its plugin with it. Kinds of plugins other than device
-//! plugins are told that nobody here speaks with them. Several are asked at a time, so that one that says nothing keeps
-//! nobody else waiting.
+//! Plugins are found here: sockets in `<kubelet dir>/plugins_registry` that serve
+//! `pluginregistration.Registration`. A socket that appears is asked what it is; one that disappears takes
+//! its plugin with it. Kinds of plugins other than device plugins are told that nobody here speaks with them.
+//! Several are asked at a time, so that one that says nothing keeps nobody else waiting.
 
 use std::{
     collections::BTreeMap,
@@ -180,7 +180,8 @@ impl Registry {
         });
     }
 
-    /// When there is something to do by itself. Those for whom there was no room have their turn when a meeting ends.
+    /// When there is something to do by itself. Those for whom there was no room have their turn when a
+    /// meeting ends.
     fn next_retry(&self) -> Instant {
         let later = Instant::now() + RESCAN;
         if self.meetings.len() >= MAX_MEETINGS {

@@ -31,7 +31,8 @@ fn device(id: &str) -> Device {
     Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: vec![1] }
 }
 
-/// Registers as a client does that sends this as its `:authority`; grpc-status and grpc-message of the answer.
+/// Registers as a client does that sends this as its `:authority`; grpc-status and grpc-message of the
+/// answer.
 async fn register(socket: &std::path::Path, authority: &str) -> (String, String) {
     let request = RegisterRequest { version: "v0".to_owned(), ..RegisterRequest::default() }.encode_to_vec();
     let mut message = vec![0];

@@ -1,8 +1,8 @@
-//! Whose turn it is: admissions that have no resource in common go on side by side, of the others the first goes first. So a
-//! plugin that hangs keeps those waiting who want its devices, and nobody else.
+//! Whose turn it is: admissions that have no resource in common go on side by side, of the others the first
+//! goes first. So a plugin that hangs keeps those waiting who want its devices, and nobody else.
 //!
-//! Whoever wants several resources waits for all of them, and doesn't hold any meanwhile: those behind it that want one of
-//! them go on. It can't be passed by for ever, since each pod asks once.
+//! Whoever wants several resources waits for all of them, and doesn't hold any meanwhile: those behind it
+//! that want one of them go on. It can't be passed by for ever, since each pod asks once.
 
 use std::collections::{BTreeSet, VecDeque};
 

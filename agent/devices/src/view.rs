@@ -147,7 +147,8 @@ impl Devices {
         })
     }
 
-    /// Puts the health of the pod's devices into its status (KEP-4680). A device whose plugin is away is `Unknown`.
+    /// Puts the health of the pod's devices into its status (KEP-4680). A device whose plugin is away is
+    /// `Unknown`.
     pub fn annotate(&self, pod_uid: &str, status: &mut core::PodStatus) {
         self.shared.look(|ledger| {
             let Some(pod) = ledger.devices.held(pod_uid) else { return };

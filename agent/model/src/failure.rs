@@ -1,7 +1,7 @@
 //! Pods that were ended for good by something other than their own containers: evicted, preempted, refused by
-//! admission, past their deadline. Such a pod gives everything back, but stays in the table as `Failed` until its
-//! manifest changes or somebody asks for another try. One that admission refused is asked for again after a restart of
-//! the agent, as under the kubelet.
+//! admission, past their deadline. Such a pod gives everything back, but stays in the table as `Failed` until
+//! its manifest changes or somebody asks for another try. One that admission refused is asked for again after
+//! a restart of the agent, as under the kubelet.
 
 use std::time::Duration;
 
@@ -54,9 +54,9 @@ impl Failure {
         Self { reason: reason.into(), message: message.into(), grace, cleared: false }
     }
 
-    /// Whether the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a pod no longer than it runs
-    /// itself: after its restart a static pod is asked for again. One that was evicted or preempted, or is past its
-    /// deadline, has been let in.
+    /// Whether the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a pod no
+    /// longer than it runs itself: after its restart a static pod is asked for again. One that was evicted or
+    /// preempted, or is past its deadline, has been let in.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         REFUSALS.contains(&self.reason.as_str()) || self.reason.starts_with(OUT_OF)

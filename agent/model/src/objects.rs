@@ -1,8 +1,8 @@
 //! The objects that pods refer to by name and that a cluster keeps in its API server: ConfigMaps, Secrets and
 //! RuntimeClasses, on a standalone node in manifests beside the pods'; and the services of a cluster.
 //!
-//! Immutable once built; a new set is built whenever a manifest changes. Values of secrets must never get into a
-//! log: this type's `Debug` shows names only.
+//! Immutable once built; a new set is built whenever a manifest changes. Values of secrets must never get
+//! into a log: this type's `Debug` shows names only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -113,7 +113,8 @@ impl fmt::Debug for Objects {
 }
 
 impl Objects {
-    /// Adds an object, in the place of one of its kind and name. The file of one that the API server keeps is empty.
+    /// Adds an object, in the place of one of its kind and name. The file of one that the API server keeps is
+    /// empty.
     pub fn add(&mut self, file: &Path, object: &Object) {
         let metadata = object.metadata();
         let name = metadata.name.clone().unwrap_or_default();
@@ -150,8 +151,8 @@ impl Objects {
         self.tokens.get(of).map(|token| &**token)
     }
 
-    /// Whether the API server has not answered yet for something that `pod` refers to: nobody knows whether it can run.
-    /// Every pod of the API server refers to the services, by its variables.
+    /// Whether the API server has not answered yet for something that `pod` refers to: nobody knows whether
+    /// it can run. Every pod of the API server refers to the services, by its variables.
     pub fn is_unread(&self, pod: &Pod) -> bool {
         Origin::of(pod).is_api()
             && (self.services.is_none()
@@ -200,8 +201,8 @@ impl Objects {
         file.filter(|file| !file.as_os_str().is_empty())
     }
 
-    /// The runtime's handler for a pod: its class's, or, where no manifest describes the class, the one of the
-    /// class's own name; empty for a pod without a class.
+    /// The runtime's handler for a pod: its class's, or, where no manifest describes the class, the one of
+    /// the class's own name; empty for a pod without a class.
     pub fn runtime_handler(&self, pod: &Pod) -> String {
         let class = pod.spec.as_ref().and_then(|spec| spec.runtime_class_name.as_deref());
         let Some(name) = class.filter(|name| !name.is_empty()) else { return String::new() };

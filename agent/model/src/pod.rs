@@ -111,7 +111,8 @@ pub struct NodeFacts {
     pub seccomp_root: PathBuf,
     /// Containers without a seccompProfile get the runtime's.
     pub seccomp_default: bool,
-    /// Kernel settings that pods may have beside the safe ones; a `*` at the end stands for the rest of a name.
+    /// Kernel settings that pods may have beside the safe ones; a `*` at the end stands for the rest of a
+    /// name.
     pub allowed_unsafe_sysctls: Vec<String>,
     /// The kernel enforces AppArmor profiles.
     pub app_armor: bool,

@@ -21,10 +21,11 @@ pub enum Request {
     Runtime(RuntimePods),
     /// A probe's published state changed.
     Probe(ProbeUpdate),
-    /// Ends a pod for good: evicted, preempted, refused. Its containers and its sandbox are stopped, its cgroup and
-    /// volumes removed; then its phase is `Failed`, over restarts of the agent too (unless it was
-    /// [refused](Failure::is_refusal)), until its manifest changes or [`Request::Retry`] comes. Asked again, the first reason stays and the shorter grace counts. Nothing happens
-    /// to a pod that isn't known or has ended by itself.
+    /// Ends a pod for good: evicted, preempted, refused. Its containers and its sandbox are stopped, its
+    /// cgroup and volumes removed; then its phase is `Failed`, over restarts of the agent too (unless it was
+    /// [refused](Failure::is_refusal)), until its manifest changes or [`Request::Retry`] comes. Asked again,
+    /// the first reason stays and the shorter grace counts. Nothing happens to a pod that isn't known or has
+    /// ended by itself.
     Fail {
         /// The pod.
         uid: String,
@@ -52,15 +53,17 @@ pub enum Request {
         /// Amounts, or a sentence.
         amounts: Result<BTreeMap<String, Option<core::ResourceRequirements>>, String>,
     },
-    /// Starts containers again at once, without a restart delay; those that run are stopped first. Also tries again
-    /// at once what could not be started (an image that was not there). One that has ended for good stays so.
+    /// Starts containers again at once, without a restart delay; those that run are stopped first. Also tries
+    /// again at once what could not be started (an image that was not there). One that has ended for good
+    /// stays so.
     Restart {
         /// The pod.
         uid: String,
         /// The runtime's identifiers of the containers.
         containers: BTreeSet<String>,
     },
-    /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back all it had.
+    /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back
+    /// all it had.
     Retry {
         /// The pod.
         uid: String,
@@ -100,8 +103,8 @@ pub struct RuntimePod {
 }
 
 impl RuntimePod {
-    /// Whether this can be a pod of ours with this UID. Folders are named by UID and name, and removed with the pod: what
-    /// would lead out of their place was never ours, whoever says so.
+    /// Whether this can be a pod of ours with this UID. Folders are named by UID and name, and removed with
+    /// the pod: what would lead out of their place was never ours, whoever says so.
     #[must_use]
     pub fn is_sound(&self, uid: &str) -> bool {
         let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0']);

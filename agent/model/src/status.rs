@@ -40,7 +40,8 @@ pub struct OomFacts {
     /// Its name as it set it; empty if unknown.
     #[serde(default)]
     pub command: String,
-    /// Whether the container's first process was killed, with which the container ends: this one, or one beside it.
+    /// Whether the container's first process was killed, with which the container ends: this one, or one
+    /// beside it.
     pub first: bool,
 }
 

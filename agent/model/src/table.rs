@@ -47,8 +47,8 @@ pub struct PodTable {
 }
 
 impl PodTable {
-    /// The pod that somebody calls `name`: by its whole name, or by its manifest's, without the node's name at its
-    /// end. An empty namespace means any.
+    /// The pod that somebody calls `name`: by its whole name, or by its manifest's, without the node's name
+    /// at its end. An empty namespace means any.
     ///
     /// # Errors
     /// A sentence: there is none, or more than one.
@@ -80,7 +80,8 @@ pub struct PodEntry {
     pub readiness_edge: Option<ReadinessEdge>,
     /// The pod's network namespace; `None` for host network pods and before the sandbox runs.
     pub netns: Option<PathBuf>,
-    /// It is on its way out, or out: deleted, or ended for good (evicted, preempted, past its deadline, refused).
+    /// It is on its way out, or out: deleted, or ended for good (evicted, preempted, past its deadline,
+    /// refused).
     pub ending: bool,
     /// It was ended, and has given back everything that it had: containers, volumes, cgroup.
     pub cleared: bool,
@@ -94,8 +95,8 @@ impl PodEntry {
         Self { pod, readiness_edge: None, netns: None, ending, cleared: false }
     }
 
-    /// Returns true if somebody who says `name` may mean this pod: it is its whole name, or its manifest's, without the
-    /// node's name at its end.
+    /// Returns true if somebody who says `name` may mean this pod: it is its whole name, or its manifest's,
+    /// without the node's name at its end.
     #[must_use]
     pub fn is_called(&self, whole: &PodName, name: &str) -> bool {
         let node = self.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();

@@ -1,5 +1,6 @@
-//! Variables from files (`fileKeyRef`, KEP-3721): what an init container has written into an emptyDir volume. The file is a
-//! container's, and so anything: it is opened without leaving the volume, and read up to a limit.
+//! Variables from files (`fileKeyRef`, KEP-3721): what an init container has written into an emptyDir volume.
+//! The file is a container's, and so anything: it is opened without leaving the volume, and read up to a
+//! limit.
 
 use std::path::Path;
 

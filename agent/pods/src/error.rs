@@ -101,7 +101,8 @@ impl StartError {
         }
     }
 
-    /// Whether the runtime couldn't be reached or didn't answer in time: nothing is known against the container.
+    /// Whether the runtime couldn't be reached or didn't answer in time: nothing is known against the
+    /// container.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {

@@ -385,8 +385,8 @@ impl Chores {
     }
 }
 
-/// The credentials for the registry of an image, from the pod's secrets. A secret that isn't there is passed over, as by
-/// the kubelet: the registry may not ask.
+/// The credentials for the registry of an image, from the pod's secrets. A secret that isn't there is passed
+/// over, as by the kubelet: the registry may not ask.
 fn credentials(plan: &PodPlan, image: &str, objects: &Objects) -> Result<Vec<cri::AuthConfig>, StartError> {
     let namespace = &plan.name.namespace;
     let named = plan.pod.spec.iter().flat_map(|spec| spec.image_pull_secrets.iter().flatten());

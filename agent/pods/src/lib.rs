@@ -1,5 +1,6 @@
 //! Desired pods and the workers that make them real, one worker per pod. All other parts read the
-//! [`beelet_model::table::PodTable`] and send [`beelet_model::request::Request`]s here; nobody else changes a pod.
+//! [`beelet_model::table::PodTable`] and send [`beelet_model::request::Request`]s here; nobody else changes a
+//! pod.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

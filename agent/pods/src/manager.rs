@@ -109,7 +109,8 @@ struct Managed {
     failure: Option<Failure>,
     /// It may run again once its failure is cleared.
     retry: bool,
-    /// Its deletion, if the API server wants it deleted: its object is there until nothing is left of the pod.
+    /// Its deletion, if the API server wants it deleted: its object is there until nothing is left of the
+    /// pod.
     deletion: Option<assigned::Deletion>,
     /// What the API server last wanted of it.
     assigned: Option<Arc<core::Pod>>,
@@ -280,8 +281,8 @@ impl Manager {
         }
     }
 
-    /// The desired pods by UID. One that differs from a pod that is here in nothing but amounts that may change while it
-    /// runs is that pod.
+    /// The desired pods by UID. One that differs from a pod that is here in nothing but amounts that may
+    /// change while it runs is that pod.
     fn identified(
         &self,
         desired: &Desired,
@@ -663,8 +664,8 @@ impl Manager {
     }
 }
 
-/// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says more than can
-/// be seen.
+/// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says
+/// more than can be seen.
 fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
     let usual = known.init_container_statuses.iter().chain(&known.container_statuses);
     let statuses = usual.chain(&known.ephemeral_container_statuses).flatten();

@@ -1,5 +1,5 @@
-//! Pods' folders that no pod belongs to: what an agent that was killed, or lost its records, has left. As the kubelet's
-//! `cleanupOrphanedPodDirs`, but what is mounted in them is unmounted.
+//! Pods' folders that no pod belongs to: what an agent that was killed, or lost its records, has left. As the
+//! kubelet's `cleanupOrphanedPodDirs`, but what is mounted in them is unmounted.
 //!
 //! Nothing is touched but folders that are called as a UID is, and those only once they have been nobody's
 //! for a while. Must never remove what is a pod's: one that is here, one that the records know, one that has

@@ -1,5 +1,5 @@
-//! What follows from a pod's spec, worked out once per worker: its names, its cgroup, its sandbox, its folders, its volumes.
-//! Pure: it asks nobody and touches nothing.
+//! What follows from a pod's spec, worked out once per worker: its names, its cgroup, its sandbox, its
+//! folders, its volumes. Pure: it asks nobody and touches nothing.
 
 use std::{
     path::{Path, PathBuf},
@@ -138,8 +138,8 @@ impl PodPlan {
     }
 }
 
-/// Why a pod may not run on this node. Of a pod with a setting that it may not have, or a field that the agent can't do
-/// anything for, only if it is the API server's: such a manifest becomes no pod.
+/// Why a pod may not run on this node. Of a pod with a setting that it may not have, or a field that the
+/// agent can't do anything for, only if it is the API server's: such a manifest becomes no pod.
 fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<Rejection> {
     let rejection = |reason: &str, message: String| Rejection { reason: reason.to_owned(), message };
     if let Some(why) = app_armor::refusal(pod, node) {

@@ -1,5 +1,5 @@
-//! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that run show
-//! it at once, not at the next of a kubelet's periodic checks.
+//! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that
+//! run show it at once, not at the next of a kubelet's periodic checks.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use beelet_model::objects::Objects;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_volumes::Volumes;
 
-/// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is told, and
-/// leaves the volume as it was.
+/// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is
+/// told, and leaves the volume as it was.
 pub async fn follow(
     mut table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
@@ -24,8 +24,8 @@ pub async fn follow(
 ) {
     let mut desired = launcher.desired.clone();
     let mut shown = Arc::clone(&desired.borrow_and_update().objects);
-    // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed while the agent
-    // was away.
+    // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed while
+    // the agent was away.
     let mut current: BTreeSet<String> = BTreeSet::new();
     let mut told: BTreeSet<String> = BTreeSet::new();
     loop {

@@ -27,7 +27,8 @@ pub(crate) struct Observation {
     pub sandbox: Option<SandboxDetail>,
     /// The runtime's words on each container, by identifier.
     pub containers: BTreeMap<String, cri::ContainerStatus>,
-    /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that counts.
+    /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that
+    /// counts.
     pub pids: BTreeMap<String, u32>,
 }
 

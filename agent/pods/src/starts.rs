@@ -1,5 +1,5 @@
-//! How long pods take to start, as the kubelet's metrics have it. Only pods that this instance of the agent saw
-//! come count: nobody knows what one that ran before has waited for.
+//! How long pods take to start, as the kubelet's metrics have it. Only pods that this instance of the agent
+//! saw come count: nobody knows what one that ran before has waited for.
 
 use std::{
     collections::BTreeMap,

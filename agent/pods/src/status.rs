@@ -55,7 +55,8 @@ pub(crate) struct Inputs<'a> {
     pub now: Timestamp,
 }
 
-/// Why containers wait that are restarted with all others of their pod, and the condition of such a pod; the kubelet's.
+/// Why containers wait that are restarted with all others of their pod, and the condition of such a pod; the
+/// kubelet's.
 const RESTARTING_ALL: &str = "RestartingAllContainers";
 const ALL_RESTARTING: &str = "AllContainersRestarting";
 
@@ -130,8 +131,8 @@ impl Inputs<'_> {
         }
     }
 
-    /// Whether the pod's own containers may run: they exist already, or every init container has done its part. Once
-    /// the sandbox is gone, what ran in it says so.
+    /// Whether the pod's own containers may run: they exist already, or every init container has done its
+    /// part. Once the sandbox is gone, what ran in it says so.
     fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
         let mut newest = mains.iter().filter_map(|c| self.seen.newest(&c.name));
         let begun = match &self.seen.sandbox {
@@ -204,7 +205,8 @@ impl Inputs<'_> {
         self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
     }
 
-    /// The status of one container. `may_run` is false while init containers hold it back, and for these themselves.
+    /// The status of one container. `may_run` is false while init containers hold it back, and for these
+    /// themselves.
     fn container(&self, spec: &core::Container, role: Role, may_run: bool) -> core::ContainerStatus {
         let newest = self.seen.newest(&spec.name);
         if newest.is_none()
@@ -244,8 +246,8 @@ impl Inputs<'_> {
         }
     }
 
-    /// The amounts that were in force when the same running container was last looked at: they are until the cgroups say
-    /// otherwise, whatever the manifest says by now.
+    /// The amounts that were in force when the same running container was last looked at: they are until the
+    /// cgroups say otherwise, whatever the manifest says by now.
     fn in_force(&self, container: &pod::Container) -> Option<core::ResourceRequirements> {
         if !matches!(container.state, pod::ContainerState::Running { .. }) {
             return None;
@@ -259,15 +261,15 @@ impl Inputs<'_> {
         all.into_iter().find(same)?.resources.clone()
     }
 
-    /// The amounts of the pod as a whole that were in force when it was last looked at: they are until its cgroup says
-    /// otherwise.
+    /// The amounts of the pod as a whole that were in force when it was last looked at: they are until its
+    /// cgroup says otherwise.
     fn pod_in_force(&self, phase: &str) -> Option<core::ResourceRequirements> {
         let ran = |status: &&core::PodStatus| status.phase.as_deref() == Some("Running");
         self.previous.filter(ran).filter(|_| phase == "Running")?.resources.clone()
     }
 
-    /// What was last known of a container whose records the runtime no longer has. One that was last seen running
-    /// has ended, nobody knows how: the kubelet's word for it.
+    /// What was last known of a container whose records the runtime no longer has. One that was last seen
+    /// running has ended, nobody knows how: the kubelet's word for it.
     fn last_known(&self, name: &str) -> Option<core::ContainerStatus> {
         let previous = self.previous?;
         let usual = previous.init_container_statuses.iter().chain(&previous.container_statuses);

@@ -1,5 +1,5 @@
-//! A container's last words: the file at its `terminationMessagePath`, or, where that is empty and the policy says so,
-//! the end of its log. Bounded as in the kubelet: a container must not fill the pod's status.
+//! A container's last words: the file at its `terminationMessagePath`, or, where that is empty and the policy
+//! says so, the end of its log. Bounded as in the kubelet: a container must not fill the pod's status.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

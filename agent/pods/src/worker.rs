@@ -54,11 +54,11 @@ const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::fr
 pub(super) struct Control {
     /// Set once the pod must go: everything is stopped and removed.
     pub terminate: Option<Terminate>,
-    /// Set once the pod must give everything back, and not start again while this stands: it was ended for good, or is
-    /// deleted.
+    /// Set once the pod must give everything back, and not start again while this stands: it was ended for
+    /// good, or is deleted.
     pub failed: Option<Terminate>,
-    /// All containers of the pod have ended for good: none is started again, even when the runtime's records of them are
-    /// collected as garbage.
+    /// All containers of the pod have ended for good: none is started again, even when the runtime's records
+    /// of them are collected as garbage.
     pub ended: bool,
     /// The pod as it is now, once it was changed while it runs.
     pub updated: Option<Arc<core::Pod>>,
@@ -94,8 +94,8 @@ pub(super) struct Terminate {
 pub(super) enum Stage {
     /// It runs, or is still being stopped.
     Here,
-    /// It has ended for good and given everything back: nothing of it is in the runtime, its cgroup and its volumes
-    /// are gone. Its logs stay.
+    /// It has ended for good and given everything back: nothing of it is in the runtime, its cgroup and its
+    /// volumes are gone. Its logs stay.
     Cleared,
     /// Nothing is left of it, and this was the last report.
     Gone,
@@ -218,8 +218,8 @@ impl Worker {
         supervise::keep(&name, start).await;
     }
 
-    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: workers wait most of the
-    /// time, and each would keep room for the largest step.
+    /// Works until nothing is left of a terminated pod, or the manager is gone. Its steps are boxed: workers
+    /// wait most of the time, and each would keep room for the largest step.
     async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
         let mut purpose = metrics::Step::Create;
@@ -371,7 +371,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't asked again.
+    /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't
+    /// asked again.
     async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
         if let Some((last, changes)) = self.last_look.take()
             && changes == control.changes
@@ -388,7 +389,8 @@ impl Worker {
         Ok(Arc::new(self.observer.observe().await?))
     }
 
-    /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is on its way.
+    /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is
+    /// on its way.
     async fn has_room(&self, actions: &Actions) -> bool {
         if actions.create_sandbox.is_none() && actions.start.is_empty() {
             return true;
@@ -412,8 +414,8 @@ impl Worker {
         }
     }
 
-    /// What probes say, and what is known here: how hooks did, and that containers without a startup probe have
-    /// started as soon as they run.
+    /// What probes say, and what is known here: how hooks did, and that containers without a startup probe
+    /// have started as soon as they run.
     fn verdicts(&mut self, probes: &Verdicts, seen: &Observation) -> Verdicts {
         self.hooked.retain(|id| seen.containers.contains_key(id));
         self.failed_hooks.retain(|id| seen.containers.contains_key(id));
@@ -432,8 +434,8 @@ impl Worker {
         verdicts
     }
 
-    /// Looks which running containers are not what the pod asks for now. Once they have ended that can't be told any more:
-    /// they may have ended before.
+    /// Looks which running containers are not what the pod asks for now. Once they have ended that can't be
+    /// told any more: they may have ended before.
     fn note_outdated(&mut self, seen: &Observation) {
         self.outdated.retain(|id, _| seen.containers.contains_key(id) && !seen.is_running(id));
         let spec = self.plan.pod.spec.as_ref();
@@ -554,7 +556,8 @@ impl Worker {
         end.grace.unwrap_or_else(|| self.plan.grace)
     }
 
-    /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of it.
+    /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of
+    /// it.
     async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
         let seen = Arc::new(self.observer.observe().await?);
         let nothing = Actions::default();
@@ -623,7 +626,8 @@ impl Worker {
         self.reports.send(report).await.is_ok()
     }
 
-    /// Containers that have ended for one that is as the pod asks for now: they wait for it, and the pod has not ended.
+    /// Containers that have ended for one that is as the pod asks for now: they wait for it, and the pod has
+    /// not ended.
     fn without_outdated<'a>(&'a self, seen: &'a Observation) -> impl Iterator<Item = (String, Waiting)> + 'a {
         let ended = seen.pod.containers.iter().filter(|c| {
             let newest = seen.newest(&c.name).is_some_and(|newest| newest.id == c.id);

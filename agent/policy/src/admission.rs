@@ -1,9 +1,9 @@
 //! Does a pod fit on the node beside those that are there? And if it is critical and doesn't: who goes?
 //!
-//! Fit is by requests, as the kubelet's admission has it (`pkg/kubelet/lifecycle/predicate.go` with the scheduler's
-//! `noderesources.Fits` and `nodeports.Fits`): pods, cpu, memory, ephemeral-storage, hugepages and extended resources.
-//! An extended resource that the node doesn't have at all is ignored in containers: something outside the node provides it.
-//! Must never look at what pods use: only at what they request.
+//! Fit is by requests, as the kubelet's admission has it (`pkg/kubelet/lifecycle/predicate.go` with the
+//! scheduler's `noderesources.Fits` and `nodeports.Fits`): pods, cpu, memory, ephemeral-storage, hugepages
+//! and extended resources. An extended resource that the node doesn't have at all is ignored in containers:
+//! something outside the node provides it. Must never look at what pods use: only at what they request.
 
 use std::{
     borrow::Borrow,
@@ -402,7 +402,8 @@ mod tests {
             if admission.admitted {
                 let left: Vec<&Pod> = pods.iter().enumerate().filter(|(index, _)| !admission.victims.contains(index)).map(|(_, pod)| pod).collect();
                 // The plan is idempotent: what was made room for fits, and nobody else goes. (A node that was
-                // overcommitted before is not put right by an admission, so only what the pod asks for is checked.)
+                // overcommitted before is not put right by an admission, so only what the pod asks for is
+                // checked.)
                 let again = admit(&pod, &left, &node, policy).unwrap();
                 prop_assert_eq!((again.admitted, again.victims.len(), again.reasons.len()), (true, 0, 0));
             } else {

@@ -1,9 +1,9 @@
 //! What of a pod's status is written to the API server, and in which form.
 //!
-//! The node owns most of a pod's status, but not all: conditions of other controllers, claims and the like stay as they
-//! are (kubelet: `pkg/kubelet/status/status_manager.go`, `mergePodStatus` and `TerminatePod`). What differs goes as a
-//! strategic merge patch of the `status` subresource, with the UID in it: a pod of the same name made meanwhile refuses
-//! it.
+//! The node owns most of a pod's status, but not all: conditions of other controllers, claims and the like
+//! stay as they are (kubelet: `pkg/kubelet/status/status_manager.go`, `mergePodStatus` and `TerminatePod`).
+//! What differs goes as a strategic merge patch of the `status` subresource, with the UID in it: a pod of the
+//! same name made meanwhile refuses it.
 
 use k8s_openapi::{
     api::core::v1::{
@@ -66,8 +66,8 @@ pub fn is_terminal(status: &PodStatus) -> bool {
 
 /// The status to write: ours, with what others own as the API server has it.
 ///
-/// A pod doesn't become `Succeeded` or `Failed` there while any of its containers still runs: who waits for that takes
-/// the pod's resources for free.
+/// A pod doesn't become `Succeeded` or `Failed` there while any of its containers still runs: who waits for
+/// that takes the pod's resources for free.
 #[must_use]
 pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     let mut status = ours.clone();
@@ -144,8 +144,8 @@ fn shorten_last_words(status: &mut PodStatus) {
     }
 }
 
-/// The status of a pod of which nothing is left on the node: its last one, with an end for every container that has
-/// none, and a phase that is one. A static pod keeps its phase: its mirror has no end of its own.
+/// The status of a pod of which nothing is left on the node: its last one, with an end for every container
+/// that has none, and a phase that is one. A static pod keeps its phase: its mirror has no end of its own.
 #[must_use]
 pub fn finished(pod: &Pod, last: &PodStatus) -> PodStatus {
     let mut status = last.clone();
@@ -270,7 +270,8 @@ pub fn urgency(before: &PodStatus, after: &PodStatus) -> Urgency {
     }
 }
 
-/// The patch that makes the status `after` of `before` in the API server, both as JSON; None if nothing of ours differs.
+/// The patch that makes the status `after` of `before` in the API server, both as JSON; None if nothing of
+/// ours differs.
 #[must_use]
 pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
     let mut status = Map::new();
@@ -281,8 +282,9 @@ pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
         }
         let changed = match (*field, after) {
             ("conditions", after) => conditions(before, after),
-            // Lists that the API server merges by address: an address that isn't ours any more would stay. Where there is
-            // no list yet, older servers take the directive for an address (mergeMap of strategicpatch).
+            // Lists that the API server merges by address: an address that isn't ours any more would stay.
+            // Where there is no list yet, older servers take the directive for an address (mergeMap of
+            // strategicpatch).
             ("podIPs" | "hostIPs", Some(Value::Array(list))) if before.is_some() => {
                 let mut list = list.clone();
                 list.push(json!({"$patch": "replace"}));
@@ -335,7 +337,8 @@ fn fields(before: &Value, after: &Value, kind: &Value) -> Value {
     Value::Object(changed)
 }
 
-/// The status of a pod that the node never let in: why, and nothing else (`pkg/kubelet/kubelet.go`, `rejectPod`).
+/// The status of a pod that the node never let in: why, and nothing else (`pkg/kubelet/kubelet.go`,
+/// `rejectPod`).
 #[must_use]
 pub fn rejected(pod: &Pod, reason: &str, message: &str, now: Time) -> PodStatus {
     PodStatus {

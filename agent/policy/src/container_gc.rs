@@ -65,9 +65,9 @@ pub struct ContainerRecord<'a> {
     pub pod_state: PodState,
 }
 
-/// The containers to remove, in order: everything of deleted pods (with `evict_terminated` of terminated ones too), then the
-/// oldest of each (pod, container name) beyond the policy's number, then, if there are still too many in all, the oldest of
-/// those with more than an equal share, then the oldest.
+/// The containers to remove, in order: everything of deleted pods (with `evict_terminated` of terminated ones
+/// too), then the oldest of each (pod, container name) beyond the policy's number, then, if there are still
+/// too many in all, the oldest of those with more than an equal share, then the oldest.
 ///
 /// Within a (pod, container name) the oldest goes first.
 #[must_use]
@@ -159,8 +159,9 @@ pub struct SandboxRecord<'a> {
     pub pod_state: PodState,
 }
 
-/// The sandboxes to remove, oldest first within a pod: not ready, without containers (`with_containers` has the ids of those
-/// that still have some), and either of a deleted pod (with `evict_terminated` of a terminated one too) or not its newest.
+/// The sandboxes to remove, oldest first within a pod: not ready, without containers (`with_containers` has
+/// the ids of those that still have some), and either of a deleted pod (with `evict_terminated` of a
+/// terminated one too) or not its newest.
 #[must_use]
 pub fn removable_sandboxes<'a>(
     evict_terminated: bool,
@@ -310,7 +311,7 @@ mod tests {
             let text = ["a", "b", "c", "d"];
             let containers: Vec<_> = rows.iter().zip(&ids).map(|(&(pod, name, created, state, _), id)| ContainerRecord {
                 state: [ContainerState::Running, ContainerState::Exited, ContainerState::Created][usize::from(state)],
-                // One state a pod.
+                // One state per pod.
                 pod_state: [PodState::Running, PodState::Terminated, PodState::Deleted, PodState::Running][usize::from(pod)],
                 ..dead(id, text[usize::from(pod)], text[usize::from(name)], created)
             }).collect();

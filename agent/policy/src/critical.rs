@@ -1,6 +1,7 @@
 //! Which pods are critical, and who may preempt whom (`pkg/kubelet/types/pod_update.go` of the kubelet).
 //!
-//! Every decision that spares or favours critical pods asks here. Must never look at anything but the two pods.
+//! Every decision that spares or favours critical pods asks here. Must never look at anything but the two
+//! pods.
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -25,13 +26,14 @@ pub fn priority(pod: &Pod) -> i32 {
     pod.spec.as_ref().and_then(|spec| spec.priority).unwrap_or(0)
 }
 
-/// Static pods, mirror pods and pods of a system priority are critical: they are admitted even where others must go.
+/// Static pods, mirror pods and pods of a system priority are critical: they are admitted even where others
+/// must go.
 pub fn is_critical(pod: &Pod) -> bool {
     is_static(pod) || is_mirror(pod) || priority(pod) >= SYSTEM_CRITICAL_PRIORITY
 }
 
-/// May `preemptor` take the place of `victim`? A critical pod may take a non-critical one's, and a pod of higher priority
-/// one of lower priority, if both have one.
+/// May `preemptor` take the place of `victim`? A critical pod may take a non-critical one's, and a pod of
+/// higher priority one of lower priority, if both have one.
 pub fn may_preempt(preemptor: &Pod, victim: &Pod) -> bool {
     let own = |pod: &Pod| pod.spec.as_ref().and_then(|spec| spec.priority);
     (is_critical(preemptor) && !is_critical(victim))

@@ -1,10 +1,11 @@
-//! Who has which device: the kubelet's device manager (`pkg/kubelet/cm/devicemanager`) without its plugins' sockets.
+//! Who has which device: the kubelet's device manager (`pkg/kubelet/cm/devicemanager`) without its plugins'
+//! sockets.
 //!
-//! [`Devices`] is the ledger. An allocation is a conversation, since only the caller can talk to a plugin: [`Devices::select`]
-//! says which devices it would take (or what to ask the plugin first), the caller has the plugin allocate them, and
-//! [`Devices::commit`] writes it down. The caller must not begin another allocation of the same resource in between;
-//! everything else may happen meanwhile.
-//! Must never hand out a device that another container of a living pod holds; must never talk to anything.
+//! [`Devices`] is the ledger. An allocation is a conversation, since only the caller can talk to a plugin:
+//! [`Devices::select`] says which devices it would take (or what to ask the plugin first), the caller has the
+//! plugin allocate them, and [`Devices::commit`] writes it down. The caller must not begin another allocation
+//! of the same resource in between; everything else may happen meanwhile. Must never hand out a device that
+//! another container of a living pod holds; must never talk to anything.
 //!
 //! Times are [`Duration`]s since an origin of the caller's choice.
 
@@ -201,7 +202,8 @@ pub struct Devices {
     unhealthy: BTreeMap<String, Ids>,
     /// NUMA nodes by resource and device.
     nodes: BTreeMap<String, Nodes>,
-    /// How many devices of each resource are near which set of nodes: a handful of sets, however many devices there are.
+    /// How many devices of each resource are near which set of nodes: a handful of sets, however many devices
+    /// there are.
     places: BTreeMap<String, BTreeMap<Vec<i64>, usize>>,
     /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
     taken: BTreeMap<String, Ids>,
@@ -210,8 +212,8 @@ pub struct Devices {
     last_known: BTreeMap<String, Arc<Ids>>,
 }
 
-/// What is known of a pod while its containers are served one after the other, init containers first. A value for each pod
-/// and each time that it is served.
+/// What is known of a pod while its containers are served one after the other, init containers first. A value
+/// for each pod and each time that it is served.
 #[derive(Debug, Clone, Default)]
 pub struct Serving {
     /// What init containers leave to those that follow, by resource.
@@ -221,14 +223,14 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough (see
-    /// [`topology`]).
+    /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough
+    /// (see [`topology`]).
     pub fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
         self.affinity = nodes;
     }
 
-    /// A container has all it asked for. What an init container has is left to those that come after it; what a lasting
-    /// one has is not.
+    /// A container has all it asked for. What an init container has is left to those that come after it; what
+    /// a lasting one has is not.
     pub fn finish(&mut self, devices: &Devices, pod_uid: &str, container: &str, kind: ContainerKind) {
         let held = devices.pods.get(pod_uid).and_then(|pod| pod.get(container));
         for (resource, held) in held.into_iter().flatten() {
@@ -294,7 +296,8 @@ impl Devices {
         self.healthy.contains_key(resource) || self.taken.contains_key(resource)
     }
 
-    /// What the node has, and forgets resources whose plugin has been gone for longer than [`ENDPOINT_GRACE`].
+    /// What the node has, and forgets resources whose plugin has been gone for longer than
+    /// [`ENDPOINT_GRACE`].
     pub fn capacity(&mut self, now: Duration) -> Capacity {
         let mut result = Capacity::default();
         let known: Ids = self.healthy.keys().chain(self.unhealthy.keys()).cloned().collect();
@@ -317,8 +320,8 @@ impl Devices {
         result
     }
 
-    /// The same, but a resource whose plugin hasn't come back since a restart has what it had before: a node that was
-    /// rebooted isn't taken for one without devices.
+    /// The same, but a resource whose plugin hasn't come back since a restart has what it had before: a node
+    /// that was rebooted isn't taken for one without devices.
     pub fn capacity_meanwhile(&mut self, now: Duration) -> Capacity {
         let mut result = self.capacity(now);
         for (resource, ids) in &self.last_known {
@@ -330,7 +333,8 @@ impl Devices {
         result
     }
 
-    /// Raises what is allocatable to what is already held, so that pods that run keep their place while a plugin is away.
+    /// Raises what is allocatable to what is already held, so that pods that run keep their place while a
+    /// plugin is away.
     pub fn raise_allocatable(&self, allocatable: &mut BTreeMap<String, i64>) {
         for (resource, ids) in &self.taken {
             let held = i64::try_from(ids.len()).unwrap_or(i64::MAX);
@@ -339,8 +343,8 @@ impl Devices {
         }
     }
 
-    /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a container, unless not
-    /// all sources of pods are ready (then who is active isn't known).
+    /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a
+    /// container, unless not all sources of pods are ready (then who is active isn't known).
     pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) {
         let before = self.pods.len();
         self.pods.retain(|uid, _| active(uid));
@@ -349,8 +353,8 @@ impl Devices {
         }
     }
 
-    /// Frees what a container holds that has ended for good (an init container, once the next has started). What other
-    /// containers of the pod took over from it stays theirs.
+    /// Frees what a container holds that has ended for good (an init container, once the next has started).
+    /// What other containers of the pod took over from it stays theirs.
     pub fn release(&mut self, pod_uid: &str, container: &str) {
         let Some(pod) = self.pods.get_mut(pod_uid) else { return };
         if pod.remove(container).is_some() {

@@ -1,7 +1,8 @@
 //! Durations as Go writes them and Kubernetes' files have them: `300ms`, `1m30s`, `1.5h`.
 //!
-//! Follows `time.ParseDuration` and `time.Duration.String` (go.dev/src/time): whole nanoseconds, at most 2^63-1 of them
-//! (292 years). No setting here may be negative, so a minus sign is an error. Must never panic on any input.
+//! Follows `time.ParseDuration` and `time.Duration.String` (go.dev/src/time): whole nanoseconds, at most
+//! 2^63-1 of them (292 years). No setting here may be negative, so a minus sign is an error. Must never panic
+//! on any input.
 
 use std::fmt::Write;
 use std::time::Duration;

@@ -1,7 +1,8 @@
-//! Files of variables (KEP-3721): `NAME='value'`, a strict part of what a shell reads, as the kubelet's `ParseEnv` takes it.
+//! Files of variables (KEP-3721): `NAME='value'`, a strict part of what a shell reads, as the kubelet's
+//! `ParseEnv` takes it.
 //!
-//! Values stand in single quotes, may go over several lines, and mean what they say: nothing is escaped or expanded. A
-//! comment may follow. A variable with blanks between `=` and the quote is empty.
+//! Values stand in single quotes, may go over several lines, and mean what they say: nothing is escaped or
+//! expanded. A comment may follow. A variable with blanks between `=` and the quote is empty.
 
 /// Why a file of variables can't be read: which line, and what of it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -13,7 +14,8 @@ pub struct EnvFileError {
     pub what: &'static str,
 }
 
-/// The value of the first variable called `key`; None if there is none, or an empty one. What comes after it isn't looked at.
+/// The value of the first variable called `key`; None if there is none, or an empty one. What comes after it
+/// isn't looked at.
 ///
 /// # Errors
 /// The first line that is no variable, up to the one that is asked for.

@@ -1,8 +1,8 @@
 //! When a node is under pressure, what to reclaim, and which pod goes first: the kubelet's eviction manager
 //! (`pkg/kubelet/eviction/{eviction_manager,helpers}.go`).
 //!
-//! Numbers in, a decision out. Must never measure, kill or remember anything by itself: what has to outlive a decision
-//! is in [`Tracker`], which the caller keeps.
+//! Numbers in, a decision out. Must never measure, kill or remember anything by itself: what has to outlive a
+//! decision is in [`Tracker`], which the caller keeps.
 
 use std::{
     cmp::Reverse,
@@ -97,7 +97,8 @@ impl Signal {
         }
     }
 
-    /// The resource that is short, as the message of an evicted pod names it (`signalToResource` of the kubelet).
+    /// The resource that is short, as the message of an evicted pod names it (`signalToResource` of the
+    /// kubelet).
     #[must_use]
     pub const fn resource(self) -> &'static str {
         match self {
@@ -151,7 +152,8 @@ pub enum ValueError {
 }
 
 impl ThresholdValue {
-    /// Reads a threshold: a quantity above zero, or a percentage. `0%` and `100%` mean *no threshold*: `Ok(None)`.
+    /// Reads a threshold: a quantity above zero, or a percentage. `0%` and `100%` mean *no threshold*:
+    /// `Ok(None)`.
     ///
     /// # Errors
     /// If it is neither, or outside its range.
@@ -270,8 +272,9 @@ pub const fn reclaim(signal: Signal, layout: DiskLayout) -> &'static [Reclaim] {
     }
 }
 
-/// Gives the containers' filesystem the thresholds of the filesystem that it is (the kubelet lets nobody set them): the image
-/// filesystem's if that is a dedicated one, else the node's. Thresholds set for it are dropped; returned are those dropped.
+/// Gives the containers' filesystem the thresholds of the filesystem that it is (the kubelet lets nobody set
+/// them): the image filesystem's if that is a dedicated one, else the node's. Thresholds set for it are
+/// dropped; returned are those dropped.
 pub fn derive_container_fs(thresholds: &mut Vec<Threshold>, layout: DiskLayout) -> Vec<Threshold> {
     let is_container_fs =
         |t: &Threshold| matches!(t.signal, Signal::ContainerFsAvailable | Signal::ContainerFsInodesFree);
@@ -291,7 +294,8 @@ pub fn derive_container_fs(thresholds: &mut Vec<Threshold>, layout: DiskLayout) 
     dropped
 }
 
-/// Gives the pods' memory the hard thresholds of the node's memory (the kubelet does so where it enforces allocatable on pods).
+/// Gives the pods' memory the hard thresholds of the node's memory (the kubelet does so where it enforces
+/// allocatable on pods).
 pub fn derive_allocatable(thresholds: &mut Vec<Threshold>) {
     let copies: Vec<Threshold> = thresholds
         .iter()
@@ -427,8 +431,9 @@ pub struct Candidate<'a> {
 
 /// The pods' places in `pods`, first to go first.
 ///
-/// Memory and disk: pods without statistics, then those above their request, each group by priority, then by how far they are
-/// above. Process ids: by priority, then by how many they use. Ties keep the order of `pods`.
+/// Memory and disk: pods without statistics, then those above their request, each group by priority, then by
+/// how far they are above. Process ids: by priority, then by how many they use. Ties keep the order of
+/// `pods`.
 #[must_use]
 pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..pods.len()).collect();
@@ -439,7 +444,8 @@ pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<u
         });
         return order;
     }
-    // With inodes the kubelet subtracts the request for bytes all the same: kept, the order is part of the contract.
+    // With inodes the kubelet subtracts the request for bytes all the same: kept, the order is part of the
+    // contract.
     let (limit, subtracted) = match signal {
         signal if signal.is_memory() => (resources::MEMORY, resources::MEMORY),
         signal if signal.is_inodes() => ("inodes", resources::EPHEMERAL_STORAGE),
@@ -463,7 +469,8 @@ pub fn victim(ranked: &[usize], pods: &[Candidate<'_>]) -> Option<usize> {
     ranked.iter().copied().find(|i| pods.get(*i).is_some_and(|pod| !pod.critical))
 }
 
-/// How much must be freed before a threshold is no longer met, its minimum reclaim included; zero if it isn't met.
+/// How much must be freed before a threshold is no longer met, its minimum reclaim included; zero if it isn't
+/// met.
 #[must_use]
 pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
     let more = threshold.min_reclaim.map_or(Quantity::ZERO, |more| more.of(seen.capacity));
@@ -480,14 +487,15 @@ pub fn is_worth_it(frees: Quantity, missing: Quantity) -> bool {
     frees > Quantity::ZERO && i128::from(frees.value()) * WORTH >= i128::from(missing.value())
 }
 
-/// The pods to evict at once, in the order of `ranked`, critical ones left out. `leaving` says that somebody is on the way
-/// out already; `missing` is what those won't free.
+/// The pods to evict at once, in the order of `ranked`, critical ones left out. `leaving` says that somebody
+/// is on the way out already; `missing` is what those won't free.
 ///
-/// The kubelet ends one pod, looks again, ends the next. Several go at once only where together they free what is missing,
-/// and then only those that this takes: nobody who frees next to nothing while others free enough, and nobody whose place
-/// in the ranking comes before others that must go in any case and free enough without it. Where the pods can't free what
-/// is missing (it is held by something else), or one of them has no statistics, one goes at a time: of those worth it the
-/// first, else the first of all. Nobody does while another one is leaving: what that frees must be seen first.
+/// The kubelet ends one pod, looks again, ends the next. Several go at once only where together they free
+/// what is missing, and then only those that this takes: nobody who frees next to nothing while others free
+/// enough, and nobody whose place in the ranking comes before others that must go in any case and free enough
+/// without it. Where the pods can't free what is missing (it is held by something else), or one of them has
+/// no statistics, one goes at a time: of those worth it the first, else the first of all. Nobody does while
+/// another one is leaving: what that frees must be seen first.
 #[must_use]
 pub fn victims(
     signal: Signal,

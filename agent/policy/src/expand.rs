@@ -49,8 +49,8 @@ pub fn expand_strict(text: &str, value_of: impl Fn(&str) -> Option<String>) -> R
     }
 }
 
-/// Expands the command of an exec probe, which knows the static environment only: a variable from elsewhere (`valueFrom`)
-/// is empty, as to the kubelet (`ExpandContainerCommandOnlyStatic`).
+/// Expands the command of an exec probe, which knows the static environment only: a variable from elsewhere
+/// (`valueFrom`) is empty, as to the kubelet (`ExpandContainerCommandOnlyStatic`).
 pub fn expand_probe_command(command: &[String], env: &[EnvVar]) -> Vec<String> {
     let values: BTreeMap<&str, &str> = env
         .iter()

@@ -1,8 +1,9 @@
 //! Where in the input a value is wrong: the one error type of this crate.
 //!
-//! Every function that reads text out of a Kubernetes object (quantities above all) reports the field's path relative to
-//! what it was given; each caller that holds a larger object puts its own part in front with [`FieldError::under`].
-//! Must never carry anything that isn't a property of the input (no I/O errors, no time).
+//! Every function that reads text out of a Kubernetes object (quantities above all) reports the field's path
+//! relative to what it was given; each caller that holds a larger object puts its own part in front with
+//! [`FieldError::under`]. Must never carry anything that isn't a property of the input (no I/O errors, no
+//! time).
 
 use std::fmt;
 
@@ -19,7 +20,8 @@ impl FieldError {
         Self { path: path.into(), message: message.into() }
     }
 
-    /// The same error seen from the object that holds this one: `under("pods[3]")` of `spec.x` is `pods[3].spec.x`.
+    /// The same error seen from the object that holds this one: `under("pods[3]")` of `spec.x` is
+    /// `pods[3].spec.x`.
     #[must_use]
     pub fn under(mut self, parent: &str) -> Self {
         self.path = match self.path.as_str() {

@@ -1,10 +1,10 @@
 //! Which images go, in which order, and when to stop: the kubelet's image garbage collection
 //! (`pkg/kubelet/images/image_gc_manager.go`, KEP-4210 for the maximum age).
 //!
-//! [`Collection`] is a state machine: it names one image at a time, and its driver removes it and says what became of it.
-//! So `plan` (which sums sizes) and the daemon (which asks again whether the image is in use, removes it and *measures*
-//! what that freed) make the same decisions. Must never remove anything itself, and never name an image that is in use,
-//! pinned, or younger than the minimum age.
+//! [`Collection`] is a state machine: it names one image at a time, and its driver removes it and says what
+//! became of it. So `plan` (which sums sizes) and the daemon (which asks again whether the image is in use,
+//! removes it and *measures* what that freed) make the same decisions. Must never remove anything itself, and
+//! never name an image that is in use, pinned, or younger than the minimum age.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -50,8 +50,8 @@ pub enum PolicyError {
 }
 
 impl ImageGcPolicy {
-    /// A checked policy. `high` and `low` are percentages of the filesystem in use; collecting starts at or above `high`
-    /// and frees down to `low`. A `max_age` of zero means never for age alone.
+    /// A checked policy. `high` and `low` are percentages of the filesystem in use; collecting starts at or
+    /// above `high` and frees down to `low`. A `max_age` of zero means never for age alone.
     ///
     /// # Errors
     /// If a percentage isn't between 0 and 100, or `low` is above `high`.
@@ -100,9 +100,9 @@ pub struct ListedImage<'a> {
     pub pinned: bool,
 }
 
-/// Brings the records up to what the runtime lists (the kubelet's `detectImages`): new images are first seen now, those in
-/// use are last used now, those gone are forgotten. `first` says that this is the first look ever, when nothing is known of
-/// how long the images have been there.
+/// Brings the records up to what the runtime lists (the kubelet's `detectImages`): new images are first seen
+/// now, those in use are last used now, those gone are forgotten. `first` says that this is the first look
+/// ever, when nothing is known of how long the images have been there.
 pub fn detect<'a, S: BuildHasher>(
     records: &mut BTreeMap<String, ImageRecord>,
     listed: impl IntoIterator<Item = ListedImage<'a>>,
@@ -128,9 +128,9 @@ pub fn detect<'a, S: BuildHasher>(
     }
 }
 
-/// Moves remembered times by `step`, by which the wall's clock was set since they were written, so that ages stay what they
-/// are. One that is yet to come even so becomes `now`: that clock was set while nobody looked, and an image would be too
-/// young to go until it is caught up.
+/// Moves remembered times by `step`, by which the wall's clock was set since they were written, so that ages
+/// stay what they are. One that is yet to come even so becomes `now`: that clock was set while nobody looked,
+/// and an image would be too young to go until it is caught up.
 pub fn follow_clock<'a>(
     times: impl IntoIterator<Item = &'a mut Timestamp>,
     step: SignedDuration,
@@ -154,10 +154,11 @@ pub struct FsUsage {
 /// What to collect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// By the policy: first what is past its maximum age, then, if the filesystem is too full, until it isn't.
+    /// By the policy: first what is past its maximum age, then, if the filesystem is too full, until it
+    /// isn't.
     Policy {
-        /// When garbage collection began; nothing goes for its age alone before the maximum age has passed since then
-        /// (what happened earlier is not known). `None`: long ago.
+        /// When garbage collection began; nothing goes for its age alone before the maximum age has passed
+        /// since then (what happened earlier is not known). `None`: long ago.
         began: Option<Timestamp>,
     },
     /// Everything unused and not too young, whatever the filesystem's state (the answer to disk pressure).
@@ -176,7 +177,8 @@ pub enum Reason {
 /// What the driver of a [`Collection`] must do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step<'a> {
-    /// Remove this image, then call [`Collection::removed`], [`Collection::failed`] or [`Collection::spared`].
+    /// Remove this image, then call [`Collection::removed`], [`Collection::failed`] or
+    /// [`Collection::spared`].
     Remove(&'a ImageRecord, Reason),
     /// Look at the filesystem, then call [`Collection::measured`].
     Measure,
@@ -201,7 +203,8 @@ pub struct Event {
 pub struct Outcome {
     /// How full the filesystem was, in percent; `None` if that wasn't looked at.
     pub usage_percent: Option<u8>,
-    /// What had to be freed, in bytes; may be negative (the first eligible image goes all the same). `None` if nothing had to be.
+    /// What had to be freed, in bytes; may be negative (the first eligible image goes all the same). `None`
+    /// if nothing had to be.
     pub bytes_to_free: Option<i64>,
     /// What went, in order.
     pub removed: Vec<String>,
@@ -230,7 +233,13 @@ enum Phase {
 /// use beelet_policy::image_gc::*;
 ///
 /// let policy = ImageGcPolicy::new(85, 80, Duration::from_secs(120), Duration::ZERO)?;
-/// let old = ImageRecord { id: "old".into(), size_bytes: 7, pinned: false, first_detected: None, last_used: None };
+/// let old = ImageRecord {
+///     id: "old".into(),
+///     size_bytes: 7,
+///     pinned: false,
+///     first_detected: None,
+///     last_used: None,
+/// };
 /// let (now, none) = ("2026-11-21T12:00:00Z".parse()?, HashSet::<&str>::new());
 /// let images = [old];
 /// let mut run = Collection::new(&policy, Mode::Policy { began: None }, now, &images, &none);
@@ -256,7 +265,8 @@ pub struct Collection<'a> {
 }
 
 impl<'a> Collection<'a> {
-    /// A run over `images`, of which those in `in_use` (ids; image volumes and the sandbox image included) are spared.
+    /// A run over `images`, of which those in `in_use` (ids; image volumes and the sandbox image included)
+    /// are spared.
     #[must_use]
     pub fn new<S: BuildHasher>(
         policy: &ImageGcPolicy,

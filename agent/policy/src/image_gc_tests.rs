@@ -267,7 +267,8 @@ proptest! {
         }
         let outcome = run.outcome();
         prop_assert!(outcome.removed.iter().all(|id| !stuck.contains(id)));
-        // Once more on what is left, with the freed space free: nothing more goes than did not fit the first time.
+        // Once more on what is left, with the freed space free: nothing more goes than did not fit the first
+        // time.
         let left: Vec<ImageRecord> = images.iter().filter(|i| !outcome.removed.contains(&i.id)).cloned().collect();
         if all {
             let stubborn: Vec<&str> = stuck.iter().map(String::as_str).collect();

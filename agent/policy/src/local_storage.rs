@@ -1,7 +1,8 @@
 //! Which pod has more on the node's disk than it may: the kubelet's local storage eviction
 //! (`pkg/kubelet/eviction/eviction_manager.go`, `localStorageEviction`).
 //!
-//! Numbers in, a sentence out. Must never look at how much the node has left: a pod goes for its own limits here.
+//! Numbers in, a sentence out. Must never look at how much the node has left: a pod goes for its own limits
+//! here.
 
 use std::collections::BTreeMap;
 
@@ -25,15 +26,16 @@ pub struct PodStorage {
 /// A limit that a pod is above.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// The kubelet's name for it in metrics: `emptydirfs.limit`, `ephemeralpodfs.limit` or `ephemeralcontainerfs.limit`.
+    /// The kubelet's name for it in metrics: `emptydirfs.limit`, `ephemeralpodfs.limit` or
+    /// `ephemeralcontainerfs.limit`.
     pub signal: &'static str,
     /// A sentence, in the kubelet's words.
     pub message: String,
 }
 
-/// The first limit that the pod is above: of an emptyDir volume, of the pod as a whole, of a container. The pod's own limit
-/// counts its volumes, its containers' writable layers and logs; it is the sum of the containers' limits, where all have one
-/// or some have.
+/// The first limit that the pod is above: of an emptyDir volume, of the pod as a whole, of a container. The
+/// pod's own limit counts its volumes, its containers' writable layers and logs; it is the sum of the
+/// containers' limits, where all have one or some have.
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.

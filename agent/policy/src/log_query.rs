@@ -1,6 +1,6 @@
-//! What a client may ask of the machine's logs (KEP-2258): a file of the log folder, or what services have told the
-//! journal. Everything a client names ends up as an argument of a program that runs as root: only what is known to be
-//! harmless gets that far.
+//! What a client may ask of the machine's logs (KEP-2258): a file of the log folder, or what services have
+//! told the journal. Everything a client names ends up as an argument of a program that runs as root: only
+//! what is known to be harmless gets that far.
 //!
 //! Source: `nodeLogQuery` in pkg/kubelet/kubelet_server_journal.go.
 

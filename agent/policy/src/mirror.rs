@@ -1,8 +1,9 @@
 //! Mirror pods: the API server's image of static pods, so that they can be seen, counted and asked for logs.
 //!
-//! A mirror is made for each static pod, says whose it is by annotations, and belongs to the Node object. It is made anew
-//! where it no longer shows its pod, and goes with it (kubelet: `pkg/kubelet/pod/mirror_client.go`,
-//! `pkg/kubelet/kubelet.go`, `tryReconcileMirrorPods`). Deleting it doesn't end the pod.
+//! A mirror is made for each static pod, says whose it is by annotations, and belongs to the Node object. It
+//! is made anew where it no longer shows its pod, and goes with it (kubelet:
+//! `pkg/kubelet/pod/mirror_client.go`, `pkg/kubelet/kubelet.go`, `tryReconcileMirrorPods`). Deleting it
+//! doesn't end the pod.
 
 use std::collections::BTreeMap;
 
@@ -62,8 +63,8 @@ pub fn shows(mirror: &Pod, pod: &Pod) -> bool {
         && annotation(mirror, MIRROR) == annotation(pod, HASH)
 }
 
-/// What to do so that `mirrors` show `pods`, the static pods of the node. A mirror that must go goes first: its successor has
-/// its name.
+/// What to do so that `mirrors` show `pods`, the static pods of the node. A mirror that must go goes first:
+/// its successor has its name.
 #[must_use]
 pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner: &Owner) -> Vec<Step> {
     let mut steps = Vec::new();

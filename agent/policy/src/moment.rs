@@ -1,14 +1,15 @@
-//! Times of a clock that nobody sets, for what is a length: grace periods, delays, how long something has lasted.
+//! Times of a clock that nobody sets, for what is a length: grace periods, delays, how long something has
+//! lasted.
 //!
-//! The wall's clock is set by people and by NTP, by hours at a time. What was measured with it would be over too soon, or
-//! never.
+//! The wall's clock is set by people and by NTP, by hours at a time. What was measured with it would be over
+//! too soon, or never.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-/// A time on a clock that only goes forward, since a beginning that its owner chose. Moments of two clocks say nothing
-/// of each other.
+/// A time on a clock that only goes forward, since a beginning that its owner chose. Moments of two clocks
+/// say nothing of each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Moment(Duration);
 

@@ -1,8 +1,8 @@
 //! Is this the node that a pod asks for: by selector, affinity, name, taints, and the labels of its system?
 //!
-//! The questions are the kubelet's at admission (`pkg/kubelet/lifecycle/predicate.go`), the answers the scheduler's
-//! (`nodeaffinity`, `nodename`, `tainttoleration`). Of taints only `NoExecute` counts here: what may merely not be
-//! scheduled was scheduled already. Must never look at other pods.
+//! The questions are the kubelet's at admission (`pkg/kubelet/lifecycle/predicate.go`), the answers the
+//! scheduler's (`nodeaffinity`, `nodename`, `tainttoleration`). Of taints only `NoExecute` counts here: what
+//! may merely not be scheduled was scheduled already. Must never look at other pods.
 
 use std::collections::BTreeMap;
 

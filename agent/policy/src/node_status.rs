@@ -36,8 +36,8 @@ const DEFAULT_LABELS: [&str; 9] = [
 ];
 /// The taint that a cloud's controller takes away once it has set up the Node (`cloudproviderapi`).
 const UNINITIALIZED: &str = "node.cloudprovider.kubernetes.io/uninitialized";
-/// What of Kubernetes' features a scheduler may count on, in order (KEP-5328): pods that need one it doesn't find are placed
-/// elsewhere.
+/// What of Kubernetes' features a scheduler may count on, in order (KEP-5328): pods that need one it doesn't
+/// find are placed elsewhere.
 const DECLARED_FEATURES: [&str; 2] =
     ["InPlacePodLevelResourcesVerticalScaling", "RestartAllContainersOnContainerExits"];
 /// Names per image in a Node's status (`MaxNamesPerImageInNodeStatus`).

@@ -97,11 +97,11 @@ pub struct Verdicts {
     pub started: BTreeSet<String>,
     /// Containers whose postStart hook is done. Those without one needn't be here.
     pub hooked: BTreeSet<String>,
-    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned, or that are not what the
-    /// pod asks for any more. The latter are started anew whatever code they end with.
+    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned, or that are
+    /// not what the pod asks for any more. The latter are started anew whatever code they end with.
     pub condemned: BTreeMap<String, KillReason>,
-    /// Containers that somebody asked to be started again: their restart delay counts as over, and the next one begins
-    /// from nothing.
+    /// Containers that somebody asked to be started again: their restart delay counts as over, and the next
+    /// one begins from nothing.
     pub hurried: BTreeSet<String>,
 }
 
@@ -210,7 +210,8 @@ pub struct Actions {
     pub remove_sandboxes: Vec<String>,
     /// Hooks to run before anything is started.
     pub post_start: Vec<Hook>,
-    /// Containers to start, one after the other: one with a postStart hook holds the later ones back until it is done.
+    /// Containers to start, one after the other: one with a postStart hook holds the later ones back until it
+    /// is done.
     pub start: Vec<Start>,
     /// Containers that wait for their restart delay to pass.
     pub backoff: BTreeMap<String, Backoff>,
@@ -244,8 +245,9 @@ pub fn active_limit(spec: &PodSpec) -> Option<Duration> {
     u64::try_from(spec.active_deadline_seconds?).ok().map(Duration::from_secs)
 }
 
-/// When containers ended, by the runtime's identifiers, and what time it is: on one clock, which nobody sets. The runtime's
-/// own times are the wall's, and a delay that is measured by them lasts hours where that clock is set back.
+/// When containers ended, by the runtime's identifiers, and what time it is: on one clock, which nobody sets.
+/// The runtime's own times are the wall's, and a delay that is measured by them lasts hours where that clock
+/// is set back.
 #[derive(Clone, Copy, Debug)]
 pub struct Times<'a> {
     /// When containers ended. One that isn't here ends now.
@@ -308,7 +310,8 @@ impl<'a> Decision<'a> {
         Self { spec, observed, verdicts, times, max_restart_delay, current, newest, round, actions }
     }
 
-    /// The container of this name in the sandbox and the round that count: attempts in earlier ones are history.
+    /// The container of this name in the sandbox and the round that count: attempts in earlier ones are
+    /// history.
     fn here(&self, name: &str) -> Option<&'a Container> {
         let current = self.current?;
         self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
@@ -349,8 +352,9 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Before there is a new sandbox the dead ones are stopped too, as by the kubelet (killPodWithSyncResult): one whose
-    /// processes the machine lost, by a reboot, holds its addresses until then.
+    /// Before there is a new sandbox the dead ones are stopped too, as by the kubelet
+    /// (killPodWithSyncResult): one whose processes the machine lost, by a reboot, holds its addresses until
+    /// then.
     fn stop_dead_sandboxes(&mut self) {
         let stopped = &mut self.actions.stop_sandboxes;
         for sandbox in &self.observed.sandboxes {
@@ -374,7 +378,8 @@ impl<'a> Decision<'a> {
         }
         let mut own = self.spec.containers.iter();
         let codes: Vec<Option<i32>> = own.clone().map(|c| self.exit_code(&c.name)).collect();
-        // A sandbox that died took its containers along; where none of them ever comes back, that was the pod's end.
+        // A sandbox that died took its containers along; where none of them ever comes back, that was the
+        // pod's end.
         let comes_back = own.any(|c| restart::ever_restarts(self.spec, c)) || may_restart_all(self.spec);
         if self.current.is_none() && !self.observed.containers.is_empty() && !comes_back {
             return Some(outcome_of(&codes));

@@ -111,8 +111,8 @@ pub struct ProbeParams {
 }
 
 impl ProbeParams {
-    /// The settings of a probe, with the API's defaults where a field is absent or 0: one success, three failures. Negative
-    /// numbers, which the API refuses, count as absent.
+    /// The settings of a probe, with the API's defaults where a field is absent or 0: one success, three
+    /// failures. Negative numbers, which the API refuses, count as absent.
     #[must_use]
     pub fn from_probe(probe: &Probe, waits_for_startup: bool, edge_policy: EdgePolicy) -> Self {
         let positive = |n: Option<i32>, default: u32| match u32::try_from(n.unwrap_or(0)) {
@@ -286,8 +286,8 @@ impl ProbeState {
         self.publish(now, ProbeResult::Failure, false)
     }
 
-    /// The pod is being deleted, or was ended for good: liveness and startup probes end in success, so that nothing restarts the
-    /// container during its graceful termination; readiness goes on.
+    /// The pod is being deleted, or was ended for good: liveness and startup probes end in success, so that
+    /// nothing restarts the container during its graceful termination; readiness goes on.
     pub fn pod_deleted(&mut self, now: Duration) -> Option<Transition> {
         if self.kind == ProbeKind::Readiness {
             return None;
@@ -334,7 +334,8 @@ impl ProbeState {
         }
     }
 
-    /// From when on an outcome counts, if nothing but time must pass; `None`: something else must happen first.
+    /// From when on an outcome counts, if nothing but time must pass; `None`: something else must happen
+    /// first.
     #[must_use]
     pub fn due_from(&self) -> Option<Duration> {
         let Subject::Running(started_at) = self.subject else { return None };
@@ -342,8 +343,8 @@ impl ProbeState {
         self.due(from).then_some(from)
     }
 
-    /// Whether successes, at `now` and until another of these methods is called, change nothing: [`Self::record`] need not be
-    /// told of them.
+    /// Whether successes, at `now` and until another of these methods is called, change nothing:
+    /// [`Self::record`] need not be told of them.
     #[must_use]
     pub fn is_steady(&self, now: Duration) -> bool {
         self.published == ProbeResult::Success
@@ -428,8 +429,8 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Plays a script of one letter a second on a fresh probe: `s`uccess, `f`ailure, `e`rror, `R`estart (new
-    /// container), `L`istening, `C`losed, `G`ate opens, `X` container stops, `D` pod deleted.
+    /// Plays a script of one letter per second on a fresh probe: `s`uccess, `f`ailure, `e`rror, `R`estart
+    /// (new container), `L`istening, `C`losed, `G`ate opens, `X` container stops, `D` pod deleted.
     /// Expectation: what was published, `second` + `+`, `-` or `?`, `!` where a restart is demanded.
     fn check(kind: ProbeKind, params: &ProbeParams, script: &str, expectation: &str) {
         let mut state = ProbeState::new(kind, params);

@@ -1,8 +1,8 @@
 //! The QoS class of a pod: Guaranteed, Burstable or BestEffort.
 //!
-//! Follows `k8s.io/kubernetes/pkg/apis/core/v1/helper/qos`: a class that the status already has stands; pod-level resources,
-//! where the field is present, decide alone; else every container and init container counts, cpu and memory only, amounts
-//! above zero only. Must never look at anything but the pod.
+//! Follows `k8s.io/kubernetes/pkg/apis/core/v1/helper/qos`: a class that the status already has stands;
+//! pod-level resources, where the field is present, decide alone; else every container and init container
+//! counts, cpu and memory only, amounts above zero only. Must never look at anything but the pod.
 
 use std::fmt;
 

@@ -1,19 +1,23 @@
-//! Kubernetes quantities (`250m`, `1.5Gi`, `129e6`): parsed exactly, added exactly, rounded up once at the end.
+//! Kubernetes quantities (`250m`, `1.5Gi`, `129e6`): parsed exactly, added exactly, rounded up once at the
+//! end.
 //!
-//! Follows `k8s.io/apimachinery/pkg/api/resource`: suffixes n u m k M G T P E, Ki Mi Gi Ti Pi Ei and decimal exponents;
-//! values are kept to a nano and a finer one is rounded away from zero; `Value` and `MilliValue` round up; a binary quantity
-//! is capped at 2^63-1. Two deliberate differences: a number needs at least one digit (the apimachinery reads `Ki` and `.`
-//! as 0, its own grammar doesn't allow them), and what exceeds the range saturates where Go's accessors wrap around.
+//! Follows `k8s.io/apimachinery/pkg/api/resource`: suffixes n u m k M G T P E, Ki Mi Gi Ti Pi Ei and decimal
+//! exponents; values are kept to a nano and a finer one is rounded away from zero; `Value` and `MilliValue`
+//! round up; a binary quantity is capped at 2^63-1. Two deliberate differences: a number needs at least one
+//! digit (the apimachinery reads `Ki` and `.` as 0, its own grammar doesn't allow them), and what exceeds the
+//! range saturates where Go's accessors wrap around.
 //!
-//! Why not `kube_quantity` 0.9: it works in `rust_decimal` (28 digits), loses `u`, `n` and exponents such as `1e-3`,
-//! multiplies by unchecked `i64::pow` (overflow panics on input such as `9Ei`), falls back to 0 on a failed conversion and
-//! has no round-up accessors, so its sums would differ from the kubelet's. Must never panic on any input, nor use floats.
+//! Why not `kube_quantity` 0.9: it works in `rust_decimal` (28 digits), loses `u`, `n` and exponents such as
+//! `1e-3`, multiplies by unchecked `i64::pow` (overflow panics on input such as `9Ei`), falls back to 0 on a
+//! failed conversion and has no round-up accessors, so its sums would differ from the kubelet's. Must never
+//! panic on any input, nor use floats.
 
 use std::{fmt, iter::Sum, ops::Add, str::FromStr};
 
 use serde::de::{Deserialize, Deserializer, Visitor};
 
-/// An exact amount: cores, bytes or a count, in billionths (nano), saturating far beyond what an `i64` of units can hold.
+/// An exact amount: cores, bytes or a count, in billionths (nano), saturating far beyond what an `i64` of
+/// units can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Quantity {
     nanos: i128,
@@ -55,7 +59,8 @@ impl Quantity {
         Self { nanos: millis as i128 * NANOS_PER_MILLI }
     }
 
-    /// Its value, rounded up, in the largest binary unit that says it exactly: bytes measured in pages come out in `Ki`.
+    /// Its value, rounded up, in the largest binary unit that says it exactly: bytes measured in pages come
+    /// out in `Ki`.
     #[must_use]
     pub fn binary(self) -> String {
         let value = self.value();
@@ -79,7 +84,8 @@ impl Quantity {
         self.scaled(NANOS)
     }
 
-    /// Thousandths, a fraction rounded up (away from zero), saturating at the `i64` range: Go's `MilliValue()`.
+    /// Thousandths, a fraction rounded up (away from zero), saturating at the `i64` range: Go's
+    /// `MilliValue()`.
     pub fn milli_value(self) -> i64 {
         self.scaled(NANOS_PER_MILLI)
     }
@@ -142,7 +148,8 @@ fn decimal_exponent(text: &[u8]) -> Option<i64> {
     Some(if text[0] == b'-' { -magnitude } else { magnitude })
 }
 
-/// The common case without allocation: at most 18 digits, no fraction, no sign, and a result that fits by far.
+/// The common case without allocation: at most 18 digits, no fraction, no sign, and a result that fits by
+/// far.
 fn parse_short(text: &[u8]) -> Option<Quantity> {
     let digits = text.iter().take_while(|b| b.is_ascii_digit()).count();
     if digits == 0 || digits > 18 {

@@ -1,6 +1,8 @@
-//! What a pod refers to by name: the objects that must be here before it runs, and are kept current while it does.
+//! What a pod refers to by name: the objects that must be here before it runs, and are kept current while it
+//! does.
 //!
-//! Everything that the Node authorizer lets a node read follows from these references; nothing else may be asked for.
+//! Everything that the Node authorizer lets a node read follows from these references; nothing else may be
+//! asked for.
 
 use std::collections::BTreeSet;
 

@@ -1,9 +1,9 @@
 //! What a pod asks of its node: requests and limits summed by the rules of Kubernetes.
 //!
-//! Containers add up; a restartable init container (sidecar) adds to them and to every init container after it; a plain init
-//! container counts only where it needs more than all that (KEP-753). Pod-level cpu, memory and hugepages replace the sum
-//! (KEP-2837); overhead comes on top. Follows `k8s.io/component-helpers/resource`. Must never apply API defaults: a pod is
-//! taken as it stands.
+//! Containers add up; a restartable init container (sidecar) adds to them and to every init container after
+//! it; a plain init container counts only where it needs more than all that (KEP-753). Pod-level cpu, memory
+//! and hugepages replace the sum (KEP-2837); overhead comes on top. Follows
+//! `k8s.io/component-helpers/resource`. Must never apply API defaults: a pod is taken as it stands.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,8 @@ pub const EPHEMERAL_STORAGE: &str = "ephemeral-storage";
 /// The resource name of the number of pods on a node.
 pub const PODS: &str = "pods";
 
-/// Amounts by resource name, sorted by name. A missing resource and an amount of zero are different things to Kubernetes.
+/// Amounts by resource name, sorted by name. A missing resource and an amount of zero are different things to
+/// Kubernetes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ResourceList<'a> {
     entries: Vec<(&'a str, Quantity)>,
@@ -188,7 +189,8 @@ impl<'a> PodDemand<'a> {
         total
     }
 
-    /// What the pod is limited to: as [`Self::requests`], but overhead is added only to limits that are there and not zero.
+    /// What the pod is limited to: as [`Self::requests`], but overhead is added only to limits that are there
+    /// and not zero.
     pub fn limits(&self) -> ResourceList<'a> {
         let mut total = self.aggregate(|demand| &demand.limits);
         if let Some(pod_level) = &self.pod_level {
@@ -207,8 +209,9 @@ impl<'a> PodDemand<'a> {
         self.aggregate(|demand| &demand.requests)
     }
 
-    /// The request of one resource as preemption and eviction count it (`GetResourceRequestQuantity`): pod-level requests alone
-    /// where pod-level resources are set, and overhead only where the request is not zero.
+    /// The request of one resource as preemption and eviction count it (`GetResourceRequestQuantity`):
+    /// pod-level requests alone where pod-level resources are set, and overhead only where the request is not
+    /// zero.
     pub fn counted_request(&self, name: &str) -> Quantity {
         let pod_level = self.pod_level.as_ref().filter(|_| self.has_pod_level());
         let request = match pod_level {

@@ -1,5 +1,5 @@
-//! Label selectors as people write them on a command line (`-l app=web,tier!=db`), the words and the meaning being
-//! those of `labels.Parse` in apimachinery's pkg/labels/selector.go.
+//! Label selectors as people write them on a command line (`-l app=web,tier!=db`), the words and the meaning
+//! being those of `labels.Parse` in apimachinery's pkg/labels/selector.go.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! Whatever happens in whatever order to plugins, pods and the agent: no device is held twice, and none is lost.
+//! Whatever happens in whatever order to plugins, pods and the agent: no device is held twice, and none is
+//! lost.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
@@ -27,8 +28,8 @@ enum Event {
     List { resource: usize, there: u8, healthy: u8, nodes: u8 },
     /// It goes away.
     Stop { resource: usize },
-    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices. While plugins think about their
-    /// answers other things happen.
+    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices. While plugins
+    /// think about their answers other things happen.
     Admit { pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8, meanwhile: Vec<Event> },
     /// An init container of it has ended.
     InitEnds { pod: u8 },

@@ -1,6 +1,6 @@
-//! What of a container can't change while it runs: another image asks for another container, and so do other amounts where
-//! its resizePolicy says so. The kubelet compares the name and
-//! the image alone (`pkg/kubelet/container/helpers.go`, `HashContainer`), and so does this: whatever else an API server lets
+//! What of a container can't change while it runs: another image asks for another container, and so do other
+//! amounts where its resizePolicy says so. The kubelet compares the name and the image alone
+//! (`pkg/kubelet/container/helpers.go`, `HashContainer`), and so does this: whatever else an API server lets
 //! change while a pod runs leaves its containers as they are.
 
 use std::fmt::Write as _;
@@ -22,13 +22,14 @@ pub fn digest(spec: &Container) -> String {
     })
 }
 
-/// Whether a container was made from another definition than `spec`. One that doesn't say was made before this was noted.
+/// Whether a container was made from another definition than `spec`. One that doesn't say was made before
+/// this was noted.
 pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(CONTAINER_HASH).is_some_and(|noted| *noted != digest(spec))
 }
 
-/// The amounts of a container that only a restart changes (`resizePolicy` with `RestartContainer`); None if it has no such
-/// resource.
+/// The amounts of a container that only a restart changes (`resizePolicy` with `RestartContainer`); None if
+/// it has no such resource.
 pub fn amounts(spec: &Container) -> Option<String> {
     fixed(spec.resize_policy.as_deref().unwrap_or_default(), spec.resources.as_ref())
 }
@@ -38,8 +39,8 @@ pub fn is_resized(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(AMOUNTS).is_some_and(|noted| amounts(spec).is_some_and(|now| now != *noted))
 }
 
-/// Whether the container of this name, which runs, has other amounts by its pod's status than by its spec, and gets them by
-/// a restart.
+/// Whether the container of this name, which runs, has other amounts by its pod's status than by its spec,
+/// and gets them by a restart.
 pub fn awaits_restart(pod: &Pod, spec: &Container) -> bool {
     let policies = spec.resize_policy.as_deref().unwrap_or_default();
     let Some(now) = fixed(policies, spec.resources.as_ref()) else { return false };

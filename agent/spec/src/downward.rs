@@ -90,8 +90,8 @@ fn pod_limit(pod: &core::Pod, name: &str) -> Result<Option<Quantity>, String> {
     Ok(Some(limit).filter(|limit| !limit.is_zero()))
 }
 
-/// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is the pod's, else what the
-/// node has for pods, a request that isn't set is nothing.
+/// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is the pod's,
+/// else what the node has for pods, a request that isn't set is nothing.
 pub fn resource(
     pod: &core::Pod,
     own: Option<&core::Container>,

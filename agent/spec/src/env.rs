@@ -1,4 +1,5 @@
-//! A container's environment: literals, `$(VAR)` references, the downward API, ConfigMaps, Secrets and services.
+//! A container's environment: literals, `$(VAR)` references, the downward API, ConfigMaps, Secrets and
+//! services.
 
 use std::collections::BTreeMap;
 

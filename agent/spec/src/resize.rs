@@ -1,9 +1,9 @@
-//! Pods that change in nothing but their cpu and memory and that of their containers: they go on running, with
-//! new amounts (KEP-1287, KEP-5419).
+//! Pods that change in nothing but their cpu and memory and that of their containers: they go on running,
+//! with new amounts (KEP-1287, KEP-5419).
 //!
-//! A manifest that changes is another pod, with another UID. Whether it is the running one with other amounts is told by its
-//! [`shape`]: a digest of all the rest, which the sandbox carries as an annotation, so that a restart of the agent in the
-//! middle changes nothing. Pure.
+//! A manifest that changes is another pod, with another UID. Whether it is the running one with other amounts
+//! is told by its [`shape`]: a digest of all the rest, which the sandbox carries as an annotation, so that a
+//! restart of the agent in the middle changes nothing. Pure.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -93,7 +93,8 @@ pub fn is_in_progress(pod: &Pod) -> bool {
     conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")
 }
 
-/// Takes down which amounts are in force: of the pod as a whole by its `uid`, of containers by the runtime's identifiers.
+/// Takes down which amounts are in force: of the pod as a whole by its `uid`, of containers by the runtime's
+/// identifiers.
 pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
     if let Some(amounts) = enacted.get(uid) {
         status.resources.clone_from(amounts);
@@ -106,8 +107,9 @@ pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Optio
     }
 }
 
-/// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its containers. Where their
-/// `resizePolicy` asks for it they are started anew for that. Its QoS class may not change, nor may an amount come or go.
+/// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its
+/// containers. Where their `resizePolicy` asks for it they are started anew for that. Its QoS class may not
+/// change, nor may an amount come or go.
 pub fn shape(pod: &Pod) -> String {
     let class = qos_class(pod).map(beelet_policy::qos::QosClass::as_str).unwrap_or_default();
     let mut rest = pod.clone();

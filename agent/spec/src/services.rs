@@ -1,5 +1,6 @@
-//! The variables by which a container finds services: one set for each service that has an address of its own, as Docker's
-//! links once had them (kubelet: `pkg/kubelet/envvars`, `pkg/kubelet/kubelet_pods.go`, `getServiceEnvVarMap`).
+//! The variables by which a container finds services: one set for each service that has an address of its
+//! own, as Docker's links once had them (kubelet: `pkg/kubelet/envvars`, `pkg/kubelet/kubelet_pods.go`,
+//! `getServiceEnvVarMap`).
 
 use k8s_openapi::api::core::v1::{Service, ServicePort};
 

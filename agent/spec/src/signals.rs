@@ -1,4 +1,5 @@
-//! The signal that asks a container to end, in the words of pods (`SIGRTMIN+3`) and in the runtime's (KEP-4960).
+//! The signal that asks a container to end, in the words of pods (`SIGRTMIN+3`) and in the runtime's
+//! (KEP-4960).
 
 use beelet_proto::cri::Signal;
 use k8s_openapi::api::core::v1::Container;

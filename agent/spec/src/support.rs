@@ -14,8 +14,8 @@ use serde_json::Value;
 enum Verdict {
     /// Refused: the agent can't do this yet.
     NotYet,
-    /// Refused in a manifest: the agent can't do this yet. A pod of the API server waits for the volume, whose
-    /// events say so.
+    /// Refused in a manifest: the agent can't do this yet. A pod of the API server waits for the volume,
+    /// whose events say so.
     VolumeNotYet,
     /// Refused in a manifest: it refers to the API server or its objects, which a static pod may not.
     ApiObject,

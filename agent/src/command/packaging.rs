@@ -1,4 +1,5 @@
-//! packaging/ says what this program takes: the units and the DaemonSet against the command line and each other.
+//! packaging/ says what this program takes: the units and the DaemonSet against the command line and each
+//! other.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

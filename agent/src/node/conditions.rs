@@ -1,5 +1,5 @@
-//! How the node is, in the words of a kubelet's Node status (`pkg/kubelet/nodestatus/setters.go`): what it is short of, and
-//! whether it is ready, each with the time since when.
+//! How the node is, in the words of a kubelet's Node status (`pkg/kubelet/nodestatus/setters.go`): what it is
+//! short of, and whether it is ready, each with the time since when.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,8 @@ const PRESSURES: [NodeCondition; 3] =
 /// Which pressures the node has, and since when it has each or doesn't.
 pub(super) type Since = BTreeMap<NodeCondition, (bool, Timestamp)>;
 
-/// Notes when pressures come and go, until nobody tells any more. Before that the node has had none since now.
+/// Notes when pressures come and go, until nobody tells any more. Before that the node has had none since
+/// now.
 pub(super) fn follow(
     mut pressures: watch::Receiver<Conditions>,
 ) -> (watch::Receiver<Since>, impl Future<Output = ()> + Send) {

@@ -1,5 +1,5 @@
-//! docs/metrics.md, made from the code: the registry that `beelet run` serves, that of `beelet observe`, and the tables of
-//! the kubelet's pages. `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page` writes it.
+//! docs/metrics.md, made from the code: the registry that `beelet run` serves, that of `beelet observe`, and
+//! the tables of the kubelet's pages. `BEELET_BLESS=1 cargo test -p beelet --lib metrics_page` writes it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -61,8 +61,8 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_evictions", "unknown"),
 ];
 
-/// What the panels and alerts of kubernetes-mixin ask of a kubelet and of its cAdvisor, but for `go_*` and the volumes of
-/// PersistentVolumeClaims.
+/// What the panels and alerts of kubernetes-mixin ask of a kubelet and of its cAdvisor, but for `go_*` and
+/// the volumes of PersistentVolumeClaims.
 const MIXIN: &[&str] = &[
     "container_cpu_cfs_periods_total",
     "container_cpu_cfs_throttled_periods_total",
@@ -114,8 +114,8 @@ const MIXIN: &[&str] = &[
     "volume_manager_total_volumes",
 ];
 
-/// Families by name with their meaning, as registered. The registry tells them to nobody, but it can be printed; collectors
-/// tell theirs with the samples.
+/// Families by name with their meaning, as registered. The registry tells them to nobody, but it can be
+/// printed; collectors tell theirs with the samples.
 fn families(registry: &Registry) -> BTreeMap<String, String> {
     let printed = format!("{registry:?}");
     let string = |rest: &str, field: &str| -> Option<String> {

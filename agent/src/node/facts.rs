@@ -89,7 +89,8 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, version: Version
         config.reserved("memory"),
     );
     CgroupConfig {
-        // `beelet_cgroups` puts the configured root in front of every path, and makes slices of them for systemd.
+        // `beelet_cgroups` puts the configured root in front of every path, and makes slices of them for
+        // systemd.
         cpu_cfs_quota: config.cpu_cfs_quota,
         cpu_cfs_quota_period_us: u64::try_from(config.cpu_cfs_quota_period.as_micros()).unwrap_or(100_000),
         qos_reserved_memory_percent: config.qos_reserved.get("memory").copied(),

@@ -1,5 +1,6 @@
-//! What every agent has around its parts, whether it runs pods or only observes: the servers, which are there before the
-//! container runtime answers and end last; the wait for the runtime; the service manager; and the first failure of a part.
+//! What every agent has around its parts, whether it runs pods or only observes: the servers, which are there
+//! before the container runtime answers and end last; the wait for the runtime; the service manager; and the
+//! first failure of a part.
 
 use std::{net::SocketAddr, path::Path, time::Duration};
 

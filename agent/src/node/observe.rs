@@ -1,7 +1,7 @@
-//! `beelet observe`: the measuring half beside somebody else's kubelet. The same parts as in `run`, without any of those
-//! that act: nothing is written to cgroups, nothing asked of the runtime but lists and statuses, no state kept. What it
-//! loads into the kernel only counts, and goes when it ends. Two things act where they are allowed by name: the tuner, and
-//! the collection of images.
+//! `beelet observe`: the measuring half beside somebody else's kubelet. The same parts as in `run`, without
+//! any of those that act: nothing is written to cgroups, nothing asked of the runtime but lists and statuses,
+//! no state kept. What it loads into the kernel only counts, and goes when it ends. Two things act where they
+//! are allowed by name: the tuner, and the collection of images.
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -195,7 +195,8 @@ impl Watched {
             health: Arc::new(move || pulse.check().err().map(|e| e.to_string())),
             slis: Slis::default(),
             specs: false,
-            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this machine.
+            // Metrics may be scraped from elsewhere where somebody asked for that; the rest is for this
+            // machine.
             summary: address.ip().is_loopback(),
         };
         Some(("--listen", address, state))

@@ -1,4 +1,5 @@
-//! What the agent itself uses, by the names that every Prometheus client gives (`process_*`). Read when somebody asks.
+//! What the agent itself uses, by the names that every Prometheus client gives (`process_*`). Read when
+//! somebody asks.
 
 use std::{
     fmt,

@@ -5,8 +5,8 @@ use std::fs;
 use rustix::fs::Mode;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit, umask};
 
-/// Protects the agent from the OOM killer by `oom_score_adj` and lets it open `max_open_files`. What cannot be done is
-/// said in sentences, and no reason not to run.
+/// Protects the agent from the OOM killer by `oom_score_adj` and lets it open `max_open_files`. What cannot
+/// be done is said in sentences, and no reason not to run.
 ///
 /// The umask becomes 022, whatever the unit or the shell gave: pods' files are for containers of any user.
 /// What is nobody else's business says its mode where it is made.

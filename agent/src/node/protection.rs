@@ -1,4 +1,5 @@
-//! Builds what protects the node from its pods (admission, garbage collection, eviction) and connects it with them.
+//! Builds what protects the node from its pods (admission, garbage collection, eviction) and connects it with
+//! them.
 
 use std::sync::{Arc, OnceLock};
 
@@ -114,7 +115,8 @@ impl NodeProtection {
         facts::node_resources(config, self.admission.resources())
     }
 
-    /// Tells the node's conditions, whenever asked. One of `tasks` notes when they change; it ends with eviction.
+    /// Tells the node's conditions, whenever asked. One of `tasks` notes when they change; it ends with
+    /// eviction.
     pub(super) fn conditions(
         &self,
         health: &Health,

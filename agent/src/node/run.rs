@@ -268,7 +268,8 @@ impl Base {
             .add_service(self.stats.service(Mode::Run, serving))
     }
 
-    /// What is served without encryption, with the setting that says where; and all pages, for those who may see them.
+    /// What is served without encryption, with the setting that says where; and all pages, for those who may
+    /// see them.
     fn http(&self) -> (ApiState, Vec<(&'static str, SocketAddr, ApiState)>) {
         let config = &self.config;
         let mut registry = self.metrics.registry(&self.runtime, &self.cgroups);
@@ -718,8 +719,8 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
     }
 }
 
-/// Once a minute gives back the memory that a burst needed (a hundred pods that start at once) and nobody
-/// uses any more.
+/// Gives the memory back, every [`MEMORY_PERIOD`], that a burst needed (a hundred pods that start at once)
+/// and nothing uses any more.
 async fn give_memory_back(shutdown: CancellationToken) {
     loop {
         tokio::select! {

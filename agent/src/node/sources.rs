@@ -6,8 +6,9 @@ use beelet_model::desired::Desired;
 use futures::{FutureExt, future::select_all};
 use tokio::sync::watch;
 
-/// What all sources want together, and the work that keeps it so until nobody listens. Where two sources want a pod or
-/// an object of the same name, the first one counts. The last word of a source that has ended stands.
+/// What all sources want together, and the work that keeps it so until nobody listens. If two
+/// sources name the same pod or object, the first one counts. The last word of a source that has ended
+/// stands.
 pub(super) fn join(
     mut sources: Vec<watch::Receiver<Arc<Desired>>>,
 ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send) {

@@ -1,5 +1,5 @@
-//! The measuring of containers: the sampling of their counters, the kernel's edges, the gRPC service and the metrics of
-//! both. The same for `run` and for `observe`.
+//! The measuring of containers: the sampling of their counters, the kernel's edges, the gRPC service and the
+//! metrics of both. The same for `run` and for `observe`.
 
 mod forward;
 

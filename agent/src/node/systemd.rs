@@ -10,14 +10,14 @@ use tokio_util::sync::CancellationToken;
 const EXTEND_PERIOD: Duration = Duration::from_secs(5);
 const EXTENSION: Duration = Duration::from_secs(30);
 
-/// Tells systemd that the agent is up, feeds the watchdog at half its period as the kubelet does, tells that the agent
-/// ends once `ending` says so, and returns at `ended`.
+/// Tells systemd that the agent is up, feeds the watchdog at half its period as the kubelet does, tells that
+/// the agent ends once `ending` says so, and returns at `ended`.
 ///
 /// What stops with the agent may take longer than the unit's `TimeoutStopSec`: for as long as `stopping_time`
 /// says, asked once it ends, systemd is asked for more time.
 ///
-/// The watchdog learns that the agent's threads get on with their work, and no more: to start the agent again because
-/// the container runtime is down would help nobody.
+/// The watchdog learns that the agent's threads get on with their work, and no more: to start the agent again
+/// because the container runtime is down would help nobody.
 pub async fn follow(
     ending: CancellationToken,
     ended: CancellationToken,
@@ -30,7 +30,8 @@ pub async fn follow(
     let (mut told, mut patience) = (false, Instant::now());
     loop {
         tokio::select! {
-            // In this order: where there is nothing to stop both come at once, and the first is to be told all the same.
+            // In this order: where there is nothing to stop both come at once, and the first is to be told
+            // all the same.
             biased;
             () = ending.cancelled(), if !told => {
                 told = true;

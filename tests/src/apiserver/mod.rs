@@ -1,7 +1,8 @@
-//! An API server that does as it is told: plain HTTP on loopback, in memory, for tests of the agent that need no cluster.
+//! An API server that does as it is told: plain HTTP on loopback, in memory, for tests of the agent that need
+//! no cluster.
 //!
-//! It has the rules that a node agent depends on (versions, UIDs, conflicts, graceful deletion, the status subresource,
-//! watches), records every request, and goes wrong on demand:
+//! It has the rules that a node agent depends on (versions, UIDs, conflicts, graceful deletion, the status
+//! subresource, watches), records every request, and goes wrong on demand:
 //!
 //! ```ignore
 //! let api = FakeApi::start();
@@ -16,8 +17,8 @@
 //! let pod = api.wait_until("a status", |api| api.get("/api/v1/namespaces/default/pods/web")).await;
 //! ```
 //!
-//! Waits end with the event they wait for, and give up (a failed test, with all requests listed) after [`PATIENCE`]. It
-//! runs on a thread of its own, so it goes on whatever the test's async runtime does.
+//! Waits end with the event they wait for, and give up (a failed test, with all requests listed) after
+//! [`PATIENCE`]. It runs on a thread of its own, so it goes on whatever the test's async runtime does.
 
 mod authority;
 mod patch;
@@ -218,9 +219,9 @@ impl FakeApi {
 
     // ---- What goes wrong ----
 
-    /// What is to happen at the next request of this kind whose path is `pattern`, in which `*` stands for one part:
-    /// `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of several rules for a
-    /// request, the oldest that isn't used up decides.
+    /// What is to happen at the next request of this kind whose path is `pattern`, in which `*` stands for
+    /// one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of
+    /// several rules for a request, the oldest that isn't used up decides.
     pub fn on(&self, verb: Verb, pattern: &str) -> Script<'_> {
         Script::new(self, Some(verb), Some(pattern))
     }
@@ -262,7 +263,8 @@ impl FakeApi {
         self.shared.lock().store.bookmarks(|path| fits(pattern, path));
     }
 
-    /// Forgets how things were: a watch that begins at an older version than the newest is told that it is too old.
+    /// Forgets how things were: a watch that begins at an older version than the newest is told that it is
+    /// too old.
     pub fn compact(&self) {
         self.shared.lock().store.compact();
     }
@@ -363,8 +365,8 @@ impl FakeApi {
         self.shared.lock().asked.iter().filter(|asked| asked.is(verb, pattern)).count()
     }
 
-    /// Waits for a request that `wanted` says yes to, among those that came already and those to come; `what` says what
-    /// is waited for.
+    /// Waits for a request that `wanted` says yes to, among those that came already and those to come; `what`
+    /// says what is waited for.
     ///
     /// # Panics
     /// If none comes within [`PATIENCE`].
@@ -372,7 +374,8 @@ impl FakeApi {
         self.wait_for_after(what, 0, wanted).await
     }
 
-    /// As [`FakeApi::wait_for`], among the requests from number `first` on: `api.asked().len()` before what is tested.
+    /// As [`FakeApi::wait_for`], among the requests from number `first` on: `api.asked().len()` before what
+    /// is tested.
     ///
     /// # Panics
     /// If none comes within [`PATIENCE`].

@@ -138,7 +138,8 @@ impl<'a> Script<'a> {
         self.lay_down(Act::Alter(Arc::new(alter)));
     }
 
-    /// A list is answered as if nothing were there: what a server does that was restored from an empty backup.
+    /// A list is answered as if nothing were there: what a server does that was restored from an empty
+    /// backup.
     pub fn answer_empty_list(self) {
         self.alter(|list| list["items"] = Value::Array(Vec::new()));
     }

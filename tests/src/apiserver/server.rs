@@ -1,4 +1,5 @@
-//! The fake API server on its port: every request is recorded, goes through the script, and is then answered by the store.
+//! The fake API server on its port: every request is recorded, goes through the script, and is then answered
+//! by the store.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -29,8 +30,8 @@ pub(super) enum Signal {
     Stop,
 }
 
-/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that ends every
-/// connection at once, as a killed process does.
+/// Serves until it is told to stop. Runs on a thread of its own, with a runtime of its own: dropping that
+/// ends every connection at once, as a killed process does.
 pub(super) fn serve(
     listener: &std::net::TcpListener,
     shared: &Arc<Shared>,

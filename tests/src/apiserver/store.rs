@@ -1,5 +1,5 @@
-//! The objects of a cluster, in memory, with the rules of the API server that a node agent depends on: resource
-//! versions, UIDs, conflicts, the status subresource, graceful deletion, and watches.
+//! The objects of a cluster, in memory, with the rules of the API server that a node agent depends on:
+//! resource versions, UIDs, conflicts, the status subresource, graceful deletion, and watches.
 
 use std::collections::BTreeMap;
 
@@ -433,8 +433,8 @@ impl Store {
     }
 }
 
-/// The event of a change for whoever sees only what `selection` has: an object that comes into it is new, one that leaves
-/// it is gone.
+/// The event of a change for whoever sees only what `selection` has: an object that comes into it is new, one
+/// that leaves it is gone.
 fn told(selection: &Selection, change: &Change) -> Option<Value> {
     let seen = |object: &&Value| selection.has(&change.collection, object);
     let (before, after) = (change.before.as_ref().filter(seen), change.after.as_ref().filter(seen));

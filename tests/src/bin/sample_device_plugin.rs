@@ -1,9 +1,10 @@
 //! A device plugin that does as it is told: v1beta1 over the real sockets, a process of its own. For tests
 //! and the demo.
 //!
-//!     sample_device_plugin --dir DEVICE_PLUGINS_DIR [--resource NAME] [--socket NAME] [--registry] [--devices LIST]
-//!                          [--pre-start] [--preferred] [--deaf] [--mount HOST:CONTAINER] [--device HOST:CONTAINER] [--cdi NAME]
-//!                          [--env NAME]
+//!     sample_device_plugin --dir DEVICE_PLUGINS_DIR [--resource NAME] [--socket NAME] [--registry]
+//!     [--devices LIST]
+//!                          [--pre-start] [--preferred] [--deaf] [--mount HOST:CONTAINER] [--device
+//!                          HOST:CONTAINER] [--cdi NAME] [--env NAME]
 //!
 //! It registers at `kubelet.sock` in the folder, and again whenever that socket is made anew (unless
 //! `--deaf`), as real plugins do; or (`--registry`) waits to be found there. Lines on standard input tell it

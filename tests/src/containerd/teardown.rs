@@ -18,8 +18,8 @@ const CNI_CACHE: &str = "/var/lib/cni/results";
 /// How long killed processes may take to go.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Writes down a process that belongs to the instance, so that [`teardown`] ends it: its pid and its start time,
-/// which tells it from a later process with the same pid.
+/// Writes down a process that belongs to the instance, so that [`teardown`] ends it: its pid and its start
+/// time, which tells it from a later process with the same pid.
 pub(crate) fn write_pid(dir: &Path, name: &str, pid: u32) -> Result<()> {
     let started = start_time(pid).with_context(|| format!("{name} ended at once"))?;
     workdir::write(&dir.join(format!("{name}.pid")), format!("{pid} {started}\n"))
@@ -32,8 +32,8 @@ fn start_time(pid: u32) -> Option<String> {
     after_name.split(' ').nth(19).map(ToOwned::to_owned)
 }
 
-/// Ends every process of the instance in `dir`, unmounts what it mounted, removes its network and its cgroups, and
-/// then the folder. Asks no process for anything. Harmless where there is nothing.
+/// Ends every process of the instance in `dir`, unmounts what it mounted, removes its network and its
+/// cgroups, and then the folder. Asks no process for anything. Harmless where there is nothing.
 pub fn teardown(dir: &Path) -> Result<()> {
     let names = Names::of(dir);
     end_written_down(dir)?;
@@ -50,7 +50,8 @@ pub fn teardown(dir: &Path) -> Result<()> {
         let _ = std::fs::remove_file(file); // only a cache
     }
     CgroupRoot::existing(&names.cgroup())?.remove()?;
-    // Not by the standard library, which goes down by recursion: a container may have made a tree of any depth.
+    // Not by the standard library, which goes down by recursion: a container may have made a tree of any
+    // depth.
     let removed = Command::new("rm").arg("-rf").arg("--").arg(dir).output().context("could not start rm")?;
     if !removed.status.success() {
         bail!("could not remove {}: {}", dir.display(), String::from_utf8_lossy(&removed.stderr).trim());
@@ -58,8 +59,9 @@ pub fn teardown(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Takes away what of an instance's a reboot of the machine would take: processes, mounts, network namespaces, and the
-/// folders that lie in memory on a real machine. The disk stays: images, containers' records, the network plugins' leases.
+/// Takes away what of an instance's a reboot of the machine would take: processes, mounts, network
+/// namespaces, and the folders that lie in memory on a real machine. The disk stays: images, containers'
+/// records, the network plugins' leases.
 pub(super) fn lose_memory(names: &Names) -> Result<()> {
     kill_shims(names)?;
     for socket in shim_sockets(&names.dir) {
@@ -233,8 +235,8 @@ pub(super) fn whose(dir: &Path, text: &str) -> String {
 fn kill_shims(names: &Names) -> Result<()> {
     wait_regardless("shims and containers to end", PATIENCE, || {
         let running = processes_of(names);
-        // A container's first process dies with all of its pid namespace. Its shim goes last: without it, nobody
-        // could tell that the container is ours.
+        // A container's first process dies with all of its pid namespace. Its shim goes last: without it,
+        // nobody could tell that the container is ours.
         let (shims, containers): (Vec<_>, Vec<_>) = running.iter().partition(|running| {
             running.command.first().is_some_and(|program| program.contains("containerd-shim"))
         });
@@ -269,8 +271,8 @@ fn bridge_exists(names: &Names) -> bool {
     Path::new("/sys/class/net").join(names.bridge()).exists()
 }
 
-/// libcni's cached results of this instance's sandboxes: `<network>-<sandbox>-<interface>`, and the same sandboxes'
-/// results for the loopback network, which has one name on the whole machine.
+/// libcni's cached results of this instance's sandboxes: `<network>-<sandbox>-<interface>`, and the same
+/// sandboxes' results for the loopback network, which has one name on the whole machine.
 fn cni_results(names: &Names) -> Vec<PathBuf> {
     let entries = || std::fs::read_dir(CNI_CACHE).into_iter().flatten().filter_map(Result::ok);
     let prefix = format!("{}-", names.network());

@@ -13,7 +13,8 @@
 //! held.reached().await;
 //! cri.crash();                       // every connection breaks, the socket stays behind
 //! cri.come_back();                   // same socket, same state (forget() first: state lost)
-//! let call = cri.wait_for("a container to start", |call| call.op() == Op::StartContainer && call.succeeded()).await;
+//! let is_start = |call: &Call| call.op() == Op::StartContainer && call.succeeded();
+//! let call = cri.wait_for("a container to start", is_start).await;
 //! cri.exit(&cri.container("web-node", "main").unwrap().id, 137);
 //! ```
 //!

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use beelet_cgroups::Cgroups;
 
-/// Destroys the pod's cgroup within `patience`, however many calls of two seconds that takes on a busy machine.
-/// Returns the processes that were killed for it.
+/// Destroys the pod's cgroup within `patience`, however many calls of two seconds that takes on a busy
+/// machine. Returns the processes that were killed for it.
 fn destroyed(cgroups: &Cgroups, pod: &str, patience: Duration) -> Vec<u32> {
     let deadline = Instant::now() + patience;
     let mut killed = Vec::new();

@@ -24,7 +24,8 @@ const SERVER: &str = "/kubepods/podserver";
 /// Names the root and the state folder to the process that is to be killed.
 const VICTIM: &str = "BEELET_TEST_TUNER_VICTIM";
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How often the agent's work is killed in the midst of it, and how long that may take: an emulated guest gives a test 300 s.
+/// How often the agent's work is killed in the midst of it, and how long that may take: an emulated guest
+/// gives a test 300 s.
 const KILLS: u64 = 100;
 const KILLS_WITHIN: Duration = Duration::from_secs(240);
 
@@ -239,7 +240,8 @@ fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
     // More tasks than CPUs: some of them always wait.
     let servers: Vec<Process> = (0..=cpus).map(|_| node.process_in(&format!("{SERVER}/c1"), busy)).collect();
     let hogs: Vec<Process> = (0..cpus).map(|_| node.process_in(&format!("{HOG}/c2"), busy)).collect();
-    // A hog that gets nothing is quiet: anything is worth a step here. And no cap: it would hide what idle does.
+    // A hog that gets nothing is quiet: anything is worth a step here. And no cap: it would hide what idle
+    // does.
     let law = Law {
         cpu_wait_permille: 1,
         quiet_percent: 0,

@@ -1,5 +1,5 @@
-//! Streams of the HTTPS server with a real container runtime behind it: commands with their exit code and much to read and
-//! write, and forwarded ports.
+//! Streams of the HTTPS server with a real container runtime behind it: commands with their exit code and
+//! much to read and write, and forwarded ports.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 

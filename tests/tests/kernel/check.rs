@@ -1,5 +1,5 @@
-//! Tier 2: the kernel program that looks listeners up and sees whether their applications accept, on this machine's
-//! kernel.
+//! Tier 2: the kernel program that looks listeners up and sees whether their applications accept, on this
+//! machine's kernel.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{Place, Process, Socket, lists_sockets};
@@ -135,8 +135,8 @@ fn a_group_is_looked_at_as_a_whole() {
     let at = "127.0.0.1:90";
     assert_eq!(looking.queues(at).listeners, 2);
     // The kernel spreads connections over the members by their addresses: sooner or later both have one.
-    // Each has room for one connection: the first one waits at one of them, and by its address alone the kernel chooses
-    // which. One that finds the chosen queue full isn't made.
+    // Each has room for one connection: the first one waits at one of them, and by its address alone the
+    // kernel chooses which. One that finds the chosen queue full isn't made.
     process.socket("hold 127.0.0.1:90");
     let queues = looking.queues(at);
     assert_eq!((queues.listeners, queues.waiting, queues.full, queues.backlog), (2, 1, 1, 1), "{queues:?}");

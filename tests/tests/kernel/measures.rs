@@ -78,8 +78,8 @@ fn has_schedstat() -> bool {
     has
 }
 
-/// Lets all of them compute, while something is done to them, and compares how long they waited with what the kernel says;
-/// the counters before and after.
+/// Lets all of them compute, while something is done to them, and compares how long they waited with what the
+/// kernel says; the counters before and after.
 fn compared_with_schedstat(
     container: &Container,
     kernel: &Kernel,
@@ -402,7 +402,8 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
         });
         return;
     }
-    // A sparse file costs no disk, and each page is read once: nothing is refaulted, which PSI would count as well.
+    // A sparse file costs no disk, and each page is read once: nothing is refaulted, which PSI would count as
+    // well.
     let file = tempfile::NamedTempFile::new_in(beelet_tests::workdir::target_dir()).unwrap();
     file.as_file().set_len(6 << 30).unwrap();
     if [TMPFS, RAMFS].contains(&rustix::fs::fstatfs(file.as_file()).unwrap().f_type) {
@@ -413,7 +414,7 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
         return;
     }
     let place = Place::new("bk-reclaim");
-    // Of reclaim alone: a cgroup has one edge a second, and waits for the CPU could take it each time.
+    // Of reclaim alone: a cgroup has one edge per second, and waits for the CPU could take it each time.
     let thresholds = Thresholds { run_queue_wait: touchy(0).run_queue_wait, ..touchy(1) };
     let kernel = start(&KernelOptions { thresholds, ..place.options() });
     let edges = kernel.subscribe(Interest::PRESSURE);
@@ -484,8 +485,8 @@ fn bytes_and_packets_are_as_the_interface_says_them() {
         (before, after)
     };
     check(&mut load, "udp 500 1000", 0.0, 0);
-    // What is left of a connection after both ends closed it (TIME_WAIT) is no socket of the container's any more: up to
-    // two packets a connection, of 40 bytes.
+    // What is left of a connection after both ends closed it (TIME_WAIT) is no socket of the container's any
+    // more: up to two packets of 40 bytes per connection.
     let sent_again = retransmitted(load.pid());
     let (before, after) = check(&mut load, "tcp 100 100000", 0.01, 200);
     assert_eq!(after.established - before.established, 200, "both ends are in the container");

@@ -1,4 +1,5 @@
-//! Tier 2: what stays in the kernel while the agent is away, and what the agent makes of it when it comes back.
+//! Tier 2: what stays in the kernel while the agent is away, and what the agent makes of it when it comes
+//! back.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{LOOPBACK, Place, Process, listener_edges, other_object, start};

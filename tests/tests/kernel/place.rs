@@ -1,5 +1,6 @@
-//! What the kernel tests share: a cgroup, a network namespace and a bpf file system of the test's own, a process in
-//! them that listens when told to, and waiting for edges about that namespace alone (the programs see the whole machine).
+//! What the kernel tests share: a cgroup, a network namespace and a bpf file system of the test's own, a
+//! process in them that listens when told to, and waiting for edges about that namespace alone (the programs
+//! see the whole machine).
 
 #![allow(dead_code)] // tests/libbpf.rs uses a part of it
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
@@ -65,8 +66,8 @@ impl Place {
         start(&self.options())
     }
 
-    /// A container's cgroup, by its path below the pods' root; in the hierarchies of these v1 controllers too, where
-    /// they have one.
+    /// A container's cgroup, by its path below the pods' root; in the hierarchies of these v1 controllers
+    /// too, where they have one.
     pub(crate) fn container(&self, path: &str, controllers: &[&str]) -> Container {
         let mut dirs: Vec<PathBuf> = ["unified"]
             .iter()

@@ -1,5 +1,5 @@
-//! Tier 2: the programs and their reader under more than any node asks of them. The short versions run always, the long
-//! ones with `cargo xtask test --long`.
+//! Tier 2: the programs and their reader under more than any node asks of them. The short versions run
+//! always, the long ones with `cargo xtask test --long`.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{Container, LOOPBACK, Place, other_object, start};
@@ -92,7 +92,8 @@ fn cgroups_come_and_go(count: usize) {
     buried(&kernel, &after, &mut load);
 }
 
-/// Waits until nothing but `alive` is counted any more. Each 256 exits the reader looks, and what it finds gone twice goes.
+/// Waits until nothing but `alive` is counted any more. Each 256 exits the reader looks, and what it finds
+/// gone twice goes.
 fn buried(kernel: &Kernel, alive: &Container, load: &mut Load) {
     let edges = kernel.subscribe(Interest::EXITS);
     let deadline = Instant::now() + PATIENCE;
@@ -172,7 +173,8 @@ fn reader_process() {
             Ok(Edge::Lost) => {
                 let there = kernel.listeners().unwrap().snapshot().unwrap();
                 say(&format!("lost {}", there.len()));
-                // It may have been opened while the backlog was read, and be among what was lost: then this is how to know.
+                // It may have been opened while the backlog was read, and be among what was lost: then this
+                // is how to know.
                 if there.iter().any(|listener| listener.port == 51) {
                     say("opened 51");
                 }
@@ -248,7 +250,8 @@ fn a_reader_that_was_stopped_for_ten_seconds_is_told_of_what_it_lost() {
     a_stopped_reader_recovers(Duration::from_secs(10));
 }
 
-/// The programs are replaced while processes end: what is told is told once, and all is told once the new ones count.
+/// The programs are replaced while processes end: what is told is told once, and all is told once the new
+/// ones count.
 #[test]
 fn exits_are_told_once_while_programs_are_replaced() {
     require!(bpf);

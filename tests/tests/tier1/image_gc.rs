@@ -1,5 +1,5 @@
-//! Garbage collection of images against a runtime that does as it is told: what goes, what stays, and that nothing goes
-//! that a container has or is about to have.
+//! Garbage collection of images against a runtime that does as it is told: what goes, what stays, and that
+//! nothing goes that a container has or is about to have.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
@@ -374,7 +374,8 @@ async fn a_store_without_capacity_and_one_that_can_not_be_freed_are_events() {
     assert_eq!(node.left(), 1);
 }
 
-/// The race that matters: containers start from images, old and new, while unused ones are removed as fast as can be.
+/// The race that matters: containers start from images, old and new, while unused ones are removed as fast as
+/// can be.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
     const STARTS: usize = 10_000;
@@ -430,7 +431,8 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
     println!("{STARTS} starts, {pulls} pulls, {removed} removals");
 }
 
-/// What a pod's worker does: get the image and hold it until the container is there; then the container goes again.
+/// What a pod's worker does: get the image and hold it until the container is there; then the container goes
+/// again.
 async fn start_one(node: &Node, puller: &Puller, sandbox: &str, name: &str, image: &str) {
     let of = cri::PodSandboxConfig::default();
     let leased = puller.leased(&node.leases, image, "IfNotPresent", Vec::new(), &of).await;

@@ -1,5 +1,5 @@
-//! The observer against a runtime in memory: what it asks, what it never asks, what others see of it, and what it does
-//! where it is allowed to.
+//! The observer against a runtime in memory: what it asks, what it never asks, what others see of it, and
+//! what it does where it is allowed to.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 

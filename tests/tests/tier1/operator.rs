@@ -1,4 +1,5 @@
-//! What a person at a node's command line sees and does: `beelet` commands against `beelet run` on a fake runtime.
+//! What a person at a node's command line sees and does: `beelet` commands against `beelet run` on a fake
+//! runtime.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 

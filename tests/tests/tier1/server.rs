@@ -354,8 +354,8 @@ async fn a_client_that_sends_a_head_without_end_is_cut_off() {
     assert_eq!(scene.admin().get("/healthz/ping").await.text(), "ok");
 }
 
-/// A streaming server: for each connection it says what it was asked, agrees, and sends back what comes until that ends;
-/// then it says goodbye.
+/// A streaming server: for each connection it says what it was asked, agrees, and sends back what comes until
+/// that ends; then it says goodbye.
 async fn streaming() -> (String, tokio::sync::mpsc::UnboundedReceiver<String>) {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -679,8 +679,8 @@ async fn the_level_of_the_log_is_set_by_a_number_alone() {
 #[tokio::test]
 async fn many_clients_that_say_nothing_hold_nobody_up_for_long() {
     let scene = Scene::with(&[], |_| {}).await;
-    // More than the server takes at a time: those beyond wait in the kernel's queue, and the first ones are thrown out
-    // when their time for a handshake is over.
+    // More than the server takes at a time: those beyond wait in the kernel's queue, and the first ones are
+    // thrown out when their time for a handshake is over.
     let mut silent = Vec::new();
     for _ in 0..1100 {
         match timeout(PATIENCE, TcpStream::connect(scene.address)).await {

@@ -3,30 +3,9 @@
 use super::Violation;
 use anyhow::{Context as _, Result};
 use regex::Regex;
-use std::collections::BTreeMap;
 
 /// A comment is as wide as code is (rustfmt.toml's `max_width`).
 const WIDEST: usize = 110;
-
-/// Places whose comments are not mended yet. This list only gets shorter; `tidy` says which place can come
-/// off.
-const NOT_YET: &[&str] = &[
-    "agent/admission/",
-    "agent/api/",
-    "agent/base/",
-    "agent/cgroups/",
-    "agent/cli/",
-    "agent/codec/",
-    "agent/config/",
-    "agent/devices/",
-    "agent/model/",
-    "agent/pods/",
-    "agent/policy/",
-    "agent/spec/",
-    "agent/src/",
-    "agent/tests/",
-    "tests/",
-];
 
 /// The page that shows what not to write.
 const STYLE: &str = "docs/style.md";
@@ -134,24 +113,6 @@ fn is_too_wide(file: &str, line: &str) -> bool {
     // A table's row and an address can't be broken.
     let text = line.trim_start().trim_start_matches(['/', '!', ' ']);
     is_comment && !text.starts_with('|') && !text.contains("://") && line.chars().count() > WIDEST
-}
-
-/// How many findings the places of [`NOT_YET`] have.
-#[derive(Default)]
-pub(super) struct Excused(BTreeMap<&'static str, usize>);
-
-impl Excused {
-    /// What was found in a file, if its place is not excused.
-    pub(super) fn without(&mut self, file: &str, found: Vec<Violation>) -> Vec<Violation> {
-        let Some(place) = NOT_YET.iter().find(|place| file.starts_with(**place)) else { return found };
-        *self.0.entry(place).or_default() += found.len();
-        Vec::new()
-    }
-
-    /// The places that need no excuse any more.
-    pub(super) fn mended(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().filter(|(_, findings)| **findings == 0).map(|(place, _)| *place)
-    }
 }
 
 #[cfg(test)]

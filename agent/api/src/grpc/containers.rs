@@ -1,4 +1,5 @@
-//! Looking into containers: their logs, commands in them, their own streams and ports; and starting them again.
+//! Looking into containers: their logs, commands in them, their own streams and ports; and starting them
+//! again.
 
 mod ports;
 mod restart;

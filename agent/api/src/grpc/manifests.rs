@@ -1,5 +1,5 @@
-//! Changing what should run here: manifests put into the static pod folder, and taken out of it. What comes of it is
-//! the manifest source's and the pods' business, as if somebody had done it by hand.
+//! Changing what should run here: manifests put into the static pod folder, and taken out of it. What comes
+//! of it is the manifest source's and the pods' business, as if somebody had done it by hand.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -26,7 +26,8 @@ use beelet_policy::selector::{Selector, SelectorError};
 
 /// How long an answer waits for the new manifest to be read.
 const SEEN: Duration = Duration::from_secs(10);
-/// How long it waits, right after the agent's start, until there is somebody to read it: a runtime needs a moment to answer.
+/// How long it waits, right after the agent's start, until there is somebody to read it: a runtime needs a
+/// moment to answer.
 const STARTED: Duration = Duration::from_secs(10);
 /// Largest request: as many manifests as a file given to a client may hold.
 const MAX_REQUEST: usize = 2 * Limits::SCENARIO.bytes;
@@ -465,8 +466,8 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
-    // A hidden name is no manifest's. It is always the same: if an agent is killed here, the next writer of this manifest
-    // writes over what it left.
+    // A hidden name is no manifest's. It is always the same: if an agent is killed here, the next writer of
+    // this manifest writes over what it left.
     let temporary = temporary(folder, name);
     let written = (|| {
         use std::os::unix::fs::OpenOptionsExt;

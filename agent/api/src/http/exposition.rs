@@ -1,7 +1,8 @@
-//! The two formats of numbers: OpenMetrics, and the older text format that the kubelet writes and that every client reads.
+//! The two formats of numbers: OpenMetrics, and the older text format that the kubelet writes and that every
+//! client reads.
 //!
-//! A client gets OpenMetrics only where its `Accept` names it. Parsers of the text format stop at a type that it
-//! lacks, and some of them (Kubernetes' own tests) never come back.
+//! A client gets OpenMetrics only where its `Accept` names it. Parsers of the text format stop at a type that
+//! it lacks, and some of them (Kubernetes' own tests) never come back.
 
 use axum::http::{HeaderMap, header};
 
@@ -34,8 +35,8 @@ impl Format {
     }
 }
 
-/// An OpenMetrics page in the text format: a counter's family has its samples' name, and what OpenMetrics calls
-/// unknown are the kubelet's counters whose names it can't have ([`beelet_base::kubelet_counter`]).
+/// An OpenMetrics page in the text format: a counter's family has its samples' name, and what OpenMetrics
+/// calls unknown are the kubelet's counters whose names it can't have ([`beelet_base::kubelet_counter`]).
 pub(super) fn to_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
     let mut help: Option<&str> = None;

@@ -1,7 +1,7 @@
 //! The kubelet's pages of numbers: `/metrics`, `/metrics/cadvisor`, `/metrics/resource`, `/metrics/probes`.
 //!
-//! They are split as the kubelet splits them, so that existing scrape jobs and dashboards (which tell the pages by
-//! `metrics_path`) neither miss a metric nor count it twice.
+//! They are split as the kubelet splits them, so that existing scrape jobs and dashboards (which tell the
+//! pages by `metrics_path`) neither miss a metric nor count it twice.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
@@ -144,8 +144,8 @@ const START_TIME: Metric = (
     "When the container was started, in seconds since the epoch",
 );
 
-/// Every metric of `/metrics/cadvisor` and `/metrics/resource` that isn't in [`CADVISOR`], with its page and labels: for
-/// docs/metrics.md.
+/// Every metric of `/metrics/cadvisor` and `/metrics/resource` that isn't in [`CADVISOR`], with its page and
+/// labels: for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
 pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let container = "container, namespace, pod";

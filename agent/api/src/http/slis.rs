@@ -1,4 +1,5 @@
-//! `/metrics/slis`: how the checks behind `/healthz` went, by the names that Kubernetes' components give (KEP-3466).
+//! `/metrics/slis`: how the checks behind `/healthz` went, by the names that Kubernetes' components give
+//! (KEP-3466).
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -543,12 +543,14 @@ mod tests {
         assert_eq!(node["swap"]["swapAvailableBytes"], 4);
     }
 
-    /// Every field is one that a recorded kubelet has at that place, of the same type: a consumer finds nothing strange.
+    /// Every field is one that a recorded kubelet has at that place, of the same type: a consumer finds
+    /// nothing strange.
     #[test]
     fn no_field_is_unlike_a_recorded_kubelets() {
         let mut recorded: Value =
             serde_json::from_str(include_str!("../../../tests/data/stats-summary-kubelet.json")).unwrap();
-        // With numbers from the runtime that kubelet had fewer of them for containers; a type is the same everywhere.
+        // With numbers from the runtime that kubelet had fewer of them for containers; a type is the same
+        // everywhere.
         recorded["pods"][0]["containers"][0]["memory"] = recorded["node"]["memory"].clone();
         recorded["pods"][0]["network"] = recorded["node"]["network"].clone();
         let ours = serde_json::to_value(of(&fixtures::pressure(), &sizes())).unwrap();

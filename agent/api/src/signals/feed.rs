@@ -1,5 +1,5 @@
-//! Edges on their way from the kernel half to whoever watches: one bounded queue that all watchers read. A watcher that
-//! falls behind by its length hears `LOST` instead of what it missed.
+//! Edges on their way from the kernel half to whoever watches: one bounded queue that all watchers read. A
+//! watcher that falls behind by its length hears `LOST` instead of what it missed.
 
 use std::sync::Arc;
 

@@ -15,7 +15,8 @@ use super::convert;
 use super::feed::Feed;
 use beelet_stats::Stats;
 
-/// Edges on their way to one watcher. One that is slower hears that it lost some ([`Feed`] has room for more).
+/// Edges on their way to one watcher. One that is slower hears that it lost some ([`Feed`] has room for
+/// more).
 const WATCH_QUEUE: usize = 64;
 
 /// How the agent is run, as a snapshot says it.

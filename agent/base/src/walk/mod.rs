@@ -1,12 +1,14 @@
 //! Walks a tree that containers have written to, by descriptors: no symbolic link is followed, no mount is
-//! crossed, and no depth and no number of names is too much. A walk has two folders open, whatever the depth: the top,
-//! and the one that it reads. It goes down by opening a name in that folder, and up through `..`, where it must find the
-//! folder that it came from. If somebody has moved that folder meanwhile, the way back is looked for from the top, by
-//! names: of a folder that is not found again the rest is left out ([`Step::Lost`]). To hide something from a walk a
-//! container has to move, while the walk is below a folder, both that folder and the one in it that the walk came through.
+//! crossed, and no depth and no number of names is too much. A walk has two folders open, whatever the depth:
+//! the top, and the one that it reads. It goes down by opening a name in that folder, and up through `..`,
+//! where it must find the folder that it came from. If somebody has moved that folder meanwhile, the way back
+//! is looked for from the top, by names: of a folder that is not found again the rest is left out
+//! ([`Step::Lost`]). To hide something from a walk a container has to move, while the walk is below a folder,
+//! both that folder and the one in it that the walk came through.
 //!
-//! Memory is bounded too: names are read in batches, and dropped, to be read again, when too many wait. A walk can be set
-//! aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such walks. Blocking, all of it.
+//! Memory is bounded too: names are read in batches, and dropped, to be read again, when too many wait. A
+//! walk can be set aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such
+//! walks. Blocking, all of it.
 
 pub mod remove;
 
@@ -26,8 +28,8 @@ const BATCH: usize = 8 << 10;
 pub const DEEPEST: usize = 1 << 20;
 /// Memory that a walk may use for its way and for names that wait, in bytes.
 pub const MEMORY: usize = 128 << 20;
-/// The part of its memory that names may take, one in so many, before those of a level are dropped when the walk goes
-/// down from it.
+/// The part of its memory that names may take, one in so many, before those of a level are dropped when the
+/// walk goes down from it.
 const SHARE_OF_NAMES: usize = 8;
 
 /// A walk through a tree, one [step](Walk::step) at a time.
@@ -53,8 +55,8 @@ pub enum Step {
     End,
     /// The folder of this name in [`Walk::here`], which was entered, lies behind.
     Left(CString),
-    /// The way back was lost: what had not been given yet of one folder or more is left out. The walk goes on in
-    /// [`Walk::here`], which is nearer to the top.
+    /// The way back was lost: what had not been given yet of one folder or more is left out. The walk goes on
+    /// in [`Walk::here`], which is nearer to the top.
     Lost,
 }
 

@@ -82,7 +82,8 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
                 }
             }
             Step::Left(name) => *removed |= remove_empty(walk.here(), &name)?,
-            // What is left of a folder that was moved meanwhile is found by the next round, if it is here still.
+            // What is left of a folder that was moved meanwhile is found by the next round, if it is here
+            // still.
             Step::End | Step::Lost => {}
         }
     }

@@ -1,5 +1,5 @@
-//! The BPF programs: loaded for real, into a cgroup and a bpf file system of the doctor's own, and taken away again. The
-//! pins and programs of an agent that runs are not touched.
+//! The BPF programs: loaded for real, into a cgroup and a bpf file system of the doctor's own, and taken away
+//! again. The pins and programs of an agent that runs are not touched.
 
 use std::fmt;
 use std::fs;
@@ -52,7 +52,8 @@ pub(super) struct ProgramCost {
     /// How long one took on average, of which the counting itself is some 20 ns.
     #[serde(skip_serializing_if = "Option::is_none")]
     ns_per_run: Option<u64>,
-    /// Runs that the kernel passed over since the program was loaded, because the last one on that CPU was not over.
+    /// Runs that the kernel passed over since the program was loaded, because the last one on that CPU was
+    /// not over.
     #[serde(skip_serializing_if = "Option::is_none")]
     missed: Option<u64>,
 }
@@ -92,7 +93,8 @@ impl Costs {
 /// How long runs are counted for `--bpf`.
 const COUNTED_FOR: Duration = Duration::from_secs(1);
 
-/// Which programs attach, and, if asked for, what they cost: those of the agent that runs here, or the doctor's own.
+/// Which programs attach, and, if asked for, what they cost: those of the agent that runs here, or the
+/// doctor's own.
 pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     if config.beelet.bpf == BpfMode::Off {
         return (vec![Finding::ok("BPF", "turned off by the configuration")], Costs::default());

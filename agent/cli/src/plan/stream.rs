@@ -1,9 +1,11 @@
-//! Cuts an input into scenarios without holding more than one: a JSON array, JSON Lines (or any JSON values in a row), or
-//! a YAML stream. Which it is shows in the first character. Must never look into a scenario: it only finds where one ends.
+//! Cuts an input into scenarios without holding more than one: a JSON array, JSON Lines (or any JSON values
+//! in a row), or a YAML stream. Which it is shows in the first character. Must never look into a scenario: it
+//! only finds where one ends.
 
 use std::io::{self, BufRead, Read};
 
-/// The largest scenario that is read, in bytes: far beyond any real node, well before the machine runs out of memory.
+/// The largest scenario that is read, in bytes: far beyond any real node, well before the machine runs out of
+/// memory.
 pub(super) const LARGEST_SCENARIO: usize = 1 << 30;
 
 /// U+FEFF, which some editors put in front of UTF-8.
@@ -118,8 +120,8 @@ impl<R: BufRead> Scenarios<R> {
         }
     }
 
-    /// Takes one value: up to the bracket that closes the first one, or, for what is no object or array, up to a comma,
-    /// a bracket or a blank.
+    /// Takes one value: up to the bracket that closes the first one, or, for what is no object or array, up
+    /// to a comma, a bracket or a blank.
     fn take_value(&mut self) -> Result<Chunk, StreamError> {
         let mut chunk =
             Chunk { text: Vec::new(), syntax: Syntax::Json, line: self.line, column: self.column };
@@ -143,8 +145,8 @@ impl<R: BufRead> Scenarios<R> {
         }
     }
 
-    /// Takes the lines up to the next document marker. Markers stand at the start of a line, where no content can be
-    /// (YAML 1.2, 9.1.2), so nothing inside a document is mistaken for one.
+    /// Takes the lines up to the next document marker. Markers stand at the start of a line, where no content
+    /// can be (YAML 1.2, 9.1.2), so nothing inside a document is mistaken for one.
     fn next_document(&mut self) -> Result<Option<Chunk>, StreamError> {
         let empty = |line| Chunk { text: Vec::new(), syntax: Syntax::Yaml, line, column: 1 };
         let mut chunk = empty(self.line);
@@ -183,7 +185,8 @@ impl<R: BufRead> Scenarios<R> {
         Ok(Some(line))
     }
 
-    /// Skips a byte order mark, a byte at a time: a pipe may deliver it in pieces. What only began like one is carried over.
+    /// Skips a byte order mark, a byte at a time: a pipe may deliver it in pieces. What only began like one
+    /// is carried over.
     fn skip_byte_order_mark(&mut self) -> io::Result<()> {
         for (seen, byte) in BYTE_ORDER_MARK.iter().enumerate() {
             if self.input.fill_buf()?.first() != Some(byte) {

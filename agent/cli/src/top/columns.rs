@@ -1,4 +1,5 @@
-//! The columns: one table says what each is called, how wide it is, what it shows, how it is sorted and what it means.
+//! The columns: one table says what each is called, how wide it is, what it shows, how it is sorted and what
+//! it means.
 
 use std::cmp::Ordering;
 
@@ -75,7 +76,8 @@ pub(super) const TREND_WIDTH: u16 = 8;
 /// What only kernel programs know.
 const BY_KERNEL: [Column; 3] = [Column::P50, Column::P99, Column::Preempted];
 
-/// All but the name (the first, as wide as there is room) and the state (the last, the same), in the order shown.
+/// All but the name (the first, as wide as there is room) and the state (the last, the same), in the order
+/// shown.
 pub(super) const COLUMNS: &[Info] = &[
     info(Column::Ready, "RDY", 3, 0, "whether it takes traffic; ? where only the kubelet knows", |row| {
         match row.numbers.ready {
@@ -203,8 +205,8 @@ fn ready_order(numbers: &Numbers) -> u8 {
     }
 }
 
-/// The columns that fit beside a name of `name` characters, with a space between each two. The state gets what is left.
-/// Where no program measures, its columns would be empty.
+/// The columns that fit beside a name of `name` characters, with a space between each two. The state gets
+/// what is left. Where no program measures, its columns would be empty.
 pub(super) fn fitting(width: u16, name: u16, by_kernel: bool) -> Vec<&'static Info> {
     let taken = |columns: &[&Info]| columns.iter().map(|info| info.width + 1).sum::<u16>();
     let there = |info: &&Info| by_kernel || !BY_KERNEL.contains(&info.column);
@@ -282,8 +284,8 @@ pub(super) fn age(seconds: i64) -> String {
     }
 }
 
-/// The last `width` values, each a bar as high as its logarithm: a factor of ten is two steps, so that microseconds and
-/// seconds are told apart in one glance.
+/// The last `width` values, each a bar as high as its logarithm: a factor of ten is two steps, so that
+/// microseconds and seconds are told apart in one glance.
 pub(super) fn sparkline(values: &[u64], width: usize) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let bar = |value: &u64| match value {

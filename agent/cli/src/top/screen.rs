@@ -1,4 +1,5 @@
-//! The terminal: taken, drawn on, read from, and given back whatever happens (Ctrl-C, SIGTERM, a lost terminal, a panic).
+//! The terminal: taken, drawn on, read from, and given back whatever happens (Ctrl-C, SIGTERM, a lost
+//! terminal, a panic).
 
 use std::io::{self, IsTerminal, Write as _};
 use std::mem::ManuallyDrop;
@@ -25,7 +26,8 @@ const AGAIN: Duration = Duration::from_secs(1);
 
 /// The terminal while it is ours. Dropped, it is as it was.
 ///
-/// ratatui's own destructor complains on standard error when the terminal has gone, which is the same terminal: a panic.
+/// ratatui's own destructor complains on standard error when the terminal has gone, which is the same
+/// terminal: a panic.
 struct Screen(ManuallyDrop<DefaultTerminal>);
 
 impl Screen {
@@ -85,7 +87,8 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Keys and new sizes, from a thread of its own: reading them blocks. It ends with the process, or with the terminal.
+/// Keys and new sizes, from a thread of its own: reading them blocks. It ends with the process, or with the
+/// terminal.
 fn read_keys() -> mpsc::Receiver<Event> {
     let (sender, receiver) = mpsc::channel(KEYS);
     std::thread::spawn(move || {

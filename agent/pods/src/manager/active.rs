@@ -5,8 +5,8 @@ use std::{collections::BTreeSet, sync::Arc};
 use super::Manager;
 
 impl Manager {
-    /// Tells who may hold devices: every pod that hasn't ended or still has containers, and those in the runtime that are
-    /// left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
+    /// Tells who may hold devices: every pod that hasn't ended or still has containers, and those in the
+    /// runtime that are left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
     pub(super) fn publish_active(&self) {
         let known = self.runtime.as_ref().filter(|_| !self.parts.desired.borrow().is_incomplete());
         let active = known.map(|in_runtime| {

@@ -106,7 +106,8 @@ impl Managed {
             || self.failure.as_ref().is_some_and(|failure| failure.cleared)
     }
 
-    /// Notes in a status how the pod's readiness gates stand, which others open in the API server: until then it isn't ready.
+    /// Notes in a status how the pod's readiness gates stand, which others open in the API server: until then
+    /// it isn't ready.
     pub(super) fn note_gates(&self, status: &mut core::PodStatus) {
         let Some(assigned) = &self.assigned else { return };
         let gates = assigned.spec.iter().flat_map(|spec| spec.readiness_gates.iter().flatten());

@@ -19,9 +19,11 @@ use beelet_state::events::{Object, Recorder};
 
 /// The reason of the event, as others call it who read the kernel's log.
 const OOM_KILLING: &str = "OOMKilling";
-/// A container's kills are told so often at most: one that starts killed children again and again would flood the log.
+/// A container's kills are told so often at most: one that starts killed children again and again would flood
+/// the log.
 const OOM_PAUSE: Duration = Duration::from_secs(60);
-/// Kills within this are of one want of memory: the first is the process that the kernel chose, and it takes others along.
+/// Kills within this are of one want of memory: the first is the process that the kernel chose, and it takes
+/// others along.
 const OOM_AT_ONCE: Duration = Duration::from_secs(1);
 
 /// What was told of a container's kills for want of memory.
@@ -80,7 +82,8 @@ impl Manager {
 }
 
 impl Managed {
-    /// Remembers the process that was killed (of several at once the largest), and tells of it if it is time to.
+    /// Remembers the process that was killed (of several at once the largest), and tells of it if it is time
+    /// to.
     fn on_oom_killed(&mut self, update: OomUpdate, events: &Recorder) -> bool {
         let OomUpdate { id, facts, .. } = update;
         let now = Instant::now();
@@ -116,8 +119,8 @@ impl Managed {
         events.warning(Object::container(&self.pod, &container), OOM_KILLING, sentence);
     }
 
-    /// The event for containers that were killed for want of memory by the runtime's word alone: the kernel's programs don't
-    /// run everywhere.
+    /// The event for containers that were killed for want of memory by the runtime's word alone: the kernel's
+    /// programs don't run everywhere.
     pub(super) fn tell_of_unseen_oom(&self, seen: &Observation, events: &Recorder) {
         let Some(before) = &self.seen else { return };
         let killed = seen.containers.values().filter(|status| {

@@ -104,8 +104,9 @@ impl Manager {
         info!(pod = %managed.name, uid, "containers are restarted on request");
     }
 
-    /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end is over. One
-    /// that was refused is as if it were new, as soon as nothing of it is left, but not where the API server knows of its end.
+    /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end
+    /// is over. One that was refused is as if it were new, as soon as nothing of it is left, but not where
+    /// the API server knows of its end.
     pub(super) fn remembered(&self, uid: &str, origin: Origin) -> (Option<PodRecord>, bool) {
         let record = self.parts.records.get(uid);
         if origin.is_api() {
@@ -177,8 +178,8 @@ impl super::Managed {
     }
 }
 
-/// Since when a pod has been active. Its status tells that by the wall's clock, which may be set; from when that was first
-/// seen the time that passes is a timer's.
+/// Since when a pod has been active. Its status tells that by the wall's clock, which may be set; from when
+/// that was first seen the time that passes is a timer's.
 #[derive(Debug)]
 pub(super) struct Lifetime {
     start: Timestamp,

@@ -11,8 +11,8 @@ use beelet_spec::resize::{self, Pending, ResizeFacts};
 use beelet_state::events::Object;
 
 impl Managed {
-    /// Asks whether the pod may have the amounts that `pod` has; if so its worker is told. What is in force is known when
-    /// the cgroups have it.
+    /// Asks whether the pod may have the amounts that `pod` has; if so its worker is told. What is in force
+    /// is known when the cgroups have it.
     pub(super) fn try_resize(&mut self, pod: &Arc<core::Pod>, launcher: &Launcher) -> bool {
         let Launcher { admission, events, .. } = launcher;
         if let Err(refused) = admission.resize(pod) {

@@ -1,5 +1,5 @@
-//! Sets right what a container's cgroup holds: through the runtime, so that it knows, and by our own hand where it can't or
-//! doesn't.
+//! Sets right what a container's cgroup holds: through the runtime, so that it knows, and by our own hand
+//! where it can't or doesn't.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -65,7 +65,8 @@ pub(super) struct NotCorrected {
     cause: CgroupError,
 }
 
-/// Makes a container's cgroup hold what it should; how many values were changed, or why not all of them could be.
+/// Makes a container's cgroup hold what it should; how many values were changed, or why not all of them could
+/// be.
 pub(super) async fn correct(
     parts: &Parts,
     id: &str,
@@ -80,7 +81,8 @@ pub(super) async fn correct(
     };
     let mut failed = None;
     let mut update = cri_config::update(container.resources.clone());
-    // A limit of memory is lowered by us, who look what is in use; a runtime may just do it and have processes killed.
+    // A limit of memory is lowered by us, who look what is in use; a runtime may just do it and have
+    // processes killed.
     for change in changes.iter().filter(|c| MEMORY_LIMITS.contains(&c.file.as_str()) && order::tightens(c)) {
         let lower = BTreeMap::from([(change.file.clone(), change.to.clone())]);
         if let Some(error) = adjust(parts, path, &lower).await.failed.into_iter().next() {

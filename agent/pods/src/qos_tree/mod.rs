@@ -1,11 +1,12 @@
-//! Keeps the cgroups of the node, of the QoS classes, of pods and of running containers at the values that the pods on the
-//! node ask for.
+//! Keeps the cgroups of the node, of the QoS classes, of pods and of running containers at the values that
+//! the pods on the node ask for.
 //!
-//! Everything is compared when the pods change (only what that changes) and every few seconds (all of it), and what differs
-//! is set right: what the runtime's own formulas made of a container, what a manifest changed of a running pod, what somebody
-//! else wrote. In an order in which no cgroup is ever held tighter than both its old and its new values hold it: the levels
-//! above are widened, then the containers are set through the runtime, whose they are, then the levels above are tightened.
-//! What can't be written now (a memory limit below what is in use) is tried again until it fits.
+//! Everything is compared when the pods change (only what that changes) and every few seconds (all of it),
+//! and what differs is set right: what the runtime's own formulas made of a container, what a manifest
+//! changed of a running pod, what somebody else wrote. In an order in which no cgroup is ever held tighter
+//! than both its old and its new values hold it: the levels above are widened, then the containers are set
+//! through the runtime, whose they are, then the levels above are tightened. What can't be written now (a
+//! memory limit below what is in use) is tried again until it fits.
 
 mod containers;
 mod metrics;
@@ -148,8 +149,8 @@ impl Keeper {
         Self { parts, kept, kept_containers, last: None, told: BTreeSet::new(), orphans: Orphans::default() }
     }
 
-    /// Sets right what differs; false if something has to be tried again. Unless `everything` is to be compared, only what
-    /// is wanted otherwise than before is.
+    /// Sets right what differs; false if something has to be tried again. Unless `everything` is to be
+    /// compared, only what is wanted otherwise than before is.
     async fn sync(&mut self, table: &PodTable, everything: bool) -> bool {
         let wanted = match Wanted::of(table, &self.parts.config, &self.parts.reserved) {
             Ok(wanted) => wanted,
@@ -228,7 +229,8 @@ impl Keeper {
         self.kept.get(path) == Some(files)
     }
 
-    /// Those that there are, wherever they have values: what is made later begins with others, which is nobody's doing.
+    /// Those that there are, wherever they have values: what is made later begins with others, which is
+    /// nobody's doing.
     async fn that_exist(&self, mut levels: Values) -> Values {
         let cgroups = Arc::clone(&self.parts.cgroups);
         let look = move || {

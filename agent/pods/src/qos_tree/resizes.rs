@@ -40,8 +40,8 @@ pub(super) async fn tell(parts: &Parts, table: &PodTable, wanted: &Wanted, faile
     }
 }
 
-/// Whether the cgroups of the pod and of its running containers hold what is wanted. One that isn't there holds nobody to
-/// anything.
+/// Whether the cgroups of the pod and of its running containers hold what is wanted. One that isn't there
+/// holds nobody to anything.
 async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> bool {
     let mut levels = Values::new();
     let mut containers = Vec::new();

@@ -35,7 +35,8 @@ impl Grant {
 }
 
 impl Worker {
-    /// Makes sure that the pod has its devices before anything of it is started. `Some` if it hasn't, and must wait.
+    /// Makes sure that the pod has its devices before anything of it is started. `Some` if it hasn't, and
+    /// must wait.
     pub(super) async fn have_devices(&mut self, seen: &Observation, actions: &Actions) -> Option<Step> {
         let current = current(seen);
         let wanted = actions.create_sandbox.or_else(|| {
@@ -116,8 +117,8 @@ fn running(seen: &Observation, sandbox: &pod::Sandbox) -> BTreeSet<String> {
     runs.map(|c| c.name.clone()).collect()
 }
 
-/// The init containers that have ended for good: well, in the sandbox that counts, and one that comes after has been
-/// started.
+/// The init containers that have ended for good: well, in the sandbox that counts, and one that comes after
+/// has been started.
 fn ended(pod: &core::Pod, seen: &Observation) -> BTreeSet<String> {
     let Some((spec, sandbox)) = pod.spec.as_ref().zip(current(seen)) else { return BTreeSet::new() };
     let started = |name: &str| {

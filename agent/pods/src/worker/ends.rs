@@ -1,5 +1,5 @@
-//! When containers ended, on the clock of timers. The runtime tells it by the wall's clock, which people and NTP set: a delay
-//! that is counted by that clock could last for hours, or be none.
+//! When containers ended, on the clock of timers. The runtime tells it by the wall's clock, which people and
+//! NTP set: a delay that is counted by that clock could last for hours, or be none.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -25,8 +25,8 @@ impl Ends {
         Self { began: Instant::now(), known: BTreeMap::new() }
     }
 
-    /// Takes the ends in that are new. Only of those the wall's clock (which shows `wall` now) says how long ago they were,
-    /// and an end that is yet to come by it was just now.
+    /// Takes the ends in that are new. Only of those the wall's clock (which shows `wall` now) says how long
+    /// ago they were, and an end that is yet to come by it was just now.
     pub(super) fn note(&mut self, observed: &Observed, wall: Timestamp) {
         let now = self.now();
         let ended = observed.containers.iter().filter_map(|container| match container.state {

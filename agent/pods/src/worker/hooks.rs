@@ -1,5 +1,6 @@
-//! Lifecycle hooks: commands, HTTP requests and pauses around a container's life, with the meaning that the kubelet
-//! gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while it runs.
+//! Lifecycle hooks: commands, HTTP requests and pauses around a container's life, with the meaning that the
+//! kubelet gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while
+//! it runs.
 
 use std::{net::IpAddr, time::Duration};
 

@@ -1,5 +1,5 @@
-//! How containers are ended: preStop hooks, the order of sidecars, and one grace period that all of it shares, as in
-//! the kubelet's killContainersWithSyncResult (KEP-753 for the order).
+//! How containers are ended: preStop hooks, the order of sidecars, and one grace period that all of it
+//! shares, as in the kubelet's killContainersWithSyncResult (KEP-753 for the order).
 
 use std::{collections::BTreeSet, time::Duration};
 

@@ -1,4 +1,5 @@
-//! A worker that panics hurts only its pod, and only for a moment: it is started again, and finds the pod as it is.
+//! A worker that panics hurts only its pod, and only for a moment: it is started again, and finds the pod as
+//! it is.
 
 use std::{panic::AssertUnwindSafe, time::Duration};
 

@@ -1,5 +1,5 @@
-//! The values of a container: what CRI is asked for, and what the runtime makes of it in the container's cgroup
-//! (`generateLinuxContainerResources` of the kubelet, `opencontainers/cgroups` of the runtime).
+//! The values of a container: what CRI is asked for, and what the runtime makes of it in the container's
+//! cgroup (`generateLinuxContainerResources` of the kubelet, `opencontainers/cgroups` of the runtime).
 
 use std::collections::BTreeMap;
 
@@ -44,7 +44,8 @@ pub struct ContainerResources {
     pub unified: BTreeMap<String, String>,
 }
 
-/// What to ask CRI for when a container of a pod is created. `container` may be any (init) container of the pod.
+/// What to ask CRI for when a container of a pod is created. `container` may be any (init) container of the
+/// pod.
 ///
 /// # Errors
 /// The path of the first amount in the pod, or in the container, that is not a quantity.
@@ -80,8 +81,8 @@ pub fn container_resources(
     })
 }
 
-/// What the container's cgroup must hold once the runtime has made it. The last part of the path stands for the folder
-/// that the runtime chooses: it is the container's name.
+/// What the container's cgroup must hold once the runtime has made it. The last part of the path stands for
+/// the folder that the runtime chooses: it is the container's name.
 ///
 /// # Errors
 /// As [`container_resources`], and at `metadata.uid` if the pod's can't name a cgroup.
@@ -154,7 +155,8 @@ impl<'a> Facts<'a> {
         settings
     }
 
-    /// KEP-2570: what is requested is protected, and a container that nears its limit is throttled before it is killed.
+    /// KEP-2570: what is requested is protected, and a container that nears its limit is throttled before it
+    /// is killed.
     fn memory_qos(&self, settings: &mut Settings, config: &CgroupConfig) {
         let Some(qos) = config.memory_qos() else { return };
         let request = self.own.requests.amount(MEMORY).value();
@@ -186,8 +188,8 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// 1000 less the thousandths of the node's memory that are requested; a sidecar is no likelier to go than the
-    /// containers it serves.
+    /// 1000 less the thousandths of the node's memory that are requested; a sidecar is no likelier to go than
+    /// the containers it serves.
     fn burstable_score(&self, container: &Container, memory_capacity: i64) -> i64 {
         let score = |request: i64| {
             let capacity = i128::from(memory_capacity.max(1));
@@ -217,7 +219,8 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// A fraction of the way from the request to the bound, in whole pages; computed in floats as the kubelet does.
+/// A fraction of the way from the request to the bound, in whole pages; computed in floats as the kubelet
+/// does.
 fn memory_high(request: i64, bound: i64, factor: f64) -> i64 {
     let high = request as f64 + (bound as f64 - request as f64) * factor;
     (high.floor() / PAGE) as i64 * 4096 // as: saturates, and no i64 of bytes loses more than the kubelet's own float64

@@ -7,20 +7,21 @@ const MAX_SHARES: i64 = 262_144;
 /// The shortest quota that the kernel takes, in microseconds.
 const MIN_QUOTA_US: i64 = 1000;
 
-/// Millicores as `cpu.shares`: 1024 a core, 2 at least, 262144 at most (`MilliCPUToShares`).
+/// Millicores as `cpu.shares`: 1024 per core, 2 at least, 262144 at most (`MilliCPUToShares`).
 pub fn millis_to_shares(millis: i64) -> u64 {
     let shares = i128::from(millis) * 1024 / 1000;
     shares.clamp(i128::from(MIN_SHARES), i128::from(MAX_SHARES)).unsigned_abs() as u64 // within 2..=262144
 }
 
-/// The most millicores that [`millis_to_shares`] makes these shares of: what a cgroup asked for, seen from its file alone.
-/// None at the end of the scale, where anything above it looks the same.
+/// The most millicores that [`millis_to_shares`] makes these shares of: what a cgroup asked for, seen from
+/// its file alone. None at the end of the scale, where anything above it looks the same.
 pub fn shares_to_millis(shares: u64) -> Option<u64> {
     (shares < MAX_SHARES.unsigned_abs()).then(|| ((shares + 1) * 1000).div_ceil(1024) - 1)
 }
 
-/// The most millicores that make this `cpu.weight` by the straight line of [`shares_to_weight_linear`]. A weight is coarse
-/// (some 26 shares look the same), so this is up to 28 more than what was asked for, and never less.
+/// The most millicores that make this `cpu.weight` by the straight line of [`shares_to_weight_linear`]. A
+/// weight is coarse (some 26 shares look the same), so this is up to 28 more than what was asked for, and
+/// never less.
 pub fn weight_to_millis(weight: u64) -> Option<u64> {
     // The least shares of the next weight, less one.
     shares_to_millis((weight.max(1) * 262_142).div_ceil(9999) + 1)
@@ -35,13 +36,14 @@ pub fn millis_to_quota(millis: i64, period_us: u64) -> i64 {
     i64::try_from(quota).unwrap_or(i64::MAX).max(MIN_QUOTA_US)
 }
 
-/// The kubelet's `cpu.weight` of shares, above the container: a straight line from (2, 1) to (262144, 10000) (KEP-2254).
+/// The kubelet's `cpu.weight` of shares, above the container: a straight line from (2, 1) to (262144, 10000)
+/// (KEP-2254).
 pub fn shares_to_weight_linear(shares: u64) -> u64 {
     1 + shares.clamp(2, 262_144).saturating_sub(2) * 9999 / 262_142
 }
 
-/// The runtimes' `cpu.weight` of shares, at the container: a curve through (2, 1), (1024, 100) and (262144, 10000)
-/// (opencontainers/cgroups #20: ceil(10^((L² + 125 L) / 612 - 7/34)) with L = log2(shares)).
+/// The runtimes' `cpu.weight` of shares, at the container: a curve through (2, 1), (1024, 100) and (262144,
+/// 10000) (opencontainers/cgroups #20: ceil(10^((L² + 125 L) / 612 - 7/34)) with L = log2(shares)).
 pub fn shares_to_weight_quadratic(shares: u64) -> u64 {
     match shares {
         0..=2 => 1,

@@ -1,8 +1,9 @@
-//! Which cgroups there are and what their files must hold: node, QoS classes, pods and containers, on v1 and v2.
+//! Which cgroups there are and what their files must hold: node, QoS classes, pods and containers, on v1 and
+//! v2.
 //!
-//! The kubelet's values (`pkg/kubelet/cm`, `pkg/kubelet/kuberuntime`, 1.36) by default; [`CpuWeightFormula::Proportional`]
-//! is ours. Paths are below the cgroup mount. Must never read or write a cgroup: the numbers go to the agent's `cgroups/`,
-//! which is the only writer.
+//! The kubelet's values (`pkg/kubelet/cm`, `pkg/kubelet/kuberuntime`, 1.36) by default;
+//! [`CpuWeightFormula::Proportional`] is ours. Paths are below the cgroup mount. Must never read or write a
+//! cgroup: the numbers go to the agent's `cgroups/`, which is the only writer.
 
 mod container;
 mod cpu;
@@ -52,7 +53,8 @@ pub enum CpuWeightFormula {
     /// What the kubelet and the runtime make of shares: linear above the container, quadratic at it.
     #[default]
     Kubelet,
-    /// Millicores / 10 at every level: siblings share exactly by their requests, and one CPU is the kernel's default 100.
+    /// Millicores / 10 at every level: siblings share exactly by their requests, and one CPU is the kernel's
+    /// default 100.
     Proportional,
 }
 
@@ -82,7 +84,8 @@ pub struct NodeAmounts {
     pub memory_capacity: i64,
     /// Millicores left after kube-reserved and system-reserved.
     pub allocatable_millis: i64,
-    /// Bytes of memory left after kube-reserved and system-reserved; the eviction threshold is *not* taken off.
+    /// Bytes of memory left after kube-reserved and system-reserved; the eviction threshold is *not* taken
+    /// off.
     pub allocatable_memory: i64,
 }
 
@@ -118,7 +121,8 @@ pub struct CgroupConfig {
     pub cpu_weight_formula: CpuWeightFormula,
     /// `podPidsLimit`, where there is one.
     pub pod_pids_limit: Option<i64>,
-    /// Does a kill for want of memory take the whole container, not one of its processes (v2; not `singleProcessOOMKill`)?
+    /// Does a kill for want of memory take the whole container, not one of its processes (v2; not
+    /// `singleProcessOOMKill`)?
     pub oom_group: bool,
     /// The node's amounts.
     pub node: NodeAmounts,
@@ -153,7 +157,8 @@ impl CgroupConfig {
 pub struct CgroupValues {
     /// `/kubepods/burstable/pod<uid>`.
     pub path: String,
-    /// File name to content, without a newline, as the kernel takes it. Files that aren't here are left alone.
+    /// File name to content, without a newline, as the kernel takes it. Files that aren't here are left
+    /// alone.
     pub files: BTreeMap<String, String>,
 }
 
@@ -230,8 +235,8 @@ fn cpu_max(quota: Option<i64>, period: Option<u64>) -> Option<String> {
     Some(format!("{quota} {}", period.unwrap_or(100_000)))
 }
 
-/// Only -1 means no limit. A class that is kept off more than there is has a limit below zero, as with the kubelet; the
-/// kernel refuses it, which is better than a limit that silently isn't one.
+/// Only -1 means no limit. A class that is kept off more than there is has a limit below zero, as with the
+/// kubelet; the kernel refuses it, which is better than a limit that silently isn't one.
 fn max_or_bytes(bytes: i64) -> String {
     if bytes == -1 { "max".to_owned() } else { bytes.to_string() }
 }

@@ -1,4 +1,5 @@
-//! Names of cgroups, in the form of cgroupfs and of systemd (`CgroupName.ToCgroupfs`, `ToSystemd` of the kubelet).
+//! Names of cgroups, in the form of cgroupfs and of systemd (`CgroupName.ToCgroupfs`, `ToSystemd` of the
+//! kubelet).
 
 use crate::{
     cgroups::{CgroupConfig, CgroupDriver},
@@ -19,8 +20,8 @@ pub fn qos_path(class: QosClass, config: &CgroupConfig) -> String {
 /// The folder of a pod.
 ///
 /// # Errors
-/// At `metadata.uid`, if there is none or if it can't be a folder's name: it would lead outside kubepods, or could not be
-/// told from another once systemd's escaping is applied.
+/// At `metadata.uid`, if there is none or if it can't be a folder's name: it would lead outside kubepods, or
+/// could not be told from another once systemd's escaping is applied.
 pub fn pod_path(uid: Option<&str>, class: QosClass, config: &CgroupConfig) -> Result<String, FieldError> {
     let error = |message: String| Err(FieldError::new("metadata.uid", message));
     let uid = match uid {
@@ -35,7 +36,8 @@ pub fn pod_path(uid: Option<&str>, class: QosClass, config: &CgroupConfig) -> Re
     Ok(path(&components, config.driver))
 }
 
-/// A path in cgroupfs form as systemd's slices: `/kubepods/burstable` is `/kubepods.slice/kubepods-burstable.slice`.
+/// A path in cgroupfs form as systemd's slices: `/kubepods/burstable` is
+/// `/kubepods.slice/kubepods-burstable.slice`.
 pub fn slice_path(path_in_cgroupfs: &str) -> String {
     path(&parts(path_in_cgroupfs), CgroupDriver::Systemd)
 }

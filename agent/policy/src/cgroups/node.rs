@@ -73,7 +73,8 @@ pub fn node_cgroups<P: Borrow<Pod>>(
     ])
 }
 
-/// The cgroup of all pods: what the node has left after its reserves, and the protection of what the pods request.
+/// The cgroup of all pods: what the node has left after its reserves, and the protection of what the pods
+/// request.
 pub fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
     let requested = totals.guaranteed_memory.saturating_add(totals.burstable_memory);
     let settings = Settings {
@@ -114,7 +115,8 @@ pub fn reserved_cgroup(path: &str, reserve: &ResourceList<'_>, config: &CgroupCo
     CgroupValues { path: path.to_owned(), files: settings.files(Level::Above, config) }
 }
 
-/// What memory QoS protects: nothing, unless requests are reserved, and then the old value must be taken back.
+/// What memory QoS protects: nothing, unless requests are reserved, and then the old value must be taken
+/// back.
 fn reserved(requested: i64, config: &CgroupConfig) -> Option<i64> {
     config.memory_qos().map(|qos| match qos.reservation {
         MemoryReservationPolicy::None => 0,

@@ -62,7 +62,8 @@ impl LimitsDeclared {
     fn of(demand: &PodDemand<'_>) -> Self {
         let mut declared = Self { cpu: true, memory: true };
         demand.containers.iter().for_each(|container| declared.require(&container.limits));
-        // An init container is asked together with the sidecars that run beside it, as the kubelet's callback is.
+        // An init container is asked together with the sidecars that run beside it, as the kubelet's callback
+        // is.
         let mut sidecars = ResourceList::default();
         for init in &demand.init_containers {
             if init.restartable {

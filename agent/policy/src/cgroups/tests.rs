@@ -192,7 +192,8 @@ proptest! {
                 }),
                 "memory.high" => number.is_ok_and(|n| n > 0),
                 "memory.min" | "memory.low" => number.is_ok_and(|n| n >= 0),
-                // What lower classes are kept off may exceed what there is; the agent compares before it writes.
+                // What lower classes are kept off may exceed what there is; the agent compares before it
+                // writes.
                 "memory.limit_in_bytes" | "memory.max" => number.is_ok(),
                 _ => false,
             };

@@ -1,8 +1,10 @@
-//! A pod is admitted with its devices: one container after the other, one resource after the other, as the kubelet serves them.
+//! A pod is admitted with its devices: one container after the other, one resource after the other, as the
+//! kubelet serves them.
 //!
-//! The conversation itself: [`Admission::next`] says what to ask a plugin, the caller asks, and hands back the answer.
-//! Several may be under way, as long as no two have a resource of [`contended`] in common: what one has chosen isn't in the
-//! ledger before its plugin has answered. A failed one is ended by [`Admission::abort`] if nothing of it may stay.
+//! The conversation itself: [`Admission::next`] says what to ask a plugin, the caller asks, and hands back
+//! the answer. Several may be under way, as long as no two have a resource of [`contended`] in common: what
+//! one has chosen isn't in the ledger before its plugin has answered. A failed one is ended by
+//! [`Admission::abort`] if nothing of it may stay.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +17,8 @@ use super::{
 /// What is known of the pod beside its wishes.
 #[derive(Debug, Clone, Default)]
 pub struct Circumstances {
-    /// Containers that have been running since before this agent: they have what they have, whatever a plugin says.
+    /// Containers that have been running since before this agent: they have what they have, whatever a plugin
+    /// says.
     pub running: BTreeSet<String>,
     /// Init containers that have ended for good: they need nothing any more.
     pub ended: BTreeSet<String>,
@@ -28,10 +31,10 @@ pub struct Circumstances {
 /// Why a pod can't have its devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AdmissionError {
-    /// They aren't to be had.
+    /// The devices can't be allocated.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
-    /// They aren't to be had near each other.
+    /// The devices can't be allocated near each other.
     #[error(transparent)]
     Topology(#[from] TopologyError),
 }
@@ -39,7 +42,8 @@ pub enum AdmissionError {
 /// What comes next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Next {
-    /// Devices of pods that are gone are to be freed now ([`Devices::free_inactive`]), if it is known who is gone.
+    /// Devices of pods that are gone are to be freed now ([`Devices::free_inactive`]), if it is known who is
+    /// gone.
     Free,
     /// The plugin has a preference: ask it, then call [`Admission::preferred`].
     Ask {
@@ -79,8 +83,8 @@ pub struct Admission<'a> {
     committed: Vec<(String, String)>,
 }
 
-/// The resources that a pod's admission chooses from, and those that it holds something of: of two pods that have one of them
-/// in common only one may be admitted at a time.
+/// The resources that a pod's admission chooses from, and those that it holds something of: of two pods that
+/// have one of them in common only one may be admitted at a time.
 #[must_use]
 pub fn contended(devices: &Devices, pod_uid: &str, wishes: &[ContainerRequest<'_>]) -> BTreeSet<String> {
     let wished = wishes.iter().flat_map(|wish| &wish.limits).map(|(resource, _)| *resource);

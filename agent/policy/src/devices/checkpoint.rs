@@ -1,9 +1,9 @@
-//! The kubelet's own checkpoint of device allocations, `kubelet_internal_checkpoint`: a node can go from the kubelet to this
-//! agent and back without a pod losing its devices.
+//! The kubelet's own checkpoint of device allocations, `kubelet_internal_checkpoint`: a node can go from the
+//! kubelet to this agent and back without a pod losing its devices.
 //!
-//! Format: `pkg/kubelet/cm/devicemanager/checkpoint` (since 1.20, device ids by NUMA node). The checksum is FNV-1a (32 bit) over
-//! what go-spew prints for the data with `%#v`, sorted keys and no methods (`pkg/util/hash`, `checkpointmanager/checksum`).
-//! Must never panic, whatever the file holds.
+//! Format: `pkg/kubelet/cm/devicemanager/checkpoint` (since 1.20, device ids by NUMA node). The checksum is
+//! FNV-1a (32 bit) over what go-spew prints for the data with `%#v`, sorted keys and no methods
+//! (`pkg/util/hash`, `checkpointmanager/checksum`). Must never panic, whatever the file holds.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,7 +43,8 @@ pub struct Entry {
     /// The resource's name.
     #[serde(rename = "ResourceName", default)]
     pub resource_name: String,
-    /// Device ids by NUMA node, -1 for those without one. `None` is Go's nil map, which has another checksum than an empty one.
+    /// Device ids by NUMA node, -1 for those without one. `None` is Go's nil map, which has another checksum
+    /// than an empty one.
     #[serde(rename = "DeviceIDs", default)]
     pub device_ids: Option<BTreeMap<i64, Option<Vec<String>>>>,
     /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
@@ -81,8 +82,8 @@ impl Snapshot {
     }
 }
 
-/// Writes checkpoints one after the other, and makes only that again which has changed: most of a checkpoint are the
-/// plugins' answers, whose every byte costs the checksum four, and the lists of all devices.
+/// Writes checkpoints one after the other, and makes only that again which has changed: most of a checkpoint
+/// are the plugins' answers, whose every byte costs the checksum four, and the lists of all devices.
 #[derive(Debug, Default)]
 pub struct Text {
     /// In the order in which they came, which is another one after a restart; no reader minds.
@@ -292,8 +293,8 @@ impl Entry {
     }
 }
 
-/// Takes text in parts. What is printed for a thousand devices is a hundred kilobytes, most of it plugins' answers byte by
-/// byte: none of it is kept.
+/// Takes text in parts. What is printed for a thousand devices is a hundred kilobytes, most of it plugins'
+/// answers byte by byte: none of it is kept.
 trait Sink {
     /// Text, in UTF-8.
     fn put_bytes(&mut self, text: &[u8]);
@@ -322,11 +323,13 @@ impl Sink for Fnv1a {
     }
 }
 
-/// What one text, always the same, does to the checksums of whatever comes before it, without reading it each time.
+/// What one text, always the same, does to the checksums of whatever comes before it, without reading it each
+/// time.
 ///
-/// A step xors a byte into the lowest byte of the sum and multiplies: what the xor adds, or takes away, is known from the
-/// lowest byte alone, and so is the next lowest byte. Over n bytes a sum s thus becomes s * prime^n + c modulo 2^32, and of
-/// c there are 256, one for each lowest byte that s may have. Each is found by reading the text once.
+/// A step xors a byte into the lowest byte of the sum and multiplies: what the xor adds, or takes away, is
+/// known from the lowest byte alone, and so is the next lowest byte. Over n bytes a sum s thus becomes s *
+/// prime^n + c modulo 2^32, and of c there are 256, one for each lowest byte that s may have. Each is found
+/// by reading the text once.
 #[derive(Debug, Default)]
 struct Suffix {
     /// prime^n
@@ -436,7 +439,8 @@ mod tests {
     use crate::devices::Devices;
     use proptest::prelude::*;
 
-    /// Checkpoints that real kubelets wrote (published in their users' notes): read, checked, written the same.
+    /// Checkpoints that real kubelets wrote (published in their users' notes): read, checked, written the
+    /// same.
     const REAL: [&str; 2] = [
         r#"{"Data":{"PodDeviceEntries":[{"PodUID":"bf52b2cd-b611-4e79-86b1-280b283185c3","ContainerName":"check","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["tegra"]},"AllocResp":"Ch8KFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSBXRlZ3Jh"}],"RegisteredDevices":{"nvidia.com/gpu":["tegra"]}},"Checksum":3660592824}"#,
         r#"{"Data":{"PodDeviceEntries":[{"PodUID":"9a15d2b5-c152-46b9-96e0-d57032629e1f","ContainerName":"app","ResourceName":"nvidia.com/gpu","DeviceIDs":{"1":["GPU-9b341c59-f96b-ba85-c137-78c3652fea65","GPU-c1e9f249-b37b-81c2-a8d9-ba5ca0294841"]},"AllocResp":"CmsKFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSUUdQVS1jMWU5ZjI0OS1iMzdiLTgxYzItYThkOS1iYTVjYTAyOTQ4NDEsR1BVLTliMzQxYzU5LWY5NmItYmE4NS1jMTM3LTc4YzM2NTJmZWE2NRokCg4vZGV2L252aWRpYWN0bBIOL2Rldi9udmlkaWFjdGwaAnJ3GiYKDy9kZXYvbnZpZGlhLXV2bRIPL2Rldi9udmlkaWEtdXZtGgJydxoyChUvZGV2L252aWRpYS11dm0tdG9vbHMSFS9kZXYvbnZpZGlhLXV2bS10b29scxoCcncaLgoTL2Rldi9udmlkaWEtbW9kZXNldBITL2Rldi9udmlkaWEtbW9kZXNldBoCcncaIAoML2Rldi9udmlkaWExEgwvZGV2L252aWRpYTEaAnJ3GiAKDC9kZXYvbnZpZGlhMhIML2Rldi9udmlkaWEyGgJydw=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-77a702db-e37f-3a74-d46d-c5713f66058c","GPU-9b341c59-f96b-ba85-c137-78c3652fea65","GPU-c1e9f249-b37b-81c2-a8d9-ba5ca0294841"]}},"Checksum":2530956716}"#,

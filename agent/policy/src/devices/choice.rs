@@ -1,4 +1,5 @@
-//! Which of several devices are taken: what the plugin would rather give, else those that are near each other.
+//! Which of several devices are taken: what the plugin would rather give, else those that are near each
+//! other.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +18,8 @@ pub struct Question {
 }
 
 impl Question {
-    /// The devices to allocate, given the plugin's answer (best first; what wasn't offered is ignored; too few are made up for).
+    /// The devices to allocate, given the plugin's answer (best first; what wasn't offered is ignored; too
+    /// few are made up for).
     #[must_use]
     pub fn answer<S: AsRef<str>>(self, preferred: &[S]) -> BTreeSet<String> {
         let mut chosen = self.must_include;
@@ -55,9 +57,10 @@ pub(super) fn with_nodes<'a, S: AsRef<str> + ?Sized + 'a>(
     })
 }
 
-/// `count` of the devices in `left` (in the order of their ids, those in `chosen` don't count), near each other: of the NUMA
-/// nodes that can give them all, one that already gave some of `chosen`, or else the one with the fewest left (the others keep
-/// room for larger requests); if none can, from as few nodes as possible; those near no node last.
+/// `count` of the devices in `left` (in the order of their ids, those in `chosen` don't count), near each
+/// other: of the NUMA nodes that can give them all, one that already gave some of `chosen`, or else the one
+/// with the fewest left (the others keep room for larger requests); if none can, from as few nodes as
+/// possible; those near no node last.
 fn near<'a>(left: &[(&'a str, &[i64])], nodes: &Nodes, chosen: &Ids, count: usize) -> Vec<&'a str> {
     let mut by_node: BTreeMap<i64, Vec<&'a str>> = BTreeMap::new();
     let is_left = |id: &str| !chosen.contains(id);

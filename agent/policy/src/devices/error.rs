@@ -60,7 +60,8 @@ pub enum AllocateError {
 }
 
 impl AllocateError {
-    /// Might waiting help? True where the plugin isn't there or well (yet): after a restart or reboot it may come late.
+    /// Might waiting help? True where the plugin isn't there or well (yet): after a restart or reboot it may
+    /// come late.
     #[must_use]
     pub const fn may_pass(&self) -> bool {
         matches!(

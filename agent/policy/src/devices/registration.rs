@@ -1,4 +1,5 @@
-//! Whom a plugin may register as: the kubelet's checks (`pkg/kubelet/cm/devicemanager/plugin/v1beta1`), with its words.
+//! Whom a plugin may register as: the kubelet's checks (`pkg/kubelet/cm/devicemanager/plugin/v1beta1`), with
+//! its words.
 
 /// The only version of the device plugin API there is.
 pub const VERSION: &str = "v1beta1";

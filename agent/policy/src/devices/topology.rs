@@ -1,10 +1,10 @@
-//! Which NUMA nodes a container's devices should come from: the kubelet's topology manager (`pkg/kubelet/cm/topologymanager`)
-//! with the device manager as the one that gives hints.
+//! Which NUMA nodes a container's devices should come from: the kubelet's topology manager
+//! (`pkg/kubelet/cm/topologymanager`) with the device manager as the one that gives hints.
 //!
-//! Each resource says which sets of nodes could give what is asked (a *hint*), and which of them are as small as can be
-//! (*preferred*). One hint of each resource is combined with one of each other; the best combination is the affinity.
-//! The kubelet tries all combinations; here equal ones are put together after each resource, so that eight nodes and many
-//! resources cost microseconds.
+//! Each resource says which sets of nodes could give what is asked (a *hint*), and which of them are as small
+//! as can be (*preferred*). One hint of each resource is combined with one of each other; the best
+//! combination is the affinity. The kubelet tries all combinations; here equal ones are put together after
+//! each resource, so that eight nodes and many resources cost microseconds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,8 +56,8 @@ struct Hint {
 }
 
 impl Devices {
-    /// The nodes that a container (of a pod that is being served, or a whole pod: `container` is `None`) should get these many
-    /// devices from; `None` if it doesn't matter.
+    /// The nodes that a container (of a pod that is being served, or a whole pod: `container` is `None`)
+    /// should get these many devices from; `None` if it doesn't matter.
     ///
     /// # Errors
     /// The policy refuses what would come out.
@@ -165,8 +165,8 @@ enum Hints {
     These(Vec<Hint>),
 }
 
-/// The best combination of one hint of each: preferred before not, then the narrowest, then the lowest nodes. If none fits
-/// together, all nodes, not preferred.
+/// The best combination of one hint of each: preferred before not, then the narrowest, then the lowest nodes.
+/// If none fits together, all nodes, not preferred.
 fn merge(of_each: &[Vec<Hint>], all: Mask, single: bool) -> Hint {
     let mut combined = vec![Hint { mask: all, preferred: true }];
     for hints in of_each {

@@ -1,5 +1,5 @@
-//! Ephemeral containers: those that are added to a pod while it runs, to look at it from inside (KEP-277). Each is started
-//! once, and counts neither for the pod's readiness nor for its phase.
+//! Ephemeral containers: those that are added to a pod while it runs, to look at it from inside (KEP-277).
+//! Each is started once, and counts neither for the pod's readiness nor for its phase.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use k8s_openapi::api::core::v1::{Container as ContainerSpec, EphemeralContainer,
 
 use super::{ContainerState, Decision};
 
-/// A pod's ephemeral containers, as far as they are like others: what they may not have (probes, ports, hooks, amounts) is
-/// left out, whatever the object says.
+/// A pod's ephemeral containers, as far as they are like others: what they may not have (probes, ports,
+/// hooks, amounts) is left out, whatever the object says.
 pub fn ephemeral_containers(spec: &PodSpec) -> Vec<ContainerSpec> {
     spec.ephemeral_containers.iter().flatten().map(as_container).collect()
 }

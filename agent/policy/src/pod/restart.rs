@@ -1,5 +1,5 @@
-//! Whether a container that ended is started again, and when: restart policies of pods and of single containers
-//! (KEP-753 for sidecars, KEP-5307 for rules by exit code), and the delays between restarts.
+//! Whether a container that ended is started again, and when: restart policies of pods and of single
+//! containers (KEP-753 for sidecars, KEP-5307 for rules by exit code), and the delays between restarts.
 
 use std::time::Duration;
 
@@ -24,7 +24,8 @@ pub enum RestartPolicy {
 }
 
 impl RestartPolicy {
-    /// The policy of a pod's spec. Anything that isn't `OnFailure` or `Never` counts as the default, `Always`.
+    /// The policy of a pod's spec. Anything that isn't `OnFailure` or `Never` counts as the default,
+    /// `Always`.
     pub fn of(spec: &PodSpec) -> Self {
         Self::parse(spec.restart_policy.as_deref())
     }
@@ -54,8 +55,8 @@ pub fn is_sidecar(container: &ContainerSpec) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 
-/// Whether `container`, one of the pod's own or a sidecar, is started again after it ended with `exit_code`: by the
-/// first of its rules that fits, else by its own policy, else by the pod's.
+/// Whether `container`, one of the pod's own or a sidecar, is started again after it ended with `exit_code`:
+/// by the first of its rules that fits, else by its own policy, else by the pod's.
 pub fn restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bool {
     let Some(own) = container.restart_policy.as_deref() else {
         return RestartPolicy::of(spec).restarts(exit_code);

@@ -1,8 +1,10 @@
-//! Restarts of all containers of a pod in their sandbox, init containers included (`RestartAllContainers`, KEP-5532).
+//! Restarts of all containers of a pod in their sandbox, init containers included (`RestartAllContainers`,
+//! KEP-5532).
 //!
-//! The runtime keeps with each container of which *round* it is. One that ends so that its rule asks for it begins the next
-//! round: what is of an earlier one is stopped, and is history from then on, as are containers of an earlier sandbox. So it
-//! is known at any moment how far a restart of all has come, and an agent that was killed in the middle goes on.
+//! The runtime keeps with each container of which *round* it is. One that ends so that its rule asks for it
+//! begins the next round: what is of an earlier one is stopped, and is history from then on, as are
+//! containers of an earlier sandbox. So it is known at any moment how far a restart of all has come, and an
+//! agent that was killed in the middle goes on.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -74,8 +76,8 @@ impl Round {
 }
 
 impl Decision<'_> {
-    /// Stops what runs of earlier rounds. True once this round may go on: nothing of the earlier ones runs, and the delay of
-    /// the container that asked for the restart has passed.
+    /// Stops what runs of earlier rounds. True once this round may go on: nothing of the earlier ones runs,
+    /// and the delay of the container that asked for the restart has passed.
     pub(super) fn enter_round(&mut self) -> bool {
         let past: Vec<&Container> = self.newest.values().copied().filter(|c| self.round.is_past(c)).collect();
         let mut stopped = true;
@@ -101,8 +103,8 @@ impl Decision<'_> {
         self.actions.backoff.is_empty()
     }
 
-    /// The delay of a container that asked for the restart of all, and when it is over. The kubelet knows none; one that
-    /// asks for it as soon as it starts would keep the node busy.
+    /// The delay of a container that asked for the restart of all, and when it is over. The kubelet knows
+    /// none; one that asks for it as soon as it starts would keep the node busy.
     fn delay_of_round(&self, container: &Container) -> Option<(Duration, crate::moment::Moment)> {
         let spec = all(self.spec).find(|spec| spec.name == container.name)?;
         if !asks_for_all(spec, container) {

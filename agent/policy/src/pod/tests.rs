@@ -69,7 +69,8 @@ fn verdicts(started: &[&str], condemned: &[&str]) -> Verdicts {
     }
 }
 
-/// The decision as a line: `kill a-0; stop s0; create 1; remove b-0; rm-sandbox s0; start a/1; wait a; Succeeded`.
+/// The decision as a line: `kill a-0; stop s0; create 1; remove b-0; rm-sandbox s0; start a/1; wait a;
+/// Succeeded`.
 fn line(actions: &Actions) -> String {
     let mut out = Vec::new();
     out.extend(actions.kill.iter().map(|k| format!("kill {}", k.id)));

@@ -1,14 +1,16 @@
 //! The kubelet's choice: three QoS passes, in each the pod nearest to what is missing, again and again.
 //!
-//! Follows `getPodsToPreempt` and `getPodsToPreemptByDistance`, down to the float arithmetic, the swap-removal and which of
-//! two equal pods wins (the later one). The distances are computed by column, so that the compiler vectorises them.
+//! Follows `getPodsToPreempt` and `getPodsToPreemptByDistance`, down to the float arithmetic, the
+//! swap-removal and which of two equal pods wins (the later one). The distances are computed by column, so
+//! that the compiler vectorises them.
 
 use crate::{
     preemption::{Candidate, Needs},
     qos::QosClass,
 };
 
-/// Guaranteed pods that must go even if all others do, then Burstable ones, then BestEffort ones; evicted in reverse.
+/// Guaranteed pods that must go even if all others do, then Burstable ones, then BestEffort ones; evicted in
+/// reverse.
 pub(super) fn choose<'c, 'a>(candidates: &'c [Candidate<'a>], needs: &Needs<'_>) -> Vec<&'c Candidate<'a>> {
     let of =
         |class: QosClass| candidates.iter().filter(|candidate| candidate.class == class).collect::<Vec<_>>();
@@ -66,8 +68,8 @@ impl<'c, 'a> Field<'c, 'a> {
         Self { pods: pods.to_vec(), sizes, frees: frees.collect() }
     }
 
-    /// The pod with the least sum of squared missing fractions; of equal ones the one that requests less memory, then less
-    /// cpu; of equal ones the last.
+    /// The pod with the least sum of squared missing fractions; of equal ones the one that requests less
+    /// memory, then less cpu; of equal ones the last.
     fn nearest(&self, missing: &[(usize, i64)]) -> usize {
         let mut distances = vec![0.0_f64; self.pods.len()];
         for ((_, left), frees) in missing.iter().zip(&self.frees) {

@@ -1,10 +1,11 @@
-//! The provably smallest choice: as few victims as possible in the most important class, then in the next, and so on.
+//! The provably smallest choice: as few victims as possible in the most important class, then in the next,
+//! and so on.
 //!
-//! Counts first, class by class from the most important: the least number of its pods that, with the numbers already fixed
-//! above it and *all* pods below it, frees enough. Then, with all counts fixed, the set that frees least beyond the need
-//! (the sum over the missing resources of what is freed too much, as a fraction of what is missing). Both are
-//! branch-and-bound searches ([`super::search`]). Where one exceeds its budget, the answer is the best found so far, and
-//! `why` says that it isn't proven.
+//! Counts first, class by class from the most important: the least number of its pods that, with the numbers
+//! already fixed above it and *all* pods below it, frees enough. Then, with all counts fixed, the set that
+//! frees least beyond the need (the sum over the missing resources of what is freed too much, as a fraction
+//! of what is missing). Both are branch-and-bound searches ([`super::search`]). Where one exceeds its budget,
+//! the answer is the best found so far, and `why` says that it isn't proven.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -100,7 +101,8 @@ impl<'c, 'a> Problem<'c, 'a> {
         Self { items, needs: amounts, classes, most }
     }
 
-    /// Starts from all pods and gives back whoever isn't needed, most important class first and in it the smallest first.
+    /// Starts from all pods and gives back whoever isn't needed, most important class first and in it the
+    /// smallest first.
     fn greedy(&self) -> Choice {
         let mut spare: Vec<i128> = self.needs.iter().map(|need| -i128::from(*need)).collect();
         for item in &self.items {
@@ -124,7 +126,8 @@ impl<'c, 'a> Problem<'c, 'a> {
         self.classes.iter().map(keep).collect()
     }
 
-    /// A set with the lexicographically smallest counts, most important class first; `None` if that can't be proven.
+    /// A set with the lexicographically smallest counts, most important class first; `None` if that can't be
+    /// proven.
     fn smallest(&self, greedy: &Choice) -> Option<Choice> {
         let mut counts: Vec<usize> = Vec::new();
         let mut found: Choice = Vec::new();
@@ -186,8 +189,8 @@ impl<'c, 'a> Problem<'c, 'a> {
             .map(|chosen| self.by_class(&chosen, counts.len()))
     }
 
-    /// Of all sets with the counts of `smallest` the one that frees least too much, then the first by name; and whether that
-    /// is proven.
+    /// Of all sets with the counts of `smallest` the one that frees least too much, then the first by name;
+    /// and whether that is proven.
     fn least_overfreeing(&self, smallest: &Choice) -> (Choice, bool) {
         let counts: Vec<usize> = smallest.iter().map(Vec::len).collect();
         if counts.iter().sum::<usize>() > MOST_SEARCHED {

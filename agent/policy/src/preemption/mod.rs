@@ -1,8 +1,8 @@
 //! Which pods make room for a critical one.
 //!
-//! [`Policy::Kubelet`] is the kubelet's algorithm (`pkg/kubelet/preemption`), choice for choice: fast, but it looks at QoS
-//! only and takes what is nearest. [`Policy::Minimal`] finds the set that costs the important pods least, and proves it.
-//! Must never kill anything: it names pods, in the order in which to evict them.
+//! [`Policy::Kubelet`] is the kubelet's algorithm (`pkg/kubelet/preemption`), choice for choice: fast, but it
+//! looks at QoS only and takes what is nearest. [`Policy::Minimal`] finds the set that costs the important
+//! pods least, and proves it. Must never kill anything: it names pods, in the order in which to evict them.
 
 mod kubelet;
 mod minimal;
@@ -28,8 +28,8 @@ pub enum Policy {
     /// As the kubelet chooses.
     #[default]
     Kubelet,
-    /// The lexicographically smallest vector of victim counts by class (priority, then QoS), most important class first;
-    /// ties by the least relative over-freeing, then by name.
+    /// The lexicographically smallest vector of victim counts by class (priority, then QoS), most important
+    /// class first; ties by the least relative over-freeing, then by name.
     Minimal,
 }
 
@@ -116,7 +116,8 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Chooses the pods that must go so that `requirements` are met. None that `preemptor` may not preempt is ever chosen.
+/// Chooses the pods that must go so that `requirements` are met. None that `preemptor` may not preempt is
+/// ever chosen.
 ///
 /// # Errors
 /// The path (`[3].spec.…`) of the first amount in the pods that is not a quantity.

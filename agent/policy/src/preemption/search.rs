@@ -1,8 +1,9 @@
 //! The two branch-and-bound searches behind the minimal choice.
 //!
-//! A search walks the layers (classes) from the most important down and takes pods in the layer's order. A branch is given
-//! up as soon as the most (or the cheapest) that the pods still allowed can add does not lead to an answer. Pods that free
-//! the same stand next to each other: once one is passed over, so are the others, so only the first by name are tried.
+//! A search walks the layers (classes) from the most important down and takes pods in the layer's order. A
+//! branch is given up as soon as the most (or the cheapest) that the pods still allowed can add does not lead
+//! to an answer. Pods that free the same stand next to each other: once one is passed over, so are the
+//! others, so only the first by name are tried.
 
 use std::cmp::Ordering;
 
@@ -10,7 +11,8 @@ use crate::preemption::minimal::Problem;
 
 /// What float sums may be off by, relative to the sum.
 const SLACK: f64 = 1e-9;
-/// Up to so many numbers the bounds are kept for every place in a layer; beyond, only for the layer as a whole.
+/// Up to so many numbers the bounds are kept for every place in a layer; beyond, only for the layer as a
+/// whole.
 const LARGEST_TABLE: usize = 2_000_000;
 
 /// How a search ended.
@@ -37,8 +39,8 @@ pub(super) struct Layer {
     count: usize,
     /// The pod frees the same as the one before it.
     same: Vec<bool>,
-    /// `best[place][taken][need]`: the most of a need that `taken` of the pods from `place` on free (all places alike if
-    /// `whole`).
+    /// `best[place][taken][need]`: the most of a need that `taken` of the pods from `place` on free (all
+    /// places alike if `whole`).
     best: Vec<i128>,
     whole: bool,
     /// Sums of `use_of` and of `cost` over the first pods of the order.
@@ -141,7 +143,8 @@ impl<'p, 'c, 'a> Search<'p, 'c, 'a> {
         Self { problem, layers, below, uses_below, left: Vec::new(), chosen: Vec::new(), budget }
     }
 
-    /// Any set that meets the needs, with at most the layers' counts. The layers must be ordered by falling `use_of`.
+    /// Any set that meets the needs, with at most the layers' counts. The layers must be ordered by falling
+    /// `use_of`.
     pub(super) fn cover(mut self, needs: &[i128]) -> Outcome<Vec<usize>> {
         self.left = needs.to_vec();
         match self.cover_from(self.start(0)) {
@@ -224,7 +227,8 @@ pub(super) struct TieSearch<'p, 'c, 'a> {
 }
 
 impl<'p, 'c, 'a> TieSearch<'p, 'c, 'a> {
-    /// The layers must be ordered by rising `cost`; `known` is a set that meets the needs with the layers' counts.
+    /// The layers must be ordered by rising `cost`; `known` is a set that meets the needs with the layers'
+    /// counts.
     pub(super) fn new(
         problem: &'p Problem<'c, 'a>,
         layers: &'p [Layer],

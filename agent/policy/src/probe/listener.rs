@@ -1,12 +1,13 @@
 //! What the kernel's view of a port means for a tcpSocket probe: listening, not listening, or stalled since.
 //!
-//! A connect() succeeds as long as the accept queue has room, whatever the application does. The kernel mode sees the
-//! queue itself, so it can tell a listener that takes its connections from one that lets them wait. It must never call
-//! a listener stalled that is only slow: connections must have waited for the whole of the probe's timeout without one
-//! accept, or the queue must be full (then the kernel drops handshakes and connect() would fail too).
+//! A connect() succeeds as long as the accept queue has room, whatever the application does. The kernel mode
+//! sees the queue itself, so it can tell a listener that takes its connections from one that lets them wait.
+//! It must never call a listener stalled that is only slow: connections must have waited for the whole of the
+//! probe's timeout without one accept, or the queue must be full (then the kernel drops handshakes and
+//! connect() would fail too).
 //!
-//! In a `SO_REUSEPORT` group each member has a queue of its own, and a new connection goes to one of them by its
-//! address. The group is stalled only if every member is; one that has an empty queue has done its work.
+//! In a `SO_REUSEPORT` group each member has a queue of its own, and a new connection goes to one of them by
+//! its address. The group is stalled only if every member is; one that has an empty queue has done its work.
 
 use std::time::Duration;
 
@@ -19,7 +20,8 @@ pub struct Queues {
     pub listeners: u32,
     /// How many of them have a connection waiting.
     pub waiting: u32,
-    /// How many of them take no more (`sk_ack_backlog > sk_max_ack_backlog`, `sk_acceptq_is_full` in include/net/sock.h).
+    /// How many of them take no more (`sk_ack_backlog > sk_max_ack_backlog`, `sk_acceptq_is_full` in
+    /// include/net/sock.h).
     pub full: u32,
     /// Which connections wait at the heads of the queues. Any accept changes it; 0 if the kernel can't say.
     pub heads: u64,
@@ -146,8 +148,8 @@ mod tests {
 
     use super::*;
 
-    /// Plays looks, one a second, at a probe with a timeout of two seconds. A look is `-` (absent), or listeners,
-    /// waiting, full and heads as four digits. Expectation: `L`, `N`, `S<since>` or `P<until>`.
+    /// Plays looks, one a second, at a probe with a timeout of two seconds. A look is `-` (absent), or
+    /// listeners, waiting, full and heads as four digits. Expectation: `L`, `N`, `S<since>` or `P<until>`.
     fn check(looks: &str, expectation: &str) {
         let mut watch = QueueWatch::default();
         let verdicts: Vec<String> = looks

@@ -1,10 +1,10 @@
-//! What a pod's annotations say about its probes beyond `v1.Probe`: how tcpSocket probes are answered, milliseconds,
-//! what an edge does, how often a canary goes.
+//! What a pod's annotations say about its probes beyond `v1.Probe`: how tcpSocket probes are answered,
+//! milliseconds, what an edge does, how often a canary goes.
 //!
-//! `beelet.dev/probes` speaks for the whole pod, `probes.beelet.dev/<container>` for one container and wins. The value
-//! is a list of `key=value`, separated by spaces or commas. A key stands for all three kinds, or for one with that
-//! kind before it: `mode=connect readiness.period=100ms readiness.timeout=50ms`. What can't be read is named and has no
-//! effect; it never takes the rest away.
+//! `beelet.dev/probes` speaks for the whole pod, `probes.beelet.dev/<container>` for one container and wins.
+//! The value is a list of `key=value`, separated by spaces or commas. A key stands for all three kinds, or
+//! for one with that kind before it: `mode=connect readiness.period=100ms readiness.timeout=50ms`. What can't
+//! be read is named and has no effect; it never takes the rest away.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -42,8 +42,8 @@ pub struct ProbeSettings {
     pub canary: Option<Duration>,
 }
 
-/// Reads what `annotations` say about a container's probe of `kind`. The second value names what can't be read, one
-/// sentence each.
+/// Reads what `annotations` say about a container's probe of `kind`. The second value names what can't be
+/// read, one sentence each.
 #[must_use]
 pub fn read(
     annotations: &BTreeMap<String, String>,

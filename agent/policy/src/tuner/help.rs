@@ -1,12 +1,13 @@
-//! Whether what is taken from others helps the one who complains: a container whose own threads compete for its CPUs waits
-//! just as long however little others get. Steps that have not helped are given back, and no more are made for it until its
-//! complaint is another one.
+//! Whether what is taken from others helps the one who complains: a container whose own threads compete for
+//! its CPUs waits just as long however little others get. Steps that have not helped are given back, and no
+//! more are made for it until its complaint is another one.
 
 use std::collections::BTreeMap;
 
 use super::{Knob, KnobKind, Law, Step};
 
-/// What became of the steps that were made for one container's complaint. Ratios are in thousandths of the bound.
+/// What became of the steps that were made for one container's complaint. Ratios are in thousandths of the
+/// bound.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Help {
     /// The least it came down to, or began with.
@@ -55,8 +56,8 @@ pub(super) enum Standing {
 }
 
 impl Help {
-    /// Takes one tick's ratio into account; false if there is nothing to remember any more: it is well, it complains of
-    /// something much worse, or it was given up long ago.
+    /// Takes one tick's ratio into account; false if there is nothing to remember any more: it is well, it
+    /// complains of something much worse, or it was given up long ago.
     pub(super) fn tick(&mut self, law: &Law, ratio: u32) -> bool {
         self.sum += u64::from(ratio);
         self.ticks += 1;

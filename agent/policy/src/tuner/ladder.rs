@@ -21,8 +21,8 @@ pub(super) enum Move {
     GiveBack,
 }
 
-/// The patience with one kind of trouble. A step back that brought the trouble back doubles the wait for the next one,
-/// so that the tuner doesn't swing.
+/// The patience with one kind of trouble. A step back that brought the trouble back doubles the wait for the
+/// next one, so that the tuner doesn't swing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Ladder {
     hot: u32,

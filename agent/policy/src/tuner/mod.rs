@@ -1,14 +1,15 @@
-//! The tuner's control law: which cgroup settings to tighten, and which to give back, so that the pods that asked for
-//! something get it in time.
+//! The tuner's control law: which cgroup settings to tighten, and which to give back, so that the pods that
+//! asked for something get it in time.
 //!
-//! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for memory, what was
-//! promised nothing is squeezed first (BestEffort), then what uses more than it requested (Burstable, never below its
-//! request), one step a tick; when they are well again, it is given back in the reverse order. Who waits for its own threads
-//! is not helped by that: after some steps without a gain ([`Help`]) they are given back as well. The shape is the one of
-//! Koordinator's and Katalyst's suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare
-//! thresholds.
+//! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for
+//! memory, what was promised nothing is squeezed first (BestEffort), then what uses more than it requested
+//! (Burstable, never below its request), one step per tick; when they are well again, it is given back in
+//! the reverse order. A pod that waits for its own threads is not helped by that: after some steps without a
+//! gain ([`Help`]) they are given back as well. The shape is the one of Koordinator's and Katalyst's
+//! suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare thresholds.
 //!
-//! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`] is.
+//! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`]
+//! is.
 
 mod help;
 mod ladder;
@@ -39,8 +40,8 @@ pub enum TunerMode {
 /// Bounds, step sizes and patience. Percentages are of 100, permilles of 1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Law {
-    /// A container may wait for a CPU this much of the time (PSI `some`, or run-queue wait of all its tasks), beyond what
-    /// its own quota takes.
+    /// A container may wait for a CPU this much of the time (PSI `some`, or run-queue wait of all its tasks),
+    /// beyond what its own quota takes.
     pub cpu_wait_permille: u32,
     /// The 99th percentile of its single waits, in microseconds, where it is measured.
     pub cpu_wait_p99_us: u64,
@@ -52,7 +53,8 @@ pub struct Law {
     pub release_percent: u32,
     /// Ticks above a bound before a step.
     pub hot_ticks: u32,
-    /// Ticks below [`Law::release_percent`] before a step back. Doubles while steps back turn out to be too early.
+    /// Ticks below [`Law::release_percent`] before a step back. Doubles while steps back turn out to be too
+    /// early.
     pub calm_ticks: u32,
     /// How much of a CPU cap one step takes away.
     pub cpu_step_percent: u32,
@@ -62,12 +64,13 @@ pub struct Law {
     pub best_effort_floor_percent: u32,
     /// What any pod keeps of memory, in bytes.
     pub memory_floor: u64,
-    /// Less use of the node's CPUs than this is not worth squeezing, and BestEffort pods that use less get cpu.idle back.
+    /// Less use of the node's CPUs than this is not worth squeezing, and BestEffort pods that use less get
+    /// cpu.idle back.
     pub quiet_percent: u32,
     /// How much of its quota a throttled container may burst by; 0: never.
     pub burst_percent: u32,
-    /// So many steps without a gain for the one who complains: the last ones are given back, and no more are made for it;
-    /// 0: each goes to its end, helpful or not.
+    /// So many steps without a gain for the one who complains: the last ones are given back, and no more are
+    /// made for it; 0: each goes to its end, helpful or not.
     pub helpless_steps: u32,
     /// How much less a container must wait or stall for steps to have helped it.
     pub gain_percent: u32,
@@ -162,7 +165,8 @@ pub struct PodSample {
     pub cpu_request: u64,
     /// Millicores it uses; None at the first tick.
     pub cpu_used: Option<u64>,
-    /// Whether a cap can be put on the pod. On version 1 the kernel refuses one below a container's own quota.
+    /// Whether a cap can be put on the pod. On version 1 the kernel refuses one below a container's own
+    /// quota.
     pub can_cap: bool,
     /// Microseconds of CPU a period that all its containers together are limited to.
     pub quota_us: Option<u64>,
@@ -215,8 +219,8 @@ pub struct State {
 }
 
 impl State {
-    /// Whether nothing is held, and nothing is known of whom holding has helped: then a container that doesn't suffer makes
-    /// no difference to a decision.
+    /// Whether nothing is held, and nothing is known of whom holding has helped: then a container that
+    /// doesn't suffer makes no difference to a decision.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
         self.held.is_empty() && self.cpu_help.is_empty() && self.memory_help.is_empty()

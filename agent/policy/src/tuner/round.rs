@@ -140,7 +140,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Takes a step for the worst of those for whom something can be done, unless the last ones have not helped it.
+    /// Takes a step for the worst of those for whom something can be done, unless the last ones have not
+    /// helped it.
     fn tighten(&mut self, complaints: &Complaints<'a>, helps: Helps, squeeze: Squeeze<'a>) {
         let (law, made) = (self.law, self.steps.len());
         let Some(worst) = complaints.open(helps(&mut self.state)) else { return };
@@ -167,8 +168,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// How far a container's wait for a CPU is on its way to the bound, in thousandths, and in words. The time that its
-    /// own quota held it back is no one else's doing.
+    /// How far a container's wait for a CPU is on its way to the bound, in thousandths, and in words. The
+    /// time that its own quota held it back is no one else's doing.
     fn cpu_complaint(&self, container: &ContainerSample) -> Option<(u32, String)> {
         let throttled = container.throttled_permille.unwrap_or(0);
         let share = container.cpu_wait_permille.map(|all| {
@@ -277,7 +278,8 @@ impl<'a> Round<'a> {
             return;
         }
         let nobody = self.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
-        // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want many.
+        // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want
+        // many.
         if self.seen.best_effort_used > self.quiet() && !nobody {
             return;
         }
@@ -347,7 +349,8 @@ impl<'a> Round<'a> {
 
     // ---- Bursts ----
 
-    /// A protected container that its own quota throttles may use what it saved in earlier periods, and so may its pod.
+    /// A protected container that its own quota throttles may use what it saved in earlier periods, and so
+    /// may its pod.
     fn lend_bursts(&mut self) {
         self.end_pointless_bursts();
         if !self.seen.supports.burst || self.law.burst_percent == 0 {

@@ -386,8 +386,8 @@ fn any_node() -> impl Strategy<Value = Observed> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever happens: no step goes below its bound, none touches what it may not, each says why, and it changes
-    /// something.
+    /// Whatever happens: no step goes below its bound, none touches what it may not, each says why, and it
+    /// changes something.
     #[test]
     fn steps_keep_their_bounds(nodes in prop::collection::vec(any_node(), 1..20)) {
         let (law, mut state) = (asking(), State::default());

@@ -12,8 +12,8 @@ const HOSTNAME_MAX: usize = 63;
 const FQDN_MAX: usize = 64;
 /// Name servers that the C library asks; more have no effect.
 const SERVERS_MAX: usize = 3;
-/// Domains of a search list, and all their characters, that the kubelet hands on (`validation.MaxDNSSearchPaths`,
-/// `MaxDNSSearchListChars`).
+/// Domains of a search list, and all their characters, that the kubelet hands on
+/// (`validation.MaxDNSSearchPaths`, `MaxDNSSearchListChars`).
 const SEARCHES_MAX: usize = 32;
 const SEARCH_CHARACTERS_MAX: usize = 2048;
 

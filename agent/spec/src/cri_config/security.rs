@@ -1,5 +1,5 @@
-//! Who a pod's processes are and what they may do, as the runtime is told: users, groups, capabilities, namespaces,
-//! system call filters. A container's own setting goes before its pod's.
+//! Who a pod's processes are and what they may do, as the runtime is told: users, groups, capabilities,
+//! namespaces, system call filters. A container's own setting goes before its pod's.
 
 use std::path::Path;
 
@@ -46,8 +46,8 @@ pub(super) fn namespaces(spec: &core::PodSpec) -> cri::NamespaceOption {
     }
 }
 
-/// The namespaces of a container: its pod's, but for one that shares the processes of another container. Where the pod has
-/// one process namespace for all, they are shared already.
+/// The namespaces of a container: its pod's, but for one that shares the processes of another container.
+/// Where the pod has one process namespace for all, they are shared already.
 fn namespaces_of_container(spec: &core::PodSpec, facts: &ContainerFacts) -> cri::NamespaceOption {
     let mut options = namespaces(spec);
     if let Some(target) = &facts.process_target
@@ -122,8 +122,8 @@ fn seccomp(
     }
 }
 
-/// A container's confinement. Fails, with a sentence, where the runtime can't do what is asked for, or a container
-/// that must not run as root would.
+/// A container's confinement. Fails, with a sentence, where the runtime can't do what is asked for, or a
+/// container that must not run as root would.
 pub(super) fn of_container(
     pod_spec: &core::PodSpec,
     spec: &core::Container,
@@ -212,8 +212,8 @@ pub(super) fn sysctls(spec: &core::PodSpec) -> std::collections::HashMap<String,
     listed.into_iter().flatten().map(|s| (with_dots(&s.name), s.value.clone())).collect()
 }
 
-/// A sysctl's name with dots between its parts: where the first separator is a slash, slashes separate and dots belong
-/// to a name (sysctl(8)).
+/// A sysctl's name with dots between its parts: where the first separator is a slash, slashes separate and
+/// dots belong to a name (sysctl(8)).
 pub fn with_dots(name: &str) -> String {
     match name.find(['.', '/']) {
         Some(at) if name.as_bytes()[at] == b'/' => name

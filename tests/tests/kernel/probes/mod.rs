@@ -1,5 +1,5 @@
-//! Tier 2: the probes' task on this machine's kernel. Pods are told to it as the manager would tell them; listeners are
-//! real processes in a network namespace and a cgroup of the test's own.
+//! Tier 2: the probes' task on this machine's kernel. Pods are told to it as the manager would tell them;
+//! listeners are real processes in a network namespace and a cgroup of the test's own.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 mod scene;
@@ -112,7 +112,8 @@ fn a_listener_reopened_at_once_is_ready_in_the_end_and_never_failed_by_threshold
         socket = process.socket("listen 127.0.0.1:80");
         let marker = process.socket(&format!("listen 127.0.0.1:{MARKER}"));
         let (mut last, mut marked) = (Success, false);
-        // The marker came later; but a listener that is not in the socket table yet is looked at again in a moment.
+        // The marker came later; but a listener that is not in the socket table yet is looked at again in a
+        // moment.
         while !marked || last != Success {
             let update = scene.next();
             match update.uid.as_str() {

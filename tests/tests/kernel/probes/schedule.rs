@@ -137,7 +137,8 @@ impl Behaviour {
                 process.socket(&pair);
                 process.socket(&format!("hold {at}"));
                 process.socket(&pair);
-                // By its address alone the kernel chooses who gets a connection; one that finds a full queue isn't made.
+                // By its address alone the kernel chooses who gets a connection; one that finds a full queue
+                // isn't made.
                 for _ in 0..256 {
                     if full() == 2 {
                         return;

@@ -18,8 +18,8 @@ use super::scene::Member;
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
-/// What the server on this port shows to who trusts the authority and asks for the node by its address; nothing if it
-/// shows nothing that can be trusted.
+/// What the server on this port shows to who trusts the authority and asks for the node by its address;
+/// nothing if it shows nothing that can be trusted.
 async fn shown(port: u16, authority: &str) -> Option<Vec<u8>> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(authority.as_bytes()).unwrap()).unwrap();

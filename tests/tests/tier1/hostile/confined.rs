@@ -1,5 +1,5 @@
-//! Less than the agent is used to: a root file system that can't be written, another umask, few descriptors, no bpf file
-//! system, a capability that is gone after a restart; and two agents where one belongs.
+//! Less than the agent is used to: a root file system that can't be written, another umask, few descriptors,
+//! no bpf file system, a capability that is gone after a restart; and two agents where one belongs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,8 +22,9 @@ use super::scene::{Scene, config_map, files_below, is_relist, pod, through, with
 
 // ---- A root that can't be written ----
 
-/// A mount namespace of the agent's own in which all is read-only but its folders and what is a file system of its own
-/// (/run, /sys/fs/cgroup, /proc). Mounts made outside are seen inside, and none made inside is seen outside.
+/// A mount namespace of the agent's own in which all is read-only but its folders and what is a file system
+/// of its own (/run, /sys/fs/cgroup, /proc). Mounts made outside are seen inside, and none made inside is
+/// seen outside.
 fn on_read_only_root(dir: &Path, options: Options) -> Options {
     let dir_text = dir.display();
     let inner = format!(
@@ -233,7 +234,8 @@ fn following(port: u16) -> Value {
     manifests::with(pod, "readinessProbe", probe)
 }
 
-/// An application that listens and accepts: connections that wait for long say that it hangs. Dropped, it has closed.
+/// An application that listens and accepts: connections that wait for long say that it hangs. Dropped, it has
+/// closed.
 struct Listening {
     port: u16,
     stop: Arc<AtomicBool>,

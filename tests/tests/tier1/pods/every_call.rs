@@ -1,5 +1,6 @@
-//! Each call to the runtime that a pod's way is made of, going wrong in each way it can: it fails, is slow, hangs, loses
-//! its reply, breaks the connection, fails again and again. Nothing may be done twice or left undone.
+//! Each call to the runtime that a pod's way is made of, going wrong in each way it can: it fails, is slow,
+//! hangs, loses its reply, breaks the connection, fails again and again. Nothing may be done twice or left
+//! undone.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};

@@ -1,5 +1,5 @@
-//! How a container's end becomes known: by the kernel's word, by the runtime's events, by relist; and that whatever says
-//! it, and how often, it is acted on once.
+//! How a container's end becomes known: by the kernel's word, by the runtime's events, by relist; and that
+//! whatever says it, and how often, it is acted on once.
 
 use std::time::Duration;
 

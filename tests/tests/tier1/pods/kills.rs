@@ -1,5 +1,5 @@
-//! kill -9 anywhere: after every single call to the runtime, before it is done and after it was done but before the
-//! agent heard of it.
+//! kill -9 anywhere: after every single call to the runtime, before it is done and after it was done but
+//! before the agent heard of it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,8 +28,8 @@ fn counted(cri: &FakeCri, first: usize) -> Vec<Call> {
     cri.calls().into_iter().skip(first).filter(|call| counts(call.op())).collect()
 }
 
-/// Lets `n` calls through; the next one hangs as `at` says, and all later ones hang undone. Hands back where that one
-/// hangs first.
+/// Lets `n` calls through; the next one hangs as `at` says, and all later ones hang undone. Hands back where
+/// that one hangs first.
 fn hold_from(cri: &FakeCri, n: usize, at: At) -> [Held; 2] {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&count);

@@ -1,5 +1,6 @@
-//! The daemon's pods against a runtime that goes wrong on demand: adoption, kill -9 anywhere, lost, slow and failing
-//! calls, backoff, probes, manifests that change. Needs no root, no containerd and no BPF: cgroups are plain folders.
+//! The daemon's pods against a runtime that goes wrong on demand: adoption, kill -9 anywhere, lost, slow and
+//! failing calls, backoff, probes, manifests that change. Needs no root, no containerd and no BPF: cgroups
+//! are plain folders.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 

@@ -1,6 +1,6 @@
-//! A node without a kernel and without a container runtime: the whole agent as `beelet::node` builds it (eviction, garbage
-//! collection, tuner and API included), on a [`FakeCri`], with plain folders for cgroups, and with doors of its own to the
-//! machine.
+//! A node without a kernel and without a container runtime: the whole agent as `beelet::node` builds it
+//! (eviction, garbage collection, tuner and API included), on a [`FakeCri`], with plain folders for cgroups,
+//! and with doors of its own to the machine.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -341,8 +341,8 @@ impl Node {
         until_seen("a value set right", || (self.drifted(level) > 0).then_some(()).ok_or("none is")).await;
     }
 
-    /// Waits until all cgroups were compared with what pods ask for, from now on: what that finds later is somebody
-    /// else's doing.
+    /// Waits until all cgroups were compared with what pods ask for, from now on: what that finds later is
+    /// somebody else's doing.
     pub(crate) async fn until_looked_after_cgroups(&self) {
         let keeping = &self.handles().metrics.qos_tree;
         // The first that ends may have begun before.
@@ -481,8 +481,8 @@ impl Node {
 
     // ---- What the runtime has ----
 
-    /// Names and attempts of a pod's containers, in order, those that run marked with `+`, those that ended with `-`:
-    /// `init/0- main/1+`.
+    /// Names and attempts of a pod's containers, in order, those that run marked with `+`, those that ended
+    /// with `-`: `init/0- main/1+`.
     pub(crate) fn containers(&self, name: &str) -> String {
         containers(&self.cri.world(), name)
     }

@@ -1,4 +1,5 @@
-//! That the parts of the agent are connected: what one learns, another acts upon. Each part has tests of its own.
+//! That the parts of the agent are connected: what one learns, another acts upon. Each part has tests of its
+//! own.
 
 use std::sync::Arc;
 use std::time::Duration;
