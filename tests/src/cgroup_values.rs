@@ -26,7 +26,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// Whether the two are the same.
+    /// Returns true if the two are the same.
     pub fn ok(&self) -> bool {
         self.expected == self.found
     }

@@ -52,7 +52,7 @@ pub fn etcd() -> Result<PathBuf, Missing> {
     found.ok_or_else(|| missing("etcd is not installed", "cargo xtask setup --for cluster"))
 }
 
-/// Who asks.
+/// The client that asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum User {
     /// Anybody's equal: in `system:masters`.
@@ -555,7 +555,7 @@ async fn follow<T>(
     }
 }
 
-/// Whether a pod's condition is true.
+/// Returns true if a pod's condition is true.
 #[must_use]
 pub fn condition(object: &Value, kind: &str) -> bool {
     let all = object["status"]["conditions"].as_array();

@@ -183,9 +183,9 @@ pub fn busybox() -> Result<PathBuf> {
     bail!("no static busybox found; `cargo xtask setup --for demo` installs it (Debian: busybox-static)")
 }
 
-/// Whether the program at `path` asks for no dynamic loader: only such a one runs in an image that holds
-/// nothing else. It reads the program headers of a 64-bit little-endian ELF file and looks for PT_INTERP
-/// (elf(5)).
+/// Returns true if the program at `path` asks for no dynamic loader: only such a one runs in an image that
+/// holds nothing else. It reads the program headers of a 64-bit little-endian ELF file and looks for
+/// PT_INTERP (elf(5)).
 pub fn is_static(path: &Path) -> Result<bool> {
     const PT_INTERP: u32 = 3;
     let mut head = Vec::new();

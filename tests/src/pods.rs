@@ -48,7 +48,7 @@ impl PodView {
         self.pod.status.as_ref()?.pod_ip.as_deref().filter(|ip| !ip.is_empty())
     }
 
-    /// Whether the condition of this type is true.
+    /// Returns true if the condition of this type is true.
     pub fn condition(&self, kind: &str) -> bool {
         let conditions = self.pod.status.as_ref().and_then(|status| status.conditions.as_ref());
         conditions.is_some_and(|all| {
@@ -56,7 +56,7 @@ impl PodView {
         })
     }
 
-    /// Whether the pod's `Ready` condition is true.
+    /// Returns true if the pod's `Ready` condition is true.
     pub fn ready(&self) -> bool {
         self.condition("Ready")
     }

@@ -181,7 +181,7 @@ impl Held {
     }
 }
 
-/// Whether an open file is that of a cgroup that still is there.
+/// Returns true if an open file is that of a cgroup that still is there.
 fn is_measured(path: &Path) -> bool {
     path.starts_with("/sys/fs/cgroup") && path.exists()
 }

@@ -44,7 +44,7 @@ pub fn heed_signals() -> Result<()> {
     Ok(())
 }
 
-/// Whether a signal to stop has come.
+/// Returns true if a signal to stop has come.
 pub fn interrupted() -> bool {
     INTERRUPTED.get().is_some_and(|flag| flag.load(Ordering::Relaxed))
 }

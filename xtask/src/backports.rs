@@ -17,15 +17,15 @@ const FAMILY: &[&str] = &["qemu-system-x86", "qemu-system-common", "qemu-system-
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// Whether one of `packages` has to come from the backports.
+/// Returns true if one of `packages` has to come from the backports.
 pub(crate) fn needed(packages: &[&str]) -> bool {
     packages.iter().any(|package| FAMILY.contains(package))
         && query("dpkg-query", &["-W", "-f", "${db:Status-Status} ${source:Package} ${Version}\n"])
             .is_some_and(|text| is_backported(&text))
 }
 
-/// Whether a package of [`SOURCE`] is installed whose version is a backport's; lines of status, source and
-/// version.
+/// Returns true if a package of [`SOURCE`] is installed whose version is a backport's; lines of status,
+/// source and version.
 fn is_backported(installed: &str) -> bool {
     installed.lines().any(|line| {
         let words: Vec<&str> = line.split(' ').collect();

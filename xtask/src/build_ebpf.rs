@@ -91,7 +91,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     write(&record_path(), text.as_bytes())
 }
 
-/// Whether the committed object was made from the sources as they are now, by its record alone.
+/// Returns true if the committed object was made from the sources as they are now, by its record alone.
 ///
 /// # Errors
 /// A file cannot be read.

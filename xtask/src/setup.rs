@@ -160,8 +160,8 @@ fn is_there(need: &Need) -> bool {
     if need.thing.starts_with('/') { Path::new(need.thing).exists() } else { find(need.thing).is_some() }
 }
 
-/// Whether the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs in an
-/// image that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
+/// Returns true if the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs
+/// in an image that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
 fn is_static(path: &Path) -> bool {
     beelet_tests::images::is_static(path).unwrap_or(false)
 }
@@ -218,7 +218,7 @@ fn install(step: &Step, needs: &[&Need]) -> Result<()> {
     Ok(())
 }
 
-/// Whether apt's lists have a version of `package` to install.
+/// Returns true if apt's lists have a version of `package` to install.
 fn has_candidate(package: &str) -> bool {
     let output = Command::new("apt-cache").args(["policy", package]).env("LC_ALL", "C").output();
     output.is_ok_and(|output| {

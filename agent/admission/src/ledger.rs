@@ -87,7 +87,7 @@ impl Ledger {
         Self { resources, policy, tenants: BTreeMap::new(), claims: BTreeMap::new(), next_number: 0 }
     }
 
-    /// Whether the pod has room that it may keep.
+    /// Returns true if the pod has room that it may keep.
     pub(super) fn has(&self, uid: &str) -> bool {
         self.tenants.get(uid).is_some_and(|tenant| tenant.leaves_by.is_none())
     }
@@ -98,7 +98,7 @@ impl Ledger {
         self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
     }
 
-    /// Whether that is news.
+    /// A pod is on its way out. Returns true if the ledger did not know that yet.
     pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) -> bool {
         let gave_up = self.claims.remove(uid).is_some();
         let Some(tenant) = self.tenants.get_mut(uid) else { return gave_up };
@@ -110,12 +110,12 @@ impl Ledger {
         news || gave_up
     }
 
-    /// Whether that is news.
+    /// A pod is gone. Returns true if it had room.
     pub(super) fn released(&mut self, uid: &str) -> bool {
         self.tenants.remove(uid).is_some()
     }
 
-    /// Whether the pod waited.
+    /// Returns true if the pod waited.
     pub(super) fn give_up(&mut self, uid: &str) -> bool {
         self.claims.remove(uid).is_some()
     }
@@ -170,7 +170,7 @@ impl Ledger {
         }
     }
 
-    /// Whether a pod that is here has room with other amounts; if so they are its amounts from now on.
+    /// Counts a pod that is here with other amounts, if there is room for them.
     pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), Deferral> {
         let uid = uid_of(pod);
         let Some(tenant) = self.tenants.remove(&uid) else { return Ok(()) };
@@ -184,7 +184,7 @@ impl Ledger {
         room
     }
 
-    /// Whether there is room for a pod that isn't here; if so it is kept for it.
+    /// Keeps room for a pod that isn't here. Returns false if there is none.
     pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
         self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
         let uid = uid_of(pod);

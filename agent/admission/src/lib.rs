@@ -136,8 +136,8 @@ impl Admission {
         self.ledger().adopt(pod);
     }
 
-    /// Whether a pod that runs may have other amounts of cpu and memory. If so it is counted with them from
-    /// now on, and those that wait for room look again.
+    /// Counts a pod that runs with other amounts of cpu and memory, if there is room for them; pods that wait
+    /// for room look again.
     ///
     /// # Errors
     /// There is no room for them now, or there never is on this node.
@@ -202,8 +202,8 @@ impl Admission {
         }
     }
 
-    /// Whether `pod` belongs on `node`, by the node's name, labels and taints. One that was let in before
-    /// does.
+    /// Checks that `pod` belongs on `node`, by the node's name, labels and taints. A pod that was let in
+    /// before does.
     ///
     /// # Errors
     /// Why it does not.
@@ -224,8 +224,8 @@ impl Admission {
         let _ = self.parts.requests.send(request).await;
     }
 
-    /// Whether a pod that was ended would find room now, without anybody's going. If so the room is kept for
-    /// it for a while.
+    /// Returns true if a pod that was ended would find room now, without anybody's going. If so the room is
+    /// kept for it for a while.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
         self.refused_by_conditions(pod).is_none() && self.ledger().reserve(pod, Instant::now())
     }

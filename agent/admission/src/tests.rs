@@ -68,7 +68,7 @@ impl Node {
         tokio::spawn(async move { admission.admit(&pod).await })
     }
 
-    /// Who was told to go, so far.
+    /// The pods that were asked to go, so far.
     fn told(&mut self) -> Vec<String> {
         let mut told = Vec::new();
         while let Ok(Request::Fail { uid, reason, message, grace }) = self.requests.try_recv() {

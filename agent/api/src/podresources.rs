@@ -85,7 +85,7 @@ fn pod_resources(devices: &Devices, name: &PodName, entry: &PodEntry) -> PodReso
     }
 }
 
-/// Whether a pod still has anything: it hasn't ended.
+/// Returns true if a pod still has anything: it hasn't ended.
 fn is_active(entry: &PodEntry) -> bool {
     !has_ended(entry.pod.status.as_ref())
 }

@@ -98,7 +98,7 @@ fn open(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Whether `file` is the one that `path` leads to now.
+/// Returns true if `file` is the one that `path` leads to now.
 fn is_at(file: &File, path: &Path) -> bool {
     match (file.metadata(), fs::metadata(path)) {
         (Ok(open), Ok(there)) => (open.dev(), open.ino()) == (there.dev(), there.ino()),

@@ -64,7 +64,7 @@ impl CheckedNetns {
         &self.handle
     }
 
-    /// Whether lookups can be made in it.
+    /// Returns true if lookups can be made in it.
     #[must_use]
     pub fn is_numbered(&self) -> bool {
         self.number.is_some()

@@ -158,7 +158,7 @@ fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
     Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true, log: None })
 }
 
-/// Whether a program's pinned link is there and still attached to the right thing.
+/// Returns true if a program's pinned link is there and still attached to the right thing.
 fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
     if program.hook == Hook::TaskWalk {
         return true; // it has done its work

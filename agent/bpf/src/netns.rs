@@ -37,7 +37,7 @@ pub struct ListeningSocket {
 }
 
 impl ListeningSocket {
-    /// Whether it takes connections to `ip`.
+    /// Returns true if it takes connections to `ip`.
     fn answers_at(&self, ip: IpAddr) -> bool {
         match (self.address, ip) {
             (IpAddr::V4(own), IpAddr::V4(ip)) => own.is_unspecified() || own == ip,
@@ -134,7 +134,7 @@ impl NetnsHandle {
         Ok(found)
     }
 
-    /// Whether anything in it takes connections to `port` at any of `ips`.
+    /// Returns true if anything in it takes connections to `port` at any of `ips`.
     ///
     /// # Errors
     /// As [`NetnsHandle::listening`].

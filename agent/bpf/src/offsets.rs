@@ -135,7 +135,7 @@ pub fn names() -> impl Iterator<Item = String> {
     names.into_iter()
 }
 
-/// Whether threads have task storage on this kernel, not the hash.
+/// Returns true if threads have task storage on this kernel, not the hash.
 pub(super) fn has_task_storage(release: (u32, u32)) -> bool {
     release >= TASK_STORAGE_SINCE
 }

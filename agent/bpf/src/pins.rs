@@ -175,7 +175,7 @@ impl Pins {
         Ok(())
     }
 
-    /// Whether every map is there and has the shape of this version.
+    /// Returns true if every map is there and has the shape of this version.
     fn maps_fit(&self, task_storage: bool) -> bool {
         MAPS.iter().all(|shape| {
             let info = MapData::from_pin(self.map(shape.name)).and_then(|map| map.info());
@@ -346,14 +346,14 @@ fn entries(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
     std::fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.path())).collect()
 }
 
-/// Whether a folder holds nothing, or only our empty folder for links.
+/// Returns true if a folder holds nothing, or only our empty folder for links.
 fn is_empty(dir: &Path) -> bool {
     entries(dir).is_ok_and(|found| {
         found.iter().all(|path| path.ends_with(LINKS) && entries(path).is_ok_and(|links| links.is_empty()))
     })
 }
 
-/// Whether nobody has pinned anything on a bpf file system: the kernel puts these two there itself
+/// Returns true if nobody has pinned anything on a bpf file system: the kernel puts these two there itself
 /// (kernel/bpf/preload).
 fn only_the_kernels_own(bpffs: &Path) -> bool {
     entries(bpffs).is_ok_and(|found| {

@@ -278,7 +278,7 @@ pub fn counted(folder: &Path) -> Result<(), Uncounted> {
     }
 }
 
-/// Whether project quotas are switched on for the file system of `file`.
+/// Returns true if project quotas are switched on for the file system of `file`.
 fn counts_projects(file: BorrowedFd<'_>) -> bool {
     quotactl::<Info>(file, GET_INFO, 0).is_ok()
 }

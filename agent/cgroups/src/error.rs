@@ -124,13 +124,13 @@ pub enum CgroupError {
 }
 
 impl CgroupError {
-    /// Whether it only says that the cgroup or its file is not there (any more).
+    /// Returns true if it only says that the cgroup or its file is not there (any more).
     #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Io { source, .. } if super::is_gone(source))
     }
 
-    /// Whether a removal failed because of processes that have not gone yet.
+    /// Returns true if a removal failed because of processes that have not gone yet.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         match self {

@@ -21,7 +21,7 @@ impl Held {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the file is held; then `value` is what it gets back.
+    /// Returns true if the file is held; then `value` is what it gets back.
     pub(super) fn defers(&self, cgroup: &str, file: &str, value: &str) -> bool {
         let mut map = self.map();
         let Some(owners) = map.get_mut(&(cgroup.to_owned(), file.to_owned())) else { return false };

@@ -117,7 +117,7 @@ fn wait<'a>(processes: impl Iterator<Item = &'a OwnedFd>, deadline: Instant) {
     }
 }
 
-/// Whether `path` is `/kubepods/[burstable/|besteffort/]pod<uid>`, or below one.
+/// Returns true if `path` is `/kubepods/[burstable/|besteffort/]pod<uid>`, or below one.
 fn is_pod(path: &str) -> bool {
     let mut parts = path.split('/').skip(1);
     let mut next = || parts.next().unwrap_or_default();

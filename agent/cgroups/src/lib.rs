@@ -179,7 +179,7 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Who makes the cgroups.
+    /// What makes the cgroups.
     #[must_use]
     pub fn driver(&self) -> CgroupDriver {
         self.names.driver()
@@ -379,21 +379,21 @@ impl Cgroups {
         self.names.path(path)
     }
 
-    /// Whether the cgroup `path` exists in every hierarchy.
+    /// Returns true if the cgroup `path` exists in every hierarchy.
     #[must_use]
     pub fn exists(&self, path: &str) -> bool {
         self.relative(path)
             .is_ok_and(|relative| self.hierarchies().iter().all(|h| h.mount.join(&relative).is_dir()))
     }
 
-    /// Whether the cgroup `path` exists in any hierarchy.
+    /// Returns true if the cgroup `path` exists in any hierarchy.
     #[must_use]
     pub fn exists_anywhere(&self, path: &str) -> bool {
         self.relative(path)
             .is_ok_and(|relative| self.hierarchies().iter().any(|h| h.mount.join(&relative).is_dir()))
     }
 
-    /// Whether the cgroup `path` exists in each hierarchy that one of `files` is in.
+    /// Returns true if the cgroup `path` exists in each hierarchy that one of `files` is in.
     #[must_use]
     pub fn has_all(&self, path: &str, files: &Files) -> bool {
         self.relative(path).is_ok_and(|relative| {
@@ -482,7 +482,7 @@ fn checked_file(file: &str) -> Option<&str> {
     Some(file).filter(|file| !file.contains('/') && !file.is_empty() && *file != "..")
 }
 
-/// Whether `error` only says that the thing is not there (any more).
+/// Returns true if `error` only says that the thing is not there (any more).
 fn is_gone(error: &io::Error) -> bool {
     // ENODEV: a cgroup's file that was opened before the cgroup was removed.
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ENODEV)

@@ -72,7 +72,7 @@ impl Names {
     }
 }
 
-/// Whether a directory of this name is a unit's.
+/// Returns true if a directory of this name is a unit's.
 pub(super) fn is_unit(name: &str) -> bool {
     [".slice", ".scope", ".service"].iter().any(|kind| name.ends_with(kind))
 }

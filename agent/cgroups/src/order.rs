@@ -29,14 +29,14 @@ pub fn sort(changes: &mut [Change]) {
     });
 }
 
-/// Whether `change` leaves less room than there was.
+/// Returns true if `change` leaves less room than there was.
 #[must_use]
 pub fn tightens(change: &Change) -> bool {
     compare(&change.file, &change.to, &change.from) == Ordering::Less
 }
 
-/// Whether two contents of `file` mean the same to the kernel, `page` being the size that memory is rounded
-/// down to.
+/// Returns true if two contents of `file` mean the same to the kernel, `page` being the size that memory is
+/// rounded down to.
 #[must_use]
 pub fn same(file: &str, a: &str, b: &str, page: u64) -> bool {
     let bytes = |limit: Limit| match limit {

@@ -174,7 +174,7 @@ fn collect_folders(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Whether a folder of this name is a container's, whichever: an id of 64 digits, or a scope.
+/// Returns true if a folder of this name is a container's, whichever: an id of 64 digits, or a scope.
 fn is_container(name: &str) -> bool {
     name.ends_with(".scope") || name.len() >= 64 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -210,7 +210,7 @@ fn container_of<'a>(name: &'a str, ids: &HashSet<&str>) -> Option<&'a str> {
     name.rsplit(['-', ':']).next().filter(|id| ids.contains(id))
 }
 
-/// Whether a cgroup of this name is the container `id`'s.
+/// Returns true if a cgroup of this name is the container `id`'s.
 pub(super) fn is_of(name: &str, id: &str) -> bool {
     container_of(name, &HashSet::from([id])).is_some()
 }
@@ -222,14 +222,14 @@ impl CgroupDirs {
         Some(rustix::fs::fstat(self.unified.as_ref()?).ok()?.st_ino)
     }
 
-    /// Whether the controllers are version 1's.
+    /// Returns true if the controllers are version 1's.
     #[must_use]
     pub fn is_v1(&self) -> bool {
         self.version != Version::V2
     }
 
-    /// Whether what [`Self::reread`] opens stays open from now on, or is closed. The kernel keeps some 5 kB
-    /// for each.
+    /// Keeps files that [`Self::reread`] opens open from now on, or closes them after each reading. The
+    /// kernel needs some 5 kB for each open file.
     pub fn keep_open(&mut self, keep: bool) {
         if keep {
             self.kept.get_or_insert_default();

@@ -108,7 +108,7 @@ async fn running_again(client: &mut Client, asked: &proto::RestartResponse) -> a
     bail!("the agent stopped")
 }
 
-/// Whether another instance of a container runs than the one before.
+/// Returns true if another instance of a container runs than the one before.
 fn runs_since(entry: &PodEntry, name: &str, before: &str) -> bool {
     let status = entry.pod.status.as_ref();
     let main = status.and_then(|status| status.container_statuses.as_ref()).into_iter().flatten();

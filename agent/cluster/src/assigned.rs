@@ -73,8 +73,8 @@ impl Assigned {
         self.out.send_replace(Some(Arc::new(self.pods.clone())));
     }
 
-    /// Whether a list may be believed. One that takes every pod away is asked for twice: it may come from a
-    /// backup, and after a restart nobody knows yet what runs.
+    /// Returns true if a list may be believed. One that takes every pod away is asked for twice: it may come
+    /// from a backup, and after a restart nobody knows yet what runs.
     fn is_credible(&mut self, listed: &BTreeMap<PodName, Pod>) -> bool {
         let own = |pods: &BTreeMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
         let (before, first) = (own(&self.pods), self.out.borrow().is_none());

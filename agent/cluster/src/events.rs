@@ -28,7 +28,7 @@ use crate::{
     client::{Client, Error, Patch},
 };
 
-/// Who reports: what looks for a kubelet's events finds them.
+/// The reporting component: what looks for a kubelet's events finds them.
 const REPORTER: &str = "kubelet";
 /// The namespace of events about the node, which has none.
 const DEFAULT: &str = "default";
@@ -52,7 +52,7 @@ impl Metrics {
     }
 }
 
-/// Whose events they are.
+/// What the events are about and where they come from.
 #[derive(Clone, Debug)]
 pub struct Source {
     /// The node's name.

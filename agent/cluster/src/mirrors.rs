@@ -109,7 +109,7 @@ impl Mirrors {
     }
 }
 
-/// Whether it is a pod of a manifest and not what is left of one.
+/// Returns true if it is a pod of a manifest and not what is left of one.
 fn is_whole(pod: &core::Pod) -> bool {
     let containers = pod.spec.as_ref().is_some_and(|spec| !spec.containers.is_empty());
     containers && pod.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(mirror::HASH))

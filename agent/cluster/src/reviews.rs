@@ -76,7 +76,7 @@ fn access_review(user: &User, node: &str, access: Access) -> Value {
     })
 }
 
-/// Whose the token is; None: nobody's.
+/// The token's user; None if the token is not valid.
 fn user(status: &Value) -> Option<User> {
     if status["authenticated"] != true {
         return None;

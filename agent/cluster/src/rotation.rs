@@ -65,7 +65,7 @@ impl Metrics {
 /// What a file is now, without reading it.
 type Stamp = Option<(u64, u64, i64, i64)>;
 
-/// Who this node is to the API server.
+/// This node's identity at the API server.
 pub struct Identity {
     options: Options,
     newest: watch::Sender<kube::Client>,

@@ -283,7 +283,7 @@ impl Slot {
     }
 }
 
-/// Whether an entry of the table is the pod of that object, or the static pod that it mirrors.
+/// Returns true if an entry of the table is the pod of that object, or the static pod that it mirrors.
 fn is_of(entry: &PodEntry, pod: &Pod) -> bool {
     match &pod.wanted {
         Some(wanted) => entry.pod.metadata.uid == wanted.metadata.uid,

@@ -158,8 +158,8 @@ fn advance(version: &mut String, to: Option<&str>) {
     }
 }
 
-/// Whether a resource version is older than another. They are numbers that grow; of those that aren't nobody
-/// knows.
+/// Returns true if a resource version is older than another. They are numbers that grow; of those that aren't
+/// nobody knows.
 pub(crate) fn is_older(version: &str, than: &str) -> bool {
     let number = |text: &str| text.parse::<u128>().ok();
     number(version).zip(number(than)).is_some_and(|(version, than)| version < than)

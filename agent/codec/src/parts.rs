@@ -48,12 +48,12 @@ pub fn documents(text: &str) -> Vec<Part<'_>> {
     parts.into_iter().map(without_marker).collect()
 }
 
-/// Whether a line is this marker of a document's begin or end.
+/// Returns true if a line is this marker of a document's begin or end.
 fn is_marker(line: &str, marker: &str) -> bool {
     line.strip_prefix(marker).is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']))
 }
 
-/// Whether a line says something: it is more than a comment, a directive or a marker.
+/// Returns true if a line says something: it is more than a comment, a directive or a marker.
 fn is_content(line: &str) -> bool {
     let said = match line.strip_prefix("---") {
         Some(rest) if is_marker(line, "---") => rest,

@@ -66,7 +66,7 @@ pub struct Config {
     pub healthz_port: u16,
     /// The cgroup under which `kubepods` lives, from the hierarchy's root: `/` or `/some/path`.
     pub cgroup_root: String,
-    /// Who manages cgroups, if that is said. The runtime's own answer, where it gives one, must be the same.
+    /// What manages cgroups, if that is said. The runtime's own answer, where it gives one, must be the same.
     pub cgroup_driver: Option<CgroupDriver>,
     /// Refuse to run where cgroup v1 controllers are in use. Unlike the kubelet's, our default is false.
     pub fail_cgroup_v1: bool,

@@ -42,7 +42,7 @@ pub struct ImageGc {
 }
 
 impl ImageGc {
-    /// Whether there is anything to do by itself; eviction may ask for a collection all the same.
+    /// Returns true if there is anything to do by itself; eviction may ask for a collection all the same.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.high_percent < 100 || !self.max_age.is_zero()

@@ -1,5 +1,5 @@
-//! The HTTPS server that the API server and monitors talk to: where it listens, who may ask, and what it
-//! offers.
+//! The HTTPS server that the API server and monitors talk to: where it listens, which clients may ask, and
+//! what it offers.
 //!
 //! Defaults: pkg/kubelet/apis/config/v1beta1/defaults.go. Ours differ in one: without an API server there is
 //! no server unless `port` says so, because nobody could be asked who may use it.
@@ -43,7 +43,7 @@ pub struct Server {
     pub anonymous: bool,
     /// How long the API server's word on a bearer token counts; None: it isn't asked.
     pub token_ttl: Option<Duration>,
-    /// Who may do what.
+    /// How requests are authorized.
     pub authorization: Authorization,
     /// Whether containers can be reached: their logs, commands in them, ports.
     pub debugging_handlers: bool,
@@ -66,7 +66,7 @@ pub struct TlsFiles {
     pub key: PathBuf,
 }
 
-/// Who may do what.
+/// How requests are authorized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Authorization {
     /// Everybody who is somebody may do everything.

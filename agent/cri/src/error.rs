@@ -53,7 +53,7 @@ impl Error {
         matches!(self.kind, Kind::Unavailable | Kind::Timeout)
     }
 
-    /// Whether the runtime doesn't know the sandbox, container or image.
+    /// Returns true if the runtime doesn't know the sandbox, container or image.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.kind == Kind::NotFound
@@ -111,7 +111,7 @@ impl Failure {
         Failure::Broken(innermost)
     }
 
-    /// Whether the connection was at fault, and a new one may help at once.
+    /// Returns true if the connection was at fault, and a new one may help at once.
     pub(super) fn is_broken_connection(&self) -> bool {
         matches!(self, Failure::Broken(_))
     }

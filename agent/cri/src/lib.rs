@@ -63,8 +63,8 @@ pub struct Runtime {
     metrics: Metrics,
 }
 
-/// Whether something has all labels that were asked for. The runtime is asked to look at them, too; but what
-/// is taken for ours is stopped and removed, and that must not hang on somebody else's filter.
+/// Returns true if something has all labels that were asked for. The runtime is asked to look at them, too;
+/// but what is taken for ours is stopped and removed, and that must not hang on somebody else's filter.
 fn has_labels(labels: &HashMap<String, String>, wanted: &HashMap<String, String>) -> bool {
     wanted.iter().all(|(key, value)| labels.get(key) == Some(value))
 }

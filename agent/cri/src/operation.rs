@@ -27,7 +27,7 @@ macro_rules! operations {
                 match self { $(Operation::$name => $phrase,)* }
             }
 
-            /// Whether it only looks, so that asking twice is as good as once.
+            /// Returns true if it only looks, so that asking twice is as good as once.
             #[must_use]
             pub fn is_read(self) -> bool {
                 match self { $(Operation::$name => $read,)* }

@@ -1,5 +1,5 @@
 //! The ledger that everything here shares, and what follows from each of its changes: what the node has, what
-//! must be written, who waits for it.
+//! must be written, which pods wait for it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -38,7 +38,7 @@ pub(super) struct Waiting {
     pub(super) message: String,
 }
 
-/// Who has what, and who would like to.
+/// The devices that pods hold, and the pods that wait for some.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
     pub(super) devices: Devices,

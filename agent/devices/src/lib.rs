@@ -121,7 +121,7 @@ pub struct Parts {
     pub settings: Settings,
     /// Where the checkpoint is.
     pub store: Arc<dyn Store>,
-    /// Who may hold devices.
+    /// The pods that may hold devices.
     pub active: watch::Receiver<Active>,
     /// Requests to the pods' manager.
     pub requests: mpsc::Sender<Request>,
@@ -241,7 +241,7 @@ impl Devices {
         self.shared.look(|ledger| ledger.devices.pods().map(str::to_owned).collect())
     }
 
-    /// Whether a pod has all the devices that it asks for, those of `ended` init containers left out.
+    /// Returns true if a pod has all the devices that it asks for, those of `ended` init containers left out.
     #[must_use]
     pub fn has_all(&self, pod: &core::Pod, ended: &BTreeSet<String>) -> bool {
         let Ok(wishes) = container_requests(pod) else { return false };
@@ -261,7 +261,7 @@ impl Devices {
         })
     }
 
-    /// Whether a container holds devices.
+    /// Returns true if a container holds devices.
     #[must_use]
     pub fn holds(&self, pod_uid: &str, container: &str) -> bool {
         self.shared.look(|l| l.devices.held(pod_uid).is_some_and(|pod| pod.contains_key(container)))

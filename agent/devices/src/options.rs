@@ -133,7 +133,7 @@ impl ContainerOptions {
     }
 }
 
-/// Whether the runtime must be told of CDI devices by annotation: a containerd before 1.7.
+/// Returns true if the runtime must be told of CDI devices by annotation: a containerd before 1.7.
 #[must_use]
 pub fn cdi_by_annotation(runtime: &str, version: &str) -> bool {
     let mut numbers = version.trim_start_matches('v').split(['.', '~', '-', '+']).map(str::parse::<u32>);

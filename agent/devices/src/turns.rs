@@ -58,7 +58,7 @@ mod tests {
         text.chars().map(String::from).collect()
     }
 
-    /// Who goes on at once, and who after each end: `names resources`.
+    /// Which pods go on at once, and which after each end: `names resources`.
     fn check(asked: &[(&str, &str)], ends: &[&str], expected: &[&str]) {
         let mut turns = Turns::new();
         asked.iter().for_each(|(who, wanted)| turns.add(resources(wanted), *who));

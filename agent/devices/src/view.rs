@@ -30,7 +30,7 @@ pub struct DeviceView {
     pub unlisted: bool,
     /// The NUMA nodes that it is near.
     pub numa_nodes: Vec<i64>,
-    /// Who holds it.
+    /// The containers that hold it.
     pub holders: BTreeSet<Holder>,
 }
 

@@ -214,7 +214,7 @@ impl Eviction {
         }))
     }
 
-    /// Whether what every pod has on disk was measured since then.
+    /// Returns true if what every pod has on disk was measured since then.
     fn are_measured(&self, since: Instant) -> bool {
         let table = Arc::clone(&self.parts.table.borrow());
         let mut holding = table.pods.values().filter(|entry| !has_ended(entry.pod.status.as_ref()));
@@ -383,7 +383,7 @@ impl Eviction {
 }
 
 impl Leaving {
-    /// Whether its end will free some of what is low.
+    /// Returns true if its end will free some of what is low.
     fn counts_for(&self, signal: Signal) -> bool {
         !self.overdue && self.signal.condition() == signal.condition()
     }

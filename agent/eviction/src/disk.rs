@@ -210,7 +210,7 @@ impl DiskUsages {
         self.pods().retain(|uid, _| here(uid));
     }
 
-    /// Whether the pod was measured to the end, and that began at `since` or later.
+    /// Returns true if the pod was measured to the end, and that began at `since` or later.
     pub(super) fn is_measured(&self, uid: &str, since: Instant) -> bool {
         let pods = self.pods();
         pods.get(uid).and_then(|pod| pod.ended.as_ref()).is_some_and(|(began, _)| *began >= since)

@@ -55,7 +55,7 @@ impl Hints {
         self.given.subscribe()
     }
 
-    /// Whether there was one within so much time.
+    /// Returns true if there was one within so much time.
     #[must_use]
     pub fn within(&self, time: Duration) -> bool {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|last| last.elapsed() < time)

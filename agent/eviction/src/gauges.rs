@@ -142,7 +142,7 @@ fn sound(readings: Readings) -> (Observations, Option<Error>) {
     (seen, problem)
 }
 
-/// Whether a threshold may be crossed before the next slow reading.
+/// Returns true if a threshold may be crossed before the next slow reading.
 fn is_near(
     thresholds: &[Threshold],
     seen: &Observations,

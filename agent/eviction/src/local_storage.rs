@@ -360,7 +360,7 @@ fn container_names(pod: &core::Pod) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Whether it has any limit on disk of its own.
+/// Returns true if it has any limit on disk of its own.
 fn is_limited(pod: &core::Pod) -> bool {
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     let sized =
@@ -463,7 +463,7 @@ mod tests {
             self.storage.round(&mut self.rounds, &mut self.storage.usages.asked()).await;
         }
 
-        /// Who was told to go, so far.
+        /// The pods that were asked to go, so far.
         fn told(&mut self) -> Vec<String> {
             let mut told = Vec::new();
             while let Ok(Request::Fail { uid, .. }) = self.requests.try_recv() {

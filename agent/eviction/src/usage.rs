@@ -165,7 +165,7 @@ impl Survey {
         lock(&self.known).clone()
     }
 
-    /// Whether nothing is being read.
+    /// Returns true if nothing is being read.
     pub(super) fn is_at_rest(&self) -> bool {
         self.round.as_ref().is_none_or(JoinHandle::is_finished)
     }

@@ -146,7 +146,7 @@ impl Measure {
         Taken { bytes: whole(self.bytes), inodes: whole(self.inodes) }
     }
 
-    /// Whether nothing had to be left out so far.
+    /// Returns true if nothing had to be left out so far.
     pub(super) fn is_whole(&self) -> bool {
         self.is_whole
     }

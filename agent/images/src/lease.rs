@@ -86,7 +86,7 @@ impl Leases {
         Some(Removal { leases: self.clone(), number })
     }
 
-    /// Whether any of these names is leased now.
+    /// Returns true if any of these names is leased now.
     #[must_use]
     pub fn any_held<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> bool {
         let state = self.state();

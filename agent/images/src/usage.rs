@@ -32,7 +32,7 @@ impl Usage {
         Ok(Self(used))
     }
 
-    /// Whether it has the image under any of its names.
+    /// Returns true if it has the image under any of its names.
     pub(super) fn has(&self, image: &cri::Image) -> bool {
         names(image).any(|name| self.0.contains(&full_name(name)))
     }

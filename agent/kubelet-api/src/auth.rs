@@ -32,13 +32,13 @@ const REVIEWS: usize = 32;
 /// How long a review may take, the wait for its turn included.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Who is asked for what isn't known here. Without them nobody is known by a token, and the API server allows
-/// nothing.
+/// The API server's answers to what isn't known here. Without them no token is known, and the API server
+/// allows nothing.
 #[derive(Clone, Default)]
 pub struct Reviewers {
-    /// Whose a bearer token is.
+    /// Knows the user of a bearer token.
     pub tokens: Option<Arc<dyn TokenReviewer>>,
-    /// Who may do what.
+    /// Knows what a user may do.
     pub access: Option<Arc<dyn AccessReviewer>>,
 }
 
@@ -104,7 +104,7 @@ impl Auth {
         }
     }
 
-    /// Who asks, by the certificates of their connection and the headers of their request.
+    /// Authenticates a client by the certificates of its connection and the headers of its request.
     pub(crate) async fn user(
         &self,
         chain: &[CertificateDer<'static>],
@@ -154,7 +154,7 @@ impl Auth {
         Ok(user)
     }
 
-    /// Whether the user may ask for this.
+    /// Checks that the user may make this request.
     pub(crate) async fn allow(&self, user: &User, method: &str, path: &str) -> Result<(), Refusal> {
         let Authorization::Webhook { allowed, refused } = self.authorization else { return Ok(()) };
         let rights = access(method, path);

@@ -82,7 +82,7 @@ pub(crate) fn status_of<'a>(pod: &'a core::Pod, container: &str) -> Option<&'a c
     statuses(pod).find(|status| status.name == container)
 }
 
-/// Whether the pod's spec has a container of this name, of any kind.
+/// Returns true if the pod's spec has a container of this name, of any kind.
 pub(crate) fn has_container(pod: &core::Pod, name: &str) -> bool {
     let Some(spec) = &pod.spec else { return false };
     let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
@@ -90,7 +90,7 @@ pub(crate) fn has_container(pod: &core::Pod, name: &str) -> bool {
         || spec.ephemeral_containers.iter().flatten().any(|container| container.name == name)
 }
 
-/// Whether the container has a terminal, by the pod's spec.
+/// Returns true if the container has a terminal, by the pod's spec.
 pub(crate) fn has_terminal(pod: &core::Pod, name: &str) -> bool {
     let Some(spec) = &pod.spec else { return false };
     let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());

@@ -36,7 +36,7 @@ fn start(arguments: &[String]) -> std::io::Result<Child> {
         .spawn()
 }
 
-/// Whether the journal has anything of the service. Without a journal it hasn't.
+/// Returns true if the journal has anything of the service. Without a journal it hasn't.
 pub(crate) async fn knows(service: &str) -> bool {
     let Ok(mut child) = start(&["--field=_SYSTEMD_UNIT".to_owned()]) else { return false };
     let mut units = String::new();

@@ -65,7 +65,7 @@ pub struct Parts {
     pub node_name: String,
     /// Where a self-signed certificate and its key are kept.
     pub certificates: PathBuf,
-    /// Who is asked who may do what.
+    /// Authenticates and authorizes clients that the configuration does not know.
     pub reviewers: Reviewers,
     /// The pages that are made elsewhere.
     pub pages: Router,

@@ -211,7 +211,7 @@ impl Reader {
         self.flush()
     }
 
-    /// Whether another file has the log's name by now.
+    /// Returns true if another file has the log's name by now.
     fn was_replaced(&self, open: &BufReader<File>) -> Result<bool, Error> {
         let ours = open.get_ref().metadata()?;
         match fs::metadata(&self.path) {

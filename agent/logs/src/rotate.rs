@@ -186,7 +186,7 @@ impl Log {
         Ok(Self { folder, name: name.to_owned() })
     }
 
-    /// Whether it is large enough, or isn't there though it should be.
+    /// Returns true if it is large enough, or isn't there though it should be.
     fn is_due(&self, max_size: u64) -> bool {
         match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => u64::try_from(stat.st_size).is_ok_and(|size| size > max_size),

@@ -48,7 +48,7 @@ pub(super) fn read(value: &Value) -> Result<Manifest, Vec<Problem>> {
     Ok(Manifest { object: Object::PriorityClass(Box::new(class)), content: [0; 32], warnings })
 }
 
-/// Whether a preemption policy is one.
+/// Checks that a preemption policy has one of the known names.
 pub(super) fn preemption_policy(path: &str, policy: Option<&str>) -> Option<Problem> {
     let known = ["", "PreemptLowerPriority", "Never"];
     (!known.contains(&policy.unwrap_or_default()))

@@ -225,7 +225,7 @@ impl ManifestSource {
         }
     }
 
-    /// Whether a path that isn't there is gone: it wasn't there either when it was first missed.
+    /// Returns true if a path that isn't there is gone: it wasn't there either when it was first missed.
     fn is_gone(&mut self, path: &Path) -> bool {
         let now = Instant::now();
         let gone = *self.missing.entry(path.to_owned()).or_insert(now + SECOND_LOOK) <= now;
@@ -387,7 +387,7 @@ fn scan(path: &Path) -> Scan {
     Scan { standing: Standing::Read, files }
 }
 
-/// Whether a file with a new name is not just being made: a link to one that was there before.
+/// Returns true if a file with a new name is not just being made: a link to one that was there before.
 fn is_complete(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_symlink() || metadata.nlink() > 1)
 }

@@ -58,9 +58,9 @@ pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr
     }
 }
 
-/// Whether a file of that name may be a manifest. The kubelet reads every file whose name doesn't begin with
-/// a dot, so a manifest may be called anything here too; but what editors, `sed -i` and package managers
-/// leave beside the real one, and what is written for people, is none.
+/// Returns true if a file of that name may be a manifest. The kubelet reads every file whose name doesn't
+/// begin with a dot, so a manifest may be called anything here too; but what editors, `sed -i` and package
+/// managers leave beside the real one, and what is written for people, is none.
 pub(super) fn is_manifest_name(name: &OsStr) -> bool {
     const NO_MANIFESTS: [&str; 19] = [
         "~",

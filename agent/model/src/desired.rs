@@ -87,8 +87,8 @@ impl Desired {
         self.folder_unread || self.api_unread
     }
 
-    /// Whether a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the file it was
-    /// made from, by its annotation ([`super::ANNOTATION_MANIFEST`]).
+    /// Returns true if a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the
+    /// file it was made from, by its annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]
     pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
         let is_known = !self.folder_unread && !self.without_folder;

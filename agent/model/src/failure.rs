@@ -54,9 +54,9 @@ impl Failure {
         Self { reason: reason.into(), message: message.into(), grace, cleared: false }
     }
 
-    /// Whether the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a pod no
-    /// longer than it runs itself: after its restart a static pod is asked for again. One that was evicted or
-    /// preempted, or is past its deadline, has been let in.
+    /// Returns true if the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a
+    /// pod no longer than it runs itself: after its restart a static pod is asked for again. One that was
+    /// evicted or preempted, or is past its deadline, has been let in.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         REFUSALS.contains(&self.reason.as_str()) || self.reason.starts_with(OUT_OF)

@@ -151,8 +151,8 @@ impl Objects {
         self.tokens.get(of).map(|token| &**token)
     }
 
-    /// Whether the API server has not answered yet for something that `pod` refers to: nobody knows whether
-    /// it can run. Every pod of the API server refers to the services, by its variables.
+    /// Returns true if the API server has not answered yet for something that `pod` refers to: nobody knows
+    /// whether it can run. Every pod of the API server refers to the services, by its variables.
     pub fn is_unread(&self, pod: &Pod) -> bool {
         Origin::of(pod).is_api()
             && (self.services.is_none()

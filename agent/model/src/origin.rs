@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::labels::{ANNOTATION_SOURCE, SOURCE_API};
 
-/// Who wants a pod.
+/// The source that wants a pod.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Origin {
     /// A static manifest: the node alone decides on it.

@@ -71,7 +71,7 @@ pub fn running(pod: &core::Pod) -> impl Iterator<Item = (&str, &core::Container)
         .filter_map(|one| Some((runtime_id(one)?, container_of(pod, &one.name)?)))
 }
 
-/// Whether any of its containers may still run or start.
+/// Returns true if any of its containers may still run or start.
 pub fn is_active(pod: &core::Pod) -> bool {
     !has_ended(pod.status.as_ref())
 }
@@ -131,7 +131,7 @@ pub struct Allocatable {
     pub storage_bytes: i64,
 }
 
-/// Who an image runs as where nobody says otherwise.
+/// User and groups of an image, where the pod does not set them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageUser {
     /// The number of its user.
@@ -152,7 +152,7 @@ pub fn selector(uid: &str) -> HashMap<String, String> {
     selector
 }
 
-/// Whether an alias is one: an address, and names for it.
+/// Returns true if an alias is one: an address, and names for it.
 pub fn is_address(text: &str) -> bool {
     text.parse::<IpAddr>().is_ok()
 }

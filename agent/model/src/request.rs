@@ -97,14 +97,14 @@ pub struct RuntimePod {
     /// The same without the amounts that may change while the pod runs.
     #[serde(default)]
     pub shape: Option<String>,
-    /// Who wanted it.
+    /// The source that wanted it.
     #[serde(default)]
     pub origin: Origin,
 }
 
 impl RuntimePod {
-    /// Whether this can be a pod of ours with this UID. Folders are named by UID and name, and removed with
-    /// the pod: what would lead out of their place was never ours, whoever says so.
+    /// Returns true if this can be a pod of ours with this UID. Folders are named by UID and name, and
+    /// removed with the pod: what would lead out of their place was never ours, whoever says so.
     #[must_use]
     pub fn is_sound(&self, uid: &str) -> bool {
         let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0']);

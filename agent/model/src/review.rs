@@ -32,14 +32,14 @@ impl fmt::Display for ReviewError {
 
 impl std::error::Error for ReviewError {}
 
-/// Knows whose a bearer token is.
+/// Knows the user of a bearer token.
 pub trait TokenReviewer: Send + Sync {
-    /// Whose it is; None: nobody's.
+    /// The token's user; None if the token is not valid.
     fn review<'a>(&'a self, token: &'a str) -> Review<'a, Option<User>>;
 }
 
-/// Knows who may do what on this node.
+/// Knows what a user may do on this node.
 pub trait AccessReviewer: Send + Sync {
-    /// Whether they may.
+    /// Returns true if the user has that access.
     fn review<'a>(&'a self, user: &'a User, access: Access) -> Review<'a, bool>;
 }

@@ -4,7 +4,7 @@ pub use beelet_ebpf_abi::OomKill;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 
-/// Whether all of a pod's containers have ended for good.
+/// Returns true if all of a pod's containers have ended for good.
 #[must_use]
 pub fn has_ended(status: Option<&core::PodStatus>) -> bool {
     matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"))

@@ -83,19 +83,19 @@ struct PaceState {
 }
 
 impl Pace {
-    /// Whether exits are expected to be known without a relist.
+    /// Returns true if exits are expected to be known without a relist.
     #[must_use]
     pub fn is_trusted(&self) -> bool {
         self.is_kernel_trusted() || self.is_streaming()
     }
 
-    /// Whether the kernel is expected to tell of every exit.
+    /// Returns true if the kernel is expected to tell of every exit.
     #[must_use]
     pub fn is_kernel_trusted(&self) -> bool {
         self.0.kernel.load(Ordering::Relaxed)
     }
 
-    /// Whether the runtime streams its events now.
+    /// Returns true if the runtime streams its events now.
     #[must_use]
     pub fn is_streaming(&self) -> bool {
         self.0.stream.load(Ordering::Relaxed)

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::{Container, EnvVar, FileKeySelector};
 
 use crate::error::Error;
 
-/// Whether any variable of a container comes from a file.
+/// Returns true if any variable of a container comes from a file.
 pub(crate) fn are_asked_for(container: &Container) -> bool {
     container.env.iter().flatten().any(|variable| selector(variable).is_some())
 }

@@ -37,7 +37,8 @@ impl Error {
         Self::Spec(error.to_string())
     }
 
-    /// Whether the runtime couldn't be reached or didn't answer in time: nothing is known against the pod.
+    /// Returns true if the runtime couldn't be reached or didn't answer in time: nothing is known against the
+    /// pod.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Runtime(error) if error.is_transient())
@@ -101,7 +102,7 @@ impl StartError {
         }
     }
 
-    /// Whether the runtime couldn't be reached or didn't answer in time: nothing is known against the
+    /// Returns true if the runtime couldn't be reached or didn't answer in time: nothing is known against the
     /// container.
     #[must_use]
     pub fn is_transient(&self) -> bool {

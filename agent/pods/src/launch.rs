@@ -214,7 +214,7 @@ impl Launcher {
         Ok(config)
     }
 
-    /// Whether the API server has yet to answer for something that the pod refers to.
+    /// Returns true if the API server has yet to answer for something that the pod refers to.
     pub(crate) fn waits_for_objects(&self, pod: &core::Pod) -> bool {
         self.desired.borrow().objects.is_unread(pod)
     }
@@ -430,7 +430,7 @@ const STOP_SIGNALS: Ability =
     Ability { what: "be told which signal ends a container", containerd: (2, 3), crio: (1, 34) };
 
 impl Ability {
-    /// Whether this runtime has it.
+    /// Returns true if this runtime has it.
     fn is_of(&self, name: &str, version: &str) -> bool {
         let mut numbers =
             version.trim_start_matches('v').split(['.', '-', '+', '~']).map_while(|n| n.parse::<u32>().ok());

@@ -123,7 +123,7 @@ impl Managed {
         self.deletion.is_some() || self.is_dropped()
     }
 
-    /// Whether nobody wants it any more: once nothing is left of it, it is forgotten.
+    /// Returns true if nobody wants it any more: once nothing is left of it, it is forgotten.
     fn is_dropped(&self) -> bool {
         self.control.borrow().terminate.is_some()
     }
@@ -132,7 +132,8 @@ impl Managed {
         Origin::of(&self.pod)
     }
 
-    /// Whether other amounts of cpu and memory don't make it another pod. One that was ended for good is.
+    /// Returns true if other amounts of cpu and memory don't make it another pod. One that was ended for good
+    /// is.
     fn may_resize(&self) -> bool {
         !self.terminating() && self.failure.is_none()
     }
@@ -643,7 +644,7 @@ impl Manager {
         }
     }
 
-    /// Whether it is on its way out while another pod has its name: readers see that one.
+    /// Returns true if it is on its way out while another pod has its name: readers see that one.
     fn is_shadowed(&self, uid: &str) -> bool {
         let Some(managed) = self.pods.get(uid).filter(|m| m.terminating()) else { return false };
         self.pods.iter().any(|(other, m)| other != uid && m.name == managed.name && !m.terminating())
@@ -664,8 +665,8 @@ impl Manager {
     }
 }
 
-/// Whether a pod that has ended is one of whose containers the runtime no longer knows all: its status says
-/// more than can be seen.
+/// Returns true if a pod that has ended is one of whose containers the runtime no longer knows all: its
+/// status says more than can be seen.
 fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
     let usual = known.init_container_statuses.iter().chain(&known.container_statuses);
     let statuses = usual.chain(&known.ephemeral_container_statuses).flatten();

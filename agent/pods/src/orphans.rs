@@ -124,8 +124,8 @@ impl Sweep {
     }
 }
 
-/// Whether a name is a UID as a manifest's pod gets it, or an API server's. Those that people write are
-/// passed over.
+/// Returns true if a name is a UID as a manifest's pod gets it, or an API server's. Those that people write
+/// are passed over.
 fn is_uid(name: &str) -> bool {
     let hex = |part: &str| part.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
     let lengths: Vec<usize> = name.split('-').map(str::len).collect();

@@ -77,12 +77,12 @@ pub struct Records {
     newest: watch::Sender<Map>,
 }
 
-/// Who is in the records, for others.
+/// The pods in the records, for others to read.
 #[derive(Clone, Debug)]
 pub struct Known(watch::Receiver<Map>);
 
 impl Known {
-    /// Whether anything is known of a pod.
+    /// Returns true if anything is known of a pod.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         self.0.borrow().contains_key(uid)
@@ -116,7 +116,7 @@ impl Records {
         self.newest.borrow().get(uid).map(|record| (**record).clone())
     }
 
-    /// Who is in them, now and later.
+    /// The pods in the records, now and later.
     #[must_use]
     pub fn known(&self) -> Known {
         Known(self.newest.subscribe())
@@ -201,7 +201,7 @@ impl Records {
     }
 }
 
-/// Whether any pod has ended, by itself or for good.
+/// Returns true if any pod has ended, by itself or for good.
 fn has_ends(map: &Map) -> bool {
     map.values().any(|record| record.failure.is_some() || has_ended(record.status.as_ref()))
 }

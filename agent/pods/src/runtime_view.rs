@@ -33,7 +33,7 @@ pub(crate) struct Observation {
 }
 
 impl Observation {
-    /// Whether anything in a sandbox may still run, itself included.
+    /// Returns true if anything in a sandbox may still run, itself included.
     pub(crate) fn may_run_in(&self, sandbox: &str) -> bool {
         let ready = self.pod.sandboxes.iter().any(|s| s.id == sandbox && s.ready);
         let alive = |c: &pod::Container| {
@@ -48,7 +48,7 @@ impl Observation {
         self.pod.containers.iter().filter(|c| c.name == name).max_by_key(|c| (c.attempt, &c.id))
     }
 
-    /// Whether a container was running.
+    /// Returns true if a container was running.
     pub(crate) fn is_running(&self, id: &str) -> bool {
         let mut all = self.pod.containers.iter();
         all.any(|c| c.id == id && matches!(c.state, pod::ContainerState::Running { .. }))

@@ -131,8 +131,8 @@ impl Inputs<'_> {
         }
     }
 
-    /// Whether the pod's own containers may run: they exist already, or every init container has done its
-    /// part. Once the sandbox is gone, what ran in it says so.
+    /// Returns true if the pod's own containers may run: they exist already, or every init container has done
+    /// its part. Once the sandbox is gone, what ran in it says so.
     fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
         let mut newest = mains.iter().filter_map(|c| self.seen.newest(&c.name));
         let begun = match &self.seen.sandbox {
@@ -188,7 +188,7 @@ impl Inputs<'_> {
         tally
     }
 
-    /// Whether a container is to be replaced because all are restarted.
+    /// Returns true if a container is to be replaced because all are restarted.
     fn is_past(&self, container: &pod::Container) -> bool {
         let spec = self.pod.spec.as_ref();
         spec.is_some_and(|spec| pod::Round::of(spec, &self.seen.pod).is_past(container))

@@ -52,13 +52,13 @@ const FIELDS: &[&str] = &[
 /// Bytes of last words that the API server keeps of one pod.
 const MAX_LAST_WORDS: usize = 12 * 1024;
 
-/// Whether the node alone writes this condition.
+/// Returns true if the node alone writes this condition.
 #[must_use]
 pub fn is_owned(condition: &str) -> bool {
     OWNED.contains(&condition)
 }
 
-/// Whether all containers of a pod of this status have ended for good.
+/// Returns true if all containers of a pod of this status have ended for good.
 #[must_use]
 pub fn is_terminal(status: &PodStatus) -> bool {
     matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
@@ -179,7 +179,7 @@ fn has_ended_before(status: &ContainerStatus) -> bool {
     status.last_state.as_ref().is_some_and(|state| state.terminated.is_some())
 }
 
-/// Whether the pod's own containers may have run.
+/// Returns true if the pod's own containers may have run.
 fn has_initialized(spec: Option<&PodSpec>, status: &PodStatus) -> bool {
     if spec.is_none_or(|spec| spec.init_containers.as_ref().is_none_or(Vec::is_empty)) {
         return true;

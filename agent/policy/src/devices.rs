@@ -530,7 +530,7 @@ impl Devices {
         self.endpoints.get(resource)?.stopped_at
     }
 
-    /// Whether a device can be given away.
+    /// Returns true if a device can be given away.
     #[must_use]
     pub fn is_healthy(&self, resource: &str, id: &str) -> bool {
         self.healthy.get(resource).is_some_and(|ids| ids.contains(id))

@@ -478,10 +478,10 @@ pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
     wanted.saturating_sub(seen.available).max(Quantity::ZERO)
 }
 
-/// Who is worth ending frees at least one part in so many of what is missing.
+/// A pod is worth evicting if that frees at least one part in so many of what is missing.
 const WORTH: i128 = 100;
 
-/// Whether a pod's end helps, if it frees so much: more than next to nothing of what is missing.
+/// Returns true if a pod's end helps, if it frees so much: more than next to nothing of what is missing.
 #[must_use]
 pub fn is_worth_it(frees: Quantity, missing: Quantity) -> bool {
     frees > Quantity::ZERO && i128::from(frees.value()) * WORTH >= i128::from(missing.value())

@@ -268,8 +268,8 @@ fn chosen(pods: &[(i64, bool)], missing: i64, leaving: bool) -> Vec<usize> {
     victims(Signal::MemoryAvailable, DiskLayout::Single, &ranked, &candidates, units(missing), leaving)
 }
 
-/// Who goes at once, of pods in their ranking `(MiB in use or -1 for unknown, critical)`, for so much that is
-/// missing.
+/// Checks which pods go at once, of those in their ranking `(MiB in use or -1 for unknown, critical)`, for so
+/// much that is missing.
 fn check_victims(pods: &[(i64, bool)], missing: i64, expectation: &[usize]) {
     assert_eq!(chosen(pods, missing, false), expectation, "{pods:?} for {missing}");
 }

@@ -49,13 +49,13 @@ pub enum Step {
     },
 }
 
-/// Whether a pod of the API server is a mirror.
+/// Returns true if a pod of the API server is a mirror.
 #[must_use]
 pub fn is_mirror(pod: &Pod) -> bool {
     annotation(pod, MIRROR).is_some()
 }
 
-/// Whether `mirror` shows `pod` as it is now.
+/// Returns true if `mirror` shows `pod` as it is now.
 #[must_use]
 pub fn shows(mirror: &Pod, pod: &Pod) -> bool {
     mirror.metadata.deletion_timestamp.is_none()

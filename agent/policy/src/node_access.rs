@@ -82,7 +82,7 @@ const PAGES: [&str; 18] = [
     "debug",
 ];
 
-/// Whether a request to the page may take as long as it likes, as the kubelet's metrics have it.
+/// Returns true if a request to the page may take as long as it likes, as the kubelet's metrics have it.
 #[must_use]
 pub fn is_long_running(page: &str) -> bool {
     matches!(page, "containerLogs" | "exec" | "attach" | "portForward" | "run")

@@ -110,7 +110,8 @@ fn matches(term: &NodeSelectorTerm, node: &NodeView) -> bool {
         && fields.iter().all(|one| one.key == NAME_FIELD && fulfilled(one, Some(&node.name)))
 }
 
-/// Whether a label's value is what is required. An operator that nobody knows requires the impossible.
+/// Returns true if a label's value is what is required. An operator that nobody knows requires the
+/// impossible.
 fn fulfilled(required: &NodeSelectorRequirement, value: Option<&str>) -> bool {
     let values = required.values.as_deref().unwrap_or_default();
     let listed = || value.is_some_and(|value| values.iter().any(|one| one == value));
@@ -134,7 +135,7 @@ fn untolerated<'n>(spec: &PodSpec, node: &'n NodeView) -> Option<&'n Taint> {
     ending.find(|taint| !tolerations.iter().any(|toleration| tolerates(toleration, taint)))
 }
 
-/// Whether a toleration covers a taint (`v1.Toleration.ToleratesTaint`).
+/// Returns true if a toleration covers a taint (`v1.Toleration.ToleratesTaint`).
 #[must_use]
 pub fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
     let text = |text: &'_ Option<String>| text.clone().unwrap_or_default();

@@ -223,7 +223,7 @@ pub struct Actions {
 }
 
 impl Actions {
-    /// Whether there is nothing to do before something changes or [`Actions::wake_at`] comes.
+    /// Returns true if there is nothing to do before something changes or [`Actions::wake_at`] comes.
     pub fn is_idle(&self) -> bool {
         self.kill.is_empty()
             && self.stop_sandboxes.is_empty()
@@ -326,7 +326,7 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Whether a container was stopped for one that is as the pod asks for now.
+    /// Returns true if a container was stopped for one that is as the pod asks for now.
     fn is_outdated(&self, container: &Container) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);
         matches!(reason, Some(KillReason::Redefined | KillReason::Resized))
@@ -452,7 +452,8 @@ impl<'a> Decision<'a> {
         })
     }
 
-    /// Whether the container runs but its postStart hook isn't known to be done; asks for the hook then.
+    /// Returns true if the container runs but its postStart hook isn't known to be done; asks for the hook
+    /// then.
     fn waits_for_hook(&mut self, spec: &ContainerSpec) -> bool {
         if spec.lifecycle.as_ref().is_none_or(|lifecycle| lifecycle.post_start.is_none()) {
             return false;

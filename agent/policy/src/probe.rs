@@ -343,7 +343,7 @@ impl ProbeState {
         self.due(from).then_some(from)
     }
 
-    /// Whether successes, at `now` and until another of these methods is called, change nothing:
+    /// Returns true if successes, at `now` and until another of these methods is called, change nothing:
     /// [`Self::record`] need not be told of them.
     #[must_use]
     pub fn is_steady(&self, now: Duration) -> bool {

@@ -54,7 +54,7 @@ pub struct TokenReference {
     pub pod: String,
     /// That pod's UID.
     pub uid: String,
-    /// Whom it is for; empty for the API server itself.
+    /// The audience; empty for the API server itself.
     pub audience: String,
     /// For how many seconds it is wanted.
     pub expiration_seconds: i64,

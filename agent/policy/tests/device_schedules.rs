@@ -175,7 +175,7 @@ impl Node {
         self.admitting.clear();
     }
 
-    /// Whether another admission of the same pod, or about the same resources, is under way.
+    /// Returns true if another admission of the same pod, or about the same resources, is under way.
     fn must_wait(&self, pod: u8) -> bool {
         let uid = format!("p{pod}");
         let wanted = contended(&self.devices, &uid, &wishes(pod));

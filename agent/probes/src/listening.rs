@@ -83,8 +83,8 @@ impl Probes {
         }
     }
 
-    /// Whether a steady probe has found what it always finds; if so it is counted, and nothing else is to be
-    /// done.
+    /// Returns true if a steady probe has found what it always finds; if so it is counted, and nothing else
+    /// is to be done.
     fn goes_on(&mut self, id: Id, lookup: &Lookup, at: Duration, latency: Duration) -> bool {
         let Lookup::Listening(queues) = lookup else { return false };
         let queues = judged(queues);
@@ -320,7 +320,8 @@ pub(super) fn answer(verdict: Verdict, port: u16) -> Answer {
     }
 }
 
-/// Whether a connection to `ip` would reach the listener. Without an address yet, every listener counts.
+/// Returns true if a connection to `ip` would reach the listener. Without an address yet, every listener
+/// counts.
 fn reaches(listener: &Listener, ip: Option<IpAddr>) -> bool {
     let Some(ip) = ip else { return true };
     match (listener.address, ip) {

@@ -137,7 +137,7 @@ impl Worker {
         })
     }
 
-    /// Whether the kernel should answer, could it.
+    /// Returns true if the kernel should answer, could it.
     pub(super) fn wants_kernel(&self) -> bool {
         self.wants_kernel
     }
@@ -193,13 +193,13 @@ impl Worker {
         first.min(self.hot.regular)
     }
 
-    /// Whether canaries go to this probe's target at all: the kernel must be able to say whether they are
-    /// accepted.
+    /// Returns true if canaries go to this probe's target at all: the kernel must be able to say whether they
+    /// are accepted.
     pub(super) fn sends_canaries(&self) -> bool {
         !self.canary_every.is_zero() && self.in_kernel().is_some_and(|(netns, _)| netns.is_numbered())
     }
 
-    /// Whether this look is to be a canary; if so, the next one is planned.
+    /// Returns true if this look is to be a canary; if so, the next one is planned.
     pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
         let due = self.sends_canaries() && now >= self.hot.canary_due;
         if due {
@@ -224,7 +224,7 @@ impl Worker {
         netns.target((self.ip?, port).into(), None)
     }
 
-    /// Whether a success of the kernel's at `now` or later, until anything else happens, would change
+    /// Returns true if a success of the kernel's at `now` or later, until anything else happens, would change
     /// nothing.
     pub(super) fn is_steady(&self, now: Duration) -> bool {
         self.state.is_steady(now) && self.edge.is_none() && !self.in_flight && !self.hot.queues.has_waiting()

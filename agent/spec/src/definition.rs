@@ -22,8 +22,8 @@ pub fn digest(spec: &Container) -> String {
     })
 }
 
-/// Whether a container was made from another definition than `spec`. One that doesn't say was made before
-/// this was noted.
+/// Returns true if a container was made from another definition than `spec`. One that doesn't say was made
+/// before this was noted.
 pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(CONTAINER_HASH).is_some_and(|noted| *noted != digest(spec))
 }
@@ -34,13 +34,14 @@ pub fn amounts(spec: &Container) -> Option<String> {
     fixed(spec.resize_policy.as_deref().unwrap_or_default(), spec.resources.as_ref())
 }
 
-/// Whether a container was made with other amounts than `spec` has, of those that only a restart changes.
+/// Returns true if a container was made with other amounts than `spec` has, of those that only a restart
+/// changes.
 pub fn is_resized(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(AMOUNTS).is_some_and(|noted| amounts(spec).is_some_and(|now| now != *noted))
 }
 
-/// Whether the container of this name, which runs, has other amounts by its pod's status than by its spec,
-/// and gets them by a restart.
+/// Returns true if the container of this name, which runs, has other amounts by its pod's status than by its
+/// spec, and gets them by a restart.
 pub fn awaits_restart(pod: &Pod, spec: &Container) -> bool {
     let policies = spec.resize_policy.as_deref().unwrap_or_default();
     let Some(now) = fixed(policies, spec.resources.as_ref()) else { return false };

@@ -66,7 +66,7 @@ fn named(resources: &ResourceRequirements) -> Option<ResourceRequirements> {
     })
 }
 
-/// Whether two states of one pod ask for the same amounts.
+/// Returns true if two states of one pod ask for the same amounts.
 pub fn same_amounts(one: &Pod, other: &Pod) -> bool {
     let amounts = |pod: &Pod| -> Vec<_> { containers(pod).map(|c| (c.name.clone(), amounts(c))).collect() };
     amounts(one) == amounts(other) && pod_amounts(one) == pod_amounts(other)
@@ -87,7 +87,7 @@ fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
 }
 
-/// Whether a pod's status says that new amounts are not in force yet.
+/// Returns true if a pod's status says that new amounts are not in force yet.
 pub fn is_in_progress(pod: &Pod) -> bool {
     let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
     conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")

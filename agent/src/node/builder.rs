@@ -141,8 +141,8 @@ impl Builder {
         self
     }
 
-    /// Who decides who may use the node's HTTPS server: the API server, on a node of a cluster. With them it
-    /// is served on 10250 unless the configuration says something else; without them only where the
+    /// Authorizes the clients of the node's HTTPS server: the API server, on a node of a cluster. With them
+    /// it is served on 10250 unless the configuration says something else; without them only where the
     /// configuration says so.
     #[must_use]
     pub fn reviewers(self, reviewers: Reviewers) -> Self {

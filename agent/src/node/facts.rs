@@ -188,7 +188,8 @@ pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmoun
     })
 }
 
-/// Whether the kernel enforces AppArmor profiles, and its interface is mounted for the runtime to load them.
+/// Returns true if the kernel enforces AppArmor profiles, and its interface is mounted for the runtime to
+/// load them.
 fn app_armor_enabled() -> bool {
     let enabled = fs::read_to_string("/sys/module/apparmor/parameters/enabled");
     enabled.is_ok_and(|text| text.starts_with('Y')) && Path::new("/sys/kernel/security/apparmor").exists()

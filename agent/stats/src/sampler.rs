@@ -144,13 +144,13 @@ impl Sampler {
         self.machine = History::default();
     }
 
-    /// Whether that leaves room for the other files of the agent's.
+    /// Returns true if that leaves room for the other files of the agent's.
     fn may_keep_open(&self) -> bool {
         let files = files::OFTEN * self.containers.len() as u64;
         getrlimit(Resource::Nofile).current.is_none_or(|limit| files <= limit / 2)
     }
 
-    /// Whether it keeps a cgroup's directories open.
+    /// Returns true if it keeps a cgroup's directories open.
     pub(super) fn tracks(&self) -> bool {
         !self.containers.is_empty() || !self.pods.is_empty()
     }

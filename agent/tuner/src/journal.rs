@@ -152,7 +152,7 @@ pub(super) fn restore(
     Ok(Restored::Done)
 }
 
-/// Whether a file may hold what it holds because of us.
+/// Returns true if a file may hold what it holds because of us.
 pub(super) fn is_ours(file: &str, now: &str, entry: &Entry) -> bool {
     let page = rustix::param::page_size() as u64;
     let same = |value: &String| order::same(file, now, value, page);

@@ -53,7 +53,7 @@ impl std::fmt::Debug for PayloadFile {
     }
 }
 
-/// Whether a folder shows any files already.
+/// Returns true if a folder shows any files already.
 pub(super) fn is_set_up(root: &OwnedFd) -> bool {
     current(root).is_ok_and(|set| set.is_some())
 }
@@ -103,7 +103,8 @@ fn check_path(path: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether a link leads to a set beside it. A container with a hostPath may have put another one there.
+/// Returns true if a link leads to a set beside it. A container with a hostPath may have put another one
+/// there.
 fn is_set(target: &OsStr) -> bool {
     let mut parts = Path::new(target).components();
     let first = parts.next();
@@ -120,7 +121,7 @@ fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     }
 }
 
-/// Whether a set has these files and no others, with their contents and modes' owner part.
+/// Returns true if a set has these files and no others, with their contents and modes' owner part.
 fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io::Error> {
     let folder = open_folder(root, set)?;
     if count(&folder, "", payload)? != Some(payload.len()) {

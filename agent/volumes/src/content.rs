@@ -25,7 +25,8 @@ pub struct Sources<'a> {
     pub node: &'a NodeFacts,
 }
 
-/// Whether a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the disk.
+/// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
+/// disk.
 pub(super) fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }

@@ -50,7 +50,8 @@ fn size(
     Ok(limits.fold(allocatable, Quantity::min))
 }
 
-/// Whether the pod's memory has a limit: its own, or one of each container; one without makes it the node's.
+/// Returns true if the pod's memory has a limit: its own, or one of each container; one without makes it the
+/// node's.
 fn is_limited(pod: &core::Pod) -> bool {
     let spec = pod.spec.as_ref();
     let own = spec.and_then(|spec| spec.resources.as_ref()?.limits.as_ref());

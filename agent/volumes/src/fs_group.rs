@@ -53,7 +53,7 @@ impl FsGroup {
         self.own_all(folder, access).map_err(failed)
     }
 
-    /// Whether a folder is as it should be already.
+    /// Returns true if a folder is as it should be already.
     fn owns(&self, folder: &OwnedFd, access: Access) -> Result<bool, Errno> {
         let stat = rustix::fs::fstat(folder)?;
         let wanted = mask(FileType::Directory, access);

@@ -139,7 +139,7 @@ impl Volumes {
         Ok(changed)
     }
 
-    /// Whether any volume is made of objects or of what the pod is told about itself.
+    /// Returns true if any volume is made of objects or of what the pod is told about itself.
     pub fn have_content(&self) -> bool {
         self.volumes.iter().any(|volume| {
             volume.config_map.is_some()
@@ -321,7 +321,7 @@ fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<Pa
     Ok(Some(path))
 }
 
-/// Whether the mount must be read-only with all that is mounted below it.
+/// Returns true if the mount must be read-only with all that is mounted below it.
 fn recursive_read_only(mount: &core::VolumeMount, possible: bool) -> Result<bool, Error> {
     match mount.recursive_read_only.as_deref() {
         Some("Enabled") if !possible => Err(Error::unmet(

@@ -26,7 +26,7 @@ pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(
         .map_err(Error::io("mount a tmpfs on", path))
 }
 
-/// Whether a folder is the top of a file system in memory.
+/// Returns true if a folder is the top of a file system in memory.
 pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
     let top = rustix::fs::statx(folder, c"", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
     let mounted = top.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
@@ -51,7 +51,7 @@ pub(super) fn unmount(point: &Path) -> Result<(), Error> {
         .map_err(|cause| Error::Busy { path: point.to_owned(), cause })
 }
 
-/// Whether something is mounted at `path`.
+/// Returns true if something is mounted at `path`.
 pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
     let real = path.canonicalize();
     let real = real.as_deref().unwrap_or(path);

@@ -50,7 +50,7 @@ fn secrets_of(entry: &Value) -> impl Iterator<Item = &str> {
         .filter_map(|field| entry.get(field).and_then(Value::as_str))
 }
 
-/// Whether the text is part of a registry's name too, or of an error's own words.
+/// Returns true if the text is part of a registry's name too, or of an error's own words.
 fn json_names(json: &Value, text: &str) -> bool {
     let registries = json.get("auths").unwrap_or(json).as_object();
     registries.into_iter().flatten().any(|(name, _)| name.contains(text))

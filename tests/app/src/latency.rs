@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// What is to be done.
 struct Load {
-    /// Requests a second.
+    /// Requests per second.
     rate: f64,
     /// CPU time that each takes.
     work: Duration,

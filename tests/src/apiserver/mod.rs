@@ -63,7 +63,7 @@ pub struct Asked {
     pub query: BTreeMap<String, String>,
     /// How its body is meant: for patches, their kind.
     pub content_type: String,
-    /// Who asked: the header `Authorization`.
+    /// The client: the header `Authorization`.
     pub authorization: Option<String>,
     /// Its body; null if it had none.
     pub body: Value,

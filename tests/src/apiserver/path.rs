@@ -100,7 +100,7 @@ impl Target {
     }
 }
 
-/// Whether a path is one that the pattern means, in which `*` stands for one part.
+/// Returns true if a path is one that the pattern means, in which `*` stands for one part.
 pub(super) fn fits(pattern: &str, path: &str) -> bool {
     let (mut pattern, mut path) = (pattern.split('/'), path.split('/'));
     loop {

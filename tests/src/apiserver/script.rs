@@ -48,7 +48,7 @@ pub(super) struct Rule {
 }
 
 impl Rule {
-    /// Whether the rule is for this request; uses it up by one.
+    /// Returns true if the rule is for this request; uses it up by one.
     pub(super) fn take(&mut self, asked: &Asked) -> bool {
         let matches = self.verb.is_none_or(|verb| verb == asked.verb)
             && self.pattern.as_ref().is_none_or(|pattern| fits(pattern, &asked.path))

@@ -84,7 +84,7 @@ impl Calls {
         }
     }
 
-    /// Whether a call is allowed with some arguments.
+    /// Returns true if a call is allowed with some arguments.
     #[cfg(test)]
     pub(super) fn allows(&self, call: Sysno) -> bool {
         self.allowed.contains_key(&call)

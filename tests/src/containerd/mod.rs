@@ -221,7 +221,7 @@ impl Containerd {
         self.version
     }
 
-    /// Whether the process runs.
+    /// Returns true if the process runs.
     pub fn is_running(&self) -> bool {
         self.child.is_some()
     }

@@ -110,7 +110,7 @@ impl Call {
         self.asked.op()
     }
 
-    /// Whether it was answered without an error.
+    /// Returns true if it was answered without an error.
     #[must_use]
     pub fn succeeded(&self) -> bool {
         self.outcome == Outcome::Answered(Code::Ok)

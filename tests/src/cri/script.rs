@@ -57,7 +57,7 @@ pub(super) struct Rule {
 }
 
 impl Rule {
-    /// Whether the rule is for this call; uses it up by one.
+    /// Returns true if the rule is for this call; uses it up by one.
     pub(super) fn take(&mut self, asked: &Asked) -> bool {
         let fits = self.op.is_none_or(|op| op == asked.op())
             && self.times != Some(0)

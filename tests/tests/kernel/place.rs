@@ -92,7 +92,7 @@ impl Place {
         all.into_iter().filter(|listener| listener.netns_cookie == self.handle.cookie()).collect()
     }
 
-    /// Whether anything listens, by the map.
+    /// Returns true if anything listens, by the map.
     pub(crate) fn listens(&self, kernel: &Kernel, port: u16, ip: IpAddr) -> bool {
         kernel.listeners().unwrap().is_listening(self.handle.cookie(), port, &[ip]).unwrap().is_some()
     }
@@ -242,7 +242,7 @@ pub(crate) fn other_object(folder: &Path) -> PathBuf {
     path
 }
 
-/// Whether this kernel lists sockets; a loud skip where it doesn't.
+/// Returns true if this kernel lists sockets; a loud skip where it doesn't.
 pub(crate) fn lists_sockets() -> bool {
     let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
     let Err(error) = listed else { return true };

@@ -40,7 +40,7 @@ struct Place {
     load: Load,
     /// The same in a cgroup beside the pods'.
     outside: Load,
-    /// Who calls both: not in a pod.
+    /// The client of both: not in a pod.
     client: Load,
     _cgroup: CgroupRoot,
     _netns: NetNs,

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// CPU seconds a minute, and MiB, for each size of node: what the largest may take is the promise, and the
+/// CPU seconds per minute, and MiB, for each size of node: what the largest may take is the promise, and the
 /// smaller ones must not take more.
 const CPU: f64 = 0.6;
 const RESIDENT: f64 = 40.0;
@@ -30,7 +30,7 @@ const NODES: [(usize, &str, &str); 3] = [
 /// How long the node rests before it is measured.
 const REST: Duration = Duration::from_secs(15);
 
-/// Who has the node.
+/// The agent that has the node.
 enum Owner {
     Us(Box<Agent>),
     Kubelet(Kubelet),
@@ -89,7 +89,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// CPU seconds a minute, and MiB, of each size of node.
+/// CPU seconds per minute, and MiB, of each size of node.
 fn measure(
     owner: &Owner,
     containerd: &Containerd,
@@ -127,7 +127,7 @@ fn measure(
         pause(window)?;
         let used = (cpu_of(pid)? - before).as_secs_f64() * 60.0 / window.as_secs_f64();
         let mib = resident_kib(pid)? as f64 / 1024.0;
-        step.done(&format!("{used:.2} CPU seconds a minute, {mib:.1} MiB"));
+        step.done(&format!("{used:.2} CPU seconds per minute, {mib:.1} MiB"));
         measured.push((used, mib));
     }
     Ok(measured)

@@ -109,7 +109,7 @@ fn one_round(
     }
 }
 
-/// Whether the container's end is the OOM killer's.
+/// Returns true if the container's end is the OOM killer's.
 fn killed_by_the_kernel(pod: &PodView) -> Option<bool> {
     let main = pod.container("main")?;
     let states = [main.state.as_ref(), main.last_state.as_ref()];

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 const WORSE: f64 = 1.3;
 /// What of the CPU time that the server leaves idle the neighbour may lose, in percent.
 const LOST: f64 = 30.0;
-/// Requests a second, and the microseconds of CPU that each takes: three tenths of a CPU.
+/// Requests per second, and the microseconds of CPU that each takes: three tenths of a CPU.
 const LOAD: (&str, &str) = ("300", "1000");
 
 /// A run is made again if a hypervisor took more CPUs than this from it.
@@ -36,7 +36,7 @@ const STOLEN: f64 = 0.02;
 /// How often it is made at most.
 const TRIES: usize = 4;
 
-/// Who is beside the server.
+/// The neighbour of the server.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Neighbour {
     Nobody,
@@ -146,7 +146,7 @@ fn of_run(name: &'static str, tail: &'static str, run: &Run, bound: Option<f64>)
     [main, row(tail, p999, p999)]
 }
 
-/// Whether the tuner can hold anybody back from memory here.
+/// Returns true if the tuner can hold anybody back from memory here.
 fn has_memory_high(root: &CgroupRoot) -> bool {
     root.dir("memory").is_some_and(|dir| dir.join("memory.high").exists())
 }

@@ -66,7 +66,7 @@ fn row(case: Case) -> Option<Row> {
     Some(Row { test: without_labels(test).to_owned(), outcome, seconds: case.time, reason })
 }
 
-/// Whether the run's end ended the test.
+/// Returns true if the run's end ended the test.
 fn was_cut(status: &str, message: &str) -> bool {
     matches!(status, "interrupted" | "aborted" | "timedout")
         || message.contains("suite timeout occurred")

@@ -22,7 +22,7 @@ const LONGEST: usize = 900;
 const UNSAFE: &[&str] =
     &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/src/bin/listener.rs", "tests/src/confine/sys.rs"];
 
-/// Who may use bpf(2), by whatever library.
+/// Folders that may use bpf(2), by whatever library.
 const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/tests/libbpf"];
 
 /// What a decision must not call: input, output, clocks, chance.

@@ -26,7 +26,7 @@ pub struct NodeResources {
 
 /// What of the node is known once the runtime is there.
 pub struct Known {
-    /// Who has which device.
+    /// The devices and the containers that hold them.
     pub devices: Devices,
     /// What there is beside them.
     pub resources: NodeResources,

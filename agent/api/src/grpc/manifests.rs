@@ -407,7 +407,7 @@ impl Plan {
         unseen(&running.desired.borrow())
     }
 
-    /// Whether `desired` has what a change makes of the folder.
+    /// Returns true if `desired` has what a change makes of the folder.
     fn is_seen(&self, change: &Change, desired: &Desired, folder: &Folder) -> bool {
         let About { kind, namespace, .. } = &change.about;
         let name = folder.on_node(&change.about);

@@ -22,7 +22,7 @@ impl Default for Feed {
 }
 
 impl Feed {
-    /// Whether anybody watches: for nobody, nothing need be made.
+    /// Returns true if anybody watches: for nobody, nothing need be made.
     #[must_use]
     pub fn is_watched(&self) -> bool {
         self.sender.receiver_count() > 0

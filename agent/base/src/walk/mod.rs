@@ -290,7 +290,7 @@ const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLO
 const BELOW: ResolveFlags =
     ResolveFlags::NO_XDEV.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::BENEATH);
 
-/// Whether an error says that a folder is not where it was, or is none any more.
+/// Returns true if an error says that a folder is not where it was, or is none any more.
 fn is_elsewhere(error: Errno) -> bool {
     matches!(error, Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV)
 }

@@ -100,7 +100,7 @@ impl Managed {
         self.control.send_modify(|c| c.updated = Some(pod));
     }
 
-    /// Whether it was ended, and nothing is left of it but logs.
+    /// Returns true if it was ended, and nothing is left of it but logs.
     pub(super) fn is_cleared(&self) -> bool {
         self.deletion.is_some_and(|deletion| deletion.cleared)
             || self.failure.as_ref().is_some_and(|failure| failure.cleared)

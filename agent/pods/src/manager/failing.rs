@@ -156,7 +156,7 @@ impl Manager {
 }
 
 impl super::Managed {
-    /// Whether its containers have all ended, and none will be started again.
+    /// Returns true if its containers have all ended, and none will be started again.
     pub(super) fn ended(&self) -> bool {
         has_ended(self.status.as_ref())
     }

@@ -81,8 +81,8 @@ pub(super) async fn correct(
     };
     let mut failed = None;
     let mut update = cri_config::update(container.resources.clone());
-    // A limit of memory is lowered by us, who look what is in use; a runtime may just do it and have
-    // processes killed.
+    // A limit of memory is lowered by the agent, which looks at what is in use; a runtime may just do it and
+    // have processes killed.
     for change in changes.iter().filter(|c| MEMORY_LIMITS.contains(&c.file.as_str()) && order::tightens(c)) {
         let lower = BTreeMap::from([(change.file.clone(), change.to.clone())]);
         if let Some(error) = adjust(parts, path, &lower).await.failed.into_iter().next() {

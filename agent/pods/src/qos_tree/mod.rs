@@ -5,7 +5,7 @@
 //! and what differs is set right: what the runtime's own formulas made of a container, what a manifest
 //! changed of a running pod, what somebody else wrote. In an order in which no cgroup is ever held tighter
 //! than both its old and its new values hold it: the levels above are widened, then the containers are set
-//! through the runtime, whose they are, then the levels above are tightened. What can't be written now (a
+//! through the runtime, which owns them, then the levels above are tightened. What can't be written now (a
 //! memory limit below what is in use) is tried again until it fits.
 
 mod containers;

@@ -1,8 +1,9 @@
 //! Pods' cgroups that no pod belongs to: an agent that lost its records has left them.
 //!
 //! Pods that the agent knows of clean up after themselves, in their workers. What is found here may as well
-//! be somebody else's, who uses the same cgroup root with another runtime; so only what is empty is removed,
-//! and only after it has been nobody's for a while. What has processes is told, and never killed.
+//! belong to another program that uses the same cgroup root with another runtime; so only what is empty is
+//! removed, and only after it has been nobody's for a while. One that has processes is logged, and never
+//! killed.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

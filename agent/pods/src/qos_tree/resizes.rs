@@ -14,7 +14,7 @@ use beelet_model::{
 };
 use beelet_spec::resize;
 
-/// Whether any pod waits for its new amounts.
+/// Returns true if any pod waits for its new amounts.
 pub(super) fn any(table: &PodTable) -> bool {
     table.pods.values().any(|entry| resize::is_in_progress(&entry.pod))
 }
@@ -40,8 +40,8 @@ pub(super) async fn tell(parts: &Parts, table: &PodTable, wanted: &Wanted, faile
     }
 }
 
-/// Whether the cgroups of the pod and of its running containers hold what is wanted. One that isn't there
-/// holds nobody to anything.
+/// Returns true if the cgroups of the pod and of its running containers hold what is wanted. One that isn't
+/// there holds nobody to anything.
 async fn holds(cgroups: &Arc<Cgroups>, wanted: &Wanted, entry: &PodEntry) -> bool {
     let mut levels = Values::new();
     let mut containers = Vec::new();

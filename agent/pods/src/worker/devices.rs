@@ -100,7 +100,7 @@ impl Worker {
         all.filter(|c| starts(&c.name)).map(|c| (c.name.clone(), waiting.clone())).collect()
     }
 
-    /// Whether to look again for a change of the node's devices.
+    /// Returns true if a change of the node's devices must wake the worker.
     pub(super) fn waits_for_devices(&self) -> bool {
         self.devices.waiting.is_some()
     }

@@ -32,7 +32,7 @@ const BESTEFFORT_OOM_SCORE_ADJ: i64 = 1000;
 pub struct ContainerResources {
     /// Relative CPU time; on v2 the runtime turns it into a weight.
     pub cpu_shares: u64,
-    /// Microseconds a period; 0: no limit, or limits aren't enforced.
+    /// Microseconds per period; 0: no limit, or limits aren't enforced.
     pub cpu_quota: i64,
     /// Microseconds; 0: limits aren't enforced.
     pub cpu_period: u64,

@@ -27,7 +27,7 @@ pub fn weight_to_millis(weight: u64) -> Option<u64> {
     shares_to_millis((weight.max(1) * 262_142).div_ceil(9999) + 1)
 }
 
-/// A limit in millicores as microseconds a period, 1 ms at least; 0 for no limit (`MilliCPUToQuota`).
+/// A limit in millicores as microseconds per period, 1 ms at least; 0 for no limit (`MilliCPUToQuota`).
 pub fn millis_to_quota(millis: i64, period_us: u64) -> i64 {
     if millis == 0 {
         return 0;

@@ -173,7 +173,7 @@ enum Level {
 #[derive(Debug, Clone, Copy, Default)]
 struct Settings {
     cpu_millis: Option<i64>,
-    /// Microseconds a period; -1: no limit; 0: not written.
+    /// Microseconds per period; -1: no limit; 0: not written.
     quota: Option<i64>,
     period: Option<u64>,
     memory_max: Option<i64>,

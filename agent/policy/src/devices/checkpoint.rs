@@ -52,7 +52,7 @@ pub struct Entry {
     pub alloc_resp: Option<Vec<u8>>,
 }
 
-/// Whose devices of what.
+/// A container of a pod and a resource that it has devices of.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
     /// The pod's uid.
@@ -66,7 +66,7 @@ pub struct Place {
 /// What must survive a restart. It shares what is large with the ledger.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
-    /// Who holds what.
+    /// The devices held, by container and resource.
     pub(super) held: BTreeMap<Place, Arc<Held>>,
     /// The healthy devices of every registered resource.
     pub(super) registered: BTreeMap<String, Arc<Ids>>,

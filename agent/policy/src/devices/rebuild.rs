@@ -26,9 +26,9 @@ pub struct Remnant {
 }
 
 impl Devices {
-    /// Who holds what, as far as containers tell: of one container the newest instance counts. Of two pods
-    /// that claim the same device (one of them is long dead) the living one has it, else the younger. The
-    /// plugins must come back first. Also says, a sentence each, whose claims were dropped.
+    /// Makes the ledger again from what containers hold: of one container the newest instance counts. Of two
+    /// pods that claim the same device (one of them is long dead) the living one has it, else the younger.
+    /// The plugins must come back first. Also returns one sentence per claim that was dropped.
     #[must_use]
     pub fn rebuilt(mut remnants: Vec<Remnant>, now: Duration) -> (Self, Vec<String>) {
         remnants.sort_by_key(|r| (std::cmp::Reverse(r.alive), std::cmp::Reverse(r.created_at)));

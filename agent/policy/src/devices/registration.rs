@@ -39,7 +39,8 @@ pub fn check<S: AsRef<str>>(versions: &[S], resource: &str) -> Result<(), Regist
     }
 }
 
-/// Whether a resource may come from a device plugin (`IsExtendedResourceName` in `pkg/apis/core/v1/helper`).
+/// Returns true if a resource may come from a device plugin (`IsExtendedResourceName` in
+/// `pkg/apis/core/v1/helper`).
 #[must_use]
 pub fn is_extended_resource_name(name: &str) -> bool {
     if name.contains("kubernetes.io/") || name.starts_with(QUOTA_PREFIX) {

@@ -50,13 +50,14 @@ impl RestartPolicy {
 /// The action of a rule that restarts all containers of a pod, not just the one that ended.
 pub(super) const RESTART_ALL: &str = "RestartAllContainers";
 
-/// Whether an init container is a sidecar: started in order, but kept running beside the pod's containers.
+/// Returns true if an init container is a sidecar: started in order, but kept running beside the pod's
+/// containers.
 pub fn is_sidecar(container: &ContainerSpec) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 
-/// Whether `container`, one of the pod's own or a sidecar, is started again after it ended with `exit_code`:
-/// by the first of its rules that fits, else by its own policy, else by the pod's.
+/// Returns true if `container`, one of the pod's own or a sidecar, is started again after it ended with
+/// `exit_code`: by the first of its rules that fits, else by its own policy, else by the pod's.
 pub fn restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bool {
     let Some(own) = container.restart_policy.as_deref() else {
         return RestartPolicy::of(spec).restarts(exit_code);
@@ -76,7 +77,7 @@ pub fn init_restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) 
     exit_code != 0 && restarts(spec, container, exit_code)
 }
 
-/// Whether there is any way to end after which the container would be started again.
+/// Returns true if there is any way to end after which the container would be started again.
 pub(super) fn ever_restarts(spec: &PodSpec, container: &ContainerSpec) -> bool {
     let ruled = container.restart_policy.is_some()
         && container.restart_policy_rules.as_ref().is_some_and(|rules| !rules.is_empty());

@@ -29,7 +29,7 @@ pub struct Round {
     past: BTreeSet<String>,
 }
 
-/// Whether any of a pod's containers may ask for a restart of all.
+/// Returns true if any of a pod's containers may ask for a restart of all.
 pub fn may_restart_all(spec: &PodSpec) -> bool {
     let asks = |c: &ContainerSpec| {
         c.restart_policy.is_some()
@@ -42,7 +42,7 @@ fn all(spec: &PodSpec) -> impl Iterator<Item = &ContainerSpec> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
 
-/// Whether a container has ended so that all must be restarted.
+/// Returns true if a container has ended so that all must be restarted.
 fn asks_for_all(spec: &ContainerSpec, container: &Container) -> bool {
     let ContainerState::Exited { exit_code, .. } = container.state else { return false };
     rule(spec, exit_code).is_some_and(|rule| rule.action == RESTART_ALL)
@@ -69,7 +69,7 @@ impl Round {
         Self { number, begins, past }
     }
 
-    /// Whether a container is history: it is, or will be, replaced by one of this round.
+    /// Returns true if a container is history: it is, or will be, replaced by one of this round.
     pub fn is_past(&self, container: &Container) -> bool {
         self.past.contains(&container.id)
     }

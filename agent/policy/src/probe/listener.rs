@@ -28,13 +28,13 @@ pub struct Queues {
 }
 
 impl Queues {
-    /// Whether one of them, and so a connection that comes, is taken at once.
+    /// Returns true if one of them, and so a connection that comes, is taken at once.
     #[must_use]
     pub const fn has_empty(&self) -> bool {
         self.waiting < self.listeners || self.waiting == 0
     }
 
-    /// Whether no connection has room.
+    /// Returns true if no connection has room.
     #[must_use]
     pub const fn are_full(&self) -> bool {
         self.listeners > 0 && self.full >= self.listeners
@@ -130,7 +130,7 @@ impl QueueWatch {
         }
     }
 
-    /// Whether a connection waited in every queue when last seen.
+    /// Returns true if a connection waited in every queue when last seen.
     #[must_use]
     pub const fn has_waiting(&self) -> bool {
         self.held.is_some()

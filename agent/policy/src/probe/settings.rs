@@ -15,10 +15,11 @@ use crate::duration;
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
 /// What the annotation for one container begins with; the container's name follows.
 pub const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
-/// The shortest period and timeout: a look costs microseconds, but whoever reads the results has to keep up.
+/// The shortest period and timeout: a look costs microseconds, but the readers of the results have to keep
+/// up.
 pub const SHORTEST: Duration = Duration::from_millis(10);
 
-/// Who answers a tcpSocket probe.
+/// What answers a tcpSocket probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TcpMode {
     /// The kernel's own knowledge of who listens.
@@ -30,7 +31,7 @@ pub enum TcpMode {
 /// What annotations say about one probe; absent where they say nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProbeSettings {
-    /// Who answers a tcpSocket probe.
+    /// What answers a tcpSocket probe.
     pub mode: Option<TcpMode>,
     /// Instead of periodSeconds.
     pub period: Option<Duration>,

@@ -72,7 +72,7 @@ impl Help {
         self.calm < law.calm_ticks.max(1)
     }
 
-    /// Whether another step is worth it, when it is time for one. `now` is this tick's ratio.
+    /// Judges whether another step is worth it, when it is time for one. `now` is this tick's ratio.
     pub(super) fn judge(&mut self, law: &Law, now: u32) -> Judgement {
         let mean = u32::try_from(self.sum / u64::from(self.ticks.max(1))).unwrap_or(u32::MAX);
         let now = if self.ticks == 0 { now } else { mean };

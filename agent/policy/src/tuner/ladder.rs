@@ -78,7 +78,7 @@ impl Ladder {
         Move::GiveBack
     }
 
-    /// Whether the last tick was calm.
+    /// Returns true if the last tick was calm.
     #[must_use]
     pub fn is_calm(&self) -> bool {
         self.hot == 0 && (self.calm > 0 || self.since_back == Some(0))

@@ -219,8 +219,8 @@ pub struct State {
 }
 
 impl State {
-    /// Whether nothing is held, and nothing is known of whom holding has helped: then a container that
-    /// doesn't suffer makes no difference to a decision.
+    /// Returns true if nothing is held, and nothing is known of whom holding has helped: then a container
+    /// that doesn't suffer makes no difference to a decision.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
         self.held.is_empty() && self.cpu_help.is_empty() && self.memory_help.is_empty()

@@ -233,7 +233,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Whether there was still something to take from the BestEffort pods.
+    /// Returns true if there was still something to take from the BestEffort pods.
     fn squeeze_best_effort(&mut self, complaint: &Complaint<'_>) -> bool {
         let cgroup = self.seen.best_effort.clone();
         let first = if self.seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };

@@ -110,7 +110,7 @@ pub struct ContainerFacts {
     pub round: u32,
     /// The image as the runtime identifies it.
     pub image_ref: String,
-    /// Who the image runs as.
+    /// User and groups of the image.
     pub image_user: ImageUser,
     /// What the runtime can do.
     pub features: Features,

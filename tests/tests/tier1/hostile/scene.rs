@@ -179,7 +179,7 @@ impl Scene {
         .unwrap_or_else(|error| panic!("{error:#}"));
     }
 
-    /// Whether the agent's process runs.
+    /// Returns true if the agent's process runs.
     fn is_alive(&self) -> bool {
         let Some(pid) = self.agent.pid() else { return false };
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -263,7 +263,7 @@ pub(crate) fn on_node(pod: &str) -> String {
     format!("{pod}-{}", beelet_tests::agent::NODE)
 }
 
-/// Whether a listing is of all that is ours, not of one pod.
+/// Returns true if a listing is of all that is ours, not of one pod.
 pub(crate) fn is_relist(asked: &Asked) -> bool {
     let Asked::ListContainers(request) = asked else { return false };
     let filter = request.filter.clone().unwrap_or_default();

@@ -39,7 +39,7 @@ async fn until_restarted(node: &Node, count: i32) -> View {
     node.until_pod("web", &format!("restart {count}"), restarted).await
 }
 
-/// Whether the runtime was asked about this container.
+/// Returns true if the runtime was asked about this container.
 fn asks_about(id: String) -> impl Fn(&beelet_tests::cri::Call) -> bool {
     move |call| matches!(&call.asked, Asked::ContainerStatus(request) if request.container_id == id)
 }

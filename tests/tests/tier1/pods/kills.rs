@@ -18,7 +18,8 @@ enum At {
     Done,
 }
 
-/// Whether the agent is killed at a call of this kind: at all but the stream of events, which never ends.
+/// Returns true if the agent is killed at a call of this kind: at all but the stream of events, which never
+/// ends.
 fn counts(op: Op) -> bool {
     op != Op::GetContainerEvents
 }

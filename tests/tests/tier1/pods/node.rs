@@ -381,7 +381,7 @@ impl Node {
         self.handles().table.borrow().clone()
     }
 
-    /// Whether the agent says that all that runs is in the table.
+    /// Returns true if the agent says that all that runs is in the table.
     pub(crate) fn is_complete(&self) -> bool {
         self.handles().complete.initialized()
     }
@@ -493,7 +493,7 @@ impl Node {
     }
 }
 
-/// Whether a listing is the relist's: of all pods, not of one.
+/// Returns true if a listing is the relist's: of all pods, not of one.
 pub(crate) fn is_relist(asked: &beelet_tests::cri::Asked) -> bool {
     let beelet_tests::cri::Asked::ListContainers(request) = asked else { return false };
     request.filter.as_ref().is_some_and(|filter| !filter.label_selector.contains_key(labels::POD_UID))
