@@ -100,7 +100,7 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
     end(start(builder, config))
 }
 
-/// How the program ends.
+/// The exit code of the program.
 pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
     match ran {
         Ok(()) => ExitCode::SUCCESS,
@@ -114,7 +114,7 @@ pub(crate) fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
     crate::threads::runtime(2)?.block_on(crate::node::run(builder, config))
 }
 
-/// How much is said at the kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.
+/// The verbosity at the kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.
 pub(crate) fn verbosity(level: u8) -> u8 {
     match level {
         0..=3 => 0,

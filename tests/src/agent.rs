@@ -212,7 +212,7 @@ impl Agent {
         self.options.dir.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Where its output goes.
+    /// The file that its output goes to.
     pub fn log_path(&self) -> PathBuf {
         self.options.instance.join(format!("{}.log", self.name()))
     }
@@ -237,7 +237,7 @@ impl Agent {
         &self.options.dir
     }
 
-    /// What it has on disk under a name; None while there is nothing.
+    /// The agent's record of that name on disk; None while there is nothing.
     pub fn record(&self, name: &str) -> Option<Value> {
         let text = std::fs::read_to_string(self.dir().join("state").join(format!("{name}.json"))).ok()?;
         // A line with a checksum, then the envelope.

@@ -66,7 +66,7 @@ pub fn check(root: &CgroupRoot, path: &str, expected: Expected) -> Result<Vec<Ro
     ])
 }
 
-/// Where the pod of this QoS class and uid is, below the cgroup root.
+/// The path of the pod of this QoS class and uid, below the cgroup root.
 pub fn pod_path(qos: &str, uid: &str) -> String {
     match qos {
         "Burstable" => format!("/kubepods/burstable/pod{uid}"),

@@ -234,7 +234,7 @@ impl Cluster {
 
     // ---- Who asks ----
 
-    /// Where the admin's kubeconfig is.
+    /// The path of the admin's kubeconfig.
     pub fn kubeconfig(&self) -> PathBuf {
         self.dir.join("admin.kubeconfig")
     }
@@ -412,7 +412,7 @@ impl Cluster {
         Ok(log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
     }
 
-    /// What a node asked so far: verb, resource with its subresource, status code.
+    /// A node's requests so far: verb, resource with its subresource, status code.
     ///
     /// # Errors
     /// The audit log can't be read.

@@ -117,7 +117,7 @@ impl Kubelet {
     }
 }
 
-/// What it says it is: `Kubernetes v1.36.2`.
+/// The version that it prints: `Kubernetes v1.36.2`.
 ///
 /// # Errors
 /// It can't be run.

@@ -49,7 +49,7 @@ impl OomWatch {
         Ok(OomWatch::V1 { event, seen: 0 })
     }
 
-    /// How often so far.
+    /// The count so far.
     ///
     /// # Errors
     /// The cgroup is gone.

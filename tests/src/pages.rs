@@ -35,7 +35,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// What a client accepts to get it.
+    /// The `Accept` header that gets it.
     #[must_use]
     pub fn accept(self) -> &'static str {
         match self {
@@ -52,8 +52,8 @@ impl Format {
     }
 }
 
-/// What the parser finds on a page: a line for each family, with its type and the number of its samples. An
-/// error is what it does not take.
+/// The families that the parser finds on a page: a line for each family, with its type and the number of its
+/// samples. An error is what it does not take.
 pub fn families(page: &str, format: Format) -> Result<Vec<String>> {
     let python = python_with("prometheus_client", None).context("no Python has prometheus_client")?;
     let mut child = Command::new(python)

@@ -62,7 +62,7 @@ impl Traces {
         (self.leases, self.interfaces)
     }
 
-    /// What each kind counts, for a table.
+    /// The count of each kind, for a table.
     pub fn counts(&self) -> [(&'static str, usize); 8] {
         [
             ("cgroups", self.cgroups.len()),
@@ -146,7 +146,7 @@ pub struct Held {
 }
 
 impl Held {
-    /// What it holds now.
+    /// The files and the memory that it holds now.
     ///
     /// # Errors
     /// It does not run.
@@ -166,7 +166,7 @@ impl Held {
         Ok(Held { open, resident: machine::resident_kib(pid)? })
     }
 
-    /// How many files are open.
+    /// Number of open files.
     pub fn files(&self) -> usize {
         self.open.values().sum()
     }

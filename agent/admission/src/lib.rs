@@ -125,7 +125,7 @@ impl Admission {
         })
     }
 
-    /// What the node has for pods.
+    /// The resources that the node has for pods.
     #[must_use]
     pub fn resources(&self) -> &NodeResources {
         &self.parts.resources

@@ -44,7 +44,7 @@ impl Metrics {
         self.rejections.get_or_create(&ReasonLabel { reason: reason.to_owned() }).inc();
     }
 
-    /// How many pods went because this resource was short.
+    /// Number of pods preempted because this resource was short.
     #[must_use]
     pub fn preemptions(&self, resource: &str) -> u64 {
         self.preemptions.get_or_create(&SignalLabel { preemption_signal: resource.to_owned() }).get()

@@ -25,8 +25,8 @@ pub struct NodeResources {
 }
 
 impl NodeResources {
-    /// What is left of `capacity` for pods. `reserved` has what is kept for the system and the agents
-    /// together; of `thresholds` the hard ones count.
+    /// The part of `capacity` that is left for pods. `reserved` has what is kept for the system and the
+    /// agents together; of `thresholds` the hard ones count.
     #[must_use]
     pub fn new(
         capacity: BTreeMap<String, Quantity>,
@@ -65,7 +65,7 @@ impl NodeResources {
         Self { capacity: all.clone(), allocatable: all }
     }
 
-    /// What pods may request together, as `policy` takes it.
+    /// The amounts that pods may request together, as `policy` takes them.
     #[must_use]
     pub fn list(&self) -> ResourceList<'_> {
         let mut list = ResourceList::default();

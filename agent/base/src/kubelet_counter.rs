@@ -26,7 +26,7 @@ impl KubeletCounter {
         self.0.fetch_add(more, Ordering::Relaxed);
     }
 
-    /// How many so far.
+    /// The count so far.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)

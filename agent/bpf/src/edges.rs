@@ -264,7 +264,7 @@ impl Hub {
         }
     }
 
-    /// How many edges found a full channel, of all subscribers.
+    /// Number of edges that found a full channel, of all subscribers.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }

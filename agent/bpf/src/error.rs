@@ -88,7 +88,7 @@ impl KernelError {
         KernelError::Refused { message, kind }
     }
 
-    /// What a person can do about it.
+    /// The remedy: a sentence for a person.
     #[must_use]
     pub fn remedy(&self) -> String {
         match self {

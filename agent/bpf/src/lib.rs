@@ -291,7 +291,7 @@ impl Kernel {
         Ok(any)
     }
 
-    /// What works, what doesn't, why, and what stands in: one row per program, and one for the pins.
+    /// One row per program, and one for the pins: whether it works, why not, and what stands in for it.
     #[must_use]
     pub fn capabilities(&self) -> &[Capability] {
         &self.capabilities
@@ -335,20 +335,21 @@ impl Kernel {
         self.hub.subscribe(interest)
     }
 
-    /// What the programs count for each container; `None` where none that counts could be attached.
+    /// The counters that the programs keep for each container; `None` where none that counts could be
+    /// attached.
     #[must_use]
     pub fn measures(&self) -> Option<Measures> {
         self.measures.clone()
     }
 
-    /// What each map takes of the kernel's memory.
+    /// Kernel memory that each map takes.
     #[must_use]
     pub fn memory(&self) -> &[MapMemory] {
         &self.memory
     }
 
-    /// What the programs could not record or send, on all CPUs, since the maps were made; `None` without
-    /// programs.
+    /// Events that the programs could not record or send, on all CPUs, since the maps were made; `None`
+    /// without programs.
     ///
     /// # Errors
     /// The kernel refused to read the map.
@@ -357,13 +358,13 @@ impl Kernel {
         reader::sum(map).map(Some)
     }
 
-    /// How many edges found a subscriber's channel full, since the start.
+    /// Number of edges that found a subscriber's channel full, since the start.
     #[must_use]
     pub fn channel_full(&self) -> u64 {
         self.hub.dropped()
     }
 
-    /// Where the maps and links of this version are pinned; `None` where they aren't.
+    /// The folder in which the maps and links of this version are pinned; `None` where they aren't.
     #[must_use]
     pub fn pins(&self) -> Option<&Path> {
         self.pins.as_ref().map(Pins::dir)

@@ -36,8 +36,8 @@ pub(super) struct MapShape {
 }
 
 impl MapShape {
-    /// How many entries it has here: threads are in one of two maps, and the other is kept as small as can
-    /// be.
+    /// Entries of the map on this kernel: threads are in one of two maps, and the other is kept as small as
+    /// can be.
     pub(super) fn entries(&self, task_storage: bool) -> usize {
         if self.name == TASKS && task_storage { 1 } else { self.entries }
     }
@@ -229,17 +229,17 @@ impl Pins {
         &self.dir
     }
 
-    /// Where a map is pinned.
+    /// The path at which a map is pinned.
     pub(super) fn map(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// Where a program's link is pinned.
+    /// The path at which a program's link is pinned.
     pub(super) fn link(&self, program: &str) -> PathBuf {
         link_in(&self.dir, program)
     }
 
-    /// Where a link is pinned before it takes the place of the old one.
+    /// The path at which a link is pinned before it takes the place of the old one.
     pub(super) fn new_link(&self, program: &str) -> PathBuf {
         self.dir.join(LINKS).join(format!("{program}{NEW}"))
     }
@@ -279,7 +279,7 @@ pub(super) fn folder(bpffs: &Path, name: &str) -> PathBuf {
     bpffs.join(name).join(format!("v{ABI_VERSION}"))
 }
 
-/// Where a program's link is pinned below such a folder.
+/// The path of a program's link below such a folder.
 pub(super) fn link_in(dir: &Path, program: &str) -> PathBuf {
     dir.join(LINKS).join(program)
 }

@@ -36,7 +36,8 @@ impl Held {
 }
 
 impl Cgroups {
-    /// What the owner of a file has there, or would have while it is held; None if there is no such file.
+    /// The value that the owner of a file has there, or would have while it is held; None if there is no such
+    /// file.
     #[must_use]
     pub fn owners_value(&self, cgroup: &str, file: &str) -> Option<String> {
         self.held.owners(cgroup, file).or_else(|| self.read(cgroup, file))

@@ -179,7 +179,7 @@ impl Cgroups {
         Ok(())
     }
 
-    /// What makes the cgroups.
+    /// The driver that makes the cgroups.
     #[must_use]
     pub fn driver(&self) -> CgroupDriver {
         self.names.driver()
@@ -195,7 +195,7 @@ impl Cgroups {
         }
     }
 
-    /// How this machine mounts cgroups.
+    /// The version of cgroups that this machine mounts.
     #[must_use]
     pub fn version(&self) -> Version {
         self.layout.version
@@ -207,7 +207,7 @@ impl Cgroups {
         &self.layout.hierarchies
     }
 
-    /// How long writing takes.
+    /// Metrics of the time that writing takes.
     #[must_use]
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
@@ -260,8 +260,8 @@ impl Cgroups {
         self.metrics.time("adjust", || write::all(self, cgroups, how))
     }
 
-    /// What of one cgroup's files differs from `values`, and what can't be compared. Of a cgroup that is gone
-    /// nothing.
+    /// The files of one cgroup that differ from `values`, and errors for those that can't be compared. Of a
+    /// cgroup that is gone nothing.
     #[must_use]
     pub fn differences(&self, path: &str, values: &Files) -> (Vec<Change>, Vec<CgroupError>) {
         write::changed(self, path, values)

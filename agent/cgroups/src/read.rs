@@ -84,7 +84,7 @@ impl Cgroups {
         Ok(dirs)
     }
 
-    /// Where below the root these containers' cgroups are, by the runtimes' ids. Runtimes name a container's
+    /// The cgroups of these containers below the root, by the runtimes' ids. Runtimes name a container's
     /// cgroup by its id, bare (cgroupfs) or as in `cri-containerd-<id>.scope` (systemd). Those that have none
     /// are left out.
     #[must_use]

@@ -209,7 +209,7 @@ impl Client {
         Ok(self.devices.list_devices(proto::ListDevicesRequest {}).await?.into_inner())
     }
 
-    /// What the node has, and what of it pods may have.
+    /// The node's resources, and the part of them that pods may have.
     ///
     /// # Errors
     /// As for [`Client::devices`].
@@ -217,7 +217,7 @@ impl Client {
         Ok(self.devices.get_node(proto::GetNodeRequest {}).await?.into_inner())
     }
 
-    /// How the tuner stands.
+    /// The tuner's status.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -225,7 +225,7 @@ impl Client {
         Ok(self.tuner.get_tuner_status(proto::GetTunerStatusRequest {}).await?.into_inner())
     }
 
-    /// What the tuner did or advised.
+    /// The steps that the tuner took or advised.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -301,7 +301,7 @@ pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
 }
 
 impl Client {
-    /// What a container has printed.
+    /// A container's log.
     ///
     /// # Errors
     /// There is no such container or log, or the agent stopped or refused.

@@ -102,7 +102,7 @@ impl Error {
         }
     }
 
-    /// What was asked for is not there.
+    /// Returns true if what was asked for is not there.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.code() == Some(404)
@@ -120,7 +120,7 @@ impl Error {
         self.code() == Some(410)
     }
 
-    /// How long the server asks to wait.
+    /// The time that the server asks to wait.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.kind {

@@ -82,7 +82,7 @@ impl ManifestError {
         ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
     }
 
-    /// What is wrong in a document, each problem with its place; of many the first.
+    /// The error of a document: its problems, each with its place; of many the first.
     pub fn new(file: &str, document: &Document, problems: Vec<Problem>) -> Self {
         let mut reasons: Vec<FieldError> = problems
             .into_iter()

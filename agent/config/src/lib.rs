@@ -306,7 +306,7 @@ impl Config {
         load::layered(sources)
     }
 
-    /// What an empty file would give.
+    /// The configuration of an empty file.
     ///
     /// # Errors
     /// This machine's hostname cannot name a node.
@@ -327,8 +327,8 @@ impl Config {
         effective::kubelet_value(self)
     }
 
-    /// What `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in bytes)
-    /// together.
+    /// The amount that `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in
+    /// bytes) together.
     #[must_use]
     pub fn reserved(&self, resource: &str) -> Quantity {
         [&self.system_reserved, &self.kube_reserved]

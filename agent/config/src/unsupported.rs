@@ -3,7 +3,7 @@
 //! A field is in exactly one place: here, or in [`super::kubelet::KubeletWire`]. Whoever makes one work moves
 //! it there.
 
-/// Why `field` has no effect; `None` if v1beta1 has no such field, or if it has an effect.
+/// The reason why `field` has no effect; `None` if v1beta1 has no such field, or if it has an effect.
 pub(super) fn reason(field: &str) -> Option<&'static str> {
     GROUPS.iter().find(|group| group.fields.contains(&field)).map(|group| group.reason)
 }

@@ -155,8 +155,8 @@ impl Runtime {
             .await
     }
 
-    /// How the runtime groups processes. None where it lacks the call (containerd below 2.0) or names none
-    /// that there is.
+    /// The driver by which the runtime makes cgroups. None where it lacks the call (containerd below 2.0) or
+    /// names none that there is.
     ///
     /// # Errors
     /// As for every call: [`Error`].
@@ -365,7 +365,7 @@ impl Runtime {
         Ok(())
     }
 
-    /// What the containers that `filter` lets through use, their writable layers among it.
+    /// Resources that the containers which `filter` lets through use, their writable layers among it.
     ///
     /// # Errors
     /// As for every call: [`Error`].

@@ -21,7 +21,7 @@ macro_rules! operations {
                 match self { $(Operation::$name => $metric,)* }
             }
 
-            /// What it does, in words that a subject can follow.
+            /// The call in words that a subject can follow.
             #[must_use]
             pub fn phrase(self) -> &'static str {
                 match self { $(Operation::$name => $phrase,)* }

@@ -144,7 +144,8 @@ pub fn kubelet_on(socket: &Path) -> io::Result<Option<Kubelet>> {
     Ok(kubelets.into_iter().find(|kubelet| !clients.is_disjoint(&sockets_of(kubelet.pid))))
 }
 
-/// Why a beelet could not take the runtime at `socket` now, because another one has it; None if it could.
+/// The reason why a beelet could not take the runtime at `socket` now, because another one has it; None if it
+/// could.
 #[must_use]
 pub fn beelet_on(socket: &Path) -> Option<String> {
     let path = Path::new(LOCKS).join(lock_name(socket));

@@ -38,7 +38,7 @@ fn decode(text: &str) -> Option<HeldByResource> {
     Some(entries.into_iter().map(held).collect())
 }
 
-/// What these containers of ours were given. One whose annotation can't be read has nothing.
+/// The devices that these containers of ours were given. One whose annotation can't be read has nothing.
 #[must_use]
 pub fn remnants(containers: &[cri::Container]) -> Vec<Remnant> {
     let remnant = |container: &cri::Container| {

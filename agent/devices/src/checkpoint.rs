@@ -118,7 +118,7 @@ impl Written {
         self.upto >= change
     }
 
-    /// Why they aren't on disk, if they aren't.
+    /// The reason why they aren't on disk, if so.
     pub(super) fn trouble(&self) -> Option<String> {
         self.trouble.clone()
     }

@@ -98,13 +98,13 @@ impl Settings {
         ForeignFile::new(self.plugins_dir().join("kubelet_internal_checkpoint"))
     }
 
-    /// Where the registration API is served.
+    /// The socket of the registration API.
     #[must_use]
     pub fn registration_socket(&self) -> PathBuf {
         self.plugins_dir().join("kubelet.sock")
     }
 
-    /// Where the pod resources API is served.
+    /// The socket of the pod resources API.
     #[must_use]
     pub fn pod_resources_socket(&self) -> PathBuf {
         self.kubelet_dir.join("pod-resources/kubelet.sock")
@@ -191,13 +191,13 @@ impl Devices {
         Self { shared, admissions: mpsc::channel(1).0 }
     }
 
-    /// What the node has, as it changes.
+    /// The node's devices, as they change.
     #[must_use]
     pub fn node(&self) -> watch::Receiver<Arc<NodeDevices>> {
         self.shared.node.subscribe()
     }
 
-    /// How devices are handed out here.
+    /// The settings by which devices are handed out.
     #[must_use]
     pub fn settings(&self) -> &Settings {
         &self.shared.settings
@@ -212,7 +212,8 @@ impl Devices {
         admit::ask(&self.shared, &self.admissions, pod, circumstances).await
     }
 
-    /// What makes a container's devices visible to it. Calls the plugins that want to know of each start.
+    /// The options that make a container's devices visible to it. Calls the plugins that want to know of each
+    /// start.
     ///
     /// # Errors
     /// A plugin doesn't let it start.
@@ -269,8 +270,8 @@ impl Devices {
 }
 
 impl Tasks {
-    /// What must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows plugins'
-    /// lists, serves them.
+    /// The tasks that must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows
+    /// plugins' lists, serves them.
     #[must_use]
     pub fn named(self, shutdown: &CancellationToken) -> [(&'static str, BoxFuture<'static, ()>); 5] {
         let shared = &self.devices.shared;

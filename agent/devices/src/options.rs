@@ -49,7 +49,7 @@ pub(super) async fn of_container(
     Ok(merge(&held))
 }
 
-/// What a container gets for all that it holds, as the plugins answered; an answer that can't be read is
+/// The options of a container for all that it holds, as the plugins answered; an answer that can't be read is
 /// passed over.
 pub fn merge(held: &HeldByResource) -> ContainerOptions {
     let mut all = ContainerOptions::default();

@@ -103,7 +103,7 @@ impl Plugin {
         self.client.clone().list_and_watch(Empty {}).await.map(tonic::Response::into_inner)
     }
 
-    /// Which devices it would rather give, best first.
+    /// The devices that the plugin prefers to give, best first.
     pub(super) async fn preferred(&self, question: &Question) -> Result<Vec<String>, Status> {
         let request = ContainerPreferredAllocationRequest {
             available_device_i_ds: question.available.iter().cloned().collect(),
@@ -157,7 +157,7 @@ pub fn devices(list: ListAndWatchResponse) -> impl Iterator<Item = Device> {
     })
 }
 
-/// How a failed call is told, as the kubelet's (Go's) users know it.
+/// A failed call in words, as the kubelet's (Go's) users know it.
 pub(super) fn told(status: &Status) -> String {
     format!("rpc error: code = {:?} desc = {}", status.code(), status.message())
 }

@@ -21,7 +21,7 @@ impl<T> Turns<T> {
         Self { busy: Resources::new(), waiting: VecDeque::new() }
     }
 
-    /// How many wait.
+    /// Number of pods that wait.
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }

@@ -108,13 +108,14 @@ impl Devices {
         all
     }
 
-    /// Why no plugin can register, if so.
+    /// The reason why no plugin can register, if so.
     #[must_use]
     pub fn trouble(&self) -> Option<String> {
         self.shared.look(|ledger| ledger.trouble.clone())
     }
 
-    /// What each container of a pod holds: by container and resource, ids with the NUMA nodes they are near.
+    /// The devices that each container of a pod holds: by container and resource, ids with the NUMA nodes
+    /// they are near.
     #[must_use]
     pub fn held_by(&self, pod_uid: &str) -> BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> {
         self.shared.look(|ledger| {

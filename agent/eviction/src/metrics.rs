@@ -132,7 +132,7 @@ impl Metrics {
         }
     }
 
-    /// How many pods were evicted for this signal.
+    /// Number of pods evicted for this signal.
     #[must_use]
     pub fn evictions(&self, signal: Signal) -> u64 {
         self.evictions.get_or_create(&SignalLabel { eviction_signal: signal.name() }).get()

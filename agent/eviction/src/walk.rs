@@ -41,7 +41,7 @@ impl Budget {
         Self { share, began: Instant::now(), used: Duration::ZERO }
     }
 
-    /// How long to wait before more may be used.
+    /// Time to wait before more may be used.
     pub(super) fn due(&self) -> Duration {
         let allowed = BURST + self.began.elapsed() / self.share;
         self.used.saturating_sub(allowed) * self.share

@@ -106,12 +106,12 @@ pub(crate) async fn checkpoint(
     Ok(as_json(&json!({ "items": [location] })))
 }
 
-/// Where the configuration switches off what reaches into containers.
+/// The answer where the configuration switches off what reaches into containers.
 pub(crate) async fn disabled() -> Response {
     (StatusCode::METHOD_NOT_ALLOWED, "Debug endpoints are disabled.\n").into_response()
 }
 
-/// Where the configuration switches off the machine's logs.
+/// The answer where the configuration switches off the machine's logs.
 pub(crate) async fn no_logs() -> Response {
     (StatusCode::METHOD_NOT_ALLOWED, "logs endpoint is disabled.\n").into_response()
 }

@@ -105,7 +105,7 @@ impl Folder {
         self.owners = owners;
     }
 
-    /// Which file has which name, by the last [`Self::desired`].
+    /// The file of each name, by the last [`Self::desired`].
     pub(super) fn owners(&self) -> &Owners {
         &self.owners
     }
@@ -212,7 +212,7 @@ impl Folder {
         Ok((manifest.warnings, good))
     }
 
-    /// What the manifests add up to.
+    /// The pods and objects that the manifests add up to.
     pub fn desired(&mut self) -> Desired {
         let mut desired = Desired { folder_unread: self.folder_unread(), ..Desired::default() };
         desired.rejected.extend(self.complaint());

@@ -81,8 +81,8 @@ pub struct Described {
     pub object: super::Object,
 }
 
-/// What the manifests of the folder at `path` add up to, read once, with `changes` made in thought: files
-/// with another text, or without one. May block.
+/// The pods and objects of the manifests in the folder at `path`, read once, with `changes` made in thought:
+/// files with another text, or without one. May block.
 #[must_use]
 pub fn preview(
     path: &Path,

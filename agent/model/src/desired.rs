@@ -42,7 +42,7 @@ pub struct Desired {
 }
 
 impl Desired {
-    /// What several sources want together. If two name the same pod or object, the first source counts.
+    /// Joins what several sources want. If two name the same pod or object, the first source counts.
     #[must_use]
     pub fn joined(sources: &[Arc<Self>]) -> Self {
         let mut all = Self::default();

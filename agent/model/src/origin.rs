@@ -17,7 +17,7 @@ pub enum Origin {
 }
 
 impl Origin {
-    /// Where `pod` comes from. A source of pods that reads them from the API server must have set the
+    /// The source of `pod`. A source of pods that reads them from the API server must have set the
     /// annotation.
     #[must_use]
     pub fn of(pod: &Pod) -> Self {

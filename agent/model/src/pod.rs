@@ -158,7 +158,7 @@ pub fn is_address(text: &str) -> bool {
 }
 
 impl NodeFacts {
-    /// What the node has for pods of a resource: the value of a limit that isn't set.
+    /// The amount of a resource that the node has for pods: the value of a limit that isn't set.
     pub fn allocatable(&self, resource: &str) -> Quantity {
         match resource {
             "cpu" => Quantity::from_millis(self.allocatable.cpu_millis),

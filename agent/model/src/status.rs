@@ -51,7 +51,8 @@ impl OomFacts {
         self.kill.anon_rss.saturating_add(self.kill.file_rss).saturating_add(self.kill.shmem_rss)
     }
 
-    /// What the kernel saw, for people. `limit` is the container's memory limit as its manifest has it.
+    /// A sentence for people that says what the kernel saw. `limit` is the container's memory limit as its
+    /// manifest has it.
     pub fn sentence(&self, limit: Option<&str>) -> String {
         let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
         let limit = limit.map_or_else(

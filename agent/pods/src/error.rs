@@ -27,12 +27,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// What went wrong with files of the pod.
+    /// The error of files of the pod.
     pub(crate) fn of_files(error: impl std::fmt::Display) -> Self {
         Self::Files(error.to_string())
     }
 
-    /// Why the spec can't be carried out.
+    /// The error of a spec that can't be carried out.
     pub(crate) fn of_spec(error: impl std::fmt::Display) -> Self {
         Self::Spec(error.to_string())
     }

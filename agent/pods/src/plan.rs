@@ -102,12 +102,12 @@ impl PodPlan {
         Ok(&self.placement()?.cgroup)
     }
 
-    /// How the pod's sandbox is made, as the runtime wants to hear it with each container too.
+    /// The configuration of the pod's sandbox, which the runtime wants with each container too.
     pub(crate) fn sandbox(&self) -> Result<&cri::PodSandboxConfig, Error> {
         Ok(&self.placement()?.sandbox)
     }
 
-    /// How the pod's sandbox is made for the `attempt`th time.
+    /// The configuration of the pod's sandbox for the `attempt`th time.
     pub(crate) fn sandbox_of_attempt(&self, attempt: u32) -> Result<cri::PodSandboxConfig, Error> {
         let mut config = self.sandbox()?.clone();
         config.metadata.iter_mut().for_each(|metadata| metadata.attempt = attempt);

@@ -111,7 +111,7 @@ impl Records {
         Self { newest: watch::Sender::new(sound(map)) }
     }
 
-    /// What is known of a pod.
+    /// The record of a pod.
     pub fn get(&self, uid: &str) -> Option<PodRecord> {
         self.newest.borrow().get(uid).map(|record| (**record).clone())
     }

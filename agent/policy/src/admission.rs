@@ -33,7 +33,7 @@ pub struct Insufficient {
 }
 
 impl Insufficient {
-    /// How much would have to be freed.
+    /// The amount that would have to be freed.
     pub fn missing(&self) -> i64 {
         self.requested.saturating_sub(self.capacity.saturating_sub(self.used))
     }

@@ -254,7 +254,7 @@ pub enum Urgency {
     Traffic,
 }
 
-/// How urgent it is that `after` is known where `before` is.
+/// The urgency of sending `after` to a server that knows `before`.
 #[must_use]
 pub fn urgency(before: &PodStatus, after: &PodStatus) -> Urgency {
     let ready = |status: &PodStatus| {

@@ -127,7 +127,7 @@ pub struct ContainerRequest<'a> {
     pub limits: Vec<(&'a str, usize)>,
 }
 
-/// What the containers of a pod wish for, in the order in which they are to be served.
+/// The devices that the containers of a pod request, in the order in which they are to be served.
 ///
 /// # Errors
 /// The path of the first limit that is not a quantity.
@@ -281,7 +281,7 @@ impl Devices {
         self.unhealthy.entry(resource.to_owned()).or_default().extend(Arc::unwrap_or_clone(lost));
     }
 
-    /// What a plugin can do; `None` if it isn't registered or has gone away.
+    /// A plugin's options; `None` if it isn't registered or has gone away.
     #[must_use]
     pub fn options(&self, resource: &str) -> Option<PluginOptions> {
         self.endpoints
@@ -296,7 +296,7 @@ impl Devices {
         self.healthy.contains_key(resource) || self.taken.contains_key(resource)
     }
 
-    /// What the node has, and forgets resources whose plugin has been gone for longer than
+    /// Returns the node's devices, and forgets resources whose plugin has been gone for longer than
     /// [`ENDPOINT_GRACE`].
     pub fn capacity(&mut self, now: Duration) -> Capacity {
         let mut result = Capacity::default();
@@ -365,7 +365,7 @@ impl Devices {
         }
     }
 
-    /// Which devices a container would get.
+    /// Selects the devices that a container would get.
     ///
     /// # Errors
     /// If it can't get them (now: see [`AllocateError::may_pass`]).
@@ -492,7 +492,7 @@ impl Devices {
         self.recount();
     }
 
-    /// What a pod's containers hold.
+    /// The devices that a pod's containers hold.
     #[must_use]
     pub fn held(&self, pod_uid: &str) -> Option<&BTreeMap<String, HeldByResource>> {
         self.pods.get(pod_uid)
@@ -536,7 +536,7 @@ impl Devices {
         self.healthy.get(resource).is_some_and(|ids| ids.contains(id))
     }
 
-    /// How many healthy devices of a resource nobody holds.
+    /// Number of healthy devices of a resource that no container holds.
     #[must_use]
     pub fn free(&self, resource: &str) -> usize {
         let taken = self.taken.get(resource);
@@ -554,7 +554,7 @@ impl Devices {
         })
     }
 
-    /// What must survive a restart of the agent.
+    /// The state that must survive a restart of the agent.
     #[must_use]
     pub fn checkpoint(&self) -> Snapshot {
         let containers = self.pods.iter().flat_map(|(uid, pod)| {

@@ -95,7 +95,7 @@ impl Correlator {
         }
     }
 
-    /// What is to be written of an event; nothing if its object told too much lately.
+    /// The event as it is to be written; None if its object reported too many lately.
     pub fn event(&mut self, event: &Incoming, now: Timestamp) -> Option<Outgoing> {
         let before = self.seen.get(&event.key).copied().filter(|before| *before < event.count);
         let own = event.first >= self.began;

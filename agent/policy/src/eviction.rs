@@ -254,7 +254,7 @@ pub enum Reclaim {
     DeleteUnusedImages,
 }
 
-/// What to reclaim, in order, before a pod goes.
+/// The steps of reclaim, in order, before a pod is evicted.
 #[must_use]
 pub const fn reclaim(signal: Signal, layout: DiskLayout) -> &'static [Reclaim] {
     use Reclaim::{DeleteUnusedContainers as Containers, DeleteUnusedImages as Images};
@@ -396,7 +396,8 @@ pub struct PodUsage {
 }
 
 impl PodUsage {
-    /// What counts when the signal is low. Which bytes do depends on what shares the filesystem that is full.
+    /// The usage that counts when the signal is low. Which bytes do depends on what shares the filesystem
+    /// that is full.
     #[must_use]
     pub fn of(&self, signal: Signal, layout: DiskLayout) -> Quantity {
         let sum = |parts: &[u64]| {
@@ -469,8 +470,8 @@ pub fn victim(ranked: &[usize], pods: &[Candidate<'_>]) -> Option<usize> {
     ranked.iter().copied().find(|i| pods.get(*i).is_some_and(|pod| !pod.critical))
 }
 
-/// How much must be freed before a threshold is no longer met, its minimum reclaim included; zero if it isn't
-/// met.
+/// The amount that must be freed before a threshold is no longer met, its minimum reclaim included; zero if
+/// it isn't met.
 #[must_use]
 pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
     let more = threshold.min_reclaim.map_or(Quantity::ZERO, |more| more.of(seen.capacity));

@@ -38,7 +38,7 @@ impl FieldError {
         &self.path
     }
 
-    /// Why the value is wrong, without the path.
+    /// The reason why the value is wrong, without the path.
     pub fn message(&self) -> &str {
         &self.message
     }

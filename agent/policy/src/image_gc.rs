@@ -287,7 +287,7 @@ impl<'a> Collection<'a> {
         Self { policy: *policy, now, mode, order, gone, phase, failures: Vec::new(), fs: None, outcome }
     }
 
-    /// What to do next. Asking again without having answered gives the same step.
+    /// The next step. Asking again without having answered gives the same step.
     pub fn step(&mut self) -> Step<'a> {
         if let Phase::Age { next } = self.phase {
             match self.next_for_age(next) {
@@ -374,7 +374,7 @@ impl<'a> Collection<'a> {
         self.phase = Phase::Space { next: 0, to_free, freed: 0 };
     }
 
-    /// What it came to. Taken before [`Step::Done`], it is what has been done so far.
+    /// The outcome. Taken before [`Step::Done`], it is what has been done so far.
     #[must_use]
     pub fn outcome(self) -> Outcome {
         self.outcome

@@ -63,7 +63,7 @@ pub fn shows(mirror: &Pod, pod: &Pod) -> bool {
         && annotation(mirror, MIRROR) == annotation(pod, HASH)
 }
 
-/// What to do so that `mirrors` show `pods`, the static pods of the node. A mirror that must go goes first:
+/// The steps that make `mirrors` show `pods`, the static pods of the node. A mirror that must go goes first:
 /// its successor has its name.
 #[must_use]
 pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner: &Owner) -> Vec<Step> {

@@ -40,7 +40,7 @@ impl Moment {
         Self(self.0.saturating_sub(length))
     }
 
-    /// How long it is since `earlier`; nothing if that is yet to come.
+    /// The time since `earlier`; nothing if that is yet to come.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)

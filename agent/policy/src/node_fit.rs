@@ -72,7 +72,7 @@ impl Misfit {
     }
 }
 
-/// Why `pod` doesn't belong on `node`, the first reason in the kubelet's order.
+/// The reason why `pod` doesn't belong on `node`: the first one in the kubelet's order.
 #[must_use]
 pub fn misfit(pod: &Pod, node: &NodeView) -> Option<Misfit> {
     let spec = pod.spec.as_ref()?;

@@ -99,7 +99,7 @@ pub struct Change {
 }
 
 impl Change {
-    /// What there is beside the conditions; nothing if that is all.
+    /// The changes beside the conditions; None if there are none.
     #[must_use]
     pub fn rest(&self) -> Option<(NodeStatus, BTreeSet<String>)> {
         let status = NodeStatus { conditions: None, ..self.status.clone() };
@@ -216,7 +216,7 @@ pub fn images(mut all: Vec<ContainerImage>, most: Option<usize>) -> Vec<Containe
     all
 }
 
-/// What of `existing` must be written so that it says what `report` says.
+/// The changes that make `existing` say what `report` says.
 #[must_use]
 pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change {
     let mut change = Change::default();

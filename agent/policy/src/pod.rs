@@ -234,13 +234,13 @@ impl Actions {
             && self.start.is_empty()
     }
 
-    /// When to decide again though nothing changed.
+    /// The time to decide again though nothing changed.
     pub fn wake_at(&self) -> Option<Moment> {
         self.backoff.values().map(|b| b.until).min()
     }
 }
 
-/// How long the pod may be active, by its activeDeadlineSeconds.
+/// The time that the pod may be active, by its activeDeadlineSeconds.
 pub fn active_limit(spec: &PodSpec) -> Option<Duration> {
     u64::try_from(spec.active_deadline_seconds?).ok().map(Duration::from_secs)
 }
@@ -256,7 +256,7 @@ pub struct Times<'a> {
     pub now: Moment,
 }
 
-/// What to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
+/// Decides what to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
 pub fn actions(
     pod: &Pod,
     observed: &Observed,

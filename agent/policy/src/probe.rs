@@ -239,7 +239,7 @@ impl ProbeState {
         Self { subject: Subject::Running(started_at), published, on_hold: settled, ..Self::new(kind, params) }
     }
 
-    /// Which kind of probe this is.
+    /// The kind of probe.
     #[must_use]
     pub const fn kind(&self) -> ProbeKind {
         self.kind
@@ -314,7 +314,7 @@ impl ProbeState {
         self.held(now).is_none()
     }
 
-    /// Why an outcome at `now` would not count; `None` if it would.
+    /// The reason why an outcome at `now` would not count; `None` if it would.
     #[must_use]
     pub fn held(&self, now: Duration) -> Option<Held> {
         let started_at = match self.subject {

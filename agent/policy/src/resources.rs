@@ -177,7 +177,7 @@ impl<'a> PodDemand<'a> {
         Ok(Self { containers, init_containers, pod_level, overhead })
     }
 
-    /// What the pod requests: containers, sidecars and init containers, pod-level resources, overhead.
+    /// The pod's requests: containers, sidecars and init containers, pod-level resources, overhead.
     pub fn requests(&self) -> ResourceList<'a> {
         let mut total = self.container_requests();
         if let Some(pod_level) = &self.pod_level {
@@ -189,7 +189,7 @@ impl<'a> PodDemand<'a> {
         total
     }
 
-    /// What the pod is limited to: as [`Self::requests`], but overhead is added only to limits that are there
+    /// The pod's limits: as [`Self::requests`], but overhead is added only to limits that are there
     /// and not zero.
     pub fn limits(&self) -> ResourceList<'a> {
         let mut total = self.aggregate(|demand| &demand.limits);
@@ -283,7 +283,7 @@ pub fn is_restartable(container: &Container) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 
-/// What a pod requests; see [`PodDemand::requests`].
+/// A pod's requests; see [`PodDemand::requests`].
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.
@@ -291,7 +291,7 @@ pub fn pod_requests(pod: &Pod) -> Result<ResourceList<'_>, FieldError> {
     Ok(PodDemand::read(pod)?.requests())
 }
 
-/// What a pod is limited to; see [`PodDemand::limits`].
+/// A pod's limits; see [`PodDemand::limits`].
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.

@@ -8,7 +8,7 @@ const OLDEST: Duration = Duration::from_secs(24 * 60 * 60);
 /// Of a token's lifetime, in percent, after which it is asked for anew.
 const USED_PERCENT: u32 = 80;
 
-/// How long after it was issued a token that lives for `lifetime` is asked for anew. `chance`, 0 to 255,
+/// The age at which a token that lives for `lifetime` is asked for anew. `chance`, 0 to 255,
 /// spreads the tokens of a node over the last tenth of that time, so that those which were issued together
 /// are not renewed together.
 #[must_use]

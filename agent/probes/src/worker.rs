@@ -176,12 +176,12 @@ impl Worker {
         }
     }
 
-    /// When to look first at a container that started at `started_at`. Readiness and startup want good news
-    /// at once. Liveness can only bring bad news, so a container gets one period before the first of it, and
-    /// an application that fails on its first failure isn't killed while it still starts. (The kubelet's
-    /// first look comes at a random moment of the first period.) What ran before this agent did is asked at a
-    /// moment of its own in the first period; the kernel, which it costs nothing, at once, so that nothing
-    /// wrong is said for long.
+    /// The time of the first look at a container that started at `started_at`. Readiness and startup want
+    /// good news at once. Liveness can only bring bad news, so a container gets one period before the first
+    /// of it, and an application that fails on its first failure isn't killed while it still starts. (The
+    /// kubelet's first look comes at a random moment of the first period.) What ran before this agent did is
+    /// asked at a moment of its own in the first period; the kernel, which it costs nothing, at once, so that
+    /// nothing wrong is said for long.
     pub(super) fn plan(&mut self, started_at: Duration, now: Duration, taken_over: bool) -> Duration {
         let (initial, period) = (self.state.params().initial_delay, self.hot.period);
         let liveness = self.key.kind == ProbeKind::Liveness;
@@ -218,7 +218,7 @@ impl Worker {
         })
     }
 
-    /// Where a lookup would look.
+    /// The target of a lookup.
     pub(super) fn place(&self) -> Option<CheckTarget> {
         let (netns, port) = self.in_kernel()?;
         netns.target((self.ip?, port).into(), None)

@@ -11,8 +11,8 @@ const RUNTIME_DEFAULT: &str = "runtime/default";
 const UNCONFINED: &str = "unconfined";
 const LOCALHOST: &str = "localhost/";
 
-/// Why the node can't hold a pod's containers to their profiles; None where it can, or where none is asked
-/// for.
+/// The reason why the node can't hold a pod's containers to their profiles; None where it can, or where none
+/// is asked for.
 #[must_use]
 pub fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<String> {
     let profiles = containers(pod).filter_map(|(name, own)| profile_of(pod, name, own));

@@ -182,7 +182,7 @@ impl Sources<'_> {
     }
 }
 
-/// What is said of an object that a pod refers to and that isn't there. In a cluster in the kubelet's words.
+/// The message for an object that a pod refers to and that isn't there. In a cluster in the kubelet's words.
 pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     if Origin::of(pod).is_api() {
         return format!("{} {name:?} not found", kind.to_lowercase());

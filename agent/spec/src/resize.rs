@@ -46,7 +46,7 @@ pub struct Pending {
     pub message: String,
 }
 
-/// What a status says of a container's amounts: as its manifest has them; None if it has none.
+/// A container's amounts in a status: as its manifest has them; None if it has none.
 pub fn amounts(container: &Container) -> Option<ResourceRequirements> {
     named(container.resources.as_ref()?)
 }

@@ -22,7 +22,7 @@ const SAFE: [&str; 12] = [
     "net.ipv4.tcp_wmem",
 ];
 
-/// Why a pod's settings can't be had, if they can't: a sentence that begins with the field.
+/// The reason why a pod's settings are refused, if they are: a sentence that begins with the field.
 #[must_use]
 pub fn refused(spec: &PodSpec, allowed: &[String]) -> Option<String> {
     let listed = spec.security_context.as_ref().and_then(|context| context.sysctls.as_ref());

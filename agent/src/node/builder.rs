@@ -149,7 +149,7 @@ impl Builder {
         Self { reviewers, ..self }
     }
 
-    /// How the log's level is set by clients of the node's HTTPS server.
+    /// Lets clients of the node's HTTPS server set the log's level.
     #[must_use]
     pub fn verbosity(self, verbosity: Verbosity) -> Self {
         Self { verbosity: Some(verbosity), ..self }

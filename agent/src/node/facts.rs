@@ -76,7 +76,7 @@ pub(super) fn capacity(config: &Config, machine: &Machine) -> beelet_admission::
     beelet_admission::NodeResources::new(capacity, &reserved, &config.eviction.thresholds)
 }
 
-/// How cgroup values are computed on this machine.
+/// The facts by which cgroup values are computed on this machine.
 pub(super) fn cgroup_config(config: &Config, machine: &Machine, version: Version) -> CgroupConfig {
     let version = match version {
         Version::V1 | Version::Hybrid => CgroupVersion::V1,

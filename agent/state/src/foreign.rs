@@ -23,7 +23,7 @@ impl ForeignFile {
         Self { path }
     }
 
-    /// Where it is.
+    /// The file's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -163,7 +163,7 @@ impl State {
         &self.dir
     }
 
-    /// What is stored under `name`. A record that cannot be trusted is renamed aside.
+    /// Reads the record `name`. A record that cannot be trusted is renamed aside.
     ///
     /// # Errors
     /// The file system fails in another way than by not having the file.

@@ -55,7 +55,7 @@ pub(super) fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
     }
 }
 
-/// How much a counter grew.
+/// The growth of a counter.
 pub(super) fn grown(then: u64, now: u64) -> u64 {
     now.checked_sub(then).unwrap_or(now)
 }

@@ -312,7 +312,7 @@ impl Sampler {
         files::read(&mut dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer)
     }
 
-    /// How many containers have a cgroup.
+    /// Number of containers with a cgroup.
     pub(super) fn tracked(&self) -> usize {
         self.containers.len()
     }

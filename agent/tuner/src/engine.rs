@@ -126,7 +126,7 @@ impl Engine {
         self
     }
 
-    /// Where the BestEffort pods are, if it isn't `/kubepods/besteffort`.
+    /// Looks for BestEffort pods here, not in `/kubepods/besteffort`.
     pub fn look_for_best_effort_in(&mut self, cgroup: String) {
         self.best_effort = cgroup;
     }

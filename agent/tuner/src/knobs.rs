@@ -48,7 +48,8 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
     }
 }
 
-/// Which knob a file belongs to, by itself: the weight that is held beside `cpu.idle` is one of its own here.
+/// The knob that a file belongs to, by itself: the weight that is held beside `cpu.idle` is one of its own
+/// here.
 pub(super) fn kind_of(file: &str) -> Option<KnobKind> {
     Some(match file {
         "cpu.idle" => KnobKind::Idle,

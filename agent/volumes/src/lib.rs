@@ -154,7 +154,7 @@ impl Volumes {
         self.volumes.iter().filter_map(|volume| Some((volume.name.as_str(), volume.image.as_ref()?)))
     }
 
-    /// What a file of an emptyDir volume says, without leaving the volume whatever containers have made in
+    /// Reads a file of an emptyDir volume, without leaving the volume whatever containers have made in
     /// there. Of no other kind of file, and none of more than a megabyte.
     pub fn read(&self, volume: &str, path: &Path) -> Result<Vec<u8>, Error> {
         let is_own = |v: &&core::Volume| v.name == volume && v.empty_dir.is_some();

@@ -157,7 +157,7 @@ impl FakeApi {
         FakeApi { shared, address, serving: Mutex::new(None), _reserved: reserved }
     }
 
-    /// Where it listens: `http://127.0.0.1:port`.
+    /// The URL at which it listens: `http://127.0.0.1:port`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
@@ -219,7 +219,7 @@ impl FakeApi {
 
     // ---- What goes wrong ----
 
-    /// What is to happen at the next request of this kind whose path is `pattern`, in which `*` stands for
+    /// Begins a rule for the next request of this kind whose path is `pattern`, in which `*` stands for
     /// one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of
     /// several rules for a request, the oldest that isn't used up decides.
     pub fn on(&self, verb: Verb, pattern: &str) -> Script<'_> {
@@ -359,7 +359,7 @@ impl FakeApi {
         self.shared.lock().asked.clone()
     }
 
-    /// How many requests of this kind have come for the paths that `pattern` means.
+    /// Number of requests of this kind for the paths that `pattern` means.
     #[must_use]
     pub fn count(&self, verb: Verb, pattern: &str) -> usize {
         self.shared.lock().asked.iter().filter(|asked| asked.is(verb, pattern)).count()

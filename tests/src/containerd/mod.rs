@@ -180,7 +180,8 @@ impl Containerd {
         &self.names.dir
     }
 
-    /// Where a containerd 2 finds specifications of CDI devices; an older one here looks for none.
+    /// The folder in which a containerd 2 finds specifications of CDI devices; an older one here looks for
+    /// none.
     pub fn cdi_dir(&self) -> PathBuf {
         self.names.cdi_dir()
     }

@@ -185,7 +185,7 @@ impl FakeCri {
 
     // ---- What goes wrong ----
 
-    /// What is to happen at the next call of `op`, for example
+    /// Begins a rule for the next call of `op`, for example
     /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. Of several rules for a
     /// call, the oldest that isn't used up decides.
     pub fn on(&self, op: Op) -> Script<'_> {
@@ -273,7 +273,7 @@ impl FakeCri {
         self.shared.changed();
     }
 
-    /// What a verbose status of the sandbox says: containerd's JSON, with `pid` and
+    /// Sets the details in a verbose status of the sandbox: containerd's JSON, with `pid` and
     /// `runtimeSpec.linux.namespaces`.
     ///
     /// # Panics
@@ -309,7 +309,7 @@ impl FakeCri {
         self.shared.lock().calls.clone()
     }
 
-    /// How many calls of `op` have come.
+    /// Number of calls of `op` so far.
     #[must_use]
     pub fn count(&self, op: Op) -> usize {
         self.shared.lock().calls.iter().filter(|call| call.op() == op).count()

@@ -98,7 +98,7 @@ impl Container {
         self.config.metadata.as_ref().map_or("", |metadata| &metadata.name)
     }
 
-    /// Which restart of the container this is, from 0.
+    /// The number of the container's restart, from 0.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.config.metadata.as_ref().map_or(0, |metadata| metadata.attempt)

@@ -113,7 +113,7 @@ impl Walk {
         self.here.as_fd()
     }
 
-    /// How many levels the folder is below the top.
+    /// Levels of the folder below the top.
     pub fn depth(&self) -> usize {
         self.levels.len().saturating_sub(1)
     }

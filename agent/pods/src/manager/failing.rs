@@ -136,7 +136,7 @@ impl Manager {
         }
     }
 
-    /// When the next pod's activeDeadlineSeconds are over.
+    /// The time at which the next pod's activeDeadlineSeconds are over.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.pods.values().filter_map(super::Managed::deadline).min()
     }

@@ -85,13 +85,13 @@ impl Metrics {
         family.get_or_create(&level.labels()).inc_by(values as u64);
     }
 
-    /// How many values somebody else had changed.
+    /// Number of values that something else had changed.
     #[must_use]
     pub fn drifted(&self, level: Level) -> u64 {
         self.drift.get_or_create(&level.labels()).get()
     }
 
-    /// How often all cgroups were compared and set right.
+    /// Number of times that all cgroups were compared and set right.
     #[must_use]
     pub fn syncs(&self) -> u64 {
         self.syncs.get()

@@ -44,8 +44,8 @@ pub struct ContainerResources {
     pub unified: BTreeMap<String, String>,
 }
 
-/// What to ask CRI for when a container of a pod is created. `container` may be any (init) container of the
-/// pod.
+/// The resources to ask CRI for when a container of a pod is created. `container` may be any (init) container
+/// of the pod.
 ///
 /// # Errors
 /// The path of the first amount in the pod, or in the container, that is not a quantity.
@@ -81,8 +81,8 @@ pub fn container_resources(
     })
 }
 
-/// What the container's cgroup must hold once the runtime has made it. The last part of the path stands for
-/// the folder that the runtime chooses: it is the container's name.
+/// The values that the container's cgroup must have once the runtime has made it. The last part of the path
+/// stands for the folder that the runtime chooses: it is the container's name.
 ///
 /// # Errors
 /// As [`container_resources`], and at `metadata.uid` if the pod's can't name a cgroup.

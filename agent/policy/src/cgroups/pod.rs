@@ -13,7 +13,7 @@ use crate::{
     resources::{CPU, MEMORY, PodDemand, ResourceList},
 };
 
-/// Where a pod's cgroup is and what its files must hold.
+/// The path of a pod's cgroup and the values of its files.
 ///
 /// # Errors
 /// The path of an amount in the pod that is not a quantity, or of a UID that can't name a cgroup.

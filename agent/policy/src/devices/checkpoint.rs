@@ -255,7 +255,7 @@ fn dump_registered<'a, S: Sink, I: IntoIterator<Item = &'a String>>(
 }
 
 impl Entry {
-    /// What a container holds of a resource.
+    /// The entry for what a container holds of a resource.
     #[must_use]
     pub fn new(place: &Place, held: &Held) -> Self {
         let Place { pod_uid, container, resource } = place.clone();

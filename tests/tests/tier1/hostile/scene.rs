@@ -136,7 +136,7 @@ impl Scene {
         all.join(" ")
     }
 
-    /// How many calls that change something were answered without an error.
+    /// Number of calls that change something and were answered without an error.
     pub(crate) fn changes(&self) -> usize {
         self.cri.calls().iter().filter(|call| CHANGES.contains(&call.op()) && call.succeeded()).count()
     }

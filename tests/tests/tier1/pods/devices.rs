@@ -49,7 +49,7 @@ pub(crate) fn pod_wanting(name: &str, count: u32) -> Value {
     with(pod(name), "containers", json!([wanting("main", count)]))
 }
 
-/// How the newest container of a pod was created.
+/// The configuration with which the newest container of a pod was created.
 pub(crate) fn config(node: &Node, pod: &str, container: &str) -> cri::ContainerConfig {
     let name = format!("{pod}-n1");
     node.cri.container(&name, container).unwrap_or_else(|| panic!("{pod} has no {container}")).config

@@ -331,7 +331,7 @@ impl Node {
         tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
     }
 
-    /// How many values of cgroups were set right after somebody else had changed them.
+    /// Number of values of cgroups that were set right after something else had changed them.
     pub(crate) fn drifted(&self, level: qos_tree::Level) -> u64 {
         self.handles().metrics.qos_tree.drifted(level)
     }
@@ -487,7 +487,7 @@ impl Node {
         containers(&self.cri.world(), name)
     }
 
-    /// How many calls of these kinds were answered without an error.
+    /// Number of calls of these kinds that were answered without an error.
     pub(crate) fn done(&self, ops: &[Op]) -> usize {
         self.cri.calls().iter().filter(|call| ops.contains(&call.op()) && call.succeeded()).count()
     }
@@ -705,7 +705,7 @@ impl View {
         self.container(name).state.is_some_and(|state| state.running.is_some())
     }
 
-    /// Why a container waits: the reason and the message.
+    /// The reason and the message of a container that waits.
     pub(crate) fn waiting(&self, name: &str) -> Option<(String, String)> {
         let waiting = self.container(name).state?.waiting?;
         Some((waiting.reason.unwrap_or_default(), waiting.message.unwrap_or_default()))
