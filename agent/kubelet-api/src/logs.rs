@@ -5,12 +5,13 @@
 //! pkg/kubelet/kubelet_pods.go, ValidatePodLogOptions in pkg/apis/core/validation.
 
 use std::convert::Infallible;
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use futures::stream::unfold;
+use futures::{FutureExt, stream::unfold};
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1 as core;
 use tokio::sync::mpsc;
@@ -25,6 +26,13 @@ use crate::containers::{Failure, Target, ended, has_container, status_of};
 
 /// Pieces on their way to one reader. A slower one holds the reading up, as a pipe does.
 const QUEUE: usize = 16;
+
+/// How long after its start a container's first line is waited for, where its log is asked for once and is
+/// empty. Whoever sees that a container runs may ask what it said first. The kubelet tells of a start a
+/// relist later, when it has said it.
+const FIRST_LINE: SignedDuration = SignedDuration::from_secs(5);
+/// The most that such a request waits.
+const FIRST_LINE_WAIT: Duration = Duration::from_secs(2);
 
 /// A query's pairs.
 pub(crate) type Pairs = Vec<(String, String)>;
@@ -137,6 +145,12 @@ fn instance(
     }
 }
 
+/// Statuses have whole seconds.
+fn has_just_started(status: &core::ContainerStatus, now: Timestamp) -> bool {
+    let started = status.state.as_ref().and_then(|state| state.running.as_ref()?.started_at.as_ref());
+    started.is_some_and(|started| now.duration_since(started.0) < FIRST_LINE)
+}
+
 pub(crate) async fn container_logs(
     State(app): State<App>,
     Path((namespace, pod, container)): Path<(String, String, String)>,
@@ -163,7 +177,14 @@ pub(crate) async fn container_logs(
         return Err(Failure::new(StatusCode::BAD_REQUEST, sentence));
     }
     let id = status.and_then(runtime_id).map(str::to_owned);
-    let end = (options.follow && runs).then(|| ended(app.table.clone(), name, uid, id));
+    let over = || ended(app.table.clone(), name.clone(), uid.clone(), id.clone());
+    if runs && !options.follow && status.is_some_and(|status| has_just_started(status, Timestamp::now())) {
+        let enough = tokio::time::timeout(FIRST_LINE_WAIT, over()).map(drop);
+        if let Err(error) = read::written(&path, enough).await {
+            tracing::debug!("a log's first line could not be waited for: {error}");
+        }
+    }
+    let end = (options.follow && runs).then(over);
     let (pieces, read) = mpsc::channel(QUEUE);
     let wanted = options.wanted(Timestamp::now());
     let stop = app.shutdown.clone();
@@ -232,6 +253,22 @@ mod tests {
         ] {
             check(query, Err(422));
         }
+    }
+
+    #[test]
+    fn a_container_has_just_started_for_five_seconds() {
+        let check = |state: serde_json::Value, now: &str, expected: bool| {
+            let status = json!({
+                "name": "c", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state,
+            });
+            let status: core::ContainerStatus = serde_json::from_value(status).unwrap();
+            assert_eq!(has_just_started(&status, now.parse().unwrap()), expected, "{state} {now}");
+        };
+        let running = || json!({ "running": { "startedAt": "2026-11-21T19:00:00Z" } });
+        check(running(), "2026-11-21T19:00:04.999Z", true);
+        check(running(), "2026-11-21T19:00:05Z", false);
+        check(json!({ "running": {} }), "2026-11-21T19:00:00Z", false);
+        check(json!({}), "2026-11-21T19:00:00Z", false);
     }
 
     #[test]
