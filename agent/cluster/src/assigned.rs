@@ -1,6 +1,9 @@
 //! The pods that the API server assigns to this node, as it has them and as the node wants them.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use beelet_codec::ApiType;
 use beelet_model::{
@@ -165,8 +168,20 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     let annotations = metadata.annotations.get_or_insert_default();
     annotations.retain(|key, _| !key.starts_with(OWN) && key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
     annotations.insert(ANNOTATION_SOURCE.to_owned(), SOURCE_API.to_owned());
-    // An end is the only thing that the API server knows better.
-    pod.status = pod.status.take().filter(|status| has_ended(Some(status)));
+    // The API server knows two things better: that a pod has ended, and what others say of its readiness
+    // gates.
+    let status = pod.status.take();
+    pod.status = status.and_then(|status| {
+        if has_ended(Some(&status)) {
+            return Some(status);
+        }
+        let gates = pod.spec.iter().flat_map(|spec| spec.readiness_gates.iter().flatten());
+        let gates: BTreeSet<&str> = gates.map(|gate| gate.condition_type.as_str()).collect();
+        let mut conditions = status.conditions.unwrap_or_default();
+        conditions.retain(|condition| gates.contains(condition.type_.as_str()));
+        (!conditions.is_empty())
+            .then(|| core::PodStatus { conditions: Some(conditions), ..core::PodStatus::default() })
+    });
     pod
 }
 
@@ -244,6 +259,27 @@ mod tests {
         changed["status"]["phase"] = json!("Failed");
         assigned.applied(&changed);
         assert!(has_ended(wanted(&pods).status.as_ref()));
+    }
+
+    #[test]
+    fn the_conditions_of_readiness_gates_are_wanted_and_no_others() {
+        let (mut assigned, pods) = assigned();
+        let conditions = |pods: &watch::Receiver<Pods>| {
+            let pod = desired(&pods.borrow()).pods.into_values().next().unwrap();
+            let conditions =
+                pod.status.as_ref().and_then(|status| status.conditions.clone()).unwrap_or_default();
+            conditions.into_iter().map(|one| (one.type_, one.status)).collect::<Vec<_>>()
+        };
+        let mut gated = pod("a", "u1");
+        gated["spec"]["readinessGates"] = json!([{"conditionType": "shop/open"}]);
+        assigned.listed(vec![gated.clone()]);
+        assert_eq!(conditions(&pods), []);
+        for status in ["True", "False"] {
+            gated["status"]["conditions"] =
+                json!([{"type": "Ready", "status": "True"}, {"type": "shop/open", "status": status}]);
+            assigned.applied(&gated);
+            assert_eq!(conditions(&pods), [("shop/open".to_owned(), status.to_owned())]);
+        }
     }
 
     #[test]
