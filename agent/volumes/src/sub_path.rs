@@ -59,9 +59,10 @@ fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
 }
 
 /// Makes the folders that lead to `part`, one by one, each below the one before, with the volume's mode and
-/// owner's group where that is handed down (setgid).
+/// owner's group where that is handed down (setgid). The sticky bit is part of the mode, as for the kubelet
+/// (GetMode).
 fn make(root: &OwnedFd, part: &Path) -> Result<OwnedFd, Errno> {
-    let mode = Mode::from_raw_mode(rustix::fs::fstat(root)?.st_mode & 0o777);
+    let mode = Mode::from_raw_mode(rustix::fs::fstat(root)?.st_mode & 0o1777);
     let mut way = std::path::PathBuf::new();
     let mut parent = open(root, Path::new("."), OFlags::DIRECTORY)?;
     for component in part.components() {
@@ -170,5 +171,8 @@ mod tests {
         open_in(dir.path(), "link/c").unwrap();
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode() & 0o7777;
         assert_eq!((mode("a"), mode("a/b"), mode("other/c")), (0o777, 0o777, 0o777));
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+        open_in(dir.path(), "sticky").unwrap();
+        assert_eq!(mode("sticky"), 0o1777);
     }
 }

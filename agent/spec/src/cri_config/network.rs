@@ -34,10 +34,9 @@ impl HostName {
         }
         let wanted = set(&spec.hostname).unwrap_or_else(|| name.name.clone());
         let short: String = wanted.chars().take(HOSTNAME_MAX).collect();
-        let domain = set(&spec.subdomain).map(|subdomain| {
-            let domain = format!("{subdomain}.{}.svc.{}", name.namespace, node.cluster_domain);
-            domain.trim_end_matches('.').to_owned()
-        });
+        // Without a cluster's domain it ends with a dot, as the kubelet's does.
+        let of_cluster = |subdomain| format!("{subdomain}.{}.svc.{}", name.namespace, node.cluster_domain);
+        let domain = set(&spec.subdomain).map(of_cluster);
         Self { name: short.trim_end_matches(['-', '.']).to_owned(), domain }
     }
 
@@ -60,8 +59,8 @@ pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -
     if fqdn.len() > FQDN_MAX {
         let length = fqdn.len();
         return Err(format!(
-            "setHostnameAsFQDN: {fqdn} has {length} characters, and Linux takes {FQDN_MAX}; shorten the pod's name or \
-             subdomain"
+            "failed to construct FQDN from pod hostname and cluster domain, FQDN {fqdn} is too long ({FQDN_MAX} characters \
+             is the max, {length} characters requested); shorten the pod's name or subdomain"
         ));
     }
     Ok(fqdn)
@@ -203,7 +202,7 @@ mod tests {
         check(json!({"setHostnameAsFQDN": true}), Ok("web-n1"));
         check(
             json!({"hostname": "w".repeat(40), "subdomain": "front", "setHostnameAsFQDN": true}),
-            Err("Linux takes 64"),
+            Err("is too long (64 characters is the max, 68 characters requested)"),
         );
         check(json!({"hostNetwork": true, "hostname": "www"}), Ok(""));
         check(json!({"hostnameOverride": "a.b.c", "subdomain": "x"}), Ok("a.b.c"));
