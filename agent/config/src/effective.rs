@@ -10,6 +10,7 @@ use super::beelet::BeeletWire;
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
 use super::server;
 use super::tuner::TunerWire;
+use super::unsupported;
 use super::values::{Amounts, GoDuration};
 
 pub(super) fn print(config: &Config) -> String {
@@ -31,6 +32,9 @@ pub(super) fn kubelet_value(config: &Config) -> serde_json::Value {
     // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
     let mut value = data::to_value(&kubelet(config)).unwrap_or_default();
     if let Some(object) = value.as_object_mut() {
+        for (name, value) in unsupported::defaults().into_iter().chain(config.unread.clone()) {
+            object.insert(name, value);
+        }
         object.insert("kind".to_owned(), "KubeletConfiguration".into());
         object.insert("apiVersion".to_owned(), "kubelet.config.k8s.io/v1beta1".into());
     }

@@ -136,6 +136,10 @@ pub struct Config {
     pub volume_stats_period: Duration,
     /// In the kubelet's place alone: where links to containers' logs are kept. None: nowhere.
     pub log_links: Option<PathBuf>,
+    /// In the kubelet's place alone: a manifest that is deleted and put back ends the pod that runs by it.
+    pub put_back_restarts: bool,
+    /// Fields of the `KubeletConfiguration` that have no effect, as they were written: `/configz` shows them.
+    pub unread: serde_json::Map<String, serde_json::Value>,
     /// How this machine is a node of a cluster; without an API server it has no effect.
     pub node: NodeConfig,
     /// The HTTPS server that the API server and monitors talk to.
@@ -320,8 +324,8 @@ impl Config {
         effective::print(self)
     }
 
-    /// The `KubeletConfiguration` alone, as a JSON object, with every value that is in effect: what
-    /// `/configz` shows.
+    /// The `KubeletConfiguration` alone, as a JSON object, as `/configz` shows it: every value that is in
+    /// effect, and the fields that have none as they were written, or with the kubelet's default.
     #[must_use]
     pub fn effective_kubelet(&self) -> serde_json::Value {
         effective::kubelet_value(self)

@@ -133,8 +133,9 @@ impl Layers {
         let ours = |problem: Problem| beelet.error(&problem.field, problem.message);
         let beelet_part = resolve::beelet(&beelet_wire).map_err(ours)?;
         let node_name = resolve::node_name(&beelet_wire).map_err(ours)?;
-        let config = resolve::kubelet(&kubelet_wire, node_name, beelet_part)
+        let mut config = resolve::kubelet(&kubelet_wire, node_name, beelet_part)
             .map_err(|problem| kubelet.error(&problem.field, problem.message))?;
+        config.unread = kubelet.unread.as_object().cloned().unwrap_or_default();
         Ok((config, warnings))
     }
 }
@@ -143,6 +144,8 @@ impl Layers {
 /// (RFC 7386).
 struct Merged<T> {
     value: Value,
+    /// The fields that have no effect.
+    unread: Value,
     /// Which of the sources has the last word on a field.
     origins: BTreeMap<String, usize>,
     sources: Vec<(PathBuf, Option<Document>)>,
@@ -153,6 +156,7 @@ impl<T> Default for Merged<T> {
     fn default() -> Self {
         Self {
             value: Value::Object(Map::new()),
+            unread: Value::Object(Map::new()),
             origins: BTreeMap::new(),
             sources: Vec::new(),
             wire: PhantomData,
@@ -168,10 +172,11 @@ impl<T: DeserializeOwned + Default> Merged<T> {
         fields: Map<String, Value>,
         warnings: &mut Vec<Warning>,
     ) -> Result<(), ConfigError> {
-        let known = known::<T>(path, document.as_ref(), fields, warnings)?;
+        let (known, unread) = known::<T>(path, document.as_ref(), fields, warnings)?;
         self.origins.extend(known.keys().map(|field| (field.clone(), self.sources.len())));
         self.sources.push((path.to_owned(), document));
         merge(&mut self.value, known);
+        merge(&mut self.unread, unread);
         Ok(())
     }
 
@@ -253,16 +258,17 @@ fn kind_of(path: &Path, document: &Document) -> Result<Kind, ConfigError> {
     }
 }
 
-/// The fields that have an effect. The others are warned about, or refused where nobody knows them.
+/// The fields that have an effect, and those that have none: they are warned about. A field that nobody knows
+/// is refused.
 fn known<T: DeserializeOwned>(
     path: &Path,
     document: Option<&Document>,
     fields: Map<String, Value>,
     warnings: &mut Vec<Warning>,
-) -> Result<Map<String, Value>, ConfigError> {
+) -> Result<(Map<String, Value>, Map<String, Value>), ConfigError> {
     let used = fields::names_of::<T>();
     let is_kubelet = used == fields::names_of::<KubeletWire>();
-    let mut known = Map::new();
+    let (mut known, mut unread) = (Map::new(), Map::new());
     for (name, value) in fields {
         let position = document.and_then(|document| document.locate(&name));
         if matches!(name.as_str(), "apiVersion" | "kind") {
@@ -271,7 +277,8 @@ fn known<T: DeserializeOwned>(
             known.insert(name, value);
         } else if let Some(reason) = unsupported::reason(&name).filter(|_| is_kubelet) {
             let message = format!("has no effect: {reason}");
-            warnings.push(Warning { place: Place::new(path, position), field: name, message });
+            warnings.push(Warning { place: Place::new(path, position), field: name.clone(), message });
+            unread.insert(name, value);
         } else {
             let others = unsupported::names().filter(|_| is_kubelet);
             let hint = match fields::closest(&name, used.iter().copied().chain(others)) {
@@ -281,7 +288,7 @@ fn known<T: DeserializeOwned>(
             return Err(error_at(path, position, &name, format!("there is no such field{hint}")));
         }
     }
-    Ok(known)
+    Ok((known, unread))
 }
 
 fn error_at(

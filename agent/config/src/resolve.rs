@@ -98,6 +98,8 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         local_storage_isolation: wire.local_storage_capacity_isolation.unwrap_or(true),
         volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
         log_links: None,
+        put_back_restarts: false,
+        unread: serde_json::Map::new(),
         node: super::node::resolve(wire)?,
         server: super::server::resolve(wire)?,
         beelet,

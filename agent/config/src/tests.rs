@@ -454,6 +454,24 @@ fn the_effective_configuration_reads_back_as_itself() {
     }
 }
 
+#[test]
+fn fields_without_an_effect_are_shown_as_they_were_written_or_as_the_kubelets_defaults() {
+    let names: Vec<&str> = unsupported::names().collect();
+    for field in unsupported::defaults().keys() {
+        assert!(names.contains(&field.as_str()), "{field} has an effect: `effective` shows it");
+    }
+    let shown = |config: &Config, field: &str| config.effective_kubelet()[field].clone();
+    let config = set("");
+    assert_eq!(shown(&config, "syncFrequency"), "1m0s");
+    assert_eq!(shown(&config, "featureGates"), serde_json::Value::Null);
+    let base = kubelet("featureGates: {A: true, B: true}\nsyncFrequency: 2m\ncpuManagerReconcilePeriod: 3s");
+    let drop_in = kubelet("featureGates: {B: false}\ncpuManagerReconcilePeriod: 1s");
+    let (config, _) = layered(&base, &[("10.conf", &drop_in)], &[]).unwrap();
+    assert_eq!(shown(&config, "featureGates"), serde_json::json!({ "A": true, "B": false }));
+    assert_eq!(shown(&config, "cpuManagerReconcilePeriod"), "1s");
+    assert_eq!(shown(&config, "syncFrequency"), "2m");
+}
+
 /// A configuration of a file, drop-in files by name, and flags.
 fn layered(
     file: &str,

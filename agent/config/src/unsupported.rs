@@ -3,6 +3,8 @@
 //! A field is in exactly one place: here, or in [`super::kubelet::KubeletWire`]. Whoever makes one work moves
 //! it there.
 
+use serde_json::{Map, Value, json};
+
 /// The reason why `field` has no effect; `None` if v1beta1 has no such field, or if it has an effect.
 pub(super) fn reason(field: &str) -> Option<&'static str> {
     GROUPS.iter().find(|group| group.fields.contains(&field)).map(|group| group.reason)
@@ -11,6 +13,36 @@ pub(super) fn reason(field: &str) -> Option<&'static str> {
 /// All of them.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     GROUPS.iter().flat_map(|group| group.fields.iter().copied())
+}
+
+/// What those of them are by default that have a default (`SetDefaults_KubeletConfiguration` of the kubelet),
+/// as `/configz` shows them.
+pub(super) fn defaults() -> Map<String, Value> {
+    let defaults = json!({
+        "configMapAndSecretChangeDetectionStrategy": "Watch",
+        "containerLogMaxWorkers": 1,
+        "contentType": "application/vnd.kubernetes.protobuf",
+        "cpuManagerPolicy": "none",
+        "cpuManagerReconcilePeriod": "10s",
+        "enableControllerAttachDetach": true,
+        "enableProfilingHandler": true,
+        "failSwapOn": true,
+        "hairpinMode": "promiscuous-bridge",
+        "httpCheckFrequency": "20s",
+        "imagePullCredentialsVerificationPolicy": "NeverVerifyPreloadedImages",
+        "iptablesDropBit": 15,
+        "iptablesMasqueradeBit": 14,
+        "kubeAPIBurst": 100,
+        "kubeAPIQPS": 50,
+        "makeIPTablesUtilChains": true,
+        "memoryManagerPolicy": "None",
+        "memorySwap": {},
+        "shutdownGracePeriod": "0s",
+        "shutdownGracePeriodCriticalPods": "0s",
+        "syncFrequency": "1m0s",
+        "volumePluginDir": "/usr/libexec/kubernetes/kubelet-plugins/volume/exec/",
+    });
+    defaults.as_object().cloned().unwrap_or_default()
 }
 
 struct Group {
