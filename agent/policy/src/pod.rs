@@ -24,7 +24,7 @@ mod round;
 pub use ephemeral::ephemeral_containers;
 pub use restart::{
     RESTART_DELAY_INITIAL, RESTART_DELAY_MAX, RESTART_DELAY_RESET, RestartPolicy, Tally, init_restarts,
-    is_sidecar, phase, restart_delay, restarts,
+    is_sidecar, phase, restart_delay, restarts, restarts_when_killed,
 };
 pub use round::{Round, may_restart_all};
 
@@ -127,6 +127,11 @@ pub enum KillReason {
 }
 
 impl KillReason {
+    /// Whether a container that is stopped for it is started again, unless its restart policy is Never.
+    pub fn is_for_a_restart(self) -> bool {
+        matches!(self, Self::Liveness | Self::Startup | Self::Requested)
+    }
+
     /// The words that follow the container's name in an event; the kubelet's.
     pub fn message(self) -> &'static str {
         match self {
@@ -319,7 +324,7 @@ impl<'a> Decision<'a> {
 
     /// How the newest container of this name ended, if it has. What is started anew in any case has no end.
     fn exit_code(&self, name: &str) -> Option<i32> {
-        let counts = |c: &&&Container| !self.round.is_past(c) && !self.is_outdated(c);
+        let counts = |c: &&&Container| !self.round.is_past(c) && !self.is_outdated(c) && !self.comes_back(c);
         match self.newest.get(name).filter(counts).map(|c| &c.state) {
             Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
             _ => None,
@@ -330,6 +335,14 @@ impl<'a> Decision<'a> {
     fn is_outdated(&self, container: &Container) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);
         matches!(reason, Some(KillReason::Redefined | KillReason::Resized))
+    }
+
+    /// Whether a container is started again for the reason that it was stopped for.
+    fn comes_back(&self, container: &Container) -> bool {
+        let reason = self.verdicts.condemned.get(&container.id);
+        let mut own = self.spec.containers.iter().filter(|c| c.name == container.name);
+        reason.is_some_and(|reason| reason.is_for_a_restart())
+            && own.any(|c| restarts_when_killed(self.spec, c))
     }
 
     fn init_containers(&self) -> &'a [ContainerSpec] {
@@ -496,8 +509,8 @@ impl<'a> Decision<'a> {
                 self.start(&spec.name, container.attempt + 1, container.restart_delay, None);
             }
             ContainerState::Exited { exit_code, .. } => {
-                let Some((delay, until)) = self.delay_after(container).filter(|_| restarts(*exit_code))
-                else {
+                let again = restarts(*exit_code) || self.comes_back(container);
+                let Some((delay, until)) = self.delay_after(container).filter(|_| again) else {
                     return;
                 };
                 if self.verdicts.hurried.contains(&container.id) {

@@ -66,6 +66,17 @@ pub fn restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bo
     rule(container, exit_code).is_some() || RestartPolicy::parse(Some(own)).restarts(exit_code)
 }
 
+/// Returns true if a container, one of the pod's own or a sidecar, is started again after it was stopped for
+/// a failed probe or on request, whatever code it ended with: the kubelet stops it and starts the next one in
+/// one go. Rules don't count: they are about how a container ends by itself (computePodActions).
+pub fn restarts_when_killed(spec: &PodSpec, container: &ContainerSpec) -> bool {
+    let policy = match container.restart_policy.as_deref() {
+        Some(own) => RestartPolicy::parse(Some(own)),
+        None => RestartPolicy::of(spec),
+    };
+    policy != RestartPolicy::Never
+}
+
 /// The first of a container's rules that fits how it ended. Rules without a policy of its own have no effect.
 pub(super) fn rule(container: &ContainerSpec, exit_code: i32) -> Option<&ContainerRestartRule> {
     container.restart_policy.as_ref()?;

@@ -571,3 +571,21 @@ fn a_sidecar_has_started_when_its_hook_is_done_too() {
     let done = Verdicts { hooked: ["proxy-0".to_owned()].into(), ..verdicts(&["proxy-0"], &[]) };
     check(&p, &o, &done, "start a/0");
 }
+
+#[test]
+fn a_container_that_a_probe_stopped_starts_again_whatever_code_it_ends_with() {
+    let now = i64::try_from(NOW).unwrap();
+    let ended = |code: i32| {
+        observed(&[(0, true)], vec![container("a", 0, 0, &format!("exit {code} @{now} after 50"))])
+    };
+    let stopped = verdicts(&[], &["a-0"]);
+    for policy in ["Always", "OnFailure"] {
+        check(&pod(policy, &[], &["a"]), &ended(0), &stopped, "start a/1");
+        check(&pod(policy, &[], &["a"]), &ended(137), &stopped, "start a/1");
+    }
+    check(&pod("OnFailure", &[], &["a"]), &ended(0), &verdicts(&[], &[]), "stop s0; Succeeded");
+    check(&pod("Never", &[], &["a"]), &ended(0), &stopped, "stop s0; Succeeded");
+    let mut own = pod("OnFailure", &[], &["a"]);
+    own.spec.as_mut().unwrap().containers[0].restart_policy = Some("Never".to_owned());
+    check(&own, &ended(0), &stopped, "stop s0; Succeeded");
+}
