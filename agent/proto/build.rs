@@ -15,6 +15,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "deviceplugin/api.proto",
         "pluginregistration/api.proto",
         "podresources/api.proto",
+        "podresources/v1alpha1/api.proto",
         "beelet/probes.proto",
         "grpc/health/v1/health.proto",
     ];

@@ -182,6 +182,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
                 requests: handles.requests,
                 complete: handles.complete,
                 events: handles.events,
+                mirrors: handles.metrics.cluster.mirrors,
             };
             workload.run(session.client.clone(), inputs, stop).await;
         });

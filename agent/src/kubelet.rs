@@ -183,6 +183,7 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
         }
     };
     config.log_links = Some(LOG_LINKS.into());
+    config.put_back_restarts = true;
     let root = text(matches, "root-dir").unwrap_or(ROOT);
     let args = ClusterArgs {
         kubeconfig: text(matches, "kubeconfig").map(PathBuf::from),

@@ -1,6 +1,9 @@
 //! The pod resources API v1 (KEP-606, KEP-2403, KEP-3695): which pod has which device, for monitors, on the
 //! kubelet's socket.
 //!
+//! Monitors written for v1alpha1 (devices by pod and container, nothing else) are answered at the same
+//! socket.
+//!
 //! Only what is handed out one by one is told: devices. No container has CPUs or memory of its own here, as
 //! with the kubelet's default policies.
 
@@ -13,20 +16,83 @@ use beelet_proto::podresources::{
     NumaNode, PodResources, TopologyInfo,
     pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer},
 };
+use beelet_proto::podresources_v1alpha1 as v1alpha1;
+use prometheus_client::{encoding::EncodeLabelSet, metrics::family::Family, registry::Registry};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
+use beelet_base::kubelet_counter::KubeletCounter;
 use beelet_devices::Devices;
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_serve::grpc;
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Version {
+    server_api_version: &'static str,
+}
+
+type Calls = Family<Version, KubeletCounter>;
+
+/// Calls and errors, by the kubelet's names. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    all: Calls,
+    list: Calls,
+    get: Calls,
+    get_allocatable: Calls,
+    list_errors: Calls,
+    get_errors: Calls,
+    get_allocatable_errors: Calls,
+}
+
+impl Metrics {
+    /// Adds all of them to `registry`.
+    pub fn register(&self, registry: &mut Registry) {
+        for (what, help, calls) in [
+            ("requests_total", "Calls of the pod resources API", &self.all),
+            ("requests_list", "Calls of its List", &self.list),
+            ("requests_get", "Calls of its Get", &self.get),
+            ("requests_get_allocatable", "Calls of its GetAllocatableResources", &self.get_allocatable),
+            ("errors_list", "Calls of its List that failed", &self.list_errors),
+            ("errors_get", "Calls of its Get that failed", &self.get_errors),
+            (
+                "errors_get_allocatable",
+                "Calls of its GetAllocatableResources that failed",
+                &self.get_allocatable_errors,
+            ),
+        ] {
+            registry.register(format!("kubelet_pod_resources_endpoint_{what}"), help, calls.clone());
+        }
+    }
+
+    /// Counts a call that was answered so.
+    fn count<T>(
+        &self,
+        server_api_version: &'static str,
+        (calls, errors): (&Calls, &Calls),
+        answer: Result<T, Status>,
+    ) -> Result<T, Status> {
+        let version = Version { server_api_version };
+        for counter in [Some(&self.all), Some(calls), answer.is_err().then_some(errors)].into_iter().flatten()
+        {
+            counter.get_or_create(&version).inc();
+        }
+        answer
+    }
+}
+
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said
 /// why.
-pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutdown: CancellationToken) {
+pub async fn serve(
+    devices: Devices,
+    pods: watch::Receiver<Arc<PodTable>>,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+) {
     let socket = devices.settings().pod_resources_socket();
     let listener = match grpc::bind(&socket).await {
         Ok(listener) => listener,
@@ -35,16 +101,51 @@ pub async fn serve(devices: Devices, pods: watch::Receiver<Arc<PodTable>>, shutd
             return shutdown.cancelled().await;
         }
     };
-    let service = PodResourcesListerServer::new(Lister { devices, pods });
-    if let Err(error) = grpc::serve_others(listener, Routes::new(service), shutdown).await {
+    let lister = Lister { devices, pods, metrics };
+    let routes =
+        Routes::new(v1alpha1::pod_resources_lister_server::PodResourcesListerServer::new(lister.clone()));
+    let routes = routes.add_service(PodResourcesListerServer::new(lister));
+    if let Err(error) = grpc::serve_others(listener, routes, shutdown).await {
         tracing::error!("pod resources are not served any more: {error:#}");
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Lister {
     devices: Devices,
     pods: watch::Receiver<Arc<PodTable>>,
+    metrics: Metrics,
+}
+
+impl Lister {
+    async fn listed(&self) -> Result<Vec<PodResources>, Status> {
+        let table = Arc::clone(&self.pods.borrow());
+        let devices = self.devices.clone();
+        let listed = spawn_blocking(move || {
+            let active = table.pods.iter().filter(|(_, entry)| is_active(entry));
+            active.map(|(name, entry)| pod_resources(&devices, name, entry)).collect()
+        });
+        listed.await.map_err(|error| Status::internal(error.to_string()))
+    }
+
+    async fn allocatable(&self) -> Result<AllocatableResourcesResponse, Status> {
+        let devices = self.devices.clone();
+        let listed = spawn_blocking(move || container_devices(devices.allocatable())).await;
+        let devices = listed.map_err(|error| Status::internal(error.to_string()))?;
+        Ok(AllocatableResourcesResponse { devices, ..Default::default() })
+    }
+
+    fn found(&self, request: GetPodResourcesRequest) -> Result<GetPodResourcesResponse, Status> {
+        let GetPodResourcesRequest { pod_name, pod_namespace } = request;
+        let name = PodName { namespace: pod_namespace, name: pod_name };
+        let table = Arc::clone(&self.pods.borrow());
+        let entry = table.pods.get(&name).filter(|entry| is_active(entry));
+        let missing =
+            || Status::not_found(format!("pod {} in namespace {} not found", name.name, name.namespace));
+        let entry = entry.ok_or_else(missing)?;
+        let pod_resources = Some(pod_resources(&self.devices, &name, entry));
+        Ok(GetPodResourcesResponse { pod_resources })
+    }
 }
 
 /// Ids with the NUMA nodes that each is near.
@@ -96,13 +197,8 @@ impl PodResourcesLister for Lister {
         &self,
         _request: Request<ListPodResourcesRequest>,
     ) -> Result<Response<ListPodResourcesResponse>, Status> {
-        let table = Arc::clone(&self.pods.borrow());
-        let devices = self.devices.clone();
-        let listed = spawn_blocking(move || {
-            let active = table.pods.iter().filter(|(_, entry)| is_active(entry));
-            active.map(|(name, entry)| pod_resources(&devices, name, entry)).collect()
-        });
-        let pod_resources = listed.await.map_err(|error| Status::internal(error.to_string()))?;
+        let counters = (&self.metrics.list, &self.metrics.list_errors);
+        let pod_resources = self.metrics.count("v1", counters, self.listed().await)?;
         Ok(Response::new(ListPodResourcesResponse { pod_resources }))
     }
 
@@ -110,24 +206,45 @@ impl PodResourcesLister for Lister {
         &self,
         _request: Request<AllocatableResourcesRequest>,
     ) -> Result<Response<AllocatableResourcesResponse>, Status> {
-        let devices = self.devices.clone();
-        let listed = spawn_blocking(move || container_devices(devices.allocatable())).await;
-        let devices = listed.map_err(|error| Status::internal(error.to_string()))?;
-        Ok(Response::new(AllocatableResourcesResponse { devices, ..Default::default() }))
+        let counters = (&self.metrics.get_allocatable, &self.metrics.get_allocatable_errors);
+        self.metrics.count("v1", counters, self.allocatable().await).map(Response::new)
     }
 
     async fn get(
         &self,
         request: Request<GetPodResourcesRequest>,
     ) -> Result<Response<GetPodResourcesResponse>, Status> {
-        let GetPodResourcesRequest { pod_name, pod_namespace } = request.into_inner();
-        let name = PodName { namespace: pod_namespace, name: pod_name };
-        let table = Arc::clone(&self.pods.borrow());
-        let entry = table.pods.get(&name).filter(|entry| is_active(entry));
-        let missing =
-            || Status::not_found(format!("pod {} in namespace {} not found", name.name, name.namespace));
-        let entry = entry.ok_or_else(missing)?;
-        let pod_resources = Some(pod_resources(&self.devices, &name, entry));
-        Ok(Response::new(GetPodResourcesResponse { pod_resources }))
+        let counters = (&self.metrics.get, &self.metrics.get_errors);
+        self.metrics.count("v1", counters, self.found(request.into_inner())).map(Response::new)
+    }
+}
+
+#[tonic::async_trait]
+impl v1alpha1::pod_resources_lister_server::PodResourcesLister for Lister {
+    async fn list(
+        &self,
+        _request: Request<v1alpha1::ListPodResourcesRequest>,
+    ) -> Result<Response<v1alpha1::ListPodResourcesResponse>, Status> {
+        let counters = (&self.metrics.list, &self.metrics.list_errors);
+        let listed = self.metrics.count("v1alpha1", counters, self.listed().await)?;
+        let pod_resources = listed.into_iter().map(without_topology).collect();
+        Ok(Response::new(v1alpha1::ListPodResourcesResponse { pod_resources }))
+    }
+}
+
+/// What v1alpha1 has of it: devices by container and resource, one entry per device as in v1.
+fn without_topology(pod: PodResources) -> v1alpha1::PodResources {
+    let devices = |one: ContainerDevices| v1alpha1::ContainerDevices {
+        resource_name: one.resource_name,
+        device_ids: one.device_ids,
+    };
+    let container = |one: ContainerResources| v1alpha1::ContainerResources {
+        name: one.name,
+        devices: one.devices.into_iter().map(devices).collect(),
+    };
+    v1alpha1::PodResources {
+        name: pod.name,
+        namespace: pod.namespace,
+        containers: pod.containers.into_iter().map(container).collect(),
     }
 }

@@ -24,7 +24,7 @@ mod testing;
 mod watch;
 pub mod workload;
 
-use prometheus_client::registry::Registry;
+use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
 
 /// The counters of all parts. Clones share them.
 #[derive(Clone, Debug, Default)]
@@ -41,6 +41,8 @@ pub struct Metrics {
     pub serving: serving::Metrics,
     /// Requests to the API server.
     pub requests: requests::Metrics,
+    /// Mirrors of static pods in the API server.
+    pub mirrors: Gauge,
 }
 
 impl Metrics {
@@ -52,5 +54,7 @@ impl Metrics {
         self.node.register(registry);
         self.serving.register(registry);
         self.requests.register(registry);
+        let help = "Mirrors of this node's static pods in the API server";
+        registry.register("kubelet_mirror_pods", help, self.mirrors.clone());
     }
 }

@@ -13,6 +13,7 @@ use beelet_model::{
 };
 use beelet_policy::mirror::{self, Name, Owner, Step};
 use k8s_openapi::api::core::v1 as core;
+use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::watch;
 use tracing::{debug, info, warn};
 
@@ -30,6 +31,8 @@ pub(crate) struct Mirrors {
     pub(crate) table: watch::Receiver<Arc<PodTable>>,
     pub(crate) pods: watch::Receiver<Pods>,
     pub(crate) complete: Complete,
+    /// How many there are.
+    pub(crate) count: Gauge,
 }
 
 impl Mirrors {
@@ -71,6 +74,7 @@ impl Mirrors {
         let own: BTreeMap<Name, &core::Pod> = own.map(|pod| (mirror::name_of(pod), pod)).collect();
         let mirrors = pods.values().filter(|pod| pod.wanted.is_none()).map(|pod| &*pod.object);
         let mirrors: BTreeMap<Name, &core::Pod> = mirrors.map(|pod| (mirror::name_of(pod), pod)).collect();
+        self.count.set(i64::try_from(mirrors.len()).unwrap_or(i64::MAX));
         let mut all = true;
         for step in mirror::steps(&own, &mirrors, &owner) {
             let name = match &step {

@@ -9,6 +9,7 @@ use beelet_model::{
 };
 use beelet_state::events::Recorder;
 use k8s_openapi::api::core::v1 as core;
+use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -41,6 +42,8 @@ pub struct Inputs {
     pub complete: Complete,
     /// Records events.
     pub events: Recorder,
+    /// How many mirrors there are.
+    pub mirrors: Gauge,
 }
 
 impl std::fmt::Debug for Inputs {
@@ -71,6 +74,7 @@ impl Workload {
             table: inputs.table.clone(),
             pods: pods.clone(),
             complete: inputs.complete.clone(),
+            count: inputs.mirrors,
         };
         let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone());
         let following = async {

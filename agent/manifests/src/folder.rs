@@ -72,6 +72,8 @@ pub(super) struct File {
     pub(super) good: Option<Good>,
     /// It wasn't there when it was last looked for, and is looked for again before that counts.
     missing: bool,
+    /// How often it was deleted, where that counts.
+    deletions: u64,
 }
 
 #[derive(Debug)]
@@ -141,6 +143,13 @@ impl Folder {
         self.files.get_mut(file).map(|file| file.missing = true).is_some()
     }
 
+    /// Notes that a file was deleted, whether or not another has its name by now.
+    pub(super) fn note_deleted(&mut self, file: &Path) {
+        if let Some(file) = self.files.get_mut(file) {
+            file.deletions += 1;
+        }
+    }
+
     /// Forgets a file that is gone.
     pub(super) fn forget(&mut self, file: &Path) {
         self.files.remove(file);
@@ -170,7 +179,7 @@ impl Folder {
             Ok((warnings, good)) => (warnings, None, Some(good)),
             Err(error) => (Vec::new(), Some(error.to_string()), None),
         };
-        let new = File { digest, modified, error: None, good: None, missing: false };
+        let new = File { digest, modified, error: None, good: None, missing: false, deletions: 0 };
         let file = self.files.entry(path).or_insert(new);
         (file.digest, file.error) = (digest, error);
         match (good, &file.good) {
@@ -238,6 +247,10 @@ impl Folder {
                 continue;
             };
             if !claims.refused.contains_key(path) {
+                if file.deletions > 0 && !file.missing {
+                    let uid = pod.metadata.uid.clone().unwrap_or_default();
+                    desired.put_back.insert(uid, file.deletions);
+                }
                 desired.pods.insert(PodName::of(pod), Arc::clone(pod));
             }
         }

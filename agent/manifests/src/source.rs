@@ -66,6 +66,9 @@ pub struct Options {
     pub check_frequency: Duration,
     /// What counts in it.
     pub rules: Rules,
+    /// Whether a manifest that is deleted and put back ends the pod that runs by it, as under the kubelet,
+    /// also if there is nothing new in it. One that is renamed away or over never does.
+    pub put_back_restarts: bool,
     /// Records what is rejected.
     pub events: Recorder,
     /// Ends the watching.
@@ -113,6 +116,7 @@ pub struct ManifestSource {
     watch_failed: Option<String>,
     /// Files, or the folder itself, that were there and are not now, and when they are looked for again.
     missing: BTreeMap<PathBuf, Instant>,
+    put_back_restarts: bool,
     /// Which file has which name, for those who keep it.
     owners: watch::Sender<Owners>,
 }
@@ -142,7 +146,9 @@ impl ManifestSource {
             tokio::spawn(owners::keep(kept, state));
         }
         let (watch_failed, missing) = (None, BTreeMap::new());
-        let mut source = ManifestSource { path, folder, watcher: None, watch_failed, missing, owners };
+        let put_back_restarts = options.put_back_restarts;
+        let mut source =
+            ManifestSource { path, folder, watcher: None, watch_failed, missing, put_back_restarts, owners };
         source.read_everything().await;
         let desired = source.desired();
         report_changes(&options.events, &node, &Desired::default(), &desired);
@@ -252,6 +258,9 @@ impl ManifestSource {
     /// Reads the files that events named.
     async fn read_files(&mut self, changes: Changes) {
         let folder = self.path.clone();
+        if self.put_back_restarts {
+            changes.deleted.iter().for_each(|name| self.folder.note_deleted(&folder.join(name)));
+        }
         let read = tokio::task::spawn_blocking(move || {
             let complete = changes.created.into_iter().filter(|name| is_complete(&folder.join(name)));
             let names: BTreeSet<OsString> = complete.chain(changes.files).collect();
@@ -444,6 +453,10 @@ mod tests {
     impl Watched {
         /// A folder with the pod `web` in `a.yaml`, watched; what was read is seen.
         async fn with_a_pod() -> Self {
+            Self::with(false).await
+        }
+
+        async fn with(put_back_restarts: bool) -> Self {
             let folder = tempfile::tempdir().unwrap();
             let manifests = folder.path().join("manifests");
             fs::create_dir(&manifests).unwrap();
@@ -452,6 +465,7 @@ mod tests {
             let options = Options {
                 check_frequency: Duration::from_secs(3600),
                 rules: Rules::default(),
+                put_back_restarts,
                 events: Recorder::default(),
                 cancel: cancel.clone(),
             };
@@ -501,6 +515,27 @@ mod tests {
         fs::write(watched.file("a.yaml"), pod("")).unwrap();
         watched.settle().await;
         assert!(!watched.has_changed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn in_the_kubelets_place_a_file_that_is_deleted_and_put_back_is_counted() {
+        let mut watched = Watched::with(true).await;
+        let uid = |desired: &Desired| desired.pods.values().next().unwrap().metadata.uid.clone().unwrap();
+        let known = uid(&watched.desired.borrow());
+        fs::remove_file(watched.file("a.yaml")).unwrap();
+        fs::write(watched.file("a.yaml"), pod("")).unwrap();
+        watched.settle().await;
+        {
+            let desired = watched.desired.borrow_and_update();
+            assert_eq!(uid(&desired), known);
+            assert_eq!(desired.put_back.get(&known), Some(&1));
+        }
+        // Editors and package managers rename.
+        fs::rename(watched.file("a.yaml"), watched.file("a.yaml~")).unwrap();
+        fs::write(watched.file("a.yaml.tmp"), pod("")).unwrap();
+        fs::rename(watched.file("a.yaml.tmp"), watched.file("a.yaml")).unwrap();
+        watched.settle().await;
+        assert!(!watched.has_changed(), "{:?}", watched.desired.borrow());
     }
 
     #[tokio::test(start_paused = true)]

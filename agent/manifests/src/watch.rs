@@ -33,6 +33,8 @@ pub(super) enum Change<'a> {
     Nothing,
     /// This file may be another, or gone.
     File(&'a OsStr),
+    /// This file was deleted. Another may have its name by now.
+    Deleted(&'a OsStr),
     /// This file has a new name. If it is only just being written, its end of writing will be told.
     Created(&'a OsStr),
     /// Anything may be different.
@@ -51,6 +53,7 @@ pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr
             Change::Nothing
         }
         (From::Folder, Some(name)) if mask.contains(EventMask::CREATE) => Change::Created(name),
+        (From::Folder, Some(name)) if mask.contains(EventMask::DELETE) => Change::Deleted(name),
         (From::Folder, Some(name)) => Change::File(name),
         (From::Above(_), _) if mask.intersects(lost) => Change::Everything,
         (From::Above(way), Some(name)) if way == name => Change::Everything,
@@ -111,6 +114,8 @@ pub(super) struct Changes {
     pub(super) files: BTreeSet<OsString>,
     /// Files of which only those count that aren't being written.
     pub(super) created: BTreeSet<OsString>,
+    /// Files that were deleted; they are among `files` too.
+    pub(super) deleted: BTreeSet<OsString>,
 }
 
 /// The watches on a folder and on what leads to it.
@@ -196,6 +201,10 @@ impl Watcher {
             Change::File(name) => {
                 changes.files.insert(name.to_owned());
             }
+            Change::Deleted(name) => {
+                changes.files.insert(name.to_owned());
+                changes.deleted.insert(name.to_owned());
+            }
             Change::Created(name) => {
                 changes.created.insert(name.to_owned());
             }
@@ -232,7 +241,7 @@ mod tests {
         check(folder, EventMask::CLOSE_WRITE, Some("web.yaml"), web);
         check(folder, EventMask::MOVED_TO, Some("web.yaml"), web);
         check(folder, EventMask::MOVED_FROM, Some("web.yaml"), web);
-        check(folder, EventMask::DELETE, Some("web.yaml"), web);
+        check(folder, EventMask::DELETE, Some("web.yaml"), Change::Deleted(OsStr::new("web.yaml")));
         check(folder, EventMask::ATTRIB, Some("web.yaml"), web);
         check(folder, EventMask::CREATE, Some("web.yaml"), Change::Created(OsStr::new("web.yaml")));
         check(folder, EventMask::CREATE | EventMask::ISDIR, Some("old"), Change::Nothing);

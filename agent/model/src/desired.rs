@@ -37,6 +37,8 @@ pub struct Desired {
     pub node: Option<Arc<NodeView>>,
     /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
     pub objects: Arc<Objects>,
+    /// How often a pod's manifest was deleted and put back, by UID, where that ends the pod that ran by it.
+    pub put_back: BTreeMap<String, u64>,
     /// The files of priority classes, by name.
     pub class_files: BTreeMap<String, PathBuf>,
 }
@@ -53,6 +55,7 @@ impl Desired {
             }
             all.rejected.extend(one.rejected.iter().cloned());
             all.unreadable.extend(one.unreadable.iter().cloned());
+            all.put_back.extend(one.put_back.clone());
             all.folder_unread |= one.folder_unread;
             all.api_unread |= one.api_unread;
             all.without_folder |= one.without_folder;

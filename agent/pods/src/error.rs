@@ -21,6 +21,14 @@ pub enum Error {
     /// Files of the pod on this node (folders, volumes, logs) can't be made or removed.
     #[error("{0}")]
     Files(String),
+    /// One of the pod's volumes can't be made.
+    #[error("volume {volume}: {why}")]
+    Volume {
+        /// Its name.
+        volume: String,
+        /// Why: a sentence.
+        why: String,
+    },
     /// The runtime did not do what it said it did.
     #[error("{0}")]
     Unseen(&'static str),
@@ -30,6 +38,16 @@ impl Error {
     /// The error of files of the pod.
     pub(crate) fn of_files(error: impl std::fmt::Display) -> Self {
         Self::Files(error.to_string())
+    }
+
+    /// The error of volumes that can't be made.
+    pub(crate) fn of_volumes(error: beelet_volumes::Error) -> Self {
+        match error {
+            beelet_volumes::Error::Volume { volume, cause } => {
+                Self::Volume { volume, why: cause.to_string() }
+            }
+            other => Self::of_files(other),
+        }
     }
 
     /// The error of a spec that can't be carried out.

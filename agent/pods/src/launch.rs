@@ -125,7 +125,7 @@ impl Launcher {
         let folders = chores.run(move || {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
             let sources = Sources { pod: &of_pod.pod, objects: &objects, node: &node };
-            of_pod.volumes.set_up(&sources).map_err(Error::of_files)
+            of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
         });
         // Both to their end: nothing may still be made when what was made is taken away.
         let (cgroups, folders) = tokio::join!(cgroups, folders);

@@ -28,7 +28,7 @@ use tracing::{info, warn};
 
 use super::{
     launch::Launcher,
-    metrics::Metrics,
+    metrics::{Counted, Lifecycle, Metrics},
     records::{PodRecord, Records},
     runtime_view::Observation,
     status::{Inputs, Waiting},
@@ -116,6 +116,8 @@ struct Managed {
     assigned: Option<Arc<core::Pod>>,
     /// How a change of its amounts stands.
     resize: ResizeFacts,
+    /// How often its manifest had been put back when it began.
+    put_back: u64,
 }
 
 impl Managed {
@@ -126,6 +128,19 @@ impl Managed {
     /// Returns true if nobody wants it any more: once nothing is left of it, it is forgotten.
     fn is_dropped(&self) -> bool {
         self.control.borrow().terminate.is_some()
+    }
+
+    /// What it counts as in the gauges of pods.
+    fn counted(&self) -> Counted {
+        let lifecycle = if self.is_cleared() || self.failure.is_none() && !self.terminating() && self.ended()
+        {
+            Lifecycle::Terminated
+        } else if self.terminating() || self.failure.is_some() {
+            Lifecycle::Terminating
+        } else {
+            Lifecycle::Sync
+        };
+        Counted { is_static: !self.origin().is_api(), is_desired: !self.is_dropped(), lifecycle }
     }
 
     fn origin(&self) -> Origin {
@@ -159,6 +174,9 @@ pub struct Manager {
     /// What the node has of devices, and the last change of their health that pods' statuses have.
     devices: watch::Receiver<Arc<NodeDevices>>,
     device_health: u64,
+    /// A pod that has just gone, and the restart counts with which its containers begin should it come back
+    /// at once.
+    left: Option<(String, Arc<BTreeMap<String, u32>>)>,
 }
 
 impl Manager {
@@ -178,6 +196,7 @@ impl Manager {
             reports_out,
             devices,
             device_health: 0,
+            left: None,
         }
     }
 
@@ -259,6 +278,7 @@ impl Manager {
                 continue;
             }
             info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
+            self.parts.metrics.orphaned();
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
         for (uid, pod) in wanted {
@@ -278,6 +298,9 @@ impl Manager {
                 continue;
             }
             info!(pod = %name, uid, "pod is managed from now on");
+            if self.gone.contains_key(&uid) {
+                self.parts.metrics.restarted(!Origin::of(&pod).is_api());
+            }
             self.spawn(pod, false);
         }
     }
@@ -318,6 +341,11 @@ impl Manager {
             return;
         }
         let Some(managed) = self.pods.get_mut(uid) else { return };
+        if wanted.is_some() && put_back(desired, uid) > managed.put_back {
+            info!(pod = %managed.name, uid, "the pod's manifest was deleted and put back");
+            self.terminate(uid);
+            return;
+        }
         let same = |pod: &&Arc<core::Pod>| {
             hash_of(pod) == hash_of(&managed.pod)
                 || managed.may_resize() && resize::shape(pod) == resize::shape(&managed.pod)
@@ -366,6 +394,9 @@ impl Manager {
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = self.remembered(&uid, Origin::of(&pod));
+        let left = self.left.take_if(|(left, _)| *left == uid).map(|(_, counts)| counts);
+        let known = || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_ref())).unwrap_or_default());
+        let counts = left.unwrap_or_else(known);
         let (probes, hooked, oom, status, failure, edge) = match record {
             Some(record) => {
                 (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
@@ -389,7 +420,8 @@ impl Manager {
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
         let failed = deletion.as_ref().map(|d| Terminate { grace: Some(d.grace) }).or(failed);
         let ended = failure.is_none() && has_ended(status.as_ref());
-        let (control, signal) = watch::channel(Control { terminate, failed, ended, ..Control::default() });
+        let (control, signal) =
+            watch::channel(Control { terminate, failed, ended, counts, ..Control::default() });
         let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
         control.send_modify(|c| {
             c.verdicts.started.extend(started);
@@ -416,6 +448,7 @@ impl Manager {
             deletion,
             assigned,
             resize: ResizeFacts::default(),
+            put_back: put_back(&self.parts.desired.borrow(), &uid),
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         if known && managed.status.is_none() && terminate.is_none() {
@@ -449,6 +482,7 @@ impl Manager {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
         if report.stage == Stage::Gone {
             let name = managed.name.clone();
+            let counts = Arc::new(next_counts(managed.status.as_ref()));
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
@@ -460,8 +494,10 @@ impl Manager {
             self.unpublish(&name, &report.uid);
             self.publish_processes();
             if !stopping {
-                // A pod of the same name may have waited for this one.
+                // A pod of the same name, or the same pod, may have waited for this one.
+                self.left = Some((report.uid, counts));
                 self.reconcile();
+                self.left = None;
             }
             return;
         }
@@ -476,7 +512,10 @@ impl Manager {
                 let of_id = report.seen.pod.containers.iter().find(|c| c.id == *id);
                 of_id.is_some_and(|c| matches!(c.state, ContainerState::Running { .. }))
             };
-            c.verdicts.condemned.retain(|id, _| running(id));
+            // Why one was stopped says whether it comes back.
+            c.verdicts.condemned.retain(|id, reason| {
+                running(id) || reason.is_for_a_restart() && report.seen.containers.contains_key(id)
+            });
             c.exited.retain(|id, _| running(id));
             c.verdicts.hurried.retain(|id| report.seen.containers.contains_key(id));
             c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
@@ -568,6 +607,7 @@ impl Manager {
         }
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let unseen = Observation::default();
+        let condemned = managed.control.borrow().verdicts.condemned.clone();
         let status = match (&managed.seen, &managed.status) {
             // Until the runtime was asked, what was known before the restart stands.
             (None, Some(known)) => {
@@ -584,6 +624,7 @@ impl Manager {
                 pod: &managed.pod,
                 seen: seen.as_deref().unwrap_or(&unseen),
                 waiting: &managed.waiting,
+                condemned: &condemned,
                 probes: &managed.probes,
                 oom: &managed.oom,
                 previous: managed.status.as_ref(),
@@ -640,8 +681,13 @@ impl Manager {
         });
         self.parts.records.set(uid, record);
         if changed {
-            self.parts.metrics.observe(&self.parts.table.borrow());
+            self.measure();
         }
+    }
+
+    fn measure(&self) {
+        self.parts.metrics.observe(&self.parts.table.borrow());
+        self.parts.metrics.count(self.pods.values().map(Managed::counted));
     }
 
     /// Returns true if it is on its way out while another pod has its name: readers see that one.
@@ -661,7 +707,7 @@ impl Manager {
             *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
             true
         });
-        self.parts.metrics.observe(&self.parts.table.borrow());
+        self.measure();
     }
 }
 
@@ -673,6 +719,23 @@ fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
     let mut ran = statuses.filter(|status| status.container_id.is_some());
     has_ended(Some(known))
         && (seen.containers.is_empty() || ran.any(|status| seen.newest(&status.name).is_none()))
+}
+
+/// How often a pod's manifest was put back so far.
+fn put_back(desired: &Desired, uid: &str) -> u64 {
+    desired.put_back.get(uid).copied().unwrap_or_default()
+}
+
+/// The restart counts of the next containers of a pod, as far as it has had any.
+fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, u32> {
+    let all = status
+        .into_iter()
+        .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
+    let ran = all.filter(|status| status.container_id.is_some());
+    ran.filter_map(|status| {
+        Some((status.name.clone(), u32::try_from(status.restart_count).ok()?.checked_add(1)?))
+    })
+    .collect()
 }
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {

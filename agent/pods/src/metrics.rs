@@ -45,6 +45,46 @@ pub(crate) enum Step {
     Kill,
 }
 
+/// Where a pod is on its way, as `kubelet_working_pods` has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lifecycle {
+    /// It runs, or is to run.
+    Sync,
+    /// It ends.
+    Terminating,
+    /// Nothing of it runs any more.
+    Terminated,
+}
+
+/// What a pod counts as in the gauges of pods.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counted {
+    /// It is not from the API server.
+    pub(crate) is_static: bool,
+    /// Its source still has it.
+    pub(crate) is_desired: bool,
+    pub(crate) lifecycle: Lifecycle,
+}
+
+/// The kubelet writes "true" or nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StaticLabel {
+    r#static: &'static str,
+}
+
+impl StaticLabel {
+    fn of(is_static: bool) -> Self {
+        Self { r#static: if is_static { "true" } else { "" } }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WorkingLabel {
+    lifecycle: &'static str,
+    config: &'static str,
+    r#static: &'static str,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StepLabel {
     operation_type: &'static str,
@@ -98,7 +138,11 @@ impl Collector for Volumes {
 /// Counters and gauges; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    desired_pods: Gauge,
+    desired_pods: Family<StaticLabel, Gauge>,
+    active_pods: Family<StaticLabel, Gauge>,
+    working_pods: Family<WorkingLabel, Gauge>,
+    restarted_pods: Family<StaticLabel, Counter>,
+    orphaned_pods: Counter,
     running_pods: Gauge,
     running_containers: Family<ContainerStateLabel, Gauge>,
     /// Manifests that could not become a pod.
@@ -114,7 +158,11 @@ pub struct Metrics {
 impl Default for Metrics {
     fn default() -> Self {
         Self {
-            desired_pods: Gauge::default(),
+            desired_pods: Family::default(),
+            active_pods: Family::default(),
+            working_pods: Family::default(),
+            restarted_pods: Family::default(),
+            orphaned_pods: Counter::default(),
             running_pods: Gauge::default(),
             running_containers: Family::default(),
             rejected_manifests: Gauge::default(),
@@ -132,8 +180,28 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_desired_pods",
-            "Pods that this node should run",
+            "Pods that this node is told to run; static=\"true\": by its manifests",
             self.desired_pods.clone(),
+        );
+        registry.register(
+            "kubelet_active_pods",
+            "Pods of these that have not ended: they count when a new one asks for room",
+            self.active_pods.clone(),
+        );
+        registry.register(
+            "kubelet_working_pods",
+            "Pods that are here, by lifecycle (sync, terminating, terminated) and by whether anybody wants them (desired, orphan)",
+            self.working_pods.clone(),
+        );
+        registry.register(
+            "kubelet_restarted_pods",
+            "Pods that came back with the UID of one that was here and went",
+            self.restarted_pods.clone(),
+        );
+        registry.register(
+            "kubelet_orphaned_runtime_pods",
+            "Pods that the runtime had and nobody wanted",
+            self.orphaned_pods.clone(),
         );
         registry.register("kubelet_running_pods", "Pods in phase Running", self.running_pods.clone());
         registry.register(
@@ -172,6 +240,43 @@ impl Metrics {
         self.steps.get_or_create(&StepLabel { operation_type }).observe(took.as_secs_f64());
     }
 
+    /// Counts pods by what they are on their way to.
+    pub(crate) fn count(&self, pods: impl Iterator<Item = Counted>) {
+        // [static][desired or orphan][lifecycle]
+        let mut working = [[[0_i64; 3]; 2]; 2];
+        for pod in pods {
+            working[usize::from(pod.is_static)][usize::from(!pod.is_desired)][pod.lifecycle as usize] += 1;
+        }
+        for (is_static, of_source) in [false, true].into_iter().zip(working) {
+            let label = StaticLabel::of(is_static);
+            let [sync, terminating, terminated] = of_source[0];
+            self.desired_pods.get_or_create(&label).set(sync + terminating + terminated);
+            self.active_pods.get_or_create(&label).set(sync + terminating);
+            for (config, counts) in ["desired", "orphan"].into_iter().zip(of_source) {
+                for (lifecycle, count) in ["sync", "terminating", "terminated"].into_iter().zip(counts) {
+                    let label = WorkingLabel { lifecycle, config, r#static: label.r#static };
+                    self.working_pods.get_or_create(&label).set(count);
+                }
+            }
+        }
+        // Every sandbox says whose it is and where its pod came from: there is none of which nothing is
+        // known.
+        for lifecycle in ["sync", "terminating", "terminated"] {
+            let label = WorkingLabel { lifecycle, config: "runtime_only", r#static: "unknown" };
+            self.working_pods.get_or_create(&label).set(0);
+        }
+    }
+
+    /// A pod came back with the UID of one that went.
+    pub(crate) fn restarted(&self, is_static: bool) {
+        self.restarted_pods.get_or_create(&StaticLabel::of(is_static)).inc();
+    }
+
+    /// The runtime had a pod that nobody wanted.
+    pub(crate) fn orphaned(&self) {
+        self.orphaned_pods.inc();
+    }
+
     /// Counts what the table shows.
     pub fn observe(&self, table: &PodTable) {
         let mut running_pods = 0;
@@ -185,7 +290,6 @@ impl Metrics {
             }
         }
         self.volumes.observe(table);
-        self.desired_pods.set(i64::try_from(table.pods.len()).unwrap_or(i64::MAX));
         self.running_pods.set(running_pods);
         for (container_state, count) in [("running", running), ("waiting", waiting), ("exited", exited)] {
             self.running_containers.get_or_create(&ContainerStateLabel { container_state }).set(count);
@@ -200,6 +304,36 @@ mod tests {
 
     use super::*;
     use beelet_model::table::PodName;
+
+    #[test]
+    fn pods_are_counted_by_their_lifecycle_and_by_whether_they_are_wanted() {
+        let pod = |is_static, is_desired, lifecycle| Counted { is_static, is_desired, lifecycle };
+        let metrics = Metrics::default();
+        metrics.count(
+            [
+                pod(false, true, Lifecycle::Sync),
+                pod(false, true, Lifecycle::Terminating),
+                pod(false, true, Lifecycle::Terminated),
+                pod(true, false, Lifecycle::Terminating),
+            ]
+            .into_iter(),
+        );
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for line in [
+            r#"kubelet_desired_pods{static=""} 3"#,
+            r#"kubelet_desired_pods{static="true"} 0"#,
+            r#"kubelet_active_pods{static=""} 2"#,
+            r#"kubelet_active_pods{static="true"} 0"#,
+            r#"kubelet_working_pods{lifecycle="sync",config="desired",static=""} 1"#,
+            r#"kubelet_working_pods{lifecycle="terminating",config="orphan",static="true"} 1"#,
+            r#"kubelet_working_pods{lifecycle="terminated",config="runtime_only",static="unknown"} 0"#,
+        ] {
+            assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
+        }
+    }
 
     #[test]
     fn volumes_are_counted_as_wanted_and_as_there() {

@@ -5,7 +5,7 @@ use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
 use std::collections::BTreeMap;
 
 use beelet_policy::{
-    pod::{self, Tally},
+    pod::{self, KillReason, Tally},
     qos,
 };
 use beelet_proto::cri;
@@ -13,7 +13,7 @@ use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 
 use super::runtime_view::Observation;
-use beelet_model::{failure::Failure, pod::NodeFacts, status::timestamp};
+use beelet_model::{failure::Failure, origin::Origin, pod::NodeFacts, status::timestamp};
 use beelet_spec::{
     resize::{self, ResizeFacts},
     signals,
@@ -37,6 +37,8 @@ pub(crate) struct Inputs<'a> {
     pub seen: &'a Observation,
     /// Why containers aren't running, by name.
     pub waiting: &'a BTreeMap<String, Waiting>,
+    /// Why containers were or are stopped, by the runtime's container identifier.
+    pub condemned: &'a BTreeMap<String, KillReason>,
     /// What probes say, by the runtime's container identifier.
     pub probes: &'a BTreeMap<String, ProbeFacts>,
     /// OOM kills in containers, by the runtime's container identifier.
@@ -59,6 +61,45 @@ pub(crate) struct Inputs<'a> {
 /// kubelet's.
 const RESTARTING_ALL: &str = "RestartingAllContainers";
 const ALL_RESTARTING: &str = "AllContainersRestarting";
+
+/// Whom a container's first process runs as.
+fn user(user: &cri::LinuxContainerUser) -> core::ContainerUser {
+    let linux = core::LinuxContainerUser {
+        uid: user.uid,
+        gid: user.gid,
+        supplemental_groups: Some(user.supplemental_groups.clone()),
+    };
+    core::ContainerUser { linux: Some(linux) }
+}
+
+/// A container's mounts of volumes. Whether what is mounted below one is read-only too the runtime knows once the container is
+/// made; until then it is what is asked for without fail.
+fn volume_mounts(
+    spec: &core::Container,
+    runtime: Option<&cri::ContainerStatus>,
+) -> Option<Vec<core::VolumeMountStatus>> {
+    let recursive = |mount: &core::VolumeMount| match runtime {
+        Some(status) => {
+            let made = status.mounts.iter().find(|made| made.container_path == mount.mount_path);
+            made.is_some_and(|made| made.recursive_read_only)
+        }
+        None => mount.recursive_read_only.as_deref() == Some("Enabled"),
+    };
+    let status = |mount: &core::VolumeMount| core::VolumeMountStatus {
+        name: mount.name.clone(),
+        mount_path: mount.mount_path.clone(),
+        read_only: mount.read_only.filter(|read_only| *read_only),
+        recursive_read_only: (mount.read_only == Some(true))
+            .then(|| if recursive(mount) { "Enabled" } else { "Disabled" }.to_owned()),
+        ..Default::default()
+    };
+    let mounts: Vec<_> = spec.volume_mounts.iter().flatten().map(status).collect();
+    (!mounts.is_empty()).then_some(mounts)
+}
+
+/// What is said of an init container that the runtime has forgotten; the kubelet's words.
+const FORGOTTEN: &str = "Unable to get init container status from container runtime and pod has been initialized, treat it as \
+                         exited normally";
 
 /// What a container is for in its pod.
 #[derive(Clone, Copy)]
@@ -134,12 +175,7 @@ impl Inputs<'_> {
     /// Returns true if the pod's own containers may run: they exist already, or every init container has done
     /// its part. Once the sandbox is gone, what ran in it says so.
     fn initialized(&self, inits: &[&core::Container], mains: &[&core::Container]) -> bool {
-        let mut newest = mains.iter().filter_map(|c| self.seen.newest(&c.name));
-        let begun = match &self.seen.sandbox {
-            Some(sandbox) => newest.any(|n| n.sandbox_id == sandbox.id),
-            None => newest.any(|n| !matches!(n.state, pod::ContainerState::Created)),
-        };
-        if begun {
+        if self.begun(mains.iter().copied()) {
             return true;
         }
         inits.iter().all(|spec| {
@@ -150,6 +186,15 @@ impl Inputs<'_> {
                 _ => false,
             }
         })
+    }
+
+    /// Whether one of the pod's own containers has been made in its sandbox, or ran in the one that is gone.
+    fn begun<'c>(&self, mains: impl IntoIterator<Item = &'c core::Container>) -> bool {
+        let mut newest = mains.into_iter().filter_map(|c| self.seen.newest(&c.name));
+        match &self.seen.sandbox {
+            Some(sandbox) => newest.any(|n| n.sandbox_id == sandbox.id),
+            None => newest.any(|n| !matches!(n.state, pod::ContainerState::Created)),
+        }
     }
 
     fn tally(
@@ -180,6 +225,7 @@ impl Inputs<'_> {
                     tally.restarting += 1;
                 }
                 Some(code) if pod::restarts(spec, container, code) => tally.restarting += 1,
+                Some(_) if self.comes_back(spec, container) => tally.restarting += 1,
                 Some(0) => tally.succeeded += 1,
                 Some(_) => tally.failed += 1,
                 None => tally.waiting += 1,
@@ -188,7 +234,13 @@ impl Inputs<'_> {
         tally
     }
 
-    /// Returns true if a container is to be replaced because all are restarted.
+    /// Whether the newest container of that name is started again for the reason that it was stopped for.
+    fn comes_back(&self, spec: &core::PodSpec, container: &core::Container) -> bool {
+        let reason = self.seen.newest(&container.name).and_then(|newest| self.condemned.get(&newest.id));
+        reason.is_some_and(|reason| reason.is_for_a_restart()) && pod::restarts_when_killed(spec, container)
+    }
+
+    /// Whether a container is to be replaced because all are restarted.
     fn is_past(&self, container: &pod::Container) -> bool {
         let spec = self.pod.spec.as_ref();
         spec.is_some_and(|spec| pod::Round::of(spec, &self.seen.pod).is_past(container))
@@ -215,6 +267,12 @@ impl Inputs<'_> {
         {
             return last;
         }
+        if newest.is_none()
+            && matches!(role, Role::Init)
+            && self.begun(self.pod.spec.iter().flat_map(|pod| &pod.containers))
+        {
+            return self.forgotten(spec);
+        }
         let runtime = newest.and_then(|c| self.seen.containers.get(&c.id));
         let started = newest.is_some_and(|c| self.started(spec, c));
         let ready = newest.is_some_and(|c| match role {
@@ -240,6 +298,8 @@ impl Inputs<'_> {
             resources: newest.and_then(|c| self.in_force(c)).or_else(|| resize::amounts(spec)),
             allocated_resources: resize::amounts(spec).and_then(|amounts| amounts.requests),
             stop_signal: runtime.and_then(|status| signals::name(status.stop_signal())),
+            user: runtime.and_then(|status| status.user.as_ref()?.linux.as_ref()).map(user),
+            volume_mounts: volume_mounts(spec, runtime),
             state: Some(state),
             last_state,
             ..Default::default()
@@ -294,6 +354,29 @@ impl Inputs<'_> {
         }
         (last.ready, last.started) = (false, last.started.and(Some(false)));
         Some(last)
+    }
+
+    /// An init container that the runtime has forgotten after it had done its part. Of a static pod, whose status the kubelet
+    /// keeps nowhere, that is all that is said (convertToAPIContainerStatuses).
+    fn forgotten(&self, spec: &core::Container) -> core::ContainerStatus {
+        let last = self.last_known(&spec.name);
+        let last = last.filter(|last| last.state.as_ref().is_some_and(|state| state.terminated.is_some()));
+        let is_kept = last.is_some() && Origin::of(self.pod).is_api();
+        let mut status = last.unwrap_or_else(|| core::ContainerStatus {
+            name: spec.name.clone(),
+            image: spec.image.clone().unwrap_or_default(),
+            ..Default::default()
+        });
+        (status.ready, status.started) = (true, Some(false));
+        if !is_kept {
+            let state = status.state.get_or_insert_default();
+            state.waiting = None;
+            let terminated = state.terminated.get_or_insert_default();
+            terminated.exit_code = 0;
+            terminated.reason = Some("Completed".to_owned());
+            terminated.message = Some(FORGOTTEN.to_owned());
+        }
+        status
     }
 
     fn container_id(&self, id: &str) -> String {

@@ -64,6 +64,8 @@ pub(super) struct Control {
     pub updated: Option<Arc<core::Pod>>,
     /// What probes say.
     pub verdicts: Verdicts,
+    /// The restart counts with which containers begin that the runtime knows nothing of: they ran before.
+    pub counts: Arc<BTreeMap<String, u32>>,
     /// Counts the changes that the runtime reported.
     pub changes: u64,
     /// Counts the requests to start again at once what could not be started.
@@ -479,8 +481,9 @@ impl Worker {
             }
             Err(error) => {
                 match &error {
-                    Error::Files(why) if Origin::of(&self.plan.pod).is_api() => {
-                        events.warning(pod(), "FailedMount", format!("MountVolume.SetUp failed: {why}"));
+                    Error::Volume { volume, why } if Origin::of(&self.plan.pod).is_api() => {
+                        let message = format!("MountVolume.SetUp failed for volume {volume:?} : {why}");
+                        events.warning(pod(), "FailedMount", message);
                     }
                     _ => {
                         let message = format!("Failed to create pod sandbox: {error}");
@@ -514,10 +517,14 @@ impl Worker {
 
     /// Starts containers, one after the other, hooks included.
     async fn start(&mut self, actions: &Actions, seen: &Observation) -> Result<(), Error> {
+        let counts = Arc::clone(&self.control.borrow().counts);
         for start in &actions.start {
             if !self.may_start(&start.name) {
                 continue;
             }
+            let begins = counts.get(&start.name).filter(|_| seen.newest(&start.name).is_none());
+            let attempt = begins.map_or(start.attempt, |count| start.attempt.max(*count));
+            let start = &pod::Start { attempt, ..start.clone() };
             let Some(sandbox) = &seen.sandbox else {
                 return Err(Error::Unseen("the sandbox is gone that its containers were to run in"));
             };

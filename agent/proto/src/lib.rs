@@ -31,6 +31,12 @@ pub mod podresources {
     tonic::include_proto!("v1");
 }
 
+/// The pod resources API v1alpha1.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+pub mod podresources_v1alpha1 {
+    tonic::include_proto!("v1alpha1");
+}
+
 /// gRPC's health checking protocol.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
 pub mod health {

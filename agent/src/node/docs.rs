@@ -59,6 +59,16 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_running_containers", "gauge"),
     ("kubelet_certificate_manager_client_ttl_seconds", "gauge"),
     ("kubelet_evictions", "unknown"),
+    ("kubelet_desired_pods", "gauge"),
+    ("kubelet_active_pods", "gauge"),
+    ("kubelet_working_pods", "gauge"),
+    ("kubelet_pod_resources_endpoint_errors_get", "unknown"),
+    ("kubelet_pod_resources_endpoint_errors_get_allocatable", "unknown"),
+    ("kubelet_pod_resources_endpoint_errors_list", "unknown"),
+    ("kubelet_pod_resources_endpoint_requests_get", "unknown"),
+    ("kubelet_pod_resources_endpoint_requests_get_allocatable", "unknown"),
+    ("kubelet_pod_resources_endpoint_requests_list", "unknown"),
+    ("kubelet_pod_resources_endpoint_requests_total", "unknown"),
 ];
 
 /// What the panels and alerts of kubernetes-mixin ask of a kubelet and of its cAdvisor, but for `go_*` and

@@ -421,7 +421,9 @@ impl Node {
         }
         tasks.spawn("memory", give_memory_back(working.clone()));
         let table = self.table.clone();
-        tasks.spawn("pod resources", podresources::serve(handles.devices.clone(), table, working.clone()));
+        let calls = self.metrics.pod_resources.clone();
+        let served = podresources::serve(handles.devices.clone(), table, calls, working.clone());
+        tasks.spawn("pod resources", served);
         for (name, part) in inputs.attached {
             tasks.spawn(name, part(handles.clone(), working.clone()));
         }
@@ -477,6 +479,7 @@ impl Node {
         let options = Options {
             check_frequency: self.config.file_check_frequency,
             rules: manifest_rules(&self.config, &self.state),
+            put_back_restarts: self.config.put_back_restarts,
             events: self.events.clone(),
             cancel: working.clone(),
         };

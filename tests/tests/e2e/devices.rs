@@ -231,6 +231,7 @@ fn pod_resources_are_told_at_the_kubelets_socket() {
     use beelet_proto::podresources::{
         AllocatableResourcesRequest, GetPodResourcesRequest, ListPodResourcesRequest,
     };
+    use beelet_proto::podresources_v1alpha1 as v1alpha1;
     let node = start();
     let _plugin = sample(&node, &["--devices", "a@1 b@0 !c"]);
     node.apply("web", RESOURCE, 2, LOOK);
@@ -256,6 +257,11 @@ fn pod_resources_are_told_at_the_kubelets_socket() {
         assert_eq!(got, listed[0]);
         let missing = client.get(name("nobody")).await.unwrap_err();
         assert_eq!(missing.code(), tonic::Code::NotFound);
+        let channel = beelet_tests::containerd::connect(&socket).await?;
+        let mut older = v1alpha1::pod_resources_lister_client::PodResourcesListerClient::new(channel);
+        let listed = older.list(v1alpha1::ListPodResourcesRequest {}).await?.into_inner().pod_resources;
+        let ids = listed[0].containers[0].devices.iter().flat_map(|d| d.device_ids.clone());
+        assert_eq!(ids.collect::<Vec<_>>(), ["a", "b"]);
         anyhow::Ok(())
     })
     .unwrap();

@@ -532,6 +532,7 @@ mod tests {
         let options = Options {
             check_frequency: Duration::from_secs(3600),
             rules: Rules::default(),
+            put_back_restarts: false,
             events: beelet_state::events::Recorder::default(),
             cancel: cancel.clone(),
         };

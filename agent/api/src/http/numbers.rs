@@ -275,7 +275,7 @@ const RESOURCE_POD: [Of<Reading, Option<f64>>; 3] = {
         }),
     ]
 };
-const RESOURCE_NODE: [Of<NodeStats, f64>; 2] = {
+const RESOURCE_NODE: [Of<NodeStats, f64>; 3] = {
     use Kind::{Counter, Gauge};
     [
         (
@@ -288,6 +288,10 @@ const RESOURCE_NODE: [Of<NodeStats, f64>; 2] = {
         ),
         (("node_memory_working_set_bytes", Gauge, "Memory in use without inactive file pages"), |node| {
             node.machine.working_set as f64
+        }),
+        // A machine without swap uses none of it.
+        (("node_swap_usage_bytes", Gauge, "Memory that is swapped out, in bytes"), |node| {
+            node.machine.swap.map_or(0.0, |[total, free]| total.saturating_sub(free) as f64)
         }),
     ]
 };
@@ -351,12 +355,13 @@ mod tests {
             "container_start_time_seconds{container=\"app\",namespace=\"shop\",pod=\"web\"} 1600000000",
             "pod_cpu_usage_seconds_total{namespace=\"shop\",pod=\"web\"} 3 1700000000000",
             "node_cpu_usage_seconds_total 100 1700000000000",
+            "node_swap_usage_bytes 6 1700000000000",
             "resource_scrape_error 0",
         ] {
             assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
         }
         // What is not known is not there.
-        assert!(!text.contains("swap"), "{text}");
+        assert!(!text.contains("container_swap") && !text.contains("pod_swap"), "{text}");
         assert!(resource_page(&NodeStats::nothing_yet()).ends_with("resource_scrape_error 1\n"));
     }
 

@@ -65,6 +65,7 @@ fn seen(containers: &[&str]) -> Observation {
 #[derive(Default)]
 struct Case {
     waiting: BTreeMap<String, Waiting>,
+    condemned: BTreeMap<String, KillReason>,
     probes: BTreeMap<String, ProbeFacts>,
     previous: Option<core::PodStatus>,
     failure: Option<Failure>,
@@ -79,6 +80,7 @@ impl Case {
             pod,
             seen,
             waiting: &self.waiting,
+            condemned: &self.condemned,
             probes: &self.probes,
             previous: self.previous.as_ref(),
             failure: self.failure.as_ref(),
@@ -172,6 +174,19 @@ fn a_restarted_container_shows_how_the_one_before_it_ended() {
 }
 
 #[test]
+fn a_container_that_a_probe_stopped_is_no_end_of_its_pod_unless_it_never_restarts() {
+    let phase = |policy: &str, reason: KillReason| {
+        let spec = json!({"restartPolicy": policy, "containers": [{"name": "a", "image": "i"}]});
+        let case = Case { condemned: [("a-0".to_owned(), reason)].into(), ..Case::default() };
+        case.status(&pod(spec), &seen(&["a 0 exit 0"])).phase.unwrap()
+    };
+    assert_eq!(phase("OnFailure", KillReason::Liveness), "Running");
+    assert_eq!(phase("OnFailure", KillReason::Startup), "Running");
+    assert_eq!(phase("OnFailure", KillReason::PostStartHook), "Succeeded");
+    assert_eq!(phase("Never", KillReason::Liveness), "Succeeded");
+}
+
+#[test]
 fn a_pod_that_ended_is_not_ready_for_that_reason() {
     let spec = |policy: &str| json!({"restartPolicy": policy, "containers": [{"name": "a", "image": "i"}]});
     check(spec("Never"), &["a 0 exit 0"], &Case::default(), "Succeeded Ready=False a: Completed");
@@ -197,6 +212,30 @@ fn containers_wait_for_their_init_containers() {
         &Case::default(),
         "Running Ready=True i: Completed ready, a: running ready",
     );
+}
+
+#[test]
+fn an_init_container_that_the_runtime_has_forgotten_has_done_its_part() {
+    let spec = json!({
+        "initContainers": [{"name": "init", "image": "i"}],
+        "containers": [{"name": "a", "image": "i"}],
+    });
+    let check = |source: &str, previous: Option<core::PodStatus>, id: Option<&str>, message: Option<&str>| {
+        let mut pod = pod(spec.clone());
+        pod.metadata.annotations =
+            Some([("kubernetes.io/config.source".to_owned(), source.to_owned())].into());
+        let status = Case { previous, ..Case::default() }.status(&pod, &seen(&["a 0 running"]));
+        assert_eq!(line(&status), "Running Ready=True init: Completed ready, a: running ready");
+        let init = &status.init_container_statuses.unwrap()[0];
+        let ended = init.state.as_ref().unwrap().terminated.as_ref().unwrap();
+        assert_eq!(ended.container_id.as_deref(), id);
+        assert_eq!(ended.message.as_deref(), message);
+    };
+    let before = || Case::default().status(&pod(spec.clone()), &seen(&["init 0 exit 0", "a 0 running"]));
+    check("file", None, None, Some(FORGOTTEN));
+    check("api", None, None, Some(FORGOTTEN));
+    check("file", Some(before()), Some("containerd://init-0"), Some(FORGOTTEN));
+    check("api", Some(before()), Some("containerd://init-0"), None);
 }
 
 #[test]
@@ -298,6 +337,36 @@ fn an_ephemeral_container_has_a_status_of_its_own() {
     assert_eq!(state(0).terminated.unwrap().exit_code, 1);
     assert_eq!(state(1).waiting.unwrap().reason.as_deref(), Some("ContainerCreating"));
     assert!(all.iter().all(|one| !one.ready && one.started.is_none()));
+}
+
+#[test]
+fn a_container_shows_whom_it_runs_as_and_how_its_volumes_are_mounted() {
+    let mount = |path: &str, read_only: bool, recursive: &str| json!({"name": "v", "mountPath": path, "readOnly": read_only, "recursiveReadOnly": recursive});
+    let spec = json!({"containers": [{"name": "a", "image": "i", "volumeMounts": [
+        {"name": "v", "mountPath": "/rw"}, mount("/ro", true, "Disabled"), mount("/asked", true, "Enabled"),
+        mount("/possible", true, "IfPossible"),
+    ]}]});
+    let shown = |seen: &Observation| {
+        let status = Case::default().status(&pod(spec.clone()), seen);
+        let status = status.container_statuses.unwrap().remove(0);
+        let mounts = status.volume_mounts.unwrap().into_iter();
+        (mounts.map(|mount| mount.recursive_read_only).collect::<Vec<_>>(), status.user)
+    };
+    let word = |word: &str| Some(word.to_owned());
+    let asked = [None, word("Disabled"), word("Enabled"), word("Disabled")].to_vec();
+    assert_eq!(shown(&seen(&[])), (asked, None));
+    let mut made = seen(&["a 0 running"]);
+    let status = made.containers.get_mut("a-0").unwrap();
+    for container_path in ["/asked", "/possible"] {
+        let container_path = container_path.to_owned();
+        status.mounts.push(cri::Mount { container_path, recursive_read_only: true, ..Default::default() });
+    }
+    let linux = cri::LinuxContainerUser { uid: 1000, gid: 1001, supplemental_groups: vec![1001, 7] };
+    status.user = Some(cri::ContainerUser { linux: Some(linux) });
+    let (mounts, user) = shown(&made);
+    assert_eq!(mounts, [None, word("Disabled"), word("Enabled"), word("Enabled")]);
+    let linux = user.unwrap().linux.unwrap();
+    assert_eq!((linux.uid, linux.gid, linux.supplemental_groups), (1000, 1001, Some(vec![1001, 7])));
 }
 
 #[test]

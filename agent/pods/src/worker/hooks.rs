@@ -21,6 +21,8 @@ use beelet_cri::Runtime;
 
 /// What applications see as the client.
 const USER_AGENT: &str = concat!("beelet-lifecycle/", env!("CARGO_PKG_VERSION"));
+/// How long a command that is waited for no longer may go on at most: it ends with its container.
+const LEFT_ALONE: Duration = Duration::from_secs(60);
 /// As much of a failed command's words as an error repeats.
 const SAID_MAX: usize = 500;
 
@@ -35,7 +37,8 @@ pub(super) struct Subject<'a> {
     pub pod_ip: Option<&'a str>,
 }
 
-/// Runs a hook to its end, for no longer than `within`. An error is a sentence.
+/// Runs a hook to its end, for no longer than `within`. A command that takes longer is not stopped: its
+/// container has its last seconds yet, and it ends with that, as under the kubelet. An error is a sentence.
 pub(super) async fn run(
     runtime: &Runtime,
     handler: &core::LifecycleHandler,
@@ -60,7 +63,11 @@ async fn handle(
     if let Some(exec) = &handler.exec {
         let command = exec.command.clone().unwrap_or_default();
         let shown = command.join(" ");
-        let output = runtime.exec_sync(subject.id, command, within).await.map_err(|e| e.to_string())?;
+        let (runtime, id) = (runtime.clone(), subject.id.to_owned());
+        let most = if within.is_zero() { within } else { within + LEFT_ALONE };
+        // A call that is dropped ends the command.
+        let call = tokio::spawn(async move { runtime.exec_sync(&id, command, most).await });
+        let output = call.await.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
         return match output.exit_code {
             0 => Ok(()),
             code => Err(format!("the command {shown:?} exited with {code}{}", said(&output.stderr))),

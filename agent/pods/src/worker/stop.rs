@@ -5,6 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 
 use beelet_policy::pod::{self, KillReason};
 use futures::future::join_all;
+use jiff::Timestamp;
 use tokio::{sync::watch, time::Instant};
 use tracing::{debug, warn};
 
@@ -15,6 +16,19 @@ use beelet_state::events::Object;
 
 /// What a container gets to end by itself, however little is left: the kubelet's minimumGracePeriodInSeconds.
 const MINIMUM: Duration = Duration::from_secs(2);
+
+/// How old a container is before it is told to end, where its grace period has room for that. A process that
+/// has only begun does not listen to signals yet: as the first of its namespace it loses them, and goes on
+/// until its grace period is over. Who looks at the kubelet's word knows of a start about that late.
+const CHILDHOOD: Duration = Duration::from_secs(1);
+
+/// How long a container that is in that state now is left alone first.
+fn childhood_left(state: &pod::ContainerState, now: Timestamp) -> Duration {
+    let pod::ContainerState::Running { started_at } = state else { return Duration::ZERO };
+    // By the clock on the wall, which may have been set: an age below zero says nothing.
+    let age = Duration::try_from(now.duration_since(*started_at)).unwrap_or(CHILDHOOD);
+    CHILDHOOD.saturating_sub(age)
+}
 
 /// The time in which something must have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +105,10 @@ impl Worker {
         before: Vec<&str>,
         progress: &watch::Sender<Progress>,
     ) -> Result<(), Error> {
+        let childhood = childhood_left(&container.state, Timestamp::now());
+        if window.left() >= childhood + MINIMUM {
+            tokio::time::sleep(childhood).await;
+        }
         self.pre_stop(container, seen, window).await;
         let mut others = progress.subscribe();
         let turn = others.wait_for(|p| p.failed || before.iter().all(|id| p.ended.contains(*id)));
@@ -196,6 +214,23 @@ impl Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_container_is_left_alone_until_it_is_a_second_old() {
+        let now = Timestamp::from_second(100).unwrap();
+        let check = |started: i64, expected: u64| {
+            let started_at = Timestamp::from_millisecond(started).unwrap();
+            let left = childhood_left(&pod::ContainerState::Running { started_at }, now);
+            assert_eq!(left, Duration::from_millis(expected), "{started}");
+        };
+        check(100_000, 1000);
+        check(99_750, 750);
+        check(99_000, 0);
+        check(0, 0);
+        // The clock was set back.
+        check(100_001, 0);
+        assert_eq!(childhood_left(&pod::ContainerState::Unknown, now), Duration::ZERO);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_window_closes_but_leaves_a_moment_to_end() {

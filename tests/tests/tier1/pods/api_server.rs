@@ -214,8 +214,10 @@ async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
     pod["spec"]["volumes"] = json!([{"name": "v", "configMap": {"name": "m"}}]);
     let uid = api.put(POD, pod)["metadata"]["uid"].as_str().unwrap().to_owned();
     let cluster = Cluster::start(api, &[]).await;
-    let told =
-        |event: &String| event.starts_with("FailedMount") && event.contains("configmap \"m\" not found");
+    let told = |event: &String| {
+        event.starts_with("FailedMount")
+            && event.contains("SetUp failed for volume \"v\" : configmap \"m\" not found")
+    };
     until_seen("the event", || cluster.node.events().iter().any(told).then_some(()).ok_or("none")).await;
     cluster.api.put(MAP, json!({"data": {"a": "1"}}));
     cluster.until("the pod to be ready", is_ready).await;

@@ -1,8 +1,11 @@
 //! Manifests that change, go, come back and break, while their pods run.
 
+use beelet_model::desired::Desired;
+use beelet_model::labels::ANNOTATION_HASH;
 use beelet_tests::cri::{Asked, CHANGES, Op};
 use serde_json::json;
 
+use super::assigned::{UID, assigned, desired, node_with};
 use super::node::{Node, View, of_everything, pod, until_seen, view, with};
 
 /// The calls that changed something, from call number `first` on, with the grace of stops.
@@ -162,8 +165,33 @@ async fn a_pod_that_is_wanted_again_while_it_ends_comes_back_once() {
     let after = node.until_pod("web", "to be back", |pod| pod.ready() && !pod.terminating()).await;
     assert_eq!(after.uid(), before.uid());
     node.until_relisted().await;
-    assert_eq!(node.containers("web"), "main/0+");
+    // It is the same pod: its containers ran before.
+    assert_eq!(node.containers("web"), "main/1+");
     assert_eq!(node.cri.count(Op::RunPodSandbox), 2, "{}", node.cri.transcript());
+}
+
+#[tokio::test]
+async fn a_pod_whose_manifest_was_put_back_starts_anew_once() {
+    let mut manifest = assigned(UID);
+    manifest["metadata"]["annotations"] = json!({ ANNOTATION_HASH: "same" });
+    let put_back = |times: u64| {
+        let mut desired = Desired::clone(&desired(std::slice::from_ref(&manifest)));
+        desired.put_back.insert(UID.to_owned(), times);
+        std::sync::Arc::new(desired)
+    };
+    let (node, source) = node_with(std::slice::from_ref(&manifest)).await;
+    node.until_ready("api").await;
+    for times in 1..=2 {
+        source.send_replace(put_back(times));
+        let count = i32::try_from(times).unwrap();
+        let restarted =
+            |pod: &View| pod.ready() && !pod.terminating() && pod.restarts().get("main") == Some(&count);
+        node.until_pod("api", "to run anew", restarted).await;
+        // Said once more, it changes nothing.
+        source.send_replace(put_back(times));
+        node.until_relisted().await;
+        assert_eq!(node.containers("api"), format!("main/{times}+"));
+    }
 }
 
 #[tokio::test]
