@@ -121,7 +121,10 @@ impl Auth {
                 Err(error) => trouble = Some(format!("the client's certificate: {error}")),
             }
         }
-        if let Some(token) = bearer_token(headers) {
+        // Where tokens are not reviewed, nobody can say that one is wrong: as under the kubelet it counts for
+        // nothing.
+        let counts = self.token_ttl.is_some() || !self.anonymous;
+        if let Some(token) = bearer_token(headers).filter(|_| counts) {
             match self.user_of_token(token).await {
                 Ok(Some(user)) => return Ok(user),
                 Ok(None) => trouble = Some("the bearer token is nobody's".to_owned()),
@@ -346,5 +349,16 @@ mod tests {
         assert!(matches!(auth.user(&[], None, &headers("Bearer jane")).await, Err(Refusal::Unauthorized(_))));
         auth.authorization = Authorization::AlwaysAllow;
         auth.allow(&user, "DELETE", "/anything").await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_token_counts_for_nothing_where_tokens_are_not_reviewed() {
+        let asked = async |anonymous: bool| {
+            let (mut auth, _) = auth(anonymous);
+            auth.token_ttl = None;
+            auth.user(&[], None, &headers("Bearer jane")).await.map(|user| user.name)
+        };
+        assert_eq!(asked(true).await.as_deref(), Ok("system:anonymous"));
+        assert!(matches!(asked(false).await, Err(Refusal::Unauthorized(_))));
     }
 }
