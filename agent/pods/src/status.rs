@@ -72,8 +72,8 @@ fn user(user: &cri::LinuxContainerUser) -> core::ContainerUser {
     core::ContainerUser { linux: Some(linux) }
 }
 
-/// A container's mounts of volumes. Whether what is mounted below one is read-only too the runtime knows once the container is
-/// made; until then it is what is asked for without fail.
+/// A container's mounts of volumes. Whether what is mounted below one is read-only too the runtime knows once
+/// the container is made; until then it is what is asked for without fail.
 fn volume_mounts(
     spec: &core::Container,
     runtime: Option<&cri::ContainerStatus>,
@@ -127,8 +127,10 @@ impl Inputs<'_> {
         let ephemeral: Vec<_> =
             ephemeral.iter().map(|c| self.container(c, Role::Ephemeral, inits.is_empty())).collect();
         let tally = self.tally(spec, &inits, initialized, &statuses);
+        // Nothing has to be given back by a pod that was refused before anything was made.
+        let is_untouched = self.seen.pod.sandboxes.is_empty() && self.seen.pod.containers.is_empty();
         let phase = match self.failure {
-            Some(failure) if failure.cleared => "Failed",
+            Some(failure) if failure.cleared || is_untouched => "Failed",
             _ => pod::phase(tally),
         };
         let ips = self.pod_ips(spec);
@@ -164,12 +166,19 @@ impl Inputs<'_> {
         status
     }
 
+    /// The addresses of the pod's sandbox; while it has none, those that it had last: who looks at a pod that
+    /// has ended wants to know them too (the kubelet's getPodIPs).
     fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
-        match &self.seen.sandbox {
+        let ips = match &self.seen.sandbox {
             Some(_) if spec.host_network == Some(true) => vec![self.node.host_ip.to_string()],
             Some(sandbox) => sandbox.ips.clone(),
             None => Vec::new(),
+        };
+        if !ips.is_empty() {
+            return ips;
         }
+        let before = self.previous.iter().flat_map(|status| status.pod_ips.iter().flatten());
+        before.map(|address| address.ip.clone()).collect()
     }
 
     /// Returns true if the pod's own containers may run: they exist already, or every init container has done
@@ -240,7 +249,7 @@ impl Inputs<'_> {
         reason.is_some_and(|reason| reason.is_for_a_restart()) && pod::restarts_when_killed(spec, container)
     }
 
-    /// Whether a container is to be replaced because all are restarted.
+    /// Returns true if a container is to be replaced because all are restarted.
     fn is_past(&self, container: &pod::Container) -> bool {
         let spec = self.pod.spec.as_ref();
         spec.is_some_and(|spec| pod::Round::of(spec, &self.seen.pod).is_past(container))
@@ -356,8 +365,8 @@ impl Inputs<'_> {
         Some(last)
     }
 
-    /// An init container that the runtime has forgotten after it had done its part. Of a static pod, whose status the kubelet
-    /// keeps nowhere, that is all that is said (convertToAPIContainerStatuses).
+    /// An init container that the runtime has forgotten after it had done its part. Of a static pod, whose
+    /// status the kubelet keeps nowhere, that is all that is said (convertToAPIContainerStatuses).
     fn forgotten(&self, spec: &core::Container) -> core::ContainerStatus {
         let last = self.last_known(&spec.name);
         let last = last.filter(|last| last.state.as_ref().is_some_and(|state| state.terminated.is_some()));

@@ -430,6 +430,7 @@ impl Worker {
             verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
         }
         self.note_outdated(seen);
+        verdicts.hurried.extend(self.replaced(seen));
         for (id, reason) in &self.outdated {
             verdicts.condemned.entry(id.clone()).or_insert(*reason);
         }
@@ -451,6 +452,19 @@ impl Worker {
                 self.outdated.insert(made.id.clone(), KillReason::Resized);
             }
         }
+    }
+
+    /// Containers that have ended, and whose next one is of another definition: how often they crashed says
+    /// nothing of that (the kubelet's back-off is by the container's hash).
+    fn replaced(&self, seen: &Observation) -> Vec<String> {
+        let spec = self.plan.pod.spec.as_ref();
+        let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
+        let ended = all.filter_map(|container| {
+            let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id))?;
+            let replaced = !seen.is_running(&made.id) && definition::is_redefined(container, made);
+            replaced.then(|| made.id.clone())
+        });
+        ended.collect()
     }
 
     fn may_start(&self, name: &str) -> bool {

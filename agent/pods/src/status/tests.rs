@@ -390,6 +390,24 @@ fn a_condition_keeps_its_time_while_its_status_stays() {
 }
 
 #[test]
+fn a_pod_keeps_its_last_address_until_it_has_another() {
+    let first = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
+    let ip = |seen: &Observation| {
+        let case = Case { previous: Some(first.clone()), ..Case::default() };
+        let status = case.status(&pod(one()), seen);
+        assert_eq!(status.pod_ips.map(|ips| ips.len()), Some(1));
+        status.pod_ip.unwrap()
+    };
+    assert_eq!(first.pod_ip.as_deref(), Some("10.0.0.7"));
+    let mut changed = seen(&["a 0 exit 0"]);
+    changed.sandbox = None;
+    assert_eq!(ip(&changed), "10.0.0.7");
+    changed.sandbox =
+        Some(SandboxDetail { id: "s1".to_owned(), ips: vec!["10.0.0.8".to_owned()], netns: None });
+    assert_eq!(ip(&changed), "10.0.0.8");
+}
+
+#[test]
 fn a_host_network_pod_has_the_nodes_address() {
     let spec = json!({"hostNetwork": true, "containers": [{"name": "a", "image": "i"}]});
     let status = Case::default().status(&pod(spec), &seen(&["a 0 running"]));
@@ -422,6 +440,12 @@ fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
     let status = case.status(&pod(one()), &Observation::default());
     assert_eq!(line(&status), "Failed Ready=False ");
     assert_eq!((status.container_statuses, status.message.as_deref()), (None, Some("too little")));
+    // Nothing was made for it: it has failed at once. One with a sandbox fails when that is gone.
+    let phase = |seen: &Observation| {
+        let case = Case { failure: Some(Failure::new("AppArmor", "none", None)), ..Case::default() };
+        case.status(&pod(one()), seen).phase.unwrap()
+    };
+    assert_eq!((phase(&Observation::default()).as_str(), phase(&seen(&[])).as_str()), ("Failed", "Pending"));
 }
 
 #[test]

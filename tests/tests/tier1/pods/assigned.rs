@@ -88,6 +88,30 @@ async fn a_deleted_pod_ends_within_its_grace_and_stays_until_the_api_server_forg
 }
 
 #[tokio::test]
+async fn another_image_ends_the_back_off_of_a_container_that_crashed() {
+    let (node, source) = node_with(&[assigned(UID)]).await;
+    node.until_ready("api").await;
+    for restarts in 1..=2 {
+        let main = node.cri.container("api-n1", "main").unwrap();
+        node.cri.exit(&main.id, 1);
+        if restarts == 1 {
+            node.until_pod("api", "to be restarted", |pod| {
+                pod.restarts()["main"] == 1 && pod.running("main")
+            })
+            .await;
+        }
+    }
+    node.until_pod("api", "to back off", |pod| pod.waits_for("main", "CrashLoopBackOff")).await;
+    let mut changed = assigned(UID);
+    changed["spec"]["containers"][0]["image"] = json!("registry.example/other:1");
+    source.send_replace(desired(&[changed]));
+    node.until_pod("api", "to run the other image", |pod| pod.restarts()["main"] == 2 && pod.running("main"))
+        .await;
+    let annotations = node.cri.container("api-n1", "main").unwrap().config.annotations;
+    assert_eq!(annotations[beelet_model::labels::RESTART_DELAY], "0");
+}
+
+#[tokio::test]
 async fn a_pod_that_is_gone_by_force_is_stopped() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     let pod = node.until_ready("api").await;
