@@ -122,9 +122,14 @@ impl Shared {
         ledger.removed.retain(|resource| !capacity.capacity.contains_key(resource));
         ledger.removed.extend(capacity.removed);
         ledger.changes += 1;
+        // Of a resource whose plugin never listed anything there is nothing to have: that is said, too.
+        let mut allocatable = capacity.allocatable;
+        for resource in capacity.capacity.keys() {
+            allocatable.entry(resource.clone()).or_default();
+        }
         let node = NodeDevices {
             capacity: capacity.capacity,
-            allocatable: capacity.allocatable,
+            allocatable,
             removed: ledger.removed.clone(),
             changes: ledger.changes,
             health: ledger.health,

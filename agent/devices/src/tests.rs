@@ -207,3 +207,16 @@ async fn a_plugin_that_stays_away_is_forgotten_after_five_minutes() {
     shutdown.cancel();
     expiry.await.unwrap();
 }
+
+#[tokio::test]
+async fn a_resource_whose_plugin_never_lists_anything_is_there_with_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = Settings::new(dir.path().to_owned());
+    let shared = Shared::new(Ledger::default(), settings, Metrics::default());
+    let (plugin, socket, _listener) = silent(dir.path()).await;
+    let resource = "example.com/gpu";
+    let current = shared.register(resource, plugin, PluginOptions::default(), socket).unwrap();
+    assert!(shared.stopped(resource, current.0));
+    let node = shared.node.subscribe().borrow().clone();
+    assert_eq!((node.capacity.get(resource), node.allocatable.get(resource)), (Some(&0), Some(&0)));
+}
