@@ -506,7 +506,12 @@ impl<'a> Decision<'a> {
                 self.start(&spec.name, container.attempt, container.restart_delay, created);
             }
             ContainerState::Exited { .. } if self.is_outdated(container) => {
-                self.start(&spec.name, container.attempt + 1, container.restart_delay, None);
+                // How often another image crashed says nothing of this one.
+                let delay = match self.verdicts.condemned.get(&container.id) {
+                    Some(KillReason::Redefined) => Duration::ZERO,
+                    _ => container.restart_delay,
+                };
+                self.start(&spec.name, container.attempt + 1, delay, None);
             }
             ContainerState::Exited { exit_code, .. } => {
                 let again = restarts(*exit_code) || self.comes_back(container);

@@ -589,3 +589,23 @@ fn a_container_that_a_probe_stopped_starts_again_whatever_code_it_ends_with() {
     own.spec.as_mut().unwrap().containers[0].restart_policy = Some("Never".to_owned());
     check(&own, &ended(0), &stopped, "stop s0; Succeeded");
 }
+
+#[test]
+fn another_image_begins_without_the_back_off_of_the_one_before() {
+    let now = i64::try_from(NOW).unwrap();
+    let mut crashed = container("a", 6, 0, &format!("exit 143 @{now} after 5"));
+    crashed.restart_delay = Duration::from_secs(160);
+    let seen = observed(&[(0, true)], vec![crashed]);
+    let delay = |reason: KillReason| {
+        let condemned = [("a-6".to_owned(), reason)].into();
+        let actions = decided_at(
+            NOW,
+            &pod("Always", &[], &["a"]),
+            &seen,
+            &Verdicts { condemned, ..verdicts(&[], &[]) },
+        );
+        actions.start[0].restart_delay
+    };
+    assert_eq!(delay(KillReason::Redefined), Duration::ZERO);
+    assert_eq!(delay(KillReason::Resized), Duration::from_secs(160));
+}
