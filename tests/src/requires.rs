@@ -93,6 +93,32 @@ pub fn apiserver() -> Result<(), Missing> {
     crate::cluster::etcd().map(drop)
 }
 
+/// The test has pages and rules checked by Prometheus' own program: the one that `PROMTOOL` names, or the
+/// machine's.
+pub fn promtool() -> Result<(), Missing> {
+    given_promtool().map(drop)
+}
+
+/// That promtool.
+///
+/// # Errors
+/// There is none.
+pub fn given_promtool() -> Result<PathBuf, Missing> {
+    given("PROMTOOL", "promtool")
+}
+
+/// The program that a variable names, or the machine's.
+fn given(variable: &str, program: &str) -> Result<PathBuf, Missing> {
+    let remedy = format!("give the path of a {program} in {variable}");
+    match std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from) {
+        Some(path) if path.is_file() => Ok(path),
+        Some(path) => {
+            Err(missing(format!("{variable} names {}, which is not a file", path.display()), remedy))
+        }
+        None => find_program(program).ok_or_else(|| missing(format!("there is no {program}"), remedy)),
+    }
+}
+
 /// The test gives a container a port of the machine: the CNI plugin portmap, and iptables with its nat table.
 pub fn portmap() -> Result<(), Missing> {
     if cni_bin_dir().is_none_or(|dir| !dir.join("portmap").exists()) {
