@@ -284,17 +284,19 @@ fn queries<'a>(value: &'a serde_json::Value, found: &mut Vec<&'a str>) {
 }
 
 #[test]
-fn every_metric_of_the_dashboard_is_one_that_there_is() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let text = std::fs::read_to_string(root.join("packaging/grafana/beelet.json")).unwrap();
-    let dashboard: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let mut found = Vec::new();
-    queries(&dashboard, &mut found);
-    let used: std::collections::BTreeSet<&str> = found.iter().flat_map(|query| names(query)).collect();
-    assert!(used.len() > 10, "{used:?}");
+fn every_metric_of_the_dashboard_and_of_the_alerts_is_one_that_there_is() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
     let served = samples();
-    let unknown: Vec<_> = used.iter().filter(|name| !served.contains(**name)).collect();
-    assert!(unknown.is_empty(), "the dashboard asks for what nothing serves: {unknown:?}");
+    for file in ["grafana/beelet.json", "prometheus/beelet.rules.yaml"] {
+        let text = std::fs::read_to_string(root.join(file)).unwrap();
+        let document = beelet_codec::document::parse(&text).unwrap().remove(0).value;
+        let mut found = Vec::new();
+        queries(&document, &mut found);
+        let used: std::collections::BTreeSet<&str> = found.iter().flat_map(|query| names(query)).collect();
+        assert!(used.len() > 10, "{used:?}");
+        let unknown: Vec<_> = used.iter().filter(|name| !served.contains(**name)).collect();
+        assert!(unknown.is_empty(), "{file} asks for what nothing serves: {unknown:?}");
+    }
 }
 
 /// The names of all samples that there may be, by the page.

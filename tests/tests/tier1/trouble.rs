@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
+use std::io::Write as _;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use beelet_tests::guards::{CgroupRoot, Mount, Process};
 use beelet_tests::pages::{Format, PAGES, families};
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{PATIENCE, wait_for};
-use beelet_tests::{images, manifests, require, workdir};
+use beelet_tests::{images, manifests, require, requires, workdir};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// An agent, and what goes with it at the end of the test, in this order.
@@ -301,6 +302,34 @@ fn every_page_of_metrics_is_taken_by_prometheus_own_parser() {
         // Go's parser has no such type, and Kubernetes' tests never end on a page with one.
         let text_only = matches!(format, Format::OpenMetrics) || !body.contains(" unknown\n");
         assert!(text_only && body.ends_with("# EOF\n") == matches!(format, Format::OpenMetrics), "{body}");
+    }
+}
+
+#[test]
+fn promtool_takes_every_page_and_the_alert_rules() {
+    require!(root, promtool);
+    let promtool = requires::given_promtool().unwrap();
+    let daemon = Daemon::with_a_pod(|_, options| options);
+    assert_eq!(daemon.agent.get("/healthz").unwrap().0, 200);
+    for (page, _) in PAGES {
+        let (status, body) = daemon.agent.get(page).unwrap();
+        assert_eq!(status, 200, "{page}");
+        let mut check = Command::new(&promtool);
+        check.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut check = check.spawn().unwrap();
+        check.stdin.take().unwrap().write_all(body.as_bytes()).unwrap();
+        let output = check.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        // 3: it has read all, and would have named some otherwise. The kubelet's names are as they are.
+        assert!(matches!(output.status.code(), Some(0 | 3)), "{page}: {said}");
+        let about_ours: Vec<_> = said.lines().filter(|line| line.starts_with("beelet_")).collect();
+        assert!(about_ours.is_empty(), "{page}: {about_ours:#?}");
+    }
+    let folder = workdir::repository().join("packaging/prometheus");
+    for arguments in [["check", "rules", "beelet.rules.yaml"], ["test", "rules", "beelet.rules.test.yaml"]] {
+        let output = Command::new(&promtool).args(arguments).current_dir(&folder).output().unwrap();
+        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {said}");
     }
 }
 
