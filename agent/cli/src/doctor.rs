@@ -2,6 +2,7 @@
 //! that means and what to do about it. It only looks: what it has to make to see whether it works, it takes
 //! away again.
 
+mod certificates;
 mod kernel;
 mod machine;
 mod network;
@@ -130,7 +131,18 @@ const GROUPS: &[(&str, &[Check])] = &[
         "runtime",
         &[runtime::answers, runtime::conditions, runtime::cgroup_driver, runtime::owner, network::plugins],
     ),
-    ("node", &[node::running, node::space, node::quotas, node::inotify, node::processes, node::port]),
+    (
+        "node",
+        &[
+            node::running,
+            node::space,
+            node::quotas,
+            node::inotify,
+            node::processes,
+            node::port,
+            certificates::expiry,
+        ],
+    ),
     ("pods", &[node::manifests, pods::rejected, pods::images]),
 ];
 /// The group of the BPF programs.

@@ -1,0 +1,139 @@
+//! How long the certificates hold that a node of a cluster shows and trusts, as far as they lie in files.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use jiff::{SignedDuration, Timestamp};
+use x509_parser::pem::Pem;
+
+use super::{Finding, Patient};
+
+const CHECK: &str = "certificates";
+/// Most bytes that are read of a file.
+const MOST: u64 = 1 << 20;
+/// So long before its end a certificate should have been renewed.
+const SOON: SignedDuration = SignedDuration::from_hours(7 * 24);
+
+/// A file with a certificate, and what its end means.
+struct Use {
+    what: &'static str,
+    path: PathBuf,
+    consequence: &'static str,
+    remedy: &'static str,
+}
+
+pub(super) fn expiry(patient: &Patient) -> Vec<Finding> {
+    let config = &patient.config;
+    let folder = config.cert_dir();
+    let serving = "nobody gets logs, metrics or a shell from this node";
+    let approve = "see who approves its requests (kubectl get csr), and whether the clock is right";
+    let mut uses = vec![
+        Use {
+            what: "the client certificate",
+            path: folder.join("kubelet-client-current.pem"),
+            consequence: "the API server does not know this node any more",
+            remedy: "set rotateCertificates, see who approves its requests (kubectl get csr), and whether the clock is right",
+        },
+        Use {
+            what: "the serving certificate",
+            path: folder.join("kubelet-server-current.pem"),
+            consequence: serving,
+            remedy: approve,
+        },
+    ];
+    if let Some(files) = &config.server.tls_files {
+        let (path, remedy) = (files.certificate.clone(), "replace tlsCertFile and tlsPrivateKeyFile");
+        uses.push(Use { what: "the serving certificate", path, consequence: serving, remedy });
+    }
+    if let Some(path) = config.server.client_ca_file.clone() {
+        uses.push(Use {
+            what: "the authority of clients",
+            path,
+            consequence: "the API server may not ask this node for anything",
+            remedy: "replace clientCAFile",
+        });
+    }
+    uses.iter().filter_map(|one| judge(one, read(&one.path)?, Timestamp::now())).collect()
+}
+
+/// The end of the certificate that ends first; None where there is no file.
+fn read(path: &Path) -> Option<Result<Timestamp, String>> {
+    let mut text = Vec::new();
+    match File::open(path).and_then(|file| file.take(MOST).read_to_end(&mut text)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
+        Err(error) => return Some(Err(error.to_string())),
+        Ok(_) => {}
+    }
+    Some(first_end(&text))
+}
+
+fn first_end(text: &[u8]) -> Result<Timestamp, String> {
+    let mut first = None;
+    for pem in Pem::iter_from_buffer(text) {
+        let pem = pem.map_err(|error| error.to_string())?;
+        if pem.label != "CERTIFICATE" {
+            continue;
+        }
+        let certificate = pem.parse_x509().map_err(|error| error.to_string())?;
+        let end = certificate.validity().not_after.timestamp();
+        first = Some(first.map_or(end, |known: i64| known.min(end)));
+    }
+    let end = first.ok_or("there is no certificate in it")?;
+    Timestamp::from_second(end).map_err(|error| error.to_string())
+}
+
+fn judge(of: &Use, end: Result<Timestamp, String>, now: Timestamp) -> Option<Finding> {
+    let Use { what, path, consequence, remedy } = of;
+    let path = path.display();
+    let end = match end {
+        Ok(end) => end,
+        Err(why) => {
+            let detail = format!("{what} {path} can't be read: {why}");
+            return Some(Finding::degraded(CHECK, detail, *consequence, *remedy));
+        }
+    };
+    let left = end.duration_since(now);
+    let days = left.as_hours().abs() / 24;
+    let finding = if left.is_negative() {
+        let detail = format!("{what} {path} has expired {days} days ago ({end})");
+        Finding::degraded(CHECK, detail, *consequence, *remedy)
+    } else if left < SOON {
+        let detail = format!("{what} {path} expires in {days} days ({end})");
+        Finding::degraded(CHECK, detail, format!("from then on, {consequence}"), *remedy)
+    } else {
+        Finding::ok(CHECK, format!("{what} holds for {days} days"))
+    };
+    Some(finding)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::State;
+
+    #[test]
+    fn a_certificate_is_well_until_its_last_week() {
+        let of =
+            Use { what: "the client certificate", path: "/pki/c.pem".into(), consequence: "c", remedy: "r" };
+        let check = |end: Result<&str, &str>, state: State, part: &str| {
+            let end = end.map(|end| end.parse().unwrap()).map_err(str::to_owned);
+            let finding = judge(&of, end, "2026-06-01T00:00:00Z".parse().unwrap()).unwrap();
+            assert_eq!(finding.state, state, "{finding:?}");
+            assert!(finding.detail.contains(part), "{finding:?}");
+        };
+        check(Ok("2027-06-01T00:00:00Z"), State::Ok, "holds for 365 days");
+        check(Ok("2026-06-04T00:00:00Z"), State::Degraded, "/pki/c.pem expires in 3 days");
+        check(Ok("2026-05-22T00:00:00Z"), State::Degraded, "has expired 10 days ago");
+        check(Err("denied"), State::Degraded, "can't be read: denied");
+    }
+
+    #[test]
+    fn only_what_is_there_is_judged() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(read(&dir.path().join("none")), None);
+        let path = dir.path().join("file");
+        std::fs::write(&path, "no PEM").unwrap();
+        assert_eq!(read(&path), Some(Err("there is no certificate in it".to_owned())));
+    }
+}
