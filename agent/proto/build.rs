@@ -16,12 +16,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "pluginregistration/api.proto",
         "podresources/api.proto",
         "podresources/v1alpha1/api.proto",
+        "pods/api.proto",
         "beelet/probes.proto",
         "grpc/health/v1/health.proto",
     ];
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;
-    let mut builder = tonic_prost_build::configure();
+    // Of the pods API the same bytes go to many clients.
+    let mut builder = tonic_prost_build::configure().bytes(".v1alpha1");
     for message in SHOWN {
         builder = builder.type_attribute(message, "#[derive(serde::Serialize)]");
     }

@@ -10,4 +10,5 @@
 pub mod grpc;
 pub mod http;
 pub mod podresources;
+pub mod podsapi;
 pub mod signals;

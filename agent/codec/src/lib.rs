@@ -5,7 +5,8 @@
 //! ([`std::fmt::Display`] of `Value`) or YAML ([`yaml`]). The serde code of the Kubernetes types is generic:
 //! every reader and every writer that it meets is another copy of it, for more than a hundred types. So it
 //! meets one of each, and only here: [`ApiType`] is implemented by a table. Data that holds objects (records,
-//! scenarios) goes through [`data`], with the same reader and the same writer.
+//! scenarios) goes through [`data`], with the same reader and the same writer. [`protobuf`] walks over the
+//! value for those who expect Kubernetes' own bytes.
 //!
 //! This crate must never read a file, and never know what the fields mean.
 
@@ -15,6 +16,7 @@ pub mod document;
 pub mod error;
 mod object;
 pub mod parts;
+pub mod protobuf;
 
 pub use decode::{name_of, normalize};
 pub use error::field;

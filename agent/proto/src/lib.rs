@@ -37,6 +37,9 @@ pub mod podresources_v1alpha1 {
     tonic::include_proto!("v1alpha1");
 }
 
+/// The pods API v1alpha1. Its package has the same name.
+pub use self::podresources_v1alpha1 as pods;
+
 /// gRPC's health checking protocol.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
 pub mod health {

@@ -24,7 +24,7 @@ use beelet_model::{
     table::{Complete, PodTable},
 };
 use beelet_pods::qos_tree;
-use beelet_state::events::Recorder;
+use beelet_state::{State, events::Recorder};
 
 /// Builds an agent and runs it.
 #[derive(Default)]
@@ -93,6 +93,8 @@ pub struct Handles {
     pub requests: mpsc::Sender<Request>,
     /// The node's events: record some, or subscribe and pass them on.
     pub events: Recorder,
+    /// The only writer of what must survive the agent.
+    pub state: Arc<State>,
     /// The container runtime.
     pub runtime: Runtime,
     /// The node's own address.

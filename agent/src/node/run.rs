@@ -32,7 +32,7 @@ use super::{
 use beelet_api::{
     grpc::{self, manifests::Running},
     http::{self, ApiState},
-    podresources,
+    podresources, podsapi,
     signals::Mode,
 };
 use beelet_bpf::{Interest, Kernel, KernelOptions};
@@ -424,6 +424,10 @@ impl Node {
         let calls = self.metrics.pod_resources.clone();
         let served = podresources::serve(handles.devices.clone(), table, calls, working.clone());
         tasks.spawn("pod resources", served);
+        let folder = self.config.beelet.kubelet_dir.clone();
+        let (pods, complete) = (self.table.clone(), Arc::clone(&self.health.complete));
+        let inputs_of_pods = podsapi::Inputs { folder, pods, complete };
+        tasks.spawn("pods API", podsapi::serve(inputs_of_pods, working.clone()));
         for (name, part) in inputs.attached {
             tasks.spawn(name, part(handles.clone(), working.clone()));
         }
@@ -540,6 +544,7 @@ impl Node {
             desired,
             requests,
             events: self.events.clone(),
+            state: Arc::clone(&self.state),
             runtime: self.runtime.clone(),
             address: self.machine.address,
             resources: protection.resources(&self.config),

@@ -1,0 +1,227 @@
+//! The pods API v1alpha1 (KEP-4188): the node's pods with their status as the node has it, for programs on
+//! the node, on a socket of its own. A pod is the protobuf of a `v1.Pod`, made anew only when the pod has
+//! changed.
+//!
+//! As KEP-4188 has it, nothing is said (`FAILED_PRECONDITION`) before all that runs is known.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use beelet_codec::protobuf;
+use beelet_model::table::{Complete, PodEntry, PodTable};
+use beelet_proto::pods::{
+    EventType, GetPodRequest, GetPodResponse, ListPodsRequest, ListPodsResponse, WatchPodsEvent,
+    WatchPodsRequest,
+    pods_server::{Pods, PodsServer},
+};
+use beelet_serve::grpc;
+use futures::{Stream, StreamExt, stream};
+use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use prost::bytes::Bytes;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
+
+/// Where the kubelet of 1.36 has it, below its folder.
+const SOCKET: &str = "pods-api/pods-api.sock";
+
+/// What it tells of.
+pub struct Inputs {
+    /// The kubelet's folder.
+    pub folder: PathBuf,
+    /// The pods.
+    pub pods: watch::Receiver<Arc<PodTable>>,
+    /// Set once all that runs is in the table.
+    pub complete: Complete,
+}
+
+/// Serves until `shutdown`. Without the socket its clients see nothing; everything else goes on, and it is
+/// said why.
+pub async fn serve(inputs: Inputs, shutdown: CancellationToken) {
+    let Inputs { folder, pods, complete } = inputs;
+    let listener = match grpc::bind(&folder.join(SOCKET)).await {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!("the pods API is not served: {error:#}");
+            return shutdown.cancelled().await;
+        }
+    };
+    let service = PodsServer::new(Server { pods, complete, known: Arc::default() });
+    if let Err(error) = grpc::serve_others(listener, Routes::new(service), shutdown).await {
+        tracing::error!("the pods API is not served any more: {error:#}");
+    }
+}
+
+struct Server {
+    pods: watch::Receiver<Arc<PodTable>>,
+    complete: Complete,
+    known: Arc<Known>,
+}
+
+/// Pods by UID, with their bytes.
+type Written = BTreeMap<String, (Arc<PodEntry>, Bytes)>;
+
+/// What was written last: clients share it.
+#[derive(Default)]
+struct Known(Mutex<Written>);
+
+impl Known {
+    /// All pods of a table, in the order of their UIDs.
+    fn all(&self, table: &PodTable) -> Written {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = Written::new();
+        for entry in table.pods.values() {
+            let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
+            let kept = known.remove(&uid).filter(|(before, _)| Arc::ptr_eq(before, entry));
+            let written = kept.or_else(|| Some((Arc::clone(entry), write(&entry.pod)?)));
+            all.extend(written.map(|written| (uid, written)));
+        }
+        known.clone_from(&all);
+        all
+    }
+}
+
+fn write(pod: &core::Pod) -> Option<Bytes> {
+    let written = protobuf::pod(pod).map(Bytes::from);
+    let name = || (pod.metadata.namespace.clone(), pod.metadata.name.clone());
+    written.inspect_err(|error| tracing::error!(pod = ?name(), "a pod has no protobuf: {error}")).ok()
+}
+
+/// What is guaranteed of a pod that is gone.
+fn gone(pod: &core::Pod) -> core::Pod {
+    let core::Pod { metadata: ObjectMeta { name, namespace, uid, .. }, .. } = pod.clone();
+    core::Pod {
+        metadata: ObjectMeta { name, namespace, uid, ..ObjectMeta::default() },
+        ..core::Pod::default()
+    }
+}
+
+/// The events that lead from one state to the next.
+fn events(before: &Written, after: &Written) -> Vec<WatchPodsEvent> {
+    let event = |kind: EventType, pod: Bytes| WatchPodsEvent { r#type: kind.into(), pod };
+    let left = before.iter().filter(|(uid, _)| !after.contains_key(*uid));
+    let left = left.filter_map(|(_, (entry, _))| Some(event(EventType::Deleted, write(&gone(&entry.pod))?)));
+    let here = after.iter().filter_map(|(uid, (entry, bytes))| match before.get(uid) {
+        None => Some(event(EventType::Added, bytes.clone())),
+        Some((known, old)) if !Arc::ptr_eq(known, entry) && old != bytes => {
+            Some(event(EventType::Modified, bytes.clone()))
+        }
+        Some(_) => None,
+    });
+    left.chain(here).collect()
+}
+
+impl Server {
+    fn table(&self) -> Result<Arc<PodTable>, Status> {
+        if !self.complete.initialized() {
+            return Err(Status::failed_precondition("the node does not know all of its pods yet"));
+        }
+        Ok(Arc::clone(&self.pods.borrow()))
+    }
+}
+
+#[tonic::async_trait]
+impl Pods for Server {
+    type WatchPodsStream = Pin<Box<dyn Stream<Item = Result<WatchPodsEvent, Status>> + Send>>;
+
+    async fn watch_pods(
+        &self,
+        _request: Request<WatchPodsRequest>,
+    ) -> Result<Response<Self::WatchPodsStream>, Status> {
+        self.table()?;
+        let (mut pods, known) = (self.pods.clone(), Arc::clone(&self.known));
+        let first = known.all(&pods.borrow_and_update().clone());
+        let mut start = events(&Written::new(), &first);
+        start.push(WatchPodsEvent { r#type: EventType::InitialSyncComplete.into(), pod: Bytes::new() });
+        // A slow client is told less, never something old: what it has and what there is are compared.
+        let changes = stream::unfold((pods, known, first), |(mut pods, known, before)| async move {
+            pods.changed().await.ok()?;
+            let after = known.all(&pods.borrow_and_update().clone());
+            Some((events(&before, &after), (pods, known, after)))
+        });
+        let all = stream::iter(start).chain(changes.flat_map(stream::iter)).map(Ok);
+        Ok(Response::new(Box::pin(all)))
+    }
+
+    async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
+        let all = self.known.all(&*self.table()?);
+        Ok(Response::new(ListPodsResponse { pods: all.into_values().map(|(_, bytes)| bytes).collect() }))
+    }
+
+    async fn get_pod(&self, request: Request<GetPodRequest>) -> Result<Response<GetPodResponse>, Status> {
+        let uid = request.into_inner().pod_uid;
+        let missing = || Status::not_found(format!("pod with UID {uid} not found"));
+        let (_, pod) = self.known.all(&*self.table()?).remove(&uid).ok_or_else(missing)?;
+        Ok(Response::new(GetPodResponse { pod }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_model::table::PodName;
+    use tokio::sync::SetOnce;
+
+    use super::*;
+
+    fn table(pods: &[(&str, &str)]) -> Arc<PodTable> {
+        let entry = |(uid, phase): &(&str, &str)| {
+            let metadata = ObjectMeta {
+                name: Some(format!("pod-{uid}")),
+                namespace: Some("shop".to_owned()),
+                uid: Some((*uid).to_owned()),
+                ..ObjectMeta::default()
+            };
+            let status = core::PodStatus { phase: Some((*phase).to_owned()), ..core::PodStatus::default() };
+            let pod = core::Pod { metadata, status: Some(status), ..core::Pod::default() };
+            (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
+        };
+        Arc::new(PodTable { pods: pods.iter().map(entry).collect(), ..PodTable::default() })
+    }
+
+    fn server(first: Arc<PodTable>) -> (Server, watch::Sender<Arc<PodTable>>, Complete) {
+        let (out, pods) = watch::channel(first);
+        let complete: Complete = Arc::new(SetOnce::new());
+        (Server { pods, complete: Arc::clone(&complete), known: Arc::default() }, out, complete)
+    }
+
+    #[tokio::test]
+    async fn nothing_is_said_before_all_that_runs_is_known() {
+        let (server, _out, complete) = server(table(&[("u1", "Running")]));
+        let refused = server.list_pods(Request::new(ListPodsRequest {})).await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
+        complete.set(()).unwrap();
+        let listed = server.list_pods(Request::new(ListPodsRequest {})).await.unwrap().into_inner();
+        assert_eq!(listed.pods.len(), 1);
+        let get = |uid: &str| server.get_pod(Request::new(GetPodRequest { pod_uid: uid.to_owned() }));
+        assert_eq!(get("u1").await.unwrap().into_inner().pod, listed.pods[0]);
+        assert_eq!(get("u2").await.unwrap_err().code(), tonic::Code::NotFound);
+    }
+
+    #[tokio::test]
+    async fn a_watch_begins_with_what_there_is_and_tells_each_change_once() {
+        let (server, out, complete) = server(table(&[("u1", "Running"), ("u2", "Running")]));
+        complete.set(()).unwrap();
+        let mut events = server.watch_pods(Request::new(WatchPodsRequest {})).await.unwrap().into_inner();
+        let mut next = async |expected: EventType| {
+            let event = events.next().await.unwrap().unwrap();
+            assert_eq!(event.r#type(), expected);
+            event.pod
+        };
+        next(EventType::Added).await;
+        next(EventType::Added).await;
+        assert!(next(EventType::InitialSyncComplete).await.is_empty());
+        // The same again is no change; a pod that ended is one, and so is one that is gone.
+        out.send_replace(table(&[("u1", "Running"), ("u2", "Running")]));
+        out.send_replace(table(&[("u1", "Failed"), ("u3", "Pending")]));
+        let deleted = next(EventType::Deleted).await;
+        let text =
+            |bytes: &[u8], part: &str| bytes.windows(part.len()).any(|window| window == part.as_bytes());
+        assert!(text(&deleted, "pod-u2") && text(&deleted, "shop") && !text(&deleted, "Running"));
+        assert!(text(&next(EventType::Modified).await, "Failed"));
+        assert!(text(&next(EventType::Added).await, "pod-u3"));
+    }
+}
