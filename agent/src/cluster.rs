@@ -22,6 +22,7 @@ use beelet_cluster::{
     client::Client,
     connect::{self, Connections},
     events, lease, machine, node,
+    presence::Presence,
     reviews::Reviews,
     rotation::Identity,
     serving,
@@ -149,6 +150,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let builder = serve_signed(builder, config, &session, node.clone());
     let (connected, own_name, rotate) = (Arc::clone(&session), name.clone(), settings.rotate_certificates);
+    let presence = Presence::default();
     let builder = builder.attach("cluster identity", move |handles, stop| async move {
         let options = connect::Options {
             kubeconfig: membership.kubeconfig,
@@ -158,6 +160,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
             rotate,
             metrics: handles.metrics.cluster.identity,
             requests: handles.metrics.cluster.requests,
+            presence,
         };
         let Some((client, identity)) = stop.run_until_cancelled(open(options)).await else { return };
         let _ = connected.set(Session { client: client.clone(), connections: identity.connections() });

@@ -15,6 +15,8 @@ use tokio::{
 };
 use tokio_util::io::StreamReader;
 
+use crate::presence::Presence;
+
 /// Longest answer, in bytes: a list of 110 pods of the largest size that etcd takes.
 const MAX_ANSWER: usize = 256 << 20;
 /// Longest event of a watch, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes.
@@ -93,6 +95,11 @@ impl Error {
         unreachable(request, cause)
     }
 
+    /// There was no server that could be asked.
+    pub(crate) fn is_absence(&self) -> bool {
+        matches!(self.kind, Kind::Unreachable | Kind::Untrusted)
+    }
+
     /// The HTTP status, if the server answered.
     #[must_use]
     pub fn code(&self) -> Option<u16> {
@@ -152,6 +159,7 @@ impl std::error::Error for Error {}
 #[derive(Clone)]
 pub struct Client {
     newest: watch::Receiver<kube::Client>,
+    presence: Presence,
 }
 
 impl fmt::Debug for Client {
@@ -164,7 +172,17 @@ impl Client {
     /// Sends each request through the newest client of `newest`.
     #[must_use]
     pub fn new(newest: watch::Receiver<kube::Client>) -> Self {
-        Self { newest }
+        Self::noting(newest, Presence::default())
+    }
+
+    /// The same; how requests go is noted for others too.
+    pub(crate) fn noting(newest: watch::Receiver<kube::Client>, presence: Presence) -> Self {
+        Self { newest, presence }
+    }
+
+    /// Whether the server answers.
+    pub(crate) fn presence(&self) -> &Presence {
+        &self.presence
     }
 
     /// Reads the object, list or whatever is at `path` (with its query, if any).
@@ -220,10 +238,9 @@ impl Client {
         path: &str,
     ) -> Result<impl Stream<Item = Result<Event, Error>> + Send + Unpin + use<>, Error> {
         let request = format!("watch {path}");
-        let fail = |error: Failure| failed(request.clone(), &error);
-        let sent = self.send(build(Method::GET, path, None).map_err(fail)?);
-        let answer = timeout(ANSWER, sent).await.map_err(|_| late(&request))?.map_err(fail)?;
-        let answer = accepted(&request, answer).await?;
+        let opened = self.open(&request, path).await;
+        self.presence.note(&opened);
+        let answer = opened?;
         let body = answer.into_body().into_data_stream().map(|chunk| chunk.map_err(std::io::Error::other));
         let lines = StreamReader::new(body);
         Ok(try_unfold((lines, request), |(mut lines, request)| async move {
@@ -233,6 +250,14 @@ impl Client {
             Ok(Some((event(&request, &line)?, (lines, request))))
         })
         .boxed())
+    }
+
+    /// The answer to a request for a watch.
+    async fn open(&self, request: &str, path: &str) -> Result<Response<Body>, Error> {
+        let fail = |error: Failure| failed(request.to_owned(), &error);
+        let sent = self.send(build(Method::GET, path, None).map_err(fail)?);
+        let answer = timeout(ANSWER, sent).await.map_err(|_| late(request))?.map_err(fail)?;
+        accepted(request, answer).await
     }
 
     async fn send(&self, request: Request<Body>) -> Result<Response<Body>, Failure> {
@@ -254,7 +279,9 @@ impl Client {
             }
             serde_json::from_slice(&bytes).map_err(|cause| unreachable(&request, &cause))
         };
-        timeout(ANSWER, whole).await.unwrap_or_else(|_| Err(late(&request)))
+        let answer = timeout(ANSWER, whole).await.unwrap_or_else(|_| Err(late(&request)));
+        self.presence.note(&answer);
+        answer
     }
 }
 

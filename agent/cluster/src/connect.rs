@@ -31,6 +31,7 @@ use crate::{
     bootstrap,
     certificate::Lifetime,
     client::Client,
+    presence::Presence,
     requests,
     rotation::{Identity, Metrics},
 };
@@ -74,6 +75,8 @@ pub struct Options {
     pub metrics: Metrics,
     /// Counters of all requests.
     pub requests: requests::Metrics,
+    /// Takes in how all requests go.
+    pub presence: Presence,
 }
 
 /// Makes connections that share nothing with others.
@@ -82,12 +85,18 @@ pub struct Connections {
     kubeconfig: PathBuf,
     changes: watch::Receiver<u64>,
     requests: requests::Metrics,
+    presence: Presence,
 }
 
 impl Connections {
     pub(crate) fn new(options: &Options, changes: &watch::Sender<u64>) -> Self {
         let (kubeconfig, requests) = (options.kubeconfig.clone(), options.requests.clone());
-        Self { kubeconfig, changes: changes.subscribe(), requests }
+        Self { kubeconfig, changes: changes.subscribe(), requests, presence: options.presence.clone() }
+    }
+
+    /// Takes in how requests through these connections go.
+    pub(crate) fn presence(&self) -> Presence {
+        self.presence.clone()
     }
 
     /// A new one. Must be called on the threads of the runtime that is to serve it; reads files.
@@ -138,7 +147,7 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), Error> {
     let changes = watch::Sender::new(0);
     let first = Connections::new(&options, &changes).open().await?;
     let newest = watch::Sender::new(first);
-    let client = Client::new(newest.subscribe());
+    let client = Client::noting(newest.subscribe(), options.presence.clone());
     Ok((client, Identity::new(options, newest, changes)))
 }
 

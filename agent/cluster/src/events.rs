@@ -136,7 +136,7 @@ impl Sender {
                 if !std::mem::replace(&mut self.failing, true) {
                     warn!("events don't reach the API server, trying on: {error}");
                 }
-                backoff.wait(error.retry_after()).await;
+                self.client.presence().pause(&mut backoff, &error).await;
             } else {
                 // As when the pod's namespace is going.
                 debug!("the API server refused an event: {error}");

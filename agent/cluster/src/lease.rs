@@ -41,6 +41,8 @@ use crate::{
 const NAMESPACE: &str = "kube-node-lease";
 /// The parts of its duration after which a lease is renewed.
 const PART: u32 = 4;
+/// The longest pause between two tries while the server is away, before chance makes it longer.
+const TRIES: Duration = Duration::from_secs(5);
 /// The thread's niceness: ahead of what runs pods.
 const NICENESS: i32 = -10;
 /// A thread that waits for work so long stays for good.
@@ -121,7 +123,8 @@ fn work(connections: Connections, inputs: Inputs, stop: &CancellationToken) {
 async fn renew(mut connections: Connections, inputs: Inputs) {
     let interval = inputs.duration / PART;
     let mut keeper = Keeper { inputs, newest: None, failing: false };
-    let mut backoff = Backoff::new(Duration::from_millis(200), interval);
+    // What it finds wakes whoever waits for the server: it asks often, and for little.
+    let mut backoff = Backoff::new(Duration::from_millis(200), interval.min(TRIES));
     let mut at = Instant::now();
     loop {
         let opened = match connections.open().await {
@@ -134,7 +137,7 @@ async fn renew(mut connections: Connections, inputs: Inputs) {
         };
         // Its sender must live as long as it is asked.
         let (_kept, receiver) = watch::channel(opened);
-        let client = Client::new(receiver);
+        let client = Client::noting(receiver, connections.presence());
         let outdated = connections.outdated();
         tokio::pin!(outdated);
         loop {

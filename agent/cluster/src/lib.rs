@@ -14,6 +14,7 @@ pub mod machine;
 mod mirrors;
 pub mod node;
 mod objects;
+pub mod presence;
 pub mod requests;
 pub mod reviews;
 pub mod rotation;

@@ -164,7 +164,7 @@ impl Keeper {
                         self.inputs.node.send_replace(None);
                     }
                 }
-                Err(error) => backoff.wait(error.retry_after()).await,
+                Err(error) => self.client.presence().pause(&mut backoff, &error).await,
             }
         }
     }
@@ -223,10 +223,12 @@ impl Keeper {
                 Err(error) => {
                     self.note(Some(&error));
                     // Writes go on meanwhile: a write may succeed where a watch doesn't.
-                    let until = Instant::now() + backoff.next(error.retry_after());
-                    while Instant::now() < until {
+                    let presence = self.client.presence().clone();
+                    let pause = presence.pause(&mut backoff, &error);
+                    tokio::pin!(pause);
+                    loop {
                         tokio::select! {
-                            () = sleep_until(until) => {}
+                            () = &mut pause => break,
                             () = sleep_until(due) => match self.look().await {
                                 Ok(next) => due = next,
                                 Err(fate) => return fate,

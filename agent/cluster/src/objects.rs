@@ -310,7 +310,7 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
                 if !std::mem::replace(&mut failing, true) {
                     warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
                 }
-                backoff.wait(error.retry_after()).await;
+                client.presence().pause(&mut backoff, &error).await;
             }
         }
     }

@@ -36,6 +36,7 @@ use crate::{
     assigned::{Pod, Pods},
     backoff::Backoff,
     client::{Client, Error, Patch},
+    presence::moment,
     watch::is_older,
 };
 
@@ -54,6 +55,8 @@ pub(crate) struct Writer {
     /// The API server didn't answer: nothing is asked before this, and then one thing at first.
     away: Option<Instant>,
     away_pauses: Backoff,
+    /// It was found away, and not found back since: what others find ends the pause.
+    waits_for_return: bool,
 }
 
 /// What is known of one pod's writes.
@@ -102,12 +105,21 @@ impl Writer {
         pods: watch::Receiver<Pods>,
         table: watch::Receiver<Arc<PodTable>>,
     ) -> Self {
-        Self { client, pods, table, slots: BTreeMap::new(), away: None, away_pauses: Backoff::default() }
+        Self {
+            client,
+            pods,
+            table,
+            slots: BTreeMap::new(),
+            away: None,
+            away_pauses: Backoff::default(),
+            waits_for_return: false,
+        }
     }
 
     /// Writes until `stop`; then what is still unwritten is tried once.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
         let mut under_way = UnderWay::new();
+        let presence = self.client.presence().clone();
         while !stop.is_cancelled() {
             let wake = self.begin(&mut under_way);
             tokio::select! {
@@ -115,6 +127,7 @@ impl Writer {
                 changed = self.pods.changed() => if changed.is_err() { break },
                 changed = self.table.changed() => if changed.is_err() { break },
                 () = until(wake) => {}
+                () = presence.here(), if self.waits_for_return => self.note_return(),
                 () = stop.cancelled() => {}
             }
         }
@@ -135,6 +148,14 @@ impl Writer {
                 "the API server did not take the last statuses of pods in time; they are written at the next start"
             );
         }
+    }
+
+    /// Somebody's request was answered: ours are tried in a moment, one at first.
+    fn note_return(&mut self) {
+        self.waits_for_return = false;
+        self.away_pauses.reset();
+        let soon = Instant::now() + moment();
+        self.away = self.away.map(|away| away.min(soon));
     }
 
     /// Starts what may start; when to look again if nothing changes.
@@ -213,6 +234,7 @@ impl Writer {
             }
             Err(error) if error.is_transient() => {
                 let pause = self.away_pauses.next(error.retry_after());
+                self.waits_for_return = error.is_absence();
                 if self.away.replace(Instant::now() + pause).is_none() {
                     warn!(pod = %job.name, %error, "the API server does not take the pods' statuses; they are kept");
                 }

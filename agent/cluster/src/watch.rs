@@ -131,16 +131,13 @@ impl Line<'_> {
     }
 
     async fn failed(&mut self, error: &Error) {
-        let pause = self.backoff.next(error.retry_after());
-        let retry_in_seconds = pause.as_secs();
         if self.failing {
-            debug!(what = self.of.path, %error, retry_in_seconds, "the API server still does not say what there is");
+            debug!(what = self.of.path, %error, "the API server still does not say what there is");
         } else {
-            warn!(what = self.of.path, %error, retry_in_seconds,
-                "the API server does not say what there is; what was known stands");
+            warn!(what = self.of.path, %error, "the API server does not say what there is; what was known stands");
         }
         self.failing = true;
-        tokio::time::sleep(pause).await;
+        self.client.presence().pause(&mut self.backoff, error).await;
     }
 
     fn answered(&mut self) {

@@ -47,6 +47,7 @@ impl Cluster {
             rotate: false,
             metrics: Metrics::default(),
             requests: beelet_cluster::requests::Metrics::default(),
+            presence: beelet_cluster::presence::Presence::default(),
         };
         let (client, identity) = connect(options).await.unwrap();
         let object = json!({"metadata": {"name": "n1", "uid": "node-uid"}});

@@ -1,0 +1,138 @@
+//! Whether the API server answers, by what the requests of all connections find. A part that waits before it
+//! asks again is woken when another part's request is answered: an outage ends for all parts at once, not
+//! for each at the end of its own pause.
+
+use std::time::Duration;
+
+use tokio::{sync::watch, time::sleep};
+
+use crate::{
+    backoff::{Backoff, random},
+    client::{Error, Kind},
+};
+
+/// How long the parts of all nodes take to come back, each at a moment by chance.
+const RETURN: Duration = Duration::from_secs(1);
+
+/// What the last request says of the server.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// Nobody has asked yet.
+    #[default]
+    Nothing,
+    /// It answers.
+    Here,
+    /// It does not.
+    Away,
+}
+
+/// Shared by all clients of the server.
+#[derive(Clone, Debug, Default)]
+pub struct Presence(watch::Sender<Found>);
+
+impl Presence {
+    /// Takes in how a request went.
+    pub(crate) fn note<T>(&self, answer: &Result<T, Error>) {
+        let found = match answer.as_ref().map_err(|error| error.kind) {
+            Err(Kind::Unreachable | Kind::Untrusted) => Found::Away,
+            // It stands there, but does nothing for this one now; of others that says nothing.
+            Err(Kind::Status { code, .. }) if code == 429 || code >= 500 => match *self.0.borrow() {
+                Found::Nothing => Found::Away,
+                known => known,
+            },
+            Ok(_) | Err(Kind::Status { .. }) => Found::Here,
+        };
+        self.0.send_if_modified(|known| std::mem::replace(known, found) != found);
+    }
+
+    /// Waits until it answers.
+    pub(crate) async fn here(&self) {
+        self.until(|found| found == Found::Here).await;
+    }
+
+    /// Waits until it does not answer, or nobody knows.
+    pub(crate) async fn missing(&self) {
+        self.until(|found| found != Found::Here).await;
+    }
+
+    async fn until(&self, wanted: impl Fn(Found) -> bool) {
+        // Its sender is this value: it lives as long as it is asked.
+        let _ = self.0.subscribe().wait_for(|found| wanted(*found)).await;
+    }
+
+    /// Waits for the next pause after a request that failed with `error`; if it found no server, only until
+    /// there is one.
+    pub(crate) async fn pause(&self, backoff: &mut Backoff, error: &Error) {
+        let pause = backoff.next(error.retry_after());
+        if !error.is_absence() {
+            return sleep(pause).await;
+        }
+        tokio::select! {
+            () = sleep(pause) => {}
+            () = self.here() => {
+                backoff.reset();
+                sleep(moment().min(pause)).await;
+            }
+        }
+    }
+}
+
+/// A time by chance for which one part waits once the server is back.
+pub(crate) fn moment() -> Duration {
+    RETURN.mul_f64(random())
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    fn error(kind: Kind) -> Error {
+        Error { request: "GET /".to_owned(), kind, message: String::new() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pause_ends_when_somebody_is_answered() {
+        let (presence, absent) = (Presence::default(), error(Kind::Unreachable));
+        presence.note::<()>(&Err(absent.clone()));
+        let mut backoff = Backoff::new(Duration::from_secs(60), Duration::from_secs(60));
+        let began = Instant::now();
+        let other = async {
+            sleep(Duration::from_secs(5)).await;
+            presence.note(&Ok(()));
+        };
+        tokio::join!(presence.pause(&mut backoff, &absent), other);
+        assert!(began.elapsed() <= Duration::from_secs(6), "{:?}", began.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_refuses_is_given_its_time() {
+        let presence = Presence::default();
+        let busy = error(Kind::Status { code: 429, retry_after: Some(Duration::from_secs(20)) });
+        presence.note(&Ok(()));
+        presence.note::<()>(&Err(busy.clone()));
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+        let began = Instant::now();
+        presence.pause(&mut backoff, &busy).await;
+        assert!(began.elapsed() >= Duration::from_secs(20), "{:?}", began.elapsed());
+    }
+
+    #[tokio::test]
+    async fn a_refusal_is_an_answer_and_a_fault_says_nothing_new() {
+        let check = |kinds: &[Option<Kind>], expected: Found| {
+            let presence = Presence::default();
+            for kind in kinds {
+                presence.note(&kind.map_or(Ok(()), |kind| Err(error(kind))));
+            }
+            assert_eq!(*presence.0.borrow(), expected, "{kinds:?}");
+        };
+        let status = |code| Some(Kind::Status { code, retry_after: None });
+        check(&[], Found::Nothing);
+        check(&[status(403)], Found::Here);
+        check(&[status(503)], Found::Away);
+        check(&[None, status(503)], Found::Here);
+        check(&[None, Some(Kind::Unreachable), status(503)], Found::Away);
+        check(&[Some(Kind::Untrusted), None], Found::Here);
+    }
+}
