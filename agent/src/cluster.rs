@@ -19,6 +19,7 @@ use tracing::warn;
 use crate::node::{Builder, Handles};
 use beelet_base::blocking::blocking;
 use beelet_cluster::{
+    autonomy::Settings,
     client::Client,
     connect::{self, Connections},
     events, lease, machine, node,
@@ -137,6 +138,8 @@ impl AccessReviewer for LateReviews {
 /// Adds all parts to `builder`.
 pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
     let session: Arc<SetOnce<Session>> = Arc::default();
+    let presence = Presence::default();
+    let autonomy = autonomy(config);
     let (node_out, node) = watch::channel(None);
     let (facts_out, facts) = watch::channel(RuntimeFacts::default());
     let (changes_out, changes) = watch::channel(());
@@ -150,7 +153,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let builder = serve_signed(builder, config, &session, node.clone());
     let (connected, own_name, rotate) = (Arc::clone(&session), name.clone(), settings.rotate_certificates);
-    let presence = Presence::default();
+    let noted = presence.clone();
     let builder = builder.attach("cluster identity", move |handles, stop| async move {
         let options = connect::Options {
             kubeconfig: membership.kubeconfig,
@@ -160,7 +163,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
             rotate,
             metrics: handles.metrics.cluster.identity,
             requests: handles.metrics.cluster.requests,
-            presence,
+            presence: noted,
         };
         let Some((client, identity)) = stop.run_until_cancelled(open(options)).await else { return };
         let _ = connected.set(Session { client: client.clone(), connections: identity.connections() });
@@ -177,7 +180,6 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let (connected, node_name, seen) = (Arc::clone(&session), name.clone(), node.clone());
     let builder =
         builder.source(assigned).attach("pods of the API server", move |handles, stop| async move {
-            let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
             let inputs = workload::Inputs {
                 node_name,
                 node: seen,
@@ -186,8 +188,12 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
                 complete: handles.complete,
                 events: handles.events,
                 mirrors: handles.metrics.cluster.mirrors,
+                state: handles.state,
+                autonomy,
+                presence,
             };
-            workload.run(session.client.clone(), inputs, stop).await;
+            let client = async { connected.wait().await.client.clone() };
+            workload.run(client, inputs, stop).await;
         });
     let connected = Arc::clone(&session);
     let source = events::Source {
@@ -223,6 +229,12 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
         };
         node::keep(session.client.clone(), inputs, stop).await;
     })
+}
+
+/// How the node does without its API server.
+fn autonomy(config: &Config) -> Settings {
+    let beelet_config::Autonomy { enabled, after, key_file } = config.beelet.autonomy.clone();
+    Settings { enabled, after, key_file }
 }
 
 /// Where the certificate of the node's server is to be signed in the cluster, asks for it.

@@ -63,13 +63,15 @@ pub(crate) struct Assigned {
     pods: BTreeMap<PodName, Pod>,
     out: watch::Sender<Pods>,
     events: Recorder,
+    /// How many pods an earlier life of the agent knew.
+    remembered: usize,
     /// The last list had no pod, where there were some.
     doubtful: bool,
 }
 
 impl Assigned {
-    pub(crate) fn new(node: String, out: watch::Sender<Pods>, events: Recorder) -> Self {
-        Self { node, pods: BTreeMap::new(), out, events, doubtful: false }
+    pub(crate) fn new(node: String, out: watch::Sender<Pods>, events: Recorder, remembered: usize) -> Self {
+        Self { node, pods: BTreeMap::new(), out, events, remembered, doubtful: false }
     }
 
     fn publish(&self) {
@@ -80,7 +82,8 @@ impl Assigned {
     /// from a backup, and after a restart nobody knows yet what runs.
     fn is_credible(&mut self, listed: &BTreeMap<PodName, Pod>) -> bool {
         let own = |pods: &BTreeMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
-        let (before, first) = (own(&self.pods), self.out.borrow().is_none());
+        let first = self.out.borrow().is_none();
+        let before = if first { self.remembered } else { own(&self.pods) };
         let empty = own(listed) == 0 && (before > 0 || first);
         let doubtful = std::mem::replace(&mut self.doubtful, empty);
         if !empty {
@@ -221,7 +224,7 @@ mod tests {
 
     fn assigned() -> (Assigned, watch::Receiver<Pods>) {
         let (out, pods) = watch::channel(None);
-        (Assigned::new("n1".to_owned(), out, Recorder::default()), pods)
+        (Assigned::new("n1".to_owned(), out, Recorder::default(), 0), pods)
     }
 
     fn uids(pods: &watch::Receiver<Pods>) -> Vec<String> {

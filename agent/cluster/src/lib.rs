@@ -3,12 +3,14 @@
 //! ([`lease`]), what its machine is like ([`node`]), what happened ([`events`]).
 
 mod assigned;
+pub mod autonomy;
 mod backoff;
 mod bootstrap;
 pub mod certificate;
 pub mod client;
 pub mod connect;
 pub mod events;
+mod kept;
 pub mod lease;
 pub mod machine;
 mod mirrors;
@@ -18,6 +20,7 @@ pub mod presence;
 pub mod requests;
 pub mod reviews;
 pub mod rotation;
+mod seal;
 pub mod serving;
 mod status;
 #[cfg(test)]

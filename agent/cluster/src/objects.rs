@@ -39,10 +39,19 @@ use crate::{
 #[derive(Clone, Default, PartialEq)]
 pub(crate) struct Held {
     /// None: it isn't there.
-    objects: BTreeMap<Reference, Option<Object>>,
-    tokens: BTreeMap<TokenReference, Arc<str>>,
+    pub(crate) objects: BTreeMap<Reference, Option<Object>>,
+    pub(crate) tokens: BTreeMap<TokenReference, Arc<str>>,
+    /// Pods start without those that are missing: the API server is away.
+    pub(crate) tokens_optional: bool,
     /// None: not told yet.
-    services: Option<Services>,
+    pub(crate) services: Option<Services>,
+}
+
+impl std::fmt::Debug for Held {
+    /// Not the values: they may be secret.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Held").field("objects", &self.objects.keys()).finish_non_exhaustive()
+    }
 }
 
 /// What may be referred to.
@@ -76,6 +85,9 @@ impl Held {
         if let Some(services) = &self.services {
             objects.set_services(services.clone());
         }
+        if self.tokens_optional {
+            objects.do_without_tokens();
+        }
         for item in wanted(pods) {
             match item {
                 Item::Object(reference) if !self.objects.contains_key(&reference) => {
@@ -85,6 +97,26 @@ impl Held {
             }
         }
         objects
+    }
+
+    /// With what `before` has of what the pods refer to and this lacks.
+    pub(crate) fn or(mut self, before: Self, pods: &Pods) -> Self {
+        for item in wanted(pods) {
+            match item {
+                Item::Object(reference) => {
+                    if let Some(object) = before.objects.get(&reference) {
+                        self.objects.entry(reference).or_insert_with(|| object.clone());
+                    }
+                }
+                Item::Token(of) => {
+                    if let Some(token) = before.tokens.get(&of) {
+                        self.tokens.entry(of).or_insert_with(|| Arc::clone(token));
+                    }
+                }
+            }
+        }
+        self.services = self.services.or(before.services);
+        self
     }
 
     fn keep(&mut self, wanted: &BTreeSet<Item>) -> bool {

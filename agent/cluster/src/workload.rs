@@ -7,7 +7,7 @@ use beelet_model::{
     request::Request,
     table::{Complete, PodTable},
 };
-use beelet_state::events::Recorder;
+use beelet_state::{State, events::Recorder};
 use k8s_openapi::api::core::v1 as core;
 use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::{mpsc, watch};
@@ -15,9 +15,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     assigned::{self, Assigned, Pods},
+    autonomy::{Memory, Remembered, Settings},
     client::Client,
     mirrors::Mirrors,
     objects::{self, Held},
+    presence::Presence,
     status::Writer,
     watch::follow,
 };
@@ -44,6 +46,12 @@ pub struct Inputs {
     pub events: Recorder,
     /// How many mirrors there are.
     pub mirrors: Gauge,
+    /// Where what the API server says is kept.
+    pub state: Arc<State>,
+    /// How much of it, and when it is used.
+    pub autonomy: Settings,
+    /// Whether the API server answers.
+    pub presence: Presence,
 }
 
 impl std::fmt::Debug for Inputs {
@@ -60,38 +68,51 @@ impl Workload {
         (Self { desired }, receiver)
     }
 
-    /// Follows the pods, writes their status and keeps mirrors of static ones. Ends when `stop` is cancelled,
-    /// after the last statuses were tried once.
-    pub async fn run(self, client: Client, inputs: Inputs, stop: CancellationToken) {
+    /// Follows the pods, writes their status and keeps mirrors of static ones, from when there is a client
+    /// on. Until the API server has answered, what it said to an earlier life of the agent counts. Ends when
+    /// `stop` is cancelled, after the last statuses were tried once.
+    pub async fn run(self, client: impl Future<Output = Client>, inputs: Inputs, stop: CancellationToken) {
+        let memory = Memory::open(inputs.state, inputs.autonomy, inputs.node_name.clone()).await;
+        let remembered = memory.load().await;
         let (out, pods) = watch::channel(None);
         let (held_out, held) = watch::channel(Held::default());
+        let (released_out, released) = watch::channel(None);
         let collection = assigned::collection(&inputs.node_name);
-        let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone());
-        let mirrors = Mirrors {
-            client: client.clone(),
-            node_name: inputs.node_name.clone(),
-            node: inputs.node.clone(),
-            table: inputs.table.clone(),
-            pods: pods.clone(),
-            complete: inputs.complete.clone(),
-            count: inputs.mirrors,
-        };
-        let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone());
-        let following = async {
-            tokio::join!(
-                follow(&client, &collection, &mut sink),
-                objects::keep(client.clone(), pods.clone(), held_out),
-                self.publish(pods, held, inputs.node.clone()),
-                mirrors.keep(),
-            );
-        };
-        let following = async {
-            tokio::select! {
-                () = stop.cancelled() => {}
-                () = following => {}
+        let known = remembered.as_ref().map_or(0, Remembered::count);
+        let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone(), known);
+        let before = remembered.as_ref().map(Remembered::held).unwrap_or_default();
+        let release = async {
+            if let Some(remembered) = remembered {
+                memory.release(remembered, inputs.presence, pods.clone(), released_out, inputs.events).await;
             }
         };
-        tokio::join!(following, writer.run(stop.clone()));
+        let asking = async {
+            let Some(client) = stop.run_until_cancelled(client).await else { return };
+            let mirrors = Mirrors {
+                client: client.clone(),
+                node_name: inputs.node_name.clone(),
+                node: inputs.node.clone(),
+                table: inputs.table.clone(),
+                pods: pods.clone(),
+                complete: inputs.complete.clone(),
+                count: inputs.mirrors,
+            };
+            let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone());
+            let following = async {
+                tokio::join!(
+                    follow(&client, &collection, &mut sink),
+                    objects::keep(client.clone(), pods.clone(), held_out),
+                    mirrors.keep(),
+                );
+            };
+            tokio::join!(stop.run_until_cancelled(following), writer.run(stop.clone()));
+        };
+        let publishing = self.publish(pods.clone(), held.clone(), inputs.node.clone(), released);
+        tokio::join!(
+            asking,
+            stop.run_until_cancelled(async { tokio::join!(release, publishing) }),
+            memory.keep(before, pods.clone(), held, inputs.node.clone(), stop.clone()),
+        );
     }
 
     /// Keeps what should run current.
@@ -100,13 +121,21 @@ impl Workload {
         mut pods: watch::Receiver<Pods>,
         mut held: watch::Receiver<Held>,
         mut node: watch::Receiver<Option<Arc<core::Node>>>,
+        mut released: watch::Receiver<Option<Arc<Remembered>>>,
     ) {
         loop {
             let assigned = pods.borrow_and_update().clone();
-            let objects = held.borrow_and_update().objects(&assigned);
-            let node_view = node.borrow_and_update().as_deref().map(|node| Arc::new(assigned::view(node)));
-            let desired =
-                Desired { objects: Arc::new(objects), node: node_view, ..assigned::desired(&assigned) };
+            let held_now = held.borrow_and_update().clone();
+            let node_view = node.borrow_and_update().as_deref().map(assigned::view);
+            let remembered = released.borrow_and_update().clone().filter(|_| assigned.is_none());
+            let desired = match remembered {
+                Some(remembered) => remembered.desired(node_view),
+                None => Desired {
+                    objects: Arc::new(held_now.objects(&assigned)),
+                    node: node_view.map(Arc::new),
+                    ..assigned::desired(&assigned)
+                },
+            };
             self.desired.send_if_modified(|known| {
                 let changed = **known != desired;
                 if changed {
@@ -118,6 +147,7 @@ impl Workload {
                 changed = pods.changed() => changed,
                 changed = held.changed() => changed,
                 changed = node.changed() => changed,
+                Ok(()) = released.changed() => Ok(()),
             };
             if changed.is_err() {
                 return;

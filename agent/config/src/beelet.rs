@@ -42,6 +42,16 @@ pub(super) struct BeeletWire {
     pub(super) metrics_pod_uid: Option<bool>,
     pub(super) unauthenticated_pods: Option<bool>,
     pub(super) tuner: Option<TunerWire>,
+    pub(super) autonomy: Option<AutonomyWire>,
+}
+
+/// How a node of a cluster does without its API server.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AutonomyWire {
+    pub(super) enabled: Option<bool>,
+    pub(super) after: Option<GoDuration>,
+    pub(super) key_file: Option<String>,
 }
 
 /// YAML reads a bare `off` as false, so both spellings mean the same.

@@ -6,7 +6,7 @@ use beelet_codec::data;
 use beelet_policy::quantity::Quantity;
 
 use super::Config;
-use super::beelet::BeeletWire;
+use super::beelet::{AutonomyWire, BeeletWire};
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
 use super::server;
 use super::tuner::TunerWire;
@@ -195,5 +195,10 @@ fn beelet(config: &Config) -> BeeletWire {
         metrics_pod_uid: Some(ours.metrics_pod_uid),
         unauthenticated_pods: Some(ours.unauthenticated_pods),
         tuner: Some(TunerWire::of(&ours.tuner)),
+        autonomy: Some(AutonomyWire {
+            enabled: Some(ours.autonomy.enabled),
+            after: Some(GoDuration(ours.autonomy.after)),
+            key_file: ours.autonomy.key_file.as_deref().and_then(text),
+        }),
     }
 }

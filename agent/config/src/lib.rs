@@ -247,6 +247,19 @@ pub struct Beelet {
     pub unauthenticated_pods: bool,
     /// The closed loop that protects latency.
     pub tuner: Tuner,
+    /// What a node of a cluster does at a start without its API server.
+    pub autonomy: Autonomy,
+}
+
+/// What is kept of the API server's words for a start without it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Autonomy {
+    /// Whether anything is.
+    pub enabled: bool,
+    /// How long the API server may be silent before pods start without it.
+    pub after: Duration,
+    /// The file of the key that seals Secrets and tokens; without one they are not kept.
+    pub key_file: Option<PathBuf>,
 }
 
 /// A cgroup of daemons that are held to what is reserved for them.

@@ -11,12 +11,12 @@ use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy};
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::quantity::Quantity;
 
-use super::beelet::BeeletWire;
+use super::beelet::{AutonomyWire, BeeletWire};
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::words::{duration, number};
-use super::{Beelet, BpfMode, Config, ReservedCgroup, TcpProbes, pressure};
+use super::{Autonomy, Beelet, BpfMode, Config, ReservedCgroup, TcpProbes, pressure};
 use beelet_policy::cgroups::CgroupDriver;
 
 /// The first of each is the default.
@@ -147,7 +147,19 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         metrics_pod_uid: wire.metrics_pod_uid.unwrap_or(false),
         unauthenticated_pods: wire.unauthenticated_pods.unwrap_or(false),
         tuner: super::tuner::resolve(wire.tuner.as_ref())?,
+        autonomy: autonomy(wire.autonomy.as_ref())?,
     })
+}
+
+fn autonomy(wire: Option<&AutonomyWire>) -> Result<Autonomy, Problem> {
+    let nothing = AutonomyWire::default();
+    let wire = wire.unwrap_or(&nothing);
+    let after = duration(wire.after, crate::defaults::AUTONOMY);
+    if !(Duration::from_secs(1)..=Duration::from_secs(86_400)).contains(&after) {
+        return Err(Problem::new("autonomy.after", format!("{after:?} is out of range: 1s to 24h")));
+    }
+    let key_file = path("autonomy.keyFile", &wire.key_file)?;
+    Ok(Autonomy { enabled: wire.enabled.unwrap_or(true), after, key_file })
 }
 
 /// Below a tenth of a second reading would cost more than it tells; above ten, windows of ten seconds would

@@ -55,6 +55,8 @@ pub struct Objects {
     secrets: ByName<Secret>,
     runtime_classes: ByName<RuntimeClass>,
     tokens: BTreeMap<TokenReference, Arc<str>>,
+    /// Pods start without the tokens that are missing.
+    tokens_optional: bool,
     /// None on a standalone node, and until the API server has told them.
     services: Option<Services>,
     /// What the API server was asked for and has not answered yet.
@@ -131,6 +133,16 @@ impl Objects {
         self.tokens.insert(of, token);
     }
 
+    /// Lets pods start without the tokens that are missing: nobody gives any now.
+    pub fn do_without_tokens(&mut self) {
+        self.tokens_optional = true;
+    }
+
+    /// Whether pods start without the tokens that are missing.
+    pub fn are_tokens_optional(&self) -> bool {
+        self.tokens_optional
+    }
+
     /// Notes that an object may exist, but was not read yet.
     pub fn add_unread(&mut self, reference: Reference) {
         self.unread.insert(reference);
@@ -157,7 +169,8 @@ impl Objects {
         Origin::of(pod).is_api()
             && (self.services.is_none()
                 || references::of(pod).iter().any(|reference| self.unread.contains(reference))
-                || references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token)))
+                || (!self.tokens_optional
+                    && references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token))))
     }
 
     /// Adds what `others` has and this lacks.
@@ -165,6 +178,7 @@ impl Objects {
         for (of, token) in &others.tokens {
             self.tokens.entry(of.clone()).or_insert_with(|| Arc::clone(token));
         }
+        self.tokens_optional |= others.tokens_optional;
         self.unread.extend(others.unread.iter().cloned());
         if self.services.is_none() {
             self.services.clone_from(&others.services);

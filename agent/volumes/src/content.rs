@@ -54,6 +54,15 @@ pub(super) fn payload(volume: &core::Volume, sources: &Sources<'_>) -> Result<Op
     Ok(Some(files.payload))
 }
 
+/// Returns true if a volume is to be made without a token that it asks for. One that is made already keeps
+/// what it has.
+pub(super) fn lacks_token(volume: &core::Volume, sources: &Sources<'_>) -> bool {
+    let projections = volume.projected.iter().flat_map(|projected| projected.sources.iter().flatten());
+    let mut tokens = projections.filter_map(|projection| projection.service_account_token.as_ref());
+    sources.objects.are_tokens_optional()
+        && tokens.any(|source| sources.objects.token(&references::token(sources.pod, source)).is_none())
+}
+
 fn mode_of(mode: Option<i32>) -> i32 {
     mode.unwrap_or(DEFAULT_MODE)
 }
@@ -168,9 +177,18 @@ impl Files<'_> {
             self.downward(source.items.as_deref(), mode)
         } else if let Some(source) = &projection.service_account_token {
             let of = references::token(self.sources.pod, source);
-            let Some(token) = self.sources.objects.token(&of) else {
-                let account = of.service_account;
-                return Err(Error::unmet(format!("there is no token of the service account {account} yet")));
+            let objects = self.sources.objects;
+            let token = match objects.token(&of) {
+                Some(token) => token,
+                // A program that finds no file may not start at all; an empty one is refused where it is
+                // shown.
+                None if objects.are_tokens_optional() => "",
+                None => {
+                    let account = of.service_account;
+                    return Err(Error::unmet(format!(
+                        "there is no token of the service account {account} yet"
+                    )));
+                }
             };
             self.add(&source.path, token.as_bytes(), mode);
             Ok(())
@@ -241,6 +259,29 @@ mod tests {
         let item = json!([{"key": "none", "path": "x"}]);
         check(json!({"configMap": {"name": "m", "items": item}}), Err("the ConfigMap m has no key none"));
         check(json!({"configMap": {"name": "m", "items": item, "optional": true}}), Ok(&[]));
+    }
+
+    #[test]
+    fn a_token_that_nobody_gives_is_empty_where_pods_do_without() {
+        let pod: core::Pod = serde_json::from_value(json!({"metadata": {"name": "web"}})).unwrap();
+        let volume =
+            json!({"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}});
+        let volume: core::Volume = serde_json::from_value(volume).unwrap();
+        let (mut objects, node) = (Objects::default(), beelet_spec::fixtures::node());
+        let look = |objects: &Objects| {
+            let sources = Sources { pod: &pod, objects, node: &node };
+            let files = payload(&volume, &sources).map(Option::unwrap_or_default);
+            (files.ok().map(|files| files["token"].bytes.clone()), lacks_token(&volume, &sources))
+        };
+        assert_eq!(look(&objects), (None, false));
+        objects.do_without_tokens();
+        assert_eq!(look(&objects), (Some(Vec::new()), true));
+        let of = references::tokens(&core::Pod {
+            spec: Some(core::PodSpec { volumes: Some(vec![volume.clone()]), ..Default::default() }),
+            ..pod.clone()
+        });
+        objects.add_token(of.into_iter().next().unwrap(), "t".into());
+        assert_eq!(look(&objects), (Some(b"t".to_vec()), false));
     }
 
     #[test]

@@ -113,6 +113,9 @@ impl Volumes {
                 mounts::mount_tmpfs(&path, None, 0o755)?;
             }
             let top = open_top(&path, in_memory)?.ok_or_else(|| Error::Vanished(path.clone()))?;
+            if content::lacks_token(volume, sources) && atomic::is_set_up(&top) {
+                return Ok(());
+            }
             atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
         } else if volume.image.is_none() {
             return Err(Error::unmet("beelet can't make volumes of this kind"));
@@ -130,6 +133,9 @@ impl Volumes {
             let Some(top) = open_top(&path, content::in_memory(volume))?.filter(atomic::is_set_up) else {
                 continue;
             };
+            if content::lacks_token(volume, sources) {
+                continue;
+            }
             let refreshed = content::payload(volume, sources).and_then(|payload| match payload {
                 Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
                 None => Ok(false),

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
+mod autonomy;
 mod away;
 mod node;
 mod scene;

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use beelet_cluster::autonomy::Settings as Autonomy;
 use beelet_cluster::connect::{Options, connect};
+use beelet_cluster::presence::Presence;
 use beelet_cluster::rotation::{Identity, Metrics};
 use beelet_cluster::workload::{Inputs, Workload};
 use beelet_tests::apiserver::{FakeApi, Verb};
@@ -39,6 +41,7 @@ impl Cluster {
         let kubeconfig = node.path("kubeconfig");
         std::fs::write(&kubeconfig, api.kubeconfig()).unwrap();
         let stop = CancellationToken::new();
+        let presence = Presence::default();
         let options = Options {
             kubeconfig,
             bootstrap: None,
@@ -47,7 +50,7 @@ impl Cluster {
             rotate: false,
             metrics: Metrics::default(),
             requests: beelet_cluster::requests::Metrics::default(),
-            presence: beelet_cluster::presence::Presence::default(),
+            presence: presence.clone(),
         };
         let (client, identity) = connect(options).await.unwrap();
         let object = json!({"metadata": {"name": "n1", "uid": "node-uid"}});
@@ -61,7 +64,11 @@ impl Cluster {
             requests: handles.requests,
             complete: handles.complete,
             events: handles.events,
+            state: handles.state,
+            autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
+            presence,
         };
+        let client = std::future::ready(client);
         let working = tokio::spawn(workload.run(client, inputs, stop.clone()));
         Cluster { node, api, stop, working, _identity: identity, _object: object }
     }

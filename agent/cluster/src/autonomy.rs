@@ -1,0 +1,322 @@
+//! What the API server said last, kept in the state folder: a node that starts without its API server runs
+//! its pods by it (docs/decisions/0020-autonomy.md).
+//!
+//! One record has the pods, the ConfigMaps and the services; another one the Secrets and the tokens, sealed
+//! by a key of the configuration, and is there only with one. What can't be read is as if it was never kept.
+//! Must never write a Secret or a token in the clear.
+
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
+
+use beelet_base::blocking::blocking;
+use beelet_codec::data;
+use beelet_model::{desired::Desired, table::PodName};
+use beelet_policy::{
+    node_fit::NodeView,
+    references::{self, Kind},
+};
+use beelet_state::{
+    Loaded, State,
+    events::{Object, Recorder},
+};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use crate::{
+    assigned::{self, Pods},
+    kept::{Kept, KeptSecrets},
+    objects::Held,
+    presence::Presence,
+    seal::{Key, Sealed},
+};
+
+/// The records.
+const PLAIN: &str = "assigned";
+const SEALED: &str = "assigned-secrets";
+/// Changes that come together are written together.
+const SETTLE: Duration = Duration::from_secs(1);
+/// The least time between two writes while the agent runs: tokens are renewed all the time.
+const BETWEEN: Duration = Duration::from_secs(10);
+
+/// How much is kept, and when it is used.
+#[derive(Debug)]
+pub struct Settings {
+    /// Whether anything is. If not, what was kept is removed.
+    pub enabled: bool,
+    /// How long the API server may be silent, from the start on, before pods are started without it.
+    pub after: Duration,
+    /// The file of the key that seals Secrets and tokens.
+    pub key_file: Option<PathBuf>,
+}
+
+/// What was kept by an earlier life of the agent.
+#[derive(Clone, Debug)]
+pub(crate) struct Remembered {
+    pods: Pods,
+    held: Held,
+    node: Option<NodeView>,
+    at: Timestamp,
+}
+
+impl Remembered {
+    /// How many pods should run by it.
+    pub(crate) fn count(&self) -> usize {
+        self.pods.iter().flat_map(|pods| pods.values()).filter(|pod| pod.wanted.is_some()).count()
+    }
+
+    /// What its pods refer to, as the API server said it.
+    pub(crate) fn held(&self) -> Held {
+        Held { tokens_optional: false, ..self.held.clone() }
+    }
+
+    /// What should run by it. It is not the API server's word: what else runs is left alone.
+    pub(crate) fn desired(&self, node: Option<NodeView>) -> Desired {
+        Desired {
+            objects: Arc::new(self.held.objects(&self.pods)),
+            node: node.or_else(|| self.node.clone()).map(Arc::new),
+            api_unread: true,
+            ..assigned::desired(&self.pods)
+        }
+    }
+
+    /// Makes do without what nobody can say while the API server is away: tokens, which are of little use
+    /// without it, and the Secrets that only pulls of images need.
+    fn make_do(&mut self) {
+        self.held.tokens_optional = true;
+        let pods: Vec<Arc<core::Pod>> =
+            self.pods.iter().flat_map(|pods| pods.values()).filter_map(|pod| pod.wanted.clone()).collect();
+        let needed: BTreeSet<_> =
+            pods.iter().flat_map(|pod| references::of(&without_pull_secrets(pod))).collect();
+        for reference in pods.iter().flat_map(|pod| references::of(pod)) {
+            if !needed.contains(&reference) {
+                self.held.objects.entry(reference).or_insert(None);
+            }
+        }
+        self.held.services.get_or_insert_with(|| beelet_model::objects::Services::new(Vec::new()));
+    }
+
+    /// The pods that wait until the API server is back, for what is not kept.
+    fn waiting(&self) -> Vec<(PodName, Arc<core::Pod>)> {
+        let objects = self.held.objects(&self.pods);
+        let all = self.pods.iter().flat_map(|pods| pods.iter());
+        let wanted = all.filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
+        wanted.filter(|(_, pod)| objects.is_unread(pod)).collect()
+    }
+}
+
+fn without_pull_secrets(pod: &core::Pod) -> core::Pod {
+    let mut pod = pod.clone();
+    if let Some(spec) = &mut pod.spec {
+        spec.image_pull_secrets = None;
+    }
+    pod
+}
+
+/// Reads and writes the records.
+pub(crate) struct Memory {
+    state: Arc<State>,
+    settings: Settings,
+    node: String,
+    key: Option<Arc<Key>>,
+}
+
+impl Memory {
+    /// Opens it. A key that can't be read is as none, loudly.
+    pub(crate) async fn open(state: Arc<State>, settings: Settings, node: String) -> Self {
+        let mut key = None;
+        if let Some(path) = settings.key_file.clone().filter(|_| settings.enabled) {
+            let (file, name) = (path.clone(), node.clone());
+            match blocking("the key of the configuration", move || Key::read(&file, &name)).await {
+                Ok(read) => key = Some(Arc::new(read)),
+                Err(cause) => warn!(
+                    file = %path.display(), %cause,
+                    "the key for kept Secrets can't be read: they are not kept, and pods that need them wait for the API server"
+                ),
+            }
+        }
+        Self { state, settings, node, key }
+    }
+
+    /// What was kept, if anything. What may not be kept any more is removed.
+    pub(crate) async fn load(&self) -> Option<Remembered> {
+        if !self.settings.enabled {
+            self.remove(PLAIN).await;
+        }
+        if self.key.is_none() {
+            self.remove(SEALED).await;
+        }
+        if !self.settings.enabled {
+            return None;
+        }
+        let kept: Kept = self.read(PLAIN).await?;
+        if kept.node != self.node {
+            info!(
+                before = kept.node,
+                now = self.node,
+                "the node has another name now; what was kept is not used"
+            );
+            return None;
+        }
+        let secrets = self.secrets().await.unwrap_or_default();
+        let (pods, mut held, node) = kept.restored();
+        secrets.restore(&mut held);
+        let mut remembered = Remembered { pods: Some(Arc::new(pods)), held, node, at: kept.at };
+        remembered.make_do();
+        debug!(pods = remembered.count(), kept_at = %kept.at, "what the API server said last is known");
+        Some(remembered)
+    }
+
+    async fn secrets(&self) -> Option<KeptSecrets> {
+        let key = Arc::clone(self.key.as_ref()?);
+        let sealed: Sealed = self.read(SEALED).await?;
+        let opened =
+            key.open(&sealed).and_then(|text| data::from_json(&text).map_err(|problem| problem.to_string()));
+        opened
+            .inspect_err(|cause| warn!(%cause, "kept Secrets can't be opened; has the key changed? They are read anew"))
+            .ok()
+    }
+
+    async fn read<T: DeserializeOwned + Send + 'static>(&self, name: &'static str) -> Option<T> {
+        let state = Arc::clone(&self.state);
+        match blocking("a record", move || state.load(name)).await {
+            Ok(Loaded::Value { value, .. }) => Some(value),
+            Ok(Loaded::Absent) => None,
+            Ok(Loaded::Quarantined { moved_to, reason }) => {
+                warn!(record = name, moved_to = %moved_to.display(), %reason,
+                    "what the API server said last can't be read; it is moved aside");
+                None
+            }
+            Err(error) => {
+                warn!(record = name, %error, "what the API server said last can't be read");
+                None
+            }
+        }
+    }
+
+    async fn remove(&self, name: &'static str) {
+        let state = Arc::clone(&self.state);
+        if let Err(error) = blocking("a record", move || state.remove(name)).await {
+            warn!(record = name, %error, "what was kept of the API server's words can't be removed");
+        }
+    }
+
+    async fn write<T: Serialize + Send + 'static>(&self, name: &'static str, value: T) -> bool {
+        let state = Arc::clone(&self.state);
+        match blocking("a record", move || state.store(name, &value)).await {
+            Ok(()) => true,
+            Err(error) => {
+                warn!(record = name, %error, "what the API server says can't be kept for a start without it");
+                false
+            }
+        }
+    }
+
+    /// Publishes what is remembered, with an event, once the API server has been silent for too long. Ends
+    /// when it has answered, or when there is no more to do.
+    pub(crate) async fn release(
+        &self,
+        remembered: Remembered,
+        presence: Presence,
+        mut pods: watch::Receiver<Pods>,
+        out: watch::Sender<Option<Arc<Remembered>>>,
+        events: Recorder,
+    ) {
+        let silent = async {
+            sleep(self.settings.after).await;
+            // A server that refuses this node is there: it may have its reasons.
+            presence.missing().await;
+        };
+        tokio::select! {
+            () = silent => {}
+            _ = pods.wait_for(Option::is_some) => return,
+        }
+        let message = format!(
+            "the API server has not answered for {} s: {} pods run by what it said last, at {}, until it does",
+            self.settings.after.as_secs(),
+            remembered.count(),
+            remembered.at
+        );
+        warn!(node = self.node, "{message}");
+        events.warning(Object::node(&self.node), "RunningWithoutAPIServer", message);
+        for (name, pod) in remembered.waiting() {
+            let message = "it needs Secrets, or other objects, that are not kept on this node: it waits for the API server";
+            warn!(pod = %name, "{message}");
+            events.warning(Object::pod(&pod), "WaitingForAPIServer", message);
+        }
+        out.send_replace(Some(Arc::new(remembered)));
+    }
+
+    /// Writes down what the API server says, whenever that changes, until `stop`; then once more.
+    pub(crate) async fn keep(
+        &self,
+        mut before: Held,
+        mut pods: watch::Receiver<Pods>,
+        mut held: watch::Receiver<Held>,
+        node: watch::Receiver<Option<Arc<core::Node>>>,
+        stop: CancellationToken,
+    ) {
+        let told = stop.run_until_cancelled(pods.wait_for(Option::is_some));
+        if !self.settings.enabled || told.await.is_none_or(|told| told.is_err()) {
+            return stop.cancelled().await;
+        }
+        let (mut plain, mut secret) = (None, None);
+        loop {
+            let began = Instant::now();
+            let assigned = pods.borrow_and_update().clone();
+            // What is referred to and not read yet is as it was.
+            before = held.borrow_and_update().clone().or(before, &assigned);
+            let view = node.borrow().as_deref().map(assigned::view);
+            let content = Kept::of(&self.node, &assigned, &before, view);
+            if plain.as_ref() != Some(&content) {
+                let dated = content.clone().dated(Timestamp::now());
+                plain = self.write(PLAIN, dated).await.then_some(content);
+            }
+            self.keep_secrets(&mut secret, &before).await;
+            if stop.is_cancelled() {
+                return;
+            }
+            let changed = async {
+                tokio::select! {
+                    changed = pods.changed() => changed,
+                    changed = held.changed() => changed,
+                }
+            };
+            tokio::select! {
+                // Nobody says anything any more: the agent ends.
+                changed = changed => if changed.is_err() { stop.cancelled().await },
+                () = stop.cancelled() => continue,
+            }
+            tokio::select! {
+                () = sleep_until((began + BETWEEN).max(Instant::now() + SETTLE)) => {}
+                () = stop.cancelled() => {}
+            }
+        }
+    }
+
+    async fn keep_secrets(&self, known: &mut Option<KeptSecrets>, held: &Held) {
+        let Some(key) = &self.key else { return };
+        let content = KeptSecrets::of(held);
+        if known.as_ref() == Some(&content) {
+            return;
+        }
+        let value = data::to_value(&content).map_err(|cause| cause.to_string());
+        match value.and_then(|value| key.seal(value.to_string().into_bytes())) {
+            Ok(sealed) => *known = self.write(SEALED, sealed).await.then_some(content),
+            Err(cause) => warn!(cause, "Secrets can't be sealed, and are not kept"),
+        }
+    }
+}
+
+/// Whether an object of this kind is kept only sealed.
+pub(crate) fn is_secret(kind: Kind) -> bool {
+    match kind {
+        Kind::Secret => true,
+        Kind::ConfigMap => false,
+    }
+}

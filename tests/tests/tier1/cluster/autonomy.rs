@@ -1,0 +1,159 @@
+//! A node that starts without its API server.
+
+use std::path::Path;
+
+use beelet_tests::agent::Options;
+use beelet_tests::apiserver::FakeApi;
+use beelet_tests::guards::unmount_below;
+use beelet_tests::require;
+use serde_json::{Value, json};
+
+use super::scene::Member;
+use super::workload::{path, pod};
+
+/// Without the API server, one second is enough.
+fn soon(options: Options) -> Options {
+    options.beelet("autonomy", json!({ "after": "1s" }))
+}
+
+/// A pod with a token and a volume of a ConfigMap, as most pods have.
+fn usual(name: &str) -> Value {
+    let mut pod = pod(name);
+    pod["spec"]["volumes"] = json!([
+        { "name": "conf", "configMap": { "name": "conf" } },
+        { "name": "access", "projected": { "sources": [{ "serviceAccountToken": { "path": "token" } }] } },
+    ]);
+    pod
+}
+
+impl Member {
+    /// Its records as they are once `wanted` finds in them what it looks for.
+    fn until_kept(&self, record: &str, wanted: &str) -> String {
+        let read = || self.scene.agent.record(record).map(|value| value.to_string()).unwrap_or_default();
+        self.scene.look_until(&format!("the record {record} to have {wanted:?}"), || {
+            if read().contains(wanted) { Ok(()) } else { Err(read()) }
+        });
+        read()
+    }
+
+    /// The machine starts anew, and its API server is away.
+    fn reboot_alone(&mut self) {
+        self.api.crash();
+        self.scene.agent.kill9();
+        self.scene.cri.reboot();
+        unmount_below(self.scene.agent.dir()).unwrap();
+        self.scene.agent.resume().unwrap();
+    }
+
+    /// A file of a volume of the pod.
+    fn volume(&self, pod: &Value, file: &str) -> Option<String> {
+        let uid = pod["metadata"]["uid"].as_str().unwrap();
+        let folder = self.scene.agent.dir().join("pods").join(uid).join("volumes");
+        std::fs::read_to_string(folder.join(Path::new(file))).ok()
+    }
+}
+
+fn config_map() -> Value {
+    json!({ "metadata": { "name": "conf", "namespace": "default" }, "data": { "color": "red" } })
+}
+
+#[tokio::test]
+async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_it_is_back() {
+    require!(root);
+    let mut member = Member::start(FakeApi::start(), soon).await;
+    member.api.put("/api/v1/namespaces/default/serviceaccounts/default", json!({}));
+    member.api.put("/api/v1/namespaces/default/configmaps/conf", config_map());
+    let web = member.api.put(&path("web"), usual("web"));
+    member.api.put(&path("goes"), pod("goes"));
+    member.until_running("web").await;
+    member.until_running("goes").await;
+    let kept = member.until_kept("assigned", "\"goes\"");
+    assert!(kept.contains("red") && !kept.contains("\"token\":"), "{kept}");
+
+    member.reboot_alone();
+    for name in ["web", "goes"] {
+        member.scene.until(&format!("{name} to run again"), |watch| {
+            watch.pod(name).filter(|pod| pod.phase() == "Running").map(drop)
+        });
+    }
+    member.scene.until_told("the API server has not answered for 1 s: 2 pods run by what it said last");
+    assert_eq!(member.volume(&web, "conf/color").as_deref(), Some("red"));
+    // Whoever reads it finds it, and is refused until there is one.
+    assert_eq!(member.volume(&web, "access/token").as_deref(), Some(""));
+
+    member.api.remove(&path("goes"));
+    member.api.come_back();
+    member.until_stopped("goes");
+    member.until_running("web").await;
+    member.scene.look_until("the token to be there again", || match member.volume(&web, "access/token") {
+        Some(token) if !token.is_empty() => Ok(()),
+        other => Err(format!("{other:?}")),
+    });
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn nothing_is_started_by_what_was_kept_while_the_api_server_answers_or_where_it_is_switched_off() {
+    require!(root);
+    let mut member = Member::start(FakeApi::start(), |options| {
+        options.beelet("autonomy", json!({ "enabled": false, "after": "1s" }))
+    })
+    .await;
+    member.api.put(&path("web"), pod("web"));
+    member.until_running("web").await;
+    member.reboot_alone();
+    member.scene.until_relisted();
+    assert!(!member.runs("web"), "it runs without the API server's word");
+    assert!(member.scene.agent.record("assigned").is_none());
+    member.api.remove(&path("web"));
+    member.api.put(&path("other"), pod("other"));
+    member.api.come_back();
+    member.until_running("other").await;
+    assert!(!member.runs("web"));
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
+    require!(root);
+    for with_key in [false, true] {
+        let mut member = Member::start(FakeApi::start(), |options| {
+            let key = options.manifests().parent().unwrap().join("key");
+            beelet_tests::workdir::write(&key, [7; 32]).unwrap();
+            let key = if with_key { json!(key) } else { Value::Null };
+            options.beelet("autonomy", json!({ "after": "1s", "keyFile": key }))
+        })
+        .await;
+        let secret = json!({
+            "metadata": { "name": "hush", "namespace": "default" }, "data": { "word": "eHl6enk=" },
+        });
+        member.api.put("/api/v1/namespaces/default/secrets/hush", secret);
+        let mut web = pod("web");
+        web["spec"]["volumes"] = json!([{ "name": "hush", "secret": { "secretName": "hush" } }]);
+        let web = member.api.put(&path("web"), web);
+        member.until_running("web").await;
+        member.until_kept("assigned", "\"web\"");
+        if with_key {
+            member.until_kept("assigned-secrets", "nonce");
+        }
+        // Nowhere in the clear.
+        for record in ["assigned", "assigned-secrets"] {
+            let text = member.scene.agent.record(record).unwrap_or_default().to_string();
+            assert!(!text.contains("eHl6enk") && !text.contains("xyzzy"), "{text}");
+        }
+        member.reboot_alone();
+        member.scene.until_told("pods run by what it said last");
+        if with_key {
+            member.scene.until("web to run again", |watch| {
+                watch.pod("web").filter(|pod| pod.phase() == "Running").map(drop)
+            });
+            assert_eq!(member.volume(&web, "hush/word").as_deref(), Some("xyzzy"));
+        } else {
+            member.scene.until_told("it waits for the API server");
+            assert!(!member.runs("web"));
+        }
+        member.api.come_back();
+        member.until_running("web").await;
+        member.scene.is_well();
+    }
+}
