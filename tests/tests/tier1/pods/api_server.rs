@@ -64,6 +64,7 @@ impl Cluster {
             requests: handles.requests,
             complete: handles.complete,
             events: handles.events,
+            mirrors: handles.metrics.cluster.mirrors,
             state: handles.state,
             autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
             presence,
