@@ -1,10 +1,17 @@
 //! Makes a node of a cluster of the node: connects the parts of [`beelet_cluster`] with those of the agent.
 
-use std::{collections::BTreeMap, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use beelet_policy::{
     node_access::Access,
     node_status::{self, Registration, Report},
+    references::TokenReference,
 };
 use beelet_proto::cri;
 use clap::Args;
@@ -19,6 +26,7 @@ use tracing::warn;
 use crate::node::{Builder, Handles};
 use beelet_base::blocking::blocking;
 use beelet_cluster::{
+    accounts::Accounts,
     autonomy::Settings,
     client::Client,
     connect::{self, Connections},
@@ -32,7 +40,10 @@ use beelet_cluster::{
 use beelet_config::{Config, NodeConfig};
 use beelet_cri::Runtime;
 use beelet_kubelet_api::auth::Reviewers;
-use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
+use beelet_model::{
+    accounts::{Account, AccountError, Asked, ServiceAccounts},
+    review::{AccessReviewer, Review, ReviewError, TokenReviewer, User},
+};
 
 /// How often a runtime whose network is not ready is asked again.
 const NETWORK: Duration = Duration::from_secs(1);
@@ -135,6 +146,37 @@ impl AccessReviewer for LateReviews {
     }
 }
 
+/// Asks the API server for service accounts, once there is a connection.
+#[derive(Default)]
+struct LateAccounts {
+    session: Arc<SetOnce<Session>>,
+    accounts: OnceLock<Accounts>,
+}
+
+impl std::fmt::Debug for LateAccounts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LateAccounts").finish_non_exhaustive()
+    }
+}
+
+impl LateAccounts {
+    fn accounts(&self) -> Result<&Accounts, AccountError> {
+        let none = || AccountError("there is no connection to the API server yet".to_owned());
+        let session = self.session.get().ok_or_else(none)?;
+        Ok(self.accounts.get_or_init(|| Accounts::new(session.client.clone())))
+    }
+}
+
+impl ServiceAccounts for LateAccounts {
+    fn account<'a>(&'a self, namespace: &'a str, name: &'a str) -> Asked<'a, Account> {
+        Box::pin(async move { self.accounts()?.account(namespace, name).await })
+    }
+
+    fn token<'a>(&'a self, of: &'a TokenReference) -> Asked<'a, Arc<str>> {
+        Box::pin(async move { self.accounts()?.token(of).await })
+    }
+}
+
 /// Adds all parts to `builder`.
 pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
     let session: Arc<SetOnce<Session>> = Arc::default();
@@ -148,7 +190,8 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let name = config.node_name.clone();
     let reviews = Arc::new(LateReviews { session: Arc::clone(&session), node: name.clone() });
     let reviewers = Reviewers { tokens: Some(reviews.clone()), access: Some(reviews) };
-    let builder = builder.reviewers(reviewers);
+    let accounts = LateAccounts { session: Arc::clone(&session), ..LateAccounts::default() };
+    let builder = builder.reviewers(reviewers).accounts(Arc::new(accounts));
     // A Node gives 0 where there is no server to reach.
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let builder = serve_signed(builder, config, &session, node.clone());

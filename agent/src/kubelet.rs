@@ -18,7 +18,7 @@ use serde_json::{Map, Value, json};
 use crate::{
     cluster::{self, ClusterArgs, Membership},
     node::Builder,
-    run::{self, LogFormat},
+    run::{self, LogFormat, ProviderArgs},
 };
 use beelet_cluster::node::KUBELET_VERSION;
 use beelet_config::{Config, Setting, Sources, Warning};
@@ -33,7 +33,7 @@ const ROOT: &str = "/var/lib/kubelet";
 /// Where log shippers look for links to containers' logs.
 const LOG_LINKS: &str = "/var/log/containers";
 /// Flags that are no settings of the configuration.
-const OWN: [(&str, &str, &str); 11] = [
+const OWN: [(&str, &str, &str); 13] = [
     ("config", "FILE", "The configuration"),
     (
         "config-dir",
@@ -48,6 +48,12 @@ const OWN: [(&str, &str, &str); 11] = [
     ("node-ip", "IP[,IP]", "The node's addresses, at most one of IPv4 and one of IPv6"),
     ("node-labels", "KEY=VALUE,...", "Labels that the Node is registered with"),
     ("cloud-provider", "external", "Who sets the Node's addresses: a cloud's controller, or nobody"),
+    (
+        "image-credential-provider-config",
+        "FILE",
+        "The programs that are asked for credentials of image registries: a file, or a folder of them",
+    ),
+    ("image-credential-provider-bin-dir", "FOLDER", "Where those programs are"),
     ("logging-format", "text|json", "How log lines look"),
 ];
 
@@ -193,6 +199,13 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
         node_labels: labels(text(matches, "node-labels").unwrap_or_default())?,
     };
     let membership = args.resolve(&mut config)?;
+    let providers = ProviderArgs {
+        image_credential_provider_config: text(matches, "image-credential-provider-config")
+            .map(PathBuf::from),
+        image_credential_provider_bin_dir: text(matches, "image-credential-provider-bin-dir")
+            .map(PathBuf::from),
+    };
+    providers.resolve(&mut config)?;
     Ok((config, membership, warnings))
 }
 

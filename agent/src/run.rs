@@ -13,7 +13,7 @@ use crate::{
     node::Builder,
 };
 use beelet_cli::{USAGE, failed};
-use beelet_config::Config;
+use beelet_config::{Config, CredentialProviders};
 use beelet_kubelet_api::Verbosity;
 
 /// Arguments of `beelet run`.
@@ -25,6 +25,8 @@ pub(crate) struct RunArgs {
     config: PathBuf,
     #[command(flatten)]
     cluster: ClusterArgs,
+    #[command(flatten)]
+    providers: ProviderArgs,
     /// Check the configuration, print every value that would be in effect, and stop.
     #[arg(long)]
     check: bool,
@@ -41,6 +43,42 @@ pub(crate) struct RunArgs {
     /// How log lines look.
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
+}
+
+/// Programs that know who the node is at image registries.
+#[derive(Debug, Default, Args)]
+pub(crate) struct ProviderArgs {
+    /// The programs that are asked for credentials of image registries: a CredentialProviderConfig, or a
+    /// folder of them.
+    #[arg(long, value_name = "FILE", requires = "image_credential_provider_bin_dir")]
+    pub(crate) image_credential_provider_config: Option<PathBuf>,
+    /// Where those programs are.
+    #[arg(long, value_name = "FOLDER", requires = "image_credential_provider_config")]
+    pub(crate) image_credential_provider_bin_dir: Option<PathBuf>,
+}
+
+impl ProviderArgs {
+    /// Puts what the flags name into the configuration.
+    ///
+    /// # Errors
+    /// One flag without the other, or a file that can't be.
+    pub(crate) fn resolve(&self, config: &mut Config) -> Result<(), String> {
+        config.credential_providers = match (
+            &self.image_credential_provider_config,
+            &self.image_credential_provider_bin_dir,
+        ) {
+            (None, None) => None,
+            (Some(file), Some(folder)) => {
+                Some(CredentialProviders::read(file, folder).map_err(|error| error.to_string())?)
+            }
+            _ => {
+                return Err("--image-credential-provider-config and --image-credential-provider-bin-dir go together: \
+                                name both"
+                        .to_owned());
+            }
+        };
+        Ok(())
+    }
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -75,7 +113,8 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         );
         return ExitCode::from(USAGE);
     }
-    let membership = match args.cluster.resolve(&mut config) {
+    let resolved = args.providers.resolve(&mut config);
+    let membership = match resolved.and_then(|()| args.cluster.resolve(&mut config)) {
         Ok(membership) => membership,
         Err(error) => {
             eprintln!("error: {error}");

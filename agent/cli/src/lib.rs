@@ -11,6 +11,7 @@ mod args;
 pub mod attach;
 pub mod bpf;
 pub mod config;
+pub mod debug;
 pub mod delete;
 pub mod describe;
 pub mod devices;
@@ -59,6 +60,8 @@ pub enum Command {
     Exec(exec::ExecArgs),
     /// Show what a container's own process prints, and let it have what is typed.
     Attach(attach::AttachArgs),
+    /// Add a container with tools of its own to a pod that runs.
+    Debug(debug::DebugArgs),
     /// Let ports of this machine lead into a pod.
     PortForward(port_forward::PortForwardArgs),
     /// Start containers again at once, without their back-off.
@@ -106,6 +109,7 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
         Command::Logs(args) => logs::run(&args),
         Command::Exec(args) => exec::run(args),
         Command::Attach(args) => attach::run(args),
+        Command::Debug(args) => debug::run(args),
         Command::PortForward(args) => port_forward::run(&args),
         Command::Restart(args) => restart::run(&args),
         Command::Apply(args) => apply::run(&args),

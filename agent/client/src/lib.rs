@@ -357,6 +357,14 @@ impl Client {
         Ok(self.containers.restart(request).await?.into_inner())
     }
 
+    /// Adds an ephemeral container to a static pod.
+    ///
+    /// # Errors
+    /// There is no such pod, it can't have such a container, or the agent stopped or refused.
+    pub async fn debug(&mut self, request: proto::DebugRequest) -> Result<proto::DebugResponse, ClientError> {
+        Ok(self.containers.debug(request).await?.into_inner())
+    }
+
     /// Puts manifests into the agent's folder, or says what that would do.
     ///
     /// # Errors

@@ -54,6 +54,11 @@ pub(crate) fn view(node: &core::Node) -> NodeView {
         name: node.metadata.name.clone().unwrap_or_default(),
         labels: node.metadata.labels.clone().unwrap_or_default(),
         taints: node.spec.as_ref().and_then(|spec| spec.taints.clone()).unwrap_or_default(),
+        strict_groups: node
+            .status
+            .as_ref()
+            .and_then(|status| status.features.as_ref()?.supplemental_groups_policy)
+            .unwrap_or(false),
     }
 }
 

@@ -2,6 +2,7 @@
 //! ([`client`]), and what a kubelet says through it: who it is ([`connect`](mod@connect)), that it is alive
 //! ([`lease`]), what its machine is like ([`node`]), what happened ([`events`]).
 
+pub mod accounts;
 mod assigned;
 pub mod autonomy;
 mod backoff;

@@ -348,7 +348,10 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
     }
 }
 
-async fn request_token(client: &Client, of: &TokenReference) -> Result<(Arc<str>, Duration), Error> {
+pub(crate) async fn request_token(
+    client: &Client,
+    of: &TokenReference,
+) -> Result<(Arc<str>, Duration), Error> {
     let path = format!("/api/v1/namespaces/{}/serviceaccounts/{}/token", of.namespace, of.service_account);
     let audiences: Vec<&str> = Some(of.audience.as_str()).into_iter().filter(|a| !a.is_empty()).collect();
     let request = json!({

@@ -7,7 +7,7 @@ use beelet_policy::quantity::Quantity;
 
 use super::Config;
 use super::beelet::{AutonomyWire, BeeletWire};
-use super::kubelet::{CrashLoopBackOffWire, KubeletWire};
+use super::kubelet::{CrashLoopBackOffWire, KubeletWire, MemorySwapWire, UserNamespacesWire};
 use super::server;
 use super::tuner::TunerWire;
 use super::unsupported;
@@ -78,6 +78,12 @@ fn kubelet(config: &Config) -> KubeletWire {
         crash_loop_back_off: Some(CrashLoopBackOffWire {
             max_container_restart_period: Some(GoDuration(config.max_container_restart_period)),
         }),
+        image_pull_credentials_verification_policy: word(&config.image_verification.policy),
+        preloaded_images_verification_allowlist: Some(config.image_verification.allowlist.clone())
+            .filter(|list| !list.is_empty()),
+        fail_swap_on: Some(config.fail_swap_on),
+        memory_swap: Some(MemorySwapWire { swap_behavior: word(&config.swap_behavior) }),
+        user_namespaces: Some(UserNamespacesWire { ids_per_pod: Some(config.user_ids_per_pod.into()) }),
         topology_manager_policy: word(&config.topology.0),
         topology_manager_scope: word(&config.topology.1),
         serialize_image_pulls: Some(config.parallel_image_pulls == Some(1)),

@@ -50,10 +50,16 @@ pub(super) struct KubeletWire {
     pub(super) cluster_domain: Option<String>,
     pub(super) resolv_conf: Option<String>,
     pub(super) crash_loop_back_off: Option<CrashLoopBackOffWire>,
+    pub(super) fail_swap_on: Option<bool>,
+    pub(super) memory_swap: Option<MemorySwapWire>,
+    pub(super) user_namespaces: Option<UserNamespacesWire>,
     pub(super) topology_manager_policy: Option<String>,
     pub(super) topology_manager_scope: Option<String>,
     pub(super) serialize_image_pulls: Option<bool>,
     pub(super) max_parallel_image_pulls: Option<i64>,
+    pub(super) image_pull_credentials_verification_policy: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) preloaded_images_verification_allowlist: Option<Vec<String>>,
     #[serde(rename = "registryPullQPS")]
     pub(super) registry_pull_qps: Option<i64>,
     pub(super) registry_burst: Option<i64>,
@@ -128,6 +134,19 @@ pub(super) struct TaintWire {
     /// The API server sets it; a file may have it, copied from a Node.
     #[serde(skip_serializing)]
     pub(super) time_added: Option<serde_json::Value>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct MemorySwapWire {
+    pub(super) swap_behavior: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct UserNamespacesWire {
+    #[serde(rename = "idsPerPod")]
+    pub(super) ids_per_pod: Option<i64>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]

@@ -13,9 +13,10 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use beelet_policy::cgroups::{CgroupDriver, CpuWeightFormula, MemoryQos};
+use beelet_policy::cgroups::{CgroupDriver, CpuWeightFormula, MemoryQos, SwapBehavior};
 use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
+use beelet_policy::image_credentials::Verification;
 use beelet_policy::preemption;
 use beelet_policy::probe::EdgePolicy;
 use beelet_policy::quantity::Quantity;
@@ -23,6 +24,7 @@ use beelet_policy::tuner::{Law, TunerMode};
 use serde::{Deserialize, Serialize};
 
 mod beelet;
+mod credential_providers;
 mod effective;
 mod error;
 mod fields;
@@ -38,6 +40,7 @@ mod unsupported;
 mod values;
 mod words;
 
+pub use credential_providers::{CredentialProvider, CredentialProviders, ProviderVersion, TokenAttributes};
 pub use error::{ConfigError, Place, Warning};
 pub use load::{Setting, Sources};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
@@ -98,12 +101,23 @@ pub struct Config {
     pub cluster_domain: String,
     /// The resolver configuration that pods start from; None: an empty one.
     pub resolv_conf: Option<PathBuf>,
+    /// Refuse to run on a machine with swap. Unlike the kubelet's, our default is false: no container gets
+    /// any.
+    pub fail_swap_on: bool,
+    /// Which containers may use swap.
+    pub swap_behavior: SwapBehavior,
+    /// User and group ids of each pod with a user namespace of its own; a multiple of 65,536.
+    pub user_ids_per_pod: u32,
     /// Longest delay between two restarts of a crashing container.
     pub max_container_restart_period: Duration,
     /// How strictly a container's devices must be near each other, and what is aligned together.
     pub topology: (TopologyPolicy, TopologyScope),
     /// Images pulled at a time; None: as many as pods ask for.
     pub parallel_image_pulls: Option<usize>,
+    /// Which pods must show that they may use an image that is here.
+    pub image_verification: Verification,
+    /// From the command line alone: the programs that are asked for credentials of image registries.
+    pub credential_providers: Option<CredentialProviders>,
     /// Pulls per second, on average; 0: no limit.
     pub registry_pull_qps: u32,
     /// Pulls that may begin at once after a quiet time.

@@ -221,7 +221,7 @@ fn merge(into: &mut Value, fields: Map<String, Value>) {
     }
 }
 
-fn read(path: &Path) -> Result<String, ConfigError> {
+pub(super) fn read(path: &Path) -> Result<String, ConfigError> {
     let fail = |message: String| error_at(path, None, "", message);
     let file = File::open(path).map_err(|error| {
         fail(format!("the configuration cannot be opened: {error}. Name an existing file with --config"))
@@ -291,7 +291,7 @@ fn known<T: DeserializeOwned>(
     Ok((known, unread))
 }
 
-fn error_at(
+pub(super) fn error_at(
     path: &Path,
     position: Option<(u64, u64)>,
     field: &str,

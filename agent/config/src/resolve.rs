@@ -7,9 +7,11 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy};
+use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior};
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
+use beelet_policy::image_credentials::{Policy, Verification, wrong_entry};
 use beelet_policy::quantity::Quantity;
+use beelet_policy::user_namespaces;
 
 use super::beelet::{AutonomyWire, BeeletWire};
 use super::error::Problem;
@@ -26,6 +28,14 @@ const TOPOLOGY_POLICIES: [(&str, TopologyPolicy); 4] = [
     ("restricted", TopologyPolicy::Restricted),
     ("single-numa-node", TopologyPolicy::SingleNumaNode),
 ];
+const VERIFICATION_POLICIES: [(&str, Policy); 4] = [
+    ("NeverVerifyPreloadedImages", Policy::NeverVerifyPreloadedImages),
+    ("NeverVerify", Policy::NeverVerify),
+    ("NeverVerifyAllowlistedImages", Policy::NeverVerifyAllowlistedImages),
+    ("AlwaysVerify", Policy::AlwaysVerify),
+];
+const SWAP_BEHAVIORS: [(&str, SwapBehavior); 2] =
+    [("NoSwap", SwapBehavior::NoSwap), ("LimitedSwap", SwapBehavior::LimitedSwap)];
 const TOPOLOGY_SCOPES: [(&str, TopologyScope); 2] =
     [("container", TopologyScope::Container), ("pod", TopologyScope::Pod)];
 
@@ -70,12 +80,21 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default())?,
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
         resolv_conf: resolv_conf(wire.resolv_conf.as_deref())?,
+        fail_swap_on: wire.fail_swap_on.unwrap_or(false),
+        swap_behavior: word(
+            "memorySwap.swapBehavior",
+            wire.memory_swap.as_ref().and_then(|swap| swap.swap_behavior.as_deref()),
+            SWAP_BEHAVIORS,
+        )?,
+        user_ids_per_pod: user_ids_per_pod(wire)?,
         max_container_restart_period: restart_period(wire)?,
         topology: (
             word("topologyManagerPolicy", wire.topology_manager_policy.as_deref(), TOPOLOGY_POLICIES)?,
             word("topologyManagerScope", wire.topology_manager_scope.as_deref(), TOPOLOGY_SCOPES)?,
         ),
         parallel_image_pulls: parallel_pulls(wire)?,
+        image_verification: image_verification(wire)?,
+        credential_providers: None,
         registry_pull_qps: number("registryPullQPS", wire.registry_pull_qps, 5, 0, i64::from(u32::MAX))?,
         registry_burst: number("registryBurst", wire.registry_burst, 10, 1, i64::from(u32::MAX))?,
         container_log_max_size: log_size(wire.container_log_max_size.as_deref())?,
@@ -244,6 +263,37 @@ fn healthz_address(value: Option<&str>) -> Result<IpAddr, Problem> {
         ));
     }
     Ok(address)
+}
+
+/// Whose right to use an image is verified (KEP-2535).
+fn image_verification(wire: &KubeletWire) -> Result<Verification, Problem> {
+    let field = "imagePullCredentialsVerificationPolicy";
+    let policy =
+        word(field, wire.image_pull_credentials_verification_policy.as_deref(), VERIFICATION_POLICIES)?;
+    let allowlist = wire.preloaded_images_verification_allowlist.clone().unwrap_or_default();
+    let field = "preloadedImagesVerificationAllowlist";
+    if !allowlist.is_empty() && policy != Policy::NeverVerifyAllowlistedImages {
+        let message = "needs imagePullCredentialsVerificationPolicy: NeverVerifyAllowlistedImages";
+        return Err(Problem::new(field, message));
+    }
+    for (index, entry) in allowlist.iter().enumerate() {
+        if let Some(why) = wrong_entry(entry) {
+            return Err(Problem::new(format!("{field}[{index}]"), format!("{entry:?} {why}")));
+        }
+    }
+    Ok(Verification { policy, allowlist })
+}
+
+/// The kubelet's rule: a multiple of 65,536, of which there may be many, but not all.
+fn user_ids_per_pod(wire: &KubeletWire) -> Result<u32, Problem> {
+    let field = "userNamespaces.idsPerPod";
+    let unit = i64::from(user_namespaces::UNIT);
+    let written = wire.user_namespaces.as_ref().and_then(|namespaces| namespaces.ids_per_pod);
+    let ids: u32 = number(field, written.filter(|ids| *ids != 0), unit, unit, i64::from(u32::MAX))?;
+    if !ids.is_multiple_of(user_namespaces::UNIT) {
+        return Err(Problem::new(field, format!("{ids} is not a multiple of {unit}")));
+    }
+    Ok(ids)
 }
 
 fn cgroup_root(value: &str) -> Result<String, Problem> {

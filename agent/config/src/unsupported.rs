@@ -26,17 +26,14 @@ pub(super) fn defaults() -> Map<String, Value> {
         "cpuManagerReconcilePeriod": "10s",
         "enableControllerAttachDetach": true,
         "enableProfilingHandler": true,
-        "failSwapOn": true,
         "hairpinMode": "promiscuous-bridge",
         "httpCheckFrequency": "20s",
-        "imagePullCredentialsVerificationPolicy": "NeverVerifyPreloadedImages",
         "iptablesDropBit": 15,
         "iptablesMasqueradeBit": 14,
         "kubeAPIBurst": 100,
         "kubeAPIQPS": 50,
         "makeIPTablesUtilChains": true,
         "memoryManagerPolicy": "None",
-        "memorySwap": {},
         "shutdownGracePeriod": "0s",
         "shutdownGracePeriodCriticalPods": "0s",
         "syncFrequency": "1m0s",
@@ -81,10 +78,6 @@ const GROUPS: &[Group] = &[
         fields: &["httpCheckFrequency", "staticPodURL", "staticPodURLHeader"],
     },
     Group {
-        reason: "the credentials that an image was pulled with are not verified in this version: its pull policy holds",
-        fields: &["imagePullCredentialsVerificationPolicy", "preloadedImagesVerificationAllowlist"],
-    },
-    Group {
         reason: "the kernel's word on memory pressure is always listened to, where it can be had",
         fields: &["kernelMemcgNotification"],
     },
@@ -115,14 +108,9 @@ const GROUPS: &[Group] = &[
         ],
     },
     Group {
-        reason: "swap is neither required to be off nor limited in this version: containers may use what the node has",
-        fields: &["failSwapOn", "memorySwap"],
-    },
-    Group {
         reason: "the network is the CNI plugin's business",
         fields: &["hairpinMode", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit"],
     },
-    Group { reason: "pods share the machine's user namespace in this version", fields: &["userNamespaces"] },
     Group { reason: "there are no volume plugins", fields: &["volumePluginDir"] },
     Group {
         reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",

@@ -388,7 +388,10 @@ fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     volumes
         .filter(|volume| {
-            volume.empty_dir.as_ref().is_some_and(|empty| empty.medium.as_deref() != Some("Memory"))
+            volume
+                .empty_dir
+                .as_ref()
+                .is_some_and(|empty| empty.medium.as_deref().unwrap_or_default().is_empty())
         })
         .map(|volume| (volume.name.clone(), folder.join(&volume.name)))
         .collect()

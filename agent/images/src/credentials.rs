@@ -1,17 +1,26 @@
-//! Who to be at a registry: the `imagePullSecrets` of a pod, docker's own configuration files in Secrets.
-//! Which entry fits which image follows the kubelet's `pkg/credentialprovider`. Pure; nothing here is ever
-//! logged.
+//! Who to be at a registry: by the `imagePullSecrets` of a pod, docker's own configuration files in Secrets;
+//! by such a file on the node; by credential providers. Which entry fits which image follows the kubelet's
+//! `pkg/credentialprovider`. Nothing here is ever logged.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use beelet_base::blocking::blocking;
 use beelet_codec::data;
+use beelet_policy::image_credentials::{Credentials, OfPod, PullAccount, PullSecret};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1::Secret;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use tracing::debug;
 
+use super::providers::{Asker, Providers};
 use super::{Error, reference};
+
+/// The longest file of the node's own.
+const LONGEST_FILE: u64 = 1 << 20;
 
 /// The registry of images that name none.
 const DOCKER_HUB: &str = "docker.io";
@@ -23,6 +32,7 @@ struct Entry {
     username: String,
     password: String,
     auth: String,
+    email: String,
     #[serde(rename = "identitytoken")]
     identity_token: String,
     #[serde(rename = "registrytoken")]
@@ -35,22 +45,182 @@ struct DockerConfigJson {
     auths: BTreeMap<String, Entry>,
 }
 
-/// The credentials for an image, best fit first; empty where none fits.
+/// Whose credentials they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Everybody's on the node.
+    Node,
+    /// A Secret's.
+    Secret(PullSecret),
+    /// Given for a service account.
+    Account(PullAccount),
+}
+
+/// Who to be at a registry.
+#[derive(Clone, PartialEq)]
+pub struct Credential {
+    /// What the runtime is told.
+    pub auth: cri::AuthConfig,
+    /// Whose it is.
+    pub source: Source,
+}
+
+impl Credential {
+    /// What is remembered of an image that was pulled with it; None: without any.
+    pub(super) fn record(used: Option<&Self>) -> Credentials {
+        let mut record = Credentials::default();
+        match used.map(|credential| &credential.source) {
+            None | Some(Source::Node) => record.node_pods_accessible = true,
+            Some(Source::Secret(secret)) => record.kubernetes_secrets.push(secret.clone()),
+            Some(Source::Account(account)) => record.kubernetes_service_accounts.push(account.clone()),
+        }
+        record
+    }
+}
+
+/// What of these a pod alone has.
+pub(super) fn of_pod(all: &[Credential]) -> OfPod {
+    let mut own = OfPod::default();
+    for credential in all {
+        match &credential.source {
+            Source::Node => {}
+            Source::Secret(secret) => own.secrets.push(secret.clone()),
+            Source::Account(account) => drop(own.account.get_or_insert_with(|| account.clone())),
+        }
+    }
+    own
+}
+
+/// What the node itself knows of registries.
+#[derive(Debug, Default)]
+pub struct Keys {
+    /// Programs that are asked.
+    pub providers: Providers,
+    /// Where docker's configuration may be; the first file that there is counts.
+    pub files: Vec<PathBuf>,
+}
+
+impl Keys {
+    /// Where the kubelet looks for docker's configuration: its own folder, the home of its user, the root.
+    #[must_use]
+    pub fn files_of(kubelet_dir: &Path, home: Option<&Path>) -> Vec<PathBuf> {
+        let home = home.filter(|home| home.is_absolute());
+        let json = [kubelet_dir.to_owned()].into_iter().chain(home.map(|home| home.join(".docker")));
+        let old = [kubelet_dir].into_iter().chain(home);
+        json.chain(["/.docker".into()])
+            .map(|folder| folder.join("config.json"))
+            .chain(old.chain([Path::new("/")]).map(|folder| folder.join(".dockercfg")))
+            .collect()
+    }
+
+    /// The credentials for an image: of the pod's Secrets, of the node's files, of its programs.
+    pub(super) async fn of(
+        &self,
+        image: &str,
+        secrets: &[&Secret],
+        asker: &Asker,
+    ) -> Result<Vec<Credential>, Error> {
+        let mut all = of_secrets(image, secrets)?;
+        all.extend(self.of_files(image).await);
+        let mut given: Vec<(usize, Credential)> = Vec::new();
+        for login in self.providers.logins(image, asker).await {
+            let Some(length) = fit(&login.registry, image) else { continue };
+            let auth = cri::AuthConfig {
+                username: login.username,
+                password: login.password,
+                server_address: login.registry,
+                ..Default::default()
+            };
+            let source = login.account.map_or(Source::Node, Source::Account);
+            given.push((length, Credential { auth, source }));
+        }
+        all.extend(closest_first(given));
+        Ok(all)
+    }
+
+    async fn of_files(&self, image: &str) -> Vec<Credential> {
+        if self.files.is_empty() {
+            return Vec::new();
+        }
+        let files = self.files.clone();
+        let entries =
+            blocking("reading docker's configuration", move || files.iter().find_map(|file| read(file)));
+        let fits = entries.await.unwrap_or_default().into_iter().filter_map(|(registry, entry)| {
+            let length = fit(&registry, image)?;
+            let auth = auth(&registry, entry).ok()?;
+            Some((length, Credential { auth, source: Source::Node }))
+        });
+        closest_first(fits.collect())
+    }
+}
+
+/// The longest path is the closest fit.
+fn closest_first(mut fits: Vec<(usize, Credential)>) -> Vec<Credential> {
+    fits.sort_by_key(|(length, _)| std::cmp::Reverse(*length));
+    fits.into_iter().map(|(_, credential)| credential).collect()
+}
+
+/// A file in docker's form, the new one or the old one.
+fn read(path: &Path) -> Option<BTreeMap<String, Entry>> {
+    let file = std::fs::File::open(path).ok()?;
+    let mut text = Vec::new();
+    let read = std::io::Read::read_to_end(&mut std::io::Read::take(file, LONGEST_FILE), &mut text);
+    let entries = read.ok().and_then(|_| match path.extension() {
+        Some(_) => data::from_json::<DockerConfigJson>(&text).ok().map(|config| config.auths),
+        None => data::from_json(&text).ok(),
+    });
+    if entries.is_none() {
+        debug!(path = %path.display(), "this is not docker's configuration in JSON, and passed over");
+    }
+    entries
+}
+
+/// The credentials of Secrets for an image, best fit first; empty where none fits.
 ///
 /// # Errors
 /// A secret is no docker configuration.
-pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<cri::AuthConfig>, Error> {
-    let mut fits: Vec<(usize, cri::AuthConfig)> = Vec::new();
+pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<Credential>, Error> {
+    let mut fits: Vec<(usize, Credential)> = Vec::new();
     for secret in secrets {
         for (registry, entry) in entries(secret)? {
             if let Some(length) = fit(&registry, image) {
-                fits.push((length, auth(&registry, entry)?));
+                let email = entry.email.clone();
+                let auth = auth(&registry, entry)?;
+                let text = |text: &Option<String>| text.clone().unwrap_or_default();
+                let source = Source::Secret(PullSecret {
+                    namespace: text(&secret.metadata.namespace),
+                    name: text(&secret.metadata.name),
+                    uid: text(&secret.metadata.uid),
+                    credential_hash: digest(&auth.username, &auth.password, &email),
+                });
+                fits.push((length, Credential { auth, source }));
             }
         }
     }
-    // The longest path is the closest fit.
-    fits.sort_by_key(|(length, _)| std::cmp::Reverse(*length));
-    Ok(fits.into_iter().map(|(_, auth)| auth).collect())
+    Ok(closest_first(fits))
+}
+
+/// A digest of credentials, the kubelet's (`hashAuthConfig`): of their JSON as Go writes it.
+fn digest(username: &str, password: &str, email: &str) -> String {
+    #[derive(Serialize)]
+    struct AuthConfig<'a> {
+        #[serde(skip_serializing_if = "str::is_empty")]
+        username: &'a str,
+        #[serde(skip_serializing_if = "str::is_empty")]
+        password: &'a str,
+        #[serde(skip_serializing_if = "str::is_empty")]
+        email: &'a str,
+    }
+    let json = data::to_value(&AuthConfig { username, password, email }).unwrap_or_default().to_string();
+    // Go keeps its JSON fit for HTML.
+    let mut text = String::with_capacity(json.len());
+    for c in json.chars() {
+        match c {
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => text.push_str(&format!("\\u{:04x}", u32::from(c))),
+            c => text.push(c),
+        }
+    }
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, Error> {
@@ -170,7 +340,7 @@ mod tests {
         let secret = secret(auths);
         let names = |image: &str| -> Vec<(String, String)> {
             let found = of_secrets(image, &[&secret]).unwrap();
-            found.into_iter().map(|auth| (auth.username, auth.password)).collect()
+            found.into_iter().map(|one| (one.auth.username, one.auth.password)).collect()
         };
         let all = ("all".to_owned(), "1".to_owned());
         assert_eq!(names("registry.test/team/app"), [("team".to_owned(), "2:3".to_owned()), all.clone()]);
@@ -179,14 +349,43 @@ mod tests {
     }
 
     #[test]
+    fn a_digest_is_that_of_gos_json() {
+        let check = |user: &str, password: &str, json: &str| {
+            let expected: String = Sha256::digest(json).iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(digest(user, password, ""), expected, "{json}");
+        };
+        check("me", "hush", r#"{"username":"me","password":"hush"}"#);
+        check("me", "a<b&c>\"", r#"{"username":"me","password":"a\u003cb\u0026c\u003e\""}"#);
+        check("", "", "{}");
+    }
+
+    #[tokio::test]
+    async fn the_nodes_own_file_is_for_everybody_after_the_pods_secrets() {
+        let dir = tempfile::tempdir().unwrap();
+        let auth = STANDARD.encode("node:1");
+        let text = json!({"auths": {"registry.test": {"auth": auth}}}).to_string();
+        std::fs::write(dir.path().join("config.json"), text).unwrap();
+        let keys = Keys { files: Keys::files_of(dir.path(), None), ..Keys::default() };
+        let secret = secret(json!({"registry.test": {"username": "all", "password": "1"}}));
+        let found = keys.of("registry.test/app", &[&secret], &Asker::default()).await.ok().unwrap();
+        let names: Vec<_> = found.iter().map(|one| one.auth.username.as_str()).collect();
+        assert_eq!(names, ["all", "node"]);
+        assert!(matches!(&found[0].source, Source::Secret(secret) if secret.name == "s"));
+        assert_eq!((&found[1].source, of_pod(&found).secrets.len()), (&Source::Node, 1));
+        assert!(Credential::record(found.get(1)).node_pods_accessible);
+        std::fs::write(dir.path().join("config.json"), "hush").unwrap();
+        assert!(keys.of("registry.test/app", &[], &Asker::default()).await.ok().unwrap().is_empty());
+    }
+
+    #[test]
     fn a_secret_that_is_no_docker_configuration_is_named_but_not_quoted() {
         let opaque: Secret =
             serde_json::from_value(json!({"metadata": {"name": "s"}, "data": {"x": "aHVzaA=="}})).unwrap();
-        assert_eq!(of_secrets("busybox", &[&opaque]), Err(Error::NotAPullSecret("s".to_owned())));
+        assert_eq!(of_secrets("busybox", &[&opaque]).err(), Some(Error::NotAPullSecret("s".to_owned())));
         let broken =
             json!({"metadata": {"name": "s"}, "data": {".dockerconfigjson": STANDARD.encode("hush")}});
         let error =
-            of_secrets("busybox", &[&serde_json::from_value(broken).unwrap()]).unwrap_err().to_string();
+            of_secrets("busybox", &[&serde_json::from_value(broken).unwrap()]).err().unwrap().to_string();
         assert!(error.contains("docker's configuration") && !error.contains("hush"), "{error}");
     }
 }

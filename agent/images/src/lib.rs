@@ -6,6 +6,7 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
+pub mod access;
 pub mod collector;
 pub mod containers;
 pub mod credentials;
@@ -13,6 +14,7 @@ mod error;
 pub mod gc;
 pub mod lease;
 mod metrics;
+pub mod providers;
 pub mod pull;
 mod records;
 pub mod reference;

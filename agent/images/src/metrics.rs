@@ -1,8 +1,10 @@
 //! What the images' half tells of itself.
 
+use std::time::Duration;
+
 use prometheus_client::{
     encoding::EncodeLabelSet,
-    metrics::{family::Family, gauge::Gauge},
+    metrics::{family::Family, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
 
@@ -13,14 +15,40 @@ struct ReasonLabel {
     reason: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ProviderLabel {
+    plugin_name: String,
+}
+
 /// Counters and gauges; clones share them.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Metrics {
     collected: Family<ReasonLabel, KubeletCounter>,
     freed_bytes: KubeletCounter,
     failures: KubeletCounter,
     images: Gauge,
     bytes: Gauge,
+    asked: Family<ProviderLabel, Histogram, fn() -> Histogram>,
+    unanswered: Family<ProviderLabel, KubeletCounter>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            collected: Family::default(),
+            freed_bytes: KubeletCounter::default(),
+            failures: KubeletCounter::default(),
+            images: Gauge::default(),
+            bytes: Gauge::default(),
+            asked: Family::new_with_constructor(asked as fn() -> Histogram),
+            unanswered: Family::default(),
+        }
+    }
+}
+
+/// The bounds are Prometheus' own.
+fn asked() -> Histogram {
+    Histogram::new([0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0])
 }
 
 impl Metrics {
@@ -47,6 +75,25 @@ impl Metrics {
             "What the runtime says the images take; layers shared by several count for each",
             self.bytes.clone(),
         );
+        registry.register(
+            "kubelet_credential_provider_plugin_duration",
+            "How long a credential provider took to answer, in seconds",
+            self.asked.clone(),
+        );
+        registry.register(
+            "kubelet_credential_provider_plugin_errors",
+            "Questions that a credential provider did not answer",
+            self.unanswered.clone(),
+        );
+    }
+
+    /// A credential provider was asked.
+    pub(super) fn asked(&self, provider: &str, took: Duration, failed: bool) {
+        let label = ProviderLabel { plugin_name: provider.to_owned() };
+        self.asked.get_or_create(&label).observe(took.as_secs_f64());
+        if failed {
+            self.unanswered.get_or_create(&label).inc();
+        }
     }
 
     pub(super) fn collected(&self, reason: &'static str, freed_bytes: u64) {

@@ -1,22 +1,30 @@
-//! Gets images as their pull policy says: a bounded number at a time, at a bounded rate, one image once.
+//! Gets images as their pull policy says: a bounded number at a time, at a bounded rate, one image once. An
+//! image that is here is for those who may use it ([`access`](super::access)); others pull it again.
 //!
 //! How long a pod waits after a pull that failed is its worker's business (`ErrImagePull`, then
 //! `ImagePullBackOff`, 10 s doubling to 300 s). Nobody else may pull.
 
 use std::collections::HashMap;
+use std::future::ready;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use beelet_proto::cri;
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared, WeakShared};
-use tokio::sync::Semaphore;
+use k8s_openapi::api::core::v1::Secret;
+use tokio::sync::{OnceCell, Semaphore};
 use tokio::time::Instant;
 
+use super::access::Access;
+use super::credentials::{Credential, Keys, of_pod};
 use super::lease::{Lease, Leases};
+use super::providers::Asker;
 use super::reference;
 use beelet_cri::{Error, Runtime};
 use beelet_model::pod::ImageUser;
+use beelet_policy::image_credentials::OfPod;
 
 /// How pulls are limited.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,6 +43,9 @@ impl Default for Limits {
     }
 }
 
+/// How long a pull may take before that is told, and told again each time it has taken twice as long.
+const SLOW: Duration = Duration::from_secs(10);
+
 /// An image that is here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
@@ -42,6 +53,52 @@ pub struct Image {
     pub id: String,
     /// User and group that it runs as.
     pub user: ImageUser,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
+/// An image that a pod wants.
+pub struct Wanted<'a> {
+    /// Its name.
+    pub image: &'a str,
+    /// `Always`, `IfNotPresent` or `Never`.
+    pub policy: &'a str,
+    /// The sandbox of the pod.
+    pub sandbox: &'a cri::PodSandboxConfig,
+    /// The pod's secrets for registries, those that there are.
+    pub secrets: Vec<&'a Secret>,
+    /// The pod's service account; empty if it has none.
+    pub service_account: &'a str,
+    /// Is told how it goes.
+    pub tell: &'a (dyn Fn(Progress<'_>) + Send + Sync),
+}
+
+/// How getting an image goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress<'a> {
+    /// It is here, and the pod may use it.
+    Here,
+    /// It is to be pulled.
+    Pulling,
+    /// It has been so for this long.
+    StillPulling(Duration),
+    /// It was pulled: how long the pull took, how long it took with waiting for its turn, and its size in
+    /// bytes.
+    Pulled(Duration, Duration, u64),
+    /// It could not be pulled, and why.
+    Failed(&'a str),
+}
+
+impl Wanted<'_> {
+    fn asker(&self) -> Asker {
+        let metadata = self.sandbox.metadata.clone().unwrap_or_default();
+        Asker {
+            namespace: metadata.namespace,
+            pod: metadata.name,
+            uid: metadata.uid,
+            service_account: self.service_account.to_owned(),
+        }
+    }
 }
 
 /// Why there is no image for a container.
@@ -64,6 +121,13 @@ impl PullError {
         Self { reason, message: error.to_string(), transient: error.is_transient() }
     }
 
+    /// Of a pull; runtimes begin with these words where they know more (`evalCRIPullErr`).
+    fn of_pull(error: &Error) -> Self {
+        let known = ["RegistryUnavailable", "SignatureValidationFailed"];
+        let reason = known.into_iter().find(|known| error.message.starts_with(known));
+        Self::of_runtime(reason.unwrap_or("ErrImagePull"), error)
+    }
+
     /// Returns true if the runtime wasn't there or gave no answer: nothing is known against the image.
     #[must_use]
     pub fn is_transient(&self) -> bool {
@@ -71,7 +135,15 @@ impl PullError {
     }
 }
 
-type Pulled = Result<String, Error>;
+/// What a pull, or a share in one, came to.
+#[derive(Clone, Debug)]
+struct Fetched {
+    id: String,
+    /// How long the pull took; None: somebody else's had ended meanwhile.
+    took: Option<Duration>,
+}
+
+type Pulled = Result<Fetched, Error>;
 /// By image, and whether it is pulled though it may be here.
 type UnderWay = HashMap<(String, Freshness), WeakShared<BoxFuture<'static, Pulled>>>;
 
@@ -88,77 +160,163 @@ enum Freshness {
 #[derive(Debug)]
 pub struct Puller {
     runtime: Runtime,
+    keys: Keys,
+    access: Arc<Access>,
     slots: Arc<Semaphore>,
     bucket: Arc<Mutex<Bucket>>,
     under_way: Mutex<UnderWay>,
 }
 
 impl Puller {
-    /// A puller with these limits.
-    pub fn new(runtime: Runtime, limits: Limits) -> Self {
+    /// A puller with these limits, for whom the node's keys open registries.
+    pub fn new(runtime: Runtime, limits: Limits, keys: Keys, access: Arc<Access>) -> Self {
         let slots = limits.parallel.unwrap_or(Semaphore::MAX_PERMITS).clamp(1, Semaphore::MAX_PERMITS);
         Self {
             runtime,
+            keys,
+            access,
             slots: Arc::new(Semaphore::new(slots)),
             bucket: Arc::new(Mutex::new(Bucket::new(limits, Instant::now()))),
             under_way: Mutex::default(),
         }
     }
 
-    /// The image, pulled if `policy` (`Always`, `IfNotPresent`, `Never`) says so. `auths` are tried in their
-    /// order; none at all is tried where there are none. Dropped, it gives up, unless others wait for the
-    /// same pull.
+    /// What was pulled with what.
+    #[must_use]
+    pub fn access(&self) -> &Arc<Access> {
+        &self.access
+    }
+
+    /// The image, pulled if its policy says so, or if the pod may not use the one that is here. Credentials
+    /// are tried in their order; none at all is tried where there are none. Dropped, it gives up, unless
+    /// others wait for the same pull.
     ///
     /// # Errors
     /// With the word for the pod's status, as users know it from the kubelet.
-    pub async fn image(
-        &self,
-        image: &str,
-        policy: &str,
-        auths: Vec<cri::AuthConfig>,
-        sandbox: &cri::PodSandboxConfig,
-    ) -> Result<Image, PullError> {
+    pub async fn image(&self, wanted: &Wanted<'_>) -> Result<Image, PullError> {
+        let Wanted { image, policy, .. } = *wanted;
         if let Err(why) = reference::parse(image) {
             return Err(PullError::new("InvalidImageName", format!("the image name {image:?} {why}")));
         }
-        let freshness = if policy == "Always" { Freshness::Always } else { Freshness::IfAbsent };
-        if freshness == Freshness::IfAbsent {
-            if let Some(present) = self.status(image).await? {
-                return Ok(present);
-            }
-            if policy == "Never" {
-                let message =
-                    format!("image {image} is not on this node, and its pull policy is Never: import it");
-                return Err(PullError::new("ErrImageNeverPull", message));
+        let credentials = OnceCell::new();
+        let mut freshness = Freshness::Always;
+        if policy != "Always" {
+            match self.status(image).await? {
+                Some(here) if self.is_granted(wanted, &here.id, &credentials).await? => {
+                    (wanted.tell)(Progress::Here);
+                    return Ok(here);
+                }
+                // Told as if it were not here: whether it is, is not this pod's to know.
+                _ if policy == "Never" => {
+                    let message = format!(
+                        "image {image} is not present with pull policy of Never: import it, or let it be pulled"
+                    );
+                    return Err(PullError::new("ErrImageNeverPull", message));
+                }
+                Some(_) => {}
+                None => freshness = Freshness::IfAbsent,
             }
         }
-        let id = self.pull(image, freshness, auths, sandbox).await?;
-        // What the runtime calls the image is known; who it runs as is not.
-        let status = self.status(&id).await?;
-        Ok(Image { user: status.map(|image| image.user).unwrap_or_default(), id })
+        self.fetch(wanted, freshness, &credentials).await
+    }
+
+    /// Pulls it, with the credentials that the pod has.
+    async fn fetch(
+        &self,
+        wanted: &Wanted<'_>,
+        mut freshness: Freshness,
+        credentials: &OnceCell<Vec<Credential>>,
+    ) -> Result<Image, PullError> {
+        let Wanted { image, tell, .. } = *wanted;
+        let credentials = self.credentials(wanted, credentials).await?;
+        tell(Progress::Pulling);
+        let began = Instant::now();
+        loop {
+            if let Err(error) = self.access.begin(image).await {
+                let message = format!("failed to record image pull intent: {error}");
+                return Err(PullError::new("ErrImagePull", message));
+            }
+            let unfinished = Unfinished { access: Some(Arc::clone(&self.access)), image };
+            let pull = self.pull(image, freshness, credentials, wanted.sandbox);
+            let (fetched, used) = while_telling(pull, began, tell).await.inspect_err(|error| {
+                tell(Progress::Failed(&error.message));
+            })?;
+            // What the runtime calls the image is known; who it runs as is not.
+            let status = self.status(&fetched.id).await?;
+            let here = status.unwrap_or_else(|| Image {
+                id: fetched.id.clone(),
+                user: ImageUser::default(),
+                size: 0,
+            });
+            match fetched.took {
+                Some(took) => {
+                    unfinished.finish();
+                    self.access.end(image, Some((here.id.as_str(), Credential::record(used)))).await;
+                    tell(Progress::Pulled(took, began.elapsed(), here.size));
+                    return Ok(here);
+                }
+                // Somebody else pulled it meanwhile, as somebody else.
+                None if self.is_granted_to(image, &here.id, credentials).await => {
+                    tell(Progress::Here);
+                    return Ok(here);
+                }
+                None => freshness = Freshness::Always,
+            }
+        }
     }
 
     /// The same, and nobody removes it as long as the lease lives: it begins before the image is looked for.
     ///
     /// # Errors
     /// As for [`Puller::image`].
-    pub async fn leased(
-        &self,
-        leases: &Leases,
-        image: &str,
-        policy: &str,
-        auths: Vec<cri::AuthConfig>,
-        sandbox: &cri::PodSandboxConfig,
-    ) -> Result<(Image, Lease), PullError> {
-        let mut lease = leases.acquire(image).await;
-        let mut found = self.image(image, policy, auths.clone(), sandbox).await?;
+    pub async fn leased(&self, leases: &Leases, wanted: &Wanted<'_>) -> Result<(Image, Lease), PullError> {
+        let mut lease = leases.acquire(wanted.image).await;
+        let mut found = self.image(wanted).await?;
         // An image that was removed just now, under another of its names, is looked for once more; this time
         // it is held.
         if !lease.extend(&found.id).await {
-            found = self.image(image, policy, auths, sandbox).await?;
+            found = self.image(wanted).await?;
             let _ = lease.extend(&found.id).await;
         }
         Ok((found, lease))
+    }
+
+    /// What the pod has for the image, looked for once.
+    async fn credentials<'c>(
+        &self,
+        wanted: &Wanted<'_>,
+        known: &'c OnceCell<Vec<Credential>>,
+    ) -> Result<&'c [Credential], PullError> {
+        let look = || async {
+            let found = self.keys.of(wanted.image, &wanted.secrets, &wanted.asker()).await;
+            found.map_err(|error| PullError::new("ErrImagePull", error.to_string()))
+        };
+        known.get_or_try_init(look).await.map(Vec::as_slice)
+    }
+
+    /// Whether the pod may use the image that is here.
+    async fn is_granted(
+        &self,
+        wanted: &Wanted<'_>,
+        id: &str,
+        known: &OnceCell<Vec<Credential>>,
+    ) -> Result<bool, PullError> {
+        let mut failed = None;
+        let own = async {
+            match self.credentials(wanted, known).await {
+                Ok(all) => of_pod(all),
+                Err(error) => {
+                    failed = Some(error);
+                    OfPod::default()
+                }
+            }
+        };
+        let granted = self.access.is_granted(wanted.image, id, own).await;
+        failed.map_or(Ok(granted), Err)
+    }
+
+    async fn is_granted_to(&self, image: &str, id: &str, credentials: &[Credential]) -> bool {
+        self.access.is_granted(image, id, ready(of_pod(credentials))).await
     }
 
     async fn status(&self, image: &str) -> Result<Option<Image>, PullError> {
@@ -167,28 +325,30 @@ impl Puller {
         Ok(status.map(|image| Image {
             user: ImageUser { uid: image.uid.map(|uid| uid.value), name: image.username },
             id: image.id,
+            size: image.size,
         }))
     }
 
-    async fn pull(
+    /// Tries the credentials one after the other; which of them it was.
+    async fn pull<'c>(
         &self,
         image: &str,
         freshness: Freshness,
-        auths: Vec<cri::AuthConfig>,
+        credentials: &'c [Credential],
         sandbox: &cri::PodSandboxConfig,
-    ) -> Result<String, PullError> {
+    ) -> Result<(Fetched, Option<&'c Credential>), PullError> {
         let mut failed = None;
-        let none = auths.is_empty().then_some(None);
-        for auth in auths.into_iter().map(Some).chain(none) {
+        let none = credentials.is_empty().then_some(None);
+        for used in credentials.iter().map(Some).chain(none) {
+            let auth = used.map(|credential| credential.auth.clone());
             match self.pull_once(image, freshness, auth, sandbox).await {
-                Ok(id) => return Ok(id),
+                Ok(fetched) => return Ok((fetched, used)),
                 Err(error) => failed = Some(error),
             }
         }
-        let reason = "ErrImagePull";
         Err(failed.map_or_else(
-            || PullError::new(reason, format!("image {image} was not pulled")),
-            |error| PullError::of_runtime(reason, &error),
+            || PullError::new("ErrImagePull", format!("image {image} was not pulled")),
+            |error| PullError::of_pull(&error),
         ))
     }
 
@@ -243,16 +403,59 @@ async fn limited(
     if freshness == Freshness::IfAbsent
         && let Ok(Some(here)) = runtime.image_status(&image).await
     {
-        return Ok(here.id);
+        return Ok(Fetched { id: here.id, took: None });
     }
     let start_at = bucket.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now());
     tokio::time::sleep_until(start_at).await;
     let started = Instant::now();
     let pulled = runtime.pull_image(&image, auth, &sandbox).await;
-    if pulled.is_ok() {
-        tracing::info!(image, seconds = started.elapsed().as_secs_f32(), "image pulled");
+    let took = started.elapsed();
+    pulled.map(|id| {
+        tracing::info!(image, seconds = took.as_secs_f32(), "image pulled");
+        Fetched { id, took: Some(took) }
+    })
+}
+
+/// A pull that is recorded as under way. Dropped unfinished, it is recorded as failed.
+struct Unfinished<'a> {
+    access: Option<Arc<Access>>,
+    image: &'a str,
+}
+
+impl Unfinished<'_> {
+    /// What it brought is recorded elsewhere.
+    fn finish(mut self) {
+        self.access = None;
     }
-    pulled
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        if let Some(access) = self.access.take() {
+            let image = self.image.to_owned();
+            tokio::spawn(async move { access.end(&image, None).await });
+        }
+    }
+}
+
+/// Waits for a pull, and tells how long it has taken: after ten seconds, and each time it has taken twice as
+/// long.
+async fn while_telling<T>(
+    pull: impl Future<Output = T>,
+    began: Instant,
+    tell: &(dyn Fn(Progress<'_>) + Send + Sync),
+) -> T {
+    let mut pull = pin!(pull);
+    let mut next = SLOW;
+    loop {
+        tokio::select! {
+            ended = &mut pull => return ended,
+            () = tokio::time::sleep_until(began + next) => {
+                tell(Progress::StillPulling(next));
+                next = next.saturating_mul(2);
+            }
+        }
+    }
 }
 
 /// A token bucket: a token for each pull, filled at a rate, up to the burst.

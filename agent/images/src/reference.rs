@@ -68,6 +68,27 @@ pub fn parse(image: &str) -> Result<Reference<'_>, NotAReference> {
     Ok(Reference { host, path })
 }
 
+/// An image's name as it is written, without tag and digest.
+#[must_use]
+pub fn repository(image: &str) -> &str {
+    let name = image.split_once('@').map_or(image, |(name, _)| name);
+    let at = name.rfind('/').map_or(0, |slash| slash + 1);
+    let tag = name[at..].find(':').map_or(name.len(), |colon| at + colon);
+    &name[..tag]
+}
+
+/// The same with its registry: `busybox` is `docker.io/library/busybox`.
+#[must_use]
+pub fn normalized(image: &str) -> String {
+    let repository = repository(image);
+    match repository.split_once('/') {
+        Some(("index.docker.io", path)) => format!("docker.io/{path}"),
+        Some((first, _)) if first.contains(['.', ':']) || first == "localhost" => repository.to_owned(),
+        Some(_) => format!("docker.io/{repository}"),
+        None => format!("docker.io/library/{repository}"),
+    }
+}
+
 /// `[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*`
 fn is_component(part: &str) -> bool {
     let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
@@ -137,6 +158,19 @@ mod tests {
         check("[::1]:5000/app", Some("[::1]:5000"), "app");
         check(&format!("a.b/c__d/e--f@{digest}"), Some("a.b"), "c__d/e--f");
         check(&format!("app:1@{digest}"), None, "app");
+    }
+
+    #[test]
+    fn repositories_are_names_without_tag_and_digest() {
+        let check = |image: &str, expected: &str, with_registry: &str| {
+            assert_eq!((repository(image), normalized(image).as_str()), (expected, with_registry), "{image}");
+        };
+        check("busybox", "busybox", "docker.io/library/busybox");
+        check("busybox:1@sha256:12", "busybox", "docker.io/library/busybox");
+        check("me/app:1", "me/app", "docker.io/me/app");
+        check("localhost:5000/app", "localhost:5000/app", "localhost:5000/app");
+        check("registry.test:5000/a/b:1", "registry.test:5000/a/b", "registry.test:5000/a/b");
+        check("index.docker.io/me/app", "index.docker.io/me/app", "docker.io/me/app");
     }
 
     #[test]

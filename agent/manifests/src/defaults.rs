@@ -158,7 +158,8 @@ fn apply_to_probe(probe: &mut Probe) {
 }
 
 /// Always for a tag that moves (`latest`, or none at all), IfNotPresent for any other and for a digest.
-fn pull_policy(image: &str) -> &'static str {
+#[must_use]
+pub fn pull_policy(image: &str) -> &'static str {
     let (name, digest) = image.split_once('@').map_or((image, false), |(name, _)| (name, true));
     // A colon before the last slash belongs to a registry's port.
     let tag = name.rsplit('/').next().and_then(|last| last.split_once(':')).map(|(_, tag)| tag);

@@ -35,6 +35,7 @@ pub use beelet_codec::error::{FieldError, ManifestError};
 pub use beelet_model::desired::Desired;
 pub use beelet_model::labels::{ANNOTATION_HASH, ANNOTATION_MANIFEST, ANNOTATION_SEEN, ANNOTATION_SOURCE};
 use beelet_model::objects::Object as Kept;
+pub use defaults::pull_policy;
 
 use beelet_codec::error::Problem;
 

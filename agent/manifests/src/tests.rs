@@ -128,8 +128,8 @@ fn a_bad_quantity_is_named_with_its_place() {
         "8:28: spec.containers[0].resources.requests.cpu: must be a quantity such as 250m or 512Mi, not a list",
     );
     check_container(
-        "resources:\n  limits:\n    hugepages-2Mi: 1Gi",
-        "10:24: spec.containers[0].resources.limits.hugepages-2Mi: beelet can't do this yet (huge pages); take it out",
+        "resources: {limits: {cpu: 1, hugepages-2Mi: 3Mi}}",
+        "8:49: spec.containers[0].resources.limits.hugepages-2Mi: 3Mi is not a number of whole pages, as the resource's name has them",
     );
     check_container(
         "resources:\n  limits:\n    example.com/gpu: 500m",
@@ -394,10 +394,7 @@ fn the_pod_as_a_whole_has_resources_that_its_containers_fit_in() {
         "resources: {requests: {cpu: '1'}}\ninitContainers: [{name: i, image: x, resources: {requests: {cpu: '2'}}}]",
         "5:31: spec.resources.requests.cpu: 1 is less than the 2 that its containers request together",
     );
-    check_spec(
-        "resources: {limits: {cpu: '1', hugepages-2Mi: 2Mi}}",
-        "5:49: spec.resources.limits.hugepages-2Mi: beelet can't do this yet (huge pages); take it out",
-    );
+    check_accepted(&with_spec("resources: {limits: {cpu: '1', hugepages-2Mi: 2Mi}}"));
 }
 
 #[test]

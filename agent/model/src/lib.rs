@@ -1,4 +1,5 @@
 //! The nouns of the node that all parts share. No I/O, no tasks.
+pub mod accounts;
 pub mod desired;
 pub mod disk;
 pub mod failure;

@@ -62,6 +62,14 @@ pub enum Request {
         /// The runtime's identifiers of the containers.
         containers: BTreeSet<String>,
     },
+    /// Adds an ephemeral container to a static pod: it stays with the pod. Nothing happens to a pod that
+    /// isn't known, ends, or has one of that name.
+    Debug {
+        /// The pod.
+        uid: String,
+        /// The container.
+        container: Box<core::EphemeralContainer>,
+    },
     /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back
     /// all it had.
     Retry {

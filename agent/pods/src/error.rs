@@ -93,9 +93,6 @@ pub enum StartError {
     /// What it needs on the node can't be made, or its spec can't be carried out.
     #[error(transparent)]
     Config(Error),
-    /// Its secrets for the registry can't be read.
-    #[error("{0}")]
-    Credentials(String),
     /// An image can't be pulled.
     #[error("{}", .0.message)]
     Pull(PullError),
@@ -113,7 +110,6 @@ impl StartError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Config(_) => "CreateContainerConfigError",
-            Self::Credentials(_) => "ErrImagePull",
             Self::Pull(error) => error.reason,
             Self::Create(_) => "CreateContainerError",
             Self::Run(_) => "RunContainerError",
@@ -125,7 +121,7 @@ impl StartError {
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Config(_) | Self::Credentials(_) => false,
+            Self::Config(_) => false,
             Self::Pull(error) => error.is_transient(),
             Self::Create(error) | Self::Run(error) => error.is_transient(),
         }

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
-use beelet_policy::{cgroups as values, pod::Start};
+use beelet_policy::{cgroups as values, duration, pod::Start};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
@@ -17,6 +17,7 @@ use crate::{
     plan::{PodPlan, Site},
     runtime_view::{Observation, SandboxDetail},
     termination,
+    user_namespaces::UserNamespaces,
 };
 use beelet_admission::Admission;
 use beelet_base::{
@@ -29,11 +30,11 @@ use beelet_cri::Runtime;
 use beelet_devices::Devices;
 use beelet_images::{
     Lease, Leases,
-    pull::{Image, Puller},
+    pull::{Image, Progress, Puller, Wanted},
 };
 use beelet_model::{desired::Desired, objects::Objects, pod::NodeFacts};
 use beelet_spec::{
-    cri_config::{self, ContainerFacts, Features},
+    cri_config::{self, ContainerFacts, Features, UserNamespace},
     env,
 };
 use beelet_state::events::{Object, Recorder};
@@ -45,7 +46,7 @@ pub struct Launcher {
     /// The runtime.
     pub runtime: Runtime,
     /// Gets images.
-    pub puller: Puller,
+    pub puller: Arc<Puller>,
     /// What should run: ConfigMaps, Secrets and RuntimeClasses come with it.
     pub desired: watch::Receiver<Arc<Desired>>,
     /// The cgroup tree.
@@ -64,6 +65,8 @@ pub struct Launcher {
     pub devices: Devices,
     /// CDI devices are named in an annotation too: the runtime is too old for the field.
     pub cdi_by_annotation: bool,
+    /// Gives pods with user namespaces of their own their ids.
+    pub users: Arc<UserNamespaces>,
     /// Decides which pods may run here.
     pub admission: Arc<Admission>,
     /// Images that containers are about to be made from.
@@ -117,11 +120,15 @@ impl Launcher {
         attempt: u32,
         chores: &Chores,
     ) -> Result<String, Error> {
-        let config = plan.sandbox_of_attempt(attempt)?;
+        let mut config = plan.sandbox_of_attempt(attempt)?;
+        let handler = self.objects().runtime_handler(&plan.pod);
+        if plan.own_users {
+            self.refuse_without_user_namespaces(&handler).await?;
+        }
+        self.user_namespace(plan, chores).await?.apply_to_sandbox(&mut config);
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
         let (of_pod, objects, node) = (Arc::clone(plan), self.objects(), self.node.clone());
-        let handler = objects.runtime_handler(&plan.pod);
         let folders = chores.run(move || {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
             let sources = Sources { pod: &of_pod.pod, objects: &objects, node: &node };
@@ -151,8 +158,12 @@ impl Launcher {
         let starting = Starting { plan, container, sandbox, process_target, start, objects, chores };
         // Until the container exists, nobody may remove its images.
         let images = self.images(&starting).await?;
-        let config = self.container_config(&starting, &images).await?;
-        let created = self.runtime.create_container(&sandbox.id, config, plan.sandbox()?).await;
+        let mut config = self.container_config(&starting, &images).await?;
+        let mut of_sandbox = plan.sandbox()?.clone();
+        let users = self.user_namespace(plan, chores).await?;
+        users.apply_to_sandbox(&mut of_sandbox);
+        users.apply_to_container(&mut config);
+        let created = self.runtime.create_container(&sandbox.id, config, &of_sandbox).await;
         let id = created.map_err(StartError::Create)?;
         let message = format!("Created container: {}", start.name);
         self.events.normal(Object::container(&plan.pod, &start.name), "Created", message);
@@ -214,6 +225,34 @@ impl Launcher {
         Ok(config)
     }
 
+    /// The user namespace of a pod; the ids of one of its own are the pod's from now on.
+    async fn user_namespace(&self, plan: &PodPlan, chores: &Chores) -> Result<UserNamespace, Error> {
+        if !plan.own_users {
+            return Ok(UserNamespace::OfMachine);
+        }
+        let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
+        let ids = chores.run(move || users.of(&uid).map_err(Error::of_files)).await?;
+        Ok(UserNamespace::Own(ids))
+    }
+
+    /// Refuses a pod with a user namespace of its own where the runtime would run it in the machine's without
+    /// a word (`GetOrCreateUserNamespaceMappings`).
+    async fn refuse_without_user_namespaces(&self, handler: &str) -> Result<(), Error> {
+        let status = self.runtime.status(false).await?;
+        let known = status.runtime_handlers.iter().find(|known| known.name == handler);
+        if known.and_then(|known| known.features.as_ref()).is_some_and(|features| features.user_namespaces) {
+            return Ok(());
+        }
+        let who = match handler {
+            "" => "runtime".to_owned(),
+            handler => format!("RuntimeClass handler {handler:?}"),
+        };
+        Err(Error::Spec(format!(
+            "can't set `spec.hostUsers: false`, {who} does not support user namespaces (containerd 2.0 or CRI-O 1.25, with \
+             runc 1.2 or crun 1.9, on Linux 6.3 do)"
+        )))
+    }
+
     /// Returns true if the API server has yet to answer for something that the pod refers to.
     pub(crate) fn waits_for_objects(&self, pod: &core::Pod) -> bool {
         self.desired.borrow().objects.is_unread(pod)
@@ -226,9 +265,9 @@ impl Launcher {
 
     /// Gets the images that a container is made from: its own, and those of the image volumes that it mounts.
     async fn images(&self, starting: &Starting<'_>) -> Result<ContainerImages, StartError> {
-        let Starting { plan, container, objects, .. } = starting;
+        let Starting { plan, container, .. } = starting;
         let policy = container.image_pull_policy.as_deref();
-        let (image, lease) = self.image(plan, container.image.as_deref(), policy, objects).await?;
+        let (image, lease) = self.image(starting, container.image.as_deref(), policy).await?;
         let mounted = |name: &str| container.volume_mounts.iter().flatten().any(|mount| mount.name == name);
         let (mut volumes, mut leases) = (BTreeMap::new(), vec![lease]);
         for (name, source) in plan.volumes.images().filter(|(name, _)| mounted(name)) {
@@ -238,7 +277,7 @@ impl Launcher {
                 self.refuse_old_runtime(&format!("volume {name}"), &PARTS_OF_IMAGES).await?;
             }
             let (reference, policy) = (source.reference.as_deref(), source.pull_policy.as_deref());
-            let (image, lease) = self.image(plan, reference, policy, objects).await?;
+            let (image, lease) = self.image(starting, reference, policy).await?;
             volumes.insert(name.to_owned(), image.id);
             leases.push(lease);
         }
@@ -248,17 +287,58 @@ impl Launcher {
     /// An image by its pull policy.
     async fn image(
         &self,
-        plan: &PodPlan,
+        starting: &Starting<'_>,
         reference: Option<&str>,
         policy: Option<&str>,
-        objects: &Objects,
     ) -> Result<(Image, Lease), StartError> {
-        let (image, policy) = (reference.unwrap_or_default(), policy.unwrap_or("IfNotPresent"));
-        let auths = credentials(plan, image, objects)?;
+        let Starting { plan, container, objects, .. } = starting;
+        let image = reference.unwrap_or_default();
         let began = Instant::now();
-        let image = self.puller.leased(&self.leases, image, policy, auths, plan.sandbox()?).await;
-        self.metrics.starts.pulled(&plan.uid, began.elapsed());
-        Ok(image?)
+        let tell = |progress: Progress<'_>| {
+            if let Progress::Pulled(..) = progress {
+                self.metrics.starts.pulled(&plan.uid, began.elapsed());
+            }
+            self.tell_of_image(Object::container(&plan.pod, &container.name), image, progress);
+        };
+        let account = plan.pod.spec.as_ref().and_then(|spec| spec.service_account_name.as_deref());
+        let wanted = Wanted {
+            image,
+            policy: policy.unwrap_or("IfNotPresent"),
+            sandbox: plan.sandbox()?,
+            secrets: pull_secrets(plan, objects),
+            service_account: account.unwrap_or_default(),
+            tell: &tell,
+        };
+        Ok(self.puller.leased(&self.leases, &wanted).await?)
+    }
+
+    /// Tells how getting an image goes, in the kubelet's words where it has some.
+    fn tell_of_image(&self, object: Object, image: &str, progress: Progress<'_>) {
+        let rounded = |took: Duration| duration::format(Duration::from_millis(millis(took)));
+        match progress {
+            Progress::Here => {
+                let message = format!(
+                    "Container image {image:?} already present on machine and can be accessed by the pod"
+                );
+                self.events.normal(object, "Pulled", message);
+            }
+            Progress::Pulling => self.events.normal(object, "Pulling", format!("Pulling image {image:?}")),
+            Progress::StillPulling(since) => {
+                let message =
+                    format!("Pulling image {image:?} takes long: it is not here after {}", rounded(since));
+                self.events.normal(object, "Pulling", message);
+            }
+            Progress::Pulled(took, whole, size) => {
+                let (took, whole) = (rounded(took), rounded(whole));
+                let message = format!(
+                    "Successfully pulled image {image:?} in {took} ({whole} including waiting). Image size: {size} bytes."
+                );
+                self.events.normal(object, "Pulled", message);
+            }
+            Progress::Failed(why) => {
+                self.events.warning(object, "Failed", format!("Failed to pull image {image:?}: {why}"));
+            }
+        }
     }
 
     /// A runtime that doesn't know a field of a container does something else, or nothing, without a word.
@@ -330,7 +410,9 @@ impl Launcher {
     /// Takes away the cgroup and the volumes of a pod that has ended, whose containers stay to be looked at.
     /// Its devices are free as soon as another pod needs them.
     pub(crate) async fn release_ended(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<(), Error> {
-        self.give_back(plan, chores, Volumes::give_back).await
+        self.give_back(plan, chores, Volumes::give_back).await?;
+        let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
+        chores.run(move || users.release(&uid).map_err(Error::of_files)).await
     }
 
     async fn give_back(
@@ -385,22 +467,22 @@ impl Chores {
     }
 }
 
-/// The credentials for the registry of an image, from the pod's secrets. A secret that isn't there is passed
-/// over, as by the kubelet: the registry may not ask.
-fn credentials(plan: &PodPlan, image: &str, objects: &Objects) -> Result<Vec<cri::AuthConfig>, StartError> {
-    let namespace = &plan.name.namespace;
+/// The pod's secrets for registries. One that isn't there is passed over, as by the kubelet: the registry may
+/// not ask.
+fn pull_secrets<'o>(plan: &PodPlan, objects: &'o Objects) -> Vec<&'o core::Secret> {
     let named = plan.pod.spec.iter().flat_map(|spec| spec.image_pull_secrets.iter().flatten());
-    let mut secrets = Vec::new();
-    for reference in named {
-        match objects.secret(namespace, &reference.name) {
-            Some(secret) => secrets.push(secret),
-            None => {
-                tracing::warn!(pod = %plan.name, "{}", env::missing(&plan.pod, "Secret", &reference.name));
-            }
+    let found = named.filter_map(|reference| {
+        let secret = objects.secret(&plan.name.namespace, &reference.name);
+        if secret.is_none() {
+            tracing::warn!(pod = %plan.name, "{}", env::missing(&plan.pod, "Secret", &reference.name));
         }
-    }
-    beelet_images::credentials::of_secrets(image, &secrets)
-        .map_err(|error| StartError::Credentials(error.to_string()))
+        secret
+    });
+    found.collect()
+}
+
+fn millis(took: Duration) -> u64 {
+    u64::try_from(took.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The instance whose processes a container shares, if it asks for any.

@@ -51,6 +51,7 @@ use beelet_spec::resize::{self, ResizeFacts};
 
 mod active;
 mod assigned;
+mod debugging;
 mod exits;
 mod failing;
 mod resizing;
@@ -118,6 +119,8 @@ struct Managed {
     resize: ResizeFacts,
     /// How often its manifest had been put back when it began.
     put_back: u64,
+    /// Ephemeral containers that a static pod was given.
+    debuggers: Vec<core::EphemeralContainer>,
 }
 
 impl Managed {
@@ -350,15 +353,15 @@ impl Manager {
             hash_of(pod) == hash_of(&managed.pod)
                 || managed.may_resize() && resize::shape(pod) == resize::shape(&managed.pod)
         };
-        match wanted.filter(same) {
+        match wanted.filter(same).map(|pod| managed.with_debuggers(pod)) {
             // The same manifest; what comes from elsewhere, its priority, may be new.
-            Some(pod) if !managed.terminating() && managed.pod != *pod => {
-                let is_same = hash_of(pod) == hash_of(&managed.pod);
+            Some(pod) if !managed.terminating() && managed.pod != pod => {
+                let is_same = hash_of(&pod) == hash_of(&managed.pod);
                 if is_same {
                     managed.resize.pending = None;
                 }
-                if is_same || managed.try_resize(pod, &self.parts.launcher) {
-                    managed.pod = Arc::clone(pod);
+                if is_same || managed.try_resize(&pod, &self.parts.launcher) {
+                    managed.pod = pod;
                 }
                 self.publish(uid);
             }
@@ -397,12 +400,14 @@ impl Manager {
         let left = self.left.take_if(|(left, _)| *left == uid).map(|(_, counts)| counts);
         let known = || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_ref())).unwrap_or_default());
         let counts = left.unwrap_or_else(known);
+        let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
         let (probes, hooked, oom, status, failure, edge) = match record {
             Some(record) => {
                 (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
             }
             None => Default::default(),
         };
+        let pod = debugging::with_debuggers(pod, &debuggers);
         let assigned = Origin::of(&pod).is_api().then(|| Arc::clone(&pod));
         // What has ended by the API server's word never runs again, whatever was forgotten here.
         let status = status.or_else(|| pod.status.clone().filter(|status| has_ended(Some(status))));
@@ -449,6 +454,7 @@ impl Manager {
             assigned,
             resize: ResizeFacts::default(),
             put_back: put_back(&self.parts.desired.borrow(), &uid),
+            debuggers,
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         if known && managed.status.is_none() && terminate.is_none() {
@@ -563,6 +569,7 @@ impl Manager {
             }
             Request::Retry { uid } => self.retry(&uid),
             Request::Restart { uid, containers } => self.restart(&uid, &containers),
+            Request::Debug { uid, container } => self.debug(&uid, *container),
             Request::Exited { uid, status } => self.on_exited(&uid, *status),
             Request::OomKilled(update) => self.on_oom_killed(update),
             Request::Enacted { uid, amounts } => self.on_enacted(&uid, amounts),
@@ -669,7 +676,9 @@ impl Manager {
         let failure = managed.failure.clone();
         let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());
         let edge = managed.edge.clone();
-        let record = PodRecord { origin, status: Some(status), probes, hooked, oom, failure, edge };
+        let debuggers = managed.debuggers.clone();
+        let record =
+            PodRecord { origin, status: Some(status), probes, hooked, oom, failure, debuggers, edge };
         let changed = self.parts.table.send_if_modified(|table| {
             if table.pods.get(&name).is_some_and(|known| **known == entry) {
                 return false;

@@ -149,6 +149,8 @@ pub struct Metrics {
     pub rejected_manifests: Gauge,
     /// Writes of the durable pod records that failed.
     pub state_write_errors: Counter,
+    /// Pods with user namespaces of their own that were started, and those of them that failed to.
+    pub(crate) user_namespaced: (Counter, Counter),
     pub(crate) starts: Starts,
     pub(crate) operations: Operations,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
@@ -167,6 +169,7 @@ impl Default for Metrics {
             running_containers: Family::default(),
             rejected_manifests: Gauge::default(),
             state_write_errors: Counter::default(),
+            user_namespaced: Default::default(),
             starts: Starts::default(),
             operations: Operations::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
@@ -223,6 +226,16 @@ impl Metrics {
             "kubelet_pod_worker_duration_seconds",
             "How long a step of a pod's worker took, in seconds, by what it was for: create, update, sync or kill",
             self.steps.clone(),
+        );
+        registry.register(
+            "kubelet_started_user_namespaced_pods",
+            "Pods with user namespaces of their own whose sandbox was to be made",
+            self.user_namespaced.0.clone(),
+        );
+        registry.register(
+            "kubelet_started_user_namespaced_pods_errors",
+            "Those of them whose sandbox could not be made",
+            self.user_namespaced.1.clone(),
         );
         self.starts.register(registry);
         self.operations.register(registry);

@@ -54,6 +54,8 @@ pub(crate) struct PodPlan {
     pub logs: PathBuf,
     /// Its volumes.
     pub volumes: Volumes,
+    /// It runs in a user namespace of its own.
+    pub own_users: bool,
     /// Its ephemeral containers.
     ephemeral: Vec<core::Container>,
     /// Where its cgroup may be. An adopted pod whose manifest is gone has no spec, and so no class.
@@ -89,6 +91,7 @@ impl PodPlan {
             cgroups: paths.into_iter().flatten().collect(),
             host_ip: on_host.then(|| site.node.host_ip.to_string()),
             refused: refusal(&pod, site.node),
+            own_users: pod.spec.as_ref().and_then(|spec| spec.host_users) == Some(false),
             ephemeral: pod.spec.as_ref().map(ephemeral_containers).unwrap_or_default(),
             placement: place(&pod, site),
             pod,
@@ -259,6 +262,6 @@ mod tests {
         check(sysctl("net.ipv4.tcp_syncookies"), None);
         check(sysctl("kernel.msgmax"), Some("SysctlForbidden"));
         check(sysctl("vm.swappiness"), Some("SysctlForbidden"));
-        check(json!({"windowsOptions": {"hostProcess": true}}), Some("UnexpectedAdmissionError"));
+        check(json!({"windowsOptions": {"hostProcess": true}}), None);
     }
 }

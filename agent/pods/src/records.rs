@@ -52,6 +52,9 @@ pub struct PodRecord {
     /// Set if the pod was ended for good: it must not start again by itself.
     #[serde(default)]
     pub failure: Option<Failure>,
+    /// Ephemeral containers that were added to a static pod.
+    #[serde(default)]
+    pub debuggers: Vec<core::EphemeralContainer>,
     /// The last readiness change that a kernel event caused. Its times mean nothing after a reboot.
     #[serde(default)]
     pub edge: Option<ReadinessEdge>,
@@ -230,6 +233,7 @@ mod tests {
             hooked: BTreeSet::new(),
             oom: BTreeMap::new(),
             failure,
+            debuggers: Vec::new(),
             edge: Some(edge),
         }
     }

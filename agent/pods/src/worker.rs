@@ -29,7 +29,7 @@ use super::{
 };
 use beelet_cri::Runtime;
 use beelet_model::{origin::Origin, table::PodName};
-use beelet_spec::definition;
+use beelet_spec::{cri_config::dns_warnings, definition};
 use beelet_state::events::Object;
 
 mod devices;
@@ -488,7 +488,16 @@ impl Worker {
         if attempt > 0 {
             events.normal(pod(), "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
         }
-        match self.launcher.create_sandbox(&self.plan, attempt, &self.chores).await {
+        for (reason, message) in dns_warnings(&self.plan.pod, &self.launcher.node) {
+            events.warning(pod(), reason, message);
+        }
+        let made = self.launcher.create_sandbox(&self.plan, attempt, &self.chores).await;
+        if self.plan.own_users {
+            let (started, failed) = &self.launcher.metrics.user_namespaced;
+            started.inc();
+            failed.inc_by(made.is_err().into());
+        }
+        match made {
             Ok(id) => {
                 info!(pod = %self.plan.name, sandbox = id, attempt, "sandbox runs");
                 Ok(())

@@ -29,6 +29,8 @@ pub struct NodeView {
     pub labels: BTreeMap<String, String>,
     /// Its taints.
     pub taints: Vec<Taint>,
+    /// Its runtime can give processes exactly the groups that are asked for.
+    pub strict_groups: bool,
 }
 
 /// Why a pod doesn't belong on the node.
@@ -36,6 +38,8 @@ pub struct NodeView {
 pub enum Misfit {
     /// It asks for another system by label.
     OsLabel,
+    /// Its groups must be exactly those that it names, and the runtime can't do that.
+    StrictGroups,
     /// Its nodeSelector or its required affinity names other nodes.
     Affinity,
     /// It is bound to another node.
@@ -50,6 +54,7 @@ impl Misfit {
     pub fn reason(self) -> &'static str {
         match self {
             Self::OsLabel => "PodOSSelectorNodeLabelDoesNotMatch",
+            Self::StrictGroups => "SupplementalGroupsPolicyNotSupported",
             Self::Affinity => "NodeAffinity",
             Self::Name => "NodeName",
             Self::Taint => "TaintToleration",
@@ -61,6 +66,7 @@ impl Misfit {
     pub fn message(self) -> &'static str {
         match self {
             Self::OsLabel => "Failed to admit pod as the `kubernetes.io/os` label doesn't match node label",
+            Self::StrictGroups => "SupplementalGroupsPolicy=Strict is not supported in this node",
             Self::Affinity => {
                 "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector"
             }
@@ -79,6 +85,10 @@ pub fn misfit(pod: &Pod, node: &NodeView) -> Option<Misfit> {
     let selected_os = spec.node_selector.as_ref().and_then(|labels| labels.get(OS_LABEL));
     if selected_os.is_some_and(|os| os != OS) {
         return Some(Misfit::OsLabel);
+    }
+    let groups = spec.security_context.as_ref().and_then(|c| c.supplemental_groups_policy.as_deref());
+    if groups == Some("Strict") && !node.strict_groups {
+        return Some(Misfit::StrictGroups);
     }
     if !selected(spec, node) || !required_affinity(spec, node) {
         return Some(Misfit::Affinity);
@@ -176,6 +186,7 @@ mod tests {
                 taint("closed", "NoSchedule"),
                 taint("out", NO_EXECUTE),
             ],
+            strict_groups: false,
         }
     }
 
@@ -203,6 +214,19 @@ mod tests {
         check(json!({"nodeSelector": {"zone": "b"}}), Some(Misfit::Affinity));
         check(json!({"nodeSelector": {OS_LABEL: "linux"}}), None);
         check(json!({"nodeSelector": {OS_LABEL: "windows"}}), Some(Misfit::OsLabel));
+    }
+
+    #[test]
+    fn exact_groups_need_a_node_that_has_them() {
+        check(json!({"securityContext": {"supplementalGroupsPolicy": "Merge"}}), None);
+        let strict = json!({"securityContext": {"supplementalGroupsPolicy": "Strict"}});
+        check(strict.clone(), Some(Misfit::StrictGroups));
+        let pod: Pod = serde_json::from_value(
+            json!({"spec": {"containers": [], "tolerations": [{"operator": "Exists"}],
+            "securityContext": strict["securityContext"]}}),
+        )
+        .unwrap();
+        assert_eq!(misfit(&pod, &NodeView { strict_groups: true, ..node() }), None);
     }
 
     #[test]

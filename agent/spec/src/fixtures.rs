@@ -47,6 +47,8 @@ pub fn facts() -> ContainerFacts {
             cpu_period: 0,
             memory_limit_bytes: 0,
             oom_score_adj: 1000,
+            memory_swap_limit_bytes: 0,
+            huge_page_limits: BTreeMap::new(),
             unified: BTreeMap::new(),
         },
     }

@@ -124,6 +124,8 @@ pub fn shape(pod: &Pod) -> String {
     if let Some(spec) = &mut rest.spec {
         // It comes from elsewhere, and is no reason for another pod.
         spec.priority = None;
+        // They are added to a pod while it runs.
+        spec.ephemeral_containers = None;
         blank(&mut spec.resources);
         let containers = spec.init_containers.iter_mut().flatten().chain(&mut spec.containers);
         containers.for_each(|container| blank(&mut container.resources));
@@ -185,6 +187,7 @@ mod tests {
             pod["metadata"]["annotations"][ANNOTATION_HASH] = json!("2");
             pod["spec"]["priority"] = json!(7);
         });
+        check(true, "a debugger", |pod| pod["spec"]["ephemeralContainers"] = json!([{"name": "debugger"}]));
     }
 
     #[test]

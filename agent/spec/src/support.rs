@@ -5,7 +5,7 @@
 //! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with
 //! a warning.
 
-use beelet_codec::{ApiType as _, error::Problem, field};
+use beelet_codec::{ApiType as _, error::Problem};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
 
@@ -21,59 +21,41 @@ enum Verdict {
     ApiObject,
     /// The same, and refused in a pod of the API server too: the agent can't do this yet.
     ApiObjectNotYet,
+    /// Refused in a manifest: it is for nodes of another operating system. In a pod of the API server it has
+    /// no effect, as under the kubelet.
+    OtherSystem,
     /// Accepted with a warning: it has no effect here.
     NoEffect,
 }
-use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, NotYet, VolumeNotYet};
+use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, NotYet, OtherSystem, VolumeNotYet};
 
-/// Which values of the field are meant.
-#[derive(Clone, Copy)]
-enum When {
-    /// Any but nothing: null, false and empty ones say nothing.
-    Set,
-    /// Any text but this and the empty one.
-    IsNot(&'static str),
-    /// `false`.
-    False,
-    /// A mapping's key: this one is asked about each.
-    Key(fn(&str) -> bool),
-}
-use When::{False, IsNot, Key, Set};
-
-/// One row: the field, when, the verdict, what it is in words.
-type Row = (&'static str, When, Verdict, &'static str);
+/// One row: the field, the verdict, what it is in words. Any value of the field is meant but those that say
+/// nothing: null, false and empty ones.
+type Row = (&'static str, Verdict, &'static str);
 
 /// `{a,b}` is either of them, `[*]` any element of a list.
 #[rustfmt::skip]
 const TABLE: &[Row] = &[
     // The pod as a whole.
-    ("spec.ephemeralContainers", Set, ApiObject, "ephemeral containers (they are added through the API server)"),
-    ("spec.hostUsers", False, NotYet, "user namespaces"),
-    ("spec.readinessGates", Set, ApiObject, "readiness gates (others set their conditions through the API server)"),
-    ("spec.resources.claims", Set, ApiObjectNotYet, "resource claims"),
-    ("spec.resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
-    ("spec.schedulingGates", Set, NotYet, "scheduling gates"),
-    ("spec.schedulingGroup", Set, NotYet, "scheduling groups"),
-    ("spec.{serviceAccount,serviceAccountName}", Set, ApiObject, "service accounts"),
-    ("spec.resourceClaims", Set, ApiObjectNotYet, "resource claims"),
-    ("spec.{affinity,nodeSelector,topologySpreadConstraints}", Set, NoEffect, "there is no scheduler; the pod runs on this node"),
+    ("spec.ephemeralContainers", ApiObject, "ephemeral containers (they are added through the API server)"),
+    ("spec.readinessGates", ApiObject, "readiness gates (others set their conditions through the API server)"),
+    ("spec.resources.claims", ApiObjectNotYet, "resource claims"),
+    ("spec.schedulingGates", ApiObject, "scheduling gates (others open them through the API server before a pod gets a node; this one has its node)"),
+    ("spec.schedulingGroup", ApiObject, "scheduling groups"),
+    ("spec.{serviceAccount,serviceAccountName}", ApiObject, "service accounts"),
+    ("spec.resourceClaims", ApiObjectNotYet, "resource claims"),
+    ("spec.{affinity,nodeSelector,topologySpreadConstraints}", NoEffect, "there is no scheduler; the pod runs on this node"),
     // Security.
-    ("spec.securityContext.windowsOptions", Set, NotYet, "this is a node of Linux"),
-    ("spec.{containers,initContainers}[*].securityContext.windowsOptions", Set, NotYet, "this is a node of Linux"),
+    ("spec.securityContext.windowsOptions", OtherSystem, "windowsOptions"),
+    ("spec.{containers,initContainers}[*].securityContext.windowsOptions", OtherSystem, "windowsOptions"),
     // Containers.
-    ("spec.{containers,initContainers}[*].resources.claims", Set, ApiObjectNotYet, "resource claims"),
-    ("spec.{containers,initContainers}[*].resources.{limits,requests}", Key(is_huge_pages), NotYet, "huge pages"),
+    ("spec.{containers,initContainers}[*].resources.claims", ApiObjectNotYet, "resource claims"),
     // Volumes.
-    ("spec.{containers,initContainers}[*].volumeDevices", Set, NotYet, "block devices"),
-    ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", Set, ApiObject, "volume claims"),
-    ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", Set, ApiObject, "objects to project"),
-    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", Set, VolumeNotYet, "network and storage plugins' volumes"),
-    ("spec.volumes[*].emptyDir.medium", IsNot("Memory"), NotYet, "this medium of an emptyDir"),
+    ("spec.{containers,initContainers}[*].volumeDevices", NotYet, "block devices"),
+    ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", ApiObject, "volume claims"),
+    ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", ApiObject, "objects to project"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", VolumeNotYet, "network and storage plugins' volumes"),
 ];
-
-fn is_huge_pages(name: &str) -> bool {
-    name.starts_with("hugepages-")
-}
 
 /// What the table says of a manifest.
 #[derive(Debug, Default)]
@@ -89,11 +71,12 @@ pub struct Found {
 pub fn unsupported(pod: &Pod) -> Option<Problem> {
     let pod = pod.to_value();
     let mut found = Vec::new();
-    let rows = TABLE.iter().filter(|(_, _, verdict, _)| matches!(verdict, NotYet | ApiObjectNotYet));
-    for (pattern, when, _, what) in rows {
+    let rows = TABLE.iter().filter(|(_, verdict, _)| matches!(verdict, NotYet | ApiObjectNotYet));
+    for (pattern, _, what) in rows {
         visit(&pod, pattern, &mut String::new(), &mut |path, node| {
-            let paths = matches(*when, path, node).into_iter();
-            found.extend(paths.map(|path| Problem::new(path, format!("beelet can't do this yet ({what})"))));
+            if !says_nothing(node) {
+                found.push(Problem::new(path, format!("beelet can't do this yet ({what})")));
+            }
         });
     }
     found.into_iter().next()
@@ -103,14 +86,17 @@ pub fn unsupported(pod: &Pod) -> Option<Problem> {
 #[must_use]
 pub fn check(manifest: &Value) -> Found {
     let mut found = Found::default();
-    for (pattern, when, verdict, what) in TABLE {
+    for (pattern, verdict, what) in TABLE {
         visit(manifest, pattern, &mut String::new(), &mut |path, node| {
-            for path in matches(*when, path, node) {
-                let problem = Problem::new(path, sentence(*verdict, what));
-                match verdict {
-                    NotYet | VolumeNotYet | ApiObject | ApiObjectNotYet => found.refused.push(problem),
-                    NoEffect => found.ignored.push(problem),
+            if says_nothing(node) {
+                return;
+            }
+            let problem = Problem::new(path, sentence(*verdict, what));
+            match verdict {
+                NotYet | VolumeNotYet | ApiObject | ApiObjectNotYet | OtherSystem => {
+                    found.refused.push(problem);
                 }
+                NoEffect => found.ignored.push(problem),
             }
         });
     }
@@ -123,22 +109,9 @@ fn sentence(verdict: Verdict, what: &str) -> String {
         ApiObject | ApiObjectNotYet => {
             format!("a static pod may not refer to objects of the API server ({what}); take it out")
         }
+        OtherSystem => format!("{what} are for nodes of Windows, and this one runs Linux; take it out"),
         NoEffect => format!("has no effect: {what}"),
     }
-}
-
-/// The paths that are meant, of a field at `path`.
-fn matches(when: When, path: &str, node: &Value) -> Vec<String> {
-    let met = match when {
-        Set => !says_nothing(node),
-        IsNot(text) => node.as_str().is_some_and(|is| !is.is_empty() && is != text),
-        False => node == &Value::Bool(false),
-        Key(asked) => {
-            let keys = node.as_object().into_iter().flat_map(serde_json::Map::keys);
-            return keys.filter(|key| asked(key)).map(|key| field(path, key)).collect();
-        }
-    };
-    if met { vec![path.to_owned()] } else { Vec::new() }
 }
 
 fn says_nothing(node: &Value) -> bool {
@@ -200,14 +173,6 @@ mod tests {
             &json!({"spec": {"containers": [{}, container], "initContainers": [{"volumeDevices": [{}]}]}}),
             &["spec.containers[1].volumeDevices", "spec.initContainers[0].volumeDevices"],
         );
-        check_refused(
-            &json!({"spec": {"resources": {"limits": {"cpu": "1", "hugepages-2Mi": "1"}}}}),
-            &["spec.resources.limits.hugepages-2Mi"],
-        );
-        check_refused(
-            &json!({"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1", "hugepages-2Mi": "1"}}}]}}),
-            &["spec.containers[0].resources.limits.hugepages-2Mi"],
-        );
     }
 
     #[test]
@@ -216,9 +181,10 @@ mod tests {
             &json!({"spec": {"serviceAccountName": "", "resourceClaims": [], "resources": null}}),
             &[],
         );
-        check_refused(&json!({"spec": {"hostUsers": true}}), &[]);
-        check_refused(&json!({"spec": {"hostUsers": false}}), &["spec.hostUsers"]);
-        check_refused(&json!({"spec": {"volumes": [{"name": "x", "emptyDir": {"medium": ""}}]}}), &[]);
+        check_refused(
+            &json!({"spec": {"schedulingGates": [], "securityContext": {"windowsOptions": null}}}),
+            &[],
+        );
         check_refused(&json!("text"), &[]);
     }
 
@@ -239,12 +205,9 @@ mod tests {
             json!({"securityContext": {"seLinuxOptions": {"level": "s0"}, "seLinuxChangePolicy": "Recursive"}}),
             None,
         );
-        check(json!({"hostUsers": false}), Some("spec.hostUsers"));
+        check(json!({"schedulingGroup": {"podGroupName": "x"}}), None);
         check(json!({"resourceClaims": [{"name": "x"}]}), Some("spec.resourceClaims"));
-        check(
-            json!({"securityContext": {"windowsOptions": {"hostProcess": true}}}),
-            Some("spec.securityContext.windowsOptions"),
-        );
+        check(json!({"securityContext": {"windowsOptions": {"hostProcess": true}}}), None);
     }
 
     /// The fields' own names: of `a.{b,c}[*].{d,e}` these are d and e.
@@ -258,14 +221,12 @@ mod tests {
         let page = include_str!("../../../docs/pods.md");
         let (_, list) = page.split_once("## Not in this version").unwrap();
         let list = list.split("\n## ").next().unwrap();
-        let last = |pattern: &&str| !pattern.ends_with("resources.{limits,requests}");
-        for name in TABLE.iter().map(|row| row.0).filter(last).flat_map(names_of) {
+        for name in TABLE.iter().map(|row| row.0).flat_map(names_of) {
             assert!(
                 list.contains(&format!("`{name}")),
                 "docs/pods.md does not say that `{name}` is not there"
             );
         }
-        assert!(list.contains("`hugepages-"));
     }
 
     #[test]

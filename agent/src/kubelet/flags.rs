@@ -214,8 +214,6 @@ pub(super) const IGNORED: &[(&str, &str, bool)] = &[
         "eviction thresholds always lessen what pods may have",
         true,
     ),
-    ("image-credential-provider-bin-dir", "credential plugins are not in this version", false),
-    ("image-credential-provider-config", "credential plugins are not in this version", false),
     ("lock-file", "a second agent is always refused", false),
     ("log-flush-frequency", "log lines are written at once", false),
     ("maximum-dead-containers", "set containerGCMaxContainers of the BeeletConfiguration", false),

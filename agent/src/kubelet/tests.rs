@@ -53,8 +53,8 @@ fn the_roots_folders_follow_the_root() {
     let (config, _) = read_line(&["--root-dir=/data/kubelet", "--fail-swap-on=false"]).unwrap();
     assert_eq!(config.beelet.pods_dir, Path::new("/data/kubelet/pods"));
     assert_eq!(config.beelet.kubelet_dir, Path::new("/data/kubelet"));
-    let (_, warnings) = read_line(&["--fail-swap-on=false"]).unwrap();
-    assert!(warnings[0].starts_with("--fail-swap-on: failSwapOn: has no effect: "), "{}", warnings[0]);
+    let (_, warnings) = read_line(&["--pod-cidr=10.0.0.0/24"]).unwrap();
+    assert!(warnings[0].starts_with("--pod-cidr: podCIDR: has no effect: "), "{}", warnings[0]);
 }
 
 #[test]

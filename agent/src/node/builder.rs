@@ -19,6 +19,7 @@ use beelet_devices::{Devices, Store};
 use beelet_eviction::gauges::Gauge;
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_model::{
+    accounts::ServiceAccounts,
     desired::Desired,
     request::Request,
     table::{Complete, PodTable},
@@ -34,6 +35,7 @@ pub struct Builder {
     pub(super) attached: Vec<Attached>,
     pub(super) reviewers: Reviewers,
     pub(super) verbosity: Option<Verbosity>,
+    pub(super) accounts: Option<Arc<dyn ServiceAccounts>>,
 }
 
 /// The agent's ways to the machine. Where nothing is given, the machine's own is opened.
@@ -149,6 +151,12 @@ impl Builder {
     #[must_use]
     pub fn reviewers(self, reviewers: Reviewers) -> Self {
         Self { reviewers, ..self }
+    }
+
+    /// Who knows the pods' service accounts: the API server, on a node of a cluster.
+    #[must_use]
+    pub fn accounts(self, accounts: Arc<dyn ServiceAccounts>) -> Self {
+        Self { accounts: Some(accounts), ..self }
     }
 
     /// Lets clients of the node's HTTPS server set the log's level.

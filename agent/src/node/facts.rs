@@ -9,7 +9,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use beelet_policy::{
-    cgroups::{CgroupConfig, CgroupValues, CgroupVersion, NodeAmounts, reserved_cgroup},
+    cgroups::{CgroupConfig, CgroupValues, CgroupVersion, NodeAmounts, Swap, reserved_cgroup},
+    huge_pages,
     quantity::Quantity,
     resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList},
 };
@@ -18,9 +19,12 @@ use tracing::warn;
 
 use beelet_api::grpc::devices::NodeResources;
 use beelet_base::{blocking::blocking, filesystem};
-use beelet_cgroups::{Cgroups, Version};
+use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
 use beelet_model::pod::{Allocatable, NodeFacts};
+
+/// What the kernel says of memory.
+const MEMINFO: &str = "/proc/meminfo";
 
 /// What the machine has, and its address.
 #[derive(Clone, Debug)]
@@ -31,6 +35,8 @@ pub struct Machine {
     pub memory_bytes: u64,
     /// Bytes of the file system of the state folder, as eviction measures it; `None` if it can't be measured.
     pub storage_bytes: Option<u64>,
+    /// Bytes of swap.
+    pub swap_bytes: u64,
     /// Huge pages by resource name.
     pub hugepages: BTreeMap<String, Quantity>,
     /// The node's own address, `status.hostIP`.
@@ -48,6 +54,7 @@ impl Machine {
         Ok(Self {
             cpus: std::thread::available_parallelism().context("cannot count the CPUs")?.get(),
             memory_bytes: memory()?,
+            swap_bytes: swap_total(&fs::read_to_string(MEMINFO).unwrap_or_default()),
             storage_bytes: storage_bytes.ok(),
             hugepages: beelet_admission::hugepages(),
             address: config.node.ips.iter().copied().find(|ip| !ip.is_unspecified()).unwrap_or_else(host_ip),
@@ -77,8 +84,8 @@ pub(super) fn capacity(config: &Config, machine: &Machine) -> beelet_admission::
 }
 
 /// The facts by which cgroup values are computed on this machine.
-pub(super) fn cgroup_config(config: &Config, machine: &Machine, version: Version) -> CgroupConfig {
-    let version = match version {
+pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroups) -> CgroupConfig {
+    let version = match cgroups.version() {
         Version::V1 | Version::Hybrid => CgroupVersion::V1,
         Version::V2 => CgroupVersion::V2,
     };
@@ -98,8 +105,33 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, version: Version
         memory_qos: config.memory_qos,
         oom_group: config.single_process_oom_kill != Some(true),
         pod_pids_limit: (config.pod_pids_limit > 0).then_some(config.pod_pids_limit),
+        huge_pages: machine
+            .hugepages
+            .iter()
+            .filter_map(|(name, bytes)| Some((huge_pages::size_of_resource(name)?, bytes.value())))
+            .collect(),
+        limit_huge_pages: has_hugetlb(cgroups),
         ..CgroupConfig::new(version, node)
     }
+}
+
+/// Returns true if huge pages can be limited where the pods' other values are: a hybrid machine may have the
+/// controller in cgroup2, where pods have none of its files.
+fn has_hugetlb(cgroups: &Cgroups) -> bool {
+    let of_version_1 = |hierarchy: &Hierarchy| !hierarchy.is_v2 && hierarchy.controllers.contains("hugetlb");
+    match cgroups.version() {
+        Version::V2 => cgroups.controllers().contains("hugetlb"),
+        Version::V1 | Version::Hybrid => cgroups.hierarchies().iter().any(of_version_1),
+    }
+}
+
+/// The machine's swap, and who may use it; None where swap can't be limited. `kubepods` must be there: the
+/// kernel has the file in it, or in none.
+pub(super) fn swap(config: &Config, machine: &Machine, cgroups: &Cgroups) -> Option<Swap> {
+    let file =
+        if cgroups.version() == Version::V2 { "memory.swap.max" } else { "memory.memsw.limit_in_bytes" };
+    let capacity = i64::try_from(machine.swap_bytes).unwrap_or(i64::MAX);
+    cgroups.read("/kubepods", file).map(|_| Swap { behavior: config.swap_behavior, capacity })
 }
 
 /// What the machine has beside devices, and what pods may have of it, as Kubernetes writes it.
@@ -119,7 +151,7 @@ pub(super) fn node_resources(config: &Config, resources: &beelet_admission::Node
 
 /// All of the machine's memory, in bytes.
 fn memory() -> Result<u64> {
-    memory_total(&fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?)
+    memory_total(&fs::read_to_string(MEMINFO).context("cannot read /proc/meminfo")?)
         .context("/proc/meminfo has no MemTotal")
 }
 
@@ -157,7 +189,16 @@ pub(super) fn reserved_cgroups(
 
 /// MemTotal in bytes.
 pub fn memory_total(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    in_bytes(meminfo, "MemTotal:")
+}
+
+/// SwapTotal in bytes; 0 without swap.
+fn swap_total(meminfo: &str) -> u64 {
+    in_bytes(meminfo, "SwapTotal:").unwrap_or(0)
+}
+
+fn in_bytes(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -166,7 +207,7 @@ pub fn memory_total(meminfo: &str) -> Option<u64> {
 pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmounts) -> Result<NodeFacts> {
     let host_dns = match &config.resolv_conf {
         Some(path) => resolver(path)?,
-        None => cri::DnsConfig::default(),
+        None => no_resolver(machine.address),
     };
     let storage = whole(machine.storage_bytes.unwrap_or(0));
     Ok(NodeFacts {
@@ -207,6 +248,13 @@ fn host_ip() -> IpAddr {
     routed().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
 
+/// What there is without a resolver configuration: the machine itself, whether it answers or not
+/// (`GetPodDNS`).
+fn no_resolver(address: IpAddr) -> cri::DnsConfig {
+    let server = if address.is_ipv6() { "::1" } else { "127.0.0.1" };
+    cri::DnsConfig { servers: vec![server.to_owned()], searches: vec![".".to_owned()], ..Default::default() }
+}
+
 /// A resolver configuration. A file that isn't there is an empty one, as for the C library.
 fn resolver(path: &Path) -> Result<cri::DnsConfig> {
     match fs::read(path) {
@@ -223,7 +271,10 @@ pub fn parse_resolver(text: &str) -> cri::DnsConfig {
         let mut words = line.split_whitespace();
         match words.next() {
             Some("nameserver") => dns.servers.extend(words.next().map(str::to_owned)),
-            Some("search") => dns.searches = words.map(str::to_owned).collect(),
+            Some("search") => {
+                let named = words.filter(|word| *word != ".");
+                dns.searches = named.map(|word| word.trim_end_matches('.').to_owned()).collect();
+            }
             Some("options") => dns.options.extend(words.map(str::to_owned)),
             _ => {}
         }
@@ -239,13 +290,15 @@ mod tests {
     fn the_machines_memory_is_in_bytes() {
         assert_eq!(memory_total("MemTotal:       16384 kB\nMemFree: 1 kB\n"), Some(16_777_216));
         assert_eq!(memory_total("MemFree: 1 kB\n"), None);
+        assert_eq!(swap_total("MemTotal: 1 kB\nSwapTotal:        1024 kB\n"), 1 << 20);
+        assert_eq!(swap_total("MemTotal: 1 kB\n"), 0);
         assert_eq!(memory_total("MemTotal: 18446744073709551615 kB\n"), None);
     }
 
     #[test]
     fn of_several_search_lines_the_last_one_counts() {
         let dns = parse_resolver(
-            "# a comment\nnameserver 10.0.0.1\nsearch a b\nsearch c\nnameserver ::1\noptions ndots:2 rotate\n",
+            "# a comment\nnameserver 10.0.0.1\nsearch a b\nsearch c. .\nnameserver ::1\noptions ndots:2 rotate\n",
         );
         assert_eq!(dns.servers, ["10.0.0.1", "::1"]);
         assert_eq!(dns.searches, ["c"]);

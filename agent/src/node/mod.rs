@@ -21,6 +21,7 @@ mod protection;
 mod run;
 mod sources;
 mod stats;
+mod subordinate_ids;
 pub mod systemd;
 
 use std::time::Duration;

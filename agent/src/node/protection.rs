@@ -34,7 +34,7 @@ use beelet_state::events::NodeEvents;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Metrics {
     admission: beelet_admission::Metrics,
-    images: beelet_images::Metrics,
+    pub(super) images: beelet_images::Metrics,
     containers: containers::Metrics,
     eviction: beelet_eviction::Metrics,
     pub(super) collectors: Arc<OnceLock<Collectors>>,

@@ -1,11 +1,14 @@
 //! `beelet run`: a node that runs pods. The servers come first, so that somebody can see what is missing; all
 //! else is built once the container runtime answers.
 
-use std::{net::SocketAddr, ops::Deref, sync::Arc, time::Duration};
+use std::{net::SocketAddr, ops::Deref, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use beelet_base::folder::{PRIVATE, make_folder};
-use beelet_policy::cgroups::{CgroupConfig, CgroupDriver, CgroupValues};
+use beelet_policy::{
+    cgroups::{CgroupConfig, CgroupDriver, CgroupValues},
+    user_namespaces::IdPool,
+};
 use beelet_proto::cri;
 use tokio::{
     sync::{SetOnce, mpsc, watch},
@@ -28,6 +31,7 @@ use super::{
     protection::NodeProtection,
     sources,
     stats::{self, Stats},
+    subordinate_ids,
 };
 use beelet_api::{
     grpc::{self, manifests::Running},
@@ -40,14 +44,22 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
-use beelet_images::pull::{self, Puller};
+use beelet_images::{
+    access::Access,
+    credentials::Keys,
+    providers::Providers,
+    pull::{self, Puller},
+};
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_logs::{
     links,
     rotate::{self, Rotator},
 };
 use beelet_manifests::source::{ManifestSource, Options, Rules};
-use beelet_model::{desired::Desired, processes::Shared as Processes, request::Request, table::PodTable};
+use beelet_model::{
+    accounts::ServiceAccounts, desired::Desired, processes::Shared as Processes, request::Request,
+    table::PodTable,
+};
 use beelet_pleg::{
     Pace,
     exits::{self, Exits},
@@ -60,6 +72,7 @@ use beelet_pods::{
     orphans, qos_tree,
     records::Records,
     refresh,
+    user_namespaces::UserNamespaces,
 };
 use beelet_probes::Probes;
 use beelet_state::{State, events::Recorder};
@@ -92,6 +105,7 @@ pub(super) struct Base {
     health: Health,
     stats: Stats,
     probes: beelet_probes::Handle,
+    accounts: Option<Arc<dyn ServiceAccounts>>,
     late: LateServices,
 }
 
@@ -113,7 +127,7 @@ struct LateServices {
 
 /// Runs the node until `shutdown`.
 pub(super) async fn run(builder: Builder, config: Config, shutdown: CancellationToken) -> Result<()> {
-    let Builder { doors, sources, attached, reviewers, verbosity } = builder;
+    let Builder { doors, sources, attached, reviewers, verbosity, accounts } = builder;
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let (runtime, ownership) = open_runtime(&doors, &config).await?;
@@ -132,6 +146,7 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
         health: Health::new(&config.runtime_endpoint),
         metrics: Metrics::of_node(&config.node_name),
         late: LateServices::default(),
+        accounts,
         config,
         doors,
         state,
@@ -322,12 +337,36 @@ impl Base {
     }
 }
 
+impl Base {
+    /// Gets images, with the node's keys to registries.
+    async fn puller(&self) -> Result<Puller> {
+        let config = &self.config;
+        let (providers, accounts) = (config.credential_providers.clone(), self.accounts.clone());
+        let metrics = self.metrics.protection.images.clone();
+        let opened = spawn_blocking(move || Providers::open(providers.as_ref(), accounts, metrics)).await;
+        let home = std::env::var_os("HOME").map(PathBuf::from);
+        let keys = Keys {
+            providers: opened.context("the credential providers")??,
+            files: Keys::files_of(&config.beelet.kubelet_dir, home.as_deref()),
+        };
+        let limits = pull::Limits {
+            parallel: config.parallel_image_pulls,
+            per_second: config.registry_pull_qps.into(),
+            burst: config.registry_burst,
+        };
+        let access = Access::new(&config.beelet.kubelet_dir, config.image_verification.clone());
+        Ok(Puller::new(self.runtime.clone(), limits, keys, Arc::new(access)))
+    }
+}
+
 /// All that the runtime's presence allows to be opened.
 pub(super) struct Node {
     base: Base,
     version: cri::VersionResponse,
     pub(super) machine: Machine,
     pub(super) cgroup_config: CgroupConfig,
+    user_ids: IdPool,
+    puller: Arc<Puller>,
     reserved: Vec<CgroupValues>,
     pub(super) kernel: Kernel,
 }
@@ -352,16 +391,27 @@ impl Node {
             Some(machine) => machine.clone(),
             None => Machine::inspect(&base.config).await?,
         };
-        let cgroup_config = facts::cgroup_config(&base.config, &machine, base.cgroups.version());
+        if base.config.fail_swap_on && machine.swap_bytes > 0 {
+            bail!(
+                "this machine has swap, and failSwapOn is true: take it off (swapoff -a, and its line in /etc/fstab), or set \
+                 failSwapOn: false"
+            );
+        }
+        let mut cgroup_config = facts::cgroup_config(&base.config, &machine, &base.cgroups);
         let (held, journal) = (Arc::clone(&base.cgroups), Arc::clone(&base.state));
         spawn_blocking(move || beelet_tuner::recover(&held, &journal))
             .await
             .context("the tuner's journal")?;
         let values = qos_tree::values(&[], &cgroup_config)?;
         qos_tree::write(&base.cgroups, values).await?;
+        cgroup_config.swap = facts::swap(&base.config, &machine, &base.cgroups);
+        let (per_pod, pods) = (base.config.user_ids_per_pod, base.config.pod_limit(machine.cpus));
+        let ids = spawn_blocking(move || subordinate_ids::pool(per_pod, pods)).await;
+        let user_ids = ids.context("the ids of user namespaces")??;
         let reserved = facts::reserved_cgroups(&base.config, &base.cgroups, &cgroup_config)?;
         let kernel = kernel::start(kernel_options(&base.config, &base.cgroups)).await?;
-        Ok(Self { base, version, machine, cgroup_config, reserved, kernel })
+        let puller = Arc::new(base.puller().await?);
+        Ok(Self { base, version, machine, cgroup_config, user_ids, puller, reserved, kernel })
     }
 
     /// Connects the parts and runs them until `shutdown`.
@@ -414,6 +464,8 @@ impl Node {
         self.keep_cgroups(&mut tasks, &handles, &working);
         tasks.spawn("volumes", refresh::follow(self.table.clone(), launcher, working.clone()));
         tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
+        let access = Arc::clone(self.puller.access());
+        tasks.spawn("records of pulls", access.keep(self.runtime.clone(), working.clone()));
         tasks.spawn("log rotation", self.rotator().run(working.clone()));
         if let Some(folder) = &self.config.log_links {
             let (logs, table) = (self.config.pod_logs_dir.clone(), self.table.clone());
@@ -658,14 +710,9 @@ impl Node {
         devices: &Devices,
         protection: &NodeProtection,
     ) -> Result<Launcher> {
-        let limits = pull::Limits {
-            parallel: self.config.parallel_image_pulls,
-            per_second: self.config.registry_pull_qps.into(),
-            burst: self.config.registry_burst,
-        };
         Ok(Launcher {
             runtime: self.runtime.clone(),
-            puller: Puller::new(self.runtime.clone(), limits),
+            puller: Arc::clone(&self.puller),
             desired,
             cgroups: Arc::clone(&self.cgroups),
             cgroup_config: self.cgroup_config.clone(),
@@ -675,6 +722,7 @@ impl Node {
             events: self.events.clone(),
             devices: devices.clone(),
             cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
+            users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),
             metrics: self.metrics.pods.clone(),

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use beelet_policy::huge_pages::{self, Medium};
 use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::{self, MEMORY};
 use k8s_openapi::api::core::v1 as core;
@@ -22,7 +23,14 @@ pub(super) fn set_up(
             // A tmpfs's own mode, which the kubelet leaves as it is: nobody removes what is another's.
             mounts::mount_tmpfs(path, Some(size.value()), 0o1777)?;
         }
-        medium => return Err(Error::unmet(format!("emptyDir: the medium {medium:?} is not supported"))),
+        medium => {
+            let unknown = || Error::unmet(format!("emptyDir: the medium {medium:?} is not supported"));
+            let pages = Medium::parse(medium).ok_or_else(unknown)?;
+            let size =
+                huge_pages::page_size(pages, sources.pod).map_err(|why| Error::unmet(why.to_string()))?;
+            // It is root's, and of the pod's fsGroup: the kubelet leaves it at that.
+            return mounts::mount_huge_pages(path, size);
+        }
     }
     // Any user of the pod's containers may write to it, as under the kubelet. The mode of a folder that was
     // given to a group has more in it, which stays.

@@ -20,10 +20,32 @@ pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(
     if let Some(size) = size {
         options = format!("{options},size={size}");
     }
-    let data = CString::new(options).map_err(Error::io("mount a tmpfs on", path))?;
+    let mount = |options: String| -> Result<Result<(), Errno>, Error> {
+        let data = CString::new(options).map_err(Error::io("mount a tmpfs on", path))?;
+        let flags = MountFlags::NOSUID | MountFlags::NODEV;
+        Ok(rustix::mount::mount("tmpfs", path, "tmpfs", flags, data.as_c_str()))
+    };
+    // What is in it must not get to the disk by way of swap (KEP-2400). Linux knows the option since 6.4.
+    let mounted = match mount(format!("{options},noswap"))? {
+        Err(Errno::INVAL) => mount(options)?,
+        mounted => mounted,
+    };
+    mounted.map_err(Error::io("mount a tmpfs on", path))
+}
+
+/// Mounts a file system of huge pages of `size` bytes on a folder, unless one is there already.
+pub(super) fn mount_huge_pages(path: &Path, size: i64) -> Result<(), Error> {
+    let action = "mount huge pages on";
+    if is_mount_point(path)? {
+        let there = rustix::fs::statfs(path).map_err(Error::io(action, path))?;
+        let same = there.f_type == libc::HUGETLBFS_MAGIC && i128::from(there.f_bsize) == i128::from(size);
+        let other = || Error::unmet("what is mounted there has no huge pages, or such of another size");
+        return if same { Ok(()) } else { Err(other()) };
+    }
+    let data = CString::new(format!("pagesize={size}")).map_err(Error::io(action, path))?;
     let flags = MountFlags::NOSUID | MountFlags::NODEV;
-    rustix::mount::mount("tmpfs", path, "tmpfs", flags, data.as_c_str())
-        .map_err(Error::io("mount a tmpfs on", path))
+    rustix::mount::mount("hugetlbfs", path, "hugetlbfs", flags, data.as_c_str())
+        .map_err(Error::io(action, path))
 }
 
 /// Returns true if a folder is the top of a file system in memory.

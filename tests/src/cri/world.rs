@@ -134,6 +134,8 @@ pub struct World {
     pub streams_events: bool,
     /// In the registry, by full name: what a pull can get.
     pub registry: BTreeSet<String>,
+    /// What it says of its handlers; the default one has no name.
+    pub runtime_handlers: Vec<cri::RuntimeHandler>,
     /// RuntimeReady and NetworkReady.
     pub conditions: (bool, bool),
     /// Its name and version, as it tells them.
@@ -262,6 +264,7 @@ impl World {
         Ok(cri::StatusResponse {
             status: Some(cri::RuntimeStatus { conditions }),
             info: if request.verbose { HashMap::from([config]) } else { HashMap::new() },
+            runtime_handlers: self.runtime_handlers.clone(),
             ..cri::StatusResponse::default()
         })
     }

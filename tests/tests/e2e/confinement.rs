@@ -52,7 +52,7 @@ fn users_groups_capabilities_and_filters_are_as_the_manifest_says() {
     );
     let unmasked = with_context(
         script("unmasked", "echo masks $(grep -c ' /proc/' /proc/mounts)"),
-        json!({"procMount": "Unmasked"}),
+        json!({"privileged": true}),
     );
     for pod in [&plain, &confined, &added, &privileged, &unmasked] {
         node.apply(pod);

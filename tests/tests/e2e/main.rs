@@ -6,6 +6,7 @@ mod cluster;
 mod confinement;
 mod density;
 mod devices;
+mod fields;
 mod harness;
 mod hostile;
 mod lifecycle;

@@ -9,9 +9,12 @@ use std::time::Duration;
 
 use beelet_base::filesystem::{Space, Statvfs};
 use beelet_cri::Runtime;
-use beelet_images::pull::{Limits, Puller};
+use beelet_images::access::Access;
+use beelet_images::credentials::Keys;
+use beelet_images::pull::{Limits, Puller, Wanted};
 use beelet_images::{Handle, ImageGc, ImageGcRequest, Leases, Metrics, Parts};
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_policy::image_credentials::Verification;
 use beelet_policy::image_gc::{Collection, FsUsage, ImageGcPolicy, ImageRecord, Mode, Step};
 use beelet_proto::cri;
 use beelet_state::State;
@@ -400,7 +403,9 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
     });
     // As fast as it goes: only the order of things is as on a real node.
     let unlimited = Limits { parallel: None, per_second: 0.0, burst: 1 };
-    let puller = Arc::new(Puller::new(node.runtime.clone(), unlimited));
+    let records = tempfile::tempdir().unwrap();
+    let access = Arc::new(Access::new(records.path(), Verification::default()));
+    let puller = Arc::new(Puller::new(node.runtime.clone(), unlimited, Keys::default(), access));
     let workers: Vec<_> = (0..WORKERS)
         .map(|worker| {
             let (node, puller, sandbox) = (Arc::clone(&node), Arc::clone(&puller), sandbox.clone());
@@ -435,7 +440,10 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
 /// again.
 async fn start_one(node: &Node, puller: &Puller, sandbox: &str, name: &str, image: &str) {
     let of = cri::PodSandboxConfig::default();
-    let leased = puller.leased(&node.leases, image, "IfNotPresent", Vec::new(), &of).await;
+    let policy = "IfNotPresent";
+    let wanted =
+        Wanted { image, policy, sandbox: &of, secrets: Vec::new(), service_account: "", tell: &|_| {} };
+    let leased = puller.leased(&node.leases, &wanted).await;
     let (image, lease) = leased.unwrap_or_else(|error| panic!("{name}: {}", error.message));
     let container =
         node.create(sandbox, name, &image.id).await.unwrap_or_else(|error| panic!("{name}: {error}"));

@@ -1,6 +1,7 @@
 //! Looking into containers: their logs, commands in them, their own streams and ports; and starting them
 //! again.
 
+mod debug;
 mod ports;
 mod restart;
 
@@ -26,6 +27,7 @@ use beelet_logs::{Error as LogError, Stream};
 use beelet_model::pod::log_folder;
 use beelet_model::status::runtime_id;
 use beelet_model::table::{PodName, PodTable};
+use beelet_policy::pod::ephemeral_containers;
 
 /// Pieces on their way to one reader, and from one. A slower one holds the other side up, as a pipe does.
 const QUEUE: usize = 16;
@@ -191,6 +193,13 @@ impl Containers for Service {
     ) -> Result<Response<proto::RestartResponse>, Status> {
         self.restart_containers(request.into_inner()).await.map(Response::new)
     }
+
+    async fn debug(
+        &self,
+        request: Request<proto::DebugRequest>,
+    ) -> Result<Response<proto::DebugResponse>, Status> {
+        self.debug_pod(request.into_inner()).await.map(Response::new)
+    }
 }
 
 /// Hands a log's pieces on, and at last why there are no more, if that was an error.
@@ -295,7 +304,9 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
         Status::not_found(format!("{name} has no container {wanted:?}; it has {}", names.join(", ")))
     })?;
     let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
-    let mut containers = spec.containers.into_iter().chain(spec.init_containers.into_iter().flatten());
+    let ephemeral = ephemeral_containers(&spec);
+    let usual = spec.containers.into_iter().chain(spec.init_containers.into_iter().flatten());
+    let mut containers = usual.chain(ephemeral);
     let spec = containers.find(|container| container.name == wanted).unwrap_or_default();
     Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone() })
 }

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::{PodDemand, is_pod_level_resource};
+use beelet_policy::{huge_pages, quantity::Quantity};
 use k8s_openapi::api::core::v1::{
     Container, ContainerPort, EnvFromSource, EnvVar, FileKeySelector, Pod, PodSpec, ResourceFieldSelector,
     SecurityContext, VolumeMount,
@@ -242,25 +242,58 @@ fn resources(path: &str, container: &Container, problems: &mut Problems) {
     let requests = resources.requests.as_ref();
     let requests =
         quantities(&format!("{path}.resources.requests"), requests, resources.limits.as_ref(), problems);
-    for (name, (limit, text)) in limits.iter().filter(|(name, _)| name.contains('/')) {
+    for (name, (limit, text)) in limits.iter().filter(|(name, _)| is_exact(name)) {
         let path = beelet_codec::field(&format!("{path}.resources.limits"), name);
         if Quantity::from_units(limit.value()) != *limit {
             problems.add(&path, format!("{text} is not a whole number: devices aren't divided"));
         }
         if requests.get(name).is_some_and(|(request, _)| request < limit) {
-            problems.add(&path, "is not the same as the request: devices aren't overcommitted");
+            problems.add(&path, format!("is not the same as the request: {} overcommitted", never(name)));
         }
     }
-    for name in requests.keys().filter(|name| name.contains('/') && !limits.contains_key(*name)) {
+    for name in requests.keys().filter(|name| is_exact(name) && !limits.contains_key(*name)) {
         let path = beelet_codec::field(&format!("{path}.resources.limits"), name);
-        problems.add(&path, "must be there, the same as the request: devices aren't overcommitted");
+        problems.add(&path, format!("must be there, the same as the request: {} overcommitted", never(name)));
     }
+    whole_pages(&format!("{path}.resources"), &limits, &requests, problems);
     for (name, (request, text)) in &requests {
         if let Some((limit, limit_text)) = limits.get(name)
             && request > limit
         {
             let path = beelet_codec::field(&format!("{path}.resources.requests"), name);
             problems.add(path, format!("{text} is more than the limit {limit_text}"));
+        }
+    }
+}
+
+/// Whether a resource's request and limit are one amount: devices and huge pages are not overcommitted.
+fn is_exact(name: &str) -> bool {
+    name.contains('/') || name.starts_with(huge_pages::PREFIX)
+}
+
+fn never(name: &str) -> &'static str {
+    if name.contains('/') { "devices aren't" } else { "huge pages aren't" }
+}
+
+/// Quantities by resource, with their texts.
+type Amounts<'c> = BTreeMap<&'c str, (Quantity, &'c str)>;
+
+/// Whole pages, of a size that is one; and beside cpu or memory, so that the pod has a class of its own.
+fn whole_pages(path: &str, limits: &Amounts<'_>, requests: &Amounts<'_>, problems: &mut Problems) {
+    let all = || limits.iter().chain(requests);
+    let mut asked = all().filter(|(name, _)| name.starts_with(huge_pages::PREFIX)).peekable();
+    if asked.peek().is_some() && !all().any(|(name, _)| matches!(*name, "cpu" | "memory")) {
+        problems.add(path, "huge pages need cpu or memory beside them");
+    }
+    let mut told = BTreeSet::new();
+    for (name, (amount, text)) in asked {
+        let whole = huge_pages::size_of_resource(name).is_some_and(|size| {
+            Quantity::from_units(amount.value()) == *amount && amount.value() % size == 0
+        });
+        if !whole && told.insert(*name) {
+            let path = beelet_codec::field(&format!("{path}.limits"), name);
+            problems
+                .add(path, format!("{text} is not a number of whole pages, as the resource's name has them"));
         }
     }
 }
@@ -315,7 +348,7 @@ fn quantities<'c>(
     list: Option<&'c BTreeMap<String, Text>>,
     told: Option<&BTreeMap<String, Text>>,
     problems: &mut Problems,
-) -> BTreeMap<&'c str, (Quantity, &'c str)> {
+) -> Amounts<'c> {
     let mut read = BTreeMap::new();
     for (name, Text(text)) in list.into_iter().flatten() {
         let path = beelet_codec::field(path, name);
@@ -410,6 +443,11 @@ fn security(path: &str, container: &Container, spec: &PodSpec, problems: &mut Pr
     if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) && user == Some(0) {
         problems.add(format!("{path}.runAsUser"), "is root, but runAsNonRoot is true");
     }
+    let (proc_mount, path_of_mount) = (own.proc_mount.as_deref(), format!("{path}.procMount"));
+    problems.one_of(&path_of_mount, proc_mount, &["Default", "Unmasked"]);
+    if proc_mount == Some("Unmasked") && spec.host_users != Some(false) {
+        problems.add(path_of_mount, "can be Unmasked only where spec.hostUsers is false");
+    }
     privileges(path, &own, problems);
 }
 
@@ -426,7 +464,6 @@ fn privileges(path: &str, own: &SecurityContext, problems: &mut Problems) {
             );
         }
     }
-    problems.one_of(&format!("{path}.procMount"), own.proc_mount.as_deref(), &["Default", "Unmasked"]);
     super::seccomp(&format!("{path}.seccompProfile"), own.seccomp_profile.as_ref(), problems);
     super::app_armor(&format!("{path}.appArmorProfile"), own.app_armor_profile.as_ref(), problems);
 }

@@ -26,6 +26,12 @@ const ANNOTATIONS_MAX: usize = 256 << 10;
 /// Most bytes of the name of a profile of AppArmor: a path's, as the API has it.
 const LONGEST_APP_ARMOR_NAME: usize = 4095;
 
+/// What a pod may add to its name resolution (`validatePodDNSConfig`): servers, domains, and all the domains'
+/// characters.
+const DNS_SERVERS_MAX: usize = 3;
+const DNS_SEARCHES_MAX: usize = 32;
+const DNS_SEARCH_CHARACTERS_MAX: usize = 2048;
+
 /// Longest grace period that makes sense, in seconds: the limit of the runtime's int64 nanoseconds is far
 /// off, but a year is certainly a mistake.
 const GRACE_MAX: i64 = 366 * 24 * 3600;
@@ -183,14 +189,48 @@ fn dns(spec: &PodSpec, problems: &mut Problems) {
             problems.add(path, format!("{} is not an IP address", names::quoted(server)));
         }
     }
-    if servers.count() == 0 && spec.dns_policy.as_deref() == Some("None") {
+    let count = servers.count();
+    if count == 0 && spec.dns_policy.as_deref() == Some("None") {
         problems.add("spec.dnsPolicy", "None needs at least one of spec.dnsConfig.nameservers");
+    }
+    if count > DNS_SERVERS_MAX {
+        problems.add("spec.dnsConfig.nameservers", format!("are {count}; {DNS_SERVERS_MAX} are allowed"));
+    }
+    dns_searches(spec, problems);
+}
+
+fn dns_searches(spec: &PodSpec, problems: &mut Problems) {
+    let Some(config) = &spec.dns_config else { return };
+    let (path, searches) = ("spec.dnsConfig.searches", config.searches.as_deref().unwrap_or_default());
+    if searches.len() > DNS_SEARCHES_MAX {
+        problems.add(path, format!("are {}; {DNS_SEARCHES_MAX} are allowed", searches.len()));
+    }
+    let characters = searches.iter().map(|search| search.len() + 1).sum::<usize>().saturating_sub(1);
+    if characters > DNS_SEARCH_CHARACTERS_MAX {
+        let rule = format!("have {characters} characters together; {DNS_SEARCH_CHARACTERS_MAX} are allowed");
+        problems.add(path, rule);
+    }
+    for (i, search) in searches.iter().enumerate().filter(|(_, search)| *search != ".") {
+        // Names of services may have underscores in them.
+        let name = search.strip_suffix('.').unwrap_or(search).replace('_', "-");
+        problems.extend(names::subdomain(&format!("{path}[{i}]"), name.trim_matches('-')));
+    }
+    for (i, option) in config.options.iter().flatten().enumerate() {
+        if option.name.as_deref().unwrap_or_default().is_empty() {
+            problems.add(format!("spec.dnsConfig.options[{i}].name"), "must be there");
+        }
     }
 }
 
 fn namespaces(spec: &PodSpec, problems: &mut Problems) {
     if spec.share_process_namespace == Some(true) && spec.host_pid == Some(true) {
         problems.add("spec.shareProcessNamespace", "can't be true together with spec.hostPID");
+    }
+    let shared = [("hostNetwork", spec.host_network), ("hostPID", spec.host_pid), ("hostIPC", spec.host_ipc)];
+    for (field, _) in
+        shared.iter().filter(|(_, shared)| spec.host_users == Some(false) && *shared == Some(true))
+    {
+        problems.add(format!("spec.{field}"), "can't be true where spec.hostUsers is false");
     }
     let context = spec.security_context.as_ref();
     for (i, sysctl) in context.and_then(|c| c.sysctls.as_ref()).into_iter().flatten().enumerate() {
@@ -217,6 +257,8 @@ fn namespaces(spec: &PodSpec, problems: &mut Problems) {
     let path = |field: &str| format!("spec.securityContext.{field}");
     let policies = ["OnRootMismatch", "Always"];
     problems.one_of(&path("fsGroupChangePolicy"), context.fs_group_change_policy.as_deref(), &policies);
+    let policies = ["MountOption", "Recursive"];
+    problems.one_of(&path("seLinuxChangePolicy"), context.se_linux_change_policy.as_deref(), &policies);
     let policies = ["Merge", "Strict"];
     let policy = context.supplemental_groups_policy.as_deref();
     problems.one_of(&path("supplementalGroupsPolicy"), policy, &policies);

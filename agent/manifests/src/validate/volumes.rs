@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use beelet_codec::ApiType as _;
-use beelet_policy::quantity::Quantity;
+use beelet_policy::{huge_pages::Medium, quantity::Quantity};
 use k8s_openapi::api::core::v1::{
     DownwardAPIVolumeFile, EmptyDirVolumeSource, HostPathVolumeSource, ImageVolumeSource, KeyToPath, PodSpec,
     Volume, VolumeProjection,
@@ -177,6 +177,11 @@ fn host_path(path: &str, source: &HostPathVolumeSource, problems: &mut Problems)
 }
 
 fn empty_dir(path: &str, source: &EmptyDirVolumeSource, problems: &mut Problems) {
+    let medium = source.medium.as_deref().unwrap_or_default();
+    if !matches!(medium, "" | "Memory") && Medium::parse(medium).is_none() {
+        let rule = "is no medium: Memory, HugePages, or HugePages- with the size of a page";
+        problems.add(format!("{path}.medium"), format!("{} {rule}", names::quoted(medium)));
+    }
     let Some(limit) = &source.size_limit else { return };
     match Quantity::parse(&limit.0) {
         Ok(limit) if limit < Quantity::ZERO => problems.add(format!("{path}.sizeLimit"), "is negative"),

@@ -7,6 +7,7 @@ use tracing::info;
 
 use super::{Managed, Manager};
 use crate::launch::Launcher;
+use beelet_policy::cgroups::resize_changes_swap;
 use beelet_spec::resize::{self, Pending, ResizeFacts};
 use beelet_state::events::Object;
 
@@ -15,10 +16,15 @@ impl Managed {
     /// is known when the cgroups have it.
     pub(super) fn try_resize(&mut self, pod: &Arc<core::Pod>, launcher: &Launcher) -> bool {
         let Launcher { admission, events, .. } = launcher;
-        if let Err(refused) = admission.resize(pod) {
+        let refused = if resize_changes_swap(&self.pod, pod, &launcher.cgroup_config) {
+            Some(("Infeasible", "In-place resize of containers with swap is not supported.".to_owned()))
+        } else {
+            let refused = admission.resize(pod).err();
+            refused.map(|why| (if why.infeasible { "Infeasible" } else { "Deferred" }, why.message))
+        };
+        if let Some((reason, message)) = refused {
             // It is looked at again whenever a pod is gone.
-            let reason = if refused.infeasible { "Infeasible" } else { "Deferred" };
-            let pending = Some(Pending { reason, message: refused.message });
+            let pending = Some(Pending { reason, message });
             if self.resize.pending != pending {
                 let message = pending.as_ref().map(|pending| pending.message.as_str()).unwrap_or_default();
                 let message = format!("{message}; the pod keeps its own amounts of cpu and memory");

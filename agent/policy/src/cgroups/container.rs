@@ -11,17 +11,21 @@ use crate::{
         Settings,
         cpu::{millis_to_quota, millis_to_shares, proportional_weight},
         names::pod_path,
+        swap::swap_max,
     },
     critical::is_critical,
     field::FieldError,
+    huge_pages,
     qos::{QosClass, qos_class_of},
-    resources::{CPU, Demand, MEMORY, PodDemand, is_restartable},
+    resources::{CPU, Demand, MEMORY, PodDemand, ResourceList, is_restartable},
 };
 
 /// `memory.high` is a whole number of these.
 const PAGE: f64 = 4096.0;
 /// Whether a kill for want of memory takes the whole cgroup.
 const OOM_GROUP: &str = "memory.oom.group";
+/// Most bytes of swap.
+const SWAP_MAX: &str = "memory.swap.max";
 /// `oom_score_adj` of Guaranteed and node-critical pods.
 const GUARANTEED_OOM_SCORE_ADJ: i64 = -997;
 /// `oom_score_adj` of BestEffort pods.
@@ -40,6 +44,11 @@ pub struct ContainerResources {
     pub memory_limit_bytes: i64,
     /// -1000 (never) … 1000 (first) for the kernel's out-of-memory killer.
     pub oom_score_adj: i64,
+    /// Bytes of memory and swap together on version 1; 0: not written.
+    pub memory_swap_limit_bytes: i64,
+    /// Most bytes of huge pages by the size of a page (`2MB`): one entry for each size that the machine
+    /// knows.
+    pub huge_page_limits: BTreeMap<String, u64>,
     /// Files of cgroup v2 that CRI has no field for, set through `unified`.
     pub unified: BTreeMap<String, String>,
 }
@@ -65,6 +74,8 @@ pub fn container_resources(
     put("memory.min", settings.memory_min);
     put("memory.low", settings.memory_low);
     put("memory.high", settings.memory_high);
+    let swap = swap_max(pod, facts.class, &facts.own, config);
+    put(SWAP_MAX, swap.filter(|_| config.version == CgroupVersion::V2));
     if kills_as_group(config) {
         unified.insert(OOM_GROUP.to_owned(), "1".to_owned());
     }
@@ -77,6 +88,12 @@ pub fn container_resources(
         cpu_period: settings.period.unwrap_or(0),
         memory_limit_bytes: settings.memory_max.unwrap_or(0),
         oom_score_adj: facts.oom_score_adj(pod, container, config.node.memory_capacity),
+        // Memory and swap together are no more than memory alone: no swap.
+        memory_swap_limit_bytes: match config.version {
+            CgroupVersion::V1 if swap.is_some() => settings.memory_max.unwrap_or(0),
+            _ => 0,
+        },
+        huge_page_limits: config.huge_pages.keys().map(|size| facts.huge_page_limit(*size)).collect(),
         unified,
     })
 }
@@ -98,6 +115,13 @@ pub fn container_cgroup(
         // Kept, not only asked of the runtime: systemd takes it back when it reloads.
         files.insert(OOM_GROUP.to_owned(), "1".to_owned());
     }
+    let swap = swap_max(pod, facts.class, &facts.own, config);
+    if let Some(bytes) = swap.filter(|_| config.version == CgroupVersion::V2) {
+        files.insert(SWAP_MAX.to_owned(), bytes.to_string());
+    }
+    files.extend(
+        config.huge_page_files(|size| i64::try_from(facts.huge_page_limit(size).1).unwrap_or(i64::MAX)),
+    );
     Ok(CgroupValues { path: format!("{parent}/{}", container.name), files })
 }
 
@@ -135,6 +159,18 @@ impl<'a> Facts<'a> {
             Some(pod_level) => pod_level.limits.amount(name),
             None => own,
         }
+    }
+
+    /// The name of a size of huge pages, and how many bytes of such the container may have: what it is
+    /// limited to, else what its pod is (`GetHugepageLimitsFromResources`).
+    fn huge_page_limit(&self, size: i64) -> (String, u64) {
+        let of = |list: &ResourceList<'_>| {
+            let mut all = list.iter().filter(|(name, _)| huge_pages::size_of_resource(name) == Some(size));
+            all.next().map(|(_, amount)| amount.value())
+        };
+        let of_pod = self.pod.pod_level.as_ref().filter(|_| self.pod.has_pod_level());
+        let limit = of(&self.own.limits).or_else(|| of(&of_pod?.limits)).unwrap_or(0);
+        (huge_pages::unit_name(size), u64::try_from(limit).unwrap_or(0))
     }
 
     /// Without a request the limit counts, as the API server would default it.

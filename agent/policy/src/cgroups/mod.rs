@@ -10,6 +10,7 @@ mod cpu;
 mod names;
 mod node;
 mod pod;
+mod swap;
 
 use std::collections::BTreeMap;
 
@@ -21,10 +22,11 @@ pub use cpu::{
 pub use names::{kubepods_path, pod_path, qos_path, slice_path};
 pub use node::{QosTotals, kubepods_cgroup, node_cgroups, qos_cgroup, reserved_cgroup};
 pub use pod::pod_cgroup;
+pub use swap::{Swap, SwapBehavior, resize_changes_swap};
 
 use serde::{Deserialize, Serialize};
 
-use crate::quantity::Quantity;
+use crate::{huge_pages, quantity::Quantity};
 
 /// Which kernel interface holds the controllers. A hybrid machine keeps them on v1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,6 +126,13 @@ pub struct CgroupConfig {
     /// Does a kill for want of memory take the whole container, not one of its processes (v2; not
     /// `singleProcessOOMKill`)?
     pub oom_group: bool,
+    /// The machine's huge pages in bytes, by the size of a page in bytes; a size of which it has none is here
+    /// too.
+    pub huge_pages: BTreeMap<i64, i64>,
+    /// Can huge pages be limited (the `hugetlb` controller)?
+    pub limit_huge_pages: bool,
+    /// The machine's swap and who may use it; None: swap can't be limited.
+    pub swap: Option<Swap>,
     /// The node's amounts.
     pub node: NodeAmounts,
 }
@@ -142,6 +151,9 @@ impl CgroupConfig {
             cpu_weight_formula: CpuWeightFormula::default(),
             pod_pids_limit: None,
             oom_group: false,
+            huge_pages: BTreeMap::new(),
+            limit_huge_pages: false,
+            swap: None,
             node,
         }
     }
@@ -149,6 +161,17 @@ impl CgroupConfig {
     /// Memory QoS as far as it is in force: v2 only.
     fn memory_qos(&self) -> Option<MemoryQos> {
         self.memory_qos.filter(|_| self.version == CgroupVersion::V2)
+    }
+
+    /// The files that limit huge pages, as libcontainer writes them, to what `limit` says for each size of a
+    /// page.
+    fn huge_page_files(&self, limit: impl Fn(i64) -> i64) -> BTreeMap<String, String> {
+        let end = if self.version == CgroupVersion::V2 { "max" } else { "limit_in_bytes" };
+        let sizes = self.huge_pages.keys().filter(|_| self.limit_huge_pages);
+        let file = |size: &i64| {
+            (format!("hugetlb.{}.{end}", huge_pages::unit_name(*size)), limit(*size).max(0).to_string())
+        };
+        sizes.map(file).collect()
     }
 }
 

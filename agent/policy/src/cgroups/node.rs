@@ -16,6 +16,10 @@ use crate::{
     resources::{CPU, MEMORY, PodDemand, ResourceList},
 };
 
+/// Bytes of huge pages that a QoS class may use: what bounds them are the limits of its pods
+/// (`setHugePagesUnbounded`).
+const UNBOUNDED: i64 = 1 << 62;
+
 /// What the pods of a node request together, as far as the cgroups above them depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QosTotals {
@@ -83,7 +87,9 @@ pub fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> CgroupValue
         memory_min: reserved(requested, config),
         ..Settings::default()
     };
-    CgroupValues { path: kubepods_path(config), files: settings.files(Level::Above, config) }
+    let mut files = settings.files(Level::Above, config);
+    files.extend(config.huge_page_files(|size| config.huge_pages.get(&size).copied().unwrap_or(0)));
+    CgroupValues { path: kubepods_path(config), files }
 }
 
 /// The cgroup of a QoS class. Guaranteed pods have none of their own: kubepods itself is theirs.
@@ -101,7 +107,9 @@ pub fn qos_cgroup(class: QosClass, totals: &QosTotals, config: &CgroupConfig) ->
             Settings { cpu_millis: Some(0), memory_max: besteffort_limit, ..Settings::default() }
         }
     };
-    CgroupValues { path: qos_path(class, config), files: settings.files(Level::Above, config) }
+    let mut files = settings.files(Level::Above, config);
+    files.extend(config.huge_page_files(|_| UNBOUNDED));
+    CgroupValues { path: qos_path(class, config), files }
 }
 
 /// The folder of daemons that something is reserved for (`kubeReservedCgroup`, `systemReservedCgroup`).

@@ -8,6 +8,7 @@ use crate::{
         names::pod_path,
     },
     field::FieldError,
+    huge_pages,
     qos::{QosClass, qos_class_of},
     quantity::Quantity,
     resources::{CPU, MEMORY, PodDemand, ResourceList},
@@ -21,7 +22,9 @@ pub fn pod_cgroup(pod: &Pod, config: &CgroupConfig) -> Result<CgroupValues, Fiel
     let demand = PodDemand::read(pod)?;
     let class = qos_class_of(pod, &demand);
     let path = pod_path(pod.metadata.uid.as_deref(), class, config)?;
-    Ok(CgroupValues { path, files: settings(&demand, class, config).files(Level::Above, config) })
+    let mut files = settings(&demand, class, config).files(Level::Above, config);
+    files.extend(config.huge_page_files(|size| huge_pages(&demand, size)));
+    Ok(CgroupValues { path, files })
 }
 
 fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> Settings {
@@ -50,6 +53,13 @@ fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> S
         memory_high: None,
         pids_max: config.pod_pids_limit.filter(|limit| *limit > 0),
     }
+}
+
+/// Bytes of huge pages of this size that a pod requests; what is requested is the limit.
+fn huge_pages(demand: &PodDemand<'_>, size: i64) -> i64 {
+    let requests = demand.requests();
+    let of_size = requests.iter().filter(|(name, _)| huge_pages::size_of_resource(name) == Some(size));
+    of_size.fold(0, |sum, (_, amount)| sum.saturating_add(amount.value()))
 }
 
 /// Does every container have a limit? Only then does a Burstable pod have one.

@@ -201,3 +201,109 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn huge_pages_are_limited_to_what_is_asked_for_and_classes_are_not() {
+    let config = |version| CgroupConfig {
+        huge_pages: [(2 << 20, GIB), (GIB, 0)].into(),
+        limit_huge_pages: true,
+        ..config(version)
+    };
+    let resources = |list: Value| json!({"requests": list, "limits": list});
+    let pod = pod(&json!({"containers": [
+        {"name": "a", "resources": resources(json!({"cpu": "1", "hugepages-2Mi": "64Mi"}))},
+        {"name": "b", "resources": resources(json!({"hugepages-2Mi": "32Mi"}))},
+    ]}));
+    let huge = |files: &BTreeMap<String, String>| {
+        let files = files.iter().filter(|(name, _)| name.starts_with("hugetlb."));
+        files.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>()
+    };
+    let v2 = config(CgroupVersion::V2);
+    let of_pod = pod_cgroup(&pod, &v2).unwrap();
+    assert_eq!(huge(&of_pod.files), ["hugetlb.1GB.max 0", "hugetlb.2MB.max 100663296"]);
+    let of_pod = pod_cgroup(&pod, &config(CgroupVersion::V1)).unwrap();
+    let v1 = ["hugetlb.1GB.limit_in_bytes 0", "hugetlb.2MB.limit_in_bytes 100663296"];
+    assert_eq!(huge(&of_pod.files), v1);
+    let [kubepods, burstable, _] = node_cgroups(std::slice::from_ref(&pod), &v2).unwrap();
+    assert_eq!(huge(&kubepods.files), ["hugetlb.1GB.max 0", "hugetlb.2MB.max 1073741824"]);
+    assert_eq!(huge(&burstable.files)[1], "hugetlb.2MB.max 4611686018427387904");
+    let container = &pod.spec.as_ref().unwrap().containers[1];
+    let asked = container_resources(&pod, container, &v2).unwrap().huge_page_limits;
+    assert_eq!(asked, [("1GB".to_owned(), 0), ("2MB".to_owned(), 32 << 20)].into());
+    assert_eq!(huge(&container_cgroup(&pod, container, &v2).unwrap().files)[1], "hugetlb.2MB.max 33554432");
+    // Without the controller the runtime is asked all the same; it knows best what it can do.
+    let without = CgroupConfig { limit_huge_pages: false, ..v2 };
+    assert!(huge(&pod_cgroup(&pod, &without).unwrap().files).is_empty());
+    assert_eq!(container_resources(&pod, container, &without).unwrap().huge_page_limits.len(), 2);
+}
+
+#[test]
+fn a_container_without_huge_pages_of_its_own_may_use_its_pods() {
+    let pod = pod(&json!({
+        "resources": {"limits": {"cpu": "1", "hugepages-2Mi": "64Mi"}},
+        "containers": [{"name": "a"}, {"name": "b", "resources": {"limits": {"hugepages-2Mi": "2Mi"}}}],
+    }));
+    let config = CgroupConfig { huge_pages: [(2 << 20, 0)].into(), ..config(CgroupVersion::V2) };
+    let limits = pod
+        .spec
+        .as_ref()
+        .unwrap()
+        .containers
+        .iter()
+        .map(|container| container_resources(&pod, container, &config).unwrap().huge_page_limits["2MB"]);
+    assert_eq!(limits.collect::<Vec<_>>(), [64 << 20, 2 << 20]);
+}
+
+#[test]
+fn new_amounts_of_memory_do_not_change_a_running_containers_swap() {
+    let check = |behavior, before: Value, after: Value, expected: bool| {
+        let swap = Some(Swap { behavior, capacity: 4 * GIB });
+        let config = CgroupConfig { swap, ..config(CgroupVersion::V2) };
+        let of = |container: &Value| pod(&json!({"containers": [container]}));
+        assert_eq!(resize_changes_swap(&of(&before), &of(&after), &config), expected, "{before} {after}");
+    };
+    use SwapBehavior::{LimitedSwap, NoSwap};
+    let with = |memory: &str| json!({"name": "c", "resources": {"requests": {"memory": memory}}});
+    check(LimitedSwap, with("1Gi"), with("2Gi"), true);
+    check(LimitedSwap, with("1Gi"), with("1Gi"), false);
+    check(NoSwap, with("1Gi"), with("2Gi"), false);
+    let mut restarted = with("1Gi");
+    restarted["resizePolicy"] = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
+    check(LimitedSwap, restarted, with("2Gi"), false);
+}
+
+#[test]
+fn swap_is_for_burstable_containers_as_much_as_they_request_of_the_memory() {
+    let check = |behavior, version, spec: &Value, expected: (Option<&str>, i64)| {
+        let swap = Some(Swap { behavior, capacity: 4 * GIB });
+        let config = CgroupConfig { swap, ..config(version) };
+        let pod = pod(spec);
+        let container = &pod.spec.as_ref().unwrap().containers[0];
+        let asked = container_resources(&pod, container, &config).unwrap();
+        let shown = (asked.unified.get("memory.swap.max").map(String::as_str), asked.memory_swap_limit_bytes);
+        assert_eq!(shown, expected, "{behavior:?} {version:?} {spec}");
+        let files = container_cgroup(&pod, container, &config).unwrap().files;
+        assert_eq!(files.get("memory.swap.max").map(String::as_str), expected.0, "{spec}");
+    };
+    use CgroupVersion::{V1, V2};
+    use SwapBehavior::{LimitedSwap, NoSwap};
+    let with = |resources: Value| json!({"containers": [{"name": "c", "resources": resources}]});
+    let burstable = with(json!({"requests": {"memory": "1Gi"}}));
+    // An eighth of the memory: an eighth of the swap.
+    check(LimitedSwap, V2, &burstable, (Some("536870912"), 0));
+    check(NoSwap, V2, &burstable, (Some("0"), 0));
+    check(LimitedSwap, V2, &with(json!({})), (Some("0"), 0));
+    check(LimitedSwap, V2, &with(json!({"requests": {"cpu": "1"}})), (Some("0"), 0));
+    check(LimitedSwap, V2, &with(json!({"requests": {"memory": "9Gi"}})), (Some("0"), 0));
+    let same = json!({"memory": "1Gi"});
+    check(LimitedSwap, V2, &with(json!({"requests": same, "limits": same})), (Some("0"), 0));
+    let all = json!({"cpu": "1", "memory": "1Gi"});
+    check(LimitedSwap, V2, &with(json!({"requests": all, "limits": all})), (Some("0"), 0));
+    let mut critical = burstable.clone();
+    critical["priority"] = 2_000_000_000.into();
+    check(LimitedSwap, V2, &critical, (Some("0"), 0));
+    // On version 1 nobody may swap: memory and swap together are limited to what memory is.
+    let limited = with(json!({"requests": {"memory": "1Gi"}, "limits": {"memory": "2Gi"}}));
+    check(LimitedSwap, V1, &limited, (None, 2 * GIB));
+    check(NoSwap, V1, &burstable, (None, 0));
+}

@@ -4,6 +4,7 @@
 pub use beelet_model::pod::{Allocatable, ImageUser, NodeFacts, grace_period, log_folder, log_path};
 mod network;
 mod security;
+mod users;
 
 pub use security::{MASKED_PATHS, READONLY_PATHS};
 
@@ -20,8 +21,9 @@ use k8s_openapi::api::core::v1 as core;
 use super::{app_armor, definition, env::Environment, resize, signals};
 use beelet_model::{labels, table::PodName};
 
-pub use self::network::HostName;
+pub use self::network::{HostName, dns_warnings};
 pub use self::security::with_dots;
+pub use self::users::UserNamespace;
 
 /// The period of a quota that isn't the node's own business.
 const CFS_PERIOD_US: i64 = 100_000;
@@ -185,6 +187,12 @@ fn resources(decided: ContainerResources) -> cri::LinuxContainerResources {
         cpu_period: i64::try_from(decided.cpu_period).unwrap_or(i64::MAX),
         memory_limit_in_bytes: decided.memory_limit_bytes,
         oom_score_adj: decided.oom_score_adj,
+        memory_swap_limit_in_bytes: decided.memory_swap_limit_bytes,
+        hugepage_limits: decided
+            .huge_page_limits
+            .into_iter()
+            .map(|(page_size, limit)| cri::HugepageLimit { page_size, limit })
+            .collect(),
         unified: decided.unified.into_iter().collect(),
         ..Default::default()
     }

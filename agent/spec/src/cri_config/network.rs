@@ -3,6 +3,7 @@
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
+use beelet_model::origin::Origin;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
 
@@ -16,6 +17,8 @@ const SERVERS_MAX: usize = 3;
 /// (`validation.MaxDNSSearchPaths`, `MaxDNSSearchListChars`).
 const SEARCHES_MAX: usize = 32;
 const SEARCH_CHARACTERS_MAX: usize = 2048;
+/// The longest domain of a search list: glibc 2.28 aborts at longer ones.
+const SEARCH_MAX: usize = 253;
 
 /// A pod's own name and the domain that it is in, if any.
 pub struct HostName {
@@ -68,6 +71,32 @@ pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -
 
 /// Name resolution by dnsPolicy, with dnsConfig's additions, no more than the C library takes.
 pub(super) fn dns(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
+    resolution(spec, namespace, node).0
+}
+
+/// What a pod's name resolution lacks of what was asked for: reasons and sentences, the kubelet's.
+pub fn dns_warnings(pod: &core::Pod, node: &NodeFacts) -> Vec<(&'static str, String)> {
+    let Some(spec) = &pod.spec else { return Vec::new() };
+    let PodName { namespace, name } = PodName::of(pod);
+    let left_out = resolution(spec, &namespace, node).1.into_iter().map(|what| ("DNSConfigForming", what));
+    let policy = spec.dns_policy.as_deref().unwrap_or("ClusterFirst");
+    let of_cluster =
+        policy == "ClusterFirstWithHostNet" || policy == "ClusterFirst" && spec.host_network != Some(true);
+    // On a node without a cluster nobody expects its servers.
+    let missing = of_cluster && node.cluster_dns.is_empty() && Origin::of(pod).is_api();
+    let missing = missing.then(|| {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        let message = format!(
+            "pod: \"{name}_{namespace}({uid})\". kubelet does not have ClusterDNS IP configured and cannot create Pod using \
+             \"ClusterFirst\" policy. Falling back to \"Default\" policy."
+        );
+        ("MissingClusterDNS", message)
+    });
+    left_out.chain(missing).collect()
+}
+
+/// The name resolution, and what was left out of it.
+fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::DnsConfig, Vec<String>) {
     let on_host_network = spec.host_network == Some(true);
     let mut dns = match spec.dns_policy.as_deref().unwrap_or("ClusterFirst") {
         "None" => cri::DnsConfig::default(),
@@ -84,8 +113,8 @@ pub(super) fn dns(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> cr
     }
     dns.servers = once_each(&dns.servers);
     dns.searches = once_each(&dns.searches);
-    limit(&mut dns);
-    dns
+    let left_out = limit(&mut dns);
+    (dns, left_out)
 }
 
 /// Sets an option; one of the same name (`ndots:5`, `ndots:2`) is replaced.
@@ -104,21 +133,35 @@ fn once_each(list: &[String]) -> Vec<String> {
     list.iter().enumerate().filter(first).map(|(_, item)| item.clone()).collect()
 }
 
-/// Leaves out what nobody would read, and says so.
-fn limit(dns: &mut cri::DnsConfig) {
+/// Leaves out what nobody would read, or what some C libraries don't survive, and says so
+/// (`formDNSConfigFitsLimits`).
+fn limit(dns: &mut cri::DnsConfig) -> Vec<String> {
+    let mut said = Vec::new();
+    if dns.servers.len() > SERVERS_MAX {
+        dns.servers.truncate(SERVERS_MAX);
+        said.push(format!(
+            "Nameserver limits were exceeded, some nameservers have been omitted, the applied nameserver line is: {}",
+            dns.servers.join(" ")
+        ));
+    }
+    let before = dns.searches.len();
+    dns.searches.truncate(SEARCHES_MAX);
+    dns.searches.retain(|domain| domain.len() <= SEARCH_MAX);
     let mut length = 0;
     let fits = |domain: &&String| {
         length += domain.len() + 1;
-        length <= SEARCH_CHARACTERS_MAX
+        // The last one has no space behind it.
+        length <= SEARCH_CHARACTERS_MAX + 1
     };
-    let searches = dns.searches.iter().take(SEARCHES_MAX).take_while(fits).count();
-    let left_out: Vec<&String> =
-        dns.servers.iter().skip(SERVERS_MAX).chain(dns.searches.iter().skip(searches)).collect();
-    if !left_out.is_empty() {
-        tracing::warn!(?left_out, "more name servers or search domains than the C library takes");
-    }
-    dns.servers.truncate(SERVERS_MAX);
+    let searches = dns.searches.iter().take_while(fits).count();
     dns.searches.truncate(searches);
+    if dns.searches.len() < before {
+        said.push(format!(
+            "Search Line limits were exceeded, some search paths have been omitted, the applied search line is: {}",
+            dns.searches.join(" ")
+        ));
+    }
+    said
 }
 
 /// A cluster's name servers and search list, or the node's own where it has no cluster.
@@ -131,7 +174,7 @@ fn cluster_dns(namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
     if !domain.is_empty() {
         searches.extend([format!("{namespace}.svc.{domain}"), format!("svc.{domain}"), domain.clone()]);
     }
-    searches.extend(node.host_dns.searches.iter().cloned());
+    searches.extend(node.host_dns.searches.iter().filter(|domain| *domain != ".").cloned());
     cri::DnsConfig {
         servers: node.cluster_dns.iter().map(ToString::to_string).collect(),
         searches,
@@ -254,6 +297,21 @@ mod tests {
         let config = json!({"nameservers": ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4"], "searches": many});
         let dns = dns(&spec(json!({"dnsPolicy": "None", "dnsConfig": config})), "shop", &node());
         assert_eq!((dns.servers.len(), dns.searches.len()), (3, 32));
+        let pod: core::Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web", "annotations": {"kubernetes.io/config.source": "api"}},
+            "spec": {"containers": [], "dnsConfig": config},
+        }))
+        .unwrap();
+        let said = dns_warnings(&pod, &node());
+        assert_eq!(said.iter().map(|(reason, _)| *reason).collect::<Vec<_>>(), ["DNSConfigForming"; 2]);
+        assert!(
+            said[0].1.ends_with("the applied nameserver line is: 10.96.0.10 1.1.1.1 2.2.2.2"),
+            "{said:?}"
+        );
+        let without = NodeFacts { cluster_dns: Vec::new(), ..node() };
+        assert!(dns_warnings(&pod, &without).iter().any(|(reason, _)| *reason == "MissingClusterDNS"));
+        let long = json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["1.1.1.1"], "searches": ["x".repeat(254), "y"]}});
+        assert_eq!(super::dns(&spec(long), "shop", &node()).searches, ["y"]);
     }
 
     #[test]

@@ -17,6 +17,7 @@ const AT_ONCE: Settings = Settings {
     plugin_wait: None,
     pressure_transition: Duration::from_secs(3600),
     static_pods: true,
+    configure: |_| {},
 };
 
 fn main_of(node: &Node, pod: &str) -> Container {

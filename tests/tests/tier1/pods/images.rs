@@ -132,3 +132,76 @@ async fn a_name_that_is_none_is_told_as_such() {
     assert!(pod.waiting("main").unwrap().1.contains("no capital letters"));
     assert_eq!(node.cri.count(Op::PullImage), 0);
 }
+
+/// A pod that has a secret for the registry.
+fn with_login(name: &str, secret: &str) -> Value {
+    let pod = on_image(name, "registry.test/app:1", "IfNotPresent");
+    with(pod, "imagePullSecrets", json!([{"name": secret}]))
+}
+
+fn login(name: &str, password: &str) -> String {
+    let auths = json!({"auths": {"registry.test": {"username": "me", "password": password}}});
+    json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "type": "kubernetes.io/dockerconfigjson",
+        "stringData": {".dockerconfigjson": auths.to_string()}})
+    .to_string()
+}
+
+#[tokio::test]
+async fn an_image_that_was_pulled_with_a_secret_is_not_everybodys() {
+    let mut node = Node::new(Settings::default());
+    node.cri.add_to_registry("registry.test/app:1");
+    node.apply_text("login", &login("login", "hush"));
+    node.apply_text("same", &login("same", "hush"));
+    node.apply(&with_login("owner", "login"));
+    node.start().await;
+    node.until_ready("owner").await;
+    assert_eq!(node.cri.count(Op::PullImage), 1);
+    // Over a restart of the agent too.
+    node.kill_and_start().await;
+    node.apply(&with_login("friend", "same"));
+    node.until_ready("friend").await;
+    assert_eq!(node.cri.count(Op::PullImage), 1, "the same credentials open what is here");
+    node.apply(&on_image("never", "registry.test/app:1", "Never"));
+    node.until_pod("never", "to be refused", |pod| pod.waits_for("main", "ErrImageNeverPull")).await;
+    node.apply(&on_image("stranger", "registry.test/app:1", "IfNotPresent"));
+    node.until_ready("stranger").await;
+    assert_eq!(node.cri.count(Op::PullImage), 2, "who has none must ask the registry");
+    let told = node.events();
+    for part in ["Pulling: Pulling image", "Pulled: Successfully pulled image", "already present on machine"]
+    {
+        assert!(told.iter().any(|event| event.contains(part)), "no {part:?} in {told:#?}");
+    }
+}
+
+#[tokio::test]
+async fn a_credential_provider_opens_its_registries() {
+    let mut node = Node::new(Settings {
+        configure: |config| {
+            let dir = config.beelet.kubelet_dir.clone();
+            let script = "#!/bin/sh\nread -r line\necho '{\"kind\":\"CredentialProviderResponse\",\
+                \"apiVersion\":\"credentialprovider.kubelet.k8s.io/v1\",\"cacheKeyType\":\"Registry\",\
+                \"auth\":{\"registry.test\":{\"username\":\"node\",\"password\":\"hush\"}}}'\n";
+            std::fs::create_dir_all(&dir).unwrap();
+            std::fs::write(dir.join("helper"), script).unwrap();
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+            std::fs::set_permissions(dir.join("helper"), mode).unwrap();
+            let text = "apiVersion: kubelet.config.k8s.io/v1\nkind: CredentialProviderConfig\nproviders:\n\
+                - {name: helper, matchImages: [registry.test], defaultCacheDuration: 1h, \
+                apiVersion: credentialprovider.kubelet.k8s.io/v1}\n";
+            std::fs::write(dir.join("providers.yaml"), text).unwrap();
+            let read = beelet_config::CredentialProviders::read(&dir.join("providers.yaml"), &dir);
+            config.credential_providers = Some(read.unwrap());
+        },
+        ..Settings::default()
+    });
+    node.cri.add_to_registry("registry.test/app:1");
+    node.apply(&on_image("web", "registry.test/app:1", "Always"));
+    node.start().await;
+    node.until_ready("web").await;
+    let pulled = node.cri.calls().into_iter().find_map(|call| match call.asked {
+        beelet_tests::cri::Asked::PullImage(asked) => asked.auth,
+        _ => None,
+    });
+    let auth = pulled.unwrap();
+    assert_eq!((auth.username.as_str(), auth.password.as_str()), ("node", "hush"));
+}

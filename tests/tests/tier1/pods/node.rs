@@ -58,6 +58,8 @@ pub(crate) struct Settings {
     pub(crate) pressure_transition: Duration,
     /// Whether a folder of static manifests is configured.
     pub(crate) static_pods: bool,
+    /// What else the configuration says.
+    pub(crate) configure: fn(&mut Config),
 }
 
 impl Default for Settings {
@@ -69,6 +71,7 @@ impl Default for Settings {
             plugin_wait: None,
             pressure_transition: NEVER,
             static_pods: true,
+            configure: |_| {},
         }
     }
 }
@@ -233,6 +236,7 @@ impl Node {
                 cpus: 4,
                 memory_bytes: MEMORY,
                 storage_bytes: Some(STORAGE),
+                swap_bytes: 0,
                 hugepages: BTreeMap::new(),
                 address: IpAddr::V4(Ipv4Addr::LOCALHOST),
             }),
@@ -273,6 +277,7 @@ impl Node {
         if let Some(wait) = self.settings.plugin_wait {
             beelet.device_plugin_wait = wait;
         }
+        (self.settings.configure)(&mut config);
         config
     }
 

@@ -1,0 +1,87 @@
+//! Service accounts and their tokens, as credential providers of image registries need them (KEP-4412). A
+//! token is asked for once, and again before it ends. Must never ask for an account that no pod of this node
+//! has: the API server would refuse.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use beelet_model::accounts::{Account, AccountError};
+use beelet_policy::{references::TokenReference, token};
+use tokio::time::Instant;
+
+use crate::{
+    backoff::chance,
+    client::{Client, Error},
+    objects::request_token,
+};
+
+/// The most tokens that are kept.
+const KEPT: usize = 1000;
+
+/// Asks the API server.
+pub struct Accounts {
+    client: Client,
+    tokens: Mutex<BTreeMap<TokenReference, (Arc<str>, Instant)>>,
+}
+
+impl fmt::Debug for Accounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Accounts").finish_non_exhaustive()
+    }
+}
+
+fn told(error: &Error) -> AccountError {
+    AccountError(error.to_string())
+}
+
+impl Accounts {
+    /// Asks by `client`.
+    #[must_use]
+    pub fn new(client: Client) -> Self {
+        Self { client, tokens: Mutex::default() }
+    }
+
+    /// An account by its namespace and name.
+    ///
+    /// # Errors
+    /// It isn't there, or the API server gives no answer.
+    pub async fn account(&self, namespace: &str, name: &str) -> Result<Account, AccountError> {
+        let path = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{name}");
+        let found = self.client.get(&path).await.map_err(|error| told(&error))?;
+        let metadata = &found["metadata"];
+        let annotations = metadata["annotations"].as_object().into_iter().flatten();
+        let annotations =
+            annotations.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
+        Ok(Account {
+            uid: metadata["uid"].as_str().unwrap_or_default().to_owned(),
+            annotations: annotations.collect(),
+        })
+    }
+
+    /// A token of an account, bound to a pod.
+    ///
+    /// # Errors
+    /// The API server gives none.
+    pub async fn token(&self, of: &TokenReference) -> Result<Arc<str>, AccountError> {
+        let now = Instant::now();
+        let known = self.kept().get(of).filter(|(_, until)| *until > now).map(|(token, _)| Arc::clone(token));
+        if let Some(token) = known {
+            return Ok(token);
+        }
+        let (token, lifetime) = request_token(&self.client, of).await.map_err(|error| told(&error))?;
+        let until = now + token::renew_after(lifetime, chance());
+        let mut kept = self.kept();
+        kept.retain(|_, (_, until)| *until > now);
+        if kept.len() < KEPT {
+            kept.insert(of.clone(), (Arc::clone(&token), until));
+        }
+        Ok(token)
+    }
+
+    fn kept(&self) -> std::sync::MutexGuard<'_, BTreeMap<TokenReference, (Arc<str>, Instant)>> {
+        self.tokens.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

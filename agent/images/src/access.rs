@@ -1,0 +1,375 @@
+//! Whether a pod may use an image that is here already (KEP-2535; `pkg/kubelet/images/pullmanager`): what it
+//! was pulled with is remembered in the kubelet's files, so that either takes over from the other:
+//! `image_manager/pulling` while an image is pulled, `image_manager/pulled` afterwards.
+//!
+//! An image whose record is lost counts as one that came to the node in another way; so a pull that can't be
+//! recorded is not begun. Must never write credentials, only their digests.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use beelet_base::blocking::blocking;
+use beelet_codec::data;
+use beelet_cri::Runtime;
+use beelet_policy::image_credentials::{Credentials, OfPod, PulledRecord, Verdict, Verification};
+use beelet_state::{ForeignFile, StateError};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::reference;
+
+/// How often records of images that are gone are taken away.
+const PRUNE: Duration = Duration::from_secs(300);
+/// How the kubelet's files begin.
+const PREFIX: &str = "sha256-";
+const API_VERSION: &str = "kubelet.config.k8s.io/v1beta1";
+
+/// A file as the kubelet writes it.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Typed<T> {
+    kind: String,
+    api_version: String,
+    #[serde(flatten)]
+    body: T,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Intent {
+    image: String,
+}
+
+/// What was pulled with what, and who may use it.
+#[derive(Debug)]
+pub struct Access {
+    pulling: PathBuf,
+    pulled: PathBuf,
+    verification: Verification,
+    /// Pulls under way, by image. Held while their files are written and removed, so that these say the same.
+    under_way: tokio::sync::Mutex<HashMap<String, usize>>,
+    /// Files are changed one at a time.
+    changing: Arc<Mutex<()>>,
+}
+
+impl Access {
+    /// Keeps its files in `image_manager` of the kubelet's folder.
+    #[must_use]
+    pub fn new(kubelet_dir: &Path, verification: Verification) -> Self {
+        let dir = kubelet_dir.join("image_manager");
+        Self {
+            pulling: dir.join("pulling"),
+            pulled: dir.join("pulled"),
+            verification,
+            under_way: tokio::sync::Mutex::default(),
+            changing: Arc::default(),
+        }
+    }
+
+    /// Whether a pod may use an image that is here, or must pull it (`MustAttemptImagePull`); `of_pod` is
+    /// asked for what the pod has only where that matters. What can't be read is nobody's.
+    pub(super) async fn is_granted(
+        &self,
+        image: &str,
+        id: &str,
+        of_pod: impl Future<Output = OfPod>,
+    ) -> bool {
+        let repository = reference::repository(image);
+        // Whatever is found out: the answer is the same.
+        if !self.verification.is_needed(repository, true) {
+            return true;
+        }
+        let record = match self.record(id).await {
+            Ok(record) => record,
+            Err(error) => {
+                warn!(image, %error, "cannot read what an image was pulled with; it is pulled again");
+                return false;
+            }
+        };
+        let ours = record.is_some() || self.is_pulling(image).await;
+        if !self.verification.is_needed(repository, ours) {
+            return true;
+        }
+        let Some(record) = record else { return false };
+        if record.is_for_all(repository) {
+            return true;
+        }
+        match record.verdict(repository, &of_pod.await) {
+            Verdict::Granted => true,
+            Verdict::GrantedBy(secret) => {
+                let credentials = Credentials { kubernetes_secrets: vec![secret], ..Default::default() };
+                self.note(image, id, credentials).await;
+                true
+            }
+            Verdict::MustPull => false,
+        }
+    }
+
+    /// A pull begins.
+    ///
+    /// # Errors
+    /// That can't be recorded.
+    pub(super) async fn begin(&self, image: &str) -> Result<(), StateError> {
+        let mut under_way = self.under_way.lock().await;
+        let count = under_way.get(image).copied().unwrap_or(0);
+        if count == 0 {
+            let (file, body) = (file(&self.pulling, image), Intent { image: image.to_owned() });
+            blocking("recording that a pull begins", move || write(&file, "ImagePullIntent", body)).await?;
+        }
+        under_way.insert(image.to_owned(), count + 1);
+        Ok(())
+    }
+
+    /// A pull has ended; where it brought the image `id`, with these credentials.
+    pub(super) async fn end(&self, image: &str, pulled: Option<(&str, Credentials)>) {
+        if let Some((id, credentials)) = pulled
+            && !self.note(image, id, credentials).await
+        {
+            // The intent stays, so that the image still counts as pulled.
+            return;
+        }
+        let mut under_way = self.under_way.lock().await;
+        match under_way.get(image).copied() {
+            Some(count) if count > 1 => drop(under_way.insert(image.to_owned(), count - 1)),
+            Some(_) => {
+                under_way.remove(image);
+                remove(file(&self.pulling, image)).await;
+            }
+            None => {}
+        }
+    }
+
+    /// Notes that an image was pulled with these credentials. Returns false if that could not be written.
+    async fn note(&self, image: &str, id: &str, credentials: Credentials) -> bool {
+        let (path, changing) = (file(&self.pulled, id), Arc::clone(&self.changing));
+        let (repository, id) = (reference::repository(image).to_owned(), id.to_owned());
+        let noted = blocking("recording a pull", move || {
+            let _one_at_a_time = changing.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = Timestamp::now();
+            let now = Timestamp::from_second(now.as_second()).unwrap_or(now);
+            let known = read(&path).ok().flatten();
+            let new = known.is_none();
+            let mut record = known.unwrap_or_else(|| PulledRecord::new(&id, now));
+            let changed = record.merge(&repository, credentials, now);
+            if changed || new { write(&path, "ImagePulledRecord", record) } else { Ok(()) }
+        });
+        let noted = noted.await;
+        if let Err(error) = &noted {
+            warn!(image, %error, "cannot record what an image was pulled with");
+        }
+        noted.is_ok()
+    }
+
+    async fn record(&self, id: &str) -> Result<Option<PulledRecord>, StateError> {
+        let path = file(&self.pulled, id);
+        blocking("reading the record of a pull", move || read(&path)).await
+    }
+
+    /// Whether the image is being pulled, or was when an earlier instance ended.
+    async fn is_pulling(&self, image: &str) -> bool {
+        if self.under_way.lock().await.contains_key(image) {
+            return true;
+        }
+        let path = file(&self.pulling, image);
+        blocking("looking for a pull", move || path.path().exists()).await
+    }
+
+    /// Makes records of pulls that an earlier instance did not see end, and takes away those of images that
+    /// are gone, until `cancel`.
+    pub async fn keep(self: Arc<Self>, runtime: Runtime, cancel: CancellationToken) {
+        let mut ticks = interval(PRUNE);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {}
+                () = cancel.cancelled() => return,
+            }
+            tokio::select! {
+                () = self.settle(&runtime) => {}
+                () = cancel.cancelled() => return,
+            }
+        }
+    }
+
+    async fn settle(&self, runtime: &Runtime) {
+        let began = Timestamp::now();
+        let folders = [self.pulling.clone(), self.pulled.clone()];
+        let any =
+            blocking("looking for records of pulls", move || folders.iter().any(|folder| has_files(folder)));
+        if !any.await {
+            return;
+        }
+        let Ok(images) = runtime.list_images().await else { return };
+        for image in &images {
+            for name in image.repo_tags.iter().chain(&image.repo_digests) {
+                let under_way = self.under_way.lock().await.contains_key(name);
+                let left = !under_way && self.is_pulling(name).await;
+                if left && self.note(name, &image.id, Credentials::default()).await {
+                    remove(file(&self.pulling, name)).await;
+                }
+            }
+        }
+        let here: BTreeSet<String> = images.into_iter().map(|image| image.id).collect();
+        let (dir, changing) = (self.pulled.clone(), Arc::clone(&self.changing));
+        blocking("removing records of images that are gone", move || {
+            let _one_at_a_time = changing.lock().unwrap_or_else(PoisonError::into_inner);
+            prune(&dir, &here, began);
+        })
+        .await;
+    }
+}
+
+fn has_files(dir: &Path) -> bool {
+    std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some())
+}
+
+fn prune(dir: &Path, here: &BTreeSet<String>, began: Timestamp) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            continue;
+        }
+        let record = read(&ForeignFile::new(entry.path())).ok().flatten();
+        let gone = record
+            .is_some_and(|record| !here.contains(&record.image_ref) && record.last_updated_time < began);
+        if gone && let Err(error) = std::fs::remove_file(entry.path()) {
+            warn!(path = %entry.path().display(), %error, "cannot remove the record of an image that is gone");
+        }
+    }
+}
+
+/// `sha256-` and the digest of what it is about, as the kubelet names it.
+fn file(dir: &Path, of: &str) -> ForeignFile {
+    let digest: String = Sha256::digest(of).iter().map(|byte| format!("{byte:02x}")).collect();
+    ForeignFile::new(dir.join(format!("{PREFIX}{digest}")))
+}
+
+/// A record; None where there is none, or one that no kubelet wrote.
+fn read(file: &ForeignFile) -> Result<Option<PulledRecord>, StateError> {
+    let Some(bytes) = file.read()? else { return Ok(None) };
+    let typed = data::from_json::<Typed<PulledRecord>>(&bytes);
+    if let Err(error) = &typed {
+        warn!(path = %file.path().display(), %error, "the record of a pull can't be read and is passed over");
+    }
+    Ok(typed.ok().filter(|typed| typed.kind == "ImagePulledRecord").map(|typed| typed.body))
+}
+
+fn write(file: &ForeignFile, kind: &'static str, body: impl Serialize) -> Result<(), StateError> {
+    let typed = Typed { kind: kind.to_owned(), api_version: API_VERSION.to_owned(), body };
+    // Plain structs of strings and maps: the writer has nothing to refuse.
+    file.replace(&serde_json::to_vec(&typed).unwrap_or_default())?;
+    file.settle()
+}
+
+async fn remove(file: ForeignFile) {
+    let removed = blocking("forgetting a pull", move || match std::fs::remove_file(file.path()) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err((file, error)),
+        _ => Ok(()),
+    });
+    if let Err((file, error)) = removed.await {
+        warn!(path = %file.path().display(), %error, "cannot remove the record of a pull that has ended");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::ready;
+
+    use beelet_policy::image_credentials::{Policy, PullSecret};
+
+    use super::*;
+
+    const APP: &str = "registry.test/app:1";
+
+    fn access(dir: &Path, policy: Policy) -> Access {
+        Access::new(dir, Verification { policy, allowlist: Vec::new() })
+    }
+
+    fn secret(hash: &str) -> PullSecret {
+        PullSecret {
+            namespace: "shop".to_owned(),
+            name: "s".to_owned(),
+            uid: String::new(),
+            credential_hash: hash.to_owned(),
+        }
+    }
+
+    fn with(hash: &str) -> Credentials {
+        Credentials { kubernetes_secrets: vec![secret(hash)], ..Default::default() }
+    }
+
+    async fn granted(access: &Access, image: &str, hashes: &[&str]) -> bool {
+        let secrets =
+            hashes.iter().map(|hash| PullSecret { name: (*hash).to_owned(), ..secret(hash) }).collect();
+        access.is_granted(image, "sha256:1", ready(OfPod { secrets, account: None })).await
+    }
+
+    #[tokio::test]
+    async fn what_was_pulled_with_a_secret_is_for_those_who_have_it_over_a_restart() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = access(dir.path(), Policy::NeverVerifyPreloadedImages);
+        assert!(granted(&first, APP, &[]).await, "nobody pulled it");
+        first.begin(APP).await.unwrap();
+        assert!(!granted(&first, APP, &["h"]).await, "it is being pulled");
+        first.end(APP, Some(("sha256:1", with("h")))).await;
+        let second = access(dir.path(), Policy::NeverVerifyPreloadedImages);
+        assert!(granted(&second, APP, &["h"]).await);
+        assert!(granted(&second, "registry.test/app:2", &["h"]).await, "the same image by another tag");
+        assert!(!granted(&second, APP, &["other"]).await);
+        assert!(!granted(&second, "other.test/app", &["h"]).await);
+        assert!(granted(&access(dir.path(), Policy::NeverVerify), APP, &[]).await);
+        let all = Credentials { node_pods_accessible: true, ..Default::default() };
+        second.begin(APP).await.unwrap();
+        second.end(APP, Some(("sha256:1", all))).await;
+        assert!(granted(&second, APP, &[]).await);
+    }
+
+    #[tokio::test]
+    async fn a_pull_that_failed_or_did_not_end_leaves_the_image_nobodys() {
+        let dir = tempfile::tempdir().unwrap();
+        let access = access(dir.path(), Policy::NeverVerifyPreloadedImages);
+        let files =
+            |folder: &str| std::fs::read_dir(dir.path().join("image_manager").join(folder)).unwrap().count();
+        access.begin(APP).await.unwrap();
+        access.begin(APP).await.unwrap();
+        access.end(APP, None).await;
+        assert_eq!(files("pulling"), 1, "another pull of it goes on");
+        access.end(APP, None).await;
+        assert_eq!(files("pulling"), 0);
+        assert!(granted(&access, APP, &[]).await);
+    }
+
+    #[tokio::test]
+    async fn files_have_the_kubelets_names_and_form() {
+        let dir = tempfile::tempdir().unwrap();
+        let access = access(dir.path(), Policy::AlwaysVerify);
+        assert!(!granted(&access, APP, &[]).await);
+        access.begin("a").await.unwrap();
+        let digest = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb";
+        let folder = dir.path().join("image_manager");
+        let intent = std::fs::read_to_string(folder.join(format!("pulling/sha256-{digest}"))).unwrap();
+        assert_eq!(
+            intent,
+            r#"{"kind":"ImagePullIntent","apiVersion":"kubelet.config.k8s.io/v1beta1","image":"a"}"#
+        );
+        access.end("a", Some(("a", with("h")))).await;
+        let record = std::fs::read_to_string(folder.join(format!("pulled/sha256-{digest}"))).unwrap();
+        let start =
+            r#"{"kind":"ImagePulledRecord","apiVersion":"kubelet.config.k8s.io/v1beta1","lastUpdatedTime":""#;
+        assert!(
+            record.starts_with(start) && record.contains(r#""imageRef":"a","credentialMapping":{"a":{"#),
+            "{record}"
+        );
+        prune(&folder.join("pulled"), &["a".to_owned()].into(), Timestamp::MAX);
+        assert!(folder.join(format!("pulled/sha256-{digest}")).exists());
+        prune(&folder.join("pulled"), &BTreeSet::new(), Timestamp::MAX);
+        assert!(!folder.join(format!("pulled/sha256-{digest}")).exists());
+    }
+}

@@ -1,0 +1,236 @@
+//! Runs a credential provider: a request of `credentialprovider.kubelet.k8s.io` on its standard input, the
+//! answer on its standard output (`execPlugin` of the kubelet). What it says is bounded in size and time, and
+//! never logged.
+
+use std::{collections::BTreeMap, path::Path, process::Stdio, time::Duration};
+
+use beelet_codec::data;
+use beelet_config::{CredentialProvider, ProviderVersion};
+use serde::{Deserialize, Serialize};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _},
+    process::{Child, Command},
+    time::timeout,
+};
+
+/// How long a program may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The longest answer.
+const LONGEST_ANSWER: u64 = 1 << 20;
+/// How much of its complaints is read, and told.
+const LONGEST_COMPLAINT: u64 = 1 << 10;
+
+/// What a program is asked.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Request<'a> {
+    kind: &'static str,
+    api_version: &'static str,
+    image: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    service_account_token: &'a str,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    service_account_annotations: &'a BTreeMap<String, String>,
+}
+
+impl<'a> Request<'a> {
+    pub(super) fn new(
+        version: ProviderVersion,
+        image: &'a str,
+        service_account_token: &'a str,
+        service_account_annotations: &'a BTreeMap<String, String>,
+    ) -> Self {
+        let (kind, api_version) = ("CredentialProviderRequest", version.as_str());
+        Self { kind, api_version, image, service_account_token, service_account_annotations }
+    }
+}
+
+/// What it answers.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Response {
+    kind: String,
+    api_version: String,
+    pub(super) cache_key_type: CacheKeyType,
+    /// A duration as Go writes it.
+    #[serde(default)]
+    cache_duration: Option<String>,
+    #[serde(default)]
+    pub(super) auth: Option<BTreeMap<String, Login>>,
+}
+
+/// What an answer is good for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub(super) enum CacheKeyType {
+    /// This image.
+    Image,
+    /// All images of its registry.
+    Registry,
+    /// All images that the program is asked for.
+    Global,
+}
+
+/// User and password.
+#[derive(Clone, Deserialize)]
+#[serde(default)]
+#[derive(Default)]
+pub(super) struct Login {
+    pub(super) username: String,
+    pub(super) password: String,
+}
+
+/// Why a program gave no answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ExecError {
+    /// It can't be run.
+    #[error("cannot be run: {0}")]
+    Start(String),
+    /// It takes too long.
+    #[error("has not answered within {} s", PATIENCE.as_secs())]
+    Deadline,
+    /// It failed.
+    #[error("failed ({status}): {complaint}")]
+    Failed {
+        /// How.
+        status: String,
+        /// What it said.
+        complaint: String,
+    },
+    /// It says too much.
+    #[error("answered with more than {LONGEST_ANSWER} bytes")]
+    TooLong,
+    /// It says something else. Its words may be secret.
+    #[error("did not answer with a CredentialProviderResponse of {0} in JSON")]
+    Form(&'static str),
+    /// It says how long the answer holds in words that are none.
+    #[error("answered with a cacheDuration that is none")]
+    Duration,
+}
+
+impl Response {
+    /// How long the answer holds; None if it doesn't say.
+    pub(super) fn holds(&self) -> Result<Option<Duration>, ExecError> {
+        let text = self.cache_duration.as_deref().filter(|text| !text.is_empty());
+        text.map(|text| beelet_policy::duration::parse(text).map_err(|_| ExecError::Duration)).transpose()
+    }
+}
+
+/// Asks the program at `path`.
+pub(super) async fn ask(
+    path: &Path,
+    provider: &CredentialProvider,
+    request: &Request<'_>,
+) -> Result<Response, ExecError> {
+    let mut input = serde_json::to_vec(request).map_err(|error| ExecError::Start(error.to_string()))?;
+    input.push(b'\n');
+    let spawned = Command::new(path)
+        .args(&provider.args)
+        .envs(provider.env.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn();
+    let mut child = spawned.map_err(|error| ExecError::Start(error.to_string()))?;
+    let Ok(ended) = timeout(PATIENCE, converse(&mut child, &input)).await else {
+        // Dropped, it is killed, and reaped by the runtime.
+        return Err(ExecError::Deadline);
+    };
+    let (answer, complaint, status) = ended.map_err(|error| ExecError::Start(error.to_string()))?;
+    if !status.success() {
+        let complaint = String::from_utf8_lossy(&complaint).trim().to_owned();
+        return Err(ExecError::Failed { status: status.to_string(), complaint });
+    }
+    if answer.len() as u64 > LONGEST_ANSWER {
+        return Err(ExecError::TooLong);
+    }
+    parse(&answer, provider.version)
+}
+
+type Ended = (Vec<u8>, Vec<u8>, std::process::ExitStatus);
+
+/// Speaks with it until it ends. One that says too much finds its pipe closed.
+async fn converse(child: &mut Child, input: &[u8]) -> std::io::Result<Ended> {
+    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let write = async move {
+        if let Some(mut stdin) = stdin {
+            // It need not read what it is asked.
+            let _ = stdin.write_all(input).await;
+        }
+    };
+    let ((), answer, complaint) =
+        tokio::join!(write, read(stdout, LONGEST_ANSWER + 1), read(stderr, LONGEST_COMPLAINT));
+    Ok((answer?, complaint?, child.wait().await?))
+}
+
+async fn read(from: Option<impl AsyncRead + Unpin>, most: u64) -> std::io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    if let Some(from) = from {
+        let mut from = from;
+        (&mut from).take(most).read_to_end(&mut text).await?;
+        if text.len() as u64 == most {
+            // The rest is thrown away, but not without end: the deadline holds.
+            let _ = tokio::io::copy(&mut from, &mut tokio::io::sink()).await;
+        }
+    }
+    Ok(text)
+}
+
+fn parse(answer: &[u8], version: ProviderVersion) -> Result<Response, ExecError> {
+    let form = || ExecError::Form(version.as_str());
+    let response: Response = data::from_json(answer).map_err(|_| form())?;
+    let right = response.kind == "CredentialProviderResponse" && response.api_version == version.as_str();
+    if right { Ok(response) } else { Err(form()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn answer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
+        let mut answer = json!({
+            "kind": "CredentialProviderResponse", "apiVersion": "credentialprovider.kubelet.k8s.io/v1",
+            "cacheKeyType": "Registry", "cacheDuration": "6h",
+            "auth": {"registry.test": {"username": "me", "password": "hush"}},
+        });
+        change(&mut answer);
+        answer.to_string().into_bytes()
+    }
+
+    #[test]
+    fn an_answer_is_read_or_refused_without_its_words() {
+        let good = parse(&answer(|_| {}), ProviderVersion::V1).ok().unwrap();
+        assert_eq!(good.holds(), Ok(Some(Duration::from_secs(6 * 3600))));
+        assert_eq!(good.auth.unwrap()["registry.test"].password, "hush");
+        let check = |answer: Vec<u8>, version: ProviderVersion| {
+            let error = parse(&answer, version).err().unwrap().to_string();
+            assert!(error.contains(version.as_str()) && !error.contains("hush"), "{error}");
+        };
+        check(answer(|_| {}), ProviderVersion::V1Beta1);
+        check(answer(|answer| answer["kind"] = "Other".into()), ProviderVersion::V1);
+        check(answer(|answer| answer["cacheKeyType"] = "Never".into()), ProviderVersion::V1);
+        check(b"hush".to_vec(), ProviderVersion::V1);
+        check(Vec::new(), ProviderVersion::V1);
+        let none = parse(&answer(|answer| answer["auth"] = Value::Null), ProviderVersion::V1).ok().unwrap();
+        assert!(none.auth.is_none());
+        let odd = parse(&answer(|answer| answer["cacheDuration"] = "long".into()), ProviderVersion::V1);
+        assert_eq!(odd.ok().unwrap().holds(), Err(ExecError::Duration));
+    }
+
+    #[test]
+    fn a_request_has_the_kubelets_form() {
+        let annotations = BTreeMap::from([("a.test/role".to_owned(), "web".to_owned())]);
+        let text = |token: &str, annotations: &BTreeMap<String, String>| {
+            serde_json::to_value(Request::new(ProviderVersion::V1, "registry.test/app", token, annotations))
+                .unwrap()
+        };
+        let mut expected = json!({"kind": "CredentialProviderRequest", "image": "registry.test/app",
+            "apiVersion": "credentialprovider.kubelet.k8s.io/v1"});
+        assert_eq!(text("", &BTreeMap::new()), expected);
+        expected["serviceAccountToken"] = "t".into();
+        expected["serviceAccountAnnotations"] = json!({"a.test/role": "web"});
+        assert_eq!(text("t", &annotations), expected);
+    }
+}

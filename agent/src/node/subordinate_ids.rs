@@ -1,0 +1,88 @@
+//! The user and group ids that this machine gives to the user `kubelet` for the pods' user namespaces, as the
+//! kubelet asks for them (`getKubeletMappings`): by the tool `getsubids`, where there is such a user and such
+//! a tool.
+
+use std::{fs, io, process::Command};
+
+use anyhow::{Context, Result, bail};
+use beelet_policy::user_namespaces::{IdPool, IdRange};
+
+/// Whose ids they are.
+const USER: &str = "kubelet";
+/// The tool that knows them, wherever they are configured.
+const TOOL: &str = "getsubids";
+
+/// The ids of pods with user namespaces of their own: those of the user `kubelet`, else all but the first of
+/// the machine. Blocking.
+pub(super) fn pool(per_pod: u32, max_pods: u32) -> Result<IdPool> {
+    let of_user = if has_user(&fs::read("/etc/passwd").unwrap_or_default()) { ask()? } else { None };
+    IdPool::new(of_user, per_pod, max_pods).context(
+        "userNamespaces: change the lines of the user kubelet in /etc/subuid and /etc/subgid, or userNamespaces.idsPerPod",
+    )
+}
+
+fn has_user(passwd: &[u8]) -> bool {
+    passwd.split(|b| *b == b'\n').any(|line| line.split(|b| *b == b':').next() == Some(USER.as_bytes()))
+}
+
+/// The ids of the user; None without the tool.
+fn ask() -> Result<Option<IdRange>> {
+    let Some(users) = told(&[USER])? else { return Ok(None) };
+    let groups = told(&["-g", USER])?.unwrap_or_default();
+    if users != groups {
+        bail!(
+            "the user {USER} has other subordinate users than groups: give it the same in /etc/subuid and /etc/subgid"
+        );
+    }
+    parse(&users).map(Some)
+}
+
+/// What the tool says, None without the tool.
+fn told(arguments: &[&str]) -> Result<Option<String>> {
+    let output = match Command::new(TOOL).args(arguments).output() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        output => output.with_context(|| format!("cannot run {TOOL}"))?,
+    };
+    if !output.status.success() {
+        let why = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "there is a user {USER}, and {TOOL} knows no ids of it ({}): give it some in /etc/subuid and /etc/subgid",
+            why.trim().chars().take(200).collect::<String>()
+        );
+    }
+    Ok(Some(String::from_utf8_lossy(&output.stdout).into_owned()))
+}
+
+/// `0: kubelet 65536 7208960`: one line, no more.
+fn parse(text: &str) -> Result<IdRange> {
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    let words = lines.first().map(|line| line.split_whitespace().collect::<Vec<_>>()).unwrap_or_default();
+    let range = match (lines.len(), &words[..]) {
+        (1, [_, _, first, length]) => first.parse().ok().zip(length.parse().ok()),
+        _ => None,
+    };
+    let (first, length) = range.with_context(|| {
+        format!("the user {USER} must have one range of subordinate ids in /etc/subuid, not what {TOOL} says: {text:?}")
+    })?;
+    Ok(IdRange { first, length })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_user_kubelet_has_one_range() {
+        let check = |text: &str, expected: Option<(u32, u32)>| {
+            let range = parse(text).ok().map(|range| (range.first, range.length));
+            assert_eq!(range, expected, "{text:?}");
+        };
+        check("0: kubelet 65536 7208960\n", Some((65_536, 7_208_960)));
+        check("0: kubelet 65536 65536\n1: kubelet 655360 65536\n", None);
+        check("", None);
+        check("0: kubelet 65536\n", None);
+        check("0: kubelet 65536 4294967296\n", None);
+        assert!(has_user(b"root:x:0:0\nkubelet:x:999:999::/:/bin/false\n"));
+        assert!(!has_user(b"root:x:0:0\nkubelet2:x:999:999\n\xff\n"));
+    }
+}
