@@ -183,6 +183,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
                 complete: handles.complete,
                 events: handles.events,
                 mirrors: handles.metrics.cluster.mirrors,
+                written: handles.written,
             };
             workload.run(session.client.clone(), inputs, stop).await;
         });
@@ -292,6 +293,7 @@ async fn follow(
     most_images: Option<usize>,
 ) {
     let (runtime, mut devices) = (handles.runtime.clone(), handles.devices.node());
+    let mut shutdown = handles.shutdown.clone();
     let mut images_due = Instant::now();
     loop {
         let mut new = facts.borrow().clone();
@@ -315,6 +317,7 @@ async fn follow(
             tokio::select! {
                 () = sleep_until(next) => break,
                 Ok(()) = devices.changed() => { changes.send_replace(()); }
+                Ok(()) = shutdown.changed() => { changes.send_replace(()); }
             }
         }
     }

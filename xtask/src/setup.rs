@@ -74,6 +74,8 @@ const TEST: &[Need] = &[
     need("/usr/include/zlib.h", "zlib1g-dev"),
     // Clocks that tests step, and system calls that they stop at.
     need("faketime", "faketime"),
+    // A bus with a logind that does as it is told.
+    need("dbus-daemon", "dbus-daemon"),
     need("strace", "strace"),
 ];
 

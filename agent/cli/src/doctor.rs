@@ -130,7 +130,18 @@ const GROUPS: &[(&str, &[Check])] = &[
         "runtime",
         &[runtime::answers, runtime::conditions, runtime::cgroup_driver, runtime::owner, network::plugins],
     ),
-    ("node", &[node::running, node::space, node::quotas, node::inotify, node::processes, node::port]),
+    (
+        "node",
+        &[
+            node::running,
+            node::space,
+            node::quotas,
+            node::inotify,
+            node::processes,
+            node::port,
+            node::shutdown,
+        ],
+    ),
     ("pods", &[node::manifests, pods::rejected, pods::images]),
 ];
 /// The group of the BPF programs.

@@ -107,14 +107,6 @@ const GROUPS: &[Group] = &[
     },
     Group { reason: "one container's log is rotated at a time", fields: &["containerLogMaxWorkers"] },
     Group {
-        reason: "graceful node shutdown is not in this version: pods get what the init system gives them",
-        fields: &[
-            "shutdownGracePeriod",
-            "shutdownGracePeriodCriticalPods",
-            "shutdownGracePeriodByPodPriority",
-        ],
-    },
-    Group {
         reason: "swap is neither required to be off nor limited in this version: containers may use what the node has",
         fields: &["failSwapOn", "memorySwap"],
     },

@@ -60,6 +60,7 @@ impl Cluster {
             requests: handles.requests,
             complete: handles.complete,
             events: handles.events,
+            written: watch::Sender::new(None),
         };
         let working = tokio::spawn(workload.run(client, inputs, stop.clone()));
         Cluster { node, api, stop, working, _identity: identity, _object: object }
