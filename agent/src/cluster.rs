@@ -234,6 +234,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
                 state: handles.state,
                 autonomy,
                 presence,
+                written: handles.written,
             };
             let client = async { connected.wait().await.client.clone() };
             workload.run(client, inputs, stop).await;
@@ -350,6 +351,7 @@ async fn follow(
     most_images: Option<usize>,
 ) {
     let (runtime, mut devices) = (handles.runtime.clone(), handles.devices.node());
+    let mut shutdown = handles.shutdown.clone();
     let mut images_due = Instant::now();
     loop {
         let mut new = facts.borrow().clone();
@@ -373,6 +375,7 @@ async fn follow(
             tokio::select! {
                 () = sleep_until(next) => break,
                 Ok(()) = devices.changed() => { changes.send_replace(()); }
+                Ok(()) = shutdown.changed() => { changes.send_replace(()); }
             }
         }
     }

@@ -11,7 +11,7 @@ mod packaging;
 
 /// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
 #[derive(Debug, Parser)]
-#[command(name = "beelet", version, propagate_version = true, max_term_width = 110)]
+#[command(name = "beelet", version = env!("BEELET_VERSION"), propagate_version = true, max_term_width = 110)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -87,6 +87,14 @@ pub fn containerd() -> Result<(), Missing> {
     Ok(())
 }
 
+/// The test has a bus of its own, and on it a logind that does as it is told.
+pub fn dbus_daemon() -> Result<(), Missing> {
+    match find_program("dbus-daemon") {
+        Some(_) => Ok(()),
+        None => Err(missing("dbus-daemon is not installed", "cargo xtask setup --for test")),
+    }
+}
+
 /// The test asks a real API server: etcd, and the kube-apiserver that `KUBE_APISERVER` names.
 pub fn apiserver() -> Result<(), Missing> {
     crate::cluster::given()?;

@@ -4,13 +4,13 @@
 //! private containerd, images without a registry, the agent as a child process) lives in `beelet-tests`, so
 //! that all of them go the same way. Nothing here is needed to build or to run beelet itself.
 
-mod backports;
 mod bench;
 mod build_and_load;
 mod build_ebpf;
 mod conformance;
 mod demo;
 mod fuzz;
+mod package;
 mod progress;
 mod setup;
 mod setup_ebpf;
@@ -39,6 +39,7 @@ enum Command {
     Conformance(conformance::Args),
     Demo(demo::Args),
     Fuzz(fuzz::Args),
+    Package(package::Args),
     Setup(setup::Args),
     Test(test::Args),
     Bench(bench::Args),
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         Command::Conformance(args) => conformance::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
+        Command::Package(args) => package::run(&args),
         Command::Setup(args) => setup::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),

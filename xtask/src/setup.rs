@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: installs what the other commands need, in parts. Each command runs the part it needs,
 //! so nobody has to call this by hand; when nothing is missing it only looks, and changes nothing.
 
-use crate::{backports, progress::Step};
+use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub(crate) enum Part {
     Ebpf,
     /// `cargo xtask fuzz`: a C++ compiler, for libFuzzer
     Fuzz,
-    /// `cargo xtask vm`: QEMU, what unpacks kernels, a static busybox
+    /// `cargo xtask vm`: what makes machines and unpacks kernels, a static busybox
     Vm,
 }
 
@@ -74,6 +74,8 @@ const TEST: &[Need] = &[
     need("/usr/include/zlib.h", "zlib1g-dev"),
     // Clocks that tests step, and system calls that they stop at.
     need("faketime", "faketime"),
+    // A bus with a logind that does as it is told.
+    need("dbus-daemon", "dbus-daemon"),
     need("strace", "strace"),
 ];
 
@@ -82,7 +84,8 @@ const CLUSTER: &[Need] = &[need("etcd", "etcd-server")];
 const FUZZ: &[Need] = &[need("c++", "g++")];
 
 const VM: &[Need] = &[
-    need("qemu-system-x86_64", "qemu-system-x86"),
+    // Machines, and an emulator where the distribution's is too old or there is none.
+    need("mmdebstrap", "mmdebstrap"),
     need("zstd", "zstd"),
     need("xz", "xz-utils"),
     need("lz4", "lz4"),
@@ -201,9 +204,6 @@ fn install(step: &Step, needs: &[&Need]) -> Result<()> {
         );
     }
     step.detail(&format!("installing {}", packages.join(", ")));
-    if backports::needed(&packages) {
-        return backports::install(step, &packages);
-    }
     let lists_know_all = packages.iter().all(|package| has_candidate(package));
     if !lists_know_all {
         update(step)?;

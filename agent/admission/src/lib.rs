@@ -27,6 +27,7 @@ use beelet_policy::{
     preemption,
     qos::{QosClass, qos_class},
 };
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
     sync::{mpsc, watch},
@@ -41,9 +42,11 @@ pub use self::{
 };
 
 use self::ledger::{Ledger, Verdict};
-use beelet_model::{request::Request, table::PodName};
+use beelet_model::{failure::NODE_SHUTS_DOWN, request::Request, table::PodName};
 
 const PREEMPTED_MESSAGE: &str = "Preempted in order to admit critical pod";
+/// The kubelet's words.
+const SHUTS_DOWN_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
 /// The taint that a pod must tolerate to be let in without requests while memory is short.
 const MEMORY_PRESSURE_TAINT: &str = "node.kubernetes.io/memory-pressure";
 
@@ -74,6 +77,8 @@ pub struct Parts {
     pub policy: preemption::Policy,
     /// What the node is short of.
     pub conditions: watch::Receiver<Conditions>,
+    /// Since when the machine has been going down, if it is.
+    pub shutdown: watch::Receiver<Option<Timestamp>>,
     /// To the pods' manager.
     pub requests: mpsc::Sender<Request>,
     /// Counters.
@@ -120,6 +125,7 @@ impl Admission {
             resources: NodeResources::unlimited(),
             policy: preemption::Policy::Kubelet,
             conditions: watch::channel(Conditions::new()).1,
+            shutdown: watch::channel(None).1,
             requests,
             metrics: Metrics::default(),
         })
@@ -171,7 +177,7 @@ impl Admission {
         if self.ledger().has(&uid) {
             return Ok(());
         }
-        if let Some(rejection) = self.refused_by_conditions(pod) {
+        if let Some(rejection) = self.refused_by_node(pod) {
             return Err(self.rejected(pod, rejection));
         }
         let _place = Place { admission: self, uid };
@@ -227,7 +233,7 @@ impl Admission {
     /// Returns true if a pod that was ended would find room now, without anybody's going. If so the room is
     /// kept for it for a while.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
-        self.refused_by_conditions(pod).is_none() && self.ledger().reserve(pod, Instant::now())
+        self.refused_by_node(pod).is_none() && self.ledger().reserve(pod, Instant::now())
     }
 
     /// All victims at once: none waits for another's end.
@@ -253,9 +259,14 @@ impl Admission {
         rejection
     }
 
-    /// The kubelet's rule (`pkg/kubelet/eviction`, `Admit`): under memory pressure no pod without requests,
-    /// unless it tolerates that; under any other pressure no pod at all. Critical pods come in always.
-    fn refused_by_conditions(&self, pod: &core::Pod) -> Option<Rejection> {
+    /// Nobody begins on a machine that goes down. Else the kubelet's rule (`pkg/kubelet/eviction`, `Admit`):
+    /// under memory pressure no pod without requests, unless it tolerates that; under any other pressure no
+    /// pod at all. Critical pods come in always.
+    fn refused_by_node(&self, pod: &core::Pod) -> Option<Rejection> {
+        if self.parts.shutdown.borrow().is_some() {
+            let (reason, message) = (NODE_SHUTS_DOWN.to_owned(), SHUTS_DOWN_MESSAGE.to_owned());
+            return Some(Rejection { reason, message });
+        }
         let conditions = self.parts.conditions.borrow();
         if conditions.is_empty() || is_critical(pod) {
             return None;

@@ -42,6 +42,7 @@ impl Node {
             resources: NodeResources::new(amounts.into(), &Default::default(), &[]),
             policy: preemption::Policy::Kubelet,
             conditions: watched,
+            shutdown: watch::channel(None).1,
             requests,
             metrics: Metrics::default(),
         });

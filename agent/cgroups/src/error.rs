@@ -42,15 +42,8 @@ pub enum CgroupError {
         version: Version,
     },
     /// systemd refused, or gave no answer.
-    #[error("systemd did not {action} {unit}: {why}")]
-    Systemd {
-        /// What it was asked for.
-        action: &'static str,
-        /// Which unit.
-        unit: String,
-        /// Why not, as far as is known.
-        why: String,
-    },
+    #[error(transparent)]
+    Systemd(#[from] beelet_systemd::Error),
     /// The cgroup root is not there.
     #[error(
         "cgroupRoot: there is no cgroup {root} ({} is missing): beelet makes only what is below it. Correct the path, or make \
@@ -138,10 +131,6 @@ impl CgroupError {
             Self::Io { source, .. } => source.kind() == io::ErrorKind::ResourceBusy,
             _ => false,
         }
-    }
-
-    pub(super) fn systemd(action: &'static str, unit: &str, why: &dyn std::fmt::Display) -> Self {
-        Self::Systemd { action, unit: unit.to_owned(), why: why.to_string() }
     }
 
     pub(super) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {

@@ -141,6 +141,7 @@ const GROUPS: &[(&str, &[Check])] = &[
             node::processes,
             node::port,
             certificates::expiry,
+            node::shutdown,
         ],
     ),
     ("pods", &[node::manifests, pods::rejected, pods::images]),

@@ -57,6 +57,10 @@ pub(crate) struct Writer {
     away_pauses: Backoff,
     /// It was found away, and not found back since: what others find ends the pause.
     waits_for_return: bool,
+    /// The one that was last looked at.
+    looked: Arc<PodTable>,
+    /// The newest table of which the API server has every status.
+    written: watch::Sender<Option<Arc<PodTable>>>,
 }
 
 /// What is known of one pod's writes.
@@ -104,20 +108,17 @@ impl Writer {
         client: Client,
         pods: watch::Receiver<Pods>,
         table: watch::Receiver<Arc<PodTable>>,
+        written: watch::Sender<Option<Arc<PodTable>>>,
     ) -> Self {
-        Self {
-            client,
-            pods,
-            table,
-            slots: BTreeMap::new(),
-            away: None,
-            away_pauses: Backoff::default(),
-            waits_for_return: false,
-        }
+        let (slots, away_pauses, looked) = (BTreeMap::new(), Backoff::default(), Arc::default());
+        let waits_for_return = false;
+        Self { client, pods, table, slots, away: None, away_pauses, waits_for_return, looked, written }
     }
 
     /// Writes until `stop`; then what is still unwritten is tried once.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
+        // Nothing is written yet, but somebody is here to write it.
+        self.written.send_if_modified(|written| written.replace(Arc::default()).is_none());
         let mut under_way = UnderWay::new();
         let presence = self.client.presence().clone();
         while !stop.is_cancelled() {
@@ -165,13 +166,30 @@ impl Writer {
             return Some(away);
         }
         let limit = if self.away.is_some() { 1 } else { AT_ONCE };
-        for job in self.jobs() {
+        let jobs = self.jobs();
+        if jobs.is_empty() && under_way.is_empty() {
+            self.publish_written();
+        }
+        for job in jobs {
             if under_way.len() >= limit {
                 break;
             }
             self.start(job, under_way);
         }
         self.slots.values().filter_map(|slot| slot.not_before).filter(|at| *at > now).min()
+    }
+
+    /// All that can be written is; what waits for its turn to be tried again is not.
+    fn publish_written(&self) {
+        let waits = |slot: &Slot| !slot.gone && slot.not_before.is_some();
+        if self.pods.borrow().is_none() || self.slots.values().any(waits) {
+            return;
+        }
+        self.written.send_if_modified(|written| {
+            let is_new = written.as_ref().is_none_or(|known| !Arc::ptr_eq(known, &self.looked));
+            *written = Some(Arc::clone(&self.looked));
+            is_new
+        });
     }
 
     fn start(&mut self, job: Job, under_way: &mut UnderWay) {
@@ -194,6 +212,7 @@ impl Writer {
     fn jobs(&mut self) -> Vec<Job> {
         let Some(pods) = self.pods.borrow_and_update().clone() else { return Vec::new() };
         let table = Arc::clone(&self.table.borrow_and_update());
+        self.looked = Arc::clone(&table);
         let uids: BTreeSet<&str> =
             pods.values().filter_map(|pod| pod.object.metadata.uid.as_deref()).collect();
         self.slots.retain(|uid, slot| slot.busy || uids.contains(uid.as_str()));

@@ -52,6 +52,8 @@ pub struct Inputs {
     pub autonomy: Settings,
     /// Whether the API server answers.
     pub presence: Presence,
+    /// Where the newest table is published of which the API server has every status.
+    pub written: watch::Sender<Option<Arc<PodTable>>>,
 }
 
 impl std::fmt::Debug for Inputs {
@@ -97,7 +99,7 @@ impl Workload {
                 complete: inputs.complete.clone(),
                 count: inputs.mirrors,
             };
-            let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone());
+            let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone(), inputs.written);
             let following = async {
                 tokio::join!(
                     follow(&client, &collection, &mut sink),

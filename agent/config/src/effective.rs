@@ -44,6 +44,7 @@ pub(super) fn kubelet_value(config: &Config) -> serde_json::Value {
 fn kubelet(config: &Config) -> KubeletWire {
     let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
     let percents = config.qos_reserved.iter().map(|(name, percent)| (name.clone(), format!("{percent}%")));
+    let (shutdown, critical) = super::shutdown::totals(&config.shutdown);
     KubeletWire {
         static_pod_path: Some(
             config.static_pod_path.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
@@ -146,6 +147,9 @@ fn kubelet(config: &Config) -> KubeletWire {
         enable_debug_flags_handler: Some(config.server.debug_flags),
         server_tls_bootstrap: Some(config.server.tls_bootstrap),
         streaming_connection_idle_timeout: Some(GoDuration(config.server.stream_idle_timeout)),
+        shutdown_grace_period: shutdown,
+        shutdown_grace_period_critical_pods: critical,
+        shutdown_grace_period_by_pod_priority: super::shutdown::by_priority(&config.shutdown),
     }
 }
 

@@ -121,6 +121,20 @@ pub(super) struct KubeletWire {
     pub(super) enable_debug_flags_handler: Option<bool>,
     pub(super) enable_system_log_query: Option<bool>,
     pub(super) streaming_connection_idle_timeout: Option<GoDuration>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) shutdown_grace_period: Option<GoDuration>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) shutdown_grace_period_critical_pods: Option<GoDuration>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) shutdown_grace_period_by_pod_priority: Option<Vec<ShutdownPeriodWire>>,
+}
+
+/// How long pods from a priority on may take when the machine goes down.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct ShutdownPeriodWire {
+    pub(super) priority: i32,
+    pub(super) shutdown_grace_period_seconds: i64,
 }
 
 /// A taint, as a v1.Node has it.

@@ -17,6 +17,7 @@ use beelet_policy::cgroups::{CgroupDriver, CpuWeightFormula, MemoryQos, SwapBeha
 use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::image_credentials::Verification;
+use beelet_policy::node_shutdown::Periods;
 use beelet_policy::preemption;
 use beelet_policy::probe::EdgePolicy;
 use beelet_policy::quantity::Quantity;
@@ -35,6 +36,7 @@ mod pressure;
 mod pressure_edges;
 mod resolve;
 mod server;
+mod shutdown;
 mod tuner;
 mod unsupported;
 mod values;
@@ -144,6 +146,8 @@ pub struct Config {
     pub image_gc: ImageGc,
     /// When the node is short of something, and what then.
     pub eviction: Eviction,
+    /// What pods get when the machine goes down.
+    pub shutdown: Periods,
     /// Whether ephemeral-storage limits and sizes of emptyDir volumes are enforced.
     pub local_storage_isolation: bool,
     /// How old the measured size of a volume may get before it is measured again.

@@ -114,6 +114,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         pods_per_core: number("podsPerCore", wire.pods_per_core, 0, 0, i64::from(i32::MAX))?,
         image_gc: pressure::image_gc(wire)?,
         eviction: pressure::eviction(wire)?,
+        shutdown: super::shutdown::resolve(wire)?,
         local_storage_isolation: wire.local_storage_capacity_isolation.unwrap_or(true),
         volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
         log_links: None,

@@ -442,6 +442,11 @@ fn the_effective_configuration_reads_back_as_itself() {
         kubelet("memoryThrottlingFactor: 0.8"),
         kubelet("singleProcessOOMKill: true"),
         beelet("autonomy: {enabled: false, after: 2m, keyFile: /etc/beelet/key}"),
+        kubelet("shutdownGracePeriod: 30s\nshutdownGracePeriodCriticalPods: 10s"),
+        kubelet(
+            "shutdownGracePeriodByPodPriority: [{priority: 9, shutdownGracePeriodSeconds: 5}, {priority: -1, \
+             shutdownGracePeriodSeconds: 0}]",
+        ),
         beelet("tuner: {mode: off, interval: 1s, cpuWaitPerMille: 30, cpuWaitP99: 2ms, memoryFloor: 32Mi}"),
         beelet(
             "tuner: {mode: enforce, hotTicks: 3, burstPercent: 0, backOff: 1m, helplessSteps: 0, gainPercent: 20}",

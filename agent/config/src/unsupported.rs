@@ -100,14 +100,6 @@ const GROUPS: &[Group] = &[
     },
     Group { reason: "one container's log is rotated at a time", fields: &["containerLogMaxWorkers"] },
     Group {
-        reason: "graceful node shutdown is not in this version: pods get what the init system gives them",
-        fields: &[
-            "shutdownGracePeriod",
-            "shutdownGracePeriodCriticalPods",
-            "shutdownGracePeriodByPodPriority",
-        ],
-    },
-    Group {
         reason: "the network is the CNI plugin's business",
         fields: &["hairpinMode", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit"],
     },

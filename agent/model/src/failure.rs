@@ -13,14 +13,19 @@ use super::status::whole_second;
 
 /// The reason of a pod that was active for longer than its activeDeadlineSeconds, as the kubelet has it.
 pub const DEADLINE_EXCEEDED: &str = "DeadlineExceeded";
+/// The reason of a pod that was ended because the machine went down, as the kubelet has it.
+pub const NODE_SHUTDOWN: &str = "Terminated";
 /// The condition that says so: not the pod's own fault.
 const DISRUPTION: &str = "DisruptionTarget";
 /// Reasons with which the kubelet sets [`DISRUPTION`].
-const DISRUPTIONS: &[&str] = &["Evicted", "Preempting"];
+const DISRUPTIONS: &[&str] = &["Evicted", "Preempting", NODE_SHUTDOWN];
 
+/// The reason of a pod that was not let in because the machine goes down.
+pub const NODE_SHUTS_DOWN: &str = "NodeShutdown";
 /// Reasons of pods that were not let in, as the kubelet has them; those that begin with [`OUT_OF`] too.
 const REFUSALS: &[&str] = &[
     "UnexpectedAdmissionError",
+    NODE_SHUTS_DOWN,
     "AppArmor",
     "SysctlForbidden",
     "TopologyAffinityError",
@@ -60,6 +65,13 @@ impl Failure {
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         REFUSALS.contains(&self.reason.as_str()) || self.reason.starts_with(OUT_OF)
+    }
+
+    /// Whether it went with its machine. Where nobody makes another pod in its place (a static one) it
+    /// runs again once the machine does.
+    #[must_use]
+    pub fn is_of_shutdown(&self) -> bool {
+        self.reason == NODE_SHUTDOWN || self.reason == NODE_SHUTS_DOWN
     }
 
     /// The sooner of two wishes wins: a pod that must go at once doesn't wait for an earlier, gentler end.
@@ -124,6 +136,8 @@ mod tests {
             ("TopologyAffinityError", true),
             ("NodePorts", true),
             ("PodOSNotSupported", true),
+            (NODE_SHUTS_DOWN, true),
+            (NODE_SHUTDOWN, false),
             ("Evicted", false),
             ("Preempting", false),
             (DEADLINE_EXCEEDED, false),

@@ -25,6 +25,7 @@ pub mod moment;
 pub mod node_access;
 pub mod node_fit;
 pub mod node_labels;
+pub mod node_shutdown;
 pub mod node_status;
 pub mod pod;
 pub mod preemption;

@@ -125,3 +125,36 @@ fn systemd_knows_every_setting_of_the_units() {
         assert!(output.status.success() && of_ours.is_empty(), "{of_ours:#?}");
     }
 }
+
+/// The package's configuration with its commented defaults in force.
+fn uncommented(text: &str) -> String {
+    let is_default =
+        |rest: &str| rest.split_once(": ").is_some_and(|(field, _)| field.chars().all(char::is_alphanumeric));
+    let line = |line: &str| match line.strip_prefix("# ") {
+        Some(rest) if is_default(rest) => rest.to_owned(),
+        _ => line.to_owned(),
+    };
+    text.lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn the_packages_configuration_is_good_and_its_comments_show_the_defaults() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        let (config, warnings) = beelet_config::Config::load(&path).unwrap();
+        assert!(warnings.is_empty(), "{warnings:?}");
+        config
+    };
+    let text = unit("beelet.yaml");
+    let config = load("as-it-is.yaml", &text);
+    assert_eq!(config.static_pod_path.as_deref(), Some(Path::new("/etc/beelet/manifests")));
+    let filled = uncommented(&text);
+    assert!(filled.lines().filter(|line| !line.starts_with('#')).count() > 15, "{filled}");
+    assert_eq!(load("filled-in.yaml", &filled), config);
+    // What is no default can be taken as it is, too.
+    let optional =
+        text.replace("\n#cgroup", "\ncgroup").replace("\n#system", "\nsystem").replace("\n#shut", "\nshut");
+    assert_ne!(load("with-options.yaml", &optional), config);
+}

@@ -111,6 +111,11 @@ pub struct Handles {
     pub probes: beelet_probes::Handle,
     /// Signs that a container may have ended, beside the kernel's and the runtime's.
     pub exits: mpsc::Sender<beelet_pleg::ExitHint>,
+    /// Since when the machine has been going down, if it is.
+    pub shutdown: watch::Receiver<beelet_shutdown::Since>,
+    /// A part that writes the pods' statuses elsewhere publishes here the newest table of which all is
+    /// written: a shutdown waits for it. None: nobody writes any.
+    pub written: watch::Sender<Option<Arc<PodTable>>>,
     /// Counters.
     pub metrics: Metrics,
 }

@@ -46,8 +46,12 @@ fn note(since: &mut Since, held: &Conditions, now: Timestamp) {
     }
 }
 
-/// All of it, as of now.
-pub(super) fn list(pressures: &Since, health: &Health) -> Vec<core::NodeCondition> {
+/// All of it, as of now. `goes_down`: since when the machine has been.
+pub(super) fn list(
+    pressures: &Since,
+    health: &Health,
+    goes_down: Option<Timestamp>,
+) -> Vec<core::NodeCondition> {
     let pressures = PRESSURES.iter().filter_map(|pressure| {
         let (has, since) = pressures.get(pressure)?;
         let (reason, message) = words(*pressure, *has);
@@ -55,11 +59,16 @@ pub(super) fn list(pressures: &Since, health: &Health) -> Vec<core::NodeConditio
     });
     let now = Timestamp::now();
     let since = now.checked_sub(health.lasted()).unwrap_or(now);
-    let ready = match health.check() {
-        Ok(()) => condition("Ready", true, since, "KubeletReady", "kubelet is posting ready status"),
-        Err(error) => condition("Ready", false, since, "KubeletNotReady", &error),
-    };
-    pressures.chain([ready]).collect()
+    pressures.chain([ready(health.check(), since, goes_down)]).collect()
+}
+
+fn ready(health: Result<(), String>, since: Timestamp, goes_down: Option<Timestamp>) -> core::NodeCondition {
+    match (health, goes_down) {
+        (Ok(()), None) => condition("Ready", true, since, "KubeletReady", "kubelet is posting ready status"),
+        // The kubelet's words.
+        (Ok(()), Some(at)) => condition("Ready", false, at, "KubeletNotReady", "node is shutting down"),
+        (Err(error), _) => condition("Ready", false, since, "KubeletNotReady", &error),
+    }
 }
 
 fn words(pressure: NodeCondition, has: bool) -> (&'static str, &'static str) {
@@ -121,7 +130,7 @@ mod tests {
     #[test]
     fn a_node_whose_runtime_has_not_answered_is_short_of_nothing_and_not_ready() {
         let since = follow(watch::channel(Conditions::new()).1).0;
-        let listed = list(&since.borrow(), &Health::new("unix:///run/none.sock"));
+        let listed = list(&since.borrow(), &Health::new("unix:///run/none.sock"), None);
         let said: Vec<_> =
             listed.iter().map(|c| (c.type_.as_str(), c.status.as_str(), c.reason.as_deref())).collect();
         assert_eq!(
@@ -134,5 +143,17 @@ mod tests {
             ]
         );
         assert!(listed[3].message.as_ref().unwrap().contains("/run/none.sock"));
+    }
+
+    #[test]
+    fn a_node_that_shuts_down_is_not_ready_since_then() {
+        let (long_ago, now) = (Timestamp::from_second(1_700_000_000).unwrap(), Timestamp::now());
+        let at = |ready: core::NodeCondition| (ready.status, ready.last_transition_time.unwrap().0);
+        assert_eq!(at(ready(Ok(()), long_ago, None)), ("True".to_owned(), long_ago));
+        assert_eq!(at(ready(Ok(()), long_ago, Some(now))), ("False".to_owned(), now));
+        let down = ready(Ok(()), long_ago, Some(now));
+        assert_eq!(down.message.as_deref(), Some("node is shutting down"));
+        let failing = ready(Err("no answer".to_owned()), long_ago, Some(now));
+        assert_eq!(failing.message.as_deref(), Some("no answer"));
     }
 }

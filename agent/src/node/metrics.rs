@@ -38,6 +38,7 @@ pub struct Metrics {
     pub(super) exits: exits::Metrics,
     pub(super) protection: protection::Metrics,
     pub(super) pod_resources: beelet_api::podresources::Metrics,
+    pub(super) shutdown: beelet_shutdown::Metrics,
     pub(super) kubelet_api: beelet_kubelet_api::Metrics,
     node: Family<NodeLabel, Gauge>,
 }
@@ -62,6 +63,7 @@ impl Metrics {
         self.exits.register(&mut registry);
         self.protection.register(&mut registry);
         self.pod_resources.register(&mut registry);
+        self.shutdown.register(&mut registry);
         self.kubelet_api.register(&mut registry);
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);

@@ -28,6 +28,7 @@ use beelet_images::{
     containers::{self, ContainerGc, ContainerGcRequest},
 };
 use beelet_model::{pressure::Conditions, request::Request};
+use beelet_shutdown::Since;
 use beelet_state::events::NodeEvents;
 
 /// Their counters, and where the API finds the collectors once they are built.
@@ -55,6 +56,8 @@ pub(super) struct NodeProtection {
     pub(super) leases: Leases,
     /// What the node is short of.
     pressures: watch::Receiver<Conditions>,
+    /// Since when the machine has been going down.
+    pub(super) shutdown: watch::Receiver<Since>,
     retry_evicted: RetryEvicted,
     image_gc: Collector<ImageGc>,
     container_gc: Collector<ContainerGc>,
@@ -68,13 +71,18 @@ pub(super) struct NodeProtection {
 
 impl NodeProtection {
     /// Builds them for `node`; they send `requests` to the pods' manager.
-    pub(super) async fn build(node: &Node, requests: &mpsc::Sender<Request>) -> Self {
+    pub(super) async fn build(
+        node: &Node,
+        requests: &mpsc::Sender<Request>,
+        shutdown: watch::Receiver<Since>,
+    ) -> Self {
         let (conditions, pressures) = watch::channel(Conditions::new());
         let metrics = &node.metrics.protection;
         let admission = Arc::new(Admission::new(beelet_admission::Parts {
             resources: facts::capacity(&node.config, &node.machine),
             policy: node.config.beelet.preemption,
             conditions: pressures.clone(),
+            shutdown: shutdown.clone(),
             requests: requests.clone(),
             metrics: metrics.admission.clone(),
         }));
@@ -100,6 +108,7 @@ impl NodeProtection {
             admission,
             leases,
             pressures,
+            shutdown,
             retry_evicted,
             image_gc,
             container_gc,
@@ -124,8 +133,8 @@ impl NodeProtection {
     ) -> Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync> {
         let (since, noting) = conditions::follow(self.pressures.clone());
         tasks.spawn("node conditions", noting);
-        let health = health.clone();
-        Arc::new(move || conditions::list(&since.borrow(), &health))
+        let (health, shutdown) = (health.clone(), self.shutdown.clone());
+        Arc::new(move || conditions::list(&since.borrow(), &health, *shutdown.borrow()))
     }
 
     /// Runs them until `working` ends.

@@ -75,7 +75,11 @@ use beelet_pods::{
     user_namespaces::UserNamespaces,
 };
 use beelet_probes::Probes;
-use beelet_state::{State, events::Recorder};
+use beelet_shutdown::Shutdown;
+use beelet_state::{
+    State,
+    events::{NodeEvents, Recorder},
+};
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
@@ -87,6 +91,8 @@ const CONFIG_RETRY: Duration = Duration::from_secs(1);
 const EXIT_PROGRAM: &str = "task_exited";
 /// What stopping a pod may take beyond its grace period, before the service manager may lose its patience.
 const STOP_MARGIN: Duration = Duration::from_secs(30);
+/// Where logind looks for pieces of its configuration that are gone with the next boot (logind.conf(5)).
+const LOGIND_DROP_INS: &str = "/run/systemd/logind.conf.d";
 /// The machine's own logs.
 const SYSTEM_LOGS: &str = "/var/log";
 /// How often freed memory goes back to the system.
@@ -421,17 +427,19 @@ impl Node {
         let working = CancellationToken::new();
         let mut tasks = Parts::new(&working, failures);
         let (requests, requested) = mpsc::channel(REQUESTS);
+        let goes_down = watch::Sender::new(None);
         let (processes_out, processes) = watch::channel(Processes::default());
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests.clone()).await?;
         let records = Records::load(&self.state);
         // It ends when the manager has.
         tasks.spawn_optional("records", records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
-        let protection = NodeProtection::build(&self, &requests).await;
+        let protection = NodeProtection::build(&self, &requests, goes_down.subscribe()).await;
         let desired = self.desired(inputs.sources, &mut tasks, &working).await;
         let launcher = Arc::new(self.launcher(desired.clone(), &devices, &protection)?);
         let exits = self.follow_exits(&mut tasks, &requests, processes, &working);
         let handles = self.handles(desired, requests, devices, exits, &protection, &mut tasks);
+        tasks.spawn_optional("node shutdown", self.shutdown(&handles, goes_down).run(working.clone()));
         self.open_services(&handles);
         let sweep = orphans::Sweep {
             pods_dir: self.config.beelet.pods_dir.clone(),
@@ -604,8 +612,26 @@ impl Node {
             conditions: protection.conditions(&self.health, tasks),
             probes: self.probes.clone(),
             exits,
+            shutdown: protection.shutdown.clone(),
+            written: watch::Sender::new(None),
             metrics: self.metrics.clone(),
         }
+    }
+
+    /// What ends the pods before the machine goes down.
+    fn shutdown(&self, handles: &Handles, since: watch::Sender<beelet_shutdown::Since>) -> Shutdown {
+        Shutdown::new(beelet_shutdown::Parts {
+            periods: self.config.shutdown.clone(),
+            bus: None,
+            logind_drop_ins: LOGIND_DROP_INS.into(),
+            table: self.table.clone(),
+            requests: handles.requests.clone(),
+            written: handles.written.subscribe(),
+            since,
+            events: NodeEvents::new(self.events.clone(), &self.config.node_name),
+            state: Arc::clone(&self.state),
+            metrics: self.metrics.shutdown.clone(),
+        })
     }
 
     /// Hands the API's services what they have waited for.

@@ -5,4 +5,5 @@
 pub mod again;
 pub mod folders;
 pub mod http2;
+pub mod logind;
 pub mod tls;

@@ -7,6 +7,7 @@ mod daemon;
 mod hostile;
 mod image_gc;
 mod manifest_source;
+mod node_shutdown;
 mod observe;
 mod operator;
 mod pods;

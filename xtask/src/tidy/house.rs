@@ -15,7 +15,7 @@ const DOORS: &[(&str, &str)] = &[
     ("libbpf-rs", "none of them: it is for tests"),
     ("serde-saphyr", "codec"),
     ("serde_path_to_error", "codec"),
-    ("zbus", "cgroups"),
+    ("zbus", "systemd, testing"),
 ];
 
 /// What decisions may be made of: data types and their text forms. Nothing that waits, reads, measures or

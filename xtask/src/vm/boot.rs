@@ -2,8 +2,8 @@
 //! emulation only, so it is the same in a VM, in a container and on a laptop. A machine dies with the future
 //! that runs it.
 
+use super::qemu::{self, Qemu};
 use super::results::{Event, Transcript};
-use crate::setup;
 use anyhow::{Context as _, Result};
 use beelet_tests::workdir;
 use std::path::{Path, PathBuf};
@@ -11,9 +11,6 @@ use std::process::Stdio;
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::{Child, Command};
-
-/// The program that is the machine.
-pub(super) const QEMU: &str = "qemu-system-x86_64";
 
 /// What a kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a
 /// guest under emulation quick or free of false alarms (no mitigations, no watchdog, grace periods that don't
@@ -25,6 +22,7 @@ const COMMAND_LINE: &str = "console=ttyS0 quiet loglevel=3 panic=-1 psi=1 cgroup
 /// What to start.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
+    pub(super) qemu: Qemu,
     pub(super) image: PathBuf,
     pub(super) initrd: PathBuf,
     /// The guest's memory.
@@ -54,22 +52,13 @@ impl Machine {
         workdir::write(&self.console, "")?;
         let mut command = self.command();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
-        let child = command.spawn().with_context(|| format!("could not start {QEMU}"))?;
+        let child = command.spawn().context("could not start QEMU")?;
         follow(child, deadline, event, |status| (status != 0).then(|| format!("QEMU ended with {status}")))
             .await
     }
 
     fn command(&self) -> Command {
-        let qemu = setup::find(QEMU).unwrap_or_else(|| PathBuf::from(QEMU));
-        // Killed with us, however we end.
-        let mut command = match setup::find("setpriv") {
-            Some(setpriv) => {
-                let mut command = Command::new(setpriv);
-                command.args(["--pdeathsig", "KILL"]).arg(qemu);
-                command
-            }
-            None => Command::new(qemu),
-        };
+        let mut command = qemu::mortal(&self.qemu.command());
         command.args([
             "-machine",
             "q35",

@@ -5,6 +5,7 @@ use super::boot::Machine;
 use super::initramfs::Tree;
 use super::kernels::Kernel;
 use super::programs::{self, Programs};
+use super::qemu::Qemu;
 use super::results::Test;
 use crate::progress::Step;
 use anyhow::{Context as _, Result};
@@ -25,7 +26,7 @@ pub(super) const TEST_LIMIT: &str = "300";
 const LOADED: &[&str] = &["veth", "dummy", "bridge", "br_netfilter", "overlay", "tun", "tcp_diag"];
 
 /// A guest with this kernel, its files made below `work`.
-pub(super) fn machine(kernel: &Kernel, programs: &Programs, work: &Path) -> Result<Machine> {
+pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &Path) -> Result<Machine> {
     let step = Step::start(format!("make a guest with kernel {}", kernel.name));
     let dir = work.join("guests").join(&kernel.name);
     std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
@@ -40,7 +41,13 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, work: &Path) -> Resu
     let mebibytes = tree.write(std::io::BufWriter::new(file))? >> 20;
     step.done(&format!("{mebibytes} MiB"));
     // The archive, the files made of it, and room for tests and for what they put into tmpfs.
-    Ok(Machine { image, initrd, mebibytes: 768 + 2 * mebibytes, console: dir.join("console.log") })
+    Ok(Machine {
+        qemu: qemu.clone(),
+        image,
+        initrd,
+        mebibytes: 768 + 2 * mebibytes,
+        console: dir.join("console.log"),
+    })
 }
 
 /// Everything but the modules.

@@ -8,9 +8,12 @@ mod doctor;
 mod guest;
 mod initramfs;
 mod kernels;
+mod page;
 mod programs;
+mod qemu;
 mod report;
 mod results;
+mod rootfs;
 mod stock;
 
 use self::boot::{End, Machine};
@@ -43,12 +46,13 @@ pub(crate) struct Args {
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
 
-    /// Boot a stock machine (debian-12) instead, with systemd, and check the agent with its cgroup driver
-    /// there
-    #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "write_docs", "jobs"])]
+    /// Boot a stock machine instead (debian-12, debian-13, debian-12-v1), with systemd as it comes,
+    /// install the agent's package there and check it
+    #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "jobs"])]
     machine: Option<String>,
 
-    /// Write docs/kernels.md from this run, which then includes this machine's kernel
+    /// Write docs/kernels.md from this run, which then includes this machine's kernel; with --machine, the
+    /// machine's column of docs/machines.md
     #[arg(long)]
     write_docs: bool,
 
@@ -93,7 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         setup::ensure(Part::Vm)?;
     }
     if let Some(machine) = &args.machine {
-        return stock::run(machine, Duration::from_secs(args.deadline));
+        return stock::run(machine, Duration::from_secs(args.deadline), args.write_docs);
     }
     let mut kernels = args.kernels.clone();
     if args.write_docs && kernels.is_empty() {
@@ -137,8 +141,9 @@ pub(crate) fn run_all(options: &Options) -> Result<Summary> {
     eprintln!(".. build the tests as static programs");
     let programs = programs::build(&work)?;
     let mut machines = Vec::new();
-    for kernel in &kernels {
-        machines.push((kernel.name.clone(), guest::machine(kernel, &programs, &work)?));
+    let qemu = if kernels.is_empty() { None } else { Some(qemu::Qemu::ensure(&work)?) };
+    for (kernel, qemu) in kernels.iter().zip(qemu.iter().cycle()) {
+        machines.push((kernel.name.clone(), guest::machine(kernel, &programs, qemu, &work)?));
     }
     let plan = Arc::new(programs.plan.clone());
     // One thread: QEMU is bound to the life of the thread that starts it.

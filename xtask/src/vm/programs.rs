@@ -62,6 +62,15 @@ pub(super) fn build(work: &Path) -> Result<Programs> {
     programs(artifacts)
 }
 
+/// A test program as this machine's cargo makes it: for a machine with the same libraries.
+pub(super) fn dynamic(name: &str) -> Result<PathBuf> {
+    let arguments = ["test", "--no-run", "--package", "beelet-tests", "--test", name];
+    let mut command = shell::cargo();
+    command.args(arguments).args(["--message-format", "json-render-diagnostics"]);
+    let made = artifacts(&mut command)?.into_iter().find(|made| made.is_test && made.target == name);
+    Ok(made.with_context(|| format!("cargo built no test program {name}"))?.executable)
+}
+
 /// Runs cargo, which links statically, and returns the executables that it made or had.
 fn cargo(work: &Path, arguments: &[&str]) -> Result<Vec<Artifact>> {
     const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -78,7 +87,12 @@ fn cargo(work: &Path, arguments: &[&str]) -> Result<Vec<Artifact>> {
     // Its processor is emulated: what reads the kernel's types in a second here takes minutes there without
     // this.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
-    let shown = shell::display(&command);
+    artifacts(&mut command)
+}
+
+/// Runs cargo, and returns the executables that it made or had.
+fn artifacts(command: &mut Command) -> Result<Vec<Artifact>> {
+    let shown = shell::display(command);
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -90,7 +104,7 @@ fn cargo(work: &Path, arguments: &[&str]) -> Result<Vec<Artifact>> {
     }
     let status = child.wait().with_context(|| format!("could not wait for `{shown}`"))?;
     if !status.success() {
-        bail!("building the static test programs failed: `{shown}` ended with {status}");
+        bail!("building the test programs failed: `{shown}` ended with {status}");
     }
     Ok(artifacts)
 }

@@ -1,81 +1,142 @@
-//! A stock machine: a Debian as it comes, with its own kernel, systemd as process 1, cgroup v2 alone and its
-//! containerd with the systemd cgroup driver. The agent is installed with the unit of `packaging/`;
-//! `check.sh` runs it there as any unit would, and what it found is read from the disk once the machine is
-//! off.
+//! A stock machine: a Debian as it comes, with its own kernel and all its modules, systemd as process 1,
+//! AppArmor, its containerd, two NUMA nodes, swap, huge pages and a disk with project quotas. The agent
+//! is installed from our package, as an administrator would; `check.sh` runs it there as any unit would,
+//! and what it found is read from the disk once the machine is off.
 //!
-//! What takes minutes (the packages) is kept below cargo's target folder; the disk is made anew each time.
+//! It is booted twice: the first time ends with `systemctl poweroff`, which is part of what is checked.
+//!
+//! What takes minutes (the packages) is kept below cargo's target folder; the disks are made anew each time.
 
-use super::boot::QEMU;
-use crate::{setup, shell};
+use super::qemu::{self, Qemu};
+use super::{page, programs, rootfs};
+use crate::{package, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, workdir};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// The machines by name, with the Debian release that each is.
-const MACHINES: &[(&str, &str)] = &[("debian-12", "bookworm")];
+/// A machine that can be had.
+struct Stock {
+    name: &'static str,
+    /// The Debian release that it is.
+    release: &'static str,
+    /// What its kernel is told beside the rest.
+    told: &'static str,
+    /// What of cgroups it has, and who drives them: for the checks.
+    cgroups: &'static str,
+    driver: &'static str,
+}
+
+const MACHINES: &[Stock] = &[
+    Stock { name: "debian-12", release: "bookworm", told: "", cgroups: "v2", driver: "systemd" },
+    Stock { name: "debian-13", release: "trixie", told: "", cgroups: "v2", driver: "systemd" },
+    Stock {
+        name: "debian-12-v1",
+        release: "bookworm",
+        told: "systemd.unified_cgroup_hierarchy=0",
+        cgroups: "v1",
+        driver: "cgroupfs",
+    },
+];
 /// What is installed beside what Debian can't do without.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,udev,linux-image-cloud-amd64,containerd,runc,containernetworking-plugins,\
-                        iproute2,kmod,procps";
-/// The disk's size: twice what is on it.
-const DISK: &str = "3G";
+                        iproute2,kmod,procps,apparmor,e2fsprogs,xfsprogs";
+/// The disks' sizes: twice what is on the first; the second is for pods' volumes.
+const DISK: &str = "4G";
+const VOLUMES: &str = "1G";
 /// What the checks are told by, on the disk.
 const RESULTS: &str = "/check/results";
+/// What the agent remembers of a shutdown.
+const SHUTDOWN: &str = "/var/lib/beelet/node-shutdown.json";
+/// How often it is booted.
+const BOOTS: u32 = 2;
 
-/// What the kernel is told: a quick boot under emulation, and pressure information.
-const COMMAND_LINE: &str =
-    "console=ttyS0 root=/dev/vda rw quiet mitigations=off nokaslr psi=1 systemd.show_status=0";
+/// What the kernel is told: a quick boot under emulation, pressure information, and huge pages.
+const COMMAND_LINE: &str = "console=ttyS0 root=/dev/vda rw quiet mitigations=off nokaslr psi=1 systemd.show_status=0 \
+                            hugepages=32 panic=-1";
 
 const CHECK: &str = include_str!("stock/check.sh");
 
 const CHECK_UNIT: &str = "\
 [Unit]
-After=containerd.service dbus.service
+After=containerd.service dbus.service systemd-logind.service
 Wants=containerd.service
 [Service]
 Type=oneshot
 TimeoutStartSec=infinity
 ExecStart=/bin/sh /check/check.sh
-StandardOutput=file:/check/results
-StandardError=file:/check/errors
-ExecStopPost=/bin/systemctl --force poweroff
+StandardOutput=append:/check/results
+StandardError=append:/check/errors
+# Whatever happens to the script, the machine goes off; the script itself may have asked for it more gently.
+ExecStopPost=/bin/sh -c '[ -e /check/going-down ] || systemctl --force poweroff'
 [Install]
 WantedBy=multi-user.target
 ";
 
-/// Boots the machine `name` and prints what its checks found.
+/// Boots the machine `name` and prints what its checks found; with `write_docs` also into docs/machines.md.
 ///
 /// # Errors
 /// A check failed, or the machine could not be made or did not come to its end.
-pub(super) fn run(name: &str, deadline: Duration) -> Result<()> {
-    let Some((_, release)) = MACHINES.iter().find(|(machine, _)| *machine == name) else {
-        let known: Vec<&str> = MACHINES.iter().map(|(name, _)| *name).collect();
+pub(super) fn run(name: &str, deadline: Duration, write_docs: bool) -> Result<()> {
+    let Some(stock) = MACHINES.iter().find(|stock| stock.name == name) else {
+        let known: Vec<&str> = MACHINES.iter().map(|stock| stock.name).collect();
         bail!("there is no machine {name}; there are: {}", known.join(", "));
     };
-    let work = super::work().join("machines").join(name);
+    let machines = super::work().join("machines");
+    let work = machines.join(name);
     fs::create_dir_all(&work).with_context(|| format!("could not make {}", work.display()))?;
-    let packages = packages(&work, release)?;
+    let began = Instant::now();
     let root = work.join("root");
-    unpack(&packages, &root)?;
-    install(&root)?;
-    let disk = work.join("disk.img");
-    make_disk(&root, &disk)?;
-    eprintln!(".. {name} boots");
-    let (kernel, initrd) = (boot_file(&root, "vmlinuz-")?, boot_file(&root, "initrd.img-")?);
-    let end = boot(&kernel, &initrd, &disk, &work.join("console"), deadline);
-    let results = read_back(&disk, RESULTS)?;
+    rootfs::unpack(&rootfs::packages(&machines, "machine", stock.release, PACKAGES)?, &root)?;
+    install(&root, stock)?;
+    let machine = Machine {
+        qemu: Qemu::ensure(&super::work())?,
+        kernel: boot_file(&root, "vmlinuz-")?,
+        initrd: boot_file(&root, "initrd.img-")?,
+        disk: work.join("disk.img"),
+        volumes: work.join("volumes.img"),
+        command_line: format!("{COMMAND_LINE} {}", stock.told),
+    };
+    make_disk(&machine.disk, DISK, &["-d", &root.display().to_string()])?;
+    make_disk(&machine.volumes, VOLUMES, &["-O", "quota,project"])?;
+    let made = began.elapsed();
+    let mut end = Ok(());
+    for boot in 1..=BOOTS {
+        eprintln!(".. {name} boots ({boot} of {BOOTS})");
+        end = end.and_then(|()| machine.boot(&work.join(format!("console-{boot}")), deadline));
+    }
+    let mut results = read_back(&machine.disk, RESULTS)?;
+    results += &shutdown_result(&read_back(&machine.disk, SHUTDOWN)?);
     print!("{results}");
+    let took = began.elapsed() - made;
+    println!("# made in {} s, booted and checked in {} s", made.as_secs(), took.as_secs());
     end?;
+    if write_docs {
+        page::write(name, &results, took)?;
+    }
     verdict(&results)
+}
+
+/// What the agent had to say when the machine had gone off.
+fn shutdown_result(record: &str) -> String {
+    let name = "the record of the shutdown says that it came to its end";
+    let has = |field: &str| {
+        record.split(&format!("\"{field}\":")).nth(1).is_some_and(|rest| rest.trim().starts_with('"'))
+    };
+    if has("began") && has("ended") {
+        format!("ok {name}\n")
+    } else {
+        format!("FAIL {name}: {}\n", record.trim())
+    }
 }
 
 /// Every check passed, and the last one came.
 fn verdict(results: &str) -> Result<()> {
     let failed = results.lines().filter(|line| line.starts_with("FAIL ")).count();
     let passed = results.lines().filter(|line| line.starts_with("ok ")).count();
-    if results.lines().next_back() != Some("done") {
+    if !results.lines().any(|line| line == "done") {
         bail!("the machine went off before its checks ended: {passed} passed, {failed} failed");
     }
     if failed > 0 {
@@ -85,77 +146,60 @@ fn verdict(results: &str) -> Result<()> {
     Ok(())
 }
 
-/// The root file system as the packages make it, from the cache if it was made before.
-fn packages(work: &Path, release: &str) -> Result<PathBuf> {
-    let tar = work.join("packages.tar");
-    if tar.exists() {
-        return Ok(tar);
-    }
-    if setup::find("mmdebstrap").is_none() {
-        bail!("mmdebstrap is missing: apt-get install mmdebstrap");
-    }
-    eprintln!(".. install {release}'s packages into a folder (some minutes, once)");
-    let part = work.join("packages.part.tar");
-    let mut command = Command::new("mmdebstrap");
-    command.args(["--quiet", "--variant=minbase"]).arg(format!("--include={PACKAGES}"));
-    shell::run(command.arg(release).arg(&part))?;
-    fs::rename(&part, &tar).with_context(|| format!("could not make {}", tar.display()))?;
-    Ok(tar)
-}
-
-/// What was there before goes: a machine begins as it was installed.
-fn unpack(tar: &Path, root: &Path) -> Result<()> {
-    if root.exists() {
-        fs::remove_dir_all(root).with_context(|| format!("could not remove {}", root.display()))?;
-    }
-    fs::create_dir(root).with_context(|| format!("could not make {}", root.display()))?;
-    shell::run(Command::new("tar").arg("-C").arg(root).arg("-xf").arg(tar))
-}
-
-/// The agent, its unit and configuration, containerd's, images, and the checks.
-fn install(root: &Path) -> Result<()> {
+/// The agent's packages, containerd's configuration, images, test programs, and the checks.
+fn install(root: &Path, stock: &Stock) -> Result<()> {
     let at = |path: &str| root.join(path.trim_start_matches('/'));
-    eprintln!(".. build the agent");
+    let check = at("/check");
+    eprintln!(".. build the agent and its packages");
     shell::run(shell::cargo().args(["build", "--package", "beelet"]))?;
-    let strip = Command::new("strip")
-        .arg("-o")
-        .arg(at("/usr/bin/beelet"))
-        .arg(workdir::target_dir().join("debug/beelet"))
-        .status();
-    if !strip.context("could not start strip")?.success() {
-        bail!("strip could not copy the agent into the machine");
+    let binary = check.join("beelet");
+    fs::create_dir_all(&check)?;
+    let built = workdir::target_dir().join("debug/beelet");
+    shell::run(Command::new("strip").arg("-o").arg(&binary).arg(built))?;
+    let files = package::files(&binary, &binary)?;
+    for (revision, name) in [("1", "beelet.deb"), ("2", "upgrade.deb")] {
+        let out = tempfile::tempdir().context("could not make a folder for the package")?;
+        let deb = package::build_deb(&files, revision, out.path(), 0)?;
+        fs::copy(&deb, check.join(name)).with_context(|| format!("could not copy {}", deb.display()))?;
     }
+    fs::remove_file(&binary)?;
+    let machine = format!("machine={}\ncgroups={}\ndriver={}\n", stock.name, stock.cgroups, stock.driver);
     for (path, text) in [
-        ("/etc/containerd/config.toml", containerd_config()),
+        ("/etc/containerd/config.toml", containerd_config(stock)),
         ("/etc/cni/net.d/10-pods.conflist", NETWORK.to_owned()),
-        ("/etc/beelet/beelet.yaml", AGENT_CONFIG.to_owned()),
-        ("/etc/fstab", String::new()),
+        ("/etc/fstab", FSTAB.to_owned()),
+        ("/etc/modules-load.d/check.conf", "quota_v2\ntcp_diag\n".to_owned()),
         ("/etc/systemd/system/check.service", CHECK_UNIT.to_owned()),
+        ("/check/agent.yaml", agent_config(stock)),
+        ("/check/machine", machine),
         ("/check/check.sh", CHECK.to_owned()),
     ] {
         workdir::write(&at(path), text)?;
     }
-    let unit = shell::repository().join("packaging/beelet.service");
-    fs::copy(&unit, at("/etc/systemd/system/beelet.service"))
-        .with_context(|| format!("could not copy {}", unit.display()))?;
+    // The journal of the first boot is read in the second; volumes are on the second disk.
+    for folder in ["/var/log/journal", "/srv/pods", "/check/images", "/check/ends"] {
+        fs::create_dir_all(at(folder))?;
+    }
     let wanted = at("/etc/systemd/system/multi-user.target.wants");
     fs::create_dir_all(&wanted)?;
     std::os::unix::fs::symlink("/etc/systemd/system/check.service", wanted.join("check.service"))?;
-    fs::create_dir_all(at("/check/images"))?;
     for image in images::standard()? {
         let name = image.path.file_name().context("an image has a file's name")?.to_owned();
-        fs::copy(&image.path, at("/check/images").join(name))?;
+        fs::copy(&image.path, check.join("images").join(name))?;
     }
-    Ok(())
+    fs::copy(images::testapp()?, check.join("testapp")).context("could not copy the test app")?;
+    let tests = programs::dynamic("kernel")?;
+    shell::run(Command::new("strip").arg("-o").arg(check.join("kernel")).arg(tests))
 }
 
-fn containerd_config() -> String {
+fn containerd_config(stock: &Stock) -> String {
     format!(
         "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nsandbox_image = \"{}\"\n\
          [plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\n\
          [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
-         [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\nSystemdCgroup = true\n",
-        images::PAUSE
+         [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\nSystemdCgroup = {}\n",
+        images::PAUSE,
+        stock.driver == "systemd"
     )
 }
 
@@ -163,29 +207,41 @@ const NETWORK: &str = r#"{"cniVersion": "0.4.0", "name": "pods", "plugins": [{"t
  "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.0.0/24"}]]}}]}
 "#;
 
+const FSTAB: &str = "/dev/vdb /srv/pods ext4 prjquota,nofail,x-systemd.device-timeout=20s 0 0\n";
+
 const AGENT_CONFIG: &str = "\
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
-cgroupDriver: systemd
+cgroupDriver: DRIVER
 staticPodPath: /etc/beelet/manifests
 containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 evictionHard: {memory.available: 16Mi}
-memoryReservationPolicy: TieredReservation
 podPidsLimit: 512
 imageGCHighThresholdPercent: 100
+shutdownGracePeriodByPodPriority:
+- {priority: 0, shutdownGracePeriodSeconds: 60}
+- {priority: 2000000000, shutdownGracePeriodSeconds: 60}
+QOS
 ---
 apiVersion: beelet.dev/v1alpha1
 kind: BeeletConfiguration
 nodeName: stock
+podsDir: /srv/pods/beelet
 ";
 
-fn make_disk(root: &Path, disk: &Path) -> Result<()> {
-    let _ = fs::remove_file(disk); // none, as a rule
-    shell::run(Command::new("truncate").args(["-s", DISK]).arg(disk))?;
-    shell::run(Command::new("mke2fs").args(["-q", "-F", "-t", "ext4", "-d"]).arg(root).arg(disk))
+fn agent_config(stock: &Stock) -> String {
+    // Version 1 has no files for it.
+    let qos = if stock.cgroups == "v2" { "memoryReservationPolicy: TieredReservation" } else { "" };
+    AGENT_CONFIG.replace("DRIVER", stock.driver).replace("QOS", qos)
 }
 
-/// The one file of that name in the machine's `/boot`.
+fn make_disk(disk: &Path, size: &str, how: &[&str]) -> Result<()> {
+    let _ = fs::remove_file(disk); // none, as a rule
+    shell::run(Command::new("truncate").args(["-s", size]).arg(disk))?;
+    shell::run(Command::new("mke2fs").args(["-q", "-F", "-t", "ext4"]).args(how).arg(disk))
+}
+
+/// The newest file of that name in the machine's `/boot`.
 fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
     let names =
         fs::read_dir(root.join("boot"))?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -193,40 +249,64 @@ fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
     Ok(root.join("boot").join(found.with_context(|| format!("the machine has no {prefix}* in /boot"))?))
 }
 
-/// Runs the machine until it is off, or the deadline.
-fn boot(kernel: &Path, initrd: &Path, disk: &Path, console: &Path, deadline: Duration) -> Result<()> {
-    // One thread: QEMU is bound to the life of the thread that starts it.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let mut machine = qemu(kernel, initrd, disk, console).spawn().context("could not start QEMU")?;
-        tokio::select! {
-            status = machine.wait() => match status.context("could not wait for QEMU")? {
-                status if status.success() => Ok(()),
-                status => bail!("QEMU ended with {status}; see {}", console.display()),
-            },
-            () = tokio::time::sleep(deadline) => {
-                bail!("the machine was not off after {} s; see {}", deadline.as_secs(), console.display())
-            }
-            signal = super::interrupted() => bail!("{} came: the VM was ended", signal?),
-        }
-    })
+/// What is booted.
+struct Machine {
+    qemu: Qemu,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    disk: PathBuf,
+    volumes: PathBuf,
+    command_line: String,
 }
 
-fn qemu(kernel: &Path, initrd: &Path, disk: &Path, console: &Path) -> tokio::process::Command {
-    let qemu = setup::find(QEMU).unwrap_or_else(|| PathBuf::from(QEMU));
-    // QEMU doubles a comma in a file's name.
-    let named = |path: &Path| path.display().to_string().replace(',', ",,");
-    // Killed with us, however we end.
-    let mut command = tokio::process::Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL"]).arg(qemu);
-    command.args(["-machine", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max", "-smp", "2"]);
-    command.args(["-m", "2048", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
-    command.arg("-kernel").arg(kernel).arg("-initrd").arg(initrd);
-    command.args(["-append", COMMAND_LINE]);
-    command.arg("-drive").arg(format!("file={},if=virtio,format=raw,cache=unsafe", named(disk)));
-    command.arg("-serial").arg(format!("file:{}", named(console)));
-    command.stdin(Stdio::null()).kill_on_drop(true);
-    command
+impl Machine {
+    /// Runs it until it is off, or the deadline.
+    fn boot(&self, console: &Path, deadline: Duration) -> Result<()> {
+        // One thread: QEMU is bound to the life of the thread that starts it.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(async {
+            let mut machine = self.command(console).spawn().context("could not start QEMU")?;
+            tokio::select! {
+                status = machine.wait() => match status.context("could not wait for QEMU")? {
+                    status if status.success() => Ok(()),
+                    status => bail!("QEMU ended with {status}; see {}", console.display()),
+                },
+                () = tokio::time::sleep(deadline) => {
+                    bail!("the machine was not off after {} s; see {}", deadline.as_secs(), console.display())
+                }
+                signal = super::interrupted() => bail!("{} came: the VM was ended", signal?),
+            }
+        })
+    }
+
+    fn command(&self, console: &Path) -> tokio::process::Command {
+        // QEMU doubles a comma in a file's name.
+        let named = |path: &Path| path.display().to_string().replace(',', ",,");
+        let mut command = qemu::mortal(&self.qemu.command());
+        command.args([
+            "-machine",
+            "q35",
+            "-accel",
+            "tcg,thread=multi,tb-size=512",
+            "-cpu",
+            "max",
+            "-smp",
+            "2",
+        ]);
+        command.args(["-m", "2048", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
+        for node in ["0", "1"] {
+            command.args(["-object", &format!("memory-backend-ram,id=m{node},size=1G")]);
+            command.args(["-numa", &format!("node,nodeid={node},cpus={node},memdev=m{node}")]);
+        }
+        command.arg("-kernel").arg(&self.kernel).arg("-initrd").arg(&self.initrd);
+        command.arg("-append").arg(&self.command_line);
+        for disk in [&self.disk, &self.volumes] {
+            command.arg("-drive").arg(format!("file={},if=virtio,format=raw,cache=unsafe", named(disk)));
+        }
+        command.arg("-serial").arg(format!("file:{}", named(console)));
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
 }
 
 /// A file of the machine's disk, without mounting it.
@@ -262,7 +342,7 @@ mod tests {
 
     #[test]
     fn an_unknown_machine_is_told_with_those_there_are() {
-        let error = run("debian-1", Duration::ZERO).unwrap_err().to_string();
-        assert_eq!(error, "there is no machine debian-1; there are: debian-12");
+        let error = run("debian-1", Duration::ZERO, false).unwrap_err().to_string();
+        assert_eq!(error, "there is no machine debian-1; there are: debian-12, debian-13, debian-12-v1");
     }
 }

@@ -4,7 +4,6 @@
 //! there later, and then into the file, so that it holds when the call returns. Below a pod everything is the
 //! runtime's: its scopes are given properties too, but never made or stopped here.
 
-mod bus;
 pub(crate) mod properties;
 
 use std::collections::BTreeSet;
@@ -12,10 +11,9 @@ use std::fmt::Debug;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+use beelet_systemd::manager::{Manager, Property};
 use tokio::sync::watch;
 
-use self::bus::Bus;
-use self::properties::Property;
 use super::{CgroupError, Files, names};
 
 /// Where systemd says that it is process 1 (sd_booted(3)).
@@ -33,6 +31,24 @@ pub(crate) trait Units: Debug + Send + Sync {
     fn rewrites(&self) -> watch::Receiver<u64>;
 }
 
+impl Units for Manager {
+    fn start(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+        Ok(Manager::start(self, unit, properties)?)
+    }
+
+    fn set(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+        Ok(Manager::set(self, unit, properties)?)
+    }
+
+    fn stop(&self, unit: &str) -> Result<(), CgroupError> {
+        Ok(Manager::stop(self, unit)?)
+    }
+
+    fn rewrites(&self) -> watch::Receiver<u64> {
+        Manager::rewrites(self)
+    }
+}
+
 /// The slices below the cgroup root.
 #[derive(Debug)]
 pub(crate) struct Slices {
@@ -47,7 +63,7 @@ impl Slices {
         if !Path::new(BOOTED).is_dir() {
             return Err(CgroupError::NoSystemd);
         }
-        Ok(Self::new(Box::new(Bus::new()?)))
+        Ok(Self::new(Box::new(Manager::new()?)))
     }
 
     pub(crate) fn new(units: Box<dyn Units>) -> Self {

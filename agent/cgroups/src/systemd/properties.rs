@@ -6,6 +6,8 @@
 //! to a whole percent: systemd would write that over the value in the file. Only a `daemon-reload` makes it
 //! whole percents (systemd 252), until the next comparison sets it right.
 
+use beelet_systemd::manager::{Property, Value};
+
 use super::super::Files;
 
 /// No limit, in all properties that are amounts (`CGROUP_LIMIT_MAX`, `USEC_INFINITY`).
@@ -15,28 +17,6 @@ const NO_LIMIT: u64 = u64::MAX;
 const DEFAULT_WEIGHT: u64 = 100;
 /// `CGROUP_WEIGHT_IDLE`: since systemd 252.
 const IDLE: u64 = 0;
-
-/// One property, in the type that D-Bus wants.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Property {
-    pub(crate) name: &'static str,
-    pub(crate) value: Value,
-}
-
-/// A property's value.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Value {
-    /// `b`
-    Bool(bool),
-    /// `t`
-    Amount(u64),
-    /// `ay`: a bit for each CPU or memory node.
-    Bits(Vec<u8>),
-    /// `s`
-    Text(String),
-    /// `as`
-    Units(Vec<String>),
-}
 
 fn property(name: &'static str, value: Value) -> Property {
     Property { name, value }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use beelet_policy::cgroups::CgroupDriver;
+use beelet_systemd::manager::Value;
 use tempfile::TempDir;
 
 use super::super::{Cgroups, Hierarchy, Layout, Store, Version, names::Names};
@@ -33,10 +34,11 @@ struct Notes {
 impl Notes {
     fn note(&self, action: &'static str, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
         if *self.is_away.lock().unwrap() {
-            return Err(CgroupError::systemd(action, unit, &"no answer"));
+            let (action, why) = (format!("{action} {unit}"), "no answer".to_owned());
+            return Err(beelet_systemd::Error { service: "systemd", action, why }.into());
         }
         let values = properties.iter().filter_map(|property| match property.value {
-            properties::Value::Amount(amount) => Some(format!(" {}={amount}", property.name)),
+            Value::Amount(amount) => Some(format!(" {}={amount}", property.name)),
             _ => None,
         });
         let line = format!("{action} {unit}{}", values.collect::<String>());

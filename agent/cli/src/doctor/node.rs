@@ -8,6 +8,7 @@ use std::path::Path;
 use super::machine::existing;
 use super::{Finding, Patient};
 use beelet_bpf::quota::{self, Uncounted};
+use beelet_systemd::logind::Logind;
 
 const MIB: u64 = 1 << 20;
 /// The kubelet's default of maxPods.
@@ -80,6 +81,44 @@ pub(super) fn quotas(patient: &Patient) -> Vec<Finding> {
         Err(Uncounted::Refused(why)) => {
             Finding::degraded("volume sizes", why, walked, "allow the system call quotactl_fd")
         }
+    }]
+}
+
+/// Whether pods get the time to end that the configuration gives them when the machine goes down.
+pub(super) fn shutdown(patient: &Patient) -> Vec<Finding> {
+    let (check, periods) = ("shutdown", &patient.config.shutdown);
+    if periods.is_off() {
+        return vec![Finding::ok(
+            check,
+            "the machine goes down without waiting for pods (shutdownGracePeriod is 0)",
+        )];
+    }
+    let wanted = periods.total().as_secs();
+    let asked = async { Logind::connect(None).await?.longest_delay().await };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let asked = runtime
+        .map_err(|error| error.to_string())
+        .and_then(|runtime| runtime.block_on(asked).map_err(|error| error.to_string()));
+    vec![match asked {
+        Err(error) => Finding::degraded(
+            check,
+            format!("pods are to get {wanted} s when the machine goes down, but {error}"),
+            "they get what the init system gives them",
+            "apt-get install dbus && systemctl enable --now dbus systemd-logind",
+        ),
+        // The agent raises it by itself; that it could not shows only while one runs.
+        Ok(longest) if longest < periods.total() && UnixStream::connect(patient.config.socket()).is_ok() => {
+            Finding::degraded(
+                check,
+                format!("logind waits {} s at most, and pods are to get {wanted} s", longest.as_secs()),
+                "pods that take longer are cut off",
+                format!(
+                    "set InhibitDelayMaxSec={} in /etc/systemd/logind.conf",
+                    periods.needed_delay().as_secs()
+                ),
+            )
+        }
+        Ok(_) => Finding::ok(check, format!("pods get {wanted} s to end before the machine goes down")),
     }]
 }
 

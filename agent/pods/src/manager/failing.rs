@@ -105,17 +105,17 @@ impl Manager {
     }
 
     /// What an earlier instance of the agent knew of a pod, and whether that pod is to run again once its end
-    /// is over. One that was refused is as if it were new, as soon as nothing of it is left, but not where
-    /// the API server knows of its end.
+    /// is over. One that was refused, or went with the machine, is as if it were new, as soon as nothing of
+    /// it is left, but not where the API server knows of its end.
     pub(super) fn remembered(&self, uid: &str, origin: Origin) -> (Option<PodRecord>, bool) {
         let record = self.parts.records.get(uid);
         if origin.is_api() {
             return (record, false);
         }
         let failure = record.as_ref().and_then(|record| record.failure.as_ref());
-        match failure.filter(|failure| failure.is_refusal()) {
-            Some(refusal) if refusal.cleared => (None, false),
-            refusal => (record.clone(), refusal.is_some()),
+        match failure.filter(|failure| failure.is_refusal() || failure.is_of_shutdown()) {
+            Some(past) if past.cleared => (None, false),
+            past => (record.clone(), past.is_some()),
         }
     }
 

@@ -68,6 +68,7 @@ impl Cluster {
             state: handles.state,
             autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
             presence,
+            written: watch::Sender::new(None),
         };
         let client = std::future::ready(client);
         let working = tokio::spawn(workload.run(client, inputs, stop.clone()));

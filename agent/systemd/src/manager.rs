@@ -1,4 +1,4 @@
-//! systemd's manager over D-Bus.
+//! systemd's manager: transient units, their properties, their end. Its calls block.
 //!
 //! The system bus, and without one systemd's own socket, as libcontainer connects. A call whose answer was
 //! lost (systemd executes itself anew, the bus is restarted) is made again, for some seconds: all three may
@@ -16,9 +16,7 @@ use zbus::message::{Message, Type};
 use zbus::zvariant::{OwnedObjectPath, Value as Variant};
 use zbus::{Connection, MatchRule, MessageStream, connection};
 
-use super::super::CgroupError;
-use super::Units;
-use super::properties::{Property, Value};
+use crate::Error;
 
 const SYSTEMD: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
@@ -36,11 +34,35 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Jobs of others that end while one of ours is waited for.
 const SIGNALS: usize = 256;
 
-/// Units in the form that D-Bus wants: `a(sv)`.
+/// One property of a unit, in the type that D-Bus wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Property {
+    /// As systemd.resource-control(5) names it on the bus, e.g. `CPUWeight`.
+    pub name: &'static str,
+    /// What it is to be.
+    pub value: Value,
+}
+
+/// A property's value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Value {
+    /// `b`
+    Bool(bool),
+    /// `t`
+    Amount(u64),
+    /// `ay`: a bit for each CPU or memory node.
+    Bits(Vec<u8>),
+    /// `s`
+    Text(String),
+    /// `as`
+    Units(Vec<String>),
+}
+
+/// Properties in the form that D-Bus wants: `a(sv)`.
 type Properties<'a> = Vec<(&'static str, Variant<'a>)>;
 
 /// The connection, and the thread that serves it.
-pub(super) struct Bus {
+pub struct Manager {
     /// None only while it is dropped.
     runtime: Option<Runtime>,
     link: Arc<Link>,
@@ -62,13 +84,13 @@ enum Failed {
     Refused { name: String, why: String },
 }
 
-impl std::fmt::Debug for Bus {
+impl std::fmt::Debug for Manager {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Bus")
+        f.write_str("Manager")
     }
 }
 
-impl Drop for Bus {
+impl Drop for Manager {
     fn drop(&mut self) {
         // A runtime that is dropped where one runs would wait, which panics there.
         if let Some(runtime) = self.runtime.take() {
@@ -77,16 +99,19 @@ impl Drop for Bus {
     }
 }
 
-impl Bus {
+impl Manager {
     /// Connects when it is first asked something.
-    pub(super) fn new() -> Result<Self, CgroupError> {
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn new() -> Result<Self, Error> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .max_blocking_threads(1)
             .thread_name("systemd")
             .enable_all()
             .build()
-            .map_err(|error| CgroupError::systemd("start a thread for", "systemd's bus", &error))?;
+            .map_err(|error| Error::new("the agent", "start a thread for systemd's bus", &error))?;
         Ok(Self { runtime: Some(runtime), link: Arc::default() })
     }
 
@@ -118,8 +143,8 @@ impl Bus {
                 }
             }
         };
-        let said = |why: &dyn std::fmt::Display| Err(CgroupError::systemd(action, unit, why));
-        let Some(runtime) = &self.runtime else { return said(&"the agent ends") };
+        let said = |why: &str| Err(Error::new("systemd", format!("{action} {unit}"), why));
+        let Some(runtime) = &self.runtime else { return said("the agent ends") };
         runtime.spawn(async move {
             // Nobody may be there to hear it.
             let _ = sender.send(patient.await);
@@ -128,7 +153,7 @@ impl Bus {
             Ok(Ok(())) => Ok(Ok(())),
             Ok(Err(Failed::Away(why))) => said(&why),
             Ok(Err(Failed::Refused { name, why })) => Ok(Err(Refusal { name, why })),
-            Err(_) => said(&"no answer"),
+            Err(_) => said("no answer"),
         }
     }
 }
@@ -144,16 +169,20 @@ impl Refusal {
         self.name == name
     }
 
-    fn of(self, action: &'static str, unit: &str) -> CgroupError {
-        CgroupError::systemd(action, unit, &self.why)
+    fn of(self, action: &'static str, unit: &str) -> Error {
+        Error::new("systemd", format!("{action} {unit}"), &self.why)
     }
 }
 
 /// What came of a question: done, refused, or never answered.
-type Answer = Result<Result<(), Refusal>, CgroupError>;
+type Answer = Result<Result<(), Refusal>, Error>;
 
-impl Units for Bus {
-    fn start(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+impl Manager {
+    /// Makes and starts the transient unit; one that exists is started and keeps its properties.
+    ///
+    /// # Errors
+    /// A refusal, or no answer.
+    pub fn start(&self, unit: &str, properties: &[Property]) -> Result<(), Error> {
         let (name, wanted) = (unit.to_owned(), properties.to_vec());
         let made = self.ask("start", unit, move |connection| {
             let (name, wanted) = (name.clone(), wanted.clone());
@@ -170,7 +199,11 @@ impl Units for Bus {
         }
     }
 
-    fn set(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+    /// Changes properties until the next boot. Those that this systemd doesn't know are passed over.
+    ///
+    /// # Errors
+    /// A refusal, or no answer.
+    pub fn set(&self, unit: &str, properties: &[Property]) -> Result<(), Error> {
         let (name, wanted) = (unit.to_owned(), properties.to_vec());
         let set = self.ask("set properties of", unit, move |connection| {
             let (name, wanted) = (name.clone(), wanted.clone());
@@ -196,11 +229,17 @@ impl Units for Bus {
         }
     }
 
-    fn rewrites(&self) -> watch::Receiver<u64> {
+    /// Changes whenever systemd may have written all values anew.
+    #[must_use]
+    pub fn rewrites(&self) -> watch::Receiver<u64> {
         self.link.rewrites.subscribe()
     }
 
-    fn stop(&self, unit: &str) -> Result<(), CgroupError> {
+    /// Stops the unit. It is no error if there is none.
+    ///
+    /// # Errors
+    /// A refusal, or no answer.
+    pub fn stop(&self, unit: &str) -> Result<(), Error> {
         match self.job_of_unit("stop", "StopUnit", unit)? {
             Err(refusal) if !refusal.is("org.freedesktop.systemd1.NoSuchUnit") => {
                 Err(refusal.of("stop", unit))
@@ -208,11 +247,9 @@ impl Units for Bus {
             _ => Ok(()),
         }
     }
-}
 
-impl Bus {
     /// It may have been stopped meanwhile.
-    fn start_existing(&self, unit: &str) -> Result<(), CgroupError> {
+    fn start_existing(&self, unit: &str) -> Result<(), Error> {
         self.job_of_unit("start", "StartUnit", unit)?.map_err(|refusal| refusal.of("start", unit))
     }
 

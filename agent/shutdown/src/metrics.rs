@@ -1,0 +1,29 @@
+//! When the last shutdown was, by the kubelet's names.
+
+use std::sync::atomic::AtomicU64;
+
+use jiff::Timestamp;
+use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
+
+/// Counters. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    began: Gauge<f64, AtomicU64>,
+    ended: Gauge<f64, AtomicU64>,
+}
+
+impl Metrics {
+    /// Adds them to the registry.
+    pub fn register(&self, registry: &mut Registry) {
+        let help = "When the last graceful shutdown began, in seconds since 1970; 0 before the first";
+        registry.register("kubelet_graceful_shutdown_start_time_seconds", help, self.began.clone());
+        let help = "When it was done; 0 while it goes on";
+        registry.register("kubelet_graceful_shutdown_end_time_seconds", help, self.ended.clone());
+    }
+
+    pub(crate) fn show(&self, began: Timestamp, ended: Option<Timestamp>) {
+        let seconds = |at: Timestamp| at.as_duration().as_secs_f64();
+        self.began.set(seconds(began));
+        self.ended.set(ended.map_or(0.0, seconds));
+    }
+}

@@ -1,0 +1,42 @@
+//! An archive for any distribution: the files of the package, with the static binary, to be unpacked at
+//! the root.
+
+use super::version;
+use anyhow::{Context as _, Result};
+use beelet_tests::images::Entry;
+use flate2::{Compression, GzBuilder};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// Makes it in the folder `out`; all times in it are `seconds` since 1970.
+pub(super) fn build(files: &[(String, Entry)], out: &Path, seconds: u64) -> Result<PathBuf> {
+    let path = out.join(format!("beelet-{}-linux-{}-static.tar.gz", version(), std::env::consts::ARCH));
+    let said = || format!("could not write {}", path.display());
+    let file = File::create(&path).with_context(said)?;
+    let mut archive = tar::Builder::new(GzBuilder::new().mtime(0).write(file, Compression::best()));
+    for (name, entry) in files {
+        let mut header = tar::Header::new_gnu();
+        header.set_mtime(seconds);
+        match entry {
+            Entry::File(content, mode) => {
+                header.set_mode(*mode);
+                header.set_size(content.len() as u64);
+                archive.append_data(&mut header, name, content.as_slice()).with_context(said)?;
+            }
+            Entry::Folder(mode) => {
+                header.set_mode(*mode);
+                header.set_size(0);
+                header.set_entry_type(tar::EntryType::Directory);
+                archive.append_data(&mut header, name, std::io::empty()).with_context(said)?;
+            }
+            Entry::Link(target) => {
+                header.set_mode(0o777);
+                header.set_size(0);
+                header.set_entry_type(tar::EntryType::Symlink);
+                archive.append_link(&mut header, name, target).with_context(said)?;
+            }
+        }
+    }
+    archive.into_inner().and_then(|gzip| gzip.finish()).with_context(said)?;
+    Ok(path)
+}

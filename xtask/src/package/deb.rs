@@ -1,0 +1,189 @@
+//! The Debian package, by dpkg-deb (docs/decisions/0020-packages.md says why not by cargo-deb).
+
+use super::{layout, version};
+use crate::{setup, shell};
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::{images::Entry, workdir};
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The scripts that dpkg runs, in packaging/deb.
+const SCRIPTS: &[&str] = &["postinst", "prerm", "postrm"];
+/// The programs that make it.
+const TOOLS: &[(&str, &str)] = &[("dpkg-deb", "dpkg"), ("objdump", "binutils"), ("md5sum", "coreutils")];
+
+/// # Errors
+/// A program is missing; the message says which, and what has it.
+pub(super) fn require() -> Result<()> {
+    for (tool, package) in TOOLS {
+        if setup::find(tool).is_none() {
+            bail!(
+                "{tool} is missing: a Debian package is made where there is one (apt-get install {package})"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Makes the package of these files in the folder `out`; all times in it are `seconds` since 1970.
+pub(crate) fn build(files: &[(String, Entry)], revision: &str, out: &Path, seconds: u64) -> Result<PathBuf> {
+    let root = out.join("deb");
+    if root.exists() {
+        fs::remove_dir_all(&root).with_context(|| format!("could not remove {}", root.display()))?;
+    }
+    for (path, entry) in files {
+        place(&root.join(path), entry)?;
+    }
+    let name = format!("{}-{revision}", version());
+    let control = root.join("DEBIAN");
+    workdir::write(&control.join("md5sums"), sums(&root, files)?)?;
+    workdir::write(&control.join("conffiles"), conffiles())?;
+    workdir::write(&control.join("control"), self::control(&name, &root.join("usr/bin/beelet"), files)?)?;
+    for script in SCRIPTS {
+        let content = fs::read(shell::repository().join("packaging/deb").join(script))
+            .with_context(|| format!("could not read packaging/deb/{script}"))?;
+        place(&control.join(script), &Entry::File(content, 0o755))?;
+    }
+    let deb = out.join(format!("beelet_{name}_{}.deb", architecture()?));
+    let mut command = Command::new("dpkg-deb");
+    command.args(["--root-owner-group", "-Zxz", "--build"]).arg(&root).arg(&deb);
+    shell::run(command.env("SOURCE_DATE_EPOCH", seconds.to_string()))?;
+    Ok(deb)
+}
+
+fn place(path: &Path, entry: &Entry) -> Result<()> {
+    let mode = match entry {
+        Entry::File(content, mode) => {
+            workdir::write(path, content)?;
+            *mode
+        }
+        Entry::Folder(mode) => {
+            fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
+            *mode
+        }
+        Entry::Link(target) => {
+            return std::os::unix::fs::symlink(target, path)
+                .with_context(|| format!("could not make {}", path.display()));
+        }
+    };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
+        .with_context(|| format!("could not set the mode of {}", path.display()))?;
+    // Folders on the way are made with whatever umask this shell has.
+    for folder in path.ancestors().skip(1).take_while(|folder| !folder.ends_with("deb")) {
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
+    }
+    Ok(())
+}
+
+/// As `md5sum --check` reads it: `dpkg --verify` compares with it.
+fn sums(root: &Path, files: &[(String, Entry)]) -> Result<Vec<u8>> {
+    let regular = files.iter().filter(|(_, entry)| matches!(entry, Entry::File(..))).map(|(path, _)| path);
+    let mut command = Command::new("md5sum");
+    let output = command.args(regular).current_dir(root).output().context("could not start md5sum")?;
+    if !output.status.success() {
+        bail!("md5sum ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(output.stdout)
+}
+
+fn conffiles() -> String {
+    layout::CONFIGURATION.iter().map(|path| format!("/{path}\n")).collect()
+}
+
+/// The package's name, relations and description (deb-control(5)).
+fn control(name: &str, binary: &Path, files: &[(String, Entry)]) -> Result<String> {
+    let bytes: usize = files
+        .iter()
+        .map(|(_, entry)| if let Entry::File(content, _) = entry { content.len() } else { 0 })
+        .sum();
+    let mut text = format!("Package: beelet\nVersion: {name}\nArchitecture: {}\n", architecture()?);
+    text += "Maintainer: The beelet authors <packages@beelet.dev>\nSection: admin\nPriority: optional\n";
+    let _ = writeln!(text, "Installed-Size: {}", bytes.div_ceil(1024));
+    if let Some(libc) = needed_libc(binary)? {
+        let _ = writeln!(text, "Depends: libc6 (>= {libc}), libgcc-s1");
+    }
+    text += "Recommends: containerd (>= 1.6) | cri-o, runc | crun, containernetworking-plugins\n\
+             Suggests: apparmor, xfsprogs\n\
+             Homepage: https://beelet.dev\n\
+             Description: node agent that runs a machine's pods\n \
+             beelet does the kubelet's job on one machine: it runs Kubernetes' pods on a container\n \
+             runtime (CRI), on its own or as a node of a cluster. eBPF programs tell it what others\n \
+             poll for. It can also measure the pods of a kubelet, changing nothing (beelet observe).\n";
+    Ok(text)
+}
+
+fn architecture() -> Result<&'static str> {
+    match std::env::consts::ARCH {
+        "x86_64" => Ok("amd64"),
+        "aarch64" => Ok("arm64"),
+        other => bail!("no Debian package is made for {other}"),
+    }
+}
+
+/// The version of glibc that the binary's symbols ask for; None if it is static.
+fn needed_libc(binary: &Path) -> Result<Option<String>> {
+    let output = Command::new("objdump").arg("-T").arg(binary).output().context("could not start objdump")?;
+    Ok(newest_glibc(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// The newest in lines such as `… (GLIBC_2.34) pthread_create`.
+fn newest_glibc(symbols: &str) -> Option<String> {
+    let versions = symbols.split("GLIBC_").skip(1).filter_map(|rest| {
+        let word: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
+        word.split('.').map(str::parse).collect::<Result<Vec<u32>, _>>().ok()
+    });
+    let newest = versions.max()?;
+    Some(newest.iter().map(u32::to_string).collect::<Vec<_>>().join("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_glibc_that_is_asked_for_is_found() {
+        let text = "0 DF *UND* 0 (GLIBC_2.2.5) read\n0 DF *UND* 0 (GLIBC_2.34) dlsym\n0 (GLIBC_2.9) pipe2\n";
+        assert_eq!(newest_glibc(text).as_deref(), Some("2.34"));
+        assert_eq!(newest_glibc("no symbols\n"), None);
+    }
+
+    #[test]
+    fn the_scripts_are_shell_that_a_shell_understands_and_can_be_run() {
+        for script in SCRIPTS {
+            let path = shell::repository().join("packaging/deb").join(script);
+            let output = Command::new("sh").arg("-n").arg(&path).output().unwrap();
+            assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
+            assert!(fs::read_to_string(&path).unwrap().starts_with("#!/bin/sh\n"), "{script}");
+        }
+    }
+
+    #[test]
+    fn a_package_has_the_files_with_their_modes_and_says_what_is_a_configuration() {
+        if require().is_err() {
+            return eprintln!("no dpkg-deb here");
+        }
+        let out = tempfile::tempdir().unwrap();
+        let files = [
+            ("etc/beelet/beelet.yaml".to_owned(), Entry::File(b"a: b\n".to_vec(), 0o644)),
+            ("usr/bin/beelet".to_owned(), Entry::File(b"#!/bin/sh\n".to_vec(), 0o755)),
+        ];
+        let first = build(&files, "7", out.path(), 1_700_000_000).unwrap();
+        assert!(
+            first.file_name().unwrap().to_string_lossy().starts_with(&format!("beelet_{}-7_", version()))
+        );
+        let bytes = fs::read(&first).unwrap();
+        let ask = |arguments: &[&str], part: &[&str]| {
+            let output = Command::new("dpkg-deb").args(arguments).arg(&first).args(part).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let listed = ask(&["--contents"], &[]);
+        assert!(listed.contains("-rwxr-xr-x root/root") && listed.contains("./usr/bin/beelet"), "{listed}");
+        assert_eq!(ask(&["--info"], &["conffiles"]), "/etc/beelet/beelet.yaml\n");
+        // The same again is the same.
+        build(&files, "7", out.path(), 1_700_000_000).unwrap();
+        assert!(fs::read(&first).unwrap() == bytes);
+    }
+}

@@ -1,0 +1,93 @@
+//! What is installed where: the binary, its units and configuration, pages and completions that the
+//! binary itself writes, and the documentation.
+
+use crate::shell;
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::images::Entry;
+use flate2::{Compression, GzBuilder};
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+/// Files of the repository and where they go, readable for everybody.
+const COPIED: &[(&str, &str)] = &[
+    ("packaging/beelet.service", "usr/lib/systemd/system/beelet.service"),
+    ("packaging/beelet-observe.service", "usr/lib/systemd/system/beelet-observe.service"),
+    ("packaging/beelet.yaml", "etc/beelet/beelet.yaml"),
+    ("packaging/grafana/beelet.json", "usr/share/doc/beelet/grafana/beelet.json"),
+    ("packaging/kubernetes/observe.yaml", "usr/share/doc/beelet/kubernetes/observe.yaml"),
+    ("README.md", "usr/share/doc/beelet/README.md"),
+    ("LICENSE", "usr/share/doc/beelet/copyright"),
+];
+/// What is a configuration: the administrator's, once it was changed.
+pub(super) const CONFIGURATION: &[&str] = &["etc/beelet/beelet.yaml"];
+const COMPLETIONS: &[(&str, &str)] = &[
+    ("bash", "usr/share/bash-completion/completions/beelet"),
+    ("zsh", "usr/share/zsh/vendor-completions/_beelet"),
+    ("fish", "usr/share/fish/vendor_completions.d/beelet.fish"),
+];
+
+/// All files by their paths from the root, sorted. `runnable` is the same program as `binary`, in a form
+/// that this machine can run.
+pub(crate) fn files(binary: &Path, runnable: &Path) -> Result<Vec<(String, Entry)>> {
+    let mut all = vec![
+        ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),
+        ("etc/beelet/manifests".to_owned(), Entry::Folder(0o755)),
+    ];
+    let mut add = |path: String, content: Vec<u8>| all.push((path, Entry::File(content, 0o644)));
+    for (from, to) in COPIED {
+        add((*to).to_owned(), read(&shell::repository().join(from))?);
+    }
+    add(
+        "usr/share/doc/beelet/changelog.gz".to_owned(),
+        gzip(&read(&shell::repository().join("CHANGELOG.md"))?)?,
+    );
+    for (name, content) in in_folder(&shell::repository().join("docs"), ".md")? {
+        add(format!("usr/share/doc/beelet/{name}"), content);
+    }
+    for (shell, path) in COMPLETIONS {
+        add((*path).to_owned(), printed(runnable, &["completions", shell])?);
+    }
+    let pages = tempfile::tempdir().context("could not make a folder for the manual pages")?;
+    printed(runnable, &["man", &pages.path().display().to_string()])?;
+    for (name, content) in in_folder(pages.path(), ".1")? {
+        add(format!("usr/share/man/man1/{name}.gz"), gzip(&content)?);
+    }
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    Ok(all)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).with_context(|| format!("could not read {}", path.display()))
+}
+
+/// The folder's own files with this end, by name.
+fn in_folder(folder: &Path, end: &str) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("could not list {}", folder.display()))? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_file() && name.ends_with(end) {
+            found.push((name, read(&path)?));
+        }
+    }
+    Ok(found)
+}
+
+/// What the program prints.
+fn printed(program: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.with_context(|| format!("could not start {}", program.display()))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        bail!("`{} {}` ended with {}: {said}", program.display(), arguments.join(" "), output.status);
+    }
+    Ok(output.stdout)
+}
+
+/// Without a name and a time: the same content makes the same bytes.
+fn gzip(content: &[u8]) -> Result<Vec<u8>> {
+    let mut encoder = GzBuilder::new().mtime(0).write(Vec::new(), Compression::best());
+    encoder.write_all(content)?;
+    encoder.finish().context("could not compress")
+}

@@ -1,0 +1,200 @@
+//! `cargo xtask package`: what a release ships. A Debian package, a static binary in an archive, a
+//! container image, a list of what is in the binary (SBOM), and the checksums of all of them, below
+//! `package/` in cargo's target folder.
+//!
+//! All are made of the same files ([`layout`]), so nothing is in one of them that another lacks. The same
+//! commit makes the same bytes: times are the commit's, owners are root.
+
+mod archive;
+mod deb;
+mod layout;
+mod sbom;
+
+use crate::{progress::Step, setup, shell};
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::{images, workdir};
+use serde_json::json;
+use sha2::{Digest as _, Sha256};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub(crate) use self::deb::build as build_deb;
+pub(crate) use self::layout::files;
+
+/// The profile of what is shipped (Cargo.toml says what is in it).
+const PROFILE: &str = "dist";
+/// The target of the static binary.
+const STATIC: &str = "x86_64-unknown-linux-musl";
+/// The image's name, as packaging/kubernetes names it.
+const IMAGE: &str = "localhost/beelet:latest";
+
+/// Makes what a release ships, below target/package: a .deb, an archive with a static binary, a container
+/// image, an SBOM, and their checksums.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The package's revision, behind the version: 0.1.0-REVISION
+    #[arg(long, value_name = "REVISION", default_value = "1")]
+    revision: String,
+
+    /// Only these: deb, static (the archive), image (needs static), sbom [default: all]
+    #[arg(long, value_name = "WHAT", value_delimiter = ',')]
+    only: Vec<Product>,
+
+    /// Take these binaries as they are instead of building: the package's, and the static one's
+    #[arg(long, value_name = "DEB,STATIC", value_delimiter = ',', num_args = 1)]
+    binaries: Vec<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Product {
+    Deb,
+    Static,
+    Image,
+    Sbom,
+}
+
+/// The command line's entry.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let wants = |product| args.only.is_empty() || args.only.contains(&product);
+    let out = workdir::target_dir().join("package");
+    std::fs::create_dir_all(&out).with_context(|| format!("could not make {}", out.display()))?;
+    let commit = Commit::of_checkout();
+    let mut made = Vec::new();
+    if wants(Product::Deb) {
+        deb::require()?;
+        let binary = stripped(&built(args.binaries.first(), None, &commit)?, &out)?;
+        made.push(build_deb(&files(&binary, &binary)?, &args.revision, &out, commit.seconds)?);
+    }
+    if wants(Product::Static) || wants(Product::Image) {
+        let binary = stripped(&built(args.binaries.get(1), Some(STATIC), &commit)?, &out)?;
+        if !images::is_static(&binary)? {
+            bail!("{} is not static", binary.display());
+        }
+        if wants(Product::Static) {
+            made.push(archive::build(&files(&binary, &binary)?, &out, commit.seconds)?);
+        }
+        if wants(Product::Image) {
+            made.push(image(&binary, &out)?);
+        }
+    }
+    if wants(Product::Sbom) {
+        made.push(sbom::build(&out)?);
+    }
+    let sums = checksums(&made)?;
+    workdir::write(&out.join("SHA256SUMS"), sums)?;
+    for path in &made {
+        let size = std::fs::metadata(path)?.len();
+        println!("{:>6.1} MB  {}", megabytes(size), path.display());
+    }
+    println!("           {}", out.join("SHA256SUMS").display());
+    Ok(())
+}
+
+/// What the binary says of its origin, and the time of everything in the packages.
+struct Commit {
+    /// Its hash and date; None without git, or where this is no checkout of its own.
+    name: Option<String>,
+    /// Seconds since 1970.
+    seconds: u64,
+}
+
+impl Commit {
+    fn of_checkout() -> Commit {
+        let git = |arguments: &[&str]| {
+            let output =
+                Command::new("git").args(arguments).current_dir(shell::repository()).output().ok()?;
+            output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        };
+        let found = || {
+            git(&["ls-files", "--error-unmatch", "Cargo.lock"])?;
+            let name = git(&["log", "-1", "--abbrev=12", "--format=%h %cs"])?;
+            let changed = !git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
+            let name = if changed { format!("{name}, with changes") } else { name };
+            Some((name, git(&["log", "-1", "--format=%ct"])?.parse().ok()?))
+        };
+        match found() {
+            Some((name, seconds)) => Commit { name: Some(name), seconds },
+            None => Commit { name: None, seconds: 0 },
+        }
+    }
+}
+
+/// The agent for this target (None: this machine's own), or the one that was given.
+fn built(given: Option<&PathBuf>, target: Option<&str>, commit: &Commit) -> Result<PathBuf> {
+    if let Some(given) = given {
+        return Ok(given.clone());
+    }
+    let mut cargo = shell::cargo();
+    cargo.args(["build", "--locked", "--package", "beelet", "--profile", PROFILE]);
+    let mut dir = workdir::target_dir();
+    if let Some(target) = target {
+        require_target(target)?;
+        cargo.args(["--target", target]);
+        dir.push(target);
+    }
+    if let Some(name) = &commit.name {
+        cargo.env("BEELET_COMMIT", name);
+    }
+    let step = Step::start(format!("build the agent for {}", target.unwrap_or("this machine")));
+    shell::run(&mut cargo)?;
+    step.done("built");
+    Ok(dir.join(PROFILE).join("beelet"))
+}
+
+/// rustc has the target's standard library, and there is a C compiler for it (ring has some C).
+fn require_target(target: &str) -> Result<()> {
+    let listed = Command::new("rustc").args(["--print", "target-libdir", "--target", target]).output();
+    let dir = listed.context("could not start rustc")?.stdout;
+    if !Path::new(String::from_utf8_lossy(&dir).trim()).is_dir() {
+        bail!("rustc has no standard library for {target}: rustup target add {target}");
+    }
+    if setup::find("musl-gcc").is_none() {
+        bail!("musl-gcc is missing: apt-get install musl-tools");
+    }
+    Ok(())
+}
+
+/// A copy without symbols. The original keeps them, for whoever looks at a core dump.
+fn stripped(binary: &Path, out: &Path) -> Result<PathBuf> {
+    let dir = out.join("stripped").join(if images::is_static(binary)? { "static" } else { "dynamic" });
+    std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
+    let copy = dir.join("beelet");
+    shell::run(Command::new("strip").arg("-o").arg(&copy).arg(binary))?;
+    Ok(copy)
+}
+
+/// The image of the DaemonSet in packaging/kubernetes: the binary and nothing else.
+fn image(binary: &Path, out: &Path) -> Result<PathBuf> {
+    let program = std::fs::read(binary).with_context(|| format!("could not read {}", binary.display()))?;
+    let folder = |path: &str| (path.to_owned(), images::Entry::Folder(0o755));
+    let files = [
+        folder("usr"),
+        folder("usr/bin"),
+        ("usr/bin/beelet".to_owned(), images::Entry::File(program, 0o755)),
+    ];
+    let image =
+        images::cached(IMAGE, &files, &json!({ "Entrypoint": ["/usr/bin/beelet"], "Cmd": ["observe"] }))?;
+    let path = out.join(format!("beelet-{}-{}-oci.tar", version(), std::env::consts::ARCH));
+    std::fs::copy(&image.path, &path).with_context(|| format!("could not write {}", path.display()))?;
+    Ok(path)
+}
+
+/// As `sha256sum --check` reads it.
+fn checksums(files: &[PathBuf]) -> Result<String> {
+    let line = |path: &PathBuf| {
+        let content = std::fs::read(path).with_context(|| format!("could not read {}", path.display()))?;
+        let sum: String = Sha256::digest(&content).iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        Ok(format!("{sum}  {name}\n"))
+    };
+    files.iter().map(line).collect()
+}
+
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}
+
+#[allow(clippy::cast_precision_loss)] // for people
+fn megabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}

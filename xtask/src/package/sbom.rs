@@ -1,0 +1,63 @@
+//! The list of what is in the binary (CycloneDX, JSON), by cargo-cyclonedx.
+
+use super::version;
+use crate::{progress::Step, shell};
+use anyhow::{Context as _, Result};
+use beelet_tests::workdir;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The version whose output was looked at.
+const TOOL: &str = "0.5.9";
+/// What it calls its output, beside agent/Cargo.toml.
+const NAME: &str = "beelet.sbom";
+
+/// Makes it in the folder `out`.
+pub(super) fn build(out: &Path) -> Result<PathBuf> {
+    let root = workdir::target_dir().join("tools").join(format!("cargo-cyclonedx-{TOOL}"));
+    let tool = root.join("bin/cargo-cyclonedx");
+    if !tool.exists() {
+        let step = Step::start(format!("cargo-cyclonedx {TOOL}, once"));
+        let mut install = shell::cargo();
+        install.args(["install", "--quiet", "--locked", "cargo-cyclonedx", "--version", TOOL, "--root"]);
+        shell::run(install.arg(&root))?;
+        step.done("installed");
+    }
+    let manifest = shell::repository().join("agent/Cargo.toml");
+    let mut command = Command::new(&tool);
+    command.args([
+        "cyclonedx",
+        "--quiet",
+        "--format",
+        "json",
+        "--override-filename",
+        NAME,
+        "--manifest-path",
+    ]);
+    shell::run(command.arg(&manifest).current_dir(shell::repository()))?;
+    // It leaves a file beside every crate that it walked through.
+    let path = out.join(format!("beelet-{}.cdx.json", version()));
+    let made = shell::repository().join("agent").join(format!("{NAME}.json"));
+    std::fs::copy(&made, &path).with_context(|| format!("could not copy {}", made.display()))?;
+    sweep(&shell::repository())?;
+    Ok(path)
+}
+
+/// Removes what the tool wrote into the sources.
+fn sweep(repository: &Path) -> Result<()> {
+    let output = Command::new("find")
+        .arg(repository)
+        .args([
+            "-path",
+            "*/target",
+            "-prune",
+            "-o",
+            "-name",
+            &format!("{NAME}.json"),
+            "-type",
+            "f",
+            "-delete",
+        ])
+        .output();
+    output.context("could not start find").map(drop)
+}
