@@ -9,6 +9,7 @@
 //!
 //! This module must never decide anything about pods, and nothing outside it may speak CRI.
 
+pub mod cni;
 pub mod ownership;
 
 mod channel;

@@ -62,7 +62,10 @@ use beelet_pods::{
     refresh,
 };
 use beelet_probes::Probes;
-use beelet_state::{State, events::Recorder};
+use beelet_state::{
+    State,
+    events::{NodeEvents, Recorder},
+};
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
@@ -150,6 +153,8 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
         let parts = base.kubelet_api(pages, (reviewers, verbosity), &frame.serving);
         frame.serve_kubelet_api(parts, port).await?;
     }
+    let told = NodeEvents::new(base.events.clone(), &base.config.node_name);
+    frame.servers.spawn("node readiness", base.health.clone().tell(told, frame.serving.clone()));
     frame.servers.spawn("event log", base.events.writer(Arc::clone(&base.state), frame.serving.clone()));
     frame.notify_service_manager(stopping_time(base.config.beelet.stop_pods_on_exit, base.table.clone()));
     let ran = base.run(inputs, &frame, ownership.as_ref(), shutdown).await;
@@ -247,6 +252,7 @@ impl Base {
             path: config.static_pod_path.clone(),
             node_name: config.node_name.clone(),
             rules: manifest_rules(config, &self.state),
+            runtime: self.runtime.clone(),
         };
         let outlook = self.health.outlook();
         let running = || Arc::clone(&self.late.running);
@@ -640,6 +646,9 @@ impl Node {
             metrics: self.metrics.tuner.clone(),
             view: self.metrics.tuner_view.clone(),
         };
+        let (view, node) = (self.metrics.tuner_view.subscribe(), self.config.node_name.clone());
+        let telling = beelet_tuner::tell(view, self.events.clone(), node, working.clone());
+        tasks.spawn_optional("tuner's events", telling);
         tasks.spawn_optional("tuner", beelet_tuner::run(tuner, working.clone()));
     }
 
