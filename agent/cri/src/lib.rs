@@ -11,6 +11,7 @@
 
 pub mod cni;
 pub mod ownership;
+pub mod store;
 
 mod channel;
 mod error;

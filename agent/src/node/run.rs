@@ -40,7 +40,10 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_devices::{Devices, cdi_by_annotation};
-use beelet_images::pull::{self, Puller};
+use beelet_images::{
+    folder::Folder,
+    pull::{self, Puller},
+};
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_logs::{
     links,
@@ -426,6 +429,11 @@ impl Node {
             tasks.spawn("links to logs", links::follow(table, folder.clone(), logs, working.clone()));
         }
         tasks.spawn("memory", give_memory_back(working.clone()));
+        if let Some(path) = self.config.beelet.image_archives.clone() {
+            let events = NodeEvents::new(self.events.clone(), &self.config.node_name);
+            let folder = Folder { path, runtime: self.runtime.clone(), events };
+            tasks.spawn("image archives", folder.run(working.clone()));
+        }
         let table = self.table.clone();
         let calls = self.metrics.pod_resources.clone();
         let served = podresources::serve(handles.devices.clone(), table, calls, working.clone());
