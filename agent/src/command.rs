@@ -33,6 +33,7 @@ pub fn main() -> ExitCode {
     if kubelet::is_called(std::env::args_os().next().as_deref()) {
         return kubelet::main(std::env::args_os());
     }
+    beelet_cli::manual::complete(Cli::command);
     match Cli::parse().command {
         Command::Run(args) => run::run(&args),
         Command::Observe(args) => observe::run(&args),

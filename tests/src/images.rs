@@ -58,6 +58,47 @@ pub fn variant(name: &str) -> Result<ImageTar> {
     cached(name, &busybox_files(&app)?, &json!({ "Env": ["PATH=/bin", variant], "Cmd": ["/bin/sh"] }))
 }
 
+/// Debian's redis under the name that docker's registry has it by, with a shell beside it.
+pub fn redis(name: &str) -> Result<ImageTar> {
+    // The server is the same program as the checker of its files; what it is called decides.
+    let programs =
+        [("redis-check-rdb", "usr/local/bin/redis-server"), ("redis-cli", "usr/local/bin/redis-cli")];
+    let mut files = vec![
+        ("data".to_owned(), Entry::Folder(0o777)),
+        ("bin/sh".to_owned(), Entry::File(std::fs::read(busybox()?)?, 0o755)),
+        ("bin/tar".to_owned(), Entry::Link("sh".to_owned())),
+    ];
+    let mut libraries = std::collections::BTreeSet::new();
+    for (program, place) in programs {
+        let path =
+            crate::requires::find_program(program).with_context(|| format!("{program} is not installed"))?;
+        libraries.extend(shared_libraries(&path)?);
+        files.push((place.to_owned(), Entry::File(std::fs::read(path)?, 0o755)));
+    }
+    for library in libraries {
+        let content =
+            std::fs::read(&library).with_context(|| format!("could not read {}", library.display()))?;
+        files.push((
+            library.to_string_lossy().trim_start_matches('/').to_owned(),
+            Entry::File(content, 0o755),
+        ));
+    }
+    let config = json!({
+        "Env": ["PATH=/usr/local/bin:/bin"],
+        "WorkingDir": "/data",
+        "Cmd": ["redis-server", "--protected-mode", "no"],
+    });
+    cached(name, &files, &config)
+}
+
+/// What the dynamic loader would load for a program, the loader included.
+fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("could not start ldd")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let words = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
+    Ok(words.map(PathBuf::from).collect())
+}
+
 fn busybox_files(app: &[u8]) -> Result<Vec<(String, Entry)>> {
     let busybox = busybox()?;
     let program = std::fs::read(&busybox).with_context(|| format!("could not read {}", busybox.display()))?;

@@ -247,6 +247,14 @@ pub fn faketime_library() -> Option<PathBuf> {
     folders.map(|dir| dir.join("faketime/libfaketimeMT.so.1")).find(|path| path.is_file())
 }
 
+/// The test runs a redis: Debian's, whose server lies in the package of its tools.
+pub fn redis() -> Result<(), Missing> {
+    if find_program("redis-cli").is_some() && find_program("redis-check-rdb").is_some() {
+        return Ok(());
+    }
+    Err(missing("redis is not installed", "cargo xtask setup --for test"))
+}
+
 /// The test stops the agent at its system calls: strace, and leave to trace.
 pub fn strace() -> Result<(), Missing> {
     root()?;

@@ -72,6 +72,9 @@ const TEST: &[Need] = &[
     need("pkg-config", "pkg-config"),
     need("/usr/include/libelf.h", "libelf-dev"),
     need("/usr/include/zlib.h", "zlib1g-dev"),
+    // An application that everybody knows. Debian's server lies in the package of its tools, without a
+    // service.
+    need("redis-cli", "redis-tools"),
     // Clocks that tests step, and system calls that they stop at.
     need("faketime", "faketime"),
     // A bus with a logind that does as it is told.

@@ -1,8 +1,8 @@
-//! Lets pods run again that the node ended: evicted ones once nothing has been short for the transition
-//! period, preempted ones once there has been room for so long. Under an API server somebody would make a new
-//! pod; a standalone node has only the manifest.
+//! Lets pods run again that the node ended or did not let in: evicted ones once nothing has been short for the
+//! transition period, preempted ones once there has been room for so long, and those that did not fit as soon as
+//! they do. Under an API server somebody would make a new pod; a standalone node has only the manifest.
 //!
-//! Must never bring back a pod for which there is no room: it would be refused, and then it would stay so.
+//! Must never bring back a pod for which there is no room: it would be refused once more.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -19,6 +19,7 @@ use tracing::info;
 use super::Admission;
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
 use beelet_model::{
+    failure::OUT_OF,
     origin::Origin,
     request::Request,
     table::{PodName, PodTable},
@@ -27,8 +28,11 @@ use beelet_model::{
 /// How often it is looked again whether there is room for a pod that could come back. Room comes without a
 /// sign of its own.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// A pod that did not fit is not tried again sooner than this: nothing turns in a circle at once.
+const REFUSED_FOR: Duration = Duration::from_secs(1);
 
-/// Asks for another try of pods that were evicted or preempted, once the node has room for them again.
+/// Asks for another try of pods that were evicted or preempted, or did not fit, once the node has room for
+/// them.
 #[derive(Debug)]
 pub struct RetryEvicted {
     /// All pods.
@@ -70,10 +74,7 @@ impl RetryEvicted {
     /// The pods that the node ended, the most important first, with the time at which that was first seen.
     /// `ended` has that time from one look to the next, by UID and by when the pod says that it was ended: it
     /// can be ended again.
-    fn candidates(
-        &mut self,
-        ended: &mut HashMap<(String, Timestamp), Instant>,
-    ) -> Vec<(Arc<core::Pod>, Instant)> {
+    fn candidates(&mut self, ended: &mut HashMap<(String, Ended), Instant>) -> Vec<Candidate> {
         let table = Arc::clone(&self.table.borrow_and_update());
         let before = std::mem::take(ended);
         let mut pods: Vec<_> = table
@@ -83,28 +84,31 @@ impl RetryEvicted {
             // In a cluster somebody makes a new pod.
             .filter(|entry| !Origin::of(&entry.pod).is_api())
             .filter_map(|entry| {
-                let key = (entry.pod.metadata.uid.clone()?, ended_at(&entry.pod)?);
+                let how = how_ended(&entry.pod)?;
+                let patience = if how == Ended::Refused { REFUSED_FOR } else { self.transition };
+                let key = (entry.pod.metadata.uid.clone()?, how);
                 let at = before.get(&key).copied().unwrap_or_else(Instant::now);
                 ended.insert(key, at);
-                Some((Arc::new(core::Pod { status: None, ..entry.pod.clone() }), at))
+                let pod = Arc::new(core::Pod { status: None, ..entry.pod.clone() });
+                Some(Candidate { pod, at, patience, is_refused: how == Ended::Refused })
             })
             .collect();
-        pods.sort_by_cached_key(|(pod, _)| (std::cmp::Reverse(priority(pod)), PodName::of(pod)));
+        pods.sort_by_cached_key(|one| (std::cmp::Reverse(priority(&one.pod)), PodName::of(&one.pod)));
         pods
     }
 
     /// Asks for those that may; when to look again, if there are others.
-    async fn bring_back(&mut self, pods: &[(Arc<core::Pod>, Instant)]) -> Option<Duration> {
+    async fn bring_back(&mut self, pods: &[Candidate]) -> Option<Duration> {
         let short = !self.conditions.borrow_and_update().is_empty();
         let mut wait: Option<Duration> = None;
-        for (pod, ended) in pods {
-            let left = self.transition.saturating_sub(ended.elapsed());
+        for Candidate { pod, at, patience, is_refused } in pods {
+            let left = patience.saturating_sub(at.elapsed());
             if !left.is_zero() {
                 wait = Some(wait.map_or(left, |known| known.min(left)));
-            } else if short {
+            } else if short && !is_refused {
                 // The conditions' end wakes us.
             } else if self.admission.reserve(pod) {
-                info!(pod = %PodName::of(pod), "there is room again for a pod that the node ended; it may run");
+                info!(pod = %PodName::of(pod), "there is room for a pod that the node ended or refused; it may run");
                 let uid = pod.metadata.uid.clone().unwrap_or_default();
                 if self.requests.send(Request::Retry { uid }).await.is_err() {
                     return None;
@@ -117,15 +121,37 @@ impl RetryEvicted {
     }
 }
 
-/// When the node ended the pod; None if it didn't, or if that isn't over yet.
-fn ended_at(pod: &core::Pod) -> Option<Timestamp> {
+/// A pod that may run again.
+struct Candidate {
+    pod: Arc<core::Pod>,
+    /// Since when it is known to have ended.
+    at: Instant,
+    /// How long it has to have ended.
+    patience: Duration,
+    is_refused: bool,
+}
+
+/// How the node ended a pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Ended {
+    /// It ran, until then.
+    At(Timestamp),
+    /// It did not fit.
+    Refused,
+}
+
+/// Returns how the node ended the pod; None if it didn't, or if that isn't over yet.
+fn how_ended(pod: &core::Pod) -> Option<Ended> {
     let status = pod.status.as_ref()?;
-    let by_the_node = matches!(status.reason.as_deref(), Some(EVICTED | PREEMPTING));
-    if status.phase.as_deref() != Some("Failed") || !by_the_node {
+    let reason = status.reason.as_deref().filter(|_| status.phase.as_deref() == Some("Failed"))?;
+    if reason.starts_with(OUT_OF) {
+        return Some(Ended::Refused);
+    }
+    if !matches!(reason, EVICTED | PREEMPTING) {
         return None;
     }
     let condition = status.conditions.iter().flatten().find(|c| c.type_ == "DisruptionTarget")?;
-    Some(condition.last_transition_time.as_ref()?.0)
+    Some(Ended::At(condition.last_transition_time.as_ref()?.0))
 }
 
 #[cfg(test)]
@@ -139,16 +165,18 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_node_ended_comes_back_and_only_once_it_is_over() {
+    fn only_what_the_node_ended_or_refused_comes_back_and_only_once_it_is_over() {
         let condition = json!([{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2026-11-21T12:00:00Z"}]);
         let check = |phase: &str, reason: &str, expect: bool| {
             let status = json!({"phase": phase, "reason": reason, "conditions": condition});
-            assert_eq!(ended_at(&pod(&status)).is_some(), expect, "{phase} {reason}");
+            assert_eq!(how_ended(&pod(&status)).is_some(), expect, "{phase} {reason}");
         };
         check("Failed", "Evicted", true);
         check("Failed", "Preempting", true);
         check("Running", "Evicted", false);
-        check("Failed", "OutOfcpu", false);
+        check("Failed", "OutOfcpu", true);
+        check("Failed", "NodePorts", false);
+        check("Pending", "OutOfcpu", false);
         check("Failed", "DeadlineExceeded", false);
         check("Succeeded", "", false);
     }

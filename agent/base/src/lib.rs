@@ -1,5 +1,7 @@
 //! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS,
-//! blocking work, walks by descriptor, the size of file systems, counters with the kubelet's names.
+//! blocking work, walks by descriptor, tar archives, the size of file systems, counters with the kubelet's
+//! names.
+pub mod archive;
 pub mod blocking;
 pub mod clock;
 mod error;
@@ -9,6 +11,7 @@ pub mod kubelet_counter;
 pub mod lock;
 pub mod mountinfo;
 pub mod own_file;
+pub mod pieces;
 pub mod tls;
 pub mod walk;
 

@@ -9,9 +9,9 @@ use clap::Args;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::args::AgentArgs;
+use super::args::{AgentArgs, ContainerArgs};
 use super::exec::{QUEUE, converse, send};
-use super::failed;
+use super::{exit_code, finish};
 use beelet_client::Client;
 
 /// Arguments of `beelet attach`.
@@ -22,15 +22,8 @@ use beelet_client::Client;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  beelet attach web\n  beelet attach -it shell -c main")]
 pub struct AttachArgs {
-    /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD")]
-    pod: String,
-    /// The container; else the pod's default or first one.
-    #[arg(short, long, value_name = "CONTAINER")]
-    container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
-    #[arg(short, long, value_name = "NAMESPACE")]
-    namespace: Option<String>,
+    #[command(flatten)]
+    of: ContainerArgs,
     /// Hand standard input on to the container.
     #[arg(short = 'i', long)]
     stdin: bool,
@@ -44,12 +37,7 @@ pub struct AttachArgs {
 /// Attaches; the exit code is 0 when the container's streams have ended.
 #[must_use]
 pub fn run(args: AttachArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(attach(args)));
-    match done {
-        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
-        Err(error) => failed(&error),
-    }
+    finish(async { Ok(exit_code(attach(args).await?)) })
 }
 
 async fn attach(args: AttachArgs) -> anyhow::Result<i32> {
@@ -57,11 +45,7 @@ async fn attach(args: AttachArgs) -> anyhow::Result<i32> {
     let terminal = args.tty && io::stdin().is_terminal();
     let (sender, receiver) = mpsc::channel(QUEUE);
     let start = proto::ExecStart {
-        target: Some(proto::ContainerTarget {
-            namespace: args.namespace.unwrap_or_default(),
-            pod: args.pod,
-            container: args.container.unwrap_or_default(),
-        }),
+        target: Some(args.of.target()),
         command: Vec::new(),
         stdin: args.stdin,
         tty: args.tty,

@@ -117,13 +117,12 @@ impl Machine {
     fn look() -> anyhow::Result<Self> {
         let (defaults, _) = Config::with_defaults()?;
         let socket = SOCKETS.iter().find(|socket| Path::new(socket).exists()).unwrap_or(&SOCKETS[0]);
-        let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (answers, driver) = threads.block_on(async {
+        let (answers, driver) = super::block_on(async {
             let Ok(runtime) = Runtime::new(&format!("unix://{socket}"), TIMEOUT) else {
-                return (false, None);
+                return Ok((false, None));
             };
-            (runtime.version().await.is_ok(), runtime.runtime_config().await.ok().flatten())
-        });
+            Ok((runtime.version().await.is_ok(), runtime.runtime_config().await.ok().flatten()))
+        })?;
         let pages = rustix::system::sysinfo();
         // The field's type differs by architecture.
         #[allow(clippy::useless_conversion)]

@@ -11,7 +11,7 @@ use clap::{Args, ValueEnum};
 use super::args::AgentArgs;
 use super::files::{self, Manifest};
 use super::until::{self, Target, Wanted};
-use super::{USAGE, failed, plain};
+use super::{USAGE, code, complete, finish, plain};
 use beelet_client::Client;
 use beelet_model::table::PodName;
 
@@ -30,7 +30,7 @@ pub struct DeleteArgs {
     #[arg(value_enum, value_name = "KIND", required_unless_present = "files")]
     kind: Option<Kind>,
     /// Their names; a pod's with or without the node's name at its end.
-    #[arg(value_name = "NAME", required_unless_present_any = ["files", "selector", "all"])]
+    #[arg(value_name = "NAME", add = complete::pods(), required_unless_present_any = ["files", "selector", "all"])]
     names: Vec<String>,
     /// What these manifests describe: files, folders or - for standard input.
     #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = ["kind", "names", "selector", "all"])]
@@ -42,7 +42,7 @@ pub struct DeleteArgs {
     #[arg(long, conflicts_with_all = ["names", "selector"])]
     all: bool,
     /// Their namespace.
-    #[arg(short, long, value_name = "NAMESPACE", default_value = "default")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces(), default_value = "default")]
     namespace: String,
     /// Rename the manifest to FILE.bak instead of removing it.
     #[arg(long)]
@@ -111,13 +111,7 @@ pub fn run(args: &DeleteArgs) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(delete(args, given)));
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => failed(&error),
-    }
+    finish(async { Ok(code(delete(args, given).await?)) })
 }
 
 /// Returns true if all of them are deleted.

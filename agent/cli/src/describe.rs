@@ -3,16 +3,18 @@
 mod node;
 mod pod;
 
+use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 use jiff::Timestamp;
 
 use super::args::AgentArgs;
-use super::failed;
-use super::get::{is_broken_pipe, print, show_notice};
-use beelet_client::Client;
+use super::get::{print, show_notice};
+use super::{complete, finish, neighbours};
+use beelet_client::{Client, signals};
 
 /// Arguments of `beelet describe`.
 #[derive(Debug, Args)]
@@ -36,7 +38,7 @@ struct PodArgs {
     /// The pod's name, with or without the node's name behind it.
     name: String,
     /// The pod's namespace.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
     agent: AgentArgs,
@@ -45,16 +47,12 @@ struct PodArgs {
 /// Shows it.
 #[must_use]
 pub fn run(args: &DescribeArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
-        What::Pod(args) => runtime.block_on(describe(args)),
-        What::Node(args) => runtime.block_on(describe_node(args)),
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(async {
+        match &args.what {
+            What::Pod(args) => describe(args).await,
+            What::Node(args) => describe_node(args).await,
+        }
+    })
 }
 
 async fn describe(args: &PodArgs) -> anyhow::Result<()> {
@@ -69,9 +67,48 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
         uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
     };
     let events = client.kept_events(wanted).await?;
-    print(&pod::text(&entry.pod, &events, Timestamp::now()))?;
+    let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
+    let interference = interference(&args.agent.socket, uid).await;
+    print(&pod::text(&entry.pod, &events, interference.as_deref(), Timestamp::now()))?;
     show_notice(&notice);
     Ok(())
+}
+
+/// Who had the CPU while the pod waited for it, over the longest time that is known: a second, where nobody
+/// else looks.
+async fn interference(socket: &Path, uid: &str) -> Option<String> {
+    /// Two readings make a rate; longer than this nobody waits for a sentence.
+    const PATIENCE: Duration = Duration::from_millis(2500);
+    let asking = async {
+        let mut snapshots = signals::Client::connect(socket).await.ok()?.snapshots("").await.ok()?;
+        loop {
+            let snapshot = snapshots.message().await.ok()??;
+            let pod = snapshot.pods.iter().find(|pod| pod.uid == uid)?;
+            if !pod.containers.iter().any(|container| container.running) {
+                return None;
+            }
+            if pod.containers.iter().any(|container| container.last_1s.is_some()) {
+                return Some(snapshot);
+            }
+        }
+    };
+    let snapshot = tokio::time::timeout(PATIENCE, asking).await.ok()??;
+    let machine = snapshot.machine.clone().unwrap_or_default();
+    let containers = snapshot.pods.iter().flat_map(|pod| &pod.containers);
+    // Before ten seconds have been watched, they are shorter.
+    if containers.filter_map(ten).any(|rates| rates.over_seconds > 5.0) {
+        neighbours::sentence(&snapshot, uid, machine.cpu_10s, ten)
+    } else {
+        neighbours::sentence(&snapshot, uid, machine.cpu_1s, one)
+    }
+}
+
+fn ten(container: &proto::SignalContainer) -> Option<&proto::SignalRates> {
+    container.last_10s.as_ref()
+}
+
+fn one(container: &proto::SignalContainer) -> Option<&proto::SignalRates> {
+    container.last_1s.as_ref()
 }
 
 async fn describe_node(args: &AgentArgs) -> anyhow::Result<()> {

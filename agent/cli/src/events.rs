@@ -2,17 +2,18 @@
 
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use beelet_proto::beelet as proto;
 use clap::{Args, ValueEnum};
 use jiff::Timestamp;
 
+use super::again::again;
 use super::args::{Output, ShownArgs};
-use super::failed;
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::{is_broken_pipe, print};
-use beelet_client::Client;
+use super::get::print;
+use super::{complete, finish};
+use beelet_client::{Client, ClientError};
 
 const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MESSAGE"];
 
@@ -20,10 +21,10 @@ const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MES
 #[derive(Debug, Args)]
 pub struct EventsArgs {
     /// Only events of this pod.
-    #[arg(long = "for", value_name = "POD")]
+    #[arg(long = "for", value_name = "POD", add = complete::pods())]
     pod: Option<String>,
     /// Only events of pods in this namespace.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     /// Only events of this type.
     #[arg(long, value_enum)]
@@ -46,14 +47,7 @@ enum Type {
 /// Shows them.
 #[must_use]
 pub fn run(args: &EventsArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(events(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(events(args))
 }
 
 pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
@@ -64,34 +58,79 @@ pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
         pod: args.pod.clone().unwrap_or_default(),
         uid: String::new(),
     };
-    let stream = client.events(wanted).await?;
+    if !args.watch {
+        let mut kept = client.kept_events(wanted).await?;
+        kept.retain(|event| args.wants(event));
+        return table(args, &mut Columns::new(TITLES), &kept);
+    }
     tokio::select! {
-        done = show(args, stream) => done,
+        done = follow(args, client, wanted) => done,
         interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
     }
 }
 
-async fn show(args: &EventsArgs, mut stream: tonic::Streaming<proto::Event>) -> anyhow::Result<()> {
-    let mut columns = Columns::new(TITLES);
-    // Those that are kept are shown together, in columns that fit all of them.
-    let mut kept = Vec::new();
-    let mut following = false;
-    while let Some(event) =
-        stream.message().await.map_err(|status| anyhow::anyhow!("the agent: {}", status.message()))?
-    {
-        if event.synced {
-            table(args, &mut columns, &kept)?;
-            (kept, following) = (Vec::new(), true);
-        } else if args.wants(&event) && following {
-            print(&one(args, &mut columns, &event)?)?;
-        } else if args.wants(&event) {
-            kept.push(event);
+/// The events that are kept, then each that comes, also over restarts of the agent.
+async fn follow(
+    args: &EventsArgs,
+    mut client: Client,
+    wanted: proto::ListEventsRequest,
+) -> anyhow::Result<()> {
+    let mut watcher = Watcher { args, columns: Columns::new(TITLES), newest: None };
+    loop {
+        let why = watcher.watch(&mut client, wanted.clone()).await?;
+        client = again(&args.shown.agent.socket, why).await?;
+    }
+}
+
+/// What a watch has shown.
+struct Watcher<'a> {
+    args: &'a EventsArgs,
+    columns: Columns,
+    /// When the newest of what was shown happened; None before the first.
+    newest: Option<i64>,
+}
+
+impl Watcher<'_> {
+    /// Shows what comes; why nothing comes any more.
+    async fn watch(
+        &mut self,
+        client: &mut Client,
+        wanted: proto::ListEventsRequest,
+    ) -> anyhow::Result<ClientError> {
+        let mut stream = match client.events(wanted).await {
+            Ok(stream) => stream,
+            Err(error) => return Ok(error),
+        };
+        // Those that are kept are shown together, in columns that fit all of them.
+        let (mut kept, mut synced) = (Vec::new(), false);
+        loop {
+            let event = match stream.message().await {
+                Ok(Some(event)) => event,
+                Ok(None) => return Ok(ClientError::Gone),
+                Err(status) => return Ok(status.into()),
+            };
+            if event.synced {
+                synced = true;
+                self.catch_up(std::mem::take(&mut kept))?;
+            } else if self.args.wants(&event) && synced {
+                self.newest = self.newest.max(Some(event.last_ns));
+                print(&one(self.args, &mut self.columns, &event)?)?;
+            } else if self.args.wants(&event) {
+                kept.push(event);
+            }
         }
     }
-    if args.watch {
-        bail!("the agent stopped");
+
+    /// Shows the events that are kept, but those that were shown before.
+    fn catch_up(&mut self, mut kept: Vec<proto::Event>) -> anyhow::Result<()> {
+        let is_first = self.newest.is_none();
+        kept.retain(|event| Some(event.last_ns) > self.newest);
+        self.newest = kept.iter().map(|event| event.last_ns).max().max(self.newest).or(Some(0));
+        if is_first {
+            return table(self.args, &mut self.columns, &kept);
+        }
+        kept.iter().try_for_each(|event| Ok(print(&one(self.args, &mut self.columns, event)?)?))
     }
-    table(args, &mut columns, &kept)
 }
 
 impl EventsArgs {

@@ -12,8 +12,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::args::AgentArgs;
-use super::failed;
+use super::args::{AgentArgs, ContainerArgs};
+use super::{exit_code, finish};
 use beelet_client::Client;
 
 /// Input on its way to the agent. What is typed faster waits.
@@ -25,15 +25,8 @@ const PIECE: usize = 16 << 10;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  beelet exec web -- ls /data\n  beelet exec -it web -c main -- sh")]
 pub struct ExecArgs {
-    /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD")]
-    pod: String,
-    /// The container; else the pod's default or first one.
-    #[arg(short, long, value_name = "CONTAINER")]
-    container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
-    #[arg(short, long, value_name = "NAMESPACE")]
-    namespace: Option<String>,
+    #[command(flatten)]
+    of: ContainerArgs,
     /// Hand standard input on to the command.
     #[arg(short = 'i', long)]
     stdin: bool,
@@ -50,12 +43,7 @@ pub struct ExecArgs {
 /// Runs it; the exit code is the command's.
 #[must_use]
 pub fn run(args: ExecArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(exec(args)));
-    match done {
-        Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
-        Err(error) => failed(&error),
-    }
+    finish(async { Ok(exit_code(exec(args).await?)) })
 }
 
 /// The terminal as keys come from it, without lines and signals of its own. Dropped, it is as it was.
@@ -85,11 +73,7 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
     }
     let (sender, receiver) = mpsc::channel(QUEUE);
     let start = proto::ExecStart {
-        target: Some(proto::ContainerTarget {
-            namespace: args.namespace.unwrap_or_default(),
-            pod: args.pod,
-            container: args.container.unwrap_or_default(),
-        }),
+        target: Some(args.of.target()),
         command: args.command,
         stdin: args.stdin,
         tty: args.tty,
@@ -165,7 +149,7 @@ async fn print(outputs: &mut tonic::Streaming<proto::ExecOutput>) -> anyhow::Res
     let (mut out, mut err) = (io::stdout(), io::stderr());
     loop {
         let output = outputs.message().await;
-        let output = output.map_err(|status| anyhow::anyhow!("the agent: {}", status.message()))?;
+        let output = output.map_err(beelet_client::ClientError::from)?;
         match output.and_then(|output| output.output) {
             Some(Output::Stdout(bytes)) => {
                 out.write_all(&bytes)?;

@@ -6,7 +6,7 @@ mod objects;
 pub(super) mod pod;
 
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -16,9 +16,10 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
 use self::columns::Columns;
+use super::again::again;
 use super::args::AgentArgs;
-use super::{failed, plain, why::Warnings};
-use beelet_client::{Client, Event, Watch};
+use super::{complete, finish, plain, why::Warnings};
+use beelet_client::{Client, ClientError, Event};
 use beelet_codec::ApiType as _;
 use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
 use beelet_policy::selector::Selector;
@@ -61,10 +62,10 @@ enum What {
 #[derive(Debug, Args)]
 struct PodsArgs {
     /// Only these pods, with or without the node's name at their end.
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", add = complete::pods())]
     names: Vec<String>,
     /// Only pods of this namespace.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     /// Pods of all namespaces. The default; here for the habit.
     #[arg(short = 'A', long, conflicts_with = "namespace")]
@@ -98,27 +99,18 @@ enum Output {
 /// Shows them.
 #[must_use]
 pub fn run(args: &GetArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
-        What::Pods(args) => runtime.block_on(get(args)),
-        What::Node(args) => runtime.block_on(node::get(args)),
-        What::ConfigMaps(args) => runtime.block_on(objects::get("ConfigMap", args)),
-        What::Secrets(args) => runtime.block_on(objects::get("Secret", args)),
-        What::PriorityClasses(args) => runtime.block_on(objects::get("PriorityClass", args)),
-        What::RuntimeClasses(args) => runtime.block_on(objects::get("RuntimeClass", args)),
-        What::Images(args) => runtime.block_on(crate::images::list(args)),
-        What::Events(args) => runtime.block_on(crate::events::events(args)),
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
-}
-
-pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+    finish(async {
+        match &args.what {
+            What::Pods(args) => get(args).await,
+            What::Node(args) => node::get(args).await,
+            What::ConfigMaps(args) => objects::get("ConfigMap", args).await,
+            What::Secrets(args) => objects::get("Secret", args).await,
+            What::PriorityClasses(args) => objects::get("PriorityClass", args).await,
+            What::RuntimeClasses(args) => objects::get("RuntimeClass", args).await,
+            What::Images(args) => crate::images::list(args).await,
+            What::Events(args) => crate::events::events(args).await,
+        }
+    })
 }
 
 async fn get(args: &PodsArgs) -> anyhow::Result<()> {
@@ -130,9 +122,8 @@ async fn get(args: &PodsArgs) -> anyhow::Result<()> {
         show_notice(&notice);
         return Ok(());
     }
-    let watch = client.watch().await?;
     tokio::select! {
-        done = follow(args, watch) => done,
+        done = follow(args, client) => done,
         interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
     }
 }
@@ -187,39 +178,90 @@ fn show(args: &PodsArgs, table: &PodTable, warnings: &Warnings) -> anyhow::Resul
     Ok(())
 }
 
-/// The watch: all pods first, then each that changes.
-async fn follow(args: &PodsArgs, mut watch: Watch) -> anyhow::Result<()> {
-    let mut table = PodTable::default();
-    let mut columns = args.columns();
-    let mut synced = false;
-    while let Some(event) = watch.next().await? {
-        event.apply(&mut table);
-        match &event {
-            Event::Synced => {
-                synced = true;
-                let entries: Vec<_> =
-                    table.pods.iter().filter(|(name, entry)| args.wants(name, entry)).collect();
-                entries.iter().for_each(|(_, entry)| columns.fit(&args.row(entry, &Warnings::default())));
-                if matches!(args.output, Output::Table | Output::Wide) {
-                    print(&columns.header())?;
+/// The watch: all pods first, then each that changes, also over restarts of the agent.
+async fn follow(args: &PodsArgs, mut client: Client) -> anyhow::Result<()> {
+    let mut watcher = Watcher { args, columns: args.columns(), shown: None };
+    loop {
+        let why = watcher.watch(&mut client).await?;
+        client = again(&args.agent.socket, why).await?;
+    }
+}
+
+/// What a watch has shown.
+struct Watcher<'a> {
+    args: &'a PodsArgs,
+    columns: Columns,
+    /// None before the first time that all pods were told.
+    shown: Option<PodTable>,
+}
+
+impl Watcher<'_> {
+    /// Shows what comes; why nothing comes any more.
+    async fn watch(&mut self, client: &mut Client) -> anyhow::Result<ClientError> {
+        let mut watch = match client.watch().await {
+            Ok(watch) => watch,
+            Err(error) => return Ok(error),
+        };
+        let mut table = PodTable::default();
+        let mut synced = false;
+        loop {
+            let event = match watch.next().await {
+                Ok(Some(event)) => event,
+                Ok(None) => return Ok(ClientError::Gone),
+                Err(error) => return Ok(error),
+            };
+            match &event {
+                Event::Synced => {
+                    synced = true;
+                    self.catch_up(std::mem::take(&mut table))?;
+                    continue;
                 }
-                for (_, entry) in entries {
-                    print(&one(args, &mut columns, entry)?)?;
+                Event::Rejected(rejected) if synced => show_rejected(rejected),
+                Event::Notice(notice) if notice.is_empty() => eprintln!("Pods are shown as they are again."),
+                Event::Notice(notice) => show_notice(notice),
+                Event::Added(name, entry) | Event::Modified(name, entry) | Event::Deleted(name, entry)
+                    if synced =>
+                {
+                    self.show(name, entry)?;
                 }
-                show_rejected(&table.rejected);
+                _ => {}
             }
-            Event::Rejected(rejected) if synced => show_rejected(rejected),
-            Event::Notice(notice) if notice.is_empty() => eprintln!("Pods are shown as they are again."),
-            Event::Notice(notice) => show_notice(notice),
-            Event::Added(name, entry) | Event::Modified(name, entry) | Event::Deleted(name, entry)
-                if synced && args.wants(name, entry) =>
-            {
-                print(&one(args, &mut columns, entry)?)?;
-            }
-            _ => {}
+            event.apply(self.shown.as_mut().filter(|_| synced).unwrap_or(&mut table));
         }
     }
-    bail!("the agent stopped")
+
+    /// Shows what is there: all of it at first, later what is not as it was shown.
+    fn catch_up(&mut self, table: PodTable) -> anyhow::Result<()> {
+        let before = self.shown.take();
+        if before.is_none() {
+            let wanted = table.pods.iter().filter(|(name, entry)| self.args.wants(name, entry));
+            wanted.for_each(|(_, entry)| self.columns.fit(&self.args.row(entry, &Warnings::default())));
+            if matches!(self.args.output, Output::Table | Output::Wide) {
+                print(&self.columns.header())?;
+            }
+        }
+        let before = before.unwrap_or_default();
+        for (name, entry) in &table.pods {
+            if before.pods.get(name).is_none_or(|old| old.pod != entry.pod) {
+                self.show(name, entry)?;
+            }
+        }
+        for (name, entry) in before.pods.iter().filter(|(name, _)| !table.pods.contains_key(*name)) {
+            self.show(name, entry)?;
+        }
+        if before.rejected != table.rejected {
+            show_rejected(&table.rejected);
+        }
+        self.shown = Some(table);
+        Ok(())
+    }
+
+    fn show(&mut self, name: &PodName, entry: &PodEntry) -> anyhow::Result<()> {
+        if self.args.wants(name, entry) {
+            print(&one(self.args, &mut self.columns, entry)?)?;
+        }
+        Ok(())
+    }
 }
 
 /// One pod as the watch shows it.

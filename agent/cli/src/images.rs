@@ -1,5 +1,8 @@
 //! `beelet images`: what the runtime has, and changes of it by hand.
 
+mod archive;
+
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use beelet_proto::beelet as proto;
@@ -9,8 +12,8 @@ use serde_json::json;
 use super::args::{AgentArgs, Output, ShownArgs};
 use super::gc::size;
 use super::get::columns::Columns;
-use super::get::{is_broken_pipe, print};
-use super::{failed, plain};
+use super::get::print;
+use super::{complete, finish, plain};
 use beelet_client::Client;
 
 /// Arguments of `beelet images`.
@@ -18,7 +21,9 @@ use beelet_client::Client;
 #[command(after_help = "Examples:
   beelet images ls
   beelet images pull registry.example/web:2
-  beelet images rm registry.example/web:1")]
+  beelet images rm registry.example/web:1
+  beelet images import web.tar          # of docker save, podman save, …
+  beelet images export registry.example/web:2 -o web.tar")]
 pub struct ImagesArgs {
     #[command(subcommand)]
     what: What,
@@ -33,6 +38,11 @@ enum What {
     Pull(PullArgs),
     /// Remove images with all their names; `beelet gc images` removes what is unused.
     Rm(RmArgs),
+    /// Take the images of an archive, without a registry; a containerd can. Archives in the folder `images`
+    /// beside the manifests are taken by the agent itself.
+    Import(ImportArgs),
+    /// Write images into an archive, for another machine.
+    Export(ExportArgs),
 }
 
 #[derive(Debug, Args)]
@@ -47,11 +57,35 @@ struct PullArgs {
 #[derive(Debug, Args)]
 struct RmArgs {
     /// Tags, digests, ids or the begin of an id.
-    #[arg(value_name = "IMAGE", required = true)]
+    #[arg(value_name = "IMAGE", required = true, add = complete::images())]
     images: Vec<String>,
     /// Also those that pods use. What runs goes on, but can't be started again.
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+#[derive(Debug, Args)]
+struct ImportArgs {
+    /// Archives, plain or compressed by gzip; `-`: standard input.
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<PathBuf>,
+    /// The name of the only image of the archive, whatever it says.
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    #[command(flatten)]
+    agent: AgentArgs,
+}
+
+#[derive(Debug, Args)]
+struct ExportArgs {
+    /// Names, or ids of images that have one.
+    #[arg(value_name = "IMAGE", required = true, add = complete::images())]
+    images: Vec<String>,
+    /// The archive; `-`: standard output.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
     #[command(flatten)]
     agent: AgentArgs,
 }
@@ -61,17 +95,15 @@ const TITLES: &[&str] = &["IMAGE", "ID", "SIZE", "USED BY"];
 /// Shows or changes them.
 #[must_use]
 pub fn run(args: &ImagesArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
-        What::Ls(args) => runtime.block_on(list(args)),
-        What::Pull(args) => runtime.block_on(pull(args)),
-        What::Rm(args) => runtime.block_on(remove(args)),
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(async {
+        match &args.what {
+            What::Ls(args) => list(args).await,
+            What::Pull(args) => pull(args).await,
+            What::Rm(args) => remove(args).await,
+            What::Import(args) => archive::import(args).await,
+            What::Export(args) => archive::export(args).await,
+        }
+    })
 }
 
 /// Prints all of them.

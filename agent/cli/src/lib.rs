@@ -2,15 +2,19 @@
 //!
 //! Exit codes: 0 all well, 1 it could not be done, 2 the command line or a file given on it is wrong.
 
-use std::process::ExitCode;
+use std::io;
+use std::process::{ExitCode, Termination};
 
 use clap::Subcommand;
 
+mod again;
 pub mod apply;
 mod args;
 pub mod attach;
 pub mod bpf;
+mod complete;
 pub mod config;
+pub mod cp;
 pub mod debug;
 pub mod delete;
 pub mod describe;
@@ -25,6 +29,7 @@ pub mod get;
 pub mod images;
 pub mod logs;
 pub mod manual;
+mod neighbours;
 mod plain;
 pub mod plan;
 pub mod port_forward;
@@ -58,6 +63,8 @@ pub enum Command {
     Logs(logs::LogsArgs),
     /// Run a command in a container.
     Exec(exec::ExecArgs),
+    /// Copy files and folders between this machine and a container.
+    Cp(cp::CpArgs),
     /// Show what a container's own process prints, and let it have what is typed.
     Attach(attach::AttachArgs),
     /// Add a container with tools of its own to a pod that runs.
@@ -108,6 +115,7 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
         Command::Top(args) => top::run(&args),
         Command::Logs(args) => logs::run(&args),
         Command::Exec(args) => exec::run(args),
+        Command::Cp(args) => cp::run(&args),
         Command::Attach(args) => attach::run(args),
         Command::Debug(args) => debug::run(args),
         Command::PortForward(args) => port_forward::run(&args),
@@ -122,9 +130,42 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
         Command::Tune(args) => tune::run(&args),
         Command::Bpf(args) => bpf::run(&args),
         Command::Plan(args) => plan::run(&args),
-        Command::Completions(args) => manual::completions(&args, whole),
+        Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::man(&args, whole),
     }
+}
+
+/// Does what `command` does, on this thread.
+fn block_on<T>(command: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let done = runtime.block_on(command);
+    // A thread that reads keys may still wait for one.
+    runtime.shutdown_background();
+    done
+}
+
+/// Runs a command to its end, tells why it failed, and is its exit code.
+fn finish<T: Termination>(command: impl Future<Output = anyhow::Result<T>>) -> ExitCode {
+    match block_on(command) {
+        Ok(done) => done.report(),
+        // The reader of our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+/// The exit code of a command that says whether all is as it was wanted.
+fn code(is_well: bool) -> ExitCode {
+    if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The exit code of a process in a container as this program's.
+fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
 /// Prints `error: …` with all its causes, and is the exit code for it.

@@ -8,23 +8,16 @@ use beelet_proto::beelet as proto;
 use clap::Args;
 use jiff::{SignedDuration, Timestamp};
 
-use super::args::AgentArgs;
-use super::failed;
-use super::get::is_broken_pipe;
-use beelet_client::Client;
+use super::again::again;
+use super::args::{AgentArgs, ContainerArgs};
+use super::finish;
+use beelet_client::{Client, ClientError};
 
 /// Arguments of `beelet logs`.
 #[derive(Debug, Args)]
 pub struct LogsArgs {
-    /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD")]
-    pod: String,
-    /// The container; else the pod's default or first one.
-    #[arg(short, long, value_name = "CONTAINER")]
-    container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
-    #[arg(short, long, value_name = "NAMESPACE")]
-    namespace: Option<String>,
+    #[command(flatten)]
+    of: ContainerArgs,
     /// Go on with what is printed, until the container has ended.
     #[arg(short, long)]
     follow: bool,
@@ -50,22 +43,31 @@ pub struct LogsArgs {
 /// Prints them.
 #[must_use]
 pub fn run(args: &LogsArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(logs(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(logs(args))
 }
 
 async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
-    let mut client = Client::connect(&args.agent.socket).await?;
-    let pieces = client.logs(args.request(Timestamp::now())?).await?;
+    let client = Client::connect(&args.agent.socket).await?;
+    let request = args.request(Timestamp::now())?;
     tokio::select! {
-        done = print(pieces) => done,
+        done = follow(args, client, request) => done,
         interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
+    }
+}
+
+/// Prints what comes; a followed log goes on where it was when the agent comes back.
+async fn follow(args: &LogsArgs, mut client: Client, mut request: proto::LogsRequest) -> anyhow::Result<()> {
+    let mut newest = None;
+    loop {
+        let ended = match client.logs(request.clone()).await {
+            Ok(pieces) => print(pieces, &mut newest).await?,
+            Err(error) => Err(error),
+        };
+        let Err(error) = ended else { return Ok(()) };
+        // Before the first line there is nothing to go on from.
+        let Some(since) = newest.filter(|_| args.follow) else { return Err(error.into()) };
+        client = again(&args.agent.socket, error).await?;
+        request = proto::LogsRequest { tail: None, since_ns: Some(since + 1), ..request };
     }
 }
 
@@ -77,11 +79,7 @@ impl LogsArgs {
         };
         let since_ns = since.map(|since| i64::try_from(since.as_nanosecond())).transpose();
         Ok(proto::LogsRequest {
-            target: Some(proto::ContainerTarget {
-                namespace: self.namespace.clone().unwrap_or_default(),
-                pod: self.pod.clone(),
-                container: self.container.clone().unwrap_or_default(),
-            }),
+            target: Some(self.of.target()),
             follow: self.follow,
             previous: self.previous,
             tail: self.tail,
@@ -91,15 +89,23 @@ impl LogsArgs {
     }
 }
 
-/// Both outputs go to standard output, in the order they were written in, as in kubectl.
-async fn print(mut pieces: tonic::Streaming<proto::LogsPiece>) -> anyhow::Result<()> {
+/// Both outputs go to standard output, in the order they were written in, as in kubectl. `newest` is when the
+/// last line was written.
+async fn print(
+    mut pieces: tonic::Streaming<proto::LogsPiece>,
+    newest: &mut Option<i64>,
+) -> anyhow::Result<Result<(), ClientError>> {
     let mut out = io::stdout();
     loop {
-        let piece = pieces.message().await;
-        let Some(piece) = piece.map_err(|status| anyhow::anyhow!("the agent: {}", status.message()))? else {
-            return Ok(());
+        let piece = match pieces.message().await {
+            Ok(Some(piece)) => piece,
+            Ok(None) => return Ok(Ok(())),
+            Err(status) => return Ok(Err(status.into())),
         };
         out.write_all(&piece.data)?;
         out.flush()?;
+        if piece.time_ns != 0 {
+            *newest = Some(piece.time_ns);
+        }
     }
 }

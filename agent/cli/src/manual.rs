@@ -10,6 +10,7 @@ use anyhow::Context;
 use clap::builder::Resettable;
 use clap::{Args, Command};
 use clap_complete::Shell;
+use clap_complete::env::{CompleteEnv, Shells};
 use clap_mangen::roff::{Roff, bold, roman};
 
 use super::failed;
@@ -30,12 +31,24 @@ pub struct ManArgs {
     folder: Option<PathBuf>,
 }
 
-/// Prints the completions of `command`.
+/// The variable by which the shell's part asks this program for completions.
+const COMPLETE: &str = "BEELET_COMPLETE";
+
+/// Answers a shell that completes a command line, and ends the program then; `command` makes the whole
+/// command line.
+pub fn complete(command: impl Fn() -> Command) {
+    CompleteEnv::with_factory(command).var(COMPLETE).complete();
+}
+
+/// Prints the shell's part of the completions: it asks this program, which asks the agent for names.
 #[must_use]
-pub fn completions(args: &CompletionsArgs, mut command: Command) -> ExitCode {
-    let mut text = Vec::new();
-    clap_complete::generate(args.shell, &mut command, "beelet", &mut text);
-    ended(io::stdout().write_all(&text).context("the completions could not be printed"))
+pub fn completions(args: &CompletionsArgs) -> ExitCode {
+    let (shells, mut text) = (Shells::builtins(), Vec::new());
+    let shell = args.shell.to_string();
+    let shell = shells.completer(&shell).with_context(|| format!("{shell} is not known"));
+    let written = shell
+        .and_then(|shell| Ok(shell.write_registration(COMPLETE, "beelet", "beelet", "beelet", &mut text)?));
+    ended(written.and_then(|()| Ok(io::stdout().write_all(&text)?)))
 }
 
 /// Prints or writes the manual pages of `command`.

@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::AgentArgs;
-use super::{failed, plain};
+use super::{complete, finish, plain};
 use beelet_client::Client;
 
 /// Pieces on their way to the agent.
@@ -33,13 +33,13 @@ const PIECE: usize = 16 << 10;
   beelet port-forward db 5432 :9187     # the second at any port that is free")]
 pub struct PortForwardArgs {
     /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD")]
+    #[arg(value_name = "POD", add = complete::pods())]
     pod: String,
     /// Ports: `8080:80` leads from 8080 here to 80 there, `80` from 80 to 80, `:80` from any that is free.
     #[arg(value_name = "[HERE:]THERE", required = true)]
     ports: Vec<Ports>,
     /// The pod's namespace; needed only where two pods have the name.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     /// The address to listen at.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
@@ -73,12 +73,7 @@ impl FromStr for Ports {
 /// Forwards until interrupted.
 #[must_use]
 pub fn run(args: &PortForwardArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(forward(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(forward(args))
 }
 
 async fn forward(args: &PortForwardArgs) -> anyhow::Result<()> {
@@ -140,9 +135,7 @@ async fn connect(socket: TcpStream, target: proto::PortTarget, client: &mut Clie
         }
     });
     let written = async {
-        while let Some(piece) =
-            outputs.message().await.map_err(|status| anyhow::anyhow!("{}", status.message()))?
-        {
+        while let Some(piece) = outputs.message().await.map_err(beelet_client::ClientError::from)? {
             to.write_all(&piece.data).await?;
         }
         anyhow::Ok(())

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use super::args::{Output, ShownArgs};
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::{is_broken_pipe, print};
-use super::{failed, plain};
+use super::get::print;
+use super::{complete, finish, plain};
 use beelet_client::Client;
 
 const TITLES: &[&str] =
@@ -39,10 +39,10 @@ enum What {
 #[derive(Debug, Args)]
 struct LsArgs {
     /// Only probes of these pods, with or without the node's name.
-    #[arg(value_name = "POD")]
+    #[arg(value_name = "POD", add = complete::pods())]
     pods: Vec<String>,
     /// Only probes of pods in this namespace.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
     shown: ShownArgs,
@@ -51,16 +51,16 @@ struct LsArgs {
 #[derive(Debug, Args)]
 struct RunArgs {
     /// The pod, with or without the node's name.
-    #[arg(value_name = "POD")]
+    #[arg(value_name = "POD", add = complete::pods())]
     pod: String,
     /// Its container.
-    #[arg(value_name = "CONTAINER")]
+    #[arg(value_name = "CONTAINER", add = complete::containers())]
     container: String,
     /// Which of the container's probes.
     #[arg(value_name = "KIND", value_enum)]
     kind: Kind,
     /// The pod's namespace, where several have a pod of that name.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
     shown: ShownArgs,
@@ -89,21 +89,12 @@ impl Kind {
 /// Shows or runs them.
 #[must_use]
 pub fn run(args: &ProbeArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| {
-        runtime.block_on(async {
-            match &args.what {
-                What::Ls(args) => ls(args).await,
-                What::Run(args) => run_one(args).await,
-            }
-        })
-    });
-    match done {
-        Ok(code) => code,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(async {
+        match &args.what {
+            What::Ls(args) => ls(args).await,
+            What::Run(args) => run_one(args).await,
+        }
+    })
 }
 
 async fn ls(args: &LsArgs) -> anyhow::Result<ExitCode> {

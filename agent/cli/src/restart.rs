@@ -10,8 +10,8 @@ use beelet_model::table::{PodEntry, PodTable};
 use beelet_proto::beelet as proto;
 use clap::Args;
 
-use super::args::AgentArgs;
-use super::{failed, plain, until};
+use super::args::{AgentArgs, ContainerArgs};
+use super::{finish, plain, until};
 use beelet_client::{Client, Event};
 
 /// Arguments of `beelet restart`.
@@ -20,17 +20,11 @@ use beelet_client::{Client, Event};
 /// once; those that wait for their back-off, or for an image, are started now. The pod keeps its identity,
 /// its address and its volumes.
 #[derive(Debug, Args)]
+#[command(mut_arg("container", |arg| arg.help("The container; else all that start again when they end")))]
 #[command(after_help = "Examples:\n  beelet restart web\n  beelet restart web -c main --no-wait")]
 pub struct RestartArgs {
-    /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD")]
-    pod: String,
-    /// The container; else all that are started again when they end.
-    #[arg(short, long, value_name = "CONTAINER")]
-    container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
-    #[arg(short, long, value_name = "NAMESPACE")]
-    namespace: Option<String>,
+    #[command(flatten)]
+    of: ContainerArgs,
     /// Come back at once, not when they run again.
     #[arg(long)]
     no_wait: bool,
@@ -44,22 +38,12 @@ pub struct RestartArgs {
 /// Restarts them.
 #[must_use]
 pub fn run(args: &RestartArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(restart(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    finish(restart(args))
 }
 
 async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let target = proto::ContainerTarget {
-        namespace: args.namespace.clone().unwrap_or_default(),
-        pod: args.pod.clone(),
-        container: args.container.clone().unwrap_or_default(),
-    };
-    let asked = client.restart(target).await?;
+    let asked = client.restart(args.of.target()).await?;
     if args.no_wait {
         asked
             .containers
@@ -73,7 +57,7 @@ async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
             "not all containers of pod {} run again within {} s: see `beelet describe pod {}`",
             asked.pod,
             args.timeout.as_secs(),
-            args.pod
+            args.of.pod
         ),
     }
 }

@@ -10,7 +10,7 @@ mod row;
 mod rows;
 mod screen;
 
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -22,14 +22,14 @@ use self::columns::{COLUMNS, Column};
 use self::row::Row;
 use self::rows::{Trends, View, Window, rows};
 use super::args::{AgentArgs, Output};
-use super::failed;
+use super::{complete, finish};
 use beelet_client::signals::Client;
 
 /// Arguments of `beelet top`.
 #[derive(Debug, Args)]
 pub struct TopArgs {
     /// Only pods of this namespace.
-    #[arg(short, long, value_name = "NAMESPACE", default_value = "", hide_default_value = true)]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces(), default_value = "", hide_default_value = true)]
     namespace: String,
     /// Print one table and end: what happens, too, where standard output is no terminal.
     #[arg(long)]
@@ -65,6 +65,7 @@ impl TopArgs {
             filter: self.filter.clone(),
             expanded: std::collections::HashSet::new(),
             all_expanded: self.expand,
+            whole: self.namespace.is_empty(),
         }
     }
 }
@@ -73,23 +74,7 @@ impl TopArgs {
 #[must_use]
 pub fn run(args: &TopArgs) -> ExitCode {
     let once = args.once || args.output.is_some() || !io::stdout().is_terminal();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| {
-        let done = runtime.block_on(async { if once { print_once(args).await } else { watch(args).await } });
-        // The thread that reads keys may still wait for one.
-        runtime.shutdown_background();
-        done
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+    finish(async { if once { print_once(args).await } else { watch(args).await } })
 }
 
 async fn watch(args: &TopArgs) -> anyhow::Result<()> {

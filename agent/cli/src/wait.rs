@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::args::AgentArgs;
 use super::until::{self, Target, Wanted};
-use super::{failed, plain};
+use super::{code, complete, finish, plain};
 use beelet_client::Client;
 use beelet_policy::selector::Selector;
 
@@ -22,7 +22,7 @@ use beelet_policy::selector::Selector;
   beelet wait web --for=deleted")]
 pub struct WaitArgs {
     /// The pods, with or without the node's name at their end.
-    #[arg(value_name = "POD", required_unless_present_any = ["selector", "all"])]
+    #[arg(value_name = "POD", add = complete::pods(), required_unless_present_any = ["selector", "all"])]
     pods: Vec<String>,
     /// Pods with such labels (`app=shop,tier!=db`).
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pods")]
@@ -31,7 +31,7 @@ pub struct WaitArgs {
     #[arg(long, conflicts_with_all = ["pods", "selector"])]
     all: bool,
     /// Only pods of this namespace.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     /// How they are wanted: ready, running, succeeded, ended, deleted or condition=NAME[=VALUE].
     #[arg(long = "for", value_name = "STATE", default_value = "ready")]
@@ -46,13 +46,7 @@ pub struct WaitArgs {
 /// Waits.
 #[must_use]
 pub fn run(args: &WaitArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(wait(args)));
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => failed(&error),
-    }
+    finish(async { Ok(code(wait(args).await?)) })
 }
 
 /// Returns true if all are as they are wanted.

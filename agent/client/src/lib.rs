@@ -2,9 +2,11 @@
 
 pub mod signals;
 
+use std::error::Error as _;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::containers_client::ContainersClient;
@@ -28,6 +30,11 @@ use beelet_model::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedMa
 
 /// Larger than any list of a node's pods.
 pub const MAX_MESSAGE: usize = 256 << 20;
+
+/// How often an agent that says nothing is asked whether it is there, and how long it may take to say so. A
+/// call may take as long as it takes: the agent has deadlines of its own for the runtime's.
+const ASKED: Duration = Duration::from_secs(5);
+const ANSWERS: Duration = Duration::from_secs(10);
 
 /// A connection to a running agent.
 #[derive(Debug, Clone)]
@@ -61,9 +68,24 @@ pub enum ClientError {
     /// Not for this user.
     #[error("the agent's socket {} is for root only: run the command as root", .0.display())]
     Denied(PathBuf),
-    /// The agent answered with an error, or stopped answering.
+    /// The agent answered with an error.
     #[error("the agent: {}", .0.message())]
     Status(Box<Status>),
+    /// The connection ended before the answer.
+    #[error(
+        "the agent stopped, or was started anew, before it answered: ask again (`journalctl -u beelet` has its log)"
+    )]
+    Gone,
+    /// Nothing comes back from it.
+    #[error(
+        "the agent does not answer: it hangs, or the machine is too busy for it; `systemctl status beelet` shows its process,          `journalctl -u beelet` its log"
+    )]
+    Hangs,
+    /// It does not have this call.
+    #[error(
+        "this agent does not have this: if it is `beelet observe`, it measures and changes nothing (get pods, top and tune ask          it); for the rest ask whoever runs the pods: kubectl, or crictl on this machine"
+    )]
+    NotServed,
     /// The agent sent something else than a pod.
     #[error("the agent sent a pod that cannot be read: {0}; is it of another version?")]
     Malformed(JsonError),
@@ -74,19 +96,31 @@ impl ClientError {
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::NotRunning { .. } => true,
+            Self::NotRunning { .. } | Self::Gone | Self::Hangs => true,
             Self::Status(status) => matches!(
                 status.code(),
                 Code::Unavailable | Code::Unknown | Code::Cancelled | Code::Aborted | Code::DeadlineExceeded
             ),
-            Self::Denied(_) | Self::Malformed(_) => false,
+            Self::Denied(_) | Self::Malformed(_) | Self::NotServed => false,
         }
     }
 }
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
-        Self::Status(Box::new(status))
+        // An answer of the agent's has no source; what happened on the way has one.
+        let mut source = status.source();
+        if source.is_none() {
+            let is_unknown_call = status.code() == Code::Unimplemented && status.message().is_empty();
+            return if is_unknown_call { Self::NotServed } else { Self::Status(Box::new(status)) };
+        }
+        while let Some(error) = source {
+            if error.to_string().contains("timed out") {
+                return Self::Hangs;
+            }
+            source = error.source();
+        }
+        Self::Gone
     }
 }
 
@@ -181,6 +215,29 @@ impl Client {
     ) -> Result<Option<proto::NodeImage>, ClientError> {
         let request = proto::RemoveImageRequest { image: image.to_owned(), force };
         Ok(self.images.remove_image(request).await?.into_inner().image)
+    }
+
+    /// Takes the images of an archive. The first input says how.
+    ///
+    /// # Errors
+    /// The archive is none, or the runtime does not take it.
+    pub async fn import_images(
+        &mut self,
+        inputs: impl tokio_stream::Stream<Item = proto::ImportInput> + Send + 'static,
+    ) -> Result<Vec<proto::ImportedImage>, ClientError> {
+        Ok(self.images.import_images(inputs).await?.into_inner().images)
+    }
+
+    /// An archive of images, in pieces.
+    ///
+    /// # Errors
+    /// There is no such image, or the runtime does not hand it out.
+    pub async fn export_images(
+        &mut self,
+        images: Vec<String>,
+    ) -> Result<Streaming<proto::ExportPiece>, ClientError> {
+        let request = proto::ExportImagesRequest { images };
+        Ok(self.images.export_images(request).await?.into_inner())
     }
 
     /// All pods as they are now, and why they may not be as they are shown; empty if there is no reason.
@@ -294,6 +351,8 @@ pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
     });
     // The address is a formality: the connector knows the way.
     let channel = Endpoint::from_static("http://localhost")
+        .http2_keep_alive_interval(ASKED)
+        .keep_alive_timeout(ANSWERS)
         .connect_with_connector(connector)
         .await
         .map_err(|error| Status::unavailable(error.to_string()))?;
@@ -473,6 +532,8 @@ mod tests {
         for (error, expected) in [
             (ClientError::from(Status::unavailable("it starts")), true),
             (ClientError::from(Status::not_found("no such pod")), false),
+            (ClientError::from(Status::unimplemented("")), false),
+            (ClientError::Gone, true),
             (ClientError::NotRunning { path: path.clone(), error: io::ErrorKind::NotFound.into() }, true),
             (ClientError::Denied(path), false),
         ] {
@@ -492,7 +553,7 @@ mod tests {
                 ClientError::Status(status) => status.message().to_owned(),
                 ClientError::NotRunning { error, .. } => error.to_string(),
                 ClientError::Malformed(error) => error.to_string(),
-                ClientError::Denied(_) => continue,
+                _ => continue,
             };
             let printed = format!("{:#}", anyhow::Error::from(error));
             assert_eq!(printed.matches(&cause).count(), 1, "{printed}");

@@ -15,6 +15,7 @@ pub(super) struct BeeletWire {
     pub(super) state_dir: Option<String>,
     pub(super) run_dir: Option<String>,
     pub(super) pods_dir: Option<String>,
+    pub(super) image_archives: Option<String>,
     pub(super) seccomp_profile_root: Option<String>,
     #[serde(deserialize_with = "bpf_mode")]
     pub(super) bpf: Option<BpfMode>,

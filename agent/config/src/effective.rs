@@ -183,6 +183,8 @@ fn beelet(config: &Config) -> BeeletWire {
         state_dir: text(&ours.state_dir),
         run_dir: text(&ours.run_dir),
         pods_dir: text(&ours.pods_dir),
+        // Empty is a value here: none.
+        image_archives: ours.image_archives.as_deref().and_then(text).or_else(|| Some(String::new())),
         seccomp_profile_root: text(&ours.seccomp_profile_root),
         bpf: Some(ours.bpf),
         bpffs: text(&ours.bpffs),

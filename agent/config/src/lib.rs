@@ -219,6 +219,9 @@ pub struct Beelet {
     pub run_dir: PathBuf,
     /// Volumes and hosts files of pods, one folder per pod.
     pub pods_dir: PathBuf,
+    /// The folder of image archives that are imported; None: none. Where nobody names one, it is beside the
+    /// static manifests.
+    pub image_archives: Option<PathBuf>,
     /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
     pub seccomp_profile_root: PathBuf,
     /// Whether the kernel half is used.

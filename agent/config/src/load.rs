@@ -136,6 +136,10 @@ impl Layers {
         let mut config = resolve::kubelet(&kubelet_wire, node_name, beelet_part)
             .map_err(|problem| kubelet.error(&problem.field, problem.message))?;
         config.unread = kubelet.unread.as_object().cloned().unwrap_or_default();
+        if beelet_wire.image_archives.is_none() {
+            let beside = config.static_pod_path.as_deref().and_then(Path::parent);
+            config.beelet.image_archives = beside.map(|folder| folder.join("images"));
+        }
         Ok((config, warnings))
     }
 }

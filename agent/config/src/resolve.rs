@@ -133,6 +133,7 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
     let state_dir = folder("stateDir", &wire.state_dir, "/var/lib/beelet")?;
     Ok(Beelet {
         pods_dir: path("podsDir", &wire.pods_dir)?.unwrap_or_else(|| state_dir.join("pods")),
+        image_archives: path("imageArchives", &wire.image_archives)?,
         seccomp_profile_root: folder(
             "seccompProfileRoot",
             &wire.seccomp_profile_root,

@@ -34,8 +34,6 @@ pub(super) fn defaults() -> Map<String, Value> {
         "kubeAPIQPS": 50,
         "makeIPTablesUtilChains": true,
         "memoryManagerPolicy": "None",
-        "shutdownGracePeriod": "0s",
-        "shutdownGracePeriodCriticalPods": "0s",
         "syncFrequency": "1m0s",
         "volumePluginDir": "/usr/libexec/kubernetes/kubelet-plugins/volume/exec/",
     });

@@ -9,7 +9,9 @@
 //!
 //! This module must never decide anything about pods, and nothing outside it may speak CRI.
 
+pub mod cni;
 pub mod ownership;
+pub mod store;
 
 mod channel;
 mod error;

@@ -1,5 +1,5 @@
-//! The calls of CRI that the agent makes, by name: in metrics as the kubelet names them, in errors as a
-//! person would.
+//! The calls of CRI (and of containerd's store of images) that the agent makes, by name: in metrics as the
+//! kubelet names them, in errors as a person would.
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 
@@ -65,6 +65,8 @@ operations! {
     ImageStatus, "image_status", "look up", true;
     PullImage, "pull_image", "pull", false;
     RemoveImage, "remove_image", "remove", false;
+    ImportImage, "import_image", "import", false;
+    ExportImage, "export_image", "export", true;
 }
 
 impl EncodeLabelValue for Operation {

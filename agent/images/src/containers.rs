@@ -24,7 +24,7 @@ use tokio::{
     sync::watch,
     time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
-use tracing::{debug, info};
+use tracing::debug;
 
 use super::{
     Error,
@@ -204,7 +204,8 @@ impl ContainerGc {
         done.sandboxes = self.remove_sandboxes(chosen.sandboxes, &mut done.errors).await;
         if !done.containers.is_empty() || !done.sandboxes.is_empty() {
             let (containers, sandboxes) = (done.containers.len(), done.sandboxes.len());
-            info!(containers, sandboxes, "dead containers and sandboxes are removed");
+            let message = format!("Removed {containers} dead containers and {sandboxes} dead sandboxes");
+            self.parts.events.normal("ContainersCollected", &message);
         }
         self.parts.metrics.failures.add(done.errors.len() as u64);
         Ok(done)

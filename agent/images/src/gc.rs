@@ -256,6 +256,9 @@ impl ImageGc {
     }
 
     fn record_events(&self, collected: &Collected) {
+        if !collected.images.is_empty() {
+            self.parts.events.normal("ImagesCollected", &summary(&collected.images));
+        }
         collected.outcome.events.iter().for_each(|event| self.event(event.reason, &event.message));
     }
 
@@ -464,6 +467,20 @@ fn word(reason: Reason) -> &'static str {
         Reason::Age => "age",
         Reason::Space => "space",
     }
+}
+
+/// What a collection removed, in a sentence.
+fn summary(images: &[CollectedImage]) -> String {
+    /// More names than this make no sentence.
+    const MOST: usize = 5;
+    let freed = images.iter().fold(0_u64, |sum, image| sum.saturating_add(image.freed_bytes));
+    let name = |image: &CollectedImage| image.names.first().unwrap_or(&image.id).clone();
+    let names: Vec<String> = images.iter().take(MOST).map(name).collect();
+    let more = match images.len().saturating_sub(MOST) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("Removed unused images and freed {} MiB: {}{more}", freed >> 20, names.join(", "))
 }
 
 #[cfg(test)]

@@ -89,6 +89,20 @@ pub fn normalized(image: &str) -> String {
     }
 }
 
+/// An image's whole name, as runtimes keep it: with docker's registry where it names none, and with a tag.
+///
+/// # Errors
+/// It is none.
+pub fn whole(image: &str) -> Result<String, NotAReference> {
+    let parsed = parse(image)?;
+    let rest = image.strip_prefix(parsed.host.unwrap_or_default()).unwrap_or(image).trim_start_matches('/');
+    let host = parsed.host.unwrap_or("docker.io");
+    let library = if host == "docker.io" && !parsed.path.contains('/') { "library/" } else { "" };
+    let has_tag = rest.len() > parsed.path.len();
+    let tag = if has_tag { "" } else { ":latest" };
+    Ok(format!("{host}/{library}{rest}{tag}"))
+}
+
 /// `[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*`
 fn is_component(part: &str) -> bool {
     let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
@@ -142,6 +156,20 @@ fn is_port(port: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_whole_name_has_a_registry_and_a_tag() {
+        let digest = format!("sha256:{}", "0".repeat(64));
+        let check = |name: &str, expected: &str| assert_eq!(whole(name).unwrap(), expected, "{name}");
+        check("nginx", "docker.io/library/nginx:latest");
+        check("nginx:1.27", "docker.io/library/nginx:1.27");
+        check("user/app", "docker.io/user/app:latest");
+        check("docker.io/nginx:1", "docker.io/library/nginx:1");
+        check("localhost/app:1", "localhost/app:1");
+        check("localhost:5000/a/b", "localhost:5000/a/b:latest");
+        check(&format!("redis@{digest}"), &format!("docker.io/library/redis@{digest}"));
+        assert!(whole("Nginx").is_err() && whole("").is_err());
+    }
 
     #[test]
     fn names_as_people_write_them() {

@@ -43,6 +43,8 @@ pub struct Piece {
     pub stream: Stream,
     /// Whole lines, usually.
     pub bytes: Vec<u8>,
+    /// When the last of them was written, if a line says so.
+    pub time: Option<Timestamp>,
 }
 
 /// Sends what is wanted of the log at `path`, its rotated files included; then, until `ended` comes true,
@@ -266,10 +268,9 @@ impl Reader {
 
     fn hand_on(&mut self, line: &[u8]) -> Result<(), Error> {
         // A line of no known form is shown as it is.
-        let Some(parsed) = parse(line) else { return self.gather(Stream::Out, &[line]) };
-        if let Some(since) = self.wanted.since
-            && parsed.time.parse::<Timestamp>().is_ok_and(|at| at < since)
-        {
+        let Some(parsed) = parse(line) else { return self.gather(Stream::Out, None, &[line]) };
+        let time = parsed.time.parse::<Timestamp>().ok();
+        if self.wanted.since.zip(time).is_some_and(|(since, time)| time < since) {
             return Ok(());
         }
         if self.wanted.stream.is_some_and(|stream| stream != parsed.stream) {
@@ -278,17 +279,18 @@ impl Reader {
         let end: &[u8] = if parsed.partial { b"" } else { b"\n" };
         let goes_on = std::mem::replace(&mut self.goes_on, parsed.partial);
         if self.wanted.timestamps && !goes_on {
-            self.gather(parsed.stream, &[&fixed(parsed.time), b" ", parsed.text, end])
+            self.gather(parsed.stream, time, &[&fixed(parsed.time), b" ", parsed.text, end])
         } else {
-            self.gather(parsed.stream, &[parsed.text, end])
+            self.gather(parsed.stream, time, &[parsed.text, end])
         }
     }
 
-    fn gather(&mut self, stream: Stream, parts: &[&[u8]]) -> Result<(), Error> {
+    fn gather(&mut self, stream: Stream, time: Option<Timestamp>, parts: &[&[u8]]) -> Result<(), Error> {
         if self.gathered.as_ref().is_some_and(|piece| piece.stream != stream || piece.bytes.len() >= PIECE) {
             self.flush()?;
         }
-        let piece = self.gathered.get_or_insert_with(|| Piece { stream, bytes: Vec::new() });
+        let piece = self.gathered.get_or_insert_with(|| Piece { stream, bytes: Vec::new(), time: None });
+        piece.time = time.or(piece.time);
         parts.iter().for_each(|part| piece.bytes.extend_from_slice(part));
         Ok(())
     }

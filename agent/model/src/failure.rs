@@ -37,7 +37,7 @@ const REFUSALS: &[&str] = &[
     "TaintToleration",
 ];
 /// Not enough of what follows.
-const OUT_OF: &str = "OutOf";
+pub const OUT_OF: &str = "OutOf";
 
 /// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

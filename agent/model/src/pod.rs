@@ -24,6 +24,15 @@ pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Cont
     spec.init_containers.iter().flatten().chain(&spec.containers).find(|c| c.name == name)
 }
 
+/// Returns true if a port of the machine is to lead to a pod that has a network of its own.
+#[must_use]
+pub fn has_host_port(pod: &core::Pod) -> bool {
+    let Some(spec) = pod.spec.as_ref().filter(|spec| spec.host_network != Some(true)) else { return false };
+    let containers = spec.init_containers.iter().flatten().chain(&spec.containers);
+    let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
+    ports.any(|port| port.host_port.is_some_and(|port| port > 0))
+}
+
 /// Which of a pod's lists a container is in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ContainerKind {

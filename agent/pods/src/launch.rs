@@ -32,13 +32,21 @@ use beelet_images::{
     Lease, Leases,
     pull::{Image, Progress, Puller, Wanted},
 };
-use beelet_model::{desired::Desired, objects::Objects, pod::NodeFacts};
+use beelet_model::{
+    desired::Desired,
+    objects::Objects,
+    pod::{NodeFacts, has_host_port},
+};
 use beelet_spec::{
     cri_config::{self, ContainerFacts, Features, UserNamespace},
     env,
 };
 use beelet_state::events::{Object, Recorder};
 use beelet_volumes::{MountFacts, Sources, Volumes};
+
+/// What a pod waits for longer than this is told, and told again each time this much later.
+const PATIENCE: Duration = Duration::from_secs(10);
+const AGAIN: Duration = Duration::from_secs(60);
 
 /// What every worker needs to bring pods to life.
 #[derive(Debug)]
@@ -134,10 +142,31 @@ impl Launcher {
             let sources = Sources { pod: &of_pod.pod, objects: &objects, node: &node };
             of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
         });
+        let pod = || Object::pod(&plan.pod);
         // Both to their end: nothing may still be made when what was made is taken away.
-        let (cgroups, folders) = tokio::join!(cgroups, folders);
+        let made = async { tokio::join!(cgroups, folders) };
+        let (cgroups, folders) = self.waited(pod, "its volumes and its cgroup", made).await;
         cgroups.and(folders)?;
-        Ok(self.runtime.run_sandbox(config, &handler).await?)
+        if has_host_port(&plan.pod)
+            && let Some(why) = self.runtime.unmapped_host_ports().await
+        {
+            self.events.warning(pod(), "HostPortNotMapped", why);
+        }
+        let sandbox = self.runtime.run_sandbox(config, &handler);
+        Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
+    }
+
+    /// Waits for `work`; if that takes long, an event says for what the pod waits, and again while it does.
+    async fn waited<T>(&self, object: impl Fn() -> Object, what: &str, work: impl Future<Output = T>) -> T {
+        let mut work = std::pin::pin!(work);
+        let mut patience = PATIENCE;
+        loop {
+            if let Ok(done) = tokio::time::timeout(patience, &mut work).await {
+                return done;
+            }
+            patience = AGAIN;
+            self.events.normal(object(), "Waiting", format!("Waiting for {what}"));
+        }
     }
 
     /// Starts a container in `sandbox`, of the pod that was `seen` last; its identifier.
@@ -163,7 +192,9 @@ impl Launcher {
         let users = self.user_namespace(plan, chores).await?;
         users.apply_to_sandbox(&mut of_sandbox);
         users.apply_to_container(&mut config);
-        let created = self.runtime.create_container(&sandbox.id, config, &of_sandbox).await;
+        let object = || Object::container(&plan.pod, &start.name);
+        let creating = self.runtime.create_container(&sandbox.id, config, &of_sandbox);
+        let created = self.waited(object, "the runtime to create the container", creating).await;
         let id = created.map_err(StartError::Create)?;
         let message = format!("Created container: {}", start.name);
         self.events.normal(Object::container(&plan.pod, &start.name), "Created", message);
@@ -172,9 +203,10 @@ impl Launcher {
     }
 
     async fn start_created(&self, plan: &PodPlan, name: &str, id: &str) -> Result<(), StartError> {
-        self.runtime.start_container(id).await.map_err(StartError::Run)?;
-        let object = Object::container(&plan.pod, name);
-        self.events.normal(object, "Started", format!("Started container {name}"));
+        let object = || Object::container(&plan.pod, name);
+        let starting = self.runtime.start_container(id);
+        self.waited(object, "the runtime to start the container", starting).await.map_err(StartError::Run)?;
+        self.events.normal(object(), "Started", format!("Started container {name}"));
         Ok(())
     }
 
@@ -384,6 +416,7 @@ impl Launcher {
         facts: MountFacts,
     ) -> Result<Vec<cri::Mount>, Error> {
         let attempt = starting.start.attempt;
+        let object = || Object::container(&starting.plan.pod, &starting.start.name);
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());
         let container = starting.container.clone();
         let prepare = move || -> Result<_, BoxError> {
@@ -397,7 +430,8 @@ impl Launcher {
             mounts.extend(termination::prepare(&plan.folder, &container, attempt)?);
             Ok(mounts)
         };
-        starting.chores.run(move || prepare().map_err(Error::of_files)).await
+        let preparing = starting.chores.run(move || prepare().map_err(Error::of_files));
+        self.waited(object, "its volumes and its logs", preparing).await
     }
 
     /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.

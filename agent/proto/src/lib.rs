@@ -13,6 +13,42 @@ pub mod beelet {
     tonic::include_proto!("beelet.v1");
 }
 
+/// What containerd's own API says of content, images and leases. The files are containerd's, version 2.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+pub mod containerd {
+    /// What the services have in common.
+    pub mod types {
+        tonic::include_proto!("containerd.types");
+    }
+
+    /// The services.
+    pub mod services {
+        /// Blobs by their digests.
+        pub mod content {
+            /// Version 1.
+            pub mod v1 {
+                tonic::include_proto!("containerd.services.content.v1");
+            }
+        }
+
+        /// Names of images.
+        pub mod images {
+            /// Version 1.
+            pub mod v1 {
+                tonic::include_proto!("containerd.services.images.v1");
+            }
+        }
+
+        /// What may not be collected as garbage while something is made.
+        pub mod leases {
+            /// Version 1.
+            pub mod v1 {
+                tonic::include_proto!("containerd.services.leases.v1");
+            }
+        }
+    }
+}
+
 /// The device plugin API v1beta1.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
 pub mod deviceplugin {

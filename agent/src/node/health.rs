@@ -6,11 +6,18 @@ use std::{
 };
 
 use jiff::Timestamp;
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
 
 use beelet_api::grpc::Outlook;
 use beelet_model::table::Complete;
 use beelet_pleg::relist::{NOTICED_AFTER, Pulse, UNHEALTHY_AFTER};
+use beelet_state::events::NodeEvents;
+
+/// How often it is looked whether the node became ready or unready.
+const LOOK: Duration = Duration::from_secs(5);
+/// A runtime that has not answered for this long after the agent's start is told of.
+const START: Duration = Duration::from_secs(10);
 
 /// Knows whether the container runtime answers. Clones share it.
 #[derive(Clone)]
@@ -60,6 +67,26 @@ impl Health {
     pub(super) fn outlook(&self) -> Outlook {
         let health = self.clone();
         Outlook::new(Arc::clone(&self.complete), move || health.check_within(NOTICED_AFTER).err())
+    }
+
+    /// Records when the node becomes ready and unready, with the kubelet's reasons, until `shutdown`.
+    pub(super) async fn tell(self, events: NodeEvents, shutdown: CancellationToken) {
+        let mut ticks = interval(LOOK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut was_ready = None;
+        while shutdown.run_until_cancelled(ticks.tick()).await.is_some() {
+            let now = self.check();
+            // A runtime that starts with the machine is given its time.
+            let is_early = was_ready.is_none() && self.began.elapsed() < START;
+            if was_ready == Some(now.is_ok()) || (is_early && now.is_err()) {
+                continue;
+            }
+            was_ready = Some(now.is_ok());
+            match now {
+                Ok(()) => events.normal("NodeReady", "The container runtime answers: the node is ready"),
+                Err(error) => events.warning("NodeNotReady", &error),
+            }
+        }
     }
 
     /// For how long [`Health::check`] has given its present answer.

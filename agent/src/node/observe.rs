@@ -216,7 +216,7 @@ impl Watched {
         shutdown: CancellationToken,
     ) -> Result<()> {
         let mut tasks = Parts::new(&shutdown, &frame.failures);
-        let kernel = start_kernel(&self.options, &self.cgroups).await?;
+        let kernel = start_kernel(&self.options, &self.runtime, &self.cgroups).await?;
         let seen = (&self.runtime, &self.cgroups, &kernel, self.table.clone());
         allowed.start(&self.options, seen, &mut tasks, &shutdown).await?;
         let measuring = stats::Options {
@@ -354,24 +354,34 @@ fn collect_images(
 }
 
 /// The counting programs, for everything below the pods' root.
-async fn start_kernel(options: &Options, cgroups: &Arc<Cgroups>) -> Result<Kernel> {
+async fn start_kernel(options: &Options, runtime: &Runtime, cgroups: &Arc<Cgroups>) -> Result<Kernel> {
     let reading = Arc::clone(cgroups);
     let roots = spawn_blocking(move || reading.pods_roots()).await.context("cgroups can't be looked at")?;
     let root = match roots.as_slice() {
         [] => {
             info!("there is no kubepods cgroup yet: everything below {} is measured", options.cgroup_root);
-            "/"
+            "/".to_owned()
         }
-        [root] => root,
-        [root, others @ ..] => {
-            warn!(
-                "{} and {} both look like the pods' root: programs measure the first",
-                root,
-                others.join(", ")
-            );
-            root
+        [root] => root.clone(),
+        several => {
+            let reading = Arc::clone(cgroups);
+            let ids = running(runtime).await?;
+            let cgroups =
+                spawn_blocking(move || reading.find_containers(&ids.iter().map(String::as_str).collect()));
+            let cgroups = cgroups.await.context("cgroups can't be looked at")?;
+            let ours = root_of(several, &cgroups.into_values().collect::<Vec<_>>());
+            if ours.is_none() {
+                info!(
+                    "{} all look like the pods' root, and none has a running container of this runtime: everything below \
+                     {} is measured",
+                    several.join(", "),
+                    options.cgroup_root
+                );
+            }
+            ours.unwrap_or("/").to_owned()
         }
     };
+    let root = root.as_str();
     let options = KernelOptions {
         bpffs: options.bpffs.clone(),
         pin_name: options.pin_name.clone(),
@@ -382,4 +392,39 @@ async fn start_kernel(options: &Options, cgroups: &Arc<Cgroups>) -> Result<Kerne
     let kernel = kernel::start(options).await?;
     info!(by_kernel = kernel.measures().is_some(), root, "measuring");
     Ok(kernel)
+}
+
+/// The containers that the runtime runs.
+async fn running(runtime: &Runtime) -> Result<Vec<String>> {
+    let containers = runtime.list_containers(None).await?;
+    let runs = |container: &cri::Container| container.state() == cri::ContainerState::ContainerRunning;
+    Ok(containers.into_iter().filter(runs).map(|container| container.id).collect())
+}
+
+/// Which of these looks like the pods' root and has most of these containers' cgroups below it.
+fn root_of<'a>(roots: &'a [String], cgroups: &[String]) -> Option<&'a str> {
+    let below = |root: &str| {
+        let is_below = |cgroup: &&String| cgroup.strip_prefix(root).is_some_and(|rest| rest.starts_with('/'));
+        cgroups.iter().filter(is_below).count()
+    };
+    let counted = roots.iter().map(|root| (below(root), root)).filter(|(count, _)| *count > 0);
+    counted.max_by_key(|(count, _)| *count).map(|(_, root)| root.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_the_one_that_the_runtimes_containers_are_below() {
+        let roots = ["/a/kubepods", "/kubepods", "/kubepods2"].map(str::to_owned);
+        let check = |cgroups: &[&str], expected: Option<&str>| {
+            let cgroups: Vec<String> = cgroups.iter().map(|cgroup| (*cgroup).to_owned()).collect();
+            assert_eq!(root_of(&roots, &cgroups), expected, "{cgroups:?}");
+        };
+        check(&["/kubepods/burstable/pod1/c"], Some("/kubepods"));
+        check(&["/a/kubepods/pod1/c", "/a/kubepods/pod2/c", "/kubepods/pod3/c"], Some("/a/kubepods"));
+        check(&["/system.slice/c"], None);
+        check(&[], None);
+    }
 }

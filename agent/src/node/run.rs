@@ -47,6 +47,7 @@ use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_images::{
     access::Access,
     credentials::Keys,
+    folder::Folder,
     providers::Providers,
     pull::{self, Puller},
 };
@@ -171,6 +172,8 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
         let parts = base.kubelet_api(pages, (reviewers, verbosity), &frame.serving);
         frame.serve_kubelet_api(parts, port).await?;
     }
+    let told = NodeEvents::new(base.events.clone(), &base.config.node_name);
+    frame.servers.spawn("node readiness", base.health.clone().tell(told, frame.serving.clone()));
     frame.servers.spawn("event log", base.events.writer(Arc::clone(&base.state), frame.serving.clone()));
     frame.notify_service_manager(stopping_time(base.config.beelet.stop_pods_on_exit, base.table.clone()));
     let ran = base.run(inputs, &frame, ownership.as_ref(), shutdown).await;
@@ -268,6 +271,7 @@ impl Base {
             path: config.static_pod_path.clone(),
             node_name: config.node_name.clone(),
             rules: manifest_rules(config, &self.state),
+            runtime: self.runtime.clone(),
         };
         let outlook = self.health.outlook();
         let running = || Arc::clone(&self.late.running);
@@ -480,6 +484,11 @@ impl Node {
             tasks.spawn("links to logs", links::follow(table, folder.clone(), logs, working.clone()));
         }
         tasks.spawn("memory", give_memory_back(working.clone()));
+        if let Some(path) = self.config.beelet.image_archives.clone() {
+            let events = NodeEvents::new(self.events.clone(), &self.config.node_name);
+            let folder = Folder { path, runtime: self.runtime.clone(), events };
+            tasks.spawn("image archives", folder.run(working.clone()));
+        }
         let table = self.table.clone();
         let calls = self.metrics.pod_resources.clone();
         let served = podresources::serve(handles.devices.clone(), table, calls, working.clone());
@@ -718,6 +727,9 @@ impl Node {
             metrics: self.metrics.tuner.clone(),
             view: self.metrics.tuner_view.clone(),
         };
+        let (view, node) = (self.metrics.tuner_view.subscribe(), self.config.node_name.clone());
+        let telling = beelet_tuner::tell(view, self.events.clone(), node, working.clone());
+        tasks.spawn_optional("tuner's events", telling);
         tasks.spawn_optional("tuner", beelet_tuner::run(tuner, working.clone()));
     }
 

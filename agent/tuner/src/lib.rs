@@ -7,6 +7,7 @@
 //! through [`beelet_cgroups`], nor decide by itself.
 
 mod engine;
+mod events;
 mod foreign;
 mod history;
 mod journal;
@@ -32,6 +33,7 @@ use tracing::{error, info};
 
 pub use self::{
     engine::{Engine, recover},
+    events::tell,
     metrics::Metrics,
     sample::Source,
     targets::{Target, TargetContainer},

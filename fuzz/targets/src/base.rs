@@ -1,8 +1,41 @@
-//! Fuzzing: the table of mounts, as those read it who look for mount points.
+//! Fuzzing: the table of mounts, as volumes and pods read it, and archives, as images and copies come in.
 
+use std::io::{Read as _, copy, sink};
 use std::os::unix::ffi::OsStrExt as _;
 
+use beelet_base::archive::{Kind, Reader, parts};
 use beelet_base::mountinfo::{Mount, mounts};
+
+/// A tar archive: names are bounded, contents are never larger than the archive, a member's content may be read or
+/// skipped without a difference to the next, and the parts of a name lead nowhere upwards.
+pub fn archive(input: &[u8]) {
+    let (mut reading, mut skipping) = (Reader::new(input), Reader::new(input));
+    let mut total = 0;
+    loop {
+        let (one, other) = (reading.next_member(), skipping.next_member());
+        let (Ok(Some(one)), Ok(Some(other))) = (&one, &other) else {
+            assert_eq!(one.is_ok(), other.is_ok(), "{one:?} {other:?}");
+            return;
+        };
+        assert_eq!(one, other);
+        let link = match &one.kind {
+            Kind::Link(target) | Kind::HardLink(target) => target.len(),
+            _ => 0,
+        };
+        assert!(one.name.len() <= 4096 && link <= 4096);
+        let leads_up = |part: &&[u8]| part.is_empty() || [&b"."[..], b".."].contains(part);
+        assert!(!parts(&one.name).unwrap_or_default().iter().any(leads_up));
+        match copy(&mut reading.by_ref().take(one.size), &mut sink()) {
+            Ok(read) => assert_eq!(read, one.size),
+            Err(_) => {
+                assert!(skipping.next_member().is_err(), "what can't be read is skipped");
+                return;
+            }
+        }
+        total += one.size;
+        assert!(total <= input.len() as u64);
+    }
+}
 
 /// `/proc/self/mountinfo`: every line is read by itself, every escape is undone once, and mounts that the
 /// kernel would write read back as they are.

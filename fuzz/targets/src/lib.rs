@@ -37,7 +37,7 @@ use serde_json::Value;
 
 pub use crate::{
     authority::http2_authority,
-    base::mount_table,
+    base::{archive, mount_table},
     cgroups::mountinfo,
     config::config,
     devices::device_plugin,
@@ -56,6 +56,7 @@ pub type Target = fn(&[u8]);
 /// inputs.
 pub const TARGETS: &[(&str, Target)] = &[
     ("amounts", amounts),
+    ("archive", archive),
     ("btf", btf),
     ("checkpoint", checkpoint),
     ("config", config),

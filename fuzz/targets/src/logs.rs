@@ -63,7 +63,7 @@ fn shown(path: &std::path::Path, wanted: Wanted) -> Vec<(Stream, Vec<u8>)> {
     let reading = read(PathBuf::from(path), wanted, sender, None::<std::future::Ready<()>>);
     RUNTIME.with(|runtime| runtime.block_on(reading)).unwrap();
     let mut all: Vec<(Stream, Vec<u8>)> = Vec::new();
-    while let Ok(Piece { stream, bytes }) = receiver.try_recv() {
+    while let Ok(Piece { stream, bytes, .. }) = receiver.try_recv() {
         put(&mut all, stream, &bytes);
     }
     all

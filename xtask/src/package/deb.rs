@@ -1,4 +1,4 @@
-//! The Debian package, by dpkg-deb (docs/decisions/0020-packages.md says why not by cargo-deb).
+//! The Debian package, by dpkg-deb (docs/decisions/0021-packages.md says why not by cargo-deb).
 
 use super::{layout, version};
 use crate::{setup, shell};

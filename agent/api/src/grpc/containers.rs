@@ -60,6 +60,8 @@ struct Found {
     uid: String,
     spec: core::Container,
     status: core::ContainerStatus,
+    /// The init container that the pod's other containers wait for.
+    initializing: Option<String>,
 }
 
 impl Found {
@@ -210,7 +212,12 @@ async fn forward(
 ) {
     let sending = async {
         while let Some(piece) = pieces.recv().await {
-            let piece = proto::LogsPiece { stderr: piece.stream == Stream::Err, data: piece.bytes };
+            let time_ns = piece.time.and_then(|time| i64::try_from(time.as_nanosecond()).ok());
+            let piece = proto::LogsPiece {
+                stderr: piece.stream == Stream::Err,
+                data: piece.bytes,
+                time_ns: time_ns.unwrap_or_default(),
+            };
             if sender.send(Ok(piece)).await.is_err() {
                 return;
             }
@@ -308,7 +315,17 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
     let usual = spec.containers.into_iter().chain(spec.init_containers.into_iter().flatten());
     let mut containers = usual.chain(ephemeral);
     let spec = containers.find(|container| container.name == wanted).unwrap_or_default();
-    Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone() })
+    let initializing = status.and_then(initializing);
+    Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone(), initializing })
+}
+
+/// The first init container that has neither ended well nor, as a sidecar, started.
+fn initializing(status: &core::PodStatus) -> Option<String> {
+    let waits = |status: &&core::ContainerStatus| {
+        let ended = status.state.as_ref().and_then(|state| state.terminated.as_ref());
+        ended.is_none_or(|ended| ended.exit_code != 0) && status.started != Some(true)
+    };
+    status.init_container_statuses.iter().flatten().find(waits).map(|status| status.name.clone())
 }
 
 /// The statuses of a pod's containers of every kind.
@@ -331,9 +348,12 @@ fn attempt(found: &Found, previous: bool) -> Result<u32, Status> {
     if found.status.container_id.is_none() {
         let waiting = found.status.state.as_ref().and_then(|state| state.waiting.as_ref());
         let why = waiting.and_then(|waiting| waiting.reason.clone()).unwrap_or_default();
+        let init = found.initializing.as_ref().filter(|init| *init != name);
+        let hint = init.map(|init| format!(": it waits for the init container {init} (-c {init})"));
         return Err(Status::failed_precondition(format!(
-            "the container {name} of {} has not started yet ({why})",
-            found.pod
+            "the container {name} of {} has not started yet ({why}){}",
+            found.pod,
+            hint.unwrap_or_default()
         )));
     }
     Ok(newest)

@@ -1,16 +1,26 @@
 //! `service Images` (`images.proto`): what the runtime has, what pods miss, and changes of it by hand.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::Arc;
 
+use beelet_base::pieces;
 use beelet_cri::Runtime;
+use beelet_images::export::{ExportError, export};
+use beelet_images::import::{ImportError, Wanted as Asked, import};
 use beelet_model::status::has_ended;
 use beelet_model::table::PodTable;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::images_server::{Images, ImagesServer};
+use beelet_proto::beelet::import_input::Input;
 use beelet_proto::cri;
-use tokio::sync::watch;
-use tonic::{Request, Response, Status};
+use tokio::sync::{mpsc, watch};
+use tokio_stream::StreamExt as _;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+/// Pieces of an archive on their way.
+const QUEUE: usize = 4;
 
 /// The service, to be added to the agent's.
 #[must_use]
@@ -65,6 +75,62 @@ impl Images for Service {
         self.runtime.remove_image(&image.id).await.map_err(unavailable)?;
         Ok(Response::new(proto::RemoveImageResponse { image: Some(image) }))
     }
+
+    async fn import_images(
+        &self,
+        request: Request<Streaming<proto::ImportInput>>,
+    ) -> Result<Response<proto::ImportImagesResponse>, Status> {
+        let mut inputs = request.into_inner();
+        let first = inputs.message().await?.and_then(|input| input.input);
+        let Some(Input::Start(start)) = first else {
+            return Err(Status::invalid_argument("the first input of an import must say what is imported"));
+        };
+        let asked =
+            Asked { what: start.what, name: Some(start.name).filter(|name| !name.is_empty()), pinned: false };
+        let (pieces, archive) = mpsc::channel(QUEUE);
+        let receiving = tokio::spawn(receive(inputs, pieces));
+        let imported = import(&self.runtime, asked, pieces::Reader::new(archive)).await;
+        receiving.abort();
+        let image = |image: beelet_images::import::Imported| proto::ImportedImage {
+            name: image.name,
+            is_new: image.is_new,
+        };
+        let images = imported.map_err(not_imported)?.into_iter().map(image).collect();
+        Ok(Response::new(proto::ImportImagesResponse { images }))
+    }
+
+    type ExportImagesStream = ReceiverStream<Result<proto::ExportPiece, Status>>;
+
+    async fn export_images(
+        &self,
+        request: Request<proto::ExportImagesRequest>,
+    ) -> Result<Response<Self::ExportImagesStream>, Status> {
+        let images = request.into_inner().images;
+        if images.is_empty() {
+            return Err(Status::invalid_argument("no image is named"));
+        }
+        let (sender, receiver) = mpsc::channel(QUEUE);
+        let runtime = self.runtime.clone();
+        tokio::spawn(async move {
+            let (pieces, mut archive) = mpsc::channel(QUEUE);
+            let to_client = sender.clone();
+            // Where the client is gone it ends, and with it the export.
+            let sending = async move {
+                while let Some(data) = archive.recv().await {
+                    if to_client.send(Ok(proto::ExportPiece { data })).await.is_err() {
+                        return;
+                    }
+                }
+            };
+            let exporting = async move { export(&runtime, &images, &pieces).await };
+            let (exported, ()) = tokio::join!(exporting, sending);
+            if let Err(error) = exported {
+                // Whether anybody listens is no matter any more.
+                let _ = sender.send(Err(not_exported(error))).await;
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
 }
 
 impl Service {
@@ -77,6 +143,46 @@ impl Service {
             found.push(Wanted { name, id: image.map(|image| image.id), pods });
         }
         Ok(found)
+    }
+}
+
+/// Hands an archive's pieces on, and at last why there are no more, if that was an error.
+async fn receive(mut inputs: Streaming<proto::ImportInput>, pieces: mpsc::Sender<io::Result<Vec<u8>>>) {
+    while let Some(input) = inputs.next().await {
+        let piece = match input.map(|input| input.input) {
+            Ok(Some(Input::Data(data))) => Ok(data),
+            Ok(_) => continue,
+            Err(status) => Err(io::Error::other(format!("the client is gone: {}", status.message()))),
+        };
+        let is_last = piece.is_err();
+        if pieces.send(piece).await.is_err() || is_last {
+            return;
+        }
+    }
+}
+
+#[allow(clippy::needless_pass_by_value)] // as map_err has it
+fn not_imported(error: ImportError) -> Status {
+    match error {
+        ImportError::Runtime(error) => of_store(error),
+        error => Status::invalid_argument(error.to_string()),
+    }
+}
+
+#[allow(clippy::needless_pass_by_value)] // as map_err has it
+fn not_exported(error: ExportError) -> Status {
+    match error {
+        ExportError::Runtime(error) => of_store(error),
+        ExportError::NotFound(_) => Status::not_found(error.to_string()),
+        error => Status::failed_precondition(error.to_string()),
+    }
+}
+
+#[allow(clippy::needless_pass_by_value)] // as map_err has it
+fn of_store(error: beelet_cri::Error) -> Status {
+    match error.kind {
+        beelet_cri::Kind::Unimplemented => Status::unimplemented(error.to_string()),
+        _ => Status::unavailable(error.to_string()),
     }
 }
 

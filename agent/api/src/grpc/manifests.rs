@@ -16,9 +16,11 @@ use tokio::sync::{Mutex, SetOnce, mpsc, watch};
 use tonic::{Request, Response, Status};
 
 use beelet_codec::document::Limits;
+use beelet_cri::Runtime;
 use beelet_manifests::Object;
 use beelet_manifests::source::{Described, Rules, preview};
 use beelet_model::desired::Desired;
+use beelet_model::pod::has_host_port;
 use beelet_model::request::Request as PodRequest;
 use beelet_model::table::PodName;
 use beelet_policy::references;
@@ -54,6 +56,8 @@ pub struct Folder {
     pub node_name: String,
     /// What counts.
     pub rules: Rules,
+    /// Knows what of a manifest leads nowhere.
+    pub runtime: Runtime,
 }
 
 /// The service, to be added to the agent's. `running` is filled when the node runs.
@@ -110,6 +114,7 @@ struct Change {
     text: String,
     before: Option<String>,
     warnings: Vec<String>,
+    has_host_port: bool,
 }
 
 impl Change {
@@ -148,7 +153,12 @@ impl Manifests for Service {
             }
             Ok::<_, Status>(plan)
         });
-        let plan = done.await.map_err(|e| Status::internal(e.to_string()))??;
+        let mut plan = done.await.map_err(|e| Status::internal(e.to_string()))??;
+        if plan.changes.iter().any(|change| change.has_host_port)
+            && let Some(why) = self.folder.runtime.unmapped_host_ports().await
+        {
+            plan.warn_of_host_ports(&why);
+        }
         let late = if dry_run { BTreeSet::new() } else { plan.wait_until_seen(running, &self.folder).await };
         Ok(Response::new(plan.told(&self.folder, &late)))
     }
@@ -287,7 +297,8 @@ impl Folder {
                 file.display()
             )));
         }
-        Ok(Change { about, file, text: manifest.text, before, warnings: read.warnings })
+        let has_host_port = matches!(&read.object, Object::Pod(pod) if has_host_port(pod));
+        Ok(Change { about, file, text: manifest.text, before, warnings: read.warnings, has_host_port })
     }
 
     /// What of the folder has such labels and is not given.
@@ -383,6 +394,11 @@ fn changed_ns(file: &Path) -> i64 {
 }
 
 impl Plan {
+    fn warn_of_host_ports(&mut self, why: &str) {
+        let exposed = self.changes.iter_mut().filter(|change| change.has_host_port);
+        exposed.for_each(|change| change.warnings.push(why.to_owned()));
+    }
+
     /// Does it.
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn carry_out(&self) -> Result<(), Status> {
@@ -521,7 +537,12 @@ mod tests {
     }
 
     fn folder_at(path: &Path) -> Folder {
-        Folder { path: Some(path.to_owned()), node_name: "N1".to_owned(), rules: Rules::default() }
+        Folder {
+            path: Some(path.to_owned()),
+            node_name: "N1".to_owned(),
+            rules: Rules::default(),
+            runtime: Runtime::new("unix:///nowhere.sock", Duration::from_secs(1)).unwrap(),
+        }
     }
 
     /// The service on a folder that the real source watches.

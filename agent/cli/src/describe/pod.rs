@@ -65,13 +65,14 @@ impl Text {
 }
 
 /// The whole description.
-pub(super) fn text(pod: &Pod, events: &[proto::Event], now: Timestamp) -> String {
+pub(super) fn text(pod: &Pod, events: &[proto::Event], interference: Option<&str>, now: Timestamp) -> String {
     let (no_spec, no_status) = (PodSpec::default(), PodStatus::default());
     let spec = pod.spec.as_ref().unwrap_or(&no_spec);
     let status = pod.status.as_ref().unwrap_or(&no_status);
     let mut text = Text::default();
     head(&mut text, pod, spec, status);
     text.set(0, "Why", Warnings::of(events.iter().cloned()).why(pod, now).as_deref());
+    text.set(0, "Interference", interference);
     let statuses = |all: &Option<Vec<ContainerStatus>>| -> BTreeMap<String, ContainerStatus> {
         all.iter().flatten().map(|status| (status.name.clone(), status.clone())).collect()
     };
@@ -363,7 +364,7 @@ mod tests {
             count: 2,
             ..Default::default()
         };
-        let text = text(&pod, &[event], Timestamp::from_second(60).unwrap());
+        let text = text(&pod, &[event], None, Timestamp::from_second(60).unwrap());
         for expected in [
             "Name:                 web-n1\n",
             "Why:                  container main: killed by the kernel for want of memory, last words: \\u{1b}[2J  Ready: \

@@ -40,8 +40,7 @@ impl Facts {
 
 /// Asks it, also for these images.
 pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Result<Facts> {
-    let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    threads.block_on(async {
+    crate::block_on(async {
         let runtime = Runtime::new(&config.runtime_endpoint, TIMEOUT)?;
         Ok(Facts {
             endpoint: config.runtime_endpoint.clone(),

@@ -2,16 +2,16 @@
 
 use std::collections::BTreeSet;
 
-use anyhow::Context as _;
 use beelet_proto::beelet as proto;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::columns::Columns;
 use super::pod::age;
 use super::print;
-use crate::{args::AgentArgs, requested};
+use crate::args::{AgentArgs, ObjectOutput};
+use crate::requested;
 use beelet_client::Client;
 use beelet_model::table::PodTable;
 use beelet_policy::quantity::Quantity;
@@ -23,33 +23,18 @@ const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];
 #[derive(Debug, Args)]
 pub(super) struct NodeArgs {
     /// How it is shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
+    #[arg(short, long, value_enum, default_value_t = ObjectOutput::Table)]
+    output: ObjectOutput,
     #[command(flatten)]
     agent: AgentArgs,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// One line per resource, and one per condition.
-    Table,
-    /// A v1.Node with its name, capacity, allocatable and conditions.
-    Json,
-    /// The same.
-    Yaml,
 }
 
 pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let node = client.node().await?;
-    let text = match args.output {
-        // An agent that has not looked at its pods yet knows its resources all the same.
-        Output::Table => {
-            table(&node, client.pods().await.ok().map(|(pods, _)| pods).as_ref(), Timestamp::now())
-        }
-        Output::Json => format!("{:#}\n", v1(&node)),
-        Output::Yaml => beelet_codec::yaml(&v1(&node)).context("the node")?,
-    };
+    // An agent that has not looked at its pods yet knows its resources all the same.
+    let pods = client.pods().await.ok().map(|(pods, _)| pods);
+    let text = args.output.text(&v1(&node), || table(&node, pods.as_ref(), Timestamp::now()))?;
     print(&text)?;
     if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {
         eprintln!("The node is not ready: {}", ready.message);

@@ -2,15 +2,15 @@
 
 use anyhow::Context as _;
 use beelet_proto::beelet as proto;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::columns::Columns;
 use super::pod::age;
 use super::print;
-use crate::args::AgentArgs;
-use crate::plain;
+use crate::args::{AgentArgs, ObjectOutput};
+use crate::{complete, plain};
 use beelet_client::Client;
 
 /// Arguments of `beelet get configmaps`, `secrets`, …
@@ -20,7 +20,7 @@ pub(super) struct ObjectsArgs {
     #[arg(value_name = "NAME")]
     names: Vec<String>,
     /// Only those of this namespace.
-    #[arg(short, long, value_name = "NAMESPACE")]
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     /// Those of all namespaces. The default; here for the habit.
     #[arg(short = 'A', long, conflicts_with = "namespace")]
@@ -29,20 +29,10 @@ pub(super) struct ObjectsArgs {
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<String>,
     /// How they are shown.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
+    #[arg(short, long, value_enum, default_value_t = ObjectOutput::Table)]
+    output: ObjectOutput,
     #[command(flatten)]
     agent: AgentArgs,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// One line each.
-    Table,
-    /// A v1.List. Values of secrets are in it.
-    Json,
-    /// The same as YAML.
-    Yaml,
 }
 
 const TITLES: &[&str] = &["NAMESPACE", "NAME", "DATA", "AGE", "FILE"];
@@ -64,21 +54,17 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     let values =
         objects.iter().map(|one| serde_json::from_slice(&one.json)).collect::<Result<Vec<Value>, _>>();
     let values = values.context("the agent sent an object that is no JSON; is it of another version?")?;
-    let list =
-        |items: Vec<Value>| json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items});
-    let text = match args.output {
-        Output::Json => format!("{:#}\n", list(values)),
-        Output::Yaml => beelet_codec::yaml(&list(values)).context("the objects")?,
-        Output::Table if objects.is_empty() => {
-            eprintln!("No {}s found.", kind.to_lowercase());
-            return Ok(());
-        }
-        Output::Table => {
-            let now = Timestamp::now();
-            let rows: Vec<_> = objects.iter().zip(&values).map(|(one, value)| row(one, value, now)).collect();
-            Columns::new(TITLES).table(&rows)
-        }
+    if objects.is_empty() && args.output == ObjectOutput::Table {
+        eprintln!("No {}s found.", kind.to_lowercase());
+        return Ok(());
+    }
+    let list = json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": values});
+    let table = || {
+        let now = Timestamp::now();
+        let rows: Vec<_> = objects.iter().zip(&values).map(|(one, value)| row(one, value, now)).collect();
+        Columns::new(TITLES).table(&rows)
     };
+    let text = args.output.text(&list, table)?;
     Ok(print(&text)?)
 }
 

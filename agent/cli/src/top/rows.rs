@@ -7,7 +7,7 @@ use beelet_proto::beelet::{SignalContainer, SignalPod, SignalRates, SignalSnapsh
 
 use super::columns::Column;
 use super::row::{Numbers, Row};
-use crate::plain;
+use crate::{neighbours, plain};
 
 /// Values that a trend remembers: what the widest column shows.
 pub(super) const TREND: usize = 40;
@@ -43,7 +43,17 @@ impl Window {
         }
     }
 
-    fn of(self, container: &SignalContainer) -> Option<&SignalRates> {
+    /// The machine's CPUs in use over it; None where they are not measured over so long.
+    pub(super) fn machine(self, snapshot: &SignalSnapshot) -> Option<f64> {
+        let machine = snapshot.machine.as_ref()?;
+        match self {
+            Self::Second => machine.cpu_1s,
+            Self::Ten => machine.cpu_10s,
+            Self::Minute => None,
+        }
+    }
+
+    pub(super) fn of(self, container: &SignalContainer) -> Option<&SignalRates> {
         match self {
             Self::Second => container.last_1s.as_ref(),
             Self::Ten => container.last_10s.as_ref(),
@@ -65,6 +75,8 @@ pub(super) struct View {
     pub(super) expanded: HashSet<String>,
     /// All of them.
     pub(super) all_expanded: bool,
+    /// The pods are all that there are, so that the rest is outside pods.
+    pub(super) whole: bool,
 }
 
 /// The last seconds of what the trend column shows, by row.
@@ -81,6 +93,7 @@ impl Trends {
             filter: String::new(),
             expanded: HashSet::new(),
             all_expanded: true,
+            whole: false,
         };
         let rows = rows(snapshot, &view, &Trends::default());
         let mut next = HashMap::with_capacity(rows.len());
@@ -135,12 +148,31 @@ pub(super) fn rows(snapshot: &SignalSnapshot, view: &View, trends: &Trends) -> V
         containers.sort_by(|a, b| order(a, b, view));
         pods.push((row, containers));
     }
+    let is_wanted = neighbours::OUTSIDE.contains(&filter);
+    pods.extend(outside_row(snapshot, view).filter(|_| is_wanted).map(|row| (row, Vec::new())));
     pods.sort_by(|(a, _), (b, _)| order(a, b, view));
     let expand = |(row, containers): (Row, Vec<Row>)| {
         let shown = if row.expanded { containers } else { Vec::new() };
         std::iter::once(row).chain(shown)
     };
     pods.into_iter().flat_map(expand).collect()
+}
+
+/// What the machine does beside its pods.
+fn outside_row(snapshot: &SignalSnapshot, view: &View) -> Option<Row> {
+    let window = view.window;
+    let cpu = neighbours::outside(snapshot, window.machine(snapshot), |container| window.of(container))
+        .filter(|_| view.whole)?;
+    Some(Row {
+        key: neighbours::OUTSIDE.to_owned(),
+        is_pod: true,
+        expanded: false,
+        name: neighbours::OUTSIDE.to_owned(),
+        state: "-".to_owned(),
+        why: String::new(),
+        numbers: Numbers { cpu: Some(cpu), ..Numbers::default() },
+        trend: Vec::new(),
+    })
 }
 
 /// Names break ties, so that rows with equal numbers stay where they are.
@@ -336,11 +368,23 @@ pub(super) mod tests {
             filter: String::new(),
             expanded: HashSet::new(),
             all_expanded: false,
+            whole: false,
         }
     }
 
     fn names(snapshot: &SignalSnapshot, view: &View) -> Vec<String> {
         rows(snapshot, view, &Trends::default()).into_iter().map(|row| row.name).collect()
+    }
+
+    #[test]
+    fn what_is_outside_pods_is_a_row_where_all_pods_are_shown() {
+        let mut snapshot = snapshot(&[("a", "busy", 0.5, 1.0)]);
+        snapshot.machine = Some(SignalMachine { cpu_10s: Some(1.75), ..Default::default() });
+        let whole = View { whole: true, ..view() };
+        let rows = rows(&snapshot, &whole, &Trends::default());
+        assert_eq!((rows[0].name.as_str(), rows[0].numbers.cpu), (neighbours::OUTSIDE, Some(1.25)));
+        assert_eq!(rows[1].name, "a/busy");
+        assert_eq!(super::rows(&snapshot, &view(), &Trends::default()).len(), 1);
     }
 
     #[test]

@@ -118,7 +118,7 @@ impl Source<'_> {
         let ended = match snapshots.message().await {
             Ok(Some(snapshot)) => return Ok(snapshot),
             Ok(None) => "the agent stopped".to_owned(),
-            Err(status) => format!("the agent: {}", status.message()),
+            Err(status) => ClientError::from(status).to_string(),
         };
         self.snapshots = None;
         Err(format!("{ended}; waiting for it"))

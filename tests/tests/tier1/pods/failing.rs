@@ -87,12 +87,12 @@ async fn a_pod_that_is_refused_before_it_runs_has_no_containers() {
     let web = node.until_pod("web", "to be known", |_| true).await;
     node.request(Request::Fail {
         uid: web.uid(),
-        reason: "OutOfcpu".to_owned(),
-        message: "Node didn't have enough resource: cpu".to_owned(),
+        reason: "NodePorts".to_owned(),
+        message: "Node didn't have free ports for the requested pod ports".to_owned(),
         grace: None,
     })
     .await;
-    let failed = until_failed(&node, "OutOfcpu").await;
+    let failed = until_failed(&node, "NodePorts").await;
     held.release();
     assert!(failed.0.pod.status.as_ref().unwrap().container_statuses.is_none());
     node.until_relisted().await;

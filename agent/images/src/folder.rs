@@ -1,0 +1,196 @@
+//! A folder of image archives: what is put there is imported, once, and stays until it is removed by hand.
+//! For nodes without a registry, as the manifests' folder is for nodes without an API server.
+//!
+//! Nothing is remembered over a restart: importing an archive again changes nothing, and brings back what is
+//! gone. Must never delete a file or an image.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use beelet_base::{blocking::blocking, own_file};
+use beelet_cri::Runtime;
+use beelet_state::events::NodeEvents;
+use futures::StreamExt as _;
+use inotify::{EventStream, Inotify, WatchMask};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::import::{ImportError, Wanted, import};
+
+/// How often it is looked without an event: the folder may have come, and what failed for a while is tried
+/// again.
+const PERIOD: Duration = Duration::from_secs(30);
+/// Most archives.
+const MOST: usize = 1000;
+/// Room for events of the kernel.
+const BUFFER: usize = 16 << 10;
+/// How archives are called. Those that are compressed in another way are told of.
+const ENDINGS: [&[u8]; 6] = [b".tar", b".tar.gz", b".tgz", b".tar.zst", b".tar.xz", b".tar.bz2"];
+
+/// What it needs.
+#[derive(Debug)]
+pub struct Folder {
+    /// Where it is; it may come and go.
+    pub path: PathBuf,
+    /// Where images go.
+    pub runtime: Runtime,
+    /// Where what happened is told.
+    pub events: NodeEvents,
+}
+
+/// What tells one content of a file from another.
+type Version = (u64, u64, i64, i64);
+
+/// What is known of the archives.
+#[derive(Default)]
+struct Known {
+    done: BTreeMap<OsString, Version>,
+    /// Why the last try failed, so that it is told once.
+    failed: BTreeMap<OsString, String>,
+}
+
+impl Folder {
+    /// Imports what is there and what comes, until `cancel`.
+    pub async fn run(self, cancel: CancellationToken) {
+        let mut known = Known::default();
+        let mut events = None;
+        loop {
+            // Watched first, so that what comes while the folder is read is told.
+            if events.is_none() {
+                events = watch(&self.path);
+            }
+            if cancel.run_until_cancelled(self.look(&mut known)).await.is_none() {
+                return;
+            }
+            let next = async {
+                match &mut events {
+                    Some(stream) => stream.next().await.is_some_and(|event| event.is_ok()),
+                    None => std::future::pending().await,
+                }
+            };
+            let waited = cancel.run_until_cancelled(tokio::time::timeout(PERIOD, next)).await;
+            match waited {
+                None => return,
+                Some(Ok(true)) => {}
+                // The folder may be another one by now.
+                Some(Ok(false) | Err(_)) => events = None,
+            }
+        }
+    }
+
+    async fn look(&self, known: &mut Known) {
+        let path = self.path.clone();
+        let archives = match blocking("listing image archives", move || list(&path)).await {
+            Ok(archives) => archives,
+            Err(error) => {
+                warn!("cannot read the folder of image archives {}: {error}", self.path.display());
+                return;
+            }
+        };
+        known.done.retain(|name, _| archives.contains_key(name));
+        known.failed.retain(|name, _| archives.contains_key(name));
+        for (name, version) in archives {
+            if known.done.get(&name) != Some(&version) {
+                self.take(known, name, version).await;
+            }
+        }
+    }
+
+    async fn take(&self, known: &mut Known, name: OsString, version: Version) {
+        let path = self.path.join(&name);
+        match self.import(&path).await {
+            Ok(names) => {
+                if !names.is_empty() {
+                    let message = format!("Imported {} from {}", names.join(", "), path.display());
+                    self.events.normal("ImagesImported", &message);
+                }
+                known.failed.remove(&name);
+                known.done.insert(name, version);
+            }
+            Err(error) => {
+                let is_transient = error.is_transient();
+                let message = format!("Failed to import {}: {error}", path.display());
+                if known.failed.insert(name.clone(), message.clone()).as_ref() != Some(&message) {
+                    self.events.warning("FailedToImportImages", &message);
+                }
+                if !is_transient {
+                    known.done.insert(name, version);
+                }
+            }
+        }
+    }
+
+    /// The names that are new.
+    async fn import(&self, path: &Path) -> Result<Vec<String>, ImportError> {
+        let archive = path.to_owned();
+        let file = blocking("opening an image archive", move || own_file::read(&archive)).await?;
+        let wanted = Wanted { what: path.display().to_string(), name: None, pinned: true };
+        let imported = import(&self.runtime, wanted, file).await?;
+        Ok(imported.into_iter().filter(|image| image.is_new).map(|image| image.name).collect())
+    }
+}
+
+fn watch(path: &Path) -> Option<EventStream<Vec<u8>>> {
+    let inotify = Inotify::init().ok()?;
+    let mask = WatchMask::CLOSE_WRITE | WatchMask::MOVED_TO | WatchMask::DELETE_SELF | WatchMask::MOVE_SELF;
+    // A folder that is not there yet is looked for again.
+    inotify.watches().add(path, mask | WatchMask::ONLYDIR).ok()?;
+    inotify.into_event_stream(vec![0; BUFFER]).ok()
+}
+
+/// The archives with what tells their contents apart; none if there is no folder.
+fn list(path: &Path) -> io::Result<BTreeMap<OsString, Version>> {
+    let entries = match std::fs::read_dir(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+        entries => entries?,
+    };
+    let mut archives = BTreeMap::new();
+    for entry in entries.take(MOST) {
+        let entry = entry?;
+        let name = entry.file_name();
+        let is_archive = ENDINGS.iter().any(|ending| name.as_bytes().ends_with(ending));
+        if !is_archive || name.as_bytes().starts_with(b".") {
+            continue;
+        }
+        // One that goes just now is none.
+        if let Ok(found) = entry.metadata()
+            && found.is_file()
+        {
+            archives.insert(name, (found.ino(), found.size(), found.mtime(), found.mtime_nsec()));
+        }
+    }
+    Ok(archives)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn archives_are_files_with_such_names() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(list(&dir.path().join("none")).unwrap().is_empty());
+        for name in ["a.tar", "b.tar.gz", ".c.tar", "d.tar.part", "README.md"] {
+            std::fs::write(dir.path().join(name), "x").unwrap();
+        }
+        std::fs::create_dir(dir.path().join("folder.tar")).unwrap();
+        std::os::unix::fs::symlink("a.tar", dir.path().join("link.tar")).unwrap();
+        let names: Vec<OsString> = list(dir.path()).unwrap().into_keys().collect();
+        assert_eq!(names, ["a.tar", "b.tar.gz"]);
+    }
+
+    #[test]
+    fn another_content_is_another_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.tar");
+        std::fs::write(&path, "one").unwrap();
+        let before = list(dir.path()).unwrap();
+        std::fs::write(&path, "three").unwrap();
+        assert_ne!(list(dir.path()).unwrap(), before);
+    }
+}

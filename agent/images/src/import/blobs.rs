@@ -1,0 +1,171 @@
+//! The runtime's own store as the place where an archive's blobs go.
+
+use std::io::{self, BufRead, BufReader, Read};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use beelet_base::blocking::blocking;
+use beelet_cri::store::{Blob, Lease, Store};
+use beelet_cri::{Operation, Runtime};
+use flate2::bufread::MultiGzDecoder;
+use jiff::Timestamp;
+use sha2::{Digest as _, Sha256};
+use tokio::runtime::Handle;
+
+use super::{Blobs, ImportError, Imported, MOST_JSON};
+use crate::layout::{Descriptor, Platform};
+
+/// Bytes of a blob in one message.
+const PIECE: usize = 1 << 20;
+/// How long the runtime may take to show an image that it took, and how often it is asked.
+const SHOWN: Duration = Duration::from_secs(15);
+const ASKED: Duration = Duration::from_millis(50);
+/// A lease that an agent which was killed could not give back ends after this.
+const LEASE: jiff::SignedDuration = jiff::SignedDuration::from_hours(24);
+/// Begin of what gzip has compressed.
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+
+/// What is asked of an import.
+#[derive(Clone, Debug, Default)]
+pub struct Wanted {
+    /// What the archive is called in errors.
+    pub what: String,
+    /// The name of its only image, whatever the archive says.
+    pub name: Option<String>,
+    /// Never to be removed as unused.
+    pub pinned: bool,
+}
+
+/// Imports the images of an archive.
+///
+/// # Errors
+/// See [`ImportError`]. What was written by then is collected by the runtime.
+pub async fn import(
+    runtime: &Runtime,
+    wanted: Wanted,
+    archive: impl Read + Send + 'static,
+) -> Result<Vec<Imported>, ImportError> {
+    let store = runtime.store(Operation::ImportImage, &wanted.what).await?;
+    let id = lease_id();
+    let ends = Timestamp::now().saturating_add(LEASE).unwrap_or(Timestamp::MAX).to_string();
+    let lease = store.lease(&id, &ends).await?;
+    let mut door = Door {
+        store: store.clone(),
+        lease: lease.clone(),
+        id,
+        blobs: 0,
+        pinned: wanted.pinned,
+        handle: Handle::current(),
+    };
+    let name = wanted.name;
+    let imported = blocking("importing images", move || {
+        super::read(plain(archive)?, name.as_deref(), &Platform::own(), &mut door)
+    })
+    .await;
+    store.release(lease).await?;
+    let imported = imported?;
+    for image in &imported {
+        shown(runtime, &image.name).await?;
+    }
+    Ok(imported)
+}
+
+/// Waits until the runtime's CRI shows an image that its store has: it learns of it by an event of its own.
+async fn shown(runtime: &Runtime, name: &str) -> Result<(), ImportError> {
+    let asking = async {
+        while runtime.image_status(name).await?.is_none() {
+            tokio::time::sleep(ASKED).await;
+        }
+        Ok(())
+    };
+    let shown = tokio::time::timeout(SHOWN, asking).await;
+    shown.unwrap_or_else(|_| Err(ImportError::NotShown(name.to_owned())))
+}
+
+/// The archive without gzip's compression.
+fn plain(archive: impl Read + Send + 'static) -> io::Result<Box<dyn Read>> {
+    let mut archive = BufReader::with_capacity(PIECE, archive);
+    if archive.fill_buf()?.starts_with(&GZIP) {
+        return Ok(Box::new(MultiGzDecoder::new(archive)));
+    }
+    Ok(Box::new(archive))
+}
+
+/// A name that no other import has.
+fn lease_id() -> String {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    format!("beelet-{}-{}-{number}", std::process::id(), Timestamp::now().as_nanosecond())
+}
+
+/// The store, asked from a thread that may block.
+struct Door {
+    store: Store,
+    lease: Lease,
+    id: String,
+    /// How many blobs were written.
+    blobs: u64,
+    pinned: bool,
+    handle: Handle,
+}
+
+impl Blobs for Door {
+    fn put(
+        &mut self,
+        digest: Option<&str>,
+        size: u64,
+        content: &mut dyn Read,
+    ) -> Result<String, ImportError> {
+        self.blobs += 1;
+        let reference = format!("{}-{}", self.id, self.blobs);
+        let blob = Blob { reference: &reference, digest: digest.unwrap_or_default(), size };
+        let mut hasher = Sha256::new();
+        let mut next = || -> io::Result<Vec<u8>> {
+            let mut piece = Vec::new();
+            content.take(PIECE as u64).read_to_end(&mut piece)?;
+            if digest.is_none() {
+                hasher.update(&piece);
+            }
+            Ok(piece)
+        };
+        let first = next()?;
+        let writer = self.handle.block_on(self.store.write(&self.lease, blob, first))?;
+        let Some(mut writer) = writer else { return Ok(digest.unwrap_or_default().to_owned()) };
+        loop {
+            let piece = next()?;
+            if piece.is_empty() {
+                break;
+            }
+            self.handle.block_on(writer.write(piece))?;
+        }
+        let digest = digest.map_or_else(|| hex(&hasher.finalize()), str::to_owned);
+        self.handle.block_on(writer.commit(&digest))?;
+        Ok(digest)
+    }
+
+    fn has(&mut self, digest: &str) -> Result<bool, ImportError> {
+        Ok(self.handle.block_on(self.store.size(digest))?.is_some())
+    }
+
+    fn read(&mut self, digest: &str) -> Result<Vec<u8>, ImportError> {
+        Ok(self.handle.block_on(self.store.read(digest, MOST_JSON))?)
+    }
+
+    fn refer(&mut self, digest: &str, children: &[(String, String)]) -> Result<(), ImportError> {
+        Ok(self.handle.block_on(self.store.refer(digest, children))?)
+    }
+
+    fn name(&mut self, name: &str, target: &Descriptor) -> Result<bool, ImportError> {
+        let before = self.handle.block_on(self.store.image(name))?;
+        let is_new = before.is_none_or(|before| before.digest != target.digest);
+        if is_new {
+            self.handle.block_on(self.store.name(name, target.into(), self.pinned))?;
+        }
+        Ok(is_new)
+    }
+}
+
+fn hex(digest: &[u8]) -> String {
+    let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("sha256:{hex}")
+}

@@ -1,0 +1,83 @@
+//! The tuner's steps as events of the node.
+
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::view::{Outcome, TunerRecord, View};
+use beelet_state::events::{Object, Recorder};
+
+/// Records an event for each step that `view` shows from now on, until `shutdown`. What was only advised is
+/// no step.
+pub async fn tell(
+    mut view: watch::Receiver<Arc<View>>,
+    events: Recorder,
+    node: String,
+    shutdown: CancellationToken,
+) {
+    let mut told = Timestamp::now();
+    while let Some(Ok(())) = shutdown.run_until_cancelled(view.changed()).await {
+        let history = Arc::clone(&view.borrow_and_update().history);
+        for step in history.iter().filter(|step| step.at > told) {
+            let object = || Object::node(&node);
+            match words(step) {
+                Some((reason, message, true)) => events.normal(object(), reason, message),
+                Some((reason, message, false)) => events.warning(object(), reason, message),
+                None => {}
+            }
+        }
+        told = history.last().map_or(told, |step| step.at.max(told));
+    }
+}
+
+/// The event's reason and message, and whether all went its way; None for an advice.
+fn words(step: &TunerRecord) -> Option<(&'static str, String, bool)> {
+    let what = format!("{} of {}", step.knob.kind.as_str(), step.knob.cgroup);
+    let owners = || "its owner's value".to_owned();
+    let from = step.from.clone().unwrap_or_else(owners);
+    let to = step.to.clone().unwrap_or_else(owners);
+    let why = &step.reason;
+    match &step.outcome {
+        Outcome::Advised => None,
+        Outcome::Done => {
+            let reason = if step.to.is_none() { "TunerGaveBack" } else { "Tuned" };
+            Some((reason, format!("{what}: from {from} to {to}: {why}"), true))
+        }
+        Outcome::Failed(error) => Some(("TunerFailed", format!("{what} to {to}: {error}"), false)),
+        Outcome::Overwritten(by) => Some(("TunerOverwritten", format!("{what}: {by}"), false)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::tuner::{Knob, KnobKind};
+
+    use super::*;
+
+    fn step(to: Option<&str>, outcome: Outcome) -> TunerRecord {
+        TunerRecord {
+            at: Timestamp::now(),
+            knob: Knob { cgroup: "/kubepods/besteffort".to_owned(), kind: KnobKind::Idle },
+            from: None,
+            to: to.map(str::to_owned),
+            reason: "web waits for batch".to_owned(),
+            outcome,
+        }
+    }
+
+    #[test]
+    fn a_step_is_an_event_and_an_advice_is_none() {
+        let reason = |step: &TunerRecord| words(step).map(|(reason, ..)| reason);
+        assert_eq!(reason(&step(Some("idle"), Outcome::Done)), Some("Tuned"));
+        assert_eq!(reason(&step(None, Outcome::Done)), Some("TunerGaveBack"));
+        assert_eq!(reason(&step(Some("idle"), Outcome::Failed("no".to_owned()))), Some("TunerFailed"));
+        assert_eq!(reason(&step(Some("idle"), Outcome::Advised)), None);
+        let (_, message, is_well) = words(&step(Some("idle"), Outcome::Done)).unwrap();
+        assert!(
+            is_well && message.contains("from its owner's value to idle: web waits for batch"),
+            "{message}"
+        );
+    }
+}

@@ -1,0 +1,78 @@
+//! `beelet cp`: into a container and out of it, and what a hostile one sends.
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use std::fs;
+
+use beelet_tests::pods::PodView;
+use beelet_tests::{manifests, require};
+
+use crate::node::Node;
+
+/// A node with a pod that serves.
+fn node() -> Node {
+    let node = Node::start(|options| options);
+    node.apply(&manifests::pod("web", &["/bin/testapp", "serve"]));
+    node.wait("web", "to run", |pod: &PodView| pod.phase() == "Running");
+    node
+}
+
+#[test]
+fn files_and_folders_are_copied_both_ways() {
+    require!(containerd);
+    let node = node();
+    let here = node.agent.dir().join("copies");
+    fs::create_dir_all(here.join("site/sub")).unwrap();
+    // More than fits any buffer on the way.
+    let large: Vec<u8> = (0..3_000_000_u32).flat_map(u32::to_le_bytes).collect();
+    fs::write(here.join("site/sub/large"), &large).unwrap();
+    std::os::unix::fs::symlink("sub/large", here.join("site/link")).unwrap();
+    let path = |name: &str| here.join(name).to_str().unwrap().to_owned();
+    let copy = |from: &str, to: &str| {
+        let (code, _, error) = node.cli(&["cp", from, to]);
+        assert_eq!(code, Some(0), "{from} to {to}: {error}");
+        error
+    };
+    copy(&path("site"), "web:/tmp/www");
+    copy("web:/tmp/www", &path("back"));
+    assert!(fs::read(here.join("back/sub/large")).unwrap() == large);
+    assert_eq!(fs::read_link(here.join("back/link")).unwrap().to_str(), Some("sub/large"));
+    // Into folders that are there; a single file under a new name.
+    copy(&path("site"), "web:/tmp");
+    copy("web:/tmp/site/sub/large", &path("single"));
+    assert!(fs::read(here.join("single")).unwrap() == large);
+    copy("web:/tmp/site/.", &here.to_string_lossy());
+    assert!(here.join("sub/large").is_file());
+    let (code, _, error) = node.cli(&["cp", "web:/nowhere/at/all", &path("none")]);
+    assert_eq!(code, Some(1));
+    assert!(error.contains("tar in the container failed"), "{error}");
+    let (code, _, error) = node.cli(&["cp", &path("site"), &path("other")]);
+    assert_eq!(code, Some(1));
+    assert!(error.contains("POD:PATH"), "{error}");
+}
+
+#[test]
+fn what_a_container_sends_stays_in_the_target() {
+    require!(containerd);
+    let node = node();
+    let here = node.agent.dir().join("copies");
+    fs::create_dir_all(&here).unwrap();
+    // Its tar is its own: this one sends an archive with a way out, and links.
+    let script = "mkdir -p /tmp/x /tmp/evil && cd /tmp/x && echo fine > fine && ln -s / out && ln -s ../.. up && \
+                  echo '#!/bin/sh\necho oops > /tmp/ran; exec /bin/busybox tar cf - -C /tmp x ../tmp/x/fine' > /bin/tar";
+    let (code, _, error) = node.cli(&[
+        "exec",
+        "web",
+        "--",
+        "/bin/sh",
+        "-c",
+        &format!("rm /bin/tar; {script}; chmod +x /bin/tar"),
+    ]);
+    assert_eq!(code, Some(0), "{error}");
+    let to = here.join("x");
+    let (code, _, error) = node.cli(&["cp", "web:/tmp/x", to.to_str().unwrap()]);
+    assert_eq!(code, Some(0), "{error}");
+    assert_eq!(error.matches("left out").count(), 3, "{error}");
+    let names: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["fine"]);
+}

@@ -1,0 +1,98 @@
+//! Images as files: imported without a registry, by hand and from the folder beside the manifests, and
+//! exported.
+
+#![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
+
+use std::path::PathBuf;
+
+use beelet_tests::containerd::Containerd;
+use beelet_tests::pods::PodView;
+use beelet_tests::workdir::{PATIENCE, wait_for};
+use beelet_tests::{images, require};
+use serde_json::{Value, json};
+
+use crate::node::{Node, installed, on_every_containerd};
+
+/// A pod that runs only if its image is here.
+fn pod(name: &str, image: &str) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": { "name": name },
+        "spec": {
+            "restartPolicy": "Never",
+            "containers": [{
+                "name": "main",
+                "image": image,
+                "imagePullPolicy": "Never",
+                "command": ["/bin/sh", "-c", "echo $VARIANT"],
+            }],
+        },
+    })
+}
+
+/// An archive whose image no containerd has before.
+fn archive(name: &str) -> PathBuf {
+    images::variant(name).unwrap().path
+}
+
+#[test]
+fn an_imported_image_runs_is_exported_and_comes_back() {
+    require!(containerd);
+    on_every_containerd(|containerd| {
+        let name = "localhost/beelet/imported:1";
+        let node = Node::on(containerd, |options| options);
+        let tar = archive(name);
+        let (code, out, error) = node.cli(&["images", "import", tar.to_str().unwrap()]);
+        assert_eq!((code, out.as_str()), (Some(0), "localhost/beelet/imported:1 imported\n"), "{error}");
+        let (_, again, _) = node.cli(&["images", "import", tar.to_str().unwrap()]);
+        assert_eq!(again, "localhost/beelet/imported:1 was here\n");
+        node.apply(&pod("first", name));
+        assert_eq!(node.output("first"), format!("{name}\n"));
+
+        // Out and in again, after it was removed.
+        let copy = node.agent.dir().join("copy.tar");
+        let (code, _, error) = node.cli(&["images", "export", name, "-o", copy.to_str().unwrap()]);
+        assert_eq!(code, Some(0), "{error}");
+        node.remove("first");
+        node.wait_gone("first");
+        let (code, _, error) = node.cli(&["images", "rm", name]);
+        assert_eq!(code, Some(0), "{error}");
+        let (code, out, error) =
+            node.cli(&["images", "import", copy.to_str().unwrap(), "--name", "localhost/other:2"]);
+        assert_eq!((code, out.as_str()), (Some(0), "localhost/other:2 imported\n"), "{error}");
+        node.apply(&pod("second", "localhost/other:2"));
+        assert_eq!(node.output("second"), format!("{name}\n"));
+        // What is no archive is refused with a reason, and nothing is named.
+        let (code, _, error) = node.cli(&["images", "import", "/bin/busybox"]);
+        assert_eq!(code, Some(1));
+        assert!(error.contains("not the begin of a tar header"), "{error}");
+    });
+}
+
+#[test]
+fn archives_beside_the_manifests_are_imported_once_and_events_name_them() {
+    require!(containerd);
+    let containerd = Containerd::start_for_test().unwrap();
+    let options = installed(&containerd);
+    let folder = options.manifests().with_file_name("images");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::copy(archive("localhost/beelet/early:1"), folder.join("early.tar")).unwrap();
+    let node = Node::on(containerd, |_| options);
+    node.apply(&pod("early", "localhost/beelet/early:1"));
+    assert_eq!(node.output("early"), "localhost/beelet/early:1\n");
+    // One that comes while it runs, and one that is none.
+    std::fs::copy(archive("localhost/beelet/late:1"), folder.join("late.part")).unwrap();
+    std::fs::rename(folder.join("late.part"), folder.join("late.tar")).unwrap();
+    std::fs::write(folder.join("broken.tar"), [7; 2000]).unwrap();
+    node.apply(&pod("late", "localhost/beelet/late:1"));
+    node.wait("late", "to have run", |pod: &PodView| pod.phase() == "Succeeded");
+    let events = wait_for("the events of all archives", PATIENCE, || {
+        let events = node.cli(&["events"]).1;
+        let wanted = ["Imported localhost/beelet/early:1", "Imported localhost/beelet/late:1", "broken.tar"];
+        if wanted.iter().all(|one| events.contains(one)) { Ok(events) } else { Err(events) }
+    })
+    .unwrap();
+    assert_eq!(events.matches("ImagesImported").count(), 2, "{events}");
+    assert_eq!(events.matches("FailedToImportImages").count(), 1, "{events}");
+}
