@@ -9,6 +9,7 @@ use std::{
 
 use beelet_policy::{
     cgroups::{self as values, CgroupConfig, CgroupValues},
+    field::FieldError,
     pod::ephemeral_containers,
     qos::QosClass,
 };
@@ -63,7 +64,7 @@ pub(crate) struct PodPlan {
     /// Why it may not run here, whatever else runs.
     pub refused: Option<Rejection>,
     /// Its cgroup with its values, and its sandbox; or why there can be none.
-    placement: Result<Placement, String>,
+    placement: Result<Placement, PlacementError>,
 }
 
 /// Where a pod runs.
@@ -72,6 +73,17 @@ struct Placement {
     cgroup: CgroupValues,
     /// With attempt 0, which has no meaning for containers.
     sandbox: cri::PodSandboxConfig,
+}
+
+/// Why a pod can run nowhere on this node.
+#[derive(Debug, thiserror::Error)]
+enum PlacementError {
+    /// It can have no cgroup.
+    #[error(transparent)]
+    Cgroup(#[from] FieldError),
+    /// It can have no sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] beelet_spec::Error),
 }
 
 impl PodPlan {
@@ -134,7 +146,7 @@ impl PodPlan {
     }
 
     fn placement(&self) -> Result<&Placement, Error> {
-        self.placement.as_ref().map_err(|why| Error::Spec(why.clone()))
+        self.placement.as_ref().map_err(Error::of_spec)
     }
 }
 
@@ -155,8 +167,8 @@ fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<Rejection> {
     unsupported(pod).map(|field| rejection("UnexpectedAdmissionError", field.to_string()))
 }
 
-fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, String> {
-    let cgroup = values::pod_cgroup(pod, site.cgroup_config).map_err(|error| error.to_string())?;
+fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, PlacementError> {
+    let cgroup = values::pod_cgroup(pod, site.cgroup_config)?;
     let parent = (site.cgroup_parent)(&cgroup.path);
     Ok(Placement { sandbox: cri_config::sandbox(pod, 0, parent, site.node)?, cgroup })
 }

@@ -301,11 +301,8 @@ fn in_container(path: &str) -> String {
 fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<PathBuf>, Error> {
     let expression = mount.sub_path_expr.as_deref().filter(|text| !text.is_empty());
     let text = match expression {
-        Some(expression) => expand_strict(expression, |name| env.get(name)).map_err(|name| {
-            Error::unmet(format!(
-                "subPathExpr refers to the variable {name}, which the container does not have"
-            ))
-        })?,
+        Some(expression) => expand_strict(expression, |name| env.get(name))
+            .map_err(|undefined| Error::unmet(format!("subPathExpr {undefined}")))?,
         None => mount.sub_path.clone().unwrap_or_default(),
     };
     if text.is_empty() {
