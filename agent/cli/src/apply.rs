@@ -10,7 +10,7 @@ use clap::Args;
 use super::args::AgentArgs;
 use super::files::{self, FilesArgs, Manifest};
 use super::until::{self, Target, Wanted};
-use super::{USAGE, failed, plain};
+use super::{USAGE, block_on, failed, plain};
 use beelet_client::{Client, ClientError};
 use beelet_model::table::PodName;
 
@@ -84,10 +84,7 @@ pub fn run(args: &ApplyArgs) -> ExitCode {
         warnings
             .for_each(|text| eprintln!("warning: {}", plain::line(&format!("{}: {text}", manifest.name))));
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done =
-        runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(apply(args, &manifests)));
-    match done {
+    match block_on(apply(args, &manifests)) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => failed(&error),

@@ -11,7 +11,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::AgentArgs;
 use super::exec::{QUEUE, converse, send};
-use super::failed;
+use super::{block_on, failed};
 use beelet_client::Client;
 
 /// Arguments of `beelet attach`.
@@ -44,9 +44,7 @@ pub struct AttachArgs {
 /// Attaches; the exit code is 0 when the container's streams have ended.
 #[must_use]
 pub fn run(args: AttachArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(attach(args)));
-    match done {
+    match block_on(attach(args)) {
         Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
         Err(error) => failed(&error),
     }

@@ -11,7 +11,7 @@ use clap::{Args, ValueEnum};
 use super::args::AgentArgs;
 use super::files::{self, Manifest};
 use super::until::{self, Target, Wanted};
-use super::{USAGE, failed, plain};
+use super::{USAGE, block_on, failed, plain};
 use beelet_client::Client;
 use beelet_model::table::PodName;
 
@@ -111,9 +111,7 @@ pub fn run(args: &DeleteArgs) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(delete(args, given)));
-    match done {
+    match block_on(delete(args, given)) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => failed(&error),

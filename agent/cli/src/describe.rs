@@ -10,8 +10,8 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 
 use super::args::AgentArgs;
-use super::failed;
-use super::get::{is_broken_pipe, print, show_notice};
+use super::get::{print, show_notice};
+use super::printed;
 use beelet_client::Client;
 
 /// Arguments of `beelet describe`.
@@ -45,16 +45,12 @@ struct PodArgs {
 /// Shows it.
 #[must_use]
 pub fn run(args: &DescribeArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
-        What::Pod(args) => runtime.block_on(describe(args)),
-        What::Node(args) => runtime.block_on(describe_node(args)),
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(async {
+        match &args.what {
+            What::Pod(args) => describe(args).await,
+            What::Node(args) => describe_node(args).await,
+        }
+    })
 }
 
 async fn describe(args: &PodArgs) -> anyhow::Result<()> {

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use super::args::{Output, ShownArgs};
 use super::get::columns::Columns;
-use super::get::{is_broken_pipe, print};
-use super::{failed, plain};
+use super::get::print;
+use super::{plain, printed};
 use beelet_client::Client;
 
 const TITLES: &[&str] = &["RESOURCE", "DEVICE", "HEALTH", "NUMA", "POD", "CONTAINER"];
@@ -27,14 +27,7 @@ pub struct DevicesArgs {
 /// Shows them.
 #[must_use]
 pub fn run(args: &DevicesArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(devices(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(devices(args))
 }
 
 async fn devices(args: &DevicesArgs) -> anyhow::Result<()> {

@@ -8,7 +8,7 @@ use similar::TextDiff;
 
 use super::args::AgentArgs;
 use super::files::{self, FilesArgs, Manifest};
-use super::{USAGE, failed, plain};
+use super::{USAGE, block_on, failed, plain};
 use beelet_client::Client;
 
 /// Arguments of `beelet diff`.
@@ -33,10 +33,7 @@ pub fn run(args: &DiffArgs) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done =
-        runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(diff(args, &manifests)));
-    match done {
+    match block_on(diff(args, &manifests)) {
         Ok(text) if text.is_empty() => ExitCode::SUCCESS,
         Ok(text) => {
             print!("{}", plain::lines(&text));

@@ -8,10 +8,10 @@ use clap::{Args, ValueEnum};
 use jiff::Timestamp;
 
 use super::args::{Output, ShownArgs};
-use super::failed;
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::{is_broken_pipe, print};
+use super::get::print;
+use super::printed;
 use beelet_client::Client;
 
 const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MESSAGE"];
@@ -46,14 +46,7 @@ enum Type {
 /// Shows them.
 #[must_use]
 pub fn run(args: &EventsArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(events(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(events(args))
 }
 
 pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {

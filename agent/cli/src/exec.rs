@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::AgentArgs;
-use super::failed;
+use super::{block_on, failed};
 use beelet_client::Client;
 
 /// Input on its way to the agent. What is typed faster waits.
@@ -50,9 +50,7 @@ pub struct ExecArgs {
 /// Runs it; the exit code is the command's.
 #[must_use]
 pub fn run(args: ExecArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(exec(args)));
-    match done {
+    match block_on(exec(args)) {
         Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
         Err(error) => failed(&error),
     }

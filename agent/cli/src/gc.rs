@@ -7,7 +7,7 @@ use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
 
 use super::args::AgentArgs;
-use super::{failed, get::columns::Columns, plain};
+use super::{block_on, failed, get::columns::Columns, plain};
 use beelet_client::Client;
 
 /// Arguments of `beelet gc`.
@@ -51,9 +51,7 @@ struct Common {
 /// Does it.
 #[must_use]
 pub fn run(args: &GcArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(collect(&args.what)));
-    match done {
+    match block_on(collect(&args.what)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }

@@ -17,7 +17,7 @@ use k8s_openapi::api::core::v1::Pod;
 
 use self::columns::Columns;
 use super::args::AgentArgs;
-use super::{failed, plain, why::Warnings};
+use super::{plain, printed, why::Warnings};
 use beelet_client::{Client, Event, Watch};
 use beelet_codec::ApiType as _;
 use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
@@ -98,23 +98,18 @@ enum Output {
 /// Shows them.
 #[must_use]
 pub fn run(args: &GetArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
-        What::Pods(args) => runtime.block_on(get(args)),
-        What::Node(args) => runtime.block_on(node::get(args)),
-        What::ConfigMaps(args) => runtime.block_on(objects::get("ConfigMap", args)),
-        What::Secrets(args) => runtime.block_on(objects::get("Secret", args)),
-        What::PriorityClasses(args) => runtime.block_on(objects::get("PriorityClass", args)),
-        What::RuntimeClasses(args) => runtime.block_on(objects::get("RuntimeClass", args)),
-        What::Images(args) => runtime.block_on(crate::images::list(args)),
-        What::Events(args) => runtime.block_on(crate::events::events(args)),
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(async {
+        match &args.what {
+            What::Pods(args) => get(args).await,
+            What::Node(args) => node::get(args).await,
+            What::ConfigMaps(args) => objects::get("ConfigMap", args).await,
+            What::Secrets(args) => objects::get("Secret", args).await,
+            What::PriorityClasses(args) => objects::get("PriorityClass", args).await,
+            What::RuntimeClasses(args) => objects::get("RuntimeClass", args).await,
+            What::Images(args) => crate::images::list(args).await,
+            What::Events(args) => crate::events::events(args).await,
+        }
+    })
 }
 
 pub(super) fn is_broken_pipe(error: &anyhow::Error) -> bool {

@@ -9,8 +9,8 @@ use serde_json::json;
 use super::args::{AgentArgs, Output, ShownArgs};
 use super::gc::size;
 use super::get::columns::Columns;
-use super::get::{is_broken_pipe, print};
-use super::{failed, plain};
+use super::get::print;
+use super::{plain, printed};
 use beelet_client::Client;
 
 /// Arguments of `beelet images`.
@@ -61,17 +61,13 @@ const TITLES: &[&str] = &["IMAGE", "ID", "SIZE", "USED BY"];
 /// Shows or changes them.
 #[must_use]
 pub fn run(args: &ImagesArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| match &args.what {
-        What::Ls(args) => runtime.block_on(list(args)),
-        What::Pull(args) => runtime.block_on(pull(args)),
-        What::Rm(args) => runtime.block_on(remove(args)),
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(async {
+        match &args.what {
+            What::Ls(args) => list(args).await,
+            What::Pull(args) => pull(args).await,
+            What::Rm(args) => remove(args).await,
+        }
+    })
 }
 
 /// Prints all of them.

@@ -123,6 +123,20 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
     }
 }
 
+/// Runs `work` to its end on this thread.
+fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
+}
+
+/// Runs a command that prints; its exit code. A reader that has seen enough (`… | head`) ends it well.
+fn printed(work: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
+    match block_on(work) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if get::is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
 /// Prints `error: …` with all its causes, and is the exit code for it.
 pub fn failed(error: &anyhow::Error) -> ExitCode {
     eprintln!("error: {}", plain::lines(&format!("{error:#}")));

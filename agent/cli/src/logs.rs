@@ -9,8 +9,7 @@ use clap::Args;
 use jiff::{SignedDuration, Timestamp};
 
 use super::args::AgentArgs;
-use super::failed;
-use super::get::is_broken_pipe;
+use super::printed;
 use beelet_client::Client;
 
 /// Arguments of `beelet logs`.
@@ -50,14 +49,7 @@ pub struct LogsArgs {
 /// Prints them.
 #[must_use]
 pub fn run(args: &LogsArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(logs(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(logs(args))
 }
 
 async fn logs(args: &LogsArgs) -> anyhow::Result<()> {

@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::AgentArgs;
-use super::{failed, plain};
+use super::{block_on, failed, plain};
 use beelet_client::Client;
 
 /// Pieces on their way to the agent.
@@ -73,9 +73,7 @@ impl FromStr for Ports {
 /// Forwards until interrupted.
 #[must_use]
 pub fn run(args: &PortForwardArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(forward(args)));
-    match done {
+    match block_on(forward(args)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }

@@ -13,7 +13,7 @@ use super::args::{Output, ShownArgs};
 use super::get::columns::Columns;
 use super::get::pod::age;
 use super::get::{is_broken_pipe, print};
-use super::{failed, plain};
+use super::{block_on, failed, plain};
 use beelet_client::Client;
 
 const TITLES: &[&str] =
@@ -89,14 +89,11 @@ impl Kind {
 /// Shows or runs them.
 #[must_use]
 pub fn run(args: &ProbeArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| {
-        runtime.block_on(async {
-            match &args.what {
-                What::Ls(args) => ls(args).await,
-                What::Run(args) => run_one(args).await,
-            }
-        })
+    let done = block_on(async {
+        match &args.what {
+            What::Ls(args) => ls(args).await,
+            What::Run(args) => run_one(args).await,
+        }
     });
     match done {
         Ok(code) => code,

@@ -11,7 +11,7 @@ use beelet_proto::beelet as proto;
 use clap::Args;
 
 use super::args::AgentArgs;
-use super::{failed, plain, until};
+use super::{block_on, failed, plain, until};
 use beelet_client::{Client, Event};
 
 /// Arguments of `beelet restart`.
@@ -44,9 +44,7 @@ pub struct RestartArgs {
 /// Restarts them.
 #[must_use]
 pub fn run(args: &RestartArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(restart(args)));
-    match done {
+    match block_on(restart(args)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }

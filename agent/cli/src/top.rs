@@ -10,7 +10,7 @@ mod row;
 mod rows;
 mod screen;
 
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -23,6 +23,7 @@ use self::row::Row;
 use self::rows::{Trends, View, Window, rows};
 use super::args::{AgentArgs, Output};
 use super::failed;
+use super::get::is_broken_pipe;
 use beelet_client::signals::Client;
 
 /// Arguments of `beelet top`.
@@ -86,10 +87,6 @@ pub fn run(args: &TopArgs) -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
 async fn watch(args: &TopArgs) -> anyhow::Result<()> {

@@ -9,10 +9,10 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::args::{Output, ShownArgs};
-use super::failed;
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::{is_broken_pipe, print};
+use super::get::print;
+use super::printed;
 use beelet_client::Client;
 
 /// Arguments of `beelet tune`.
@@ -42,14 +42,7 @@ const STEPS: &[&str] = &["AGE", "CGROUP", "SETTING", "FROM", "TO", "OUTCOME", "R
 /// Shows it.
 #[must_use]
 pub fn run(args: &TuneArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(show(args)));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        // The reader of our output has seen enough (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
-    }
+    printed(show(args))
 }
 
 async fn show(args: &TuneArgs) -> anyhow::Result<()> {

@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::args::AgentArgs;
 use super::until::{self, Target, Wanted};
-use super::{failed, plain};
+use super::{block_on, failed, plain};
 use beelet_client::Client;
 use beelet_policy::selector::Selector;
 
@@ -46,9 +46,7 @@ pub struct WaitArgs {
 /// Waits.
 #[must_use]
 pub fn run(args: &WaitArgs) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let done = runtime.map_err(anyhow::Error::from).and_then(|runtime| runtime.block_on(wait(args)));
-    match done {
+    match block_on(wait(args)) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => failed(&error),
