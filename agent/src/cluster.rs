@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr, path::PathBuf, sync::Arc, time::Du
 
 use beelet_policy::{
     node_access::Access,
-    node_status::{self, Registration, Report},
+    node_status::{self, NodeReport, Registration},
 };
 use beelet_proto::cri;
 use clap::Args;
@@ -366,7 +366,7 @@ fn reporter(
     facts: watch::Receiver<RuntimeFacts>,
     info: core::NodeSystemInfo,
     port: u16,
-) -> Arc<dyn Fn() -> Report + Send + Sync> {
+) -> Arc<dyn Fn() -> NodeReport + Send + Sync> {
     let devices = handles.devices.node();
     Arc::new(move || {
         let (facts, devices) = (facts.borrow().clone(), Arc::clone(&devices.borrow()));
@@ -380,7 +380,7 @@ fn reporter(
         if let Some(why) = &facts.network {
             not_ready(&mut conditions, why);
         }
-        Report {
+        NodeReport {
             capacity: with(&handles.resources.capacity, &devices.capacity, &gone),
             allocatable: with(&handles.resources.allocatable, &devices.allocatable, &gone),
             conditions,
@@ -389,7 +389,7 @@ fn reporter(
             handlers: facts.handlers,
             features: facts.features,
             port: port.into(),
-            ..Report::default()
+            ..NodeReport::default()
         }
     })
 }

@@ -49,7 +49,7 @@ const MEMORY_PRESSURE_TAINT: &str = "node.kubernetes.io/memory-pressure";
 
 /// Why a pod may not run here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rejection {
+pub struct AdmissionRejection {
     /// One word, as the kubelet has it: `OutOfcpu`, `NodePorts`, `Evicted`, `UnexpectedAdmissionError`, …
     pub reason: String,
     /// A sentence.
@@ -58,7 +58,7 @@ pub struct Rejection {
 
 /// Why a pod that runs can't have other amounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Deferral {
+pub struct ResizeDeferral {
     /// Not on this node, whoever goes.
     pub infeasible: bool,
     /// A sentence.
@@ -90,12 +90,12 @@ pub struct Admission {
 }
 
 /// A place in the queue of pods that wait for room. Dropped before it was admitted, the pod gives it up.
-struct Place<'a> {
+struct QueuePlace<'a> {
     admission: &'a Admission,
     uid: String,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
         if self.admission.ledger().give_up(&self.uid) {
             self.admission.changed();
@@ -141,7 +141,7 @@ impl Admission {
     ///
     /// # Errors
     /// There is no room for them now, or there never is on this node.
-    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), Deferral> {
+    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), ResizeDeferral> {
         self.ledger().resize(pod, Instant::now())?;
         self.changed();
         Ok(())
@@ -166,7 +166,7 @@ impl Admission {
     ///
     /// # Errors
     /// Why it may not run here at all.
-    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), Rejection> {
+    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), AdmissionRejection> {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         if self.ledger().has(&uid) {
             return Ok(());
@@ -174,7 +174,7 @@ impl Admission {
         if let Some(rejection) = self.refused_by_conditions(pod) {
             return Err(self.rejected(pod, rejection));
         }
-        let _place = Place { admission: self, uid };
+        let _place = QueuePlace { admission: self, uid };
         let mut changes = self.changes.subscribe();
         loop {
             changes.mark_unchanged();
@@ -207,18 +207,18 @@ impl Admission {
     ///
     /// # Errors
     /// Why it does not.
-    pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), Rejection> {
+    pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), AdmissionRejection> {
         if self.ledger().has(pod.metadata.uid.as_deref().unwrap_or_default()) {
             return Ok(());
         }
         let Some(misfit) = node_fit::misfit(pod, node) else { return Ok(()) };
         let (reason, message) = (misfit.reason().to_owned(), misfit.message().to_owned());
-        Err(self.rejected(pod, Rejection { reason, message }))
+        Err(self.rejected(pod, AdmissionRejection { reason, message }))
     }
 
     /// Has a pod ended that may not run here.
-    pub async fn refuse(&self, uid: &str, rejection: Rejection) {
-        let Rejection { reason, message } = rejection;
+    pub async fn refuse(&self, uid: &str, rejection: AdmissionRejection) {
+        let AdmissionRejection { reason, message } = rejection;
         let request = Request::Fail { uid: uid.to_owned(), reason, message, grace: None };
         // Without a manager there is nobody to end it, and soon no pod.
         let _ = self.parts.requests.send(request).await;
@@ -247,7 +247,7 @@ impl Admission {
         }
     }
 
-    fn rejected(&self, pod: &core::Pod, rejection: Rejection) -> Rejection {
+    fn rejected(&self, pod: &core::Pod, rejection: AdmissionRejection) -> AdmissionRejection {
         info!(pod = %PodName::of(pod), reason = rejection.reason, message = rejection.message, "pod is rejected");
         self.parts.metrics.rejected(&rejection.reason);
         rejection
@@ -255,7 +255,7 @@ impl Admission {
 
     /// The kubelet's rule (`pkg/kubelet/eviction`, `Admit`): under memory pressure no pod without requests,
     /// unless it tolerates that; under any other pressure no pod at all. Critical pods come in always.
-    fn refused_by_conditions(&self, pod: &core::Pod) -> Option<Rejection> {
+    fn refused_by_conditions(&self, pod: &core::Pod) -> Option<AdmissionRejection> {
         let conditions = self.parts.conditions.borrow();
         if conditions.is_empty() || is_critical(pod) {
             return None;
@@ -267,7 +267,7 @@ impl Admission {
         }
         let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
         let message = format!("Pod was rejected: The node had condition: [{}]", names.join(" "));
-        Some(Rejection { reason: EVICTED.to_owned(), message })
+        Some(AdmissionRejection { reason: EVICTED.to_owned(), message })
     }
 
     fn changed(&self) {

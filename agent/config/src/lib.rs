@@ -38,7 +38,7 @@ mod unsupported;
 mod values;
 mod words;
 
-pub use error::{ConfigError, Place, Warning};
+pub use error::{ConfigError, FilePlace, Warning};
 pub use load::{Setting, Sources};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
 pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};

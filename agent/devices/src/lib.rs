@@ -45,7 +45,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{admit::Admitter, ledger::Shared};
 pub use self::{
-    admit::{Circumstances, Refusal},
+    admit::{Circumstances, DeviceRefusal},
     annotation::remnants,
     checkpoint::{Store, StoreError},
     error::Error,
@@ -208,7 +208,11 @@ impl Devices {
     ///
     /// # Errors
     /// It can't have them now, or has been refused for good.
-    pub async fn admit(&self, pod: &Arc<core::Pod>, circumstances: Circumstances) -> Result<(), Refusal> {
+    pub async fn admit(
+        &self,
+        pod: &Arc<core::Pod>,
+        circumstances: Circumstances,
+    ) -> Result<(), DeviceRefusal> {
         admit::ask(&self.shared, &self.admissions, pod, circumstances).await
     }
 

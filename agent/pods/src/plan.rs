@@ -17,7 +17,7 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
 use crate::error::Error;
-use beelet_admission::Rejection;
+use beelet_admission::AdmissionRejection;
 use beelet_model::{
     origin::Origin,
     pod::{NodeFacts, container_of, grace_period, log_folder},
@@ -62,7 +62,7 @@ pub(crate) struct PodPlan {
     /// Its address on the node's network, if that is where it is.
     host_ip: Option<String>,
     /// Why it may not run here, whatever else runs.
-    pub refused: Option<Rejection>,
+    pub refused: Option<AdmissionRejection>,
     /// Its cgroup with its values, and its sandbox; or why there can be none.
     placement: Result<Placement, PlacementError>,
 }
@@ -152,8 +152,8 @@ impl PodPlan {
 
 /// Why a pod may not run on this node. Of a pod with a setting that it may not have, or a field that the
 /// agent can't do anything for, only if it is the API server's: such a manifest becomes no pod.
-fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<Rejection> {
-    let rejection = |reason: &str, message: String| Rejection { reason: reason.to_owned(), message };
+fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
+    let rejection = |reason: &str, message: String| AdmissionRejection { reason: reason.to_owned(), message };
     if let Some(why) = app_armor::refusal(pod, node) {
         return Some(rejection("AppArmor", why));
     }

@@ -142,7 +142,7 @@ pub struct Transition {
 
 /// Why no outcome counts at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Held {
+pub enum Suspension {
     /// The container doesn't run.
     NotRunning,
     /// The pod is being deleted, or was ended for good.
@@ -155,7 +155,7 @@ pub enum Held {
     Startup,
 }
 
-impl std::fmt::Display for Held {
+impl std::fmt::Display for Suspension {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::NotRunning => "the container doesn't run",
@@ -316,19 +316,19 @@ impl ProbeState {
 
     /// The reason why an outcome at `now` would not count; `None` if it would.
     #[must_use]
-    pub fn held(&self, now: Duration) -> Option<Held> {
+    pub fn held(&self, now: Duration) -> Option<Suspension> {
         let started_at = match self.subject {
             Subject::Running(started_at) => started_at,
-            Subject::Deleted => return Some(Held::Deleted),
-            Subject::Absent | Subject::Stopped => return Some(Held::NotRunning),
+            Subject::Deleted => return Some(Suspension::Deleted),
+            Subject::Absent | Subject::Stopped => return Some(Suspension::NotRunning),
         };
         if self.on_hold {
-            Some(Held::Settled)
+            Some(Suspension::Settled)
         } else if now.saturating_sub(started_at) < self.params.initial_delay {
-            Some(Held::InitialDelay)
+            Some(Suspension::InitialDelay)
         } else if self.params.waits_for_startup && !self.startup_succeeded && self.kind != ProbeKind::Startup
         {
-            Some(Held::Startup)
+            Some(Suspension::Startup)
         } else {
             None
         }

@@ -234,7 +234,7 @@ impl Volumes {
 
     /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
     /// folder.
-    pub fn give_back(&self) -> Result<(), Error> {
+    pub fn release(&self) -> Result<(), Error> {
         self.unmount(|| {
             remove_folder(&self.folder.join(SUB_PATHS))?;
             Ok(remove_folder(&self.folder.join(VOLUMES))?)

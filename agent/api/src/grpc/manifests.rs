@@ -150,7 +150,7 @@ impl Manifests for Service {
         });
         let plan = done.await.map_err(|e| Status::internal(e.to_string()))??;
         let late = if dry_run { BTreeSet::new() } else { plan.wait_until_seen(running, &self.folder).await };
-        Ok(Response::new(plan.told(&self.folder, &late)))
+        Ok(Response::new(plan.answer(&self.folder, &late)))
     }
 
     async fn delete(
@@ -425,7 +425,7 @@ impl Plan {
     }
 
     /// What the client is told.
-    fn told(self, folder: &Folder, late: &BTreeSet<PathBuf>) -> proto::ApplyResponse {
+    fn answer(self, folder: &Folder, late: &BTreeSet<PathBuf>) -> proto::ApplyResponse {
         let Self { changes, pruned, then } = self;
         let applied = changes.into_iter().map(|change| {
             let result = change.result().into();

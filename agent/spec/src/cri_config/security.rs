@@ -123,8 +123,8 @@ fn seccomp(
     }
 }
 
-/// A container's confinement. Fails where the runtime can't do what is asked for, or a container that must not
-/// run as root would.
+/// A container's confinement. Fails where the runtime can't do what is asked for, or a container that must
+/// not run as root would.
 pub(super) fn of_container(
     pod_spec: &core::PodSpec,
     spec: &core::Container,
