@@ -111,20 +111,6 @@ impl Admission {
         Self { parts, ledger, changes: watch::Sender::new(0) }
     }
 
-    /// Admission that lets every pod in: for tests of what runs above it.
-    #[must_use]
-    pub fn unlimited() -> Self {
-        // Nobody is ever preempted, so nobody listens.
-        let requests = mpsc::channel(1).0;
-        Self::new(Parts {
-            resources: NodeResources::unlimited(),
-            policy: preemption::Policy::Kubelet,
-            conditions: watch::channel(Conditions::new()).1,
-            requests,
-            metrics: Metrics::default(),
-        })
-    }
-
     /// The resources that the node has for pods.
     #[must_use]
     pub fn resources(&self) -> &NodeResources {

@@ -138,7 +138,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// As for [`Cgroups::discover`].
-    pub fn with_layout(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
+    pub(crate) fn with_layout(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
         let root = match cgroup_root.trim_end_matches('/') {
             "" => String::new(),
             root => checked(root)?.to_owned(),

@@ -52,7 +52,7 @@ pub struct FilePlace {
 
 impl FilePlace {
     /// A place in `file`.
-    pub fn new(file: &Path, position: Option<(u64, u64)>) -> Self {
+    pub(crate) fn new(file: &Path, position: Option<(u64, u64)>) -> Self {
         Self { file: file.to_owned(), position }
     }
 }

@@ -181,16 +181,6 @@ impl Devices {
         (devices.clone(), Tasks { devices, admitter, writer })
     }
 
-    /// No devices, and nobody to give any: what a pod asks for is ignored, as the kubelet does with resources
-    /// that it doesn't know.
-    #[must_use]
-    pub fn none() -> Self {
-        let settings = Settings { plugin_wait: Duration::ZERO, ..Settings::new(PathBuf::new()) };
-        let shared =
-            Arc::new(Shared::new(beelet_policy::devices::Devices::default(), settings, Metrics::default()));
-        Self { shared, admissions: mpsc::channel(1).0 }
-    }
-
     /// The node's devices, as they change.
     #[must_use]
     pub fn node(&self) -> watch::Receiver<Arc<NodeDevices>> {

@@ -123,7 +123,7 @@ impl Records {
     }
 
     /// All pods of which anything is known.
-    pub fn origins(&self) -> BTreeMap<String, RuntimePod> {
+    pub(crate) fn origins(&self) -> BTreeMap<String, RuntimePod> {
         self.newest.borrow().iter().map(|(uid, record)| (uid.clone(), record.origin.clone())).collect()
     }
 

@@ -225,7 +225,7 @@ pub struct Serving {
 impl Serving {
     /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough
     /// (see [`topology`]).
-    pub fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
+    pub(crate) fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
         self.affinity = nodes;
     }
 
@@ -331,16 +331,6 @@ impl Devices {
             }
         }
         result
-    }
-
-    /// Raises what is allocatable to what is already held, so that pods that run keep their place while a
-    /// plugin is away.
-    pub fn raise_allocatable(&self, allocatable: &mut BTreeMap<String, i64>) {
-        for (resource, ids) in &self.taken {
-            let held = i64::try_from(ids.len()).unwrap_or(i64::MAX);
-            let amount = allocatable.entry(resource.clone()).or_insert(held);
-            *amount = (*amount).max(held);
-        }
     }
 
     /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a
@@ -575,8 +565,7 @@ impl Devices {
     }
 
     /// The ledger after a restart: who holds what is known; the plugins must come back first.
-    #[must_use]
-    pub fn restored(data: Data, now: Duration) -> Self {
+    pub(crate) fn restored(data: Data, now: Duration) -> Self {
         let mut devices = Self::default();
         for entry in data.pod_device_entries.unwrap_or_default() {
             let (HolderKey { pod_uid, container, resource }, held) = entry.into_held();

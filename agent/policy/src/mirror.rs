@@ -80,8 +80,7 @@ pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner:
 }
 
 /// The mirror of a static pod. What only this node understands stays here.
-#[must_use]
-pub fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
+pub(crate) fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
     let hash = annotation(pod, HASH).unwrap_or_default().to_owned();
     let mut annotations = pod.metadata.annotations.clone().unwrap_or_default();
     annotations.retain(|key, _| !key.starts_with("beelet.dev/"));

@@ -334,15 +334,6 @@ impl ProbeState {
         }
     }
 
-    /// From when on an outcome counts, if nothing but time must pass; `None`: something else must happen
-    /// first.
-    #[must_use]
-    pub fn due_from(&self) -> Option<Duration> {
-        let Subject::Running(started_at) = self.subject else { return None };
-        let from = started_at.saturating_add(self.params.initial_delay);
-        self.due(from).then_some(from)
-    }
-
     /// Returns true if successes, at `now` and until another of these methods is called, change nothing:
     /// [`Self::record`] need not be told of them.
     #[must_use]
@@ -547,17 +538,6 @@ mod tests {
         assert_eq!(ready.published(), ProbeResult::Success);
         let mut started = ProbeState::resume(ProbeKind::Startup, &params(1, 1), at(0), ProbeResult::Success);
         assert_eq!(started.record(at(9), Outcome::Failure), None);
-    }
-
-    #[test]
-    fn due_from_names_the_end_of_the_initial_delay_and_nothing_while_gated() {
-        let gated = ProbeParams { waits_for_startup: true, initial_delay: at(5), ..params(1, 1) };
-        let mut state = ProbeState::new(ProbeKind::Readiness, &gated);
-        assert_eq!(state.due_from(), None);
-        state.container_restarted(at(10));
-        assert_eq!(state.due_from(), None);
-        state.startup_succeeded();
-        assert_eq!(state.due_from(), Some(at(15)));
     }
 
     proptest! {

@@ -120,14 +120,13 @@ impl Engine {
     /// In cgroups that a kubelet writes: nothing is set then that could make a write of its owner fail. While
     /// a cgroup is idle its weight is refused, while it has a burst a lower quota is, and with version 1 a
     /// container's quota above its pod's is.
-    #[must_use]
-    pub fn as_guest(mut self) -> Self {
+    pub(crate) fn as_guest(mut self) -> Self {
         self.is_guest = true;
         self
     }
 
     /// Looks for BestEffort pods here, not in `/kubepods/besteffort`.
-    pub fn look_for_best_effort_in(&mut self, cgroup: String) {
+    pub(crate) fn look_for_best_effort_in(&mut self, cgroup: String) {
         self.best_effort = cgroup;
     }
 

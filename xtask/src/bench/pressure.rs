@@ -178,7 +178,7 @@ fn watch_evictions(agent: &Agent) -> Result<mpsc::Receiver<Evicted>> {
         let evicted = watch.pods.values().filter(|pod| is_evicted(pod));
         let new = evicted.filter(|pod| known.insert(pod.uid().to_owned()));
         let name = |pod: &PodView| pod.pod.metadata.name.clone().unwrap_or_default();
-        new.map(|pod| Evicted { pod: name(pod).trim_end_matches(&suffix).to_owned(), at }).collect()
+        new.map(|pod| Evicted { pod: name(pod).trim_end_matches(&suffix).to_owned(), at }).collect::<Vec<_>>()
     })
 }
 

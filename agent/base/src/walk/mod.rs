@@ -87,7 +87,7 @@ struct Name {
 
 impl Walk {
     /// A walk through the folder `name` of `parent`, which is on the same mount, and is no link.
-    pub fn open(parent: impl AsFd, name: &OsStr) -> Result<Self, Errno> {
+    pub(crate) fn open(parent: impl AsFd, name: &OsStr) -> Result<Self, Errno> {
         Self::of(rustix::fs::openat2(parent, name, FOLDER, Mode::empty(), BELOW)?)
     }
 

@@ -21,7 +21,7 @@ use super::{Error, app_armor, definition, env::Environment, resize, signals};
 use beelet_model::{labels, table::PodName};
 
 pub use self::network::HostName;
-pub use self::security::with_dots;
+pub(crate) use self::security::with_dots;
 
 /// The period of a quota that isn't the node's own business.
 const CFS_PERIOD_US: i64 = 100_000;

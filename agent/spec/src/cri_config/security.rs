@@ -207,7 +207,7 @@ pub(super) fn sysctls(spec: &core::PodSpec) -> std::collections::HashMap<String,
 
 /// A sysctl's name with dots between its parts: where the first separator is a slash, slashes separate and
 /// dots belong to a name (sysctl(8)).
-pub fn with_dots(name: &str) -> String {
+pub(crate) fn with_dots(name: &str) -> String {
     match name.find(['.', '/']) {
         Some(at) if name.as_bytes()[at] == b'/' => name
             .chars()
