@@ -10,7 +10,7 @@ use std::{
 
 use beelet_policy::{
     node_access::Access,
-    node_status::{self, Registration, Report},
+    node_status::{self, NodeReport, Registration},
     references::TokenReference,
 };
 use beelet_proto::cri;
@@ -427,7 +427,7 @@ fn reporter(
     facts: watch::Receiver<RuntimeFacts>,
     info: core::NodeSystemInfo,
     port: u16,
-) -> Arc<dyn Fn() -> Report + Send + Sync> {
+) -> Arc<dyn Fn() -> NodeReport + Send + Sync> {
     let devices = handles.devices.node();
     Arc::new(move || {
         let (facts, devices) = (facts.borrow().clone(), Arc::clone(&devices.borrow()));
@@ -441,7 +441,7 @@ fn reporter(
         if let Some(why) = &facts.network {
             not_ready(&mut conditions, why);
         }
-        Report {
+        NodeReport {
             capacity: with(&handles.resources.capacity, &devices.capacity, &gone),
             allocatable: with(&handles.resources.allocatable, &devices.allocatable, &gone),
             conditions,
@@ -450,7 +450,7 @@ fn reporter(
             handlers: facts.handlers,
             features: facts.features,
             port: port.into(),
-            ..Report::default()
+            ..NodeReport::default()
         }
     })
 }

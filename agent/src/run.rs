@@ -198,10 +198,8 @@ pub(crate) fn start_logging(format: LogFormat, verbose: u8) -> Verbosity {
 }
 
 /// Sets the level by `reload`.
-fn settable<E: std::fmt::Display>(
+fn settable<E: std::error::Error + Send + Sync + 'static>(
     reload: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static,
 ) -> Verbosity {
-    Verbosity::new(move |level| {
-        reload(EnvFilter::new(directives(verbosity(level)))).map_err(|error| error.to_string())
-    })
+    Verbosity::new(move |level| reload(EnvFilter::new(directives(verbosity(level)))))
 }

@@ -9,7 +9,9 @@ use std::{
 
 use beelet_policy::{
     container_gc::{ContainerGcPolicy, ContainerRecord, ContainerState, PodState, removable_containers},
-    image_gc::{Collection, FsUsage, ImageGcPolicy, ImageRecord, ListedImage, Mode, Step, detect},
+    image_gc::{
+        Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord, ListedImage, detect,
+    },
 };
 use bench::Numbers;
 use criterion::{Criterion, criterion_group, criterion_main};
@@ -40,12 +42,12 @@ fn images() -> Vec<ImageRecord> {
 
 /// A whole run: every image that may go goes.
 fn collect(policy: &ImageGcPolicy, images: &[ImageRecord], in_use: &HashSet<&str>) -> usize {
-    let mut run = Collection::new(policy, Mode::Policy { began: None }, now(), images, in_use);
+    let mut run = Collection::new(policy, CollectionMode::Policy { began: None }, now(), images, in_use);
     loop {
         match run.step() {
-            Step::Remove(image, _) => run.removed(image.size_bytes),
-            Step::Measure => run.measured(FsUsage { capacity_bytes: 1 << 50, available_bytes: 0 }),
-            Step::Done => return run.outcome().removed.len(),
+            CollectionStep::Remove(image, _) => run.removed(image.size_bytes),
+            CollectionStep::Measure => run.measured(FsUsage { capacity_bytes: 1 << 50, available_bytes: 0 }),
+            CollectionStep::Done => return run.outcome().removed.len(),
         }
     }
 }

@@ -14,6 +14,7 @@ pub mod confine;
 pub mod containerd;
 pub mod cri;
 pub mod device_plugin;
+pub mod faults;
 pub mod guards;
 pub mod images;
 pub mod kubelet;

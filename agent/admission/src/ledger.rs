@@ -13,7 +13,7 @@ use beelet_policy::{
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
 
-use super::{Deferral, NodeResources, Rejection, grace_of, patience};
+use super::{AdmissionRejection, NodeResources, ResizeDeferral, grace_of, patience};
 
 /// How long room is kept for a pod that was asked to come back.
 const RESERVED: Duration = Duration::from_secs(60);
@@ -24,7 +24,7 @@ pub(super) enum Verdict {
     /// It has its room.
     Admitted,
     /// It may not run here.
-    Rejected(Rejection),
+    Rejected(AdmissionRejection),
     /// There will be room for it. It must ask again when something changed, or at that time.
     Wait {
         /// When one that leaves will have taken too long.
@@ -171,13 +171,13 @@ impl Ledger {
     }
 
     /// Counts a pod that is here with other amounts, if there is room for them.
-    pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), Deferral> {
+    pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), ResizeDeferral> {
         let uid = uid_of(pod);
         let Some(tenant) = self.tenants.remove(&uid) else { return Ok(()) };
         let room = match self.ask(pod, Count::All, now) {
             Ok((decided, _)) if fits(&decided) => Ok(()),
             Ok((decided, _)) => Err(deferral(&decided)),
-            Err(rejection) => Err(Deferral { infeasible: true, message: rejection.message }),
+            Err(rejection) => Err(ResizeDeferral { infeasible: true, message: rejection.message }),
         };
         let pod = if room.is_ok() { Arc::clone(pod) } else { tenant.pod };
         self.tenants.insert(uid, Tenant { pod, leaves_by: tenant.leaves_by });
@@ -203,7 +203,7 @@ impl Ledger {
         pod: &Arc<core::Pod>,
         count: Count,
         now: Instant,
-    ) -> Result<(admission::Admission, Vec<Arc<core::Pod>>), Rejection> {
+    ) -> Result<(admission::Admission, Vec<Arc<core::Pod>>), AdmissionRejection> {
         let mut asked = Vec::with_capacity(self.tenants.len());
         for tenant in self.tenants.values() {
             match tenant.leaves_by {
@@ -221,7 +221,7 @@ impl Ledger {
             list.set(name, Quantity::from_units(i64::MAX / 1_000_000));
         }
         admission::admit(pod, &asked, &list, self.policy).map(|decided| (decided, asked)).map_err(|error| {
-            Rejection {
+            AdmissionRejection {
                 reason: "UnexpectedAdmissionError".to_owned(),
                 message: format!("Pod was rejected: {error}"),
             }
@@ -250,7 +250,7 @@ impl Ledger {
         self.next_number += u64::from(claim.number == number);
     }
 
-    fn reject(&mut self, uid: &str, rejection: Rejection) -> Verdict {
+    fn reject(&mut self, uid: &str, rejection: AdmissionRejection) -> Verdict {
         self.claims.remove(uid);
         Verdict::Rejected(rejection)
     }
@@ -262,7 +262,7 @@ fn fits(decided: &admission::Admission) -> bool {
 }
 
 /// In the kubelet's words (`pkg/kubelet/lifecycle/predicate.go`), of the first thing that stands against it.
-fn rejection(decided: &admission::Admission) -> Rejection {
+fn rejection(decided: &admission::Admission) -> AdmissionRejection {
     let sentence = decided.error.clone().unwrap_or_default();
     let (reason, message) = match decided.refusal {
         Some(Refusal::Os) => ("PodOSNotSupported".to_owned(), sentence),
@@ -286,11 +286,11 @@ fn rejection(decided: &admission::Admission) -> Rejection {
             }
         },
     };
-    Rejection { reason, message: format!("Pod was rejected: {message}") }
+    AdmissionRejection { reason, message: format!("Pod was rejected: {message}") }
 }
 
 /// Why amounts can't be had, in the words of a rejection.
-fn deferral(decided: &admission::Admission) -> Deferral {
+fn deferral(decided: &admission::Admission) -> ResizeDeferral {
     let infeasible = decided.reasons.iter().any(|short| short.requested > short.capacity);
     let message = match decided.reasons.first() {
         Some(short) => format!(
@@ -299,7 +299,7 @@ fn deferral(decided: &admission::Admission) -> Deferral {
         ),
         None => "Node has room for these amounts only where other pods go".to_owned(),
     };
-    Deferral { infeasible, message }
+    ResizeDeferral { infeasible, message }
 }
 
 /// The resources of device plugins that a pod asks for.
@@ -324,7 +324,7 @@ fn unmovable(pod: &Arc<core::Pod>) -> Arc<core::Pod> {
     Arc::new(pod)
 }
 
-impl std::fmt::Display for Rejection {
+impl std::fmt::Display for AdmissionRejection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}: {}", self.reason, self.message)
     }

@@ -52,7 +52,7 @@ const MEMORY_PRESSURE_TAINT: &str = "node.kubernetes.io/memory-pressure";
 
 /// Why a pod may not run here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rejection {
+pub struct AdmissionRejection {
     /// One word, as the kubelet has it: `OutOfcpu`, `NodePorts`, `Evicted`, `UnexpectedAdmissionError`, …
     pub reason: String,
     /// A sentence.
@@ -61,7 +61,7 @@ pub struct Rejection {
 
 /// Why a pod that runs can't have other amounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Deferral {
+pub struct ResizeDeferral {
     /// Not on this node, whoever goes.
     pub infeasible: bool,
     /// A sentence.
@@ -95,12 +95,12 @@ pub struct Admission {
 }
 
 /// A place in the queue of pods that wait for room. Dropped before it was admitted, the pod gives it up.
-struct Place<'a> {
+struct QueuePlace<'a> {
     admission: &'a Admission,
     uid: String,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
         if self.admission.ledger().give_up(&self.uid) {
             self.admission.changed();
@@ -114,21 +114,6 @@ impl Admission {
     pub fn new(parts: Parts) -> Self {
         let ledger = Mutex::new(Ledger::new(parts.resources.clone(), parts.policy));
         Self { parts, ledger, changes: watch::Sender::new(0) }
-    }
-
-    /// Admission that lets every pod in: for tests of what runs above it.
-    #[must_use]
-    pub fn unlimited() -> Self {
-        // Nobody is ever preempted, so nobody listens.
-        let requests = mpsc::channel(1).0;
-        Self::new(Parts {
-            resources: NodeResources::unlimited(),
-            policy: preemption::Policy::Kubelet,
-            conditions: watch::channel(Conditions::new()).1,
-            shutdown: watch::channel(None).1,
-            requests,
-            metrics: Metrics::default(),
-        })
     }
 
     /// The resources that the node has for pods.
@@ -147,7 +132,7 @@ impl Admission {
     ///
     /// # Errors
     /// There is no room for them now, or there never is on this node.
-    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), Deferral> {
+    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), ResizeDeferral> {
         self.ledger().resize(pod, Instant::now())?;
         self.changed();
         Ok(())
@@ -172,7 +157,7 @@ impl Admission {
     ///
     /// # Errors
     /// Why it may not run here at all.
-    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), Rejection> {
+    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), AdmissionRejection> {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         if self.ledger().has(&uid) {
             return Ok(());
@@ -180,7 +165,7 @@ impl Admission {
         if let Some(rejection) = self.refused_by_node(pod) {
             return Err(self.rejected(pod, rejection));
         }
-        let _place = Place { admission: self, uid };
+        let _place = QueuePlace { admission: self, uid };
         let mut changes = self.changes.subscribe();
         loop {
             changes.mark_unchanged();
@@ -213,18 +198,18 @@ impl Admission {
     ///
     /// # Errors
     /// Why it does not.
-    pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), Rejection> {
+    pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), AdmissionRejection> {
         if self.ledger().has(pod.metadata.uid.as_deref().unwrap_or_default()) {
             return Ok(());
         }
         let Some(misfit) = node_fit::misfit(pod, node) else { return Ok(()) };
         let (reason, message) = (misfit.reason().to_owned(), misfit.message().to_owned());
-        Err(self.rejected(pod, Rejection { reason, message }))
+        Err(self.rejected(pod, AdmissionRejection { reason, message }))
     }
 
     /// Has a pod ended that may not run here.
-    pub async fn refuse(&self, uid: &str, rejection: Rejection) {
-        let Rejection { reason, message } = rejection;
+    pub async fn refuse(&self, uid: &str, rejection: AdmissionRejection) {
+        let AdmissionRejection { reason, message } = rejection;
         let request = Request::Fail { uid: uid.to_owned(), reason, message, grace: None };
         // Without a manager there is nobody to end it, and soon no pod.
         let _ = self.parts.requests.send(request).await;
@@ -253,7 +238,7 @@ impl Admission {
         }
     }
 
-    fn rejected(&self, pod: &core::Pod, rejection: Rejection) -> Rejection {
+    fn rejected(&self, pod: &core::Pod, rejection: AdmissionRejection) -> AdmissionRejection {
         info!(pod = %PodName::of(pod), reason = rejection.reason, message = rejection.message, "pod is rejected");
         self.parts.metrics.rejected(&rejection.reason);
         rejection
@@ -262,10 +247,10 @@ impl Admission {
     /// Nobody begins on a machine that goes down. Else the kubelet's rule (`pkg/kubelet/eviction`, `Admit`):
     /// under memory pressure no pod without requests, unless it tolerates that; under any other pressure no
     /// pod at all. Critical pods come in always.
-    fn refused_by_node(&self, pod: &core::Pod) -> Option<Rejection> {
+    fn refused_by_node(&self, pod: &core::Pod) -> Option<AdmissionRejection> {
         if self.parts.shutdown.borrow().is_some() {
             let (reason, message) = (NODE_SHUTS_DOWN.to_owned(), SHUTS_DOWN_MESSAGE.to_owned());
-            return Some(Rejection { reason, message });
+            return Some(AdmissionRejection { reason, message });
         }
         let conditions = self.parts.conditions.borrow();
         if conditions.is_empty() || is_critical(pod) {
@@ -278,7 +263,7 @@ impl Admission {
         }
         let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
         let message = format!("Pod was rejected: The node had condition: [{}]", names.join(" "));
-        Some(Rejection { reason: EVICTED.to_owned(), message })
+        Some(AdmissionRejection { reason: EVICTED.to_owned(), message })
     }
 
     fn changed(&self) {

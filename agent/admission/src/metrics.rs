@@ -45,8 +45,8 @@ impl Metrics {
     }
 
     /// Number of pods preempted because this resource was short.
-    #[must_use]
-    pub fn preemptions(&self, resource: &str) -> u64 {
+    #[cfg(test)]
+    pub(crate) fn preemptions(&self, resource: &str) -> u64 {
         self.preemptions.get_or_create(&SignalLabel { preemption_signal: resource.to_owned() }).get()
     }
 }

@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, path::Path};
 use beelet_policy::{
     eviction::{Signal, Threshold},
     quantity::Quantity,
-    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList},
+    resources::{EPHEMERAL_STORAGE, MEMORY, ResourceList},
 };
 
 /// Where the kernel has its huge pages, a folder a size.
@@ -55,14 +55,6 @@ impl NodeResources {
             take(MEMORY, *pages);
         }
         Self { capacity, allocatable }
-    }
-
-    /// A node that has more of everything than anybody asks for.
-    #[must_use]
-    pub fn unlimited() -> Self {
-        let much = |name: &str| (name.to_owned(), Quantity::from_units(i64::MAX / 1_000_000));
-        let all: BTreeMap<_, _> = [CPU, MEMORY, EPHEMERAL_STORAGE, PODS].map(much).into();
-        Self { capacity: all.clone(), allocatable: all }
     }
 
     /// The amounts that pods may request together, as `policy` takes them.

@@ -50,7 +50,7 @@ impl Node {
     }
 
     /// The answer, if there is one at once.
-    async fn ask(&self, pod: &Arc<core::Pod>) -> Option<Result<(), Rejection>> {
+    async fn ask(&self, pod: &Arc<core::Pod>) -> Option<Result<(), AdmissionRejection>> {
         tokio::time::timeout(Duration::ZERO, self.admission.admit(pod)).await.ok()
     }
 
@@ -64,13 +64,13 @@ impl Node {
     }
 
     /// Lets the pod wait on, as its worker does.
-    fn waits(&self, pod: &Arc<core::Pod>) -> tokio::task::JoinHandle<Result<(), Rejection>> {
+    fn waits(&self, pod: &Arc<core::Pod>) -> tokio::task::JoinHandle<Result<(), AdmissionRejection>> {
         let (admission, pod) = (Arc::clone(&self.admission), Arc::clone(pod));
         tokio::spawn(async move { admission.admit(&pod).await })
     }
 
     /// The pods that were asked to go, so far.
-    fn told(&mut self) -> Vec<String> {
+    fn asked_to_go(&mut self) -> Vec<String> {
         let mut told = Vec::new();
         while let Ok(Request::Fail { uid, reason, message, grace }) = self.requests.try_recv() {
             assert_eq!((reason.as_str(), grace), ("Preempting", None));
@@ -174,7 +174,7 @@ async fn a_critical_pod_has_its_victims_killed_at_once_and_comes_in_when_there_i
     }
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
-    let told = node.told();
+    let told = node.asked_to_go();
     assert_eq!(told.len(), 2, "both are told before either is gone");
     // Nobody takes the room that is made.
     node.admission.released(&told[0]);
@@ -184,7 +184,7 @@ async fn a_critical_pod_has_its_victims_killed_at_once_and_comes_in_when_there_i
     node.rejects(&plain("thief", "1"), "OutOfcpu", words).await;
     node.admission.released(&told[1]);
     assert_eq!(waiting.await.unwrap(), Ok(()));
-    assert_eq!(node.told(), Vec::<String>::new());
+    assert_eq!(node.asked_to_go(), Vec::<String>::new());
     assert_eq!(node.admission.parts.metrics.preemptions("cpu"), 2);
 }
 
@@ -196,13 +196,13 @@ async fn a_victim_that_will_not_die_is_replaced_by_others() {
     }
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
-    let told = node.told();
+    let told = node.asked_to_go();
     node.admission.released(&told[0]);
     // Its grace period is 20 s, and the kubelet's patience half as long again.
     tokio::time::sleep(29 * SECOND).await;
-    assert_eq!(node.told(), Vec::<String>::new());
+    assert_eq!(node.asked_to_go(), Vec::<String>::new());
     tokio::time::sleep(2 * SECOND).await;
-    let instead = node.told();
+    let instead = node.asked_to_go();
     assert_eq!(instead.len(), 1);
     assert!(!told.contains(&instead[0]));
     node.admission.released(&instead[0]);
@@ -215,7 +215,7 @@ async fn where_only_one_that_will_not_die_could_make_room_the_critical_pod_waits
     node.admits(&plain("a", "4")).await;
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
-    assert_eq!(node.told(), ["a"]);
+    assert_eq!(node.asked_to_go(), ["a"]);
     tokio::time::sleep(300 * SECOND).await;
     assert!(!waiting.is_finished());
     node.admission.released("a");
@@ -234,7 +234,7 @@ async fn a_critical_pod_that_nobody_can_make_room_for_costs_nobody_anything() {
     let claimer = pod("claimer", "0", &json!({"containers": port, "priority": 2_000_000_000}));
     let rejection = node.ask(&claimer).await.unwrap().unwrap_err();
     assert_eq!(rejection.reason, "NodePorts");
-    assert_eq!(node.told(), Vec::<String>::new());
+    assert_eq!(node.asked_to_go(), Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]

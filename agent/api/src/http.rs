@@ -159,7 +159,7 @@ async fn no_pods() -> Response {
 
 async fn healthz(State(state): State<ApiState>) -> Response {
     let answer = syncloop(State(state.clone())).await;
-    state.slis.note(answer.status().is_success());
+    state.slis.record(answer.status().is_success());
     answer
 }
 

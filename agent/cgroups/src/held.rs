@@ -13,9 +13,9 @@ type Map = BTreeMap<(String, String), String>;
 
 /// All that is held. Never locked while a file is read or written.
 #[derive(Debug, Default)]
-pub(super) struct Held(Mutex<Map>);
+pub(super) struct HeldFiles(Mutex<Map>);
 
-impl Held {
+impl HeldFiles {
     fn map(&self) -> MutexGuard<'_, Map> {
         // Each change is one insertion or removal, so a thread that died has left nothing half done.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -58,12 +58,12 @@ pub struct Cgroups {
     names: Names,
     metrics: Metrics,
     store: Store,
-    held: Arc<held::Held>,
+    held: Arc<held::HeldFiles>,
 }
 
 /// What came of adjusting cgroups.
 #[derive(Debug, Default)]
-pub struct Report {
+pub struct Adjusted {
     /// What was written, in that order.
     pub changed: Vec<Change>,
     /// What could not be. The next sync tries it again.
@@ -138,7 +138,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// As for [`Cgroups::discover`].
-    pub fn with_layout(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
+    pub(crate) fn with_layout(layout: Layout, cgroup_root: &str) -> Result<Self, CgroupError> {
         let root = match cgroup_root.trim_end_matches('/') {
             "" => String::new(),
             root => checked(root)?.to_owned(),
@@ -256,7 +256,7 @@ impl Cgroups {
     /// Makes the files of those of these cgroups that exist hold the given values, in the same order. One
     /// that can't be written doesn't keep the others.
     #[must_use]
-    pub fn adjust(&self, cgroups: &BTreeMap<String, Files>, how: Adjust) -> Report {
+    pub fn adjust(&self, cgroups: &BTreeMap<String, Files>, how: Adjust) -> Adjusted {
         self.metrics.time("adjust", || write::all(self, cgroups, how))
     }
 

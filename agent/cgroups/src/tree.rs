@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::layout::Hierarchy;
 use super::{CgroupError, Store, is_gone};
-use beelet_base::walk::{Step, Walk};
+use beelet_base::walk::{Walk, WalkStep};
 
 /// Controllers that are passed down to pods on version 2, where the kernel has them.
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
@@ -126,13 +126,13 @@ pub(super) fn remove(dir: &Path, store: &Store) -> Result<(), CgroupError> {
 fn empty(mut walk: Walk, store: &Store) -> Result<(), Errno> {
     while let Some(step) = walk.step()? {
         let done = match step {
-            Step::Entry(name, FileType::Directory) => walk.enter(&name),
-            Step::Entry(name, _) if matches!(store, Store::Folders) => {
+            WalkStep::Entry(name, FileType::Directory) => walk.enter(&name),
+            WalkStep::Entry(name, _) if matches!(store, Store::Folders) => {
                 rustix::fs::unlinkat(walk.here(), &name, AtFlags::empty())
             }
-            Step::Left(name) => rustix::fs::unlinkat(walk.here(), &name, AtFlags::REMOVEDIR),
+            WalkStep::Left(name) => rustix::fs::unlinkat(walk.here(), &name, AtFlags::REMOVEDIR),
             // What is left of a cgroup that was moved meanwhile keeps the one above it: that fails then.
-            Step::Entry(..) | Step::End | Step::Lost => Ok(()),
+            WalkStep::Entry(..) | WalkStep::End | WalkStep::Lost => Ok(()),
         };
         match done {
             Err(error) if !is_gone(&error.into()) => return Err(error),
@@ -149,13 +149,13 @@ pub(super) fn pids(dir: &Path, pids: &mut BTreeSet<u32>) -> Result<(), CgroupErr
         add_pids(walk.here(), pids)?;
         while let Some(step) = walk.step()? {
             match step {
-                Step::Entry(name, FileType::Directory) => match walk.enter(&name) {
+                WalkStep::Entry(name, FileType::Directory) => match walk.enter(&name) {
                     Ok(()) => add_pids(walk.here(), pids)?,
                     Err(error) if is_gone(&error.into()) => {}
                     Err(error) => return Err(error),
                 },
-                Step::Lost => return Err(Errno::STALE),
-                Step::Entry(..) | Step::Left(_) | Step::End => {}
+                WalkStep::Lost => return Err(Errno::STALE),
+                WalkStep::Entry(..) | WalkStep::Left(_) | WalkStep::End => {}
             }
         }
         Ok(())

@@ -6,16 +6,16 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::order::{self, Change};
-use super::{Adjust, CgroupError, Cgroups, Files, Report, checked_file};
+use super::{Adjust, Adjusted, CgroupError, Cgroups, Files, checked_file};
 
 /// Version 1's quota and period are one value to the kernel's rules, so they are compared and ordered as one.
 const CFS_QUOTA: &str = "cpu.cfs_quota_us";
 const CFS_PERIOD: &str = "cpu.cfs_period_us";
 
 /// Writes what differs. One failure doesn't keep the others: each value is better in its place than not.
-pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>, how: Adjust) -> Report {
+pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>, how: Adjust) -> Adjusted {
     let page = page_size();
-    let mut report = Report::default();
+    let mut report = Adjusted::default();
     let mut changes = Vec::new();
     for (cgroup, files) in wanted {
         let (found, failed) = changed(cgroups, cgroup, files);

@@ -108,13 +108,13 @@ async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool>
     let answer = client.apply(request).await?;
     let mut taken = true;
     for (manifest, applied) in manifests.iter().zip(&answer.applied) {
-        println!("{}", told(applied, args.dry_run));
+        println!("{}", sentence(applied, args.dry_run));
         for reason in &applied.refused {
             taken = false;
             eprintln!("error: {}", plain::line(&format!("{}: the node refuses it: {reason}", manifest.name)));
         }
     }
-    answer.pruned.iter().for_each(|pruned| println!("{}", told(pruned, args.dry_run)));
+    answer.pruned.iter().for_each(|pruned| println!("{}", sentence(pruned, args.dry_run)));
     if args.dry_run {
         return Ok(taken);
     }
@@ -159,7 +159,7 @@ async fn follow(args: &ApplyArgs, client: &mut Client, applied: &[proto::Applied
 }
 
 /// `pod/web created`.
-fn told(applied: &proto::Applied, dry_run: bool) -> String {
+fn sentence(applied: &proto::Applied, dry_run: bool) -> String {
     let result = match applied.result() {
         Applied::Created => "created",
         Applied::Configured => "configured",

@@ -11,7 +11,7 @@ use beelet_model::{
     origin::Origin,
     table::{Complete, PodTable},
 };
-use beelet_policy::mirror::{self, Name, Owner, Step};
+use beelet_policy::mirror::{self, MirrorStep, Name, Owner};
 use k8s_openapi::api::core::v1 as core;
 use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::watch;
@@ -78,8 +78,8 @@ impl Mirrors {
         let mut all = true;
         for step in mirror::steps(&own, &mirrors, &owner) {
             let name = match &step {
-                Step::Create(pod) => mirror::name_of(pod),
-                Step::Delete { name, .. } => name.clone(),
+                MirrorStep::Create(pod) => mirror::name_of(pod),
+                MirrorStep::Delete { name, .. } => name.clone(),
             };
             if !asked.insert(name.clone()) {
                 continue;
@@ -93,14 +93,14 @@ impl Mirrors {
         all
     }
 
-    async fn take(&self, step: &Step) -> Result<(), Error> {
+    async fn take(&self, step: &MirrorStep) -> Result<(), Error> {
         match step {
-            Step::Create(pod) => {
+            MirrorStep::Create(pod) => {
                 let (namespace, name) = mirror::name_of(pod);
                 self.client.create(&format!("/api/v1/namespaces/{namespace}/pods"), &pod.to_value()).await?;
                 info!(namespace, name, "the static pod is shown in the API server");
             }
-            Step::Delete { name: (namespace, name), uid } => {
+            MirrorStep::Delete { name: (namespace, name), uid } => {
                 let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
                 match self.client.delete(&path, Some(uid)).await {
                     Ok(_) => debug!(namespace, name, "a mirror that no longer shows its pod is deleted"),

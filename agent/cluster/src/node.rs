@@ -12,7 +12,7 @@ use std::{
 };
 
 use beelet_codec::ApiType;
-use beelet_policy::node_status::{self, Change, Registration, Report};
+use beelet_policy::node_status::{self, Change, NodeReport, Registration};
 use beelet_state::events::{Object, Recorder};
 use futures::StreamExt;
 use jiff::Timestamp;
@@ -76,7 +76,7 @@ pub struct Inputs {
     /// The machine's own address.
     pub address: IpAddr,
     /// The machine's state as of now; its addresses are set here.
-    pub report: Arc<dyn Fn() -> Report + Send + Sync>,
+    pub report: Arc<dyn Fn() -> NodeReport + Send + Sync>,
     /// Says that the report may have changed.
     pub changes: watch::Receiver<()>,
     /// Make the Node where there is none.

@@ -82,7 +82,7 @@ impl Document {
         let values = self.value.get(name)?.as_array()?;
         let (list, _) = step(&self.lines.root, name)?;
         let Children::List(places) = &list.children else { return None };
-        let item = |(value, place): (&Value, &Place)| Document {
+        let item = |(value, place): (&Value, &NodePlace)| Document {
             value: value.clone(),
             lines: LineIndex { root: place.clone(), above: self.lines.above },
         };
@@ -93,14 +93,14 @@ impl Document {
 /// The place of every node of a document.
 #[derive(Clone, Debug)]
 pub struct LineIndex {
-    root: Place,
+    root: NodePlace,
     /// Lines of the file above the text that was read.
     above: u64,
 }
 
 /// The place of one node and of what is inside it.
 #[derive(Clone, Debug)]
-struct Place {
+struct NodePlace {
     line: u32,
     column: u32,
     children: Children,
@@ -109,8 +109,8 @@ struct Place {
 #[derive(Clone, Debug)]
 enum Children {
     None,
-    List(Vec<Place>),
-    Map(Vec<(Box<str>, Place)>),
+    List(Vec<NodePlace>),
+    Map(Vec<(Box<str>, NodePlace)>),
 }
 
 impl LineIndex {
@@ -131,13 +131,13 @@ impl LineIndex {
         Some(self.position(place))
     }
 
-    fn position(&self, place: &Place) -> (u64, u64) {
+    fn position(&self, place: &NodePlace) -> (u64, u64) {
         (self.above + u64::from(place.line), place.column.into())
     }
 }
 
 /// One step along a path: the child that `path` begins with, and the path from there.
-fn step<'p, 't>(place: &'p Place, path: &'t str) -> Option<(&'p Place, &'t str)> {
+fn step<'p, 't>(place: &'p NodePlace, path: &'t str) -> Option<(&'p NodePlace, &'t str)> {
     match &place.children {
         Children::None => None,
         Children::List(items) => {
@@ -295,7 +295,7 @@ fn one_line(text: &str) -> String {
 /// A node while it is read: its value and its place.
 struct Node {
     value: Value,
-    place: Place,
+    place: NodePlace,
 }
 
 /// What a [`Spanned`] holds: the value, and the places of what is inside.
@@ -309,7 +309,7 @@ impl<'de> Deserialize<'de> for Node {
         let spanned = Spanned::<Content>::deserialize(deserializer)?;
         let (line, column) = coordinates(&spanned.referenced);
         let Content { value, children } = spanned.value;
-        Ok(Node { value, place: Place { line, column, children } })
+        Ok(Node { value, place: NodePlace { line, column, children } })
     }
 }
 

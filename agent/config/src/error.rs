@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 #[error("{}{}{}", .place, Field(.field), .message)]
 pub struct ConfigError {
     /// Where it is.
-    pub place: Place,
+    pub place: FilePlace,
     /// The field, from its document's root, e.g. `evictionHard.memory.available`; empty where no field is to
     /// blame.
     pub field: String,
@@ -20,7 +20,7 @@ pub struct ConfigError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
     /// Where it is.
-    pub place: Place,
+    pub place: FilePlace,
     /// The field, from its document's root.
     pub field: String,
     /// Why it has no effect.
@@ -31,7 +31,7 @@ impl Warning {
     /// Of a flag of the command line.
     #[must_use]
     pub fn of_flag(name: &str, message: String) -> Self {
-        Self { place: Place::new(Path::new(&format!("--{name}")), None), field: String::new(), message }
+        Self { place: FilePlace::new(Path::new(&format!("--{name}")), None), field: String::new(), message }
     }
 }
 
@@ -43,21 +43,21 @@ impl fmt::Display for Warning {
 
 /// A file and, where known, a line and column (both from 1).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct FilePlace {
     /// The file, as it was named to us.
     pub file: PathBuf,
     /// Line and column.
     pub position: Option<(u64, u64)>,
 }
 
-impl Place {
+impl FilePlace {
     /// A place in `file`.
-    pub fn new(file: &Path, position: Option<(u64, u64)>) -> Self {
+    pub(crate) fn new(file: &Path, position: Option<(u64, u64)>) -> Self {
         Self { file: file.to_owned(), position }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for FilePlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:", self.file.display())?;
         if let Some((line, column)) = self.position {

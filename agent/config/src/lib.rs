@@ -43,7 +43,7 @@ mod values;
 mod words;
 
 pub use credential_providers::{CredentialProvider, CredentialProviders, ProviderVersion, TokenAttributes};
-pub use error::{ConfigError, Place, Warning};
+pub use error::{ConfigError, FilePlace, Warning};
 pub use load::{Setting, Sources};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
 pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};

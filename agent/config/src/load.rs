@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
-use super::{Config, ConfigError, Place, Warning, fields, resolve, unsupported};
+use super::{Config, ConfigError, FilePlace, Warning, fields, resolve, unsupported};
 use beelet_codec::data;
 use beelet_codec::document::{self, Document, Limits};
 
@@ -281,7 +281,7 @@ fn known<T: DeserializeOwned>(
             known.insert(name, value);
         } else if let Some(reason) = unsupported::reason(&name).filter(|_| is_kubelet) {
             let message = format!("has no effect: {reason}");
-            warnings.push(Warning { place: Place::new(path, position), field: name.clone(), message });
+            warnings.push(Warning { place: FilePlace::new(path, position), field: name.clone(), message });
             unread.insert(name, value);
         } else {
             let others = unsupported::names().filter(|_| is_kubelet);
@@ -301,5 +301,5 @@ pub(super) fn error_at(
     field: &str,
     message: impl Into<String>,
 ) -> ConfigError {
-    ConfigError { place: Place::new(path, position), field: field.to_owned(), message: message.into() }
+    ConfigError { place: FilePlace::new(path, position), field: field.to_owned(), message: message.into() }
 }

@@ -22,14 +22,12 @@ macro_rules! operations {
             }
 
             /// The call in words that a subject can follow.
-            #[must_use]
-            pub fn phrase(self) -> &'static str {
+            pub(crate) fn phrase(self) -> &'static str {
                 match self { $(Operation::$name => $phrase,)* }
             }
 
             /// Returns true if it only looks, so that asking twice is as good as once.
-            #[must_use]
-            pub fn is_read(self) -> bool {
+            pub(crate) fn is_read(self) -> bool {
                 match self { $(Operation::$name => $read,)* }
             }
         }

@@ -62,7 +62,7 @@ pub struct Circumstances {
 
 /// Why a pod can't start.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum DeviceRefusal {
     /// Not now: to be asked again when the node's devices change, or at this time.
     Wait {
         /// What is missing.
@@ -85,7 +85,7 @@ pub(super) struct Asked {
     answer: Answer,
 }
 
-type Answer = oneshot::Sender<Result<(), Refusal>>;
+type Answer = oneshot::Sender<Result<(), DeviceRefusal>>;
 
 /// Asks for a pod; needs nobody where the pod wants no devices.
 pub(super) async fn ask(
@@ -93,7 +93,7 @@ pub(super) async fn ask(
     admissions: &mpsc::Sender<Asked>,
     pod: &Arc<core::Pod>,
     circumstances: Circumstances,
-) -> Result<(), Refusal> {
+) -> Result<(), DeviceRefusal> {
     let wants = container_requests(pod).is_ok_and(|wishes| {
         let mut limits = wishes.iter().flat_map(|wish| &wish.limits);
         limits.any(|(resource, _)| {
@@ -108,13 +108,15 @@ pub(super) async fn ask(
     if admissions.send(asked).await.is_err() {
         return Ok(()); // no devices are handed out here
     }
-    let ending =
-        || Refusal::Wait { message: "the agent is ending".to_owned(), until: Instant::now() + WRITE_RETRY };
+    let ending = || DeviceRefusal::Wait {
+        message: "the agent is ending".to_owned(),
+        until: Instant::now() + WRITE_RETRY,
+    };
     answered.await.unwrap_or_else(|_| Err(ending()))
 }
 
 /// Why an admission came to nothing.
-enum Trouble {
+enum AdmitError {
     /// The ledger says no.
     Refused(AdmissionError),
     /// The plugin says no.
@@ -235,7 +237,7 @@ impl Desk {
         pod: &core::Pod,
         circumstances: Circumstances,
         answer: &mut Answer,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), DeviceRefusal> {
         let name = PodName::of(pod);
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let wishes = match container_requests(pod) {
@@ -250,7 +252,7 @@ impl Desk {
             Ok(()) => {
                 if let Err(cause) = self.written().await {
                     let until = Instant::now() + WRITE_RETRY;
-                    return Err(Refusal::Wait { message: cause, until });
+                    return Err(DeviceRefusal::Wait { message: cause, until });
                 }
                 self.shared.look(|ledger| (ledger.waiting.remove(&uid), ledger.refused.remove(&uid)));
                 debug!(pod = %name, "the pod has its devices");
@@ -291,7 +293,7 @@ impl Desk {
         wishes: Vec<ContainerRequest<'_>>,
         circumstances: Circumstances,
         answer: &mut Answer,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), AdmitError> {
         let settings = &self.shared.settings;
         let circumstances = admission::Circumstances {
             running: circumstances.running,
@@ -303,12 +305,12 @@ impl Desk {
         let mut admission = Admission::new(uid, wishes, circumstances);
         let mut outcome = tokio::select! {
             outcome = self.step_by_step(&mut admission, uid) => outcome,
-            () = answer.closed() => Err(Trouble::Unasked),
+            () = answer.closed() => Err(AdmitError::Unasked),
         };
         self.shared.look(|ledger| {
             // Not before all is in the ledger: who goes after that finds it there, and gives it back.
             if answer.is_closed() {
-                outcome = Err(Trouble::Unasked);
+                outcome = Err(AdmitError::Unasked);
             }
             if outcome.is_err() {
                 admission.abort(&mut ledger.devices);
@@ -329,11 +331,11 @@ impl Desk {
     }
 
     /// True if something was allocated.
-    async fn step_by_step(&self, admission: &mut Admission<'_>, uid: &str) -> Result<bool, Trouble> {
+    async fn step_by_step(&self, admission: &mut Admission<'_>, uid: &str) -> Result<bool, AdmitError> {
         let mut allocated = false;
         loop {
             let next = self.shared.look(|ledger| admission.next(&mut ledger.devices));
-            match next.map_err(Trouble::Refused)? {
+            match next.map_err(AdmitError::Refused)? {
                 Next::Done => return Ok(allocated),
                 Next::Free => self.free_inactive(uid),
                 Next::Ask { resource, question } => {
@@ -358,9 +360,9 @@ impl Desk {
     fn plugin(
         &self,
         resource: &str,
-    ) -> Result<(plugin::Plugin, beelet_policy::devices::PluginOptions), Trouble> {
+    ) -> Result<(plugin::Plugin, beelet_policy::devices::PluginOptions), AdmitError> {
         let gone = || AllocateError::PluginGone { resource: resource.to_owned() };
-        self.shared.plugin(resource).ok_or_else(|| Trouble::Refused(gone().into()))
+        self.shared.plugin(resource).ok_or_else(|| AdmitError::Refused(gone().into()))
     }
 
     fn free_inactive(&self, uid: &str) {
@@ -384,10 +386,18 @@ impl Desk {
         }
     }
 
-    async fn refuse(&self, pod: &core::Pod, uid: &str, trouble: Trouble, restarting: bool) -> Refusal {
+    async fn refuse(
+        &self,
+        pod: &core::Pod,
+        uid: &str,
+        trouble: AdmitError,
+        restarting: bool,
+    ) -> DeviceRefusal {
         let (message, reason, may_pass, lack) = match trouble {
-            Trouble::Refused(AdmissionError::Topology(error)) => (error.to_string(), TOPOLOGY, false, None),
-            Trouble::Refused(AdmissionError::Allocate(error)) => {
+            AdmitError::Refused(AdmissionError::Topology(error)) => {
+                (error.to_string(), TOPOLOGY, false, None)
+            }
+            AdmitError::Refused(AdmissionError::Allocate(error)) => {
                 let lack = match &error {
                     AllocateError::TooFew { resource, requested, .. } => Some((resource.clone(), *requested)),
                     AllocateError::Changed { .. } => None,
@@ -396,12 +406,12 @@ impl Desk {
                 let too_few = matches!(error, AllocateError::TooFew { .. });
                 (error.to_string(), UNEXPECTED, error.may_pass() || (restarting && too_few), lack)
             }
-            Trouble::Lost(message) => (message, UNEXPECTED, true, None),
-            Trouble::Plugin(message) => (message, UNEXPECTED, false, None),
-            Trouble::Unasked => {
+            AdmitError::Lost(message) => (message, UNEXPECTED, true, None),
+            AdmitError::Plugin(message) => (message, UNEXPECTED, false, None),
+            AdmitError::Unasked => {
                 debug!(pod = %PodName::of(pod), "the pod is gone before it got its devices");
                 let message = "nobody asks for it any more".to_owned();
-                return Refusal::Wait { message, until: Instant::now() };
+                return DeviceRefusal::Wait { message, until: Instant::now() };
             }
         };
         let overdue = self.shared.look(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
@@ -416,7 +426,7 @@ impl Desk {
         self.fail(pod, uid, reason, message, lack).await
     }
 
-    fn wait(&self, pod: &core::Pod, uid: &str, message: String) -> Refusal {
+    fn wait(&self, pod: &core::Pod, uid: &str, message: String) -> DeviceRefusal {
         let (now, name) = (self.shared.now(), PodName::of(pod));
         let (since, first) = self.shared.look(|ledger| {
             let first = !ledger.waiting.contains_key(uid);
@@ -430,7 +440,7 @@ impl Desk {
             warn!(pod = %name, "the pod must wait for its devices: {message}");
             self.events.warning(Object::pod(pod), "WaitingForDevices", message.clone());
         }
-        Refusal::Wait { message, until: self.shared.at(since + self.shared.settings.plugin_wait) }
+        DeviceRefusal::Wait { message, until: self.shared.at(since + self.shared.settings.plugin_wait) }
     }
 
     async fn fail(
@@ -440,7 +450,7 @@ impl Desk {
         reason: &str,
         message: String,
         lack: Option<(String, usize)>,
-    ) -> Refusal {
+    ) -> DeviceRefusal {
         warn!(pod = %PodName::of(pod), reason, "the pod can't have its devices: {message}");
         self.shared.look(|ledger| {
             ledger.waiting.remove(uid);
@@ -456,16 +466,16 @@ impl Desk {
         };
         // It fails where the agent ends: then nobody needs to know.
         let _ = self.requests.send(request).await;
-        Refusal::Failed { message }
+        DeviceRefusal::Failed { message }
     }
 }
 
-fn trouble(call: &str, resource: &str, status: &Status) -> Trouble {
+fn trouble(call: &str, resource: &str, status: &Status) -> AdmitError {
     let message =
-        format!("device plugin {call} rpc failed for {resource} with err: {}", plugin::told(status));
+        format!("device plugin {call} rpc failed for {resource} with err: {}", plugin::in_words(status));
     // What tonic says of a connection that isn't there or broke; a plugin's own words are with the other
     // codes.
     let lost = matches!(status.code(), Code::Unavailable | Code::Cancelled)
         || std::error::Error::source(status).is_some();
-    if lost { Trouble::Lost(message) } else { Trouble::Plugin(message) }
+    if lost { AdmitError::Lost(message) } else { AdmitError::Plugin(message) }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use beelet_policy::devices::{
     HeldByResource, Remnant,
-    checkpoint::{Entry, Place},
+    checkpoint::{Entry, HolderKey},
 };
 use beelet_proto::cri;
 
@@ -19,7 +19,7 @@ pub fn encode(held: &HeldByResource) -> Option<String> {
         return None;
     }
     // Whose it is, the container's labels say.
-    let place = |resource: &String| Place {
+    let place = |resource: &String| HolderKey {
         pod_uid: String::new(),
         container: String::new(),
         resource: resource.clone(),

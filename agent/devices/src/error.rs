@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use beelet_policy::devices::registration::RegistrationError;
 use tonic::Status;
 
-use super::plugin::told;
+use super::plugin::in_words;
 
 /// A failure of a device plugin, or of the places where plugins register. Displayed, it is a whole sentence;
 /// plugins are sent it too.
@@ -63,10 +63,10 @@ pub enum Error {
         why: String,
     },
     /// A plugin that does not say what it can do.
-    #[error("failed to get device plugin options: {}", told(.0))]
+    #[error("failed to get device plugin options: {}", in_words(.0))]
     Options(Box<Status>),
     /// A plugin that refuses to say what it is.
-    #[error("{}", told(.0))]
+    #[error("{}", in_words(.0))]
     Info(Box<Status>),
     /// A plugin that does not say what it is in time.
     #[error("it doesn't say what it is")]
@@ -75,7 +75,7 @@ pub enum Error {
     #[error("asking it ended early: {0}")]
     Ended(#[from] tokio::task::JoinError),
     /// A plugin that does not let a container start.
-    #[error("device plugin PreStartContainer rpc failed for {resource} with err: {}", told(.status))]
+    #[error("device plugin PreStartContainer rpc failed for {resource} with err: {}", in_words(.status))]
     PreStart {
         /// The resource.
         resource: String,

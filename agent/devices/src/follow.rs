@@ -82,7 +82,7 @@ struct End {
 impl End {
     fn of(status: &tonic::Status) -> Self {
         // What broke the connection is behind the status; a plugin's own word has nothing behind it.
-        Self { why: plugin::told(status), by_plugin: std::error::Error::source(status).is_none() }
+        Self { why: plugin::in_words(status), by_plugin: std::error::Error::source(status).is_none() }
     }
 }
 

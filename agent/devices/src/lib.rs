@@ -45,7 +45,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{admit::Admitter, ledger::Shared};
 pub use self::{
-    admit::{Circumstances, Refusal},
+    admit::{Circumstances, DeviceRefusal},
     annotation::remnants,
     checkpoint::{Store, StoreError},
     error::Error,
@@ -181,16 +181,6 @@ impl Devices {
         (devices.clone(), Tasks { devices, admitter, writer })
     }
 
-    /// No devices, and nobody to give any: what a pod asks for is ignored, as the kubelet does with resources
-    /// that it doesn't know.
-    #[must_use]
-    pub fn none() -> Self {
-        let settings = Settings { plugin_wait: Duration::ZERO, ..Settings::new(PathBuf::new()) };
-        let shared =
-            Arc::new(Shared::new(beelet_policy::devices::Devices::default(), settings, Metrics::default()));
-        Self { shared, admissions: mpsc::channel(1).0 }
-    }
-
     /// The node's devices, as they change.
     #[must_use]
     pub fn node(&self) -> watch::Receiver<Arc<NodeDevices>> {
@@ -208,7 +198,11 @@ impl Devices {
     ///
     /// # Errors
     /// It can't have them now, or has been refused for good.
-    pub async fn admit(&self, pod: &Arc<core::Pod>, circumstances: Circumstances) -> Result<(), Refusal> {
+    pub async fn admit(
+        &self,
+        pod: &Arc<core::Pod>,
+        circumstances: Circumstances,
+    ) -> Result<(), DeviceRefusal> {
         admit::ask(&self.shared, &self.admissions, pod, circumstances).await
     }
 

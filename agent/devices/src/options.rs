@@ -147,14 +147,14 @@ pub fn cdi_by_annotation(runtime: &str, version: &str) -> bool {
 mod tests {
     use std::{collections::HashMap, sync::Arc};
 
-    use beelet_policy::devices::Held;
+    use beelet_policy::devices::HeldDevices;
     use beelet_proto::deviceplugin::{CdiDevice, DeviceSpec, Mount};
 
     use super::*;
 
-    fn held(answer: &ContainerAllocateResponse) -> Arc<Held> {
+    fn held(answer: &ContainerAllocateResponse) -> Arc<HeldDevices> {
         let by_node = BTreeMap::from([(-1, vec!["a".to_owned()])]);
-        Arc::new(Held { by_node, response: answer.encode_to_vec() })
+        Arc::new(HeldDevices { by_node, response: answer.encode_to_vec() })
     }
 
     fn answer(value: &str) -> ContainerAllocateResponse {
@@ -177,7 +177,7 @@ mod tests {
         let both = HeldByResource::from([
             ("a/x".to_owned(), held(&answer("one"))),
             ("b/x".to_owned(), held(&answer("two"))),
-            ("c/x".to_owned(), Arc::new(Held { response: vec![0xff], ..Held::default() })),
+            ("c/x".to_owned(), Arc::new(HeldDevices { response: vec![0xff], ..HeldDevices::default() })),
         ]);
         let options = merge(&both);
         assert_eq!(options.envs, BTreeMap::from([("VISIBLE".to_owned(), "one".to_owned())]));

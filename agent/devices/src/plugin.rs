@@ -158,6 +158,6 @@ pub fn devices(list: ListAndWatchResponse) -> impl Iterator<Item = Device> {
 }
 
 /// A failed call in words, as the kubelet's (Go's) users know it.
-pub(super) fn told(status: &Status) -> String {
+pub(super) fn in_words(status: &Status) -> String {
     format!("rpc error: code = {:?} desc = {}", status.code(), status.message())
 }

@@ -41,7 +41,7 @@ type Identity = (PathBuf, u64);
 
 /// What has become of a socket.
 #[derive(Debug)]
-enum Known {
+enum SocketState {
     /// It is being asked; how often that failed before.
     Meeting { tries: u32, task: AbortHandle },
     /// A device plugin that follows this resource at this socket.
@@ -118,8 +118,8 @@ struct Host {
 
 struct Registry {
     host: Host,
-    known: BTreeMap<Identity, Known>,
-    meetings: JoinSet<Result<Known, Error>>,
+    known: BTreeMap<Identity, SocketState>,
+    meetings: JoinSet<Result<SocketState, Error>>,
 }
 
 impl Registry {
@@ -134,7 +134,7 @@ impl Registry {
         }
         let due = sockets.into_iter().filter_map(|identity| match self.known.get(&identity) {
             None => Some((0, identity)),
-            Some(Known::Failed { tries, retry_at }) if *retry_at <= Instant::now() => {
+            Some(SocketState::Failed { tries, retry_at }) if *retry_at <= Instant::now() => {
                 Some((*tries, identity))
             }
             Some(_) => None,
@@ -145,38 +145,39 @@ impl Registry {
         for (tries, identity) in due.into_iter().take(room) {
             let (host, path) = (self.host.clone(), identity.0.clone());
             let task = self.meetings.spawn(async move { host.introduce(&path).await });
-            self.known.insert(identity, Known::Meeting { tries, task });
+            self.known.insert(identity, SocketState::Meeting { tries, task });
         }
     }
 
-    fn part(&self, known: Known) {
+    fn part(&self, known: SocketState) {
         match known {
-            Known::Plugin { resource, socket } => {
+            SocketState::Plugin { resource, socket } => {
                 debug!(resource, "the device plugin's socket is gone from the registry");
                 self.host.shared.deregister(&resource, &socket);
             }
-            Known::Meeting { task, .. } => task.abort(),
-            Known::Failed { .. } | Known::Foreign => {}
+            SocketState::Meeting { task, .. } => task.abort(),
+            SocketState::Failed { .. } | SocketState::Foreign => {}
         }
     }
 
     /// What came of a meeting.
-    fn met(&mut self, met: Result<(task::Id, Result<Known, Error>), JoinError>) {
+    fn met(&mut self, met: Result<(task::Id, Result<SocketState, Error>), JoinError>) {
         let (id, met) = match met {
             Ok(met) => met,
             Err(error) => (error.id(), Err(error.into())),
         };
-        let of_id = |known: &Known| matches!(known, Known::Meeting { task, .. } if task.id() == id);
+        let of_id =
+            |known: &SocketState| matches!(known, SocketState::Meeting { task, .. } if task.id() == id);
         let Some((identity, known)) = self.known.iter_mut().find(|(_, known)| of_id(known)) else {
             // Its socket went away meanwhile.
             met.into_iter().for_each(|known| self.part(known));
             return;
         };
-        let Known::Meeting { tries, .. } = *known else { return };
+        let SocketState::Meeting { tries, .. } = *known else { return };
         *known = met.unwrap_or_else(|cause| {
             let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
             warn!(socket = %identity.0.display(), retry_in_seconds = pause.as_secs_f32(), "a plugin could not be registered: {cause}");
-            Known::Failed { tries: tries.saturating_add(1), retry_at: Instant::now() + pause }
+            SocketState::Failed { tries: tries.saturating_add(1), retry_at: Instant::now() + pause }
         });
     }
 
@@ -188,7 +189,7 @@ impl Registry {
             return later;
         }
         let retries = self.known.values().filter_map(|known| match known {
-            Known::Failed { retry_at, .. } => Some(*retry_at),
+            SocketState::Failed { retry_at, .. } => Some(*retry_at),
             _ => None,
         });
         retries.min().unwrap_or(later)
@@ -197,7 +198,7 @@ impl Registry {
 
 impl Host {
     /// Asks a socket what it is, and tells it what came of that.
-    async fn introduce(&self, path: &Path) -> Result<Known, Error> {
+    async fn introduce(&self, path: &Path) -> Result<SocketState, Error> {
         let mut client = RegistrationClient::new(plugin::dial(path).await?);
         let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
         let info = match asked {
@@ -212,7 +213,7 @@ impl Host {
             );
             debug!("{error}");
             notify(&mut client, Some(error)).await;
-            return Ok(Known::Foreign);
+            return Ok(SocketState::Foreign);
         }
         let registered = self.register(path, info).await;
         if let Err(cause) = &registered {
@@ -224,7 +225,7 @@ impl Host {
         registered
     }
 
-    async fn register(&self, path: &Path, info: PluginInfo) -> Result<Known, Error> {
+    async fn register(&self, path: &Path, info: PluginInfo) -> Result<SocketState, Error> {
         registration::check(&info.supported_versions, &info.name)?;
         let service = if info.endpoint.is_empty() { path.to_owned() } else { PathBuf::from(&info.endpoint) };
         if !service.is_absolute() {
@@ -233,7 +234,7 @@ impl Host {
         let dir = self.shared.settings.kubelet_dir.clone();
         let socket = blocking("finding a plugin's socket", move || folder::within(&dir, &service)).await?;
         register::connect(&self.shared, &info.name, &socket, None, (&self.tracker, &self.shutdown)).await?;
-        Ok(Known::Plugin { resource: info.name, socket })
+        Ok(SocketState::Plugin { resource: info.name, socket })
     }
 }
 

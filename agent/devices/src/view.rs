@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use beelet_policy::devices::{Health, Held};
+use beelet_policy::devices::{Health, HeldDevices};
 use k8s_openapi::api::core::v1 as core;
 
 use super::Devices;
@@ -156,7 +156,7 @@ impl Devices {
             let inits = status.init_container_statuses.iter_mut().flatten();
             for container in inits.chain(status.container_statuses.iter_mut().flatten()) {
                 let Some(held) = pod.get(&container.name) else { continue };
-                let of_resource = |(resource, held): (&String, &Arc<Held>)| {
+                let of_resource = |(resource, held): (&String, &Arc<HeldDevices>)| {
                     let health = |id: &str| {
                         let there = ledger.devices.options(resource).is_some();
                         match (there, ledger.devices.is_healthy(resource, id)) {

@@ -21,7 +21,7 @@ use super::{
     Eviction, Leaving, ReclaimState,
     gauges::Seen,
     local_storage::ASKED,
-    usage::{ContainerUse, Known},
+    usage::{ContainerUse, KnownUsage},
 };
 use beelet_model::{
     pressure::{Conditions, EVICTED},
@@ -49,7 +49,7 @@ const DISKS: Duration = Duration::from_secs(60);
 struct Pod {
     uid: String,
     pod: Arc<core::Pod>,
-    known: Known,
+    known: KnownUsage,
 }
 
 impl Pod {
@@ -69,7 +69,7 @@ impl Eviction {
         let seen = self.board.current();
         self.parts.metrics.seen(&seen.observations);
         let assessment = self.tracker.assess(now, &self.thresholds, &seen.observations);
-        self.tell_conditions(now);
+        self.publish_conditions(now);
         self.forget_the_gone();
         for condition in
             [NodeCondition::MemoryPressure, NodeCondition::PidPressure, NodeCondition::DiskPressure]
@@ -92,7 +92,7 @@ impl Eviction {
         of_condition.min_by_key(|(_, threshold)| !threshold.grace.is_zero()).map(|(i, _)| i)
     }
 
-    fn tell_conditions(&mut self, now: Moment) {
+    fn publish_conditions(&mut self, now: Moment) {
         let reported: Conditions = self.tracker.reported(now, self.parts.transition).into_iter().collect();
         self.parts.metrics.conditions(&reported);
         let before = self.parts.conditions.borrow().clone();
@@ -130,8 +130,8 @@ impl Eviction {
         let now = Instant::now();
         if self.leaving.len() < before {
             self.gone_at = Some(now);
-            self.parts.hints.give();
-            self.look_again.give();
+            self.parts.hints.notify();
+            self.look_again.notify();
         }
         for (uid, leaving) in &mut self.leaving {
             if leaving.by <= now && !leaving.overdue {
@@ -165,7 +165,7 @@ impl Eviction {
         let pods = self.pods(signal, measured).await;
         self.look_at_the_leaving(&pods);
         let low = deficit(&threshold, observation);
-        self.take_in_the_deleted(&pods, &threshold, low);
+        self.include_deleted(&pods, &threshold, low);
         if threshold.grace.is_zero() {
             self.hasten(&pods, &threshold, observation, low);
         }
@@ -280,7 +280,7 @@ impl Eviction {
 
     /// Counts those that somebody else has deleted among the leaving, where their end helps. A critical one
     /// leaves as gently as it was told to, and nobody waits for it.
-    fn take_in_the_deleted(&mut self, pods: &[Pod], threshold: &Threshold, low: Quantity) {
+    fn include_deleted(&mut self, pods: &[Pod], threshold: &Threshold, low: Quantity) {
         let signal = threshold.signal;
         for pod in pods.iter().filter(|pod| pod.is_deleted() && !is_critical(&pod.pod)) {
             if !self.leaving.contains_key(&pod.uid) && is_worth_it(pod.frees(signal, self.layout), low) {

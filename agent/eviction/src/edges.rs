@@ -44,7 +44,7 @@ impl Default for Hints {
 
 impl Hints {
     /// Look now.
-    pub fn give(&self) {
+    pub fn notify(&self) {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         self.given.send_modify(|count| *count += 1);
     }
@@ -112,7 +112,7 @@ pub async fn listen_to_kernel(edges: Edges, hints: Hints, metrics: Metrics) {
             Edge::Pressure { kind: PressureKind::Reclaim, above: true, .. } | Edge::Lost => {}
             _ => continue,
         }
-        hints.give();
+        hints.notify();
     }
 }
 
@@ -161,7 +161,7 @@ async fn follow(fd: OwnedFd, kind: Kind, hints: &Hints) -> io::Result<()> {
             }
         }
         ready.clear_ready();
-        hints.give();
+        hints.notify();
         tokio::time::sleep(SPACING).await;
     }
 }

@@ -64,7 +64,7 @@ impl Gauge {
     }
 
     /// Reads on and on, and puts what it reads on the board.
-    pub(super) async fn run(self, board: Board, hints: Hints, thresholds: Vec<Threshold>) {
+    pub(super) async fn run(self, board: LatestReadings, hints: Hints, thresholds: Vec<Threshold>) {
         let mut hinted = hints.subscribe();
         let mut before: Option<(Instant, Observations)> = None;
         let mut trouble: Option<String> = None;
@@ -168,7 +168,7 @@ fn is_near(
 
 /// The newest number of each signal. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Board {
+pub(super) struct LatestReadings {
     shared: Arc<(Mutex<BTreeMap<Signal, Entry>>, Notify)>,
 }
 
@@ -179,7 +179,7 @@ struct Entry {
     stale_after: Duration,
 }
 
-impl Board {
+impl LatestReadings {
     pub(super) fn put(&self, seen: &Observations, read_at: Instant, stale_after: Duration) {
         {
             let mut entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -279,7 +279,7 @@ mod tests {
             Ok(observe(shown.load(Ordering::Relaxed), 10_000))
         });
         let hints = Hints::default();
-        let running = tokio::spawn(gauge.run(Board::default(), hints.clone(), vec![below("100")]));
+        let running = tokio::spawn(gauge.run(LatestReadings::default(), hints.clone(), vec![below("100")]));
         let within = async |time: Duration| {
             let before = reads.load(Ordering::Relaxed);
             tokio::time::sleep(time).await;
@@ -297,7 +297,7 @@ mod tests {
         assert!(slow.contains(&within(10 * SLOW).await));
         // Of many hints at once one reading comes, at once.
         for _ in 0..100 {
-            hints.give();
+            hints.notify();
         }
         assert_eq!(within(SLOW / 20).await, 1);
         assert!(fast.contains(&within(HINTED - SLOW / 10).await));

@@ -54,7 +54,7 @@ pub use self::{
     usage::PodUsages,
 };
 
-use self::{gauges::Board, usage::Survey};
+use self::{gauges::LatestReadings, usage::Survey};
 use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
 use beelet_state::events::NodeEvents;
 
@@ -108,7 +108,7 @@ pub struct Eviction {
     began: Instant,
     /// From when on measurements of what pods have on disk count.
     disks_asked: Option<Instant>,
-    board: Board,
+    board: LatestReadings,
     /// Pods that were told to go, by UID.
     leaving: HashMap<String, Leaving>,
     /// What was given back, or is, by what that consists of: on a split disk each part has its own.
@@ -158,7 +158,7 @@ impl Eviction {
             tracker: Tracker::default(),
             began: Instant::now(),
             disks_asked: None,
-            board: Board::default(),
+            board: LatestReadings::default(),
             leaving: HashMap::new(),
             reclaims: HashMap::new(),
             survey: Survey::new(parts.usage.clone()),
@@ -204,7 +204,7 @@ impl Eviction {
             () = changed(&mut self.parts.layout) => self.relayout(),
             Some(steps) = self.reclaimed.recv() => {
                 self.reclaims.insert(steps, ReclaimState::Done { at: Instant::now() });
-                self.look_again.give();
+                self.look_again.notify();
             }
             () = tokio::time::sleep(TICK) => {}
         }

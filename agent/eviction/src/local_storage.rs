@@ -120,7 +120,7 @@ impl Measuring {
                 },
             };
             let ended = walk.go_on(&mut enough);
-            self.note(&part, walk.taken());
+            self.record(&part, walk.taken());
             if !ended {
                 self.walk = Some((part, walk));
                 break false;
@@ -141,14 +141,14 @@ impl Measuring {
         if let Part::Volume(..) = &part
             && let Some(counted) = quota::measure(path)
         {
-            self.note(&part, Taken { bytes: counted.bytes, inodes: counted.inodes });
+            self.record(&part, Taken { bytes: counted.bytes, inodes: counted.inodes });
             return None;
         }
         let walk = Measure::new(path);
         Some((part, walk))
     }
 
-    fn note(&mut self, part: &Part, taken: Taken) {
+    fn record(&mut self, part: &Part, taken: Taken) {
         match part {
             Part::Volume(name, _) => self.found.volumes.insert(name.clone(), taken),
             Part::Log(name, _) => self.found.logs.insert(name.clone(), taken),
@@ -467,7 +467,7 @@ mod tests {
         }
 
         /// The pods that were asked to go, so far.
-        fn told(&mut self) -> Vec<String> {
+        fn asked_to_go(&mut self) -> Vec<String> {
             let mut told = Vec::new();
             while let Ok(Request::Fail { uid, .. }) = self.requests.try_recv() {
                 told.push(uid);
@@ -491,7 +491,7 @@ mod tests {
         for _ in 0..5 {
             node.round().await;
         }
-        assert_eq!(node.told(), ["b-limited"]);
+        assert_eq!(node.asked_to_go(), ["b-limited"]);
         assert!(node.rounds.under_way.contains_key("a-many"), "its measurement has ended");
         while !node.rounds.under_way.is_empty() {
             node.round().await;
@@ -512,7 +512,7 @@ mod tests {
         while !node.rounds.under_way.is_empty() {
             node.round().await;
         }
-        assert_eq!(node.told(), ["a"]);
+        assert_eq!(node.asked_to_go(), ["a"]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -528,7 +528,7 @@ mod tests {
             node.round().await;
             tokio::time::sleep(LIMITED_PERIOD / 2).await;
         }
-        assert_eq!(node.told(), Vec::<String>::new());
+        assert_eq!(node.asked_to_go(), Vec::<String>::new());
         assert!(
             node.storage.usages.of("ending", None).volumes_bytes >= 100 << 10,
             "what it has will be free"

@@ -133,8 +133,8 @@ impl Metrics {
     }
 
     /// Number of pods evicted for this signal.
-    #[must_use]
-    pub fn evictions(&self, signal: Signal) -> u64 {
+    #[cfg(test)]
+    pub(crate) fn evictions(&self, signal: Signal) -> u64 {
         self.evictions.get_or_create(&SignalLabel { eviction_signal: signal.name() }).get()
     }
 }

@@ -267,7 +267,7 @@ impl Node {
 
     fn set(&self, dial: &Dial, shows: Shows) {
         *dial.lock().unwrap_or_else(PoisonError::into_inner) = shows;
-        self.hints.give();
+        self.hints.notify();
     }
 
     /// The next pod that is told to go, with its grace period in seconds.
@@ -475,7 +475,7 @@ async fn the_disk_is_given_back_before_a_pod_goes() {
     let (disk, hints) = (Arc::clone(&node.disk), node.hints.clone());
     *node.on_reclaim.lock().unwrap() = Some(Box::new(move |_| {
         *disk.lock().unwrap() = Shows::Mib(500);
-        hints.give();
+        hints.notify();
         Box::pin(std::future::ready(()))
     }));
     node.set(&node.disk, Shows::Mib(50));
@@ -670,7 +670,7 @@ fn statistics_that_hang_hold_up_no_decision_and_pile_nothing_up() {
 async fn a_hint_alone_costs_nobody_anything() {
     let mut node = Node::start(hard(), &three());
     for _ in 0..100 {
-        node.hints.give();
+        node.hints.notify();
         tokio::time::sleep(SECOND / 10).await;
     }
     assert_eq!(node.within(1).await, Vec::<String>::new());

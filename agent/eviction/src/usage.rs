@@ -88,7 +88,7 @@ impl PodUsages {
 
 /// What was last read of a pod.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Known {
+pub(super) struct KnownUsage {
     /// None if it could not be read.
     pub(super) usage: Option<PodUsage>,
     /// By when it had been; None: never.
@@ -97,7 +97,7 @@ pub(super) struct Known {
     containers: Option<(&'static str, Vec<ContainerUse>)>,
 }
 
-impl Known {
+impl KnownUsage {
     /// The pod's containers with what they use of the signal's resource; none where that wasn't read.
     pub(super) fn containers(&self, signal: Signal) -> &[ContainerUse] {
         match &self.containers {
@@ -112,7 +112,7 @@ impl Known {
 #[derive(Debug)]
 pub(super) struct Survey {
     usage: PodUsages,
-    known: Arc<Mutex<BTreeMap<String, Known>>>,
+    known: Arc<Mutex<BTreeMap<String, KnownUsage>>>,
     round: Option<JoinHandle<()>>,
     hangs: bool,
 }
@@ -129,7 +129,7 @@ impl Survey {
         pods: &[(String, Arc<core::Pod>)],
         signal: Signal,
         measured: Option<Instant>,
-    ) -> BTreeMap<String, Known> {
+    ) -> BTreeMap<String, KnownUsage> {
         if self.is_at_rest() {
             if let Some(late) = self.round.take() {
                 joined(ROUND, late.await).await;
@@ -161,7 +161,7 @@ impl Survey {
     }
 
     /// What was read last.
-    pub(super) fn known(&self) -> BTreeMap<String, Known> {
+    pub(super) fn known(&self) -> BTreeMap<String, KnownUsage> {
         lock(&self.known).clone()
     }
 
@@ -177,7 +177,7 @@ fn read_all(
     usage: &PodUsages,
     pods: &[(String, Arc<core::Pod>)],
     (signal, measured): (Signal, Option<Instant>),
-    known: &Mutex<BTreeMap<String, Known>>,
+    known: &Mutex<BTreeMap<String, KnownUsage>>,
 ) {
     let here: HashSet<&str> = pods.iter().map(|(uid, _)| uid.as_str()).collect();
     lock(known).retain(|uid, _| here.contains(uid.as_str()));
@@ -194,7 +194,7 @@ fn read_all(
 }
 
 /// Never held while anything is read.
-fn lock(known: &Mutex<BTreeMap<String, Known>>) -> MutexGuard<'_, BTreeMap<String, Known>> {
+fn lock(known: &Mutex<BTreeMap<String, KnownUsage>>) -> MutexGuard<'_, BTreeMap<String, KnownUsage>> {
     known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

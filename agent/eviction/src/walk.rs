@@ -14,7 +14,7 @@ use rustix::{
 };
 use tokio::time::Instant;
 
-use beelet_base::walk::{Step, Walk};
+use beelet_base::walk::{Walk, WalkStep};
 use beelet_model::disk::Taken;
 
 /// What may be used at once after a pause: most folders are measured within it.
@@ -106,9 +106,9 @@ impl Measure {
     /// One step; how far it went.
     fn step(&mut self, walk: &mut Walk) -> Gone {
         match walk.step() {
-            Ok(Some(Step::Entry(name, _))) => return self.look_at(walk, &name),
-            Ok(Some(Step::End | Step::Left(_))) => {}
-            Ok(Some(Step::Lost)) => self.is_whole = false,
+            Ok(Some(WalkStep::Entry(name, _))) => return self.look_at(walk, &name),
+            Ok(Some(WalkStep::End | WalkStep::Left(_))) => {}
+            Ok(Some(WalkStep::Lost)) => self.is_whole = false,
             Ok(None) => return Gone::Ended,
             Err(_) => {
                 self.is_whole = false;

@@ -116,12 +116,12 @@ pub struct Observer {
     complete: Complete,
     metrics: Metrics,
     pulse: Pulse,
-    known: Known,
+    known: Details,
 }
 
 /// Details that were asked for, as long as what they are of is listed in the same state.
 #[derive(Debug, Default)]
-struct Known {
+struct Details {
     containers: HashMap<String, cri::ContainerStatus>,
     sandboxes: HashMap<String, cri::PodSandboxStatus>,
 }
@@ -131,7 +131,7 @@ impl Observer {
     #[must_use]
     pub fn new(parts: Parts, pulse: Pulse) -> Self {
         let Parts { runtime, runtime_name, node, cgroups, table, complete, metrics } = parts;
-        let (hints, known) = (Hints::new(cgroups), Known::default());
+        let (hints, known) = (Hints::new(cgroups), Details::default());
         Self { runtime, runtime_name, node, hints, table, complete, metrics, pulse, known }
     }
 
@@ -171,7 +171,7 @@ impl Observer {
             tokio::try_join!(self.runtime.list_sandboxes(None), self.runtime.list_containers(None))?;
         self.refresh(&sandboxes, &containers).await?;
         self.pulse.beat();
-        let look = table::Look {
+        let look = table::Listing {
             node: &self.node,
             runtime: &self.runtime_name,
             sandboxes: &sandboxes,
@@ -194,7 +194,7 @@ impl Observer {
         sandboxes: &[cri::PodSandbox],
         containers: &[cri::Container],
     ) -> Result<(), Error> {
-        let Known { containers: known, sandboxes: known_sandboxes } = &mut self.known;
+        let Details { containers: known, sandboxes: known_sandboxes } = &mut self.known;
         let listed: HashMap<&str, i32> = containers.iter().map(|c| (c.id.as_str(), c.state)).collect();
         known.retain(|id, detail| listed.get(id.as_str()) == Some(&detail.state));
         let listed: HashMap<&str, i32> = sandboxes.iter().map(|s| (s.id.as_str(), s.state)).collect();

@@ -19,7 +19,7 @@ use beelet_model::status::timestamp;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
 /// One look at the runtime.
-pub(super) struct Look<'a> {
+pub(super) struct Listing<'a> {
     pub(super) node: &'a str,
     pub(super) runtime: &'a str,
     pub(super) sandboxes: &'a [cri::PodSandbox],
@@ -28,7 +28,7 @@ pub(super) struct Look<'a> {
     pub(super) container_details: &'a HashMap<String, cri::ContainerStatus>,
 }
 
-impl Look<'_> {
+impl Listing<'_> {
     /// The table; None if it is `before`. Entries in which nothing changed stay the same.
     pub(super) fn table(&self, before: &PodTable) -> Option<PodTable> {
         let mut newest: BTreeMap<PodName, &cri::PodSandbox> = BTreeMap::new();
@@ -275,7 +275,7 @@ mod tests {
             };
             (one.id.clone(), status)
         });
-        Look {
+        Listing {
             node: "n",
             runtime: "containerd",
             sandboxes,

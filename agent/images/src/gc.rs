@@ -14,7 +14,8 @@ use std::{
 };
 
 use beelet_policy::image_gc::{
-    self, Collection, FsUsage, ImageGcPolicy, ImageRecord, ListedImage, Mode, Outcome, Reason, Step,
+    self, Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord, ListedImage,
+    Outcome, Reason,
 };
 use beelet_proto::cri;
 use jiff::Timestamp;
@@ -324,20 +325,23 @@ impl ImageGc {
             .filter(|image| usage.has(image) || self.parts.leases.any_held(names(image)))
             .map(|image| image.id.as_str())
             .collect();
-        let mode =
-            if request.all_unused { Mode::AllUnused } else { Mode::Policy { began: self.known.began } };
+        let mode = if request.all_unused {
+            CollectionMode::AllUnused
+        } else {
+            CollectionMode::Policy { began: self.known.began }
+        };
         let policy = self.parts.policy;
         let mut run = Collection::new(&policy, mode, now, &records, &in_use);
         let mut gone = Vec::new();
         let mut freed = Freed::default();
         loop {
             match run.step() {
-                Step::Measure => {
+                CollectionStep::Measure => {
                     let fs = self.measure().await?;
                     freed.begin(fs);
                     run.measured(fs);
                 }
-                Step::Remove(image, reason) => {
+                CollectionStep::Remove(image, reason) => {
                     let listed = listed.get(image.id.as_str()).copied();
                     let removed = match listed {
                         _ if request.dry_run => Removed::Freed(image.size_bytes),
@@ -358,7 +362,7 @@ impl ImageGc {
                         Removed::Failed(message) => run.failed(&message),
                     }
                 }
-                Step::Done => return Ok(Collected { outcome: run.outcome(), images: gone }),
+                CollectionStep::Done => return Ok(Collected { outcome: run.outcome(), images: gone }),
             }
         }
     }

@@ -73,8 +73,7 @@ impl Leases {
 
     /// Lets an image be removed that is known by `names` (its id, tags and digests); None if any of them is
     /// leased.
-    #[must_use]
-    pub fn begin_removal<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Option<Removal> {
+    pub(crate) fn begin_removal<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Option<Removal> {
         let keys: Vec<String> = names.into_iter().map(full_name).collect();
         let mut state = self.state();
         if keys.iter().any(|key| state.held.contains_key(key)) {
@@ -87,8 +86,7 @@ impl Leases {
     }
 
     /// Returns true if any of these names is leased now.
-    #[must_use]
-    pub fn any_held<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> bool {
+    pub(crate) fn any_held<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> bool {
         let state = self.state();
         names.into_iter().any(|name| state.held.contains_key(&full_name(name)))
     }

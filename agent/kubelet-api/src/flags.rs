@@ -16,12 +16,14 @@ const LEVEL_MAX: usize = 64;
 
 /// Sets how much the log says, by the kubelet's levels (`--v`); an error says why it can't.
 #[derive(Clone)]
-pub struct Verbosity(Arc<dyn Fn(u8) -> Result<(), String> + Send + Sync>);
+pub struct Verbosity(Arc<dyn Fn(u8) -> Result<(), BoxError> + Send + Sync>);
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Verbosity {
     /// By this function.
-    pub fn new(set: impl Fn(u8) -> Result<(), String> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(set))
+    pub fn new<E: Into<BoxError>>(set: impl Fn(u8) -> Result<(), E> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(move |level| set(level).map_err(Into::into)))
     }
 }
 

@@ -96,7 +96,7 @@ impl Rotator {
             self.failing.retain(|path, _| due.iter().any(|log| log.path == *path));
             for log in due {
                 let rotated = self.rotate(&log).await;
-                self.note(&log.path, rotated);
+                self.record(&log.path, rotated);
             }
         }
     }
@@ -126,7 +126,7 @@ impl Rotator {
         }
     }
 
-    fn note(&mut self, path: &Path, result: Result<(), Error>) {
+    fn record(&mut self, path: &Path, result: Result<(), Error>) {
         match result {
             Ok(()) => {
                 self.failing.remove(path);

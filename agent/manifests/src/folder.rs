@@ -37,7 +37,7 @@ pub enum Content {
 
 /// What came of reading the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum FolderState {
     /// It was read.
     Read,
     /// It isn't there.
@@ -55,7 +55,7 @@ pub struct Folder {
     allowed_unsafe_sysctls: Vec<String>,
     files: BTreeMap<PathBuf, File>,
     owners: Owners,
-    standing: Standing,
+    standing: FolderState,
     was_read: bool,
 }
 
@@ -97,7 +97,7 @@ type Overhead = Option<BTreeMap<String, Amount>>;
 impl Folder {
     /// A folder of which nothing was read yet.
     pub fn new(path: PathBuf, node_name: String, critical: bool) -> Self {
-        let standing = Standing::Missing;
+        let standing = FolderState::Missing;
         let (allowed_unsafe_sysctls, files, owners) = (Vec::new(), BTreeMap::new(), Owners::new());
         Folder { path, node_name, critical, allowed_unsafe_sysctls, files, owners, standing, was_read: false }
     }
@@ -119,16 +119,16 @@ impl Folder {
 
     /// Notes what came of reading the folder itself. One that is taken away takes its pods along, as under
     /// the kubelet; one that was never there, or can't be read, says nothing about them.
-    pub fn set_standing(&mut self, standing: Standing) {
-        self.was_read |= standing == Standing::Read;
-        if standing == Standing::Missing {
+    pub fn set_standing(&mut self, standing: FolderState) {
+        self.was_read |= standing == FolderState::Read;
+        if standing == FolderState::Missing {
             self.files.clear();
         }
         self.standing = standing;
     }
 
     /// What came of reading the folder itself, at last.
-    pub(super) fn standing(&self) -> &Standing {
+    pub(super) fn standing(&self) -> &FolderState {
         &self.standing
     }
 
@@ -287,23 +287,23 @@ impl Folder {
 
     fn folder_unread(&self) -> bool {
         match self.standing {
-            Standing::Read => false,
-            Standing::Missing => !self.was_read,
-            Standing::Unreadable(_) => true,
+            FolderState::Read => false,
+            FolderState::Missing => !self.was_read,
+            FolderState::Unreadable(_) => true,
         }
     }
 
     fn complaint(&self) -> Option<RejectedManifest> {
         let path = self.path.display();
         let message = match (&self.standing, self.was_read) {
-            (Standing::Read, _) => return None,
-            (Standing::Missing, false) => {
+            (FolderState::Read, _) => return None,
+            (FolderState::Missing, false) => {
                 format!("{path}: the folder of static pods is not there; create it, or set staticPodPath")
             }
-            (Standing::Missing, true) => {
+            (FolderState::Missing, true) => {
                 format!("{path}: the folder of static pods was taken away; its pods are stopped")
             }
-            (Standing::Unreadable(why), _) => format!("{path}: {why}; what runs goes on as it is"),
+            (FolderState::Unreadable(why), _) => format!("{path}: {why}; what runs goes on as it is"),
         };
         Some(RejectedManifest { file: self.path.clone(), message })
     }
@@ -386,7 +386,7 @@ fn apply(good: &mut GoodPod, resolved: Result<(Priority, Overhead), String>) -> 
     let resolved = resolved?;
     if good.resolved.as_ref().is_none_or(|(known, _)| *known != resolved) {
         let mut pod = good.pod.clone();
-        resolved.0.give(&mut pod);
+        resolved.0.apply_to(&mut pod);
         pod.spec.get_or_insert_default().overhead.clone_from(&resolved.1);
         good.resolved = Some((resolved, Arc::new(pod)));
     }
@@ -400,7 +400,7 @@ mod tests {
 
     fn folder() -> Folder {
         let mut folder = Folder::new("/m".into(), "Node1".to_owned(), false);
-        folder.set_standing(Standing::Read);
+        folder.set_standing(FolderState::Read);
         folder
     }
 
@@ -493,7 +493,7 @@ mod tests {
     #[test]
     fn static_pods_are_critical_on_request_only() {
         let mut folder = Folder::new("/m".into(), "n".to_owned(), true);
-        folder.set_standing(Standing::Read);
+        folder.set_standing(FolderState::Read);
         put(&mut folder, "a.yaml", &pod("web", ""));
         let desired = folder.desired();
         let annotations = desired.pods.values().next().unwrap().metadata.annotations.clone().unwrap();
@@ -613,7 +613,7 @@ mod tests {
         let mut folder = Folder::new("/m".into(), "Node1".to_owned(), false);
         let owners: Owners = [("Pod default/web-node1".to_owned(), "/m/b.yaml".into())].into();
         folder.remember(owners.clone());
-        folder.set_standing(Standing::Unreadable("no".to_owned()));
+        folder.set_standing(FolderState::Unreadable("no".to_owned()));
         folder.desired();
         assert_eq!(folder.owners(), &owners);
     }
@@ -672,10 +672,10 @@ mod tests {
     #[test]
     fn a_folder_that_was_never_read_says_nothing_about_its_pods() {
         let mut folder = Folder::new("/m".into(), "n".to_owned(), false);
-        folder.set_standing(Standing::Missing);
+        folder.set_standing(FolderState::Missing);
         let desired = check(&mut folder, &[], &["/m: the folder of static pods is not there; create it"]);
         assert!(!desired.may_remove(None));
-        folder.set_standing(Standing::Unreadable("cannot be read (EIO)".to_owned()));
+        folder.set_standing(FolderState::Unreadable("cannot be read (EIO)".to_owned()));
         let desired = check(&mut folder, &[], &["/m: cannot be read (EIO); what runs goes on"]);
         assert!(!desired.may_remove(None));
     }
@@ -684,10 +684,10 @@ mod tests {
     fn a_folder_that_is_taken_away_takes_its_pods_along() {
         let mut folder = folder();
         put(&mut folder, "a.yaml", &pod("web", ""));
-        folder.set_standing(Standing::Unreadable("cannot be read (EIO)".to_owned()));
+        folder.set_standing(FolderState::Unreadable("cannot be read (EIO)".to_owned()));
         let desired = check(&mut folder, &["web-node1@/m/a.yaml"], &["cannot be read"]);
         assert!(!desired.may_remove(None));
-        folder.set_standing(Standing::Missing);
+        folder.set_standing(FolderState::Missing);
         let desired =
             check(&mut folder, &[], &["/m: the folder of static pods was taken away; its pods are stopped"]);
         assert!(desired.may_remove(Some(Path::new("/m/a.yaml"))));

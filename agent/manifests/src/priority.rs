@@ -131,7 +131,7 @@ fn of_class(class: &PriorityClass) -> Priority {
 
 impl Priority {
     /// Writes the priority into a pod.
-    pub(super) fn give(&self, pod: &mut Pod) {
+    pub(super) fn apply_to(&self, pod: &mut Pod) {
         let spec = pod.spec.get_or_insert_default();
         spec.priority = Some(self.value);
         if self.class.is_some() {
@@ -162,7 +162,7 @@ mod tests {
         let mut pod: Pod = serde_json::from_value(json!({"spec": spec})).unwrap();
         match (all.resolve(&pod), expected) {
             (Ok(priority), Ok(expected)) => {
-                priority.give(&mut pod);
+                priority.apply_to(&mut pod);
                 assert_eq!(pod.spec.unwrap().priority, Some(expected), "{spec}");
             }
             (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),

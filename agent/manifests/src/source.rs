@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::folder::{Content, Folder, Standing};
+use super::folder::{Content, Folder, FolderState};
 use super::owners::{self, Owners};
 use super::watch::{Changes, Watcher, is_manifest_name};
 use beelet_codec::document::Limits;
@@ -192,14 +192,14 @@ impl ManifestSource {
         let path = self.path.clone();
         let scan = match tokio::task::spawn_blocking(move || scan(&path)).await {
             Ok(scan) => scan,
-            Err(error) => Scan { standing: Standing::Unreadable(error.to_string()), files: Vec::new() },
+            Err(error) => Scan { standing: FolderState::Unreadable(error.to_string()), files: Vec::new() },
         };
-        let was_there = *self.folder.standing() == Standing::Read;
-        if scan.standing == Standing::Missing && was_there && !self.is_gone(&self.path.clone()) {
+        let was_there = *self.folder.standing() == FolderState::Read;
+        if scan.standing == FolderState::Missing && was_there && !self.is_gone(&self.path.clone()) {
             return;
         }
         self.missing.remove(&self.path);
-        let read = scan.standing == Standing::Read;
+        let read = scan.standing == FolderState::Read;
         self.folder.set_standing(scan.standing);
         if read {
             let there: BTreeSet<&Path> = scan.files.iter().map(|(path, _)| path.as_path()).collect();
@@ -356,15 +356,15 @@ fn report_changes(events: &Recorder, node: &Object, before: &Desired, after: &De
 
 /// A look at the whole folder.
 struct Scan {
-    standing: Standing,
+    standing: FolderState,
     files: Vec<(PathBuf, Content)>,
 }
 
 fn scan(path: &Path) -> Scan {
     let failed = |error: &io::Error| {
         let standing = match error.kind() {
-            io::ErrorKind::NotFound => Standing::Missing,
-            _ => Standing::Unreadable(format!("cannot be read ({error})")),
+            io::ErrorKind::NotFound => FolderState::Missing,
+            _ => FolderState::Unreadable(format!("cannot be read ({error})")),
         };
         Scan { standing, files: Vec::new() }
     };
@@ -373,7 +373,7 @@ fn scan(path: &Path) -> Scan {
         // One file instead of a folder, as the kubelet has it too.
         Ok(metadata) if !metadata.is_dir() => {
             let files = read_file(path).map(|content| (path.to_owned(), content)).into_iter().collect();
-            return Scan { standing: Standing::Read, files };
+            return Scan { standing: FolderState::Read, files };
         }
         Ok(_) => {}
     }
@@ -393,7 +393,7 @@ fn scan(path: &Path) -> Scan {
             Err(error) => return failed(&error),
         }
     }
-    Scan { standing: Standing::Read, files }
+    Scan { standing: FolderState::Read, files }
 }
 
 /// Returns true if a file with a new name is not just being made: a link to one that was there before.

@@ -181,7 +181,7 @@ impl Watcher {
                 Some(event) => event?,
                 None => return Err(io::Error::other("the kernel ended the stream of inotify events")),
             };
-            self.note(&event, &mut changes);
+            self.record(&event, &mut changes);
             match self.events.next().now_or_never() {
                 Some(more) => next = more,
                 None => break,
@@ -190,7 +190,7 @@ impl Watcher {
         Ok(changes)
     }
 
-    fn note(&self, event: &inotify::EventOwned, changes: &mut Changes) {
+    fn record(&self, event: &inotify::EventOwned, changes: &mut Changes) {
         let from = match &self.above {
             _ if self.folder.as_ref() == Some(&event.wd) => From::Folder,
             Some((above, way)) if *above == event.wd => From::Above(way),

@@ -41,7 +41,7 @@ pub const OUT_OF: &str = "OutOf";
 
 /// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
+pub struct PodFailure {
     /// One word, `status.reason`: `Evicted`, `Preempting`, `OutOfcpu`, …
     pub reason: String,
     /// A sentence, `status.message`.
@@ -52,7 +52,7 @@ pub struct Failure {
     pub cleared: bool,
 }
 
-impl Failure {
+impl PodFailure {
     /// A failure of a pod that still has everything.
     #[must_use]
     pub fn new(reason: impl Into<String>, message: impl Into<String>, grace: Option<Duration>) -> Self {
@@ -113,7 +113,7 @@ mod tests {
     fn the_shorter_grace_counts() {
         let seconds = |s: u64| Some(Duration::from_secs(s));
         let check = |first: Option<Duration>, second: Option<Duration>, expect: Option<Duration>| {
-            let mut failure = Failure::new("Evicted", "m", first);
+            let mut failure = PodFailure::new("Evicted", "m", first);
             failure.hasten(second, Duration::from_secs(30));
             assert_eq!(failure.grace, expect, "{first:?} then {second:?}");
         };
@@ -142,14 +142,14 @@ mod tests {
             ("Preempting", false),
             (DEADLINE_EXCEEDED, false),
         ] {
-            assert_eq!(Failure::new(reason, "m", None).is_refusal(), refused, "{reason}");
+            assert_eq!(PodFailure::new(reason, "m", None).is_refusal(), refused, "{reason}");
         }
     }
 
     #[test]
     fn the_phase_is_failed_only_once_everything_is_given_back() {
         let now = Timestamp::from_second(1_700_000_000).unwrap();
-        let mut failure = Failure::new("Evicted", "The node was low on resource: memory.", None);
+        let mut failure = PodFailure::new("Evicted", "The node was low on resource: memory.", None);
         let mut status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
         failure.mark(&mut status, None, now);
         assert_eq!(status.phase.as_deref(), Some("Running"));

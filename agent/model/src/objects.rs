@@ -174,7 +174,7 @@ impl Objects {
     }
 
     /// Adds what `others` has and this lacks.
-    pub fn add_missing(&mut self, others: &Self) {
+    pub(crate) fn add_missing(&mut self, others: &Self) {
         for (of, token) in &others.tokens {
             self.tokens.entry(of.clone()).or_insert_with(|| Arc::clone(token));
         }

@@ -51,8 +51,8 @@ impl PodTable {
     /// at its end. An empty namespace means any.
     ///
     /// # Errors
-    /// A sentence: there is none, or more than one.
-    pub fn find(&self, namespace: &str, name: &str) -> Result<(&PodName, &Arc<PodEntry>), String> {
+    /// There is none, or more than one.
+    pub fn find(&self, namespace: &str, name: &str) -> Result<(&PodName, &Arc<PodEntry>), FindError> {
         let of_namespace = |known: &&PodName| namespace.is_empty() || known.namespace == namespace;
         let is_meant = |known: &PodName, entry: &PodEntry| entry.is_called(known, name);
         let mut found: Vec<_> =
@@ -63,12 +63,32 @@ impl PodTable {
         }
         match found.as_slice() {
             [one] => Ok(*one),
-            [] => Err(format!("there is no pod {name:?}; `beelet get pods` shows all")),
-            [(first, _), (second, _), ..] => {
-                Err(format!("{name:?} may be {first} or {second}: say which by --namespace"))
-            }
+            [] => Err(FindError::NoPod(name.to_owned())),
+            [(first, _), (second, _), ..] => Err(FindError::Several {
+                name: name.to_owned(),
+                first: (*first).clone(),
+                second: (*second).clone(),
+            }),
         }
     }
+}
+
+/// Why no pod is the one that a person named.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FindError {
+    /// No pod is called so.
+    #[error("there is no pod {0:?}; `beelet get pods` shows all")]
+    NoPod(String),
+    /// More than one is.
+    #[error("{name:?} may be {first} or {second}: say which by --namespace")]
+    Several {
+        /// What was asked for.
+        name: String,
+        /// One of them.
+        first: PodName,
+        /// Another one.
+        second: PodName,
+    },
 }
 
 /// A pod with its status, and what a `v1.Pod` has no field for.
@@ -149,7 +169,7 @@ mod tests {
             expected,
         ) {
             (Ok((found, _)), Ok(expected)) => assert_eq!(found.to_string(), expected),
-            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
             (found, _) => panic!("{namespace} {name}: {found:?}"),
         };
         check("a", "web", Ok("a/web-n1"));

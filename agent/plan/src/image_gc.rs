@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 use crate::{Scenario, number};
 use beelet_policy::{
     field::FieldError,
-    image_gc::{Collection, Event, FsUsage, ImageGcPolicy, ImageRecord, Mode, Outcome, Step},
+    image_gc::{
+        Collection, CollectionMode, CollectionStep, Event, FsUsage, ImageGcPolicy, ImageRecord, Outcome,
+    },
 };
 
 #[derive(Deserialize)]
@@ -111,20 +113,23 @@ impl Scenario for ImageGcScenario {
         let in_use: HashSet<&str> =
             self.in_use.iter().chain(&self.sandbox_image).map(String::as_str).collect();
         let stuck: HashSet<&str> = self.fail_remove.iter().map(String::as_str).collect();
-        let mode =
-            if self.delete_all_unused { Mode::AllUnused } else { Mode::Policy { began: self.began_gc } };
+        let mode = if self.delete_all_unused {
+            CollectionMode::AllUnused
+        } else {
+            CollectionMode::Policy { began: self.began_gc }
+        };
         let mut run = Collection::new(&policy, mode, self.now, &records, &in_use);
         loop {
             match run.step() {
-                Step::Remove(image, _) if stuck.contains(image.id.as_str()) => {
+                CollectionStep::Remove(image, _) if stuck.contains(image.id.as_str()) => {
                     run.failed("the runtime refuses to remove it");
                 }
-                Step::Remove(image, _) => run.removed(image.size_bytes),
-                Step::Measure => run.measured(FsUsage {
+                CollectionStep::Remove(image, _) => run.removed(image.size_bytes),
+                CollectionStep::Measure => run.measured(FsUsage {
                     capacity_bytes: self.fs.capacity_bytes,
                     available_bytes: self.fs.available_bytes,
                 }),
-                Step::Done => return Ok(run.outcome().into()),
+                CollectionStep::Done => return Ok(run.outcome().into()),
             }
         }
     }

@@ -84,20 +84,17 @@ struct PaceState {
 
 impl Pace {
     /// Returns true if exits are expected to be known without a relist.
-    #[must_use]
-    pub fn is_trusted(&self) -> bool {
+    pub(crate) fn is_trusted(&self) -> bool {
         self.is_kernel_trusted() || self.is_streaming()
     }
 
     /// Returns true if the kernel is expected to tell of every exit.
-    #[must_use]
-    pub fn is_kernel_trusted(&self) -> bool {
+    pub(crate) fn is_kernel_trusted(&self) -> bool {
         self.0.kernel.load(Ordering::Relaxed)
     }
 
     /// Returns true if the runtime streams its events now.
-    #[must_use]
-    pub fn is_streaming(&self) -> bool {
+    pub(crate) fn is_streaming(&self) -> bool {
         self.0.stream.load(Ordering::Relaxed)
     }
 
@@ -114,7 +111,7 @@ impl Pace {
     }
 
     /// Something happened that only a relist can tell.
-    pub fn nudge(&self) {
+    pub(crate) fn nudge(&self) {
         self.0.nudge.notify_one();
     }
 

@@ -34,7 +34,7 @@ use beelet_model::{
 /// The time between two looks, as the kubelet's.
 pub const PERIOD: Duration = Duration::from_secs(1);
 /// The same where nothing was new for a while and other sources are trusted. It doubles up to this.
-pub const PERIOD_MAX: Duration = Duration::from_secs(5);
+pub(crate) const PERIOD_MAX: Duration = Duration::from_secs(5);
 /// However often somebody asks for a look, there is one in this time at most.
 const GAP: Duration = Duration::from_millis(100);
 /// With no answer for this long the agent calls itself unhealthy and its node not ready, as the kubelet does

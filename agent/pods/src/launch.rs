@@ -436,7 +436,7 @@ impl Launcher {
 
     /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.
     pub(crate) async fn release(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<(), Error> {
-        self.give_back(plan, chores, Volumes::tear_down).await?;
+        self.release_with(plan, chores, Volumes::tear_down).await?;
         self.devices.forget(&plan.uid);
         Ok(())
     }
@@ -444,12 +444,12 @@ impl Launcher {
     /// Takes away the cgroup and the volumes of a pod that has ended, whose containers stay to be looked at.
     /// Its devices are free as soon as another pod needs them.
     pub(crate) async fn release_ended(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<(), Error> {
-        self.give_back(plan, chores, Volumes::give_back).await?;
+        self.release_with(plan, chores, Volumes::release).await?;
         let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
         chores.run(move || users.release(&uid).map_err(Error::of_files)).await
     }
 
-    async fn give_back(
+    async fn release_with(
         &self,
         plan: &Arc<PodPlan>,
         chores: &Chores,

@@ -32,13 +32,13 @@ use super::{
     records::{PodRecord, Records},
     runtime_view::Observation,
     status::{Inputs, Waiting},
-    worker::{Control, Report, Stage, Terminate, Worker},
+    worker::{Control, Stage, Terminate, Worker, WorkerReport},
 };
 use beelet_base::clock::monotonic_ns;
 use beelet_devices::{Active, NodeDevices};
 use beelet_model::{
     desired::Desired,
-    failure::Failure,
+    failure::PodFailure,
     labels::ANNOTATION_HASH,
     objects::Objects,
     origin::Origin,
@@ -107,7 +107,7 @@ struct Managed {
     lifetime: Option<failing::Lifetime>,
     edge: Option<ReadinessEdge>,
     /// Set if it was ended for good.
-    failure: Option<Failure>,
+    failure: Option<PodFailure>,
     /// It may run again once its failure is cleared.
     retry: bool,
     /// Its deletion, if the API server wants it deleted: its object is there until nothing is left of the
@@ -172,8 +172,8 @@ pub struct Manager {
     objects: Arc<Objects>,
     /// Pods that are gone, and since when: what the runtime was asked before may still name them.
     gone: BTreeMap<String, Instant>,
-    reports_in: mpsc::Receiver<Report>,
-    reports_out: mpsc::Sender<Report>,
+    reports_in: mpsc::Receiver<WorkerReport>,
+    reports_out: mpsc::Sender<WorkerReport>,
     /// What the node has of devices, and the last change of their health that pods' statuses have.
     devices: watch::Receiver<Arc<NodeDevices>>,
     device_health: u64,
@@ -484,7 +484,7 @@ impl Manager {
         self.publish(uid);
     }
 
-    fn on_report(&mut self, report: Report, stopping: bool) {
+    fn on_report(&mut self, report: WorkerReport, stopping: bool) {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
         if report.stage == Stage::Gone {
             let name = managed.name.clone();
@@ -528,7 +528,7 @@ impl Manager {
             c.verdicts.hooked.clone_from(&report.hooked);
             false // the worker that reports has seen it all
         });
-        managed.tell_of_unseen_oom(&report.seen, &self.parts.launcher.events);
+        managed.record_unseen_oom(&report.seen, &self.parts.launcher.events);
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
         managed.hooked = report.hooked;
@@ -565,7 +565,7 @@ impl Manager {
             }
             Request::Probe(update) => self.on_probe(&update),
             Request::Fail { uid, reason, message, grace } => {
-                self.fail(&uid, &Failure::new(reason, message, grace));
+                self.fail(&uid, &PodFailure::new(reason, message, grace));
             }
             Request::Retry { uid } => self.retry(&uid),
             Request::Restart { uid, containers } => self.restart(&uid, &containers),
@@ -649,7 +649,7 @@ impl Manager {
         }
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);
-        self.parts.metrics.starts.note(uid, &managed.pod, &status, Timestamp::now());
+        self.parts.metrics.starts.record(uid, &managed.pod, &status, Timestamp::now());
         managed.status = Some(status.clone());
         managed.note_start();
         if has_ended(Some(&status)) {

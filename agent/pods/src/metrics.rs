@@ -34,7 +34,7 @@ pub struct ContainerStateLabel {
 
 /// What a step of a pod's worker was for, as the kubelet's metric has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum Purpose {
     /// The first one.
     Create,
     /// The pod was changed.
@@ -243,12 +243,12 @@ impl Metrics {
     }
 
     /// A step of a pod's worker took so long.
-    pub(crate) fn step(&self, step: Step, took: Duration) {
+    pub(crate) fn step(&self, step: Purpose, took: Duration) {
         let operation_type = match step {
-            Step::Create => "create",
-            Step::Update => "update",
-            Step::Sync => "sync",
-            Step::Kill => "kill",
+            Purpose::Create => "create",
+            Purpose::Update => "update",
+            Purpose::Sync => "sync",
+            Purpose::Kill => "kill",
         };
         self.steps.get_or_create(&StepLabel { operation_type }).observe(took.as_secs_f64());
     }

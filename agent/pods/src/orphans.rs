@@ -19,7 +19,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::records::Known;
+use crate::records::KnownPods;
 use beelet_base::blocking::blocking;
 use beelet_base::walk::remove_folder;
 use beelet_cri::Runtime;
@@ -34,7 +34,7 @@ pub struct Sweep {
     /// The pods that are here.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The pods of which anything is known.
-    pub known: Known,
+    pub known: KnownPods,
     /// The manifests.
     pub desired: watch::Receiver<Arc<Desired>>,
     /// The runtime.

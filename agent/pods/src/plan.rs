@@ -9,6 +9,7 @@ use std::{
 
 use beelet_policy::{
     cgroups::{self as values, CgroupConfig, CgroupValues},
+    field::FieldError,
     pod::ephemeral_containers,
     qos::QosClass,
 };
@@ -16,7 +17,7 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
 use crate::error::Error;
-use beelet_admission::Rejection;
+use beelet_admission::AdmissionRejection;
 use beelet_model::{
     origin::Origin,
     pod::{NodeFacts, container_of, grace_period, log_folder},
@@ -63,9 +64,9 @@ pub(crate) struct PodPlan {
     /// Its address on the node's network, if that is where it is.
     host_ip: Option<String>,
     /// Why it may not run here, whatever else runs.
-    pub refused: Option<Rejection>,
+    pub refused: Option<AdmissionRejection>,
     /// Its cgroup with its values, and its sandbox; or why there can be none.
-    placement: Result<Placement, String>,
+    placement: Result<Placement, PlacementError>,
 }
 
 /// Where a pod runs.
@@ -74,6 +75,17 @@ struct Placement {
     cgroup: CgroupValues,
     /// With attempt 0, which has no meaning for containers.
     sandbox: cri::PodSandboxConfig,
+}
+
+/// Why a pod can run nowhere on this node.
+#[derive(Debug, thiserror::Error)]
+enum PlacementError {
+    /// It can have no cgroup.
+    #[error(transparent)]
+    Cgroup(#[from] FieldError),
+    /// It can have no sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] beelet_spec::Error),
 }
 
 impl PodPlan {
@@ -137,14 +149,14 @@ impl PodPlan {
     }
 
     fn placement(&self) -> Result<&Placement, Error> {
-        self.placement.as_ref().map_err(|why| Error::Spec(why.clone()))
+        self.placement.as_ref().map_err(Error::of_spec)
     }
 }
 
 /// Why a pod may not run on this node. Of a pod with a setting that it may not have, or a field that the
 /// agent can't do anything for, only if it is the API server's: such a manifest becomes no pod.
-fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<Rejection> {
-    let rejection = |reason: &str, message: String| Rejection { reason: reason.to_owned(), message };
+fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
+    let rejection = |reason: &str, message: String| AdmissionRejection { reason: reason.to_owned(), message };
     if let Some(why) = app_armor::refusal(pod, node) {
         return Some(rejection("AppArmor", why));
     }
@@ -158,8 +170,8 @@ fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<Rejection> {
     unsupported(pod).map(|field| rejection("UnexpectedAdmissionError", field.to_string()))
 }
 
-fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, String> {
-    let cgroup = values::pod_cgroup(pod, site.cgroup_config).map_err(|error| error.to_string())?;
+fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, PlacementError> {
+    let cgroup = values::pod_cgroup(pod, site.cgroup_config)?;
     let parent = (site.cgroup_parent)(&cgroup.path);
     Ok(Placement { sandbox: cri_config::sandbox(pod, 0, parent, site.node)?, cgroup })
 }

@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 use super::metrics::Metrics;
 use beelet_base::blocking::blocking;
 use beelet_model::{
-    failure::Failure,
+    failure::PodFailure,
     request::RuntimePod,
     status::{OomFacts, ProbeFacts, has_ended},
     table::ReadinessEdge,
@@ -51,7 +51,7 @@ pub struct PodRecord {
     pub oom: BTreeMap<String, OomFacts>,
     /// Set if the pod was ended for good: it must not start again by itself.
     #[serde(default)]
-    pub failure: Option<Failure>,
+    pub failure: Option<PodFailure>,
     /// Ephemeral containers that were added to a static pod.
     #[serde(default)]
     pub debuggers: Vec<core::EphemeralContainer>,
@@ -82,9 +82,9 @@ pub struct Records {
 
 /// The pods in the records, for others to read.
 #[derive(Clone, Debug)]
-pub struct Known(watch::Receiver<Map>);
+pub struct KnownPods(watch::Receiver<Map>);
 
-impl Known {
+impl KnownPods {
     /// Returns true if anything is known of a pod.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
@@ -121,12 +121,12 @@ impl Records {
 
     /// The pods in the records, now and later.
     #[must_use]
-    pub fn known(&self) -> Known {
-        Known(self.newest.subscribe())
+    pub fn known(&self) -> KnownPods {
+        KnownPods(self.newest.subscribe())
     }
 
     /// All pods of which anything is known.
-    pub fn origins(&self) -> BTreeMap<String, RuntimePod> {
+    pub(crate) fn origins(&self) -> BTreeMap<String, RuntimePod> {
         self.newest.borrow().iter().map(|(uid, record)| (uid.clone(), record.origin.clone())).collect()
     }
 
@@ -216,7 +216,7 @@ mod tests {
     use super::*;
     use beelet_model::{origin::Origin, table::PodName};
 
-    fn record(phase: &str, failure: Option<Failure>) -> PodRecord {
+    fn record(phase: &str, failure: Option<PodFailure>) -> PodRecord {
         let status = json!({ "phase": phase });
         let edge = ReadinessEdge { container: "c".to_owned(), ready: true, kernel_ns: 1, published_ns: 2 };
         PodRecord {
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn as_long_as_any_pod_has_ended_each_write_waits_for_the_disk() {
-        let failure = || Some(Failure::new("Evicted".to_owned(), "short of memory".to_owned(), None));
+        let failure = || Some(PodFailure::new("Evicted".to_owned(), "short of memory".to_owned(), None));
         let running = record("Running", None);
         assert!(!has_ends(&map(&[running.clone(), record("Pending", None)])));
         for ended in [record("Succeeded", None), record("Failed", None), record("Running", failure())] {

@@ -43,7 +43,7 @@ pub async fn follow(
             let refreshed =
                 blocking("refreshing volumes", move || refresh_all(&pods, &known, &worker, &objects));
             let failures = refreshed.await;
-            told = tell(&failures, &told);
+            told = warn_of_new(&failures, &told);
         }
         current = here;
         tokio::select! {
@@ -92,7 +92,7 @@ fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<u
 }
 
 /// Tells what wasn't told of the same objects before.
-fn tell(failures: &BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
+fn warn_of_new(failures: &BTreeSet<String>, before: &BTreeSet<String>) -> BTreeSet<String> {
     for failure in failures.difference(before) {
         warn!("{failure}");
     }

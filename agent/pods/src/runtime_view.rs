@@ -94,7 +94,7 @@ impl Observer {
     }
 
     /// Takes in what the runtime said of a container to somebody else, with the container's last words.
-    pub(crate) fn note(&mut self, status: cri::ContainerStatus) {
+    pub(crate) fn record(&mut self, status: cri::ContainerStatus) {
         if self.containers.contains_key(&status.id) {
             self.containers.insert(status.id.clone(), status);
         }

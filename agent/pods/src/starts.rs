@@ -81,7 +81,7 @@ impl Starts {
     }
 
     /// The pod's status is this one now.
-    pub(crate) fn note(&self, uid: &str, pod: &core::Pod, status: &core::PodStatus, now: Timestamp) {
+    pub(crate) fn record(&self, uid: &str, pod: &core::Pod, status: &core::PodStatus, now: Timestamp) {
         self.with(|starting| {
             let Some(start) = starting.get_mut(uid) else { return };
             if status.phase.as_deref() == Some("Running") && !std::mem::replace(&mut start.runs, true) {
@@ -175,12 +175,12 @@ mod tests {
         tokio::time::advance(Duration::from_secs(10)).await;
         starts.pulled("u", Duration::from_secs(4));
         let now: Timestamp = "2026-01-01T00:00:11Z".parse().unwrap();
-        starts.note("u", &pod, &status(json!({"waiting": {}})), now);
+        starts.record("u", &pod, &status(json!({"waiting": {}})), now);
         let half = text(&starts);
         assert!(half.contains("kubelet_pod_start_duration_seconds_sum 10.0"), "{half}");
         assert!(half.contains("kubelet_pod_start_sli_duration_seconds_count 0"), "{half}");
         for _ in 0..2 {
-            starts.note("u", &pod, &status(json!({"running": {"startedAt": "2026-01-01T00:00:11Z"}})), now);
+            starts.record("u", &pod, &status(json!({"running": {"startedAt": "2026-01-01T00:00:11Z"}})), now);
         }
         let whole = text(&starts);
         for line in ["pod_start_total_duration_seconds_sum 11.0", "pod_start_sli_duration_seconds_sum 5.0"] {
@@ -193,10 +193,10 @@ mod tests {
     async fn a_pod_that_ran_before_or_is_gone_counts_for_nothing() {
         let starts = Starts::default();
         let status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
-        starts.note("old", &core::Pod::default(), &status, Timestamp::now());
+        starts.record("old", &core::Pod::default(), &status, Timestamp::now());
         starts.begin("gone");
         starts.forget("gone");
-        starts.note("gone", &core::Pod::default(), &status, Timestamp::now());
+        starts.record("gone", &core::Pod::default(), &status, Timestamp::now());
         assert!(text(&starts).contains("kubelet_pod_start_duration_seconds_count 0"));
     }
 }

@@ -13,7 +13,7 @@ use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 
 use super::runtime_view::Observation;
-use beelet_model::{failure::Failure, origin::Origin, pod::NodeFacts, status::timestamp};
+use beelet_model::{failure::PodFailure, origin::Origin, pod::NodeFacts, status::timestamp};
 use beelet_spec::{
     resize::{self, ResizeFacts},
     signals,
@@ -46,7 +46,7 @@ pub(crate) struct Inputs<'a> {
     /// The status before this one: transition times come from it.
     pub previous: Option<&'a core::PodStatus>,
     /// Set if the pod was ended for good.
-    pub failure: Option<&'a Failure>,
+    pub failure: Option<&'a PodFailure>,
     /// How a change of its amounts stands.
     pub resize: &'a ResizeFacts,
     /// The node.

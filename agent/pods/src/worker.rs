@@ -105,7 +105,7 @@ pub(super) enum Stage {
 
 /// What a worker tells the manager after each look.
 #[derive(Clone, Debug)]
-pub(super) struct Report {
+pub(super) struct WorkerReport {
     /// The pod.
     pub uid: String,
     /// What the runtime has.
@@ -134,7 +134,7 @@ pub(super) struct Worker {
     plan: Arc<PodPlan>,
     observer: Observer,
     control: watch::Receiver<Control>,
-    reports: mpsc::Sender<Report>,
+    reports: mpsc::Sender<WorkerReport>,
     failed_starts: BTreeMap<String, FailedStart>,
     /// The requests to start again at once that were heard.
     hurries: u64,
@@ -173,7 +173,7 @@ impl Worker {
         launcher: Arc<Launcher>,
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
-        reports: mpsc::Sender<Report>,
+        reports: mpsc::Sender<WorkerReport>,
         chores: Chores,
     ) -> Self {
         let plan = launcher.plan(pod);
@@ -209,7 +209,7 @@ impl Worker {
         launcher: Arc<Launcher>,
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
-        reports: mpsc::Sender<Report>,
+        reports: mpsc::Sender<WorkerReport>,
     ) {
         let name = PodName::of(&pod).to_string();
         let chores = Chores::new();
@@ -224,16 +224,16 @@ impl Worker {
     /// wait most of the time, and each would keep room for the largest step.
     async fn run(mut self) {
         let mut pause = RETRY_INITIAL;
-        let mut purpose = metrics::Step::Create;
+        let mut purpose = metrics::Purpose::Create;
         loop {
             let control = self.control.borrow_and_update().clone();
             if let Some(pod) = control.updated.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
                 // For containers that start from now on; those that run are the QoS tree's.
                 self.plan = self.launcher.plan(Arc::clone(pod));
-                purpose = metrics::Step::Update;
+                purpose = metrics::Purpose::Update;
             }
             if control.end().is_some() {
-                purpose = metrics::Step::Kill;
+                purpose = metrics::Purpose::Kill;
             }
             let began = Instant::now();
             let mut signal = self.control.clone();
@@ -259,7 +259,7 @@ impl Worker {
                 }
             };
             self.launcher.metrics.step(purpose, began.elapsed());
-            purpose = metrics::Step::Sync;
+            purpose = metrics::Purpose::Sync;
             let wake = match step {
                 Ok(Some(Step::Done)) => {
                     pause = RETRY_INITIAL;
@@ -306,7 +306,7 @@ impl Worker {
             self.failed_starts.clear();
         }
         let verdicts = self.verdicts(&control.verdicts, &seen);
-        self.ends.note(&seen.pod, Timestamp::now());
+        self.ends.record(&seen.pod, Timestamp::now());
         let times = pod::Times { ended: self.ends.known(), now: self.ends.now() };
         let mut actions =
             pod::actions(&self.plan.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, times);
@@ -320,7 +320,7 @@ impl Worker {
         }
         self.release_ended(&seen);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
-        self.tell_of_backoff(&actions);
+        self.record_backoff(&actions);
         if !self.report(&seen, &actions, Stage::Here).await {
             return Ok(None);
         }
@@ -384,7 +384,7 @@ impl Worker {
             if !ended.is_empty() {
                 let ended = runtime_view::with_last_words(ended).await;
                 let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
-                ended.into_iter().for_each(|status| self.observer.note(status));
+                ended.into_iter().for_each(|status| self.observer.record(status));
                 return Ok(Arc::new(seen));
             }
         }
@@ -472,7 +472,7 @@ impl Worker {
     }
 
     /// Tells of containers that are held back from now on.
-    fn tell_of_backoff(&mut self, actions: &Actions) {
+    fn record_backoff(&mut self, actions: &Actions) {
         let PodName { namespace, name: pod } = &self.plan.name;
         for name in actions.backoff.keys().filter(|name| !self.backing_off.contains(*name)) {
             let uid = &self.plan.uid;
@@ -646,7 +646,7 @@ impl Worker {
             waiting.entry(name).or_insert(reason);
         }
         debug!(pod = %self.plan.name, ?actions, "looked at the pod");
-        let report = Report {
+        let report = WorkerReport {
             uid: self.plan.uid.clone(),
             seen: Arc::clone(seen),
             waiting,

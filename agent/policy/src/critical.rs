@@ -6,7 +6,7 @@
 use k8s_openapi::api::core::v1::Pod;
 
 /// The priority from which on a pod is critical (`scheduling.SystemCriticalPriority`).
-pub const SYSTEM_CRITICAL_PRIORITY: i32 = 2_000_000_000;
+pub(crate) const SYSTEM_CRITICAL_PRIORITY: i32 = 2_000_000_000;
 
 const CONFIG_SOURCE: &str = "kubernetes.io/config.source";
 const CONFIG_MIRROR: &str = "kubernetes.io/config.mirror";
@@ -34,7 +34,7 @@ pub fn is_critical(pod: &Pod) -> bool {
 
 /// May `preemptor` take the place of `victim`? A critical pod may take a non-critical one's, and a pod of
 /// higher priority one of lower priority, if both have one.
-pub fn may_preempt(preemptor: &Pod, victim: &Pod) -> bool {
+pub(crate) fn may_preempt(preemptor: &Pod, victim: &Pod) -> bool {
     let own = |pod: &Pod| pod.spec.as_ref().and_then(|spec| spec.priority);
     (is_critical(preemptor) && !is_critical(victim))
         || own(preemptor).zip(own(victim)).is_some_and(|(ours, theirs)| ours > theirs)

@@ -32,7 +32,7 @@ pub use choice::Question;
 pub use error::AllocateError;
 pub use rebuild::Remnant;
 
-use checkpoint::{CheckpointError, Data, Place, Snapshot};
+use checkpoint::{CheckpointError, Data, HolderKey, Snapshot};
 use choice::{Nodes, fill, with_nodes};
 
 /// How long a resource of a plugin that has gone away is still shown (as unhealthy).
@@ -89,14 +89,14 @@ impl Endpoint {
 
 /// Devices that a container holds.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Held {
+pub struct HeldDevices {
     /// Their ids by NUMA node, -1 for none; one that is near several nodes is listed at each.
     pub by_node: BTreeMap<i64, Vec<String>>,
     /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
     pub response: Vec<u8>,
 }
 
-impl Held {
+impl HeldDevices {
     /// The ids.
     #[must_use]
     pub fn ids(&self) -> Ids {
@@ -105,7 +105,7 @@ impl Held {
 }
 
 /// What a container holds, by resource. Never changed in place, and so shared with whoever writes it down.
-pub type HeldByResource = BTreeMap<String, Arc<Held>>;
+pub type HeldByResource = BTreeMap<String, Arc<HeldDevices>>;
 
 /// How a container's devices are handed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -225,7 +225,7 @@ pub struct Serving {
 impl Serving {
     /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough
     /// (see [`topology`]).
-    pub fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
+    pub(crate) fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
         self.affinity = nodes;
     }
 
@@ -331,16 +331,6 @@ impl Devices {
             }
         }
         result
-    }
-
-    /// Raises what is allocatable to what is already held, so that pods that run keep their place while a
-    /// plugin is away.
-    pub fn raise_allocatable(&self, allocatable: &mut BTreeMap<String, i64>) {
-        for (resource, ids) in &self.taken {
-            let held = i64::try_from(ids.len()).unwrap_or(i64::MAX);
-            let amount = allocatable.entry(resource.clone()).or_insert(held);
-            *amount = (*amount).max(held);
-        }
     }
 
     /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a
@@ -461,7 +451,7 @@ impl Devices {
         }
         let pod = self.pods.entry(request.pod_uid.to_owned()).or_default();
         let container = pod.entry(request.container.to_owned()).or_default();
-        container.insert(request.resource.to_owned(), Arc::new(Held { by_node, response }));
+        container.insert(request.resource.to_owned(), Arc::new(HeldDevices { by_node, response }));
         self.taken.entry(request.resource.to_owned()).or_default().extend(ids.iter().cloned());
     }
 
@@ -561,8 +551,11 @@ impl Devices {
             pod.iter().flat_map(move |(container, held)| held.iter().map(move |held| (uid, container, held)))
         });
         let held = containers.map(|(pod_uid, container, (resource, held))| {
-            let place =
-                Place { pod_uid: pod_uid.clone(), container: container.clone(), resource: resource.clone() };
+            let place = HolderKey {
+                pod_uid: pod_uid.clone(),
+                container: container.clone(),
+                resource: resource.clone(),
+            };
             (place, Arc::clone(held))
         });
         let registered = self.healthy.iter().map(|(resource, ids)| {
@@ -572,11 +565,10 @@ impl Devices {
     }
 
     /// The ledger after a restart: who holds what is known; the plugins must come back first.
-    #[must_use]
-    pub fn restored(data: Data, now: Duration) -> Self {
+    pub(crate) fn restored(data: Data, now: Duration) -> Self {
         let mut devices = Self::default();
         for entry in data.pod_device_entries.unwrap_or_default() {
-            let (Place { pod_uid, container, resource }, held) = entry.into_held();
+            let (HolderKey { pod_uid, container, resource }, held) = entry.into_held();
             let pod = devices.pods.entry(pod_uid).or_default();
             pod.entry(container).or_default().insert(resource, Arc::new(held));
         }

@@ -30,11 +30,16 @@ pub fn expand(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
     out
 }
 
-/// As [`expand`], but a reference to what isn't defined is an error: the name. For `subPathExpr`.
+/// A reference to a variable that isn't defined.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("refers to the variable {0}, which the container does not have")]
+pub struct Undefined(pub String);
+
+/// As [`expand`], but a reference to what isn't defined is an error. For `subPathExpr`.
 ///
 /// # Errors
 /// The first name that `value_of` doesn't know.
-pub fn expand_strict(text: &str, value_of: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+pub fn expand_strict(text: &str, value_of: impl Fn(&str) -> Option<String>) -> Result<String, Undefined> {
     let missing = std::cell::RefCell::new(None);
     let expanded = expand(text, |name| {
         let value = value_of(name);
@@ -44,7 +49,7 @@ pub fn expand_strict(text: &str, value_of: impl Fn(&str) -> Option<String>) -> R
         value
     });
     match missing.into_inner() {
-        Some(name) => Err(name),
+        Some(name) => Err(Undefined(name)),
         None => Ok(expanded),
     }
 }
@@ -98,7 +103,7 @@ mod tests {
     #[test]
     fn strictly_an_undefined_reference_is_an_error() {
         assert_eq!(expand_strict("a/$(A)/$$(X)", value_of), Ok("a/1/$(X)".to_owned()));
-        assert_eq!(expand_strict("$(NONE)/$(OTHER)", value_of), Err("NONE".to_owned()));
+        assert_eq!(expand_strict("$(NONE)/$(OTHER)", value_of), Err(Undefined("NONE".to_owned())));
     }
 
     #[test]

@@ -153,7 +153,7 @@ pub struct FsUsage {
 
 /// What to collect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+pub enum CollectionMode {
     /// By the policy: first what is past its maximum age, then, if the filesystem is too full, until it
     /// isn't.
     Policy {
@@ -176,7 +176,7 @@ pub enum Reason {
 
 /// What the driver of a [`Collection`] must do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step<'a> {
+pub enum CollectionStep<'a> {
     /// Remove this image, then call [`Collection::removed`], [`Collection::failed`] or
     /// [`Collection::spared`].
     Remove(&'a ImageRecord, Reason),
@@ -254,7 +254,7 @@ enum Phase {
 pub struct Collection<'a> {
     policy: ImageGcPolicy,
     now: Timestamp,
-    mode: Mode,
+    mode: CollectionMode,
     /// Unused and unpinned images, in the order in which they go.
     order: Vec<&'a ImageRecord>,
     gone: Vec<bool>,
@@ -270,7 +270,7 @@ impl<'a> Collection<'a> {
     #[must_use]
     pub fn new<S: BuildHasher>(
         policy: &ImageGcPolicy,
-        mode: Mode,
+        mode: CollectionMode,
         now: Timestamp,
         images: &'a [ImageRecord],
         in_use: &HashSet<&str, S>,
@@ -280,20 +280,22 @@ impl<'a> Collection<'a> {
         // `None` is the least: never used goes first, there since ever before first seen at some time.
         order.sort_by_key(|image| (image.last_used, image.first_detected, image.id.as_str()));
         let (phase, outcome) = match mode {
-            Mode::Policy { .. } => (Phase::Age { next: 0 }, Outcome::default()),
-            Mode::AllUnused => (Phase::Space { next: 0, to_free: i64::MAX, freed: 0 }, Outcome::default()),
+            CollectionMode::Policy { .. } => (Phase::Age { next: 0 }, Outcome::default()),
+            CollectionMode::AllUnused => {
+                (Phase::Space { next: 0, to_free: i64::MAX, freed: 0 }, Outcome::default())
+            }
         };
         let gone = vec![false; order.len()];
         Self { policy: *policy, now, mode, order, gone, phase, failures: Vec::new(), fs: None, outcome }
     }
 
     /// The next step. Asking again without having answered gives the same step.
-    pub fn step(&mut self) -> Step<'a> {
+    pub fn step(&mut self) -> CollectionStep<'a> {
         if let Phase::Age { next } = self.phase {
             match self.next_for_age(next) {
                 Some(next) => {
                     self.phase = Phase::Age { next };
-                    return Step::Remove(self.order[next], Reason::Age);
+                    return CollectionStep::Remove(self.order[next], Reason::Age);
                 }
                 None => self.end_age(),
             }
@@ -302,14 +304,14 @@ impl<'a> Collection<'a> {
             match (next..self.order.len()).find(|i| !self.gone[*i] && self.may_go_for_space(self.order[*i])) {
                 Some(next) => {
                     self.phase = Phase::Space { next, to_free, freed };
-                    return Step::Remove(self.order[next], Reason::Space);
+                    return CollectionStep::Remove(self.order[next], Reason::Space);
                 }
                 None => self.end_space(to_free, freed),
             }
         }
         match self.phase {
-            Phase::Measure => Step::Measure,
-            _ => Step::Done,
+            Phase::Measure => CollectionStep::Measure,
+            _ => CollectionStep::Done,
         }
     }
 
@@ -343,7 +345,7 @@ impl<'a> Collection<'a> {
         }
     }
 
-    /// The filesystem's state, asked for by [`Step::Measure`].
+    /// The filesystem's state, asked for by [`CollectionStep::Measure`].
     pub fn measured(&mut self, fs: FsUsage) {
         if !matches!(self.phase, Phase::Measure) {
             return;
@@ -374,7 +376,7 @@ impl<'a> Collection<'a> {
         self.phase = Phase::Space { next: 0, to_free, freed: 0 };
     }
 
-    /// The outcome. Taken before [`Step::Done`], it is what has been done so far.
+    /// The outcome. Taken before [`CollectionStep::Done`], it is what has been done so far.
     #[must_use]
     pub fn outcome(self) -> Outcome {
         self.outcome
@@ -393,7 +395,7 @@ impl<'a> Collection<'a> {
 
     fn next_for_age(&self, from: usize) -> Option<usize> {
         let max_age = self.policy.max_age?;
-        if let Mode::Policy { began: Some(began) } = self.mode
+        if let CollectionMode::Policy { began: Some(began) } = self.mode
             && older(began, self.now) <= nanos(max_age)
         {
             return None;

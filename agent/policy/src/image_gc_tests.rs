@@ -18,7 +18,7 @@ fn image(id: &str, size_bytes: u64, first_detected: i64, last_used: Option<i64>)
 /// Runs a collection as `plan` does: removals of `stubborn` fail, what is freed is the size.
 fn run(
     policy: &ImageGcPolicy,
-    mode: Mode,
+    mode: CollectionMode,
     images: &[ImageRecord],
     in_use: &[&str],
     stubborn: &[&str],
@@ -28,10 +28,10 @@ fn run(
     let mut run = Collection::new(policy, mode, at(0), images, &in_use);
     loop {
         match run.step() {
-            Step::Remove(image, _) if stubborn.contains(&image.id.as_str()) => run.failed("no"),
-            Step::Remove(image, _) => run.removed(image.size_bytes),
-            Step::Measure => run.measured(fs),
-            Step::Done => return run.outcome(),
+            CollectionStep::Remove(image, _) if stubborn.contains(&image.id.as_str()) => run.failed("no"),
+            CollectionStep::Remove(image, _) => run.removed(image.size_bytes),
+            CollectionStep::Measure => run.measured(fs),
+            CollectionStep::Done => return run.outcome(),
         }
     }
 }
@@ -46,7 +46,8 @@ fn fs(capacity_bytes: u64, available_bytes: u64) -> FsUsage {
 
 /// On a filesystem of 100 bytes, 90 of them used, with thresholds 85 and 80: which of the images go?
 fn check(images: &[ImageRecord], in_use: &[&str], expectation: &[&str]) {
-    let outcome = run(&policy(85, 80, 60, 0), Mode::Policy { began: None }, images, in_use, &[], fs(100, 10));
+    let outcome =
+        run(&policy(85, 80, 60, 0), CollectionMode::Policy { began: None }, images, in_use, &[], fs(100, 10));
     assert_eq!(outcome.removed, expectation);
 }
 
@@ -112,8 +113,14 @@ fn failed_removals_do_not_stop_the_run() {
         image("c", 5, -80, None),
         image("d", 5, -70, None),
     ];
-    let outcome =
-        run(&policy(85, 80, 0, 0), Mode::Policy { began: None }, &images, &[], &["stuck"], fs(100, 10));
+    let outcome = run(
+        &policy(85, 80, 0, 0),
+        CollectionMode::Policy { began: None },
+        &images,
+        &[],
+        &["stuck"],
+        fs(100, 10),
+    );
     assert_eq!(outcome.removed, ["b", "c"]);
     assert!(outcome.error.unwrap().contains("stuck: no"));
     assert_eq!(outcome.events, []);
@@ -123,7 +130,7 @@ fn failed_removals_do_not_stop_the_run() {
 fn too_little_freed_is_an_event() {
     let outcome = run(
         &policy(85, 80, 0, 0),
-        Mode::Policy { began: None },
+        CollectionMode::Policy { began: None },
         &[image("a", 1, -9, None)],
         &[],
         &[],
@@ -139,7 +146,7 @@ fn too_little_freed_is_an_event() {
 fn a_filesystem_without_capacity_is_an_event() {
     let outcome = run(
         &policy(85, 80, 0, 0),
-        Mode::Policy { began: None },
+        CollectionMode::Policy { began: None },
         &[image("a", 1, -9, None)],
         &[],
         &[],
@@ -154,7 +161,7 @@ fn with_nothing_left_to_free_the_first_image_still_goes() {
     // 84.1 % used counts as 85 %, which is the low threshold and more than is really used.
     let outcome = run(
         &policy(85, 85, 0, 0),
-        Mode::Policy { began: None },
+        CollectionMode::Policy { began: None },
         &[image("a", 1, -9, None), image("b", 1, -8, None)],
         &[],
         &[],
@@ -169,8 +176,10 @@ fn with_nothing_left_to_free_the_first_image_still_goes() {
 fn past_the_maximum_age_images_go_whatever_their_youth_and_the_disk() {
     let images =
         [image("unused", 1, 0, None), image("old", 1, -9, Some(-101)), image("just", 1, -9, Some(-100))];
-    let go =
-        |began| run(&policy(85, 80, 60, 100), Mode::Policy { began }, &images, &[], &[], fs(100, 99)).removed;
+    let go = |began| {
+        run(&policy(85, 80, 60, 100), CollectionMode::Policy { began }, &images, &[], &[], fs(100, 99))
+            .removed
+    };
     assert_eq!(go(None), ["unused", "old"]);
     assert_eq!(go(Some(at(-101))), ["unused", "old"]);
     assert_eq!(go(Some(at(-100))), Vec::<String>::new());
@@ -179,8 +188,14 @@ fn past_the_maximum_age_images_go_whatever_their_youth_and_the_disk() {
 #[test]
 fn a_failed_removal_for_age_ends_the_run_before_the_disk_is_looked_at() {
     let images = [image("stuck", 1, -999, None), image("b", 1, -99, None)];
-    let outcome =
-        run(&policy(85, 80, 0, 100), Mode::Policy { began: None }, &images, &[], &["stuck"], fs(100, 0));
+    let outcome = run(
+        &policy(85, 80, 0, 100),
+        CollectionMode::Policy { began: None },
+        &images,
+        &[],
+        &["stuck"],
+        fs(100, 0),
+    );
     assert_eq!(outcome.removed, ["b"]);
     assert_eq!(outcome.usage_percent, None);
     assert!(outcome.error.unwrap().contains("older than 1m40s"));
@@ -189,7 +204,7 @@ fn a_failed_removal_for_age_ends_the_run_before_the_disk_is_looked_at() {
 #[test]
 fn all_unused_means_all_but_the_young() {
     let images = [image("a", 1, -99, None), image("young", 1, -59, None), image("used", 1, -99, None)];
-    let outcome = run(&policy(85, 80, 60, 100), Mode::AllUnused, &images, &["used"], &[], fs(0, 0));
+    let outcome = run(&policy(85, 80, 60, 100), CollectionMode::AllUnused, &images, &["used"], &[], fs(0, 0));
     assert_eq!(outcome.removed, ["a"]);
     assert_eq!((outcome.error, outcome.bytes_to_free), (None, None));
 }
@@ -198,26 +213,28 @@ fn all_unused_means_all_but_the_young() {
 fn what_is_measured_counts_not_the_sizes() {
     let images = [image("shared", 1 << 40, -99, None), image("b", 1, -90, None)];
     let none = HashSet::<&str>::new();
-    let mut run = Collection::new(&policy(85, 80, 0, 0), Mode::Policy { began: None }, at(0), &images, &none);
+    let mut run =
+        Collection::new(&policy(85, 80, 0, 0), CollectionMode::Policy { began: None }, at(0), &images, &none);
     run.step();
     run.measured(fs(100, 10));
-    assert!(matches!(run.step(), Step::Remove(image, Reason::Space) if image.id == "shared"));
+    assert!(matches!(run.step(), CollectionStep::Remove(image, Reason::Space) if image.id == "shared"));
     run.removed(3);
-    assert!(matches!(run.step(), Step::Remove(image, _) if image.id == "b"));
+    assert!(matches!(run.step(), CollectionStep::Remove(image, _) if image.id == "b"));
     run.removed(7);
-    assert_eq!(run.step(), Step::Done);
+    assert_eq!(run.step(), CollectionStep::Done);
 }
 
 #[test]
 fn an_image_found_in_use_at_the_last_moment_is_passed_over() {
     let images = [image("a", 10, -99, None), image("b", 10, -90, None)];
     let none = HashSet::<&str>::new();
-    let mut run = Collection::new(&policy(85, 80, 0, 0), Mode::Policy { began: None }, at(0), &images, &none);
+    let mut run =
+        Collection::new(&policy(85, 80, 0, 0), CollectionMode::Policy { began: None }, at(0), &images, &none);
     run.step();
     run.measured(fs(100, 10));
     run.step();
     run.spared();
-    assert!(matches!(run.step(), Step::Remove(image, _) if image.id == "b"));
+    assert!(matches!(run.step(), CollectionStep::Remove(image, _) if image.id == "b"));
 }
 
 fn images() -> impl Strategy<Value = Vec<ImageRecord>> {
@@ -246,13 +263,13 @@ proptest! {
         let name = |i: &usize| format!("i{i:02}");
         let (used, stuck): (HashSet<String>, HashSet<String>) = (used.iter().map(name).collect(), stuck.iter().map(name).collect());
         let in_use: HashSet<&str> = used.iter().map(String::as_str).collect();
-        let mode = if all { Mode::AllUnused } else { Mode::Policy { began: None } };
+        let mode = if all { CollectionMode::AllUnused } else { CollectionMode::Policy { began: None } };
         let policy = policy(50, 40, 60, max_age);
         let mut run = Collection::new(&policy, mode, at(0), &images, &in_use);
         let mut asked = HashSet::new();
         loop {
             match run.step() {
-                Step::Remove(image, reason) => {
+                CollectionStep::Remove(image, reason) => {
                     prop_assert!(!image.pinned && !in_use.contains(image.id.as_str()));
                     prop_assert!(asked.insert((image.id.clone(), reason == Reason::Age)), "{} twice", image.id);
                     match reason {
@@ -261,8 +278,8 @@ proptest! {
                     }
                     if stuck.contains(&image.id) { run.failed("no") } else { run.removed(image.size_bytes) }
                 }
-                Step::Measure => run.measured(FsUsage { capacity_bytes: 100, available_bytes: available }),
-                Step::Done => break,
+                CollectionStep::Measure => run.measured(FsUsage { capacity_bytes: 100, available_bytes: available }),
+                CollectionStep::Done => break,
             }
         }
         let outcome = run.outcome();
@@ -280,7 +297,7 @@ proptest! {
 
     #[test]
     fn no_filesystem_breaks_the_arithmetic(capacity_bytes: u64, available_bytes: u64, low in 0..=100_i64) {
-        let outcome = run(&policy(100, low, 0, 0), Mode::Policy { began: None }, &[], &[], &[], FsUsage { capacity_bytes, available_bytes });
+        let outcome = run(&policy(100, low, 0, 0), CollectionMode::Policy { began: None }, &[], &[], &[], FsUsage { capacity_bytes, available_bytes });
         prop_assert!(outcome.usage_percent.is_none_or(|p| p <= 100));
     }
 }

@@ -44,12 +44,27 @@ pub enum LogQuery {
     },
 }
 
+/// Why a query is not answered: a sentence that names the parameter.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{parameter}: {why}")]
+pub struct LogQueryError {
+    /// The parameter.
+    pub parameter: &'static str,
+    /// What is wrong with it.
+    pub why: String,
+}
+
+/// For `Err`: what is wrong with a parameter.
+fn wrong(parameter: &'static str, why: impl Into<String>) -> LogQueryError {
+    LogQueryError { parameter, why: why.into() }
+}
+
 impl LogQuery {
     /// Reads a request's parameters. None: it asks for no query.
     ///
     /// # Errors
-    /// Something in it is wrong, or may not be asked for; the sentence says which.
-    pub fn parse(pairs: &[(String, String)]) -> Result<Option<Self>, String> {
+    /// A parameter is wrong, or asks for what may not be asked for.
+    pub fn parse(pairs: &[(String, String)]) -> Result<Option<Self>, LogQueryError> {
         let asked: Vec<&str> = of(pairs, "query").chain(of(pairs, "unit")).collect();
         if asked.is_empty() {
             return Ok(None);
@@ -58,22 +73,22 @@ impl LogQuery {
         let is_file = |name: &&str| name.contains(['/', '\\']);
         let (files, services): (Vec<&str>, Vec<&str>) = asked.into_iter().partition(is_file);
         match (&files[..], &services[..]) {
-            ([], []) => Err("query: it names nothing".to_owned()),
+            ([], []) => Err(wrong("query", "it names nothing")),
             ([file], []) => {
                 if let Some(option) = OPTIONS.iter().find(|option| of(pairs, option).next().is_some()) {
-                    return Err(format!("query: a file can't be asked for with {option}"));
+                    return Err(wrong("query", format!("a file can't be asked for with {option}")));
                 }
                 Ok(Some(Self::File((*file).to_owned())))
             }
             ([], names) => {
                 if names.len() > SERVICES {
-                    return Err(format!("query: more than {SERVICES} services"));
+                    return Err(wrong("query", format!("more than {SERVICES} services")));
                 }
                 names.iter().try_for_each(|name| safe(name))?;
                 let names = names.iter().map(|name| (*name).to_owned()).collect();
                 Ok(Some(Self::Services { names, arguments: arguments(pairs)? }))
             }
-            _ => Err("query: one file, or services, and not both".to_owned()),
+            _ => Err(wrong("query", "one file, or services, and not both")),
         }
     }
 }
@@ -83,26 +98,26 @@ fn of<'a>(pairs: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a
 }
 
 /// A service's name has nothing that means something to anybody.
-fn safe(name: &str) -> Result<(), String> {
+fn safe(name: &str) -> Result<(), LogQueryError> {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || "-_.:@".contains(c);
     if name.len() > NAME || name.starts_with('-') || !name.chars().all(is_safe) {
         let shown: String = name.chars().take(64).collect();
-        return Err(format!("query: {shown:?} is no name of a service"));
+        return Err(wrong("query", format!("{shown:?} is no name of a service")));
     }
     Ok(())
 }
 
-fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, String> {
+fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, LogQueryError> {
     let value = |name: &str| of(pairs, name).next().filter(|value| !value.is_empty());
     let mut all = vec!["--utc".to_owned(), "--no-pager".to_owned(), "--quiet".to_owned()];
     let (since, until) = (time(value("sinceTime"), "sinceTime")?, time(value("untilTime"), "untilTime")?);
     if since.zip(until).is_some_and(|(since, until)| since > until) {
-        return Err("untilTime: must be after sinceTime".to_owned());
+        return Err(wrong("untilTime", "must be after sinceTime"));
     }
     for (flag, at, relative) in [("--since", since, "since"), ("--until", until, "until")] {
         let relative_time = value(relative).map(|text| ago(text, relative)).transpose()?;
         match (at, relative_time) {
-            (Some(_), Some(_)) => return Err(format!("{relative}: can't be with {relative}Time")),
+            (Some(_), Some(_)) => return Err(wrong(relative, format!("can't be with {relative}Time"))),
             (Some(at), None) => all.push(format!("{flag}=@{}", at.as_second())),
             (None, Some(text)) => all.push(format!("{flag}={text}")),
             (None, None) => {}
@@ -110,43 +125,44 @@ fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, String> {
     }
     if let Some(text) = value("tailLines").or_else(|| value("tail")) {
         let lines: Option<u32> = text.parse().ok().filter(|lines| *lines <= LINES);
-        let lines = lines.ok_or(format!("tailLines: must be from 0 to {LINES}"))?;
+        let lines = lines.ok_or_else(|| wrong("tailLines", format!("must be from 0 to {LINES}")))?;
         all.push(format!("--lines={lines}"));
     }
     if let Some(text) = value("boot") {
         let boot: Option<i32> = text.parse().ok().filter(|boot| *boot <= 0);
-        all.push(format!("--boot={}", boot.ok_or("boot: must be a whole number less than 1")?));
+        let boot = boot.ok_or_else(|| wrong("boot", "must be a whole number less than 1"))?;
+        all.push(format!("--boot={boot}"));
     }
     if let Some(pattern) = value("pattern").or_else(|| value("grep")) {
         if pattern.len() > PATTERN || pattern.contains(char::is_control) {
-            return Err("pattern: too long, or not of one line".to_owned());
+            return Err(wrong("pattern", "too long, or not of one line"));
         }
         let sensitive = match value("case-sensitive") {
             None | Some("false" | "0" | "f") => false,
             Some("true" | "1" | "t") => true,
-            Some(_) => return Err("case-sensitive: must be true or false".to_owned()),
+            Some(_) => return Err(wrong("case-sensitive", "must be true or false")),
         };
         all.extend([format!("--grep={pattern}"), format!("--case-sensitive={sensitive}")]);
     }
     let format = value("output").unwrap_or("short-precise");
     if !FORMATS.contains(&format) {
-        return Err(format!("output: must be one of {}", FORMATS.join(", ")));
+        return Err(wrong("output", format!("must be one of {}", FORMATS.join(", "))));
     }
     all.push(format!("--output={format}"));
     Ok(all)
 }
 
-fn time(text: Option<&str>, name: &str) -> Result<Option<Timestamp>, String> {
-    text.map(|text| text.parse().map_err(|_| format!("{name}: is no time as of RFC 3339"))).transpose()
+fn time(text: Option<&str>, name: &'static str) -> Result<Option<Timestamp>, LogQueryError> {
+    text.map(|text| text.parse().map_err(|_| wrong(name, "is no time as of RFC 3339"))).transpose()
 }
 
 /// A number of seconds, minutes, hours or days, before now with a minus.
-fn ago(text: &str, name: &str) -> Result<String, String> {
+fn ago(text: &str, name: &'static str) -> Result<String, LogQueryError> {
     let digits = text.trim_start_matches(['+', '-']);
     let count = digits.trim_end_matches(['s', 'm', 'h', 'd']);
     let whole = (1..=9).contains(&count.len()) && count.bytes().all(|byte| byte.is_ascii_digit());
     if !whole || digits.len() != count.len() + 1 || text.len() > digits.len() + 1 {
-        return Err(format!("{name}: must be like -5m"));
+        return Err(wrong(name, "must be like -5m"));
     }
     Ok(text.to_owned())
 }
@@ -155,7 +171,7 @@ fn ago(text: &str, name: &str) -> Result<String, String> {
 mod tests {
     use super::*;
 
-    fn parse(query: &str) -> Result<Option<LogQuery>, String> {
+    fn parse(query: &str) -> Result<Option<LogQuery>, LogQueryError> {
         let pair = |pair: &str| {
             let (key, value) = pair.split_once('=').unwrap();
             (key.to_owned(), value.to_owned())

@@ -37,7 +37,7 @@ pub struct Owner {
 
 /// What to do next about one mirror.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Step {
+pub enum MirrorStep {
     /// There is none yet.
     Create(Box<Pod>),
     /// It shows a pod that isn't there, or not so: it goes at once, by its UID.
@@ -66,22 +66,21 @@ pub fn shows(mirror: &Pod, pod: &Pod) -> bool {
 /// The steps that make `mirrors` show `pods`, the static pods of the node. A mirror that must go goes first:
 /// its successor has its name.
 #[must_use]
-pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner: &Owner) -> Vec<Step> {
+pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner: &Owner) -> Vec<MirrorStep> {
     let mut steps = Vec::new();
     for (name, mirror) in mirrors {
         if !pods.get(name).is_some_and(|pod| shows(mirror, pod)) {
             let uid = mirror.metadata.uid.clone().unwrap_or_default();
-            steps.push(Step::Delete { name: name.clone(), uid });
+            steps.push(MirrorStep::Delete { name: name.clone(), uid });
         }
     }
     let missing = pods.iter().filter(|(name, _)| !mirrors.contains_key(*name));
-    steps.extend(missing.map(|(_, pod)| Step::Create(Box::new(mirror_of(pod, owner)))));
+    steps.extend(missing.map(|(_, pod)| MirrorStep::Create(Box::new(mirror_of(pod, owner)))));
     steps
 }
 
 /// The mirror of a static pod. What only this node understands stays here.
-#[must_use]
-pub fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
+pub(crate) fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
     let hash = annotation(pod, HASH).unwrap_or_default().to_owned();
     let mut annotations = pod.metadata.annotations.clone().unwrap_or_default();
     annotations.retain(|key, _| !key.starts_with("beelet.dev/"));
@@ -164,9 +163,11 @@ mod tests {
             let (pods, mirrors) = (named(&pods), named(&mirrors));
             let pods = pods.iter().map(|(name, pod)| (name.clone(), pod)).collect();
             let mirrors = mirrors.iter().map(|(name, pod)| (name.clone(), pod)).collect();
-            let shown = |step: &Step| match step {
-                Step::Create(pod) => format!("+{} {}", name_of(pod).1, annotation(pod, MIRROR).unwrap()),
-                Step::Delete { uid, .. } => format!("-{uid}"),
+            let shown = |step: &MirrorStep| match step {
+                MirrorStep::Create(pod) => {
+                    format!("+{} {}", name_of(pod).1, annotation(pod, MIRROR).unwrap())
+                }
+                MirrorStep::Delete { uid, .. } => format!("-{uid}"),
             };
             let shown: Vec<String> = steps(&pods, &mirrors, &owner()).iter().map(shown).collect();
             assert_eq!(shown, expected);

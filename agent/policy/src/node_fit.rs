@@ -146,8 +146,7 @@ fn untolerated<'n>(spec: &PodSpec, node: &'n NodeView) -> Option<&'n Taint> {
 }
 
 /// Returns true if a toleration covers a taint (`v1.Toleration.ToleratesTaint`).
-#[must_use]
-pub fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
+pub(crate) fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
     let text = |text: &'_ Option<String>| text.clone().unwrap_or_default();
     let (effect, key, value) = (text(&toleration.effect), text(&toleration.key), text(&toleration.value));
     if !effect.is_empty() && effect != taint.effect || !key.is_empty() && key != taint.key {

@@ -66,7 +66,7 @@ pub struct Registration {
 
 /// What a kubelet says of its machine, as of now.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Report {
+pub struct NodeReport {
     /// All there is of each resource.
     pub capacity: BTreeMap<String, String>,
     /// What pods may have of it.
@@ -218,7 +218,7 @@ pub fn images(mut all: Vec<ContainerImage>, most: Option<usize>) -> Vec<Containe
 
 /// The changes that make `existing` say what `report` says.
 #[must_use]
-pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change {
+pub fn change(existing: &NodeStatus, report: &NodeReport, now: Timestamp) -> Change {
     let mut change = Change::default();
     let status = &mut change.status;
     let (conditions, differ) = conditions(existing.conditions.as_deref().unwrap_or_default(), report, now);
@@ -266,7 +266,7 @@ pub fn change(existing: &NodeStatus, report: &Report, now: Timestamp) -> Change 
 }
 
 /// The report's conditions with the times of the last change, and whether they say something new.
-fn conditions(existing: &[NodeCondition], report: &Report, now: Timestamp) -> (Vec<NodeCondition>, bool) {
+fn conditions(existing: &[NodeCondition], report: &NodeReport, now: Timestamp) -> (Vec<NodeCondition>, bool) {
     let mut differ = false;
     let dated = report.conditions.iter().map(|condition| {
         let before = existing.iter().find(|before| before.type_ == condition.type_);

@@ -22,10 +22,10 @@ mod restart;
 mod round;
 
 pub use ephemeral::ephemeral_containers;
-pub use restart::{
-    RESTART_DELAY_INITIAL, RESTART_DELAY_MAX, RESTART_DELAY_RESET, RestartPolicy, Tally, init_restarts,
-    is_sidecar, phase, restart_delay, restarts, restarts_when_killed,
-};
+use restart::RESTART_DELAY_MAX;
+#[cfg(test)]
+use restart::RESTART_DELAY_RESET;
+pub use restart::{Tally, init_restarts, is_sidecar, phase, restart_delay, restarts, restarts_when_killed};
 pub use round::{Round, may_restart_all};
 
 /// What the runtime has of one pod.

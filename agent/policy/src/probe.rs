@@ -142,7 +142,7 @@ pub struct Transition {
 
 /// Why no outcome counts at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Held {
+pub enum Suspension {
     /// The container doesn't run.
     NotRunning,
     /// The pod is being deleted, or was ended for good.
@@ -155,7 +155,7 @@ pub enum Held {
     Startup,
 }
 
-impl std::fmt::Display for Held {
+impl std::fmt::Display for Suspension {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::NotRunning => "the container doesn't run",
@@ -316,31 +316,22 @@ impl ProbeState {
 
     /// The reason why an outcome at `now` would not count; `None` if it would.
     #[must_use]
-    pub fn held(&self, now: Duration) -> Option<Held> {
+    pub fn held(&self, now: Duration) -> Option<Suspension> {
         let started_at = match self.subject {
             Subject::Running(started_at) => started_at,
-            Subject::Deleted => return Some(Held::Deleted),
-            Subject::Absent | Subject::Stopped => return Some(Held::NotRunning),
+            Subject::Deleted => return Some(Suspension::Deleted),
+            Subject::Absent | Subject::Stopped => return Some(Suspension::NotRunning),
         };
         if self.on_hold {
-            Some(Held::Settled)
+            Some(Suspension::Settled)
         } else if now.saturating_sub(started_at) < self.params.initial_delay {
-            Some(Held::InitialDelay)
+            Some(Suspension::InitialDelay)
         } else if self.params.waits_for_startup && !self.startup_succeeded && self.kind != ProbeKind::Startup
         {
-            Some(Held::Startup)
+            Some(Suspension::Startup)
         } else {
             None
         }
-    }
-
-    /// From when on an outcome counts, if nothing but time must pass; `None`: something else must happen
-    /// first.
-    #[must_use]
-    pub fn due_from(&self) -> Option<Duration> {
-        let Subject::Running(started_at) = self.subject else { return None };
-        let from = started_at.saturating_add(self.params.initial_delay);
-        self.due(from).then_some(from)
     }
 
     /// Returns true if successes, at `now` and until another of these methods is called, change nothing:
@@ -547,17 +538,6 @@ mod tests {
         assert_eq!(ready.published(), ProbeResult::Success);
         let mut started = ProbeState::resume(ProbeKind::Startup, &params(1, 1), at(0), ProbeResult::Success);
         assert_eq!(started.record(at(9), Outcome::Failure), None);
-    }
-
-    #[test]
-    fn due_from_names_the_end_of_the_initial_delay_and_nothing_while_gated() {
-        let gated = ProbeParams { waits_for_startup: true, initial_delay: at(5), ..params(1, 1) };
-        let mut state = ProbeState::new(ProbeKind::Readiness, &gated);
-        assert_eq!(state.due_from(), None);
-        state.container_restarted(at(10));
-        assert_eq!(state.due_from(), None);
-        state.startup_succeeded();
-        assert_eq!(state.due_from(), Some(at(15)));
     }
 
     proptest! {

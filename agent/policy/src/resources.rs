@@ -74,7 +74,7 @@ impl<'a> ResourceList<'a> {
     }
 
     /// Raises every amount to that of another list where that is more.
-    pub fn raise_to(&mut self, other: &Self) {
+    pub(crate) fn raise_to(&mut self, other: &Self) {
         other.iter().for_each(|(name, quantity)| self.merge(name, quantity, Ord::max));
     }
 
@@ -102,7 +102,7 @@ impl<'a> Demand<'a> {
     ///
     /// # Errors
     /// The path (`requests.cpu`) of the first amount that is not a quantity.
-    pub fn read(resources: Option<&'a ResourceRequirements>) -> Result<Self, FieldError> {
+    pub(crate) fn read(resources: Option<&'a ResourceRequirements>) -> Result<Self, FieldError> {
         let Some(resources) = resources else { return Ok(Self::default()) };
         Ok(Self {
             requests: ResourceList::read(resources.requests.as_ref()).map_err(|e| e.under("requests"))?,
@@ -212,7 +212,7 @@ impl<'a> PodDemand<'a> {
     /// The request of one resource as preemption and eviction count it (`GetResourceRequestQuantity`):
     /// pod-level requests alone where pod-level resources are set, and overhead only where the request is not
     /// zero.
-    pub fn counted_request(&self, name: &str) -> Quantity {
+    pub(crate) fn counted_request(&self, name: &str) -> Quantity {
         let pod_level = self.pod_level.as_ref().filter(|_| self.has_pod_level());
         let request = match pod_level {
             Some(pod_level) if is_pod_level_resource(name) => pod_level.requests.amount(name),
@@ -226,7 +226,7 @@ impl<'a> PodDemand<'a> {
     }
 
     /// True if pod-level resources are in force: the spec names a resource that can be set for a pod.
-    pub fn has_pod_level(&self) -> bool {
+    pub(crate) fn has_pod_level(&self) -> bool {
         let names_one = |list: &ResourceList<'_>| list.iter().any(|(name, _)| is_pod_level_resource(name));
         self.pod_level.as_ref().is_some_and(|pod| names_one(&pod.requests) || names_one(&pod.limits))
     }
@@ -279,7 +279,7 @@ pub fn is_pod_level_resource(name: &str) -> bool {
 }
 
 /// True for an init container that keeps running (a sidecar).
-pub fn is_restartable(container: &Container) -> bool {
+pub(crate) fn is_restartable(container: &Container) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 

@@ -34,7 +34,7 @@ pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String
     }
     let spec = pod.spec.as_ref()?;
     let init = spec.init_containers.as_deref().unwrap_or_default();
-    let look = Look { status, warnings, now };
+    let look = PodFacts { status, warnings, now };
     let of_init = statuses(status.init_container_statuses.as_ref()).find_map(|one| look.container(one, init));
     let of_main =
         || statuses(status.container_statuses.as_ref()).find_map(|one| look.container(one, &spec.containers));
@@ -50,13 +50,13 @@ fn is_ready(status: &PodStatus) -> bool {
 }
 
 /// What is known of a pod.
-struct Look<'a> {
+struct PodFacts<'a> {
     status: &'a PodStatus,
     warnings: &'a [Warning<'a>],
     now: Timestamp,
 }
 
-impl Look<'_> {
+impl PodFacts<'_> {
     /// What is wrong with a container, if anything is.
     fn container(&self, container: &ContainerStatus, specs: &[Container]) -> Option<String> {
         let state = container.state.as_ref()?;

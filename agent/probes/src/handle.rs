@@ -19,7 +19,7 @@ pub enum Command {
         /// Of which container.
         wanted: Wanted,
         /// The answer, or why there is none.
-        reply: oneshot::Sender<Result<Explained, Refused>>,
+        reply: oneshot::Sender<Result<Explained, AskError>>,
     },
 }
 
@@ -47,7 +47,7 @@ pub struct Handle {
 
 /// Why a question to the probes has no answer: a sentence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum AskError {
     /// There is no such probe, or more than one.
     #[error("{0}")]
     NotFound(String),
@@ -71,12 +71,12 @@ impl Handle {
     ///
     /// # Errors
     /// The probes don't run.
-    pub async fn list(&self) -> Result<Vec<ProbeView>, Refused> {
+    pub async fn list(&self) -> Result<Vec<ProbeView>, AskError> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::List(reply))?;
         match tokio::time::timeout(TAKEN_WITHIN, answer).await {
             Ok(Ok(list)) => Ok(list),
-            _ => Err(Refused::Unavailable),
+            _ => Err(AskError::Unavailable),
         }
     }
 
@@ -84,14 +84,14 @@ impl Handle {
     ///
     /// # Errors
     /// There is no such probe, or the probes don't run.
-    pub async fn run(&self, wanted: Wanted) -> Result<Explained, Refused> {
+    pub async fn run(&self, wanted: Wanted) -> Result<Explained, AskError> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Run { wanted, reply })?;
-        answer.await.unwrap_or(Err(Refused::Unavailable))
+        answer.await.unwrap_or(Err(AskError::Unavailable))
     }
 
-    fn send(&self, command: Command) -> Result<(), Refused> {
-        self.commands.try_send(command).map_err(|_| Refused::Unavailable)
+    fn send(&self, command: Command) -> Result<(), AskError> {
+        self.commands.try_send(command).map_err(|_| AskError::Unavailable)
     }
 }
 

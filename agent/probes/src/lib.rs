@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use beelet_policy::probe::EdgePolicy;
 
-pub use handle::{Commands, Explained, Handle, LookView, ProbeView, Refused, Wanted, handle};
+pub use handle::{AskError, Commands, Explained, Handle, LookView, ProbeView, Wanted, handle};
 pub use manager::{Parts, Probes};
 pub use metrics::Metrics;
 

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::probe::{Held, Outcome, ProbeKind, Transition};
+use beelet_policy::probe::{Outcome, ProbeKind, Suspension, Transition};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
@@ -492,7 +492,7 @@ impl Probes {
         worker.count(answer, latency);
         let now = now();
         // One that was under way when the pod began to end.
-        let ending = worker.state.held(now) == Some(Held::Deleted);
+        let ending = worker.state.held(now) == Some(Suspension::Deleted);
         let transition = worker.state.record(now, answer.outcome);
         if !ending {
             self.record_event(id, answer);

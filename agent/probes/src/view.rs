@@ -12,7 +12,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     answer::Answer,
     canary,
-    handle::{Command, Explained, LookView, ProbeView, Refused, Wanted},
+    handle::{AskError, Command, Explained, LookView, ProbeView, Wanted},
     ids::Id,
     listening::{Lookup, answer},
     manager::Probes,
@@ -45,26 +45,26 @@ impl Probes {
         }
     }
 
-    fn one(&self, wanted: &Wanted) -> Result<Id, Refused> {
+    fn one(&self, wanted: &Wanted) -> Result<Id, AskError> {
         let Wanted { namespace, pod, container, kind } = wanted;
         match *self.find(namespace, pod, container, *kind) {
             [id] => Ok(id),
-            [] => Err(Refused::NotFound(format!(
+            [] => Err(AskError::NotFound(format!(
                 "container {container:?} of a pod {pod:?} has no {} probe here; `beelet probe ls` shows all",
                 kind.name()
             ))),
-            _ => Err(Refused::NotFound(format!(
+            _ => Err(AskError::NotFound(format!(
                 "there are several pods {pod:?}: name its namespace with -n, or its full name"
             ))),
         }
     }
 
     /// Looks once, beside the timetable, and explains all that was found.
-    fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, Refused>>) {
+    fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, AskError>>) {
         let Some(worker) = self.workers.get(id) else { return };
         let probe = view(worker);
         let Some(question) = worker.question() else {
-            let error = Refused::NotFound("the container has not run yet".to_owned());
+            let error = AskError::NotFound("the container has not run yet".to_owned());
             let _ = reply.send(Err(error));
             return;
         };

@@ -247,7 +247,7 @@ pub struct AnyAuthority<S, T = ()> {
 
 impl<S, T> AnyAuthority<S, T> {
     /// Around a connection that nothing was read from yet.
-    pub fn new(stream: S, held: T) -> Self {
+    pub(crate) fn new(stream: S, held: T) -> Self {
         Self { stream, rewriter: Rewriter::default(), ready: (Vec::new(), 0), _held: held }
     }
 }

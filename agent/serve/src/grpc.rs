@@ -22,7 +22,7 @@ use crate::authority::AnyAuthority;
 use crate::socket::Socket;
 
 /// Requests at a time on one connection to our own socket.
-pub const MAX_STREAMS: u32 = 64;
+pub(crate) const MAX_STREAMS: u32 = 64;
 /// Requests at a time on one connection of other people's clients.
 const MAX_STREAMS_OTHERS: u32 = 16;
 /// Connections of other people's clients at a time. One more waits in the kernel's queue until another has

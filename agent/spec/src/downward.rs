@@ -6,14 +6,18 @@ use std::fmt::Write as _;
 
 use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::is_pod_level_resource;
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::api::resource::Quantity as Text};
 
+use crate::Error;
 use beelet_model::pod::NodeFacts;
 
-/// The value of a field of the pod. Fails, with a sentence, for a path that isn't one.
-pub fn field(pod: &core::Pod, path: &str, pod_ips: &[String], node: &NodeFacts) -> Result<String, String> {
+/// The value of a field of the pod.
+///
+/// # Errors
+/// The path names no field.
+pub fn field(pod: &core::Pod, path: &str, pod_ips: &[String], node: &NodeFacts) -> Result<String, Error> {
     let meta = &pod.metadata;
-    let unknown = || format!("fieldPath {path:?} is not known");
+    let unknown = || Error::UnknownField(path.to_owned());
     if let Some((map, key)) = subscript(path) {
         let from = match map {
             "metadata.labels" => &meta.labels,
@@ -80,46 +84,54 @@ fn quoted(text: &str) -> String {
 }
 
 /// What the pod as a whole is limited to (KEP-2837), if it is.
-fn pod_limit(pod: &core::Pod, name: &str) -> Result<Option<Quantity>, String> {
+fn pod_limit(pod: &core::Pod, name: &str) -> Result<Option<Quantity>, Error> {
     let limits = pod.spec.as_ref().and_then(|spec| spec.resources.as_ref()?.limits.as_ref());
     let Some(text) = limits.and_then(|limits| limits.get(name)).filter(|_| is_pod_level_resource(name))
     else {
         return Ok(None);
     };
-    let limit = Quantity::parse(&text.0).map_err(|e| format!("the pod's limit of {name}: {e}"))?;
+    let limit = quantity(text, || format!("the pod's limit of {name}"))?;
     Ok(Some(limit).filter(|limit| !limit.is_zero()))
+}
+
+/// The amount that a field's text says.
+fn quantity(text: &Text, field: impl FnOnce() -> String) -> Result<Quantity, Error> {
+    Quantity::parse(&text.0).map_err(|cause| Error::AmountOf { field: field(), cause })
 }
 
 /// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is the pod's,
 /// else what the node has for pods, a request that isn't set is nothing.
+///
+/// # Errors
+/// The selector names no resource or no container of the pod, or an amount can't be read.
 pub fn resource(
     pod: &core::Pod,
     own: Option<&core::Container>,
     selector: &core::ResourceFieldSelector,
     node: &NodeFacts,
-) -> Result<String, String> {
+) -> Result<String, Error> {
     let container = match selector.container_name.as_deref().filter(|name| !name.is_empty()) {
-        Some(name) => beelet_model::pod::container_of(pod, name)
-            .ok_or_else(|| format!("resourceFieldRef: the pod has no container {name:?}"))?,
-        None => own.ok_or("resourceFieldRef: containerName must say whose resource is meant")?,
+        Some(name) => {
+            beelet_model::pod::container_of(pod, name).ok_or_else(|| Error::NoContainer(name.to_owned()))?
+        }
+        None => own.ok_or(Error::NoContainerName)?,
     };
-    let Some((list, name)) = selector.resource.split_once('.') else {
-        return Err(format!("resource {:?} is not known", selector.resource));
-    };
+    let unknown = || Error::UnknownResource(selector.resource.clone());
+    let (list, name) = selector.resource.split_once('.').ok_or_else(unknown)?;
     let resources = container.resources.as_ref();
     let amounts = match list {
         "limits" => resources.and_then(|r| r.limits.as_ref()),
         "requests" => resources.and_then(|r| r.requests.as_ref()),
-        _ => return Err(format!("resource {:?} is not known", selector.resource)),
+        _ => return Err(unknown()),
     };
     let set = amounts.and_then(|amounts| amounts.get(name)).map(|text| Quantity::parse(&text.0));
-    let amount = match set.transpose().map_err(|e| e.to_string())? {
+    let amount = match set.transpose()? {
         Some(amount) => amount,
         None if list == "limits" => pod_limit(pod, name)?.unwrap_or_else(|| node.allocatable(name)),
         None => Quantity::ZERO,
     };
     let divisor = match &selector.divisor {
-        Some(text) => Quantity::parse(&text.0).map_err(|e| format!("divisor: {e}"))?,
+        Some(text) => quantity(text, || "divisor".to_owned())?,
         None => Quantity::ZERO,
     };
     Ok(in_units(name, amount, divisor).to_string())
@@ -182,7 +194,7 @@ mod tests {
             serde_json::from_value(json!({"spec": {"containers": [{"name": "c"}]}})).unwrap();
         let check = |selector: serde_json::Value, part: &str| {
             let selector = serde_json::from_value(selector).unwrap();
-            let error = resource(&pod, None, &selector, &crate::fixtures::node()).unwrap_err();
+            let error = resource(&pod, None, &selector, &crate::fixtures::node()).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         };
         check(json!({"resource": "limits.cpu", "containerName": "d"}), "no container \"d\"");

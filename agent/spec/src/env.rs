@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use beelet_policy::expand::expand;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{downward, services};
+use super::{Error, downward, services};
 use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
 
 /// Variables in the order they were defined; a later definition of the same name wins in place.
@@ -63,19 +63,23 @@ pub struct Sources<'a> {
 
 impl Sources<'_> {
     /// The environment of a container: first what it takes whole (`envFrom`), then its own variables, each of
-    /// which may refer to those before it and to those of services, which come last and replace none. Fails,
-    /// with a sentence, where a variable's source can't be had.
-    pub fn environment(&self, container: &core::Container) -> Result<Environment, String> {
+    /// which may refer to those before it and to those of services, which come last and replace none.
+    ///
+    /// # Errors
+    /// A variable's source is missing, or its value is no text.
+    pub fn environment(&self, container: &core::Container) -> Result<Environment, Error> {
         let mut env = Environment::default();
         for source in container.env_from.iter().flatten() {
             self.take_whole(source, &mut env)
-                .map_err(|e| format!("envFrom of container {}: {e}", container.name))?;
+                .map_err(|cause| Error::EnvFrom { container: container.name.clone(), cause: cause.into() })?;
         }
         let services = self.services();
         for variable in container.env.iter().flatten() {
             let value = match (&variable.value, &variable.value_from) {
-                (_, Some(source)) => self.value(container, source).map_err(|e| {
-                    format!("environment variable {} of container {}: {e}", variable.name, container.name)
+                (_, Some(source)) => self.value(container, source).map_err(|cause| Error::Variable {
+                    variable: variable.name.clone(),
+                    container: container.name.clone(),
+                    cause: cause.into(),
                 })?,
                 (Some(text), None) => {
                     Some(expand(text, |name| env.get(name).or_else(|| services.get(name).cloned())))
@@ -108,7 +112,7 @@ impl Sources<'_> {
         &self,
         container: &core::Container,
         source: &core::EnvVarSource,
-    ) -> Result<Option<String>, String> {
+    ) -> Result<Option<String>, Error> {
         if let Some(field) = &source.field_ref {
             return downward::field(self.pod, &field.field_path, self.pod_ips, self.node).map(Some);
         }
@@ -130,27 +134,27 @@ impl Sources<'_> {
             };
             return self.keyed("Secret", &selector.name, &selector.key, selector.optional, found);
         }
-        Err("its source is not one that beelet knows".to_owned())
+        Err(Error::UnknownSource)
     }
 
     fn keyed(
         &self,
-        kind: &str,
+        kind: &'static str,
         name: &str,
         key: &str,
         optional: Option<bool>,
         found: Option<Option<String>>,
-    ) -> Result<Option<String>, String> {
+    ) -> Result<Option<String>, Error> {
         match found {
             Some(Some(value)) => Ok(Some(value)),
             _ if optional == Some(true) => Ok(None),
-            Some(None) => Err(format!("the {kind} {name} has no key {key}")),
-            None => Err(missing(self.pod, kind, name)),
+            Some(None) => Err(Error::NoKey { kind, name: name.to_owned(), key: key.to_owned() }),
+            None => Err(Error::NoObject(missing(self.pod, kind, name))),
         }
     }
 
     /// Takes all keys of an object as variables. Keys that can't name one are passed over, as by the kubelet.
-    fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), String> {
+    fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), Error> {
         let prefix = source.prefix.as_deref().unwrap_or_default();
         let mut set = |key: &str, value: String| {
             let name = format!("{prefix}{key}");
@@ -164,7 +168,7 @@ impl Sources<'_> {
             match self.objects.config_map(self.namespace(), &reference.name) {
                 Some(map) => map.data.iter().flatten().for_each(|(key, value)| set(key, value.clone())),
                 None if reference.optional == Some(true) => {}
-                None => return Err(missing(self.pod, "ConfigMap", &reference.name)),
+                None => return Err(Error::NoObject(missing(self.pod, "ConfigMap", &reference.name))),
             }
         }
         if let Some(reference) = &source.secret_ref {
@@ -175,7 +179,7 @@ impl Sources<'_> {
                     }
                 }
                 None if reference.optional == Some(true) => {}
-                None => return Err(missing(self.pod, "Secret", &reference.name)),
+                None => return Err(Error::NoObject(missing(self.pod, "Secret", &reference.name))),
             }
         }
         Ok(())
@@ -191,8 +195,8 @@ pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
 }
 
-fn text(key: &str, bytes: &[u8]) -> Result<String, String> {
-    let text = std::str::from_utf8(bytes).map_err(|_| format!("the value of key {key} is not UTF-8 text"))?;
+fn text(key: &str, bytes: &[u8]) -> Result<String, Error> {
+    let text = std::str::from_utf8(bytes).map_err(|_| Error::NotText(key.to_owned()))?;
     Ok(text.to_owned())
 }
 
@@ -235,7 +239,7 @@ mod tests {
         let pairs = sources.environment(&container).map(|e| e.into_pairs().collect::<Vec<_>>());
         let expect = expect
             .map(|list| list.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>());
-        assert_eq!(pairs, expect.map_err(str::to_owned));
+        assert_eq!(pairs.map_err(|error| error.to_string()), expect.map_err(str::to_owned));
     }
 
     fn check(env: &str, expect: Result<&[(&str, &str)], &str>) {

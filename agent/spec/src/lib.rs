@@ -8,6 +8,7 @@ pub mod cri_config;
 pub mod definition;
 pub mod downward;
 pub mod env;
+mod error;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fixtures;
 pub mod resize;
@@ -15,3 +16,5 @@ pub mod services;
 pub mod signals;
 pub mod support;
 pub mod sysctls;
+
+pub use error::Error;

@@ -4,6 +4,8 @@
 use beelet_proto::cri::Signal;
 use k8s_openapi::api::core::v1::Container;
 
+use crate::Error;
+
 /// The signal of this name, as pods write it.
 pub fn parse(name: &str) -> Option<Signal> {
     let signal = Signal::from_str_name(&name.replace('+', "PLUS").replace('-', "MINUS"))?;
@@ -17,11 +19,14 @@ pub fn name(signal: Signal) -> Option<String> {
     (signal != Signal::RuntimeDefault).then(name)
 }
 
-/// The signal that a container asks for. Fails, with a sentence, where there is none of that name.
-pub fn of_container(spec: &Container) -> Result<Signal, String> {
+/// The signal that a container asks for.
+///
+/// # Errors
+/// There is none of that name.
+pub fn of_container(spec: &Container) -> Result<Signal, Error> {
     let asked = spec.lifecycle.as_ref().and_then(|lifecycle| lifecycle.stop_signal.as_deref());
     let Some(asked) = asked else { return Ok(Signal::RuntimeDefault) };
-    parse(asked).ok_or_else(|| format!("lifecycle.stopSignal: {asked:?} is no signal of Linux"))
+    parse(asked).ok_or_else(|| Error::StopSignal(asked.to_owned()))
 }
 
 #[cfg(test)]

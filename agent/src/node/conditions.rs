@@ -28,7 +28,7 @@ pub(super) fn follow(
     let work = async move {
         loop {
             let held = pressures.borrow_and_update().clone();
-            out.send_modify(|since| note(since, &held, Timestamp::now()));
+            out.send_modify(|since| record(since, &held, Timestamp::now()));
             if pressures.changed().await.is_err() {
                 return;
             }
@@ -37,7 +37,7 @@ pub(super) fn follow(
     (since, work)
 }
 
-fn note(since: &mut Since, held: &Conditions, now: Timestamp) {
+fn record(since: &mut Since, held: &Conditions, now: Timestamp) {
     for (pressure, (has, at)) in since {
         let holds = held.contains(pressure);
         if *has != holds {

@@ -23,7 +23,7 @@ pub async fn follow(
     ended: CancellationToken,
     stopping_time: impl Fn() -> Duration,
 ) {
-    tell(&[NotifyState::Ready]);
+    notify(&[NotifyState::Ready]);
     let period = sd_notify::watchdog_enabled();
     let mut ticks = tokio::time::interval(period.map_or(Duration::from_secs(3600), |period| period / 2));
     let mut extend = tokio::time::interval(EXTEND_PERIOD);
@@ -35,21 +35,21 @@ pub async fn follow(
             biased;
             () = ending.cancelled(), if !told => {
                 told = true;
-                tell(&[NotifyState::Stopping]);
+                notify(&[NotifyState::Stopping]);
                 patience = Instant::now() + stopping_time();
                 extend.reset_immediately();
             }
             () = ended.cancelled() => return,
             _ = extend.tick(), if told && Instant::now() < patience => {
                 let usec = u32::try_from(EXTENSION.as_micros()).unwrap_or(u32::MAX);
-                tell(&[NotifyState::ExtendTimeoutUsec(usec)]);
+                notify(&[NotifyState::ExtendTimeoutUsec(usec)]);
             }
-            _ = ticks.tick(), if period.is_some() => tell(&[NotifyState::Watchdog]),
+            _ = ticks.tick(), if period.is_some() => notify(&[NotifyState::Watchdog]),
         }
     }
 }
 
-fn tell(states: &[NotifyState<'_>]) {
+fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::debug!("systemd was not told: {error}");
     }

@@ -98,8 +98,7 @@ impl Stats {
     }
 
     /// The newest value, however old.
-    #[must_use]
-    pub fn latest(&self) -> Arc<NodeStats> {
+    pub(crate) fn latest(&self) -> Arc<NodeStats> {
         Arc::clone(&self.latest.borrow())
     }
 }

@@ -14,7 +14,8 @@ use beelet_model::table::PodName;
 pub use beelet_ebpf_abi::{Counters as KernelCounters, WAIT_BUCKETS};
 
 /// The lengths of the windows that rates are given over.
-pub const WINDOWS: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
+pub(crate) const WINDOWS: [Duration; 3] =
+    [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
 /// Time during which tasks waited for a resource (PSI, Documentation/accounting/psi.rst). Microseconds since
 /// the cgroup was made.

@@ -8,7 +8,7 @@ use std::{
 
 use beelet_policy::{
     qos::QosClass,
-    tuner::{self as policy, Knob, KnobKind, Observed, Step, Supports},
+    tuner::{self as policy, Knob, KnobKind, Observed, Supports, TunerStep},
 };
 use jiff::Timestamp;
 use tracing::{debug, info, warn};
@@ -120,14 +120,13 @@ impl Engine {
     /// In cgroups that a kubelet writes: nothing is set then that could make a write of its owner fail. While
     /// a cgroup is idle its weight is refused, while it has a burst a lower quota is, and with version 1 a
     /// container's quota above its pod's is.
-    #[must_use]
-    pub fn as_guest(mut self) -> Self {
+    pub(crate) fn as_guest(mut self) -> Self {
         self.is_guest = true;
         self
     }
 
     /// Looks for BestEffort pods here, not in `/kubepods/besteffort`.
-    pub fn look_for_best_effort_in(&mut self, cgroup: String) {
+    pub(crate) fn look_for_best_effort_in(&mut self, cgroup: String) {
         self.best_effort = cgroup;
     }
 
@@ -303,11 +302,11 @@ impl Engine {
 
     // ---- What is done ----
 
-    fn enforce(&mut self, steps: Vec<Step>, now: Instant) {
+    fn enforce(&mut self, steps: Vec<TunerStep>, now: Instant) {
         if steps.is_empty() {
             return;
         }
-        let planned: Vec<(Step, Vec<Setting>)> = steps
+        let planned: Vec<(TunerStep, Vec<Setting>)> = steps
             .into_iter()
             .map(|step| {
                 let settings = knobs::settings(&self.cgroups, &step.knob, step.to.or(step.from).unwrap_or(0));
@@ -318,7 +317,7 @@ impl Engine {
         for (step, settings) in planned.iter().filter(|(step, _)| step.to.is_some()) {
             for setting in settings {
                 let owners = self.cgroups.owners_value(&step.knob.cgroup, setting.file).unwrap_or_default();
-                self.journal.note(&step.knob.cgroup, setting.file, &owners, setting.value.as_deref());
+                self.journal.record(&step.knob.cgroup, setting.file, &owners, setting.value.as_deref());
             }
         }
         if let Err(error) = self.journal.store(&self.durable) {
@@ -333,7 +332,7 @@ impl Engine {
         self.keep_journal();
     }
 
-    fn carry_out(&mut self, step: &Step, settings: &[Setting], now: Instant) {
+    fn carry_out(&mut self, step: &TunerStep, settings: &[Setting], now: Instant) {
         let (knob, kind) = (&step.knob, step.knob.kind);
         let Some(to) = step.to else {
             let done = self.undo(knob, step.from.unwrap_or(0));
@@ -383,7 +382,7 @@ impl Engine {
         if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
     }
 
-    fn done(&mut self, step: &Step) {
+    fn done(&mut self, step: &TunerStep) {
         if step.to.is_none() {
             info!(
                 cgroup = step.knob.cgroup,
@@ -397,7 +396,7 @@ impl Engine {
     }
 
     /// A step that the kernel refuses is not tried again at each tick.
-    fn failed(&mut self, step: &Step, error: &str, now: Instant) {
+    fn failed(&mut self, step: &TunerStep, error: &str, now: Instant) {
         warn!(
             cgroup = step.knob.cgroup,
             setting = step.knob.kind.as_str(),
@@ -422,7 +421,7 @@ impl Engine {
     // ---- What is only said ----
 
     /// Nothing is held, so nothing changes: only what would come first is said, once as long as it stands.
-    fn advise(&mut self, state: policy::State, steps: Vec<Step>) {
+    fn advise(&mut self, state: policy::State, steps: Vec<TunerStep>) {
         let calm = state.cpu.is_calm() && state.memory.is_calm();
         // What isn't done can't help, so it isn't asked whether it did.
         let (held, helps) = (BTreeMap::new(), BTreeMap::new());
@@ -450,7 +449,7 @@ impl Engine {
 
     // ---- What is shown ----
 
-    fn remember_step(&mut self, step: &Step, outcome: Outcome) {
+    fn remember_step(&mut self, step: &TunerStep, outcome: Outcome) {
         let show = |value: Option<u64>| value.map(|value| step.knob.kind.show(value));
         self.remember(&step.knob, show(step.from), show(step.to), step.reason.clone(), outcome);
     }

@@ -72,7 +72,7 @@ impl Journal {
     }
 
     /// Notes that a file is about to be set. The owner's value is what it was when it was first taken.
-    pub(super) fn note(&mut self, cgroup: &str, file: &str, owners: &str, value: Option<&str>) {
+    pub(super) fn record(&mut self, cgroup: &str, file: &str, owners: &str, value: Option<&str>) {
         let files = self.entries.entry(cgroup.to_owned()).or_default();
         let entry = files
             .entry(file.to_owned())

@@ -47,7 +47,7 @@ impl Sampler {
         pods: &[Target],
         now: Instant,
     ) -> Observed {
-        let mut look = Look { cgroups, kernel, now, before: &self.before, seen: BTreeMap::new() };
+        let mut look = SampleRound { cgroups, kernel, now, before: &self.before, seen: BTreeMap::new() };
         let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
         let samples = pods.iter().filter_map(|pod| look.pod(pod)).collect();
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
@@ -57,7 +57,7 @@ impl Sampler {
 }
 
 /// One look at everything.
-struct Look<'a> {
+struct SampleRound<'a> {
     cgroups: &'a Cgroups,
     kernel: BTreeMap<u64, KernelCounters>,
     now: Instant,
@@ -65,7 +65,7 @@ struct Look<'a> {
     seen: BTreeMap<String, CgroupCounters>,
 }
 
-impl Look<'_> {
+impl SampleRound<'_> {
     fn pod(&mut self, pod: &Target) -> Option<PodSample> {
         let memory = self.cgroups.memory_use(&pod.cgroup)?;
         let rates = self.rates(&pod.cgroup)?;

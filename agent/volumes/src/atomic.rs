@@ -71,7 +71,7 @@ pub(super) fn write(
     }
     let failed = |e: std::io::Error| Error::io("write to", path)(e);
     if group.is_some() {
-        give(group, root, FileType::Directory).map_err(|e| failed(e.into()))?;
+        own(group, root, FileType::Directory).map_err(|e| failed(e.into()))?;
     }
     let current = current(root).map_err(|e| failed(e.into()))?;
     if let Some(current) = &current
@@ -172,7 +172,7 @@ fn write_set(root: &OwnedFd, payload: &Payload, group: Option<&FsGroup>) -> Resu
     };
     let set = open_folder(root, &name)?;
     rustix::fs::fchmod(&set, Mode::from_raw_mode(0o755))?;
-    give(group, &set, FileType::Directory)?;
+    own(group, &set, FileType::Directory)?;
     for (path, content) in payload {
         let path = Path::new(path);
         let folder = make_folders(&set, path.parent().unwrap_or(Path::new("")), group)?;
@@ -181,7 +181,7 @@ fn write_set(root: &OwnedFd, payload: &Payload, group: Option<&FsGroup>) -> Resu
         let mut file = File::from(rustix::fs::openat(&folder, name, flags, Mode::from_raw_mode(0o600))?);
         file.write_all(&content.bytes)?;
         rustix::fs::fchmod(&file, Mode::from_raw_mode(content.mode & 0o777))?;
-        give(group, &file, FileType::RegularFile)?;
+        own(group, &file, FileType::RegularFile)?;
     }
     Ok(name)
 }
@@ -196,12 +196,12 @@ fn make_folders(set: &OwnedFd, way: &Path, group: Option<&FsGroup>) -> Result<Ow
         }
         folder = open_folder(&folder, name)?;
         rustix::fs::fchmod(&folder, Mode::from_raw_mode(0o755))?;
-        give(group, &folder, FileType::Directory)?;
+        own(group, &folder, FileType::Directory)?;
     }
     Ok(folder)
 }
 
-fn give(group: Option<&FsGroup>, file: impl AsFd, kind: FileType) -> Result<(), Errno> {
+fn own(group: Option<&FsGroup>, file: impl AsFd, kind: FileType) -> Result<(), Errno> {
     group.map_or(Ok(()), |group| group.own_file(file, kind, Access::ReadOnly))
 }
 

@@ -158,7 +158,7 @@ impl Files<'_> {
                 // A volume is made before the pod has addresses; the API doesn't let it ask for them.
                 (Some(field), _) => downward::field(pod, &field.field_path, &[], node),
                 (None, Some(selector)) => downward::resource(pod, None, selector, node),
-                (None, None) => Err("needs a fieldRef or a resourceFieldRef".to_owned()),
+                (None, None) => Err(beelet_spec::Error::NoReference),
             };
             let text = text.map_err(|e| Error::unmet(format!("the file {}: {e}", item.path)))?;
             self.add(&item.path, text.as_bytes(), item.mode.unwrap_or(mode));

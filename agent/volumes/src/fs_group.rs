@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::path::Arg;
 
 use super::Error;
-use beelet_base::walk::{Step, Walk};
+use beelet_base::walk::{Walk, WalkStep};
 
 /// What the group may do with files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,16 +66,16 @@ impl FsGroup {
         let mut walk = Walk::of(folder)?;
         while let Some(step) = walk.step()? {
             let owned = match step {
-                Step::Entry(name, FileType::Directory) => walk.enter(&name),
-                Step::Entry(name, FileType::RegularFile) => {
+                WalkStep::Entry(name, FileType::Directory) => walk.enter(&name),
+                WalkStep::Entry(name, FileType::RegularFile) => {
                     open(walk.here(), name.as_c_str(), OFlags::empty())
                         .and_then(|file| self.own_file(&file, FileType::RegularFile, access))
                 }
                 // Links have no mode; opening pipes, sockets and devices may do something.
-                Step::Entry(name, _) => self.own_name(walk.here(), &name),
-                Step::End => self.own_file(walk.here(), FileType::Directory, access),
-                Step::Left(_) => Ok(()),
-                Step::Lost => return Err(Errno::STALE),
+                WalkStep::Entry(name, _) => self.own_name(walk.here(), &name),
+                WalkStep::End => self.own_file(walk.here(), FileType::Directory, access),
+                WalkStep::Left(_) => Ok(()),
+                WalkStep::Lost => return Err(Errno::STALE),
             };
             match owned {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO | Errno::XDEV) => {}

@@ -240,7 +240,7 @@ impl Volumes {
 
     /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
     /// folder.
-    pub fn give_back(&self) -> Result<(), Error> {
+    pub fn release(&self) -> Result<(), Error> {
         self.unmount(|| {
             remove_folder(&self.folder.join(SUB_PATHS))?;
             Ok(remove_folder(&self.folder.join(VOLUMES))?)
@@ -307,11 +307,8 @@ fn in_container(path: &str) -> String {
 fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<PathBuf>, Error> {
     let expression = mount.sub_path_expr.as_deref().filter(|text| !text.is_empty());
     let text = match expression {
-        Some(expression) => expand_strict(expression, |name| env.get(name)).map_err(|name| {
-            Error::unmet(format!(
-                "subPathExpr refers to the variable {name}, which the container does not have"
-            ))
-        })?,
+        Some(expression) => expand_strict(expression, |name| env.get(name))
+            .map_err(|undefined| Error::unmet(format!("subPathExpr {undefined}")))?,
         None => mount.sub_path.clone().unwrap_or_default(),
     };
     if text.is_empty() {

@@ -89,11 +89,11 @@ impl Operations {
         let began = Instant::now();
         let result = work();
         let took = began.elapsed();
-        volumes.iter().for_each(|volume| self.note(operation, volume, took, result.is_ok()));
+        volumes.iter().for_each(|volume| self.record(operation, volume, took, result.is_ok()));
         result
     }
 
-    fn note(&self, operation: Operation, volume: &core::Volume, took: Duration, success: bool) {
+    fn record(&self, operation: Operation, volume: &core::Volume, took: Duration, success: bool) {
         let (volume_plugin, operation_name) = (plugin(volume), operation.name());
         let status = if success { "success" } else { "fail-unknown" };
         let done = Done { volume_plugin, operation_name, status, migrated: "false" };

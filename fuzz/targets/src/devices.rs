@@ -6,7 +6,9 @@ use std::time::Duration;
 use arbitrary::Unstructured;
 use beelet_policy::devices::admission::{Admission, Circumstances, Next};
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
-use beelet_policy::devices::{ContainerKind, ContainerRequest, Devices, Held, PluginOptions, registration};
+use beelet_policy::devices::{
+    ContainerKind, ContainerRequest, Devices, HeldDevices, PluginOptions, registration,
+};
 use beelet_proto::cri;
 use beelet_proto::deviceplugin::{
     ContainerAllocateResponse, Device, ListAndWatchResponse, NumaNode, RegisterRequest, TopologyInfo,
@@ -72,7 +74,7 @@ fn messages(input: &[u8]) {
         let _ = registration::check(&[&request.version], &request.resource_name);
     }
     if let Ok(answer) = ContainerAllocateResponse::decode(input) {
-        let held = Held { by_node: BTreeMap::new(), response: answer.encode_to_vec() };
+        let held = HeldDevices { by_node: BTreeMap::new(), response: answer.encode_to_vec() };
         let held = BTreeMap::from([(RESOURCES[0].to_owned(), std::sync::Arc::new(held))]);
         let mut config = cri::ContainerConfig::default();
         options::merge(&held).apply(&mut config, true);

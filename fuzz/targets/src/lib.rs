@@ -114,7 +114,7 @@ pub fn expand(input: &[u8]) {
     assert_eq!(expanded, reference_expansion(text, &value_of), "{text:?}");
     match expansion::expand_strict(text, value_of) {
         Ok(strictly) => assert_eq!(strictly, expanded),
-        Err(name) => assert_eq!(value_of(&name), None),
+        Err(expansion::Undefined(name)) => assert_eq!(value_of(&name), None),
     }
 }
 

@@ -9,7 +9,7 @@ use beelet_policy::{devices, qos, resources};
 use k8s_openapi::api::core::v1::Pod;
 
 use beelet_manifests::Object;
-use beelet_manifests::folder::{Content, Folder, Standing};
+use beelet_manifests::folder::{Content, Folder, FolderState};
 
 const NOW: &str = "2026-01-01T00:00:00Z";
 
@@ -17,7 +17,7 @@ const NOW: &str = "2026-01-01T00:00:00Z";
 /// made about it; the folder takes the same bytes twice as once.
 pub fn manifest(input: &[u8]) {
     let mut folder = Folder::new("/manifests".into(), "node".to_owned(), false);
-    folder.set_standing(Standing::Read);
+    folder.set_standing(FolderState::Read);
     let file = PathBuf::from("/manifests/a.yaml");
     folder.update(file.clone(), Content::Bytes(input.to_vec(), UNIX_EPOCH), NOW);
     let desired = folder.desired();

@@ -43,12 +43,13 @@ use tokio::sync::{mpsc, watch};
 pub use self::authority::Authority;
 pub use self::path::Verb;
 pub use self::script::Script;
-pub use crate::cri::{Held, PATIENCE};
+pub use crate::faults::{Held, PATIENCE};
 
 use self::path::{Target, fits};
-use self::script::{Act, Rule};
+use self::script::{Act, Fault};
 use self::server::Signal;
 use self::store::{Refusal, Store};
+use crate::faults::Rules;
 
 /// A request that came.
 #[derive(Debug, Clone)]
@@ -117,7 +118,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     store: Store,
-    rules: Vec<Rule>,
+    rules: Rules<Asked, Fault>,
     asked: Vec<Asked>,
     signals: Option<mpsc::UnboundedSender<Signal>>,
     authority: Option<Authority>,
@@ -223,24 +224,17 @@ impl FakeApi {
     /// one part: `api.on(Verb::Patch, "/api/v1/nodes/*/status").times(3).refuse(500, "etcd is away")`. Of
     /// several rules for a request, the oldest that isn't used up decides.
     pub fn on(&self, verb: Verb, pattern: &str) -> Script<'_> {
-        Script::new(self, Some(verb), Some(pattern))
+        script::on(self, Some(verb), Some(pattern))
     }
 
     /// The same at the next request of any kind.
     pub fn on_any(&self) -> Script<'_> {
-        Script::new(self, None, None)
+        script::on(self, None, None)
     }
 
     /// Takes all rules back. What hangs goes on hanging until its [`Held`] is dropped.
     pub fn heal(&self) {
         self.shared.lock().rules.clear();
-    }
-
-    /// How many requests had come before.
-    fn add_rule(&self, rule: Rule) -> usize {
-        let mut state = self.shared.lock();
-        state.rules.push(rule);
-        state.asked.len()
     }
 
     /// Ends the watches of the paths that `pattern` means, in order, as the server does after some minutes.
@@ -439,13 +433,11 @@ impl Shared {
     /// Notes that a request came; what is to become of it.
     fn arrive(self: &Arc<Self>, asked: &mut Asked) -> (Arrival, Duration, Act) {
         let mut state = self.lock();
-        let rule =
-            state.rules.iter_mut().find_map(|rule| rule.take(asked).then(|| (rule.delay, rule.act.clone())));
+        let (delay, act) = state.rules.decide(asked);
         asked.number = state.asked.len();
         state.asked.push(asked.clone());
         drop(state);
         self.changed();
-        let (delay, act) = rule.unwrap_or((Duration::ZERO, Act::Proceed));
         (Arrival { shared: Arc::clone(self), number: asked.number, outcome: Outcome::Broken }, delay, act)
     }
 }

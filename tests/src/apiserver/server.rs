@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
 use super::path::{self, Target, Verb};
-use super::script::Act;
+use super::script::{Act, Fault};
 use super::store::{Body, Refusal, now};
 use super::{Asked, Outcome, Shared};
 
@@ -98,7 +98,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
     }
     let response = match act {
         Act::Proceed => work(&shared, &asked),
-        Act::Refuse { code, message, retry_after } => {
+        Act::Fault(Fault::Refuse { code, message, retry_after }) => {
             let refusal = Refusal { code, reason: "Scripted", message };
             let mut response = whole(code, &refusal.status());
             if let Some(seconds) = retry_after {
@@ -106,7 +106,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
             }
             response
         }
-        Act::Drop => return Err(Broken),
+        Act::Fault(Fault::Drop) => return Err(Broken),
         Act::LoseReply => {
             // Whether it was done well is what the caller won't know.
             work(&shared, &asked);
@@ -121,7 +121,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
             gate.wait().await;
             response
         }
-        Act::Alter(alter) => {
+        Act::Fault(Fault::Alter(alter)) => {
             let response = work(&shared, &asked);
             let code = response.status().as_u16();
             let body = response.into_body().collect().await.map_err(|_| Broken)?.to_bytes();
@@ -129,7 +129,7 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
             alter(&mut value);
             whole(code, &value)
         }
-        Act::Body(bytes) => {
+        Act::Fault(Fault::Body(bytes)) => {
             let response = work(&shared, &asked);
             response.map(|_| full(bytes.into()))
         }

@@ -37,15 +37,13 @@ use tokio::sync::{mpsc, watch};
 use tonic::{Code, Status};
 
 pub use self::calls::{Asked, CHANGES, Call, Op, Outcome};
-pub(crate) use self::script::Gate;
-pub use self::script::{Held, Script};
+pub use self::script::Script;
 pub use self::world::{Container, Sandbox, World};
+pub use crate::faults::{Held, PATIENCE};
 
-use self::script::{Act, Rule};
+use self::script::{Act, Fault};
 use self::server::Signal;
-
-/// How long a test waits for an event that must come: generous, for a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+use crate::faults::Rules;
 
 /// A fake container runtime. Dropped, it goes away with its socket.
 pub struct FakeCri {
@@ -65,7 +63,7 @@ struct Shared {
 
 struct State {
     world: World,
-    rules: Vec<Rule>,
+    rules: Rules<Asked, Fault>,
     calls: Vec<Call>,
     signals: Option<mpsc::UnboundedSender<Signal>>,
 }
@@ -104,7 +102,7 @@ impl FakeCri {
     }
 
     fn with(socket: PathBuf, folder: Option<tempfile::TempDir>) -> Self {
-        let state = State { world: World::new(), rules: Vec::new(), calls: Vec::new(), signals: None };
+        let state = State { world: World::new(), rules: Rules::default(), calls: Vec::new(), signals: None };
         let shared = Arc::new(Shared { state: Mutex::new(state), changes: watch::channel(0).0 });
         FakeCri { shared, socket, serving: Mutex::new(None), _folder: folder }
     }
@@ -189,24 +187,17 @@ impl FakeCri {
     /// `cri.on(Op::PullImage).times(3).fail(Code::Unavailable, "registry is down")`. Of several rules for a
     /// call, the oldest that isn't used up decides.
     pub fn on(&self, op: Op) -> Script<'_> {
-        Script::new(self, Some(op))
+        script::on(self, Some(op))
     }
 
     /// The same at the next call of any kind.
     pub fn on_any(&self) -> Script<'_> {
-        Script::new(self, None)
+        script::on(self, None)
     }
 
     /// Takes all rules back. What hangs goes on hanging until its [`Held`] is dropped.
     pub fn heal(&self) {
         self.shared.lock().rules.clear();
-    }
-
-    /// How many calls had come before.
-    fn add_rule(&self, rule: Rule) -> usize {
-        let mut state = self.shared.lock();
-        state.rules.push(rule);
-        state.calls.len()
     }
 
     // ---- The world ----
@@ -399,13 +390,11 @@ impl Shared {
     /// Notes that a call came; what is to become of it.
     fn arrive(self: &Arc<Self>, asked: Asked, timeout: Option<String>) -> (Arrival, Duration, Act) {
         let mut state = self.lock();
-        let rule =
-            state.rules.iter_mut().find_map(|rule| rule.take(&asked).then(|| (rule.delay, rule.act.clone())));
+        let (delay, act) = state.rules.decide(&asked);
         let number = state.calls.len();
         state.calls.push(Call { number, asked, timeout, outcome: Outcome::Pending });
         drop(state);
         self.changed();
-        let (delay, act) = rule.unwrap_or((Duration::ZERO, Act::Proceed));
         (Arrival { shared: Arc::clone(self), number }, delay, act)
     }
 

@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status};
 
 use super::Shared;
 use super::calls::{Asked, Op, Wrapped};
-use super::script::Act;
+use super::script::{Act, Fault};
 use super::world::{World, lacking};
 
 /// Largest message, in bytes, as in containerd.
@@ -106,13 +106,13 @@ impl Service {
         let mut instead = None;
         let result = match act {
             Act::Proceed => self.shared.work(|world| work(world, message)),
-            Act::Fail(status) => Err(status),
+            Act::Fault(Fault::Fail(status)) => Err(status),
             Act::LoseReply => {
                 // Whether it was done well is what the caller won't know.
                 let _ = self.shared.work(|world| work(world, message));
                 Err(Status::unavailable("the reply got lost"))
             }
-            Act::Sever => {
+            Act::Fault(Fault::Sever) => {
                 let _ = self.shared.work(|world| work(world, message));
                 self.shared.sever();
                 std::future::pending().await
@@ -126,7 +126,7 @@ impl Service {
                 gate.wait().await;
                 result
             }
-            Act::Rewrite(rewrite) => {
+            Act::Fault(Fault::Rewrite(rewrite)) => {
                 let result = self.shared.work(|world| work(world, message));
                 instead = result.as_ref().ok().map(|answer| Rewritten(rewrite(answer.encode_to_vec())));
                 result

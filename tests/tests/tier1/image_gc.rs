@@ -15,7 +15,9 @@ use beelet_images::pull::{Limits, Puller, Wanted};
 use beelet_images::{Handle, ImageGc, ImageGcRequest, Leases, Metrics, Parts};
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_policy::image_credentials::Verification;
-use beelet_policy::image_gc::{Collection, FsUsage, ImageGcPolicy, ImageRecord, Mode, Step};
+use beelet_policy::image_gc::{
+    Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord,
+};
 use beelet_proto::cri;
 use beelet_state::State;
 use beelet_state::events::{NodeEvents, Recorder};
@@ -232,15 +234,15 @@ async fn the_daemon_and_the_policy_choose_alike() {
         .collect();
     let policy = ImageGcPolicy::new(85, 80, Duration::from_nanos(1), Duration::ZERO).unwrap();
     let none = std::collections::HashSet::<&str>::new();
-    let mode = Mode::Policy { began: None };
+    let mode = CollectionMode::Policy { began: None };
     let mut plan = Collection::new(&policy, mode, "2026-11-21T12:00:00Z".parse().unwrap(), &records, &none);
     loop {
         match plan.step() {
-            Step::Remove(image, _) => plan.removed(image.size_bytes),
-            Step::Measure => {
+            CollectionStep::Remove(image, _) => plan.removed(image.size_bytes),
+            CollectionStep::Measure => {
                 plan.measured(FsUsage { capacity_bytes: CAPACITY, available_bytes: 5 * SIZE });
             }
-            Step::Done => break,
+            CollectionStep::Done => break,
         }
     }
     let collected = node.gc.collect(ImageGcRequest::default()).await.unwrap();

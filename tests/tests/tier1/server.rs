@@ -10,8 +10,9 @@ use beelet_config::{Config, Server, TlsVersion};
 use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
 use beelet_policy::node_access::Access;
+use beelet_tests::apiserver::Authority;
 use beelet_tests::cri::{Op, PATIENCE};
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use rcgen::{CertificateParams, DnType, KeyPair};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -25,35 +26,19 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use super::pods::node::{Node, Settings, pod};
 
-/// An authority of clients.
-struct Authority {
-    issuer: Issuer<'static, KeyPair>,
-    pem: String,
-}
-
-impl Authority {
-    fn new(name: &str) -> Self {
-        let mut params = CertificateParams::default();
-        params.distinguished_name.push(DnType::CommonName, name);
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let key = KeyPair::generate().unwrap();
-        let pem = params.self_signed(&key).unwrap().pem();
-        Self { issuer: Issuer::new(params, key), pem }
+/// A client's certificate and key from `authority`; an expired one was valid years ago.
+fn client(authority: &Authority, user: &str, group: &str, expired: bool) -> Identity {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, user);
+    params.distinguished_name.push(DnType::OrganizationName, group);
+    if expired {
+        params.not_after = rcgen::date_time_ymd(2020, 1, 1);
     }
-
-    /// A client's certificate and key; an expired one was valid years ago.
-    fn client(&self, user: &str, group: &str, expired: bool) -> Identity {
-        let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        params.distinguished_name.push(DnType::CommonName, user);
-        params.distinguished_name.push(DnType::OrganizationName, group);
-        if expired {
-            params.not_after = rcgen::date_time_ymd(2020, 1, 1);
-        }
-        let key = KeyPair::generate().unwrap();
-        let certificate = params.signed_by(&key, &self.issuer).unwrap();
-        let key = PrivateKeyDer::from_pem_slice(key.serialize_pem().as_bytes()).unwrap();
-        Identity { certificate: certificate.der().clone(), key }
+    let (certificate, key) = authority.issue(&params).unwrap();
+    Identity {
+        certificate: CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap(),
+        key: PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap(),
     }
 }
 
@@ -98,9 +83,9 @@ impl Scene {
     /// A node with these pods, whose server is as `change` has it.
     pub(crate) async fn with(pods: &[Value], change: impl FnOnce(&mut Server)) -> Self {
         let mut node = Node::new(Settings::default());
-        let authority = Authority::new("clients");
+        let authority = Authority::new("clients").unwrap();
         let ca = node.path("clients.crt");
-        std::fs::write(&ca, &authority.pem).unwrap();
+        std::fs::write(&ca, authority.pem()).unwrap();
         let address = free_address();
         let (config, _) = Config::with_defaults().unwrap();
         let mut server = Server {
@@ -121,7 +106,7 @@ impl Scene {
     pub(crate) fn admin(&self) -> Client<'_> {
         Client {
             scene: self,
-            identity: Some(self.authority.client("root", "system:masters", false)),
+            identity: Some(client(&self.authority, "root", "system:masters", false)),
             token: None,
         }
     }
@@ -232,20 +217,20 @@ fn free_address() -> SocketAddr {
 #[tokio::test]
 async fn who_asks_and_what_they_may_decides_at_every_page() {
     let scene = Scene::with(&[], |_| {}).await;
-    let other = Authority::new("others");
+    let other = Authority::new("others").unwrap();
     let identified = |identity| Client { identity: Some(identity), ..scene.nobody() };
     let admin = scene.admin();
     let clients = [
         ("nobody", scene.nobody(), 401, 401),
         ("a wrong token", scene.nobody().with_token("john"), 401, 401),
         ("a token while the API server is away", scene.nobody().with_token("away"), 401, 401),
-        ("another authority's", identified(other.client("root", "system:masters", false)), 401, 401),
-        ("an expired one", identified(scene.authority.client("root", "system:masters", true)), 401, 401),
-        ("no rights", identified(scene.authority.client("eve", "people", false)), 403, 403),
+        ("another authority's", identified(client(&other, "root", "system:masters", false)), 401, 401),
+        ("an expired one", identified(client(&scene.authority, "root", "system:masters", true)), 401, 401),
+        ("no rights", identified(client(&scene.authority, "eve", "people", false)), 403, 403),
         ("jane", scene.nobody().with_token("jane"), 200, 403),
         (
             "jane with a wrong certificate",
-            identified(other.client("root", "x", false)).with_token("jane"),
+            identified(client(&other, "root", "x", false)).with_token("jane"),
             200,
             403,
         ),
@@ -603,19 +588,23 @@ const ENDPOINTS: &[(&str, &str)] = &[
 async fn every_endpoint_refuses_every_client_that_may_not() {
     let scene = Scene::with(&[pod("web")], |_| {}).await;
     scene.node.until_ready("web").await;
-    let other = Authority::new("others");
+    let other = Authority::new("others").unwrap();
     let identified = |identity| Client { identity: Some(identity), ..scene.nobody() };
     let clients = [
         ("without a certificate", scene.nobody(), 401),
-        ("with one of another authority", identified(other.client("root", "system:masters", false)), 401),
+        ("with one of another authority", identified(client(&other, "root", "system:masters", false)), 401),
         (
             "with one that has expired",
-            identified(scene.authority.client("root", "system:masters", true)),
+            identified(client(&scene.authority, "root", "system:masters", true)),
             401,
         ),
         ("with a token that is nobody's", scene.nobody().with_token("john"), 401),
-        ("of the wrong group", identified(scene.authority.client("root", "system:master", false)), 403),
-        ("that is a node", identified(scene.authority.client("system:node:n2", "system:nodes", false)), 403),
+        ("of the wrong group", identified(client(&scene.authority, "root", "system:master", false)), 403),
+        (
+            "that is a node",
+            identified(client(&scene.authority, "system:node:n2", "system:nodes", false)),
+            403,
+        ),
     ];
     for (method, path) in ENDPOINTS {
         for (who, client, expected) in &clients {

@@ -21,13 +21,17 @@ mod tuner;
 use crate::progress::Step;
 use crate::setup::{self, Part};
 use crate::shell;
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::agent::{Agent, monotonic_ns};
+use beelet_tests::containerd::block_on;
 use beelet_tests::machine::stolen_seconds;
+use beelet_tests::pods::Watch;
 use beelet_tests::{images, requires, workdir};
 use clap::ValueEnum;
 use console::style;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::sync::mpsc;
 use std::time::Instant;
 
 /// Measures what beelet promises, on real pods, and compares it with the bounds.
@@ -293,6 +297,36 @@ fn line(row: &Row) -> String {
     let beside: String = compare.iter().map(|(name, value)| format!("; {name}: {value:.3}")).collect();
     let note = note.map(|note| format!("; {note}")).unwrap_or_default();
     format!("{what:<10} {name:<24} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>17} {unit} {mark}{beside}{note}")
+}
+
+/// Watches the pods on a thread of its own, which stamps every change as it arrives. `news` gets the pods at
+/// the start, whose news is dropped, and after each change.
+fn watch_pods<T: Send + 'static, I: IntoIterator<Item = T>>(
+    agent: &Agent,
+    mut news: impl FnMut(&Watch, u64) -> I + Send + 'static,
+) -> Result<mpsc::Receiver<T>> {
+    let socket = agent.socket();
+    let (sender, receiver) = mpsc::channel();
+    let (watching, started) = mpsc::channel();
+    std::thread::spawn(move || {
+        let watched = block_on(async move {
+            let mut watch = Watch::start(&socket).await?;
+            drop(news(&watch, monotonic_ns()));
+            let _ = watching.send(());
+            loop {
+                watch.next().await?;
+                for one in news(&watch, monotonic_ns()) {
+                    if sender.send(one).is_err() {
+                        return Ok(());
+                    }
+                }
+            }
+        });
+        // The stream breaks when the agent ends; before that, whoever waits for news says what is missing.
+        watched.unwrap_or_default();
+    });
+    started.recv().context("could not watch the pods")?;
+    Ok(receiver)
 }
 
 #[cfg(test)]

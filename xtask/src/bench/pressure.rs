@@ -9,7 +9,7 @@ use super::Row;
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options, monotonic_ns};
-use beelet_tests::containerd::{Containerd, block_on};
+use beelet_tests::containerd::Containerd;
 use beelet_tests::machine::memory_kib;
 use beelet_tests::manifests::{self, CONTROL};
 use beelet_tests::oom::OomWatch;
@@ -172,35 +172,14 @@ struct Evicted {
 
 /// Watches the pods on a thread of its own, which stamps every decision as it arrives.
 fn watch_evictions(agent: &Agent) -> Result<mpsc::Receiver<Evicted>> {
-    let socket = agent.socket();
-    let (sender, receiver) = mpsc::channel();
-    let (watching, started) = mpsc::channel();
-    std::thread::spawn(move || {
-        let watched = block_on(async move {
-            let mut watch = Watch::start(&socket).await?;
-            let _ = watching.send(());
-            let mut known = std::collections::BTreeSet::new();
-            loop {
-                watch.next().await?;
-                let at = monotonic_ns();
-                for pod in watch.pods.values().filter(|pod| is_evicted(pod)) {
-                    if known.insert(pod.uid().to_owned()) {
-                        let name = pod.pod.metadata.name.clone().unwrap_or_default();
-                        let pod =
-                            name.trim_end_matches(&format!("-{}", beelet_tests::agent::NODE)).to_owned();
-                        if sender.send(Evicted { pod, at }).is_err() {
-                            return Ok(());
-                        }
-                    }
-                }
-            }
-        });
-        // The stream breaks when the agent ends; before that, whoever waits for a decision says what is
-        // missing.
-        watched.unwrap_or_default();
-    });
-    started.recv().context("could not watch the pods")?;
-    Ok(receiver)
+    let mut known = std::collections::BTreeSet::new();
+    let suffix = format!("-{}", beelet_tests::agent::NODE);
+    super::watch_pods(agent, move |watch, at| {
+        let evicted = watch.pods.values().filter(|pod| is_evicted(pod));
+        let new = evicted.filter(|pod| known.insert(pod.uid().to_owned()));
+        let name = |pod: &PodView| pod.pod.metadata.name.clone().unwrap_or_default();
+        new.map(|pod| Evicted { pod: name(pod).trim_end_matches(&suffix).to_owned(), at }).collect::<Vec<_>>()
+    })
 }
 
 fn is_evicted(pod: &PodView) -> bool {

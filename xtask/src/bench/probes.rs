@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options, monotonic_ns};
 use beelet_tests::containerd::{Containerd, Cri, block_on};
 use beelet_tests::manifests::{self, CONTROL, PORT};
-use beelet_tests::pods::{PodView, Watch};
+use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, PATIENCE, interrupted};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -248,30 +248,11 @@ struct Change {
 
 /// Watches the pod on a thread of its own, which stamps every change as it arrives.
 fn watch_readiness(agent: &Agent) -> Result<mpsc::Receiver<Change>> {
-    let socket = agent.socket();
-    let (sender, receiver) = mpsc::channel();
-    let (watching, started) = mpsc::channel();
-    std::thread::spawn(move || {
-        let watched = block_on(async move {
-            let mut watch = Watch::start(&socket).await?;
-            let mut last = watch.pod("bench").is_some_and(PodView::ready);
-            let _ = watching.send(());
-            loop {
-                watch.next().await?;
-                let at = monotonic_ns();
-                let ready = watch.pod("bench").is_some_and(PodView::ready);
-                if ready != last && sender.send(Change { ready, at }).is_err() {
-                    return Ok(());
-                }
-                last = ready;
-            }
-        });
-        // The stream breaks when the agent ends; before that, whoever waits for a change says what is
-        // missing.
-        watched.unwrap_or_default();
-    });
-    started.recv().context("could not watch the pods")?;
-    Ok(receiver)
+    let mut last = false;
+    super::watch_pods(agent, move |watch, at| {
+        let ready = watch.pod("bench").is_some_and(PodView::ready);
+        (std::mem::replace(&mut last, ready) != ready).then_some(Change { ready, at })
+    })
 }
 
 fn next_change(changes: &mpsc::Receiver<Change>, expected: bool) -> Result<u64> {

@@ -26,7 +26,7 @@ use beelet_logs::read::{self, Piece, Wanted};
 use beelet_logs::{Error as LogError, Stream};
 use beelet_model::pod::log_folder;
 use beelet_model::status::runtime_id;
-use beelet_model::table::{PodName, PodTable};
+use beelet_model::table::{FindError, PodName, PodTable};
 use beelet_policy::pod::ephemeral_containers;
 
 /// Pieces on their way to one reader, and from one. A slower one holds the other side up, as a pipe does.
@@ -291,10 +291,16 @@ async fn run(
     }
 }
 
+/// The answer to a name that no pod has, or several.
+#[allow(clippy::needless_pass_by_value)] // for map_err
+fn not_found(error: FindError) -> Status {
+    Status::not_found(error.to_string())
+}
+
 /// Finds a container by what somebody calls it.
 #[allow(clippy::result_large_err)] // tonic's own error type
 fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Status> {
-    let (name, entry) = table.find(&target.namespace, &target.pod).map_err(Status::not_found)?;
+    let (name, entry) = table.find(&target.namespace, &target.pod).map_err(not_found)?;
     let spec = entry.pod.spec.clone().unwrap_or_default();
     let annotations = entry.pod.metadata.annotations.as_ref();
     let by_default = annotations.and_then(|all| all.get(DEFAULT_CONTAINER).cloned());

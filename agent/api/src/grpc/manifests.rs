@@ -160,7 +160,7 @@ impl Manifests for Service {
             plan.warn_of_host_ports(&why);
         }
         let late = if dry_run { BTreeSet::new() } else { plan.wait_until_seen(running, &self.folder).await };
-        Ok(Response::new(plan.told(&self.folder, &late)))
+        Ok(Response::new(plan.answer(&self.folder, &late)))
     }
 
     async fn delete(
@@ -441,7 +441,7 @@ impl Plan {
     }
 
     /// What the client is told.
-    fn told(self, folder: &Folder, late: &BTreeSet<PathBuf>) -> proto::ApplyResponse {
+    fn answer(self, folder: &Folder, late: &BTreeSet<PathBuf>) -> proto::ApplyResponse {
         let Self { changes, pruned, then } = self;
         let applied = changes.into_iter().map(|change| {
             let result = change.result().into();

@@ -7,7 +7,7 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::probes_server::{Probes, ProbesServer};
 use tonic::{Request, Response, Status};
 
-use beelet_probes::{Explained, Handle, LookView, ProbeView, Refused, Wanted};
+use beelet_probes::{AskError, Explained, Handle, LookView, ProbeView, Wanted};
 
 /// The service, to be added to the agent's.
 #[must_use]
@@ -52,10 +52,10 @@ impl Probes for ProbeService {
     }
 }
 
-fn refused(why: &Refused) -> Status {
+fn refused(why: &AskError) -> Status {
     match why {
-        Refused::NotFound(_) => Status::not_found(why.to_string()),
-        Refused::Unavailable => Status::unavailable(why.to_string()),
+        AskError::NotFound(_) => Status::not_found(why.to_string()),
+        AskError::Unavailable => Status::unavailable(why.to_string()),
     }
 }
 

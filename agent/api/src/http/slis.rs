@@ -32,7 +32,7 @@ struct Check {
 
 impl Slis {
     /// All checks were made; the last of them went so.
-    pub(super) fn note(&self, healthy: bool) {
+    pub(super) fn record(&self, healthy: bool) {
         let mut checks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for (check, passed) in checks.iter_mut().zip([true, true, healthy]) {
             check.passed += u64::from(passed);
@@ -74,7 +74,7 @@ mod tests {
         let slis = Slis::default();
         assert!(!slis.page().contains("kubernetes"));
         for healthy in [true, true, false] {
-            slis.note(healthy);
+            slis.record(healthy);
         }
         let page = slis.page();
         for line in [

@@ -3,8 +3,8 @@
 //! the top, and the one that it reads. It goes down by opening a name in that folder, and up through `..`,
 //! where it must find the folder that it came from. If somebody has moved that folder meanwhile, the way back
 //! is looked for from the top, by names: of a folder that is not found again the rest is left out
-//! ([`Step::Lost`]). To hide something from a walk a container has to move, while the walk is below a folder,
-//! both that folder and the one in it that the walk came through.
+//! ([`WalkStep::Lost`]). To hide something from a walk a container has to move, while the walk is below a
+//! folder, both that folder and the one in it that the walk came through.
 //!
 //! Memory is bounded too: names are read in batches, and dropped, to be read again, when too many wait. A
 //! walk can be set aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such
@@ -47,7 +47,7 @@ pub struct Walk {
 
 /// One step of a walk.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum WalkStep {
     /// A name in [`Walk::here`], and what it was when it was read. A folder is walked only if it is
     /// [entered](Walk::enter).
     Entry(CString, FileType),
@@ -87,7 +87,7 @@ struct Name {
 
 impl Walk {
     /// A walk through the folder `name` of `parent`, which is on the same mount, and is no link.
-    pub fn open(parent: impl AsFd, name: &OsStr) -> Result<Self, Errno> {
+    pub(crate) fn open(parent: impl AsFd, name: &OsStr) -> Result<Self, Errno> {
         Self::of(rustix::fs::openat2(parent, name, FOLDER, Mode::empty(), BELOW)?)
     }
 
@@ -120,7 +120,7 @@ impl Walk {
 
     /// The next step; None after the end of the top. A step that failed can be tried again, or the folder be
     /// [skipped](Walk::skip).
-    pub fn step(&mut self) -> Result<Option<Step>, Errno> {
+    pub fn step(&mut self) -> Result<Option<WalkStep>, Errno> {
         loop {
             let Some(level) = self.levels.last_mut() else { return Ok(None) };
             if let Some(name) = level.todo.pop_front() {
@@ -128,13 +128,13 @@ impl Walk {
                 let Name { name, kind, next } = name;
                 level.at = next;
                 let kind = if kind == FileType::Unknown { kind_of(&self.here, &name)? } else { kind };
-                return Ok(Some(Step::Entry(name, kind)));
+                return Ok(Some(WalkStep::Entry(name, kind)));
             }
             if level.ended {
                 return self.leave();
             }
             if !self.read()? {
-                return Ok(Some(Step::End));
+                return Ok(Some(WalkStep::End));
             }
         }
     }
@@ -171,7 +171,7 @@ impl Walk {
     }
 
     /// Goes up from a folder that has ended.
-    fn leave(&mut self) -> Result<Option<Step>, Errno> {
+    fn leave(&mut self) -> Result<Option<WalkStep>, Errno> {
         let Some(above) = self.levels.len().checked_sub(2).and_then(|above| self.levels.get(above)) else {
             self.pop();
             return Ok(None);
@@ -179,7 +179,7 @@ impl Walk {
         match self.above(above.id)? {
             Some(folder) => {
                 self.here = folder;
-                Ok(Some(Step::Left(self.pop())))
+                Ok(Some(WalkStep::Left(self.pop())))
             }
             None => self.find_back().map(Some),
         }
@@ -197,7 +197,7 @@ impl Walk {
     }
 
     /// Goes from the top to the folder above this one, or as near to it as there still is a way.
-    fn find_back(&mut self) -> Result<Step, Errno> {
+    fn find_back(&mut self) -> Result<WalkStep, Errno> {
         let wanted = self.depth().saturating_sub(1);
         let mut folder = rustix::io::fcntl_dupfd_cloexec(&self.top, 0)?;
         let mut found = 0;
@@ -213,12 +213,12 @@ impl Walk {
         self.here = folder;
         let left = self.pop();
         if found == wanted {
-            return Ok(Step::Left(left));
+            return Ok(WalkStep::Left(left));
         }
         while self.depth() > found {
             self.pop();
         }
-        Ok(Step::Lost)
+        Ok(WalkStep::Lost)
     }
 
     /// Takes the last level off the way; its name.
@@ -327,11 +327,11 @@ mod tests {
         let (mut files, mut left) = (Vec::new(), 0);
         while let Some(step) = walk.step().unwrap() {
             match step {
-                Step::Entry(name, FileType::Directory) => walk.enter(&name).unwrap(),
-                Step::Entry(name, _) => files.push(name.into_string().unwrap()),
-                Step::Left(_) => left += 1,
-                Step::End => {}
-                Step::Lost => panic!("nobody moves anything here"),
+                WalkStep::Entry(name, FileType::Directory) => walk.enter(&name).unwrap(),
+                WalkStep::Entry(name, _) => files.push(name.into_string().unwrap()),
+                WalkStep::Left(_) => left += 1,
+                WalkStep::End => {}
+                WalkStep::Lost => panic!("nobody moves anything here"),
             }
         }
         (files, left)
@@ -367,7 +367,7 @@ mod tests {
         walk.most = walk.memory * SHARE_OF_NAMES;
         let mut entered = BTreeSet::new();
         while let Some(step) = walk.step().unwrap() {
-            if let Step::Entry(name, _) = step {
+            if let WalkStep::Entry(name, _) = step {
                 walk.enter(&name).unwrap();
                 assert!(entered.insert(name));
                 assert!(walk.levels[0].todo.is_empty());
@@ -384,7 +384,7 @@ mod tests {
         let mut deepest = 0;
         while let Some(step) = walk.step().unwrap() {
             deepest = deepest.max(walk.depth());
-            if let Step::Entry(name, _) = step {
+            if let WalkStep::Entry(name, _) = step {
                 walk.enter(&name).unwrap();
             }
         }
@@ -397,8 +397,8 @@ mod tests {
         let mut files = Vec::new();
         while walk.depth() < depth {
             match walk.step().unwrap() {
-                Some(Step::Entry(name, FileType::Directory)) => walk.enter(&name).unwrap(),
-                Some(Step::Entry(name, _)) => files.push(name.into_string().unwrap()),
+                Some(WalkStep::Entry(name, FileType::Directory)) => walk.enter(&name).unwrap(),
+                Some(WalkStep::Entry(name, _)) => files.push(name.into_string().unwrap()),
                 step => panic!("{step:?}"),
             }
         }
@@ -420,10 +420,10 @@ mod tests {
         let mut walk = open(&dir.path().join("top"));
         let mut files = descend(&mut walk, 3);
         fs::rename(dir.path().join("top/a/b"), dir.path().join("elsewhere")).unwrap();
-        let left = |name: &CStr| Ok(Some(Step::Left(name.to_owned())));
-        assert_eq!(walk.step(), Ok(Some(Step::End)));
+        let left = |name: &CStr| Ok(Some(WalkStep::Left(name.to_owned())));
+        assert_eq!(walk.step(), Ok(Some(WalkStep::End)));
         assert_eq!(walk.step(), left(c"c"));
-        assert_eq!(walk.step(), Ok(Some(Step::End)));
+        assert_eq!(walk.step(), Ok(Some(WalkStep::End)));
         assert_eq!(walk.step(), left(c"b"));
         let (rest, left) = walk_all(walk);
         files.extend(rest);
@@ -444,7 +444,7 @@ mod tests {
         fs::rename(top.join("a/b"), elsewhere.join("deep/b")).unwrap();
         // Nor is one of the same name the one that it was.
         fs::create_dir(top.join("a/b")).unwrap();
-        assert_eq!((walk.step(), walk.step()), (Ok(Some(Step::End)), Ok(Some(Step::Lost))));
+        assert_eq!((walk.step(), walk.step()), (Ok(Some(WalkStep::End)), Ok(Some(WalkStep::Lost))));
         assert_eq!(walk.depth(), 1);
         files.extend(walk_all(walk).0);
         files.sort();
@@ -460,9 +460,9 @@ mod tests {
         }
         let mut walk = open(dir.path());
         descend(&mut walk, 1);
-        assert!(matches!(walk.step(), Ok(Some(Step::Entry(..)))));
+        assert!(matches!(walk.step(), Ok(Some(WalkStep::Entry(..)))));
         assert!(walk.skip() && !walk.skip());
-        assert!(matches!(walk.step(), Ok(Some(Step::Left(_)))));
+        assert!(matches!(walk.step(), Ok(Some(WalkStep::Left(_)))));
         descend(&mut walk, 1);
     }
 
@@ -473,7 +473,7 @@ mod tests {
         let mut walk = Walk::within(fs::File::open(dir.path()).unwrap().into(), 16 << 10).unwrap();
         let (mut refused, mut most) = (0, 0);
         while let Some(step) = walk.step().unwrap() {
-            if let Step::Entry(name, _) = step {
+            if let WalkStep::Entry(name, _) = step {
                 refused += usize::from(walk.enter(&name) == Err(Errno::NAMETOOLONG));
             }
             most = most.max(walk.memory);

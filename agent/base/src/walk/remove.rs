@@ -13,7 +13,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-use super::{Step, Walk};
+use super::{Walk, WalkStep};
 use crate::Error;
 
 /// Levels below which a tree is hung up at the top.
@@ -66,7 +66,7 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
     let mut hung = 0_u64;
     while let Some(step) = walk.step()? {
         match step {
-            Step::Entry(name, kind) => {
+            WalkStep::Entry(name, kind) => {
                 let here = walk.here();
                 let gone = (kind != FileType::Directory && unlink(here, &name)?)
                     || remove_empty(here, &name)?
@@ -81,10 +81,10 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
                     }
                 }
             }
-            Step::Left(name) => *removed |= remove_empty(walk.here(), &name)?,
+            WalkStep::Left(name) => *removed |= remove_empty(walk.here(), &name)?,
             // What is left of a folder that was moved meanwhile is found by the next round, if it is here
             // still.
-            Step::End | Step::Lost => {}
+            WalkStep::End | WalkStep::Lost => {}
         }
     }
     Ok(())

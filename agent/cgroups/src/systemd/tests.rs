@@ -32,7 +32,7 @@ struct Notes {
 }
 
 impl Notes {
-    fn note(&self, action: &'static str, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
+    fn record(&self, action: &'static str, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
         if *self.is_away.lock().unwrap() {
             let (action, why) = (format!("{action} {unit}"), "no answer".to_owned());
             return Err(beelet_systemd::Error { service: "systemd", action, why }.into());
@@ -63,7 +63,7 @@ impl Notes {
 
 impl Units for Notes {
     fn start(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
-        self.note("start", unit, properties)?;
+        self.record("start", unit, properties)?;
         let dir = self.dir(unit);
         fs::create_dir_all(&dir).unwrap();
         for (file, content) in FILES {
@@ -73,7 +73,7 @@ impl Units for Notes {
     }
 
     fn set(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError> {
-        self.note("set", unit, properties)
+        self.record("set", unit, properties)
     }
 
     fn rewrites(&self) -> watch::Receiver<u64> {
@@ -81,7 +81,7 @@ impl Units for Notes {
     }
 
     fn stop(&self, unit: &str) -> Result<(), CgroupError> {
-        self.note("stop", unit, &[])?;
+        self.record("stop", unit, &[])?;
         let _ = fs::remove_dir_all(self.dir(unit));
         Ok(())
     }

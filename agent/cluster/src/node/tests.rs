@@ -37,7 +37,7 @@ fn start(server: &Server, register: bool) -> Kept {
             ..NodeCondition::default()
         };
         let handler = NodeRuntimeHandler { name: Some("runc".to_owned()), ..NodeRuntimeHandler::default() };
-        Report { conditions: vec![ready], handlers: vec![handler], port: 10250, ..Report::default() }
+        NodeReport { conditions: vec![ready], handlers: vec![handler], port: 10250, ..NodeReport::default() }
     };
     let inputs = Inputs {
         registration: Registration {

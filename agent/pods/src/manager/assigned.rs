@@ -11,7 +11,7 @@ use tracing::info;
 
 use super::{Managed, Manager, Terminate};
 use beelet_model::{
-    failure::Failure,
+    failure::PodFailure,
     pod::grace_period,
     status::{has_ended, whole_second},
 };
@@ -64,7 +64,7 @@ impl Manager {
             let text = |text: &Option<String>, or: &str| text.clone().unwrap_or_else(|| or.to_owned());
             let reason = text(&status.reason, "Terminated");
             let message = text(&status.message, "The API server says that the pod has ended");
-            self.fail(uid, &Failure::new(reason, message, None));
+            self.fail(uid, &PodFailure::new(reason, message, None));
         }
         self.publish(uid);
     }

@@ -92,7 +92,7 @@ impl Managed {
         let tells = before.is_none_or(|before| now.duration_since(before.told) >= OOM_PAUSE);
         let untold = before.map_or(0, |before| before.untold);
         if tells {
-            self.tell_of_oom(&id, &facts, untold, events);
+            self.record_oom(&id, &facts, untold, events);
         }
         let told = OomTold {
             told: before.filter(|_| !tells).map_or(now, |before| before.told),
@@ -109,7 +109,7 @@ impl Managed {
     }
 
     /// The event of one process, and of `others` before it.
-    fn tell_of_oom(&self, id: &str, facts: &OomFacts, others: u32, events: &Recorder) {
+    fn record_oom(&self, id: &str, facts: &OomFacts, others: u32, events: &Recorder) {
         let (container, limit) = self.container_with_limit(id);
         let mut sentence = facts.sentence(limit.as_deref());
         if others > 0 {
@@ -121,7 +121,7 @@ impl Managed {
 
     /// The event for containers that were killed for want of memory by the runtime's word alone: the kernel's
     /// programs don't run everywhere.
-    pub(super) fn tell_of_unseen_oom(&self, seen: &Observation, events: &Recorder) {
+    pub(super) fn record_unseen_oom(&self, seen: &Observation, events: &Recorder) {
         let Some(before) = &self.seen else { return };
         let killed = seen.containers.values().filter(|status| {
             status.reason == "OOMKilled"

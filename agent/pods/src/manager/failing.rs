@@ -11,7 +11,7 @@ use tracing::{debug, info, warn};
 use super::{Manager, Terminate};
 use crate::records::PodRecord;
 use beelet_model::{
-    failure::{DEADLINE_EXCEEDED, Failure},
+    failure::{DEADLINE_EXCEEDED, PodFailure},
     origin::Origin,
     status::has_ended,
 };
@@ -19,7 +19,7 @@ use beelet_state::events::Object;
 
 impl Manager {
     /// See [`beelet_model::request::Request::Fail`].
-    pub(super) fn fail(&mut self, uid: &str, failure: &Failure) {
+    pub(super) fn fail(&mut self, uid: &str, failure: &PodFailure) {
         let Some(managed) = self.pods.get_mut(uid) else {
             debug!(uid, reason = failure.reason, "a pod that was to be ended is gone already");
             return;
@@ -35,7 +35,7 @@ impl Manager {
             // It goes anyway, and what it leaves is nothing: only the haste is new.
             failure.grace.filter(|grace| *grace < own)
         } else {
-            let Failure { reason, message, .. } = failure;
+            let PodFailure { reason, message, .. } = failure;
             warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
             self.parts.launcher.events.warning(Object::pod(&managed.pod), reason, message.clone());
             managed.failure = Some(failure.clone());
@@ -150,7 +150,7 @@ impl Manager {
         for uid in uids {
             // The kubelet's words.
             let message = "Pod was active on the node longer than the specified deadline";
-            self.fail(&uid, &Failure::new(DEADLINE_EXCEEDED, message, None));
+            self.fail(&uid, &PodFailure::new(DEADLINE_EXCEEDED, message, None));
         }
     }
 }

@@ -11,7 +11,7 @@ use super::{
 };
 use beelet_base::blocking::blocking;
 use beelet_cgroups::{
-    Adjust, CgroupError, Cgroups, Report,
+    Adjust, Adjusted, CgroupError, Cgroups,
     order::{self, Change},
 };
 use beelet_model::table::PodName;
@@ -134,7 +134,7 @@ async fn differences(
     blocking("comparing a cgroup", move || cgroups.differences(&path, &files)).await
 }
 
-async fn adjust(parts: &Parts, path: &str, files: &BTreeMap<String, String>) -> Report {
+async fn adjust(parts: &Parts, path: &str, files: &BTreeMap<String, String>) -> Adjusted {
     let (cgroups, values) = (Arc::clone(&parts.cgroups), Values::from([(path.to_owned(), files.clone())]));
     blocking("setting a cgroup", move || cgroups.adjust(&values, Adjust::All)).await
 }

@@ -29,7 +29,7 @@ pub use self::metrics::{Level, Metrics};
 use self::{orphans::Orphans, wanted::Wanted};
 use crate::error::Error;
 use beelet_base::blocking::blocking;
-use beelet_cgroups::{Adjust, Cgroups, Report};
+use beelet_cgroups::{Adjust, Adjusted, Cgroups};
 use beelet_cri::Runtime;
 use beelet_model::{request::Request, table::PodTable};
 
@@ -169,8 +169,8 @@ impl Keeper {
         failed.sort();
         failed.dedup();
         self.parts.metrics.pending.set(i64::try_from(failed.len()).unwrap_or(i64::MAX));
-        self.tell(&failed);
-        resizes::tell(&self.parts, table, &wanted, &failed).await;
+        self.warn_of_new(&failed);
+        resizes::report(&self.parts, table, &wanted, &failed).await;
         self.last = Some(wanted);
         if everything && failed.is_empty() {
             self.parts.metrics.syncs.inc();
@@ -240,13 +240,13 @@ impl Keeper {
         blocking("looking which cgroups are there", look).await
     }
 
-    async fn adjust(&self, levels: &Values, how: Adjust) -> Report {
+    async fn adjust(&self, levels: &Values, how: Adjust) -> Adjusted {
         let (cgroups, levels) = (Arc::clone(&self.parts.cgroups), levels.clone());
         blocking("setting cgroups of pods", move || cgroups.adjust(&levels, how)).await
     }
 
     /// Counts what was written, by its reason; the failures in words.
-    fn count_levels(&self, levels: &Values, report: Report) -> Vec<String> {
+    fn count_levels(&self, levels: &Values, report: Adjusted) -> Vec<String> {
         for change in &report.changed {
             let drifted = self.kept.get(&change.cgroup) == levels.get(&change.cgroup);
             self.parts.metrics.changed(Level::of(&change.cgroup), 1, drifted);
@@ -271,7 +271,7 @@ impl Keeper {
         report.failed.into_iter().map(|error| error.to_string()).collect()
     }
 
-    fn tell(&mut self, failed: &[String]) {
+    fn warn_of_new(&mut self, failed: &[String]) {
         for error in failed.iter().filter(|error| !self.told.contains(*error)) {
             warn!(error, "a cgroup's value could not be set; it is tried again");
         }

@@ -20,7 +20,7 @@ pub(super) fn any(table: &PodTable) -> bool {
 }
 
 /// Tells the pods' manager of each that waits, and has them, or can't have them now: `failed` says why.
-pub(super) async fn tell(parts: &Parts, table: &PodTable, wanted: &Wanted, failed: &[String]) {
+pub(super) async fn report(parts: &Parts, table: &PodTable, wanted: &Wanted, failed: &[String]) {
     for entry in table.pods.values().filter(|entry| resize::is_in_progress(&entry.pod)) {
         let Some(uid) = entry.pod.metadata.uid.clone() else { continue };
         let amounts = if holds(&parts.cgroups, wanted, entry).await {

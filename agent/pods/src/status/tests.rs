@@ -68,7 +68,7 @@ struct Case {
     condemned: BTreeMap<String, KillReason>,
     probes: BTreeMap<String, ProbeFacts>,
     previous: Option<core::PodStatus>,
-    failure: Option<Failure>,
+    failure: Option<PodFailure>,
     oom: BTreeMap<String, OomFacts>,
     now: Option<i64>,
     resize: ResizeFacts,
@@ -416,7 +416,7 @@ fn a_host_network_pod_has_the_nodes_address() {
 
 #[test]
 fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
-    let evicted = |cleared| Failure { cleared, ..Failure::new("Evicted", "too much", None) };
+    let evicted = |cleared| PodFailure { cleared, ..PodFailure::new("Evicted", "too much", None) };
     let running = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
     let ending = Case { previous: Some(running), failure: Some(evicted(false)), ..Case::default() };
     let status = ending.status(&pod(one()), &seen(&["a 0 running"]));
@@ -435,14 +435,14 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
 
 #[test]
 fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
-    let refused = Failure { cleared: true, ..Failure::new("OutOfcpu", "too little", None) };
+    let refused = PodFailure { cleared: true, ..PodFailure::new("OutOfcpu", "too little", None) };
     let case = Case { failure: Some(refused), ..Case::default() };
     let status = case.status(&pod(one()), &Observation::default());
     assert_eq!(line(&status), "Failed Ready=False ");
     assert_eq!((status.container_statuses, status.message.as_deref()), (None, Some("too little")));
     // Nothing was made for it: it has failed at once. One with a sandbox fails when that is gone.
     let phase = |seen: &Observation| {
-        let case = Case { failure: Some(Failure::new("AppArmor", "none", None)), ..Case::default() };
+        let case = Case { failure: Some(PodFailure::new("AppArmor", "none", None)), ..Case::default() };
         case.status(&pod(one()), seen).phase.unwrap()
     };
     assert_eq!((phase(&Observation::default()).as_str(), phase(&seen(&[])).as_str()), ("Failed", "Pending"));

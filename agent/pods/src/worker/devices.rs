@@ -8,7 +8,7 @@ use tokio::sync::watch;
 
 use super::{Step, Worker};
 use crate::{runtime_view::Observation, status::Waiting};
-use beelet_devices::{Circumstances, NodeDevices, Refusal};
+use beelet_devices::{Circumstances, DeviceRefusal, NodeDevices};
 
 /// What a waiting container's status says.
 const WAITING: &str = "WaitingForDevices";
@@ -63,12 +63,12 @@ impl Worker {
                 self.devices.waiting = None;
                 None
             }
-            Err(Refusal::Wait { message, until }) => {
+            Err(DeviceRefusal::Wait { message, until }) => {
                 self.devices.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
                 Some(Step::Idle(Some(until)))
             }
             // It will be told to end.
-            Err(Refusal::Failed { message }) => {
+            Err(DeviceRefusal::Failed { message }) => {
                 self.devices.waiting = Some(Waiting { reason: WAITING.to_owned(), message });
                 Some(Step::Idle(None))
             }

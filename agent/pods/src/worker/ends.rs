@@ -27,7 +27,7 @@ impl Ends {
 
     /// Takes the ends in that are new. Only of those the wall's clock (which shows `wall` now) says how long
     /// ago they were, and an end that is yet to come by it was just now.
-    pub(super) fn note(&mut self, observed: &Observed, wall: Timestamp) {
+    pub(super) fn record(&mut self, observed: &Observed, wall: Timestamp) {
         let now = self.now();
         let ended = observed.containers.iter().filter_map(|container| match container.state {
             ContainerState::Exited { finished_at, .. } => Some((container.id.clone(), finished_at)),
@@ -84,29 +84,29 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_end_stays_where_it_was_however_the_clock_is_set() {
         let (mut ends, second) = (Ends::new(), Duration::from_secs(1));
-        ends.note(&ended("a", 0), wall(5));
+        ends.record(&ended("a", 0), wall(5));
         let at = ends.known()["a"];
         assert_eq!(ends.now().since(at), 5 * second);
         for shown in [-10_000, 10_000] {
             tokio::time::sleep(10 * second).await;
-            ends.note(&ended("a", 0), wall(shown));
+            ends.record(&ended("a", 0), wall(shown));
             assert_eq!(ends.known()["a"], at);
         }
         assert_eq!(ends.now().since(at), 25 * second);
         assert_eq!(ends.instant(at.plus(30 * second)), Instant::now() + 5 * second);
         assert_eq!(ends.instant(at), Instant::now());
         // Gone, it is forgotten.
-        ends.note(&ended("b", 0), wall(5));
+        ends.record(&ended("b", 0), wall(5));
         assert_eq!(ends.known().keys().collect::<Vec<_>>(), ["b"]);
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_end_that_is_yet_to_come_was_just_now() {
         let mut ends = Ends::new();
-        ends.note(&ended("a", 10_800), wall(0));
+        ends.record(&ended("a", 10_800), wall(0));
         assert_eq!(ends.known()["a"], ends.now());
         // An older one than any delay is as old as that.
-        ends.note(&ended("b", -1_000_000), wall(0));
+        ends.record(&ended("b", -1_000_000), wall(0));
         assert_eq!(ends.now().since(ends.known()["b"]), BEFORE);
     }
 }

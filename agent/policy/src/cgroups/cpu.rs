@@ -57,7 +57,7 @@ pub fn shares_to_weight_quadratic(shares: u64) -> u64 {
 }
 
 /// Our own `cpu.weight`, the same at every level: millicores / 10, half up, 1 at least, 10000 at most.
-pub fn proportional_weight(millis: i64) -> u64 {
+pub(crate) fn proportional_weight(millis: i64) -> u64 {
     (millis.max(0).unsigned_abs().saturating_add(5) / 10).clamp(1, 10_000)
 }
 

@@ -16,14 +16,15 @@ use std::collections::BTreeMap;
 
 pub use container::{ContainerResources, container_cgroup, container_resources, oom_score_adj};
 pub use cpu::{
-    millis_to_quota, millis_to_shares, proportional_weight, shares_to_millis, shares_to_weight_linear,
-    shares_to_weight_quadratic, weight_to_millis,
+    millis_to_quota, millis_to_shares, shares_to_millis, shares_to_weight_linear, shares_to_weight_quadratic,
+    weight_to_millis,
 };
-pub use names::{kubepods_path, pod_path, qos_path, slice_path};
-pub use node::{QosTotals, kubepods_cgroup, node_cgroups, qos_cgroup, reserved_cgroup};
+pub use names::{pod_path, slice_path};
+pub use node::{node_cgroups, reserved_cgroup};
 pub use pod::pod_cgroup;
 pub use swap::{Swap, SwapBehavior, resize_changes_swap};
 
+use cpu::proportional_weight;
 use serde::{Deserialize, Serialize};
 
 use crate::{huge_pages, quantity::Quantity};

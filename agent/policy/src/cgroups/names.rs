@@ -8,12 +8,12 @@ use crate::{
 };
 
 /// The folder of all pods: `/kubepods` below the configured root.
-pub fn kubepods_path(config: &CgroupConfig) -> String {
+pub(crate) fn kubepods_path(config: &CgroupConfig) -> String {
     path(&components(config, None), config.driver)
 }
 
 /// The folder of a QoS class; Guaranteed pods are right below kubepods.
-pub fn qos_path(class: QosClass, config: &CgroupConfig) -> String {
+pub(crate) fn qos_path(class: QosClass, config: &CgroupConfig) -> String {
     path(&components(config, Some(class)), config.driver)
 }
 

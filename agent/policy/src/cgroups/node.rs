@@ -22,7 +22,7 @@ const UNBOUNDED: i64 = 1 << 62;
 
 /// What the pods of a node request together, as far as the cgroups above them depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct QosTotals {
+pub(crate) struct QosTotals {
     /// Millicores that the Burstable pods request, each pod rounded up.
     pub burstable_millis: i64,
     /// Bytes of memory that the Burstable pods request.
@@ -36,7 +36,7 @@ impl QosTotals {
     ///
     /// # Errors
     /// The path (`[3].spec.…`) of the first amount that is not a quantity.
-    pub fn of<P: Borrow<Pod>>(pods: &[P]) -> Result<Self, FieldError> {
+    pub(crate) fn of<P: Borrow<Pod>>(pods: &[P]) -> Result<Self, FieldError> {
         let mut totals = Self::default();
         for (index, pod) in pods.iter().enumerate() {
             let demand = PodDemand::read(pod.borrow()).map_err(|error| error.under(&format!("[{index}]")))?;
@@ -46,7 +46,7 @@ impl QosTotals {
     }
 
     /// Counts one more pod.
-    pub fn add(&mut self, class: QosClass, demand: &PodDemand<'_>) {
+    fn add(&mut self, class: QosClass, demand: &PodDemand<'_>) {
         if class == QosClass::BestEffort {
             return;
         }
@@ -79,7 +79,7 @@ pub fn node_cgroups<P: Borrow<Pod>>(
 
 /// The cgroup of all pods: what the node has left after its reserves, and the protection of what the pods
 /// request.
-pub fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
+pub(crate) fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
     let requested = totals.guaranteed_memory.saturating_add(totals.burstable_memory);
     let settings = Settings {
         cpu_millis: Some(config.node.allocatable_millis),
@@ -93,7 +93,7 @@ pub fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> CgroupValue
 }
 
 /// The cgroup of a QoS class. Guaranteed pods have none of their own: kubepods itself is theirs.
-pub fn qos_cgroup(class: QosClass, totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
+pub(crate) fn qos_cgroup(class: QosClass, totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
     let (burstable_limit, besteffort_limit) = memory_limits(totals, config).unzip();
     let settings = match class {
         QosClass::Guaranteed => return kubepods_cgroup(totals, config),

@@ -2,7 +2,11 @@ use k8s_openapi::api::core::v1::Pod;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::*;
+use super::{
+    names::{kubepods_path, qos_path},
+    node::{QosTotals, kubepods_cgroup, qos_cgroup},
+    *,
+};
 use crate::qos::QosClass;
 
 const GIB: i64 = 1 << 30;

@@ -13,7 +13,7 @@ use std::{
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-use super::{Held, Ids};
+use super::{HeldDevices, Ids};
 
 /// Why a checkpoint can't be used. It is then set aside, and the allocations are rebuilt.
 #[derive(Debug, thiserror::Error)]
@@ -54,7 +54,7 @@ pub struct Entry {
 
 /// A container of a pod and a resource that it has devices of.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct HolderKey {
     /// The pod's uid.
     pub pod_uid: String,
     /// The container's name.
@@ -67,7 +67,7 @@ pub struct Place {
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     /// The devices held, by container and resource.
-    pub(super) held: BTreeMap<Place, Arc<Held>>,
+    pub(super) held: BTreeMap<HolderKey, Arc<HeldDevices>>,
     /// The healthy devices of every registered resource.
     pub(super) registered: BTreeMap<String, Arc<Ids>>,
 }
@@ -94,8 +94,8 @@ pub struct Text {
 /// An entry as it was written.
 #[derive(Debug)]
 struct Line {
-    place: Place,
-    held: Arc<Held>,
+    place: HolderKey,
+    held: Arc<HeldDevices>,
     json: String,
     /// The checksum of all that comes before it, and of itself.
     checksum: Fnv1a,
@@ -136,9 +136,9 @@ impl Text {
     }
 
     /// Lines that stay keep their order, and those before the first that goes keep their checksum.
-    fn update(&mut self, held: &BTreeMap<Place, Arc<Held>>) -> Result<(), CheckpointError> {
+    fn update(&mut self, held: &BTreeMap<HolderKey, Arc<HeldDevices>>) -> Result<(), CheckpointError> {
         let stays = |line: &Line| held.get(&line.place).is_some_and(|held| Arc::ptr_eq(held, &line.held));
-        let known: BTreeSet<&Place> =
+        let known: BTreeSet<&HolderKey> =
             self.lines.iter().filter(|line| stays(line)).map(|line| &line.place).collect();
         let new = held.iter().filter(|(place, _)| !known.contains(place));
         let new = new.map(|(place, held)| Line::new(place, held)).collect::<Result<Vec<_>, _>>()?;
@@ -159,7 +159,7 @@ impl Text {
 }
 
 impl Line {
-    fn new(place: &Place, held: &Arc<Held>) -> Result<Self, CheckpointError> {
+    fn new(place: &HolderKey, held: &Arc<HeldDevices>) -> Result<Self, CheckpointError> {
         let json = serde_json::to_string(&Entry::new(place, held))?;
         let checksum = Fnv1a::default(); // not known before its place in the file is
         Ok(Self { place: place.clone(), held: Arc::clone(held), json, checksum })
@@ -257,8 +257,8 @@ fn dump_registered<'a, S: Sink, I: IntoIterator<Item = &'a String>>(
 impl Entry {
     /// The entry for what a container holds of a resource.
     #[must_use]
-    pub fn new(place: &Place, held: &Held) -> Self {
-        let Place { pod_uid, container, resource } = place.clone();
+    pub fn new(place: &HolderKey, held: &HeldDevices) -> Self {
+        let HolderKey { pod_uid, container, resource } = place.clone();
         Self {
             pod_uid,
             container_name: container,
@@ -270,12 +270,12 @@ impl Entry {
 
     /// The other way.
     #[must_use]
-    pub fn into_held(self) -> (Place, Held) {
+    pub fn into_held(self) -> (HolderKey, HeldDevices) {
         let by_node = self.device_ids.unwrap_or_default();
         let by_node = by_node.into_iter().map(|(node, ids)| (node, ids.unwrap_or_default())).collect();
         let place =
-            Place { pod_uid: self.pod_uid, container: self.container_name, resource: self.resource_name };
-        (place, Held { by_node, response: self.alloc_resp.unwrap_or_default() })
+            HolderKey { pod_uid: self.pod_uid, container: self.container_name, resource: self.resource_name };
+        (place, HeldDevices { by_node, response: self.alloc_resp.unwrap_or_default() })
     }
 
     fn dump(&self, to: &mut impl Sink) {

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     Devices, HeldByResource,
-    checkpoint::{Data, Entry, Place},
+    checkpoint::{Data, Entry, HolderKey},
 };
 
 /// A container that the runtime still has, with the devices that it was created with.
@@ -51,7 +51,7 @@ impl Devices {
                     continue;
                 }
                 owner.extend(ids.iter().map(|id| (key(id), pod_uid.clone())));
-                let place = Place { pod_uid: pod_uid.clone(), container: container.clone(), resource };
+                let place = HolderKey { pod_uid: pod_uid.clone(), container: container.clone(), resource };
                 entries.push(Entry::new(&place, &held));
             }
         }
@@ -65,11 +65,11 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    use crate::devices::Held;
+    use crate::devices::HeldDevices;
 
     fn remnant(pod: &str, container: &str, alive: bool, created_at: i64, ids: &[&str]) -> Remnant {
         let ids = ids.iter().map(|id| (*id).to_owned()).collect();
-        let held = Held { by_node: BTreeMap::from([(-1, ids)]), response: vec![1] };
+        let held = HeldDevices { by_node: BTreeMap::from([(-1, ids)]), response: vec![1] };
         let held = BTreeMap::from([("example.com/gpu".to_owned(), Arc::new(held))]);
         Remnant { pod_uid: pod.to_owned(), container: container.to_owned(), alive, created_at, held }
     }

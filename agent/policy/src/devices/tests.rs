@@ -244,18 +244,6 @@ fn capacity_is_what_it_was_until_a_plugin_is_back_or_overdue() {
 }
 
 #[test]
-fn allocatable_is_at_least_what_is_held() {
-    let mut devices = ledger("a b");
-    serve(&mut devices, &request("p", "c", 2), ContainerKind::Lasting, &[]).unwrap();
-    let mut allocatable = BTreeMap::from([(GPU.to_owned(), 0), ("cpu".to_owned(), 4)]);
-    devices.raise_allocatable(&mut allocatable);
-    assert_eq!(allocatable, BTreeMap::from([(GPU.to_owned(), 2), ("cpu".to_owned(), 4)]));
-    let mut more = BTreeMap::from([(GPU.to_owned(), 8)]);
-    devices.raise_allocatable(&mut more);
-    assert_eq!(more[GPU], 8);
-}
-
-#[test]
 fn wishes_come_in_the_order_of_serving() {
     let pod: Pod = serde_json::from_value(serde_json::json!({"spec": {
         "initContainers": [{"name": "i"}, {"name": "s", "restartPolicy": "Always", "resources": {"limits": {GPU: "1"}}}],

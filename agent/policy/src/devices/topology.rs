@@ -61,7 +61,7 @@ impl Devices {
     ///
     /// # Errors
     /// The policy refuses what would come out.
-    pub fn affinity(
+    pub(crate) fn affinity(
         &self,
         serving: &Serving,
         pod_uid: &str,

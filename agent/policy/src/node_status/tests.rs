@@ -25,14 +25,14 @@ fn ready(status: &str, message: &str) -> NodeCondition {
     }
 }
 
-fn report() -> Report {
-    Report {
+fn report() -> NodeReport {
+    NodeReport {
         capacity: map(&[("cpu", "2"), ("memory", "1024Ki"), ("example.com/gpu", "1000")]),
         allocatable: map(&[("cpu", "1900m"), ("memory", "1024Ki"), ("example.com/gpu", "0")]),
         conditions: vec![ready("True", "fine")],
         addresses: addresses(&registration(), IpAddr::from([10, 0, 0, 1]), &[]),
         port: 10250,
-        ..Report::default()
+        ..NodeReport::default()
     }
 }
 
@@ -132,7 +132,7 @@ fn what_was_written_is_not_written_again() {
 fn a_condition_that_says_something_else_is_written_and_dated_only_if_its_status_changed() {
     let existing = applied(&NodeStatus::default(), change(&NodeStatus::default(), &report(), at(100)));
     let check = |status: &str, message: &str, since: i64| {
-        let said = Report { conditions: vec![ready(status, message)], ..report() };
+        let said = NodeReport { conditions: vec![ready(status, message)], ..report() };
         let change = change(&existing, &said, at(200));
         assert!(change.conditions && change.rest().is_none());
         assert_eq!(change.status.conditions.unwrap()[0].last_transition_time, Some(Time(at(since))));

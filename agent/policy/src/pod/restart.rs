@@ -6,15 +6,15 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, ContainerRestartRule, PodSpec};
 
 /// The delay before a container's second restart; the first one is immediate.
-pub const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
+pub(crate) const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
 /// No restart waits longer than this, unless the node's configuration says otherwise.
-pub const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
+pub(crate) const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
 /// A container that ran this long has its earlier crashes forgotten.
-pub const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
+pub(crate) const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
 
 /// A restartPolicy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RestartPolicy {
+pub(crate) enum RestartPolicy {
     /// Whenever a container ends.
     Always,
     /// When it ends with an exit code other than 0.
@@ -26,7 +26,7 @@ pub enum RestartPolicy {
 impl RestartPolicy {
     /// The policy of a pod's spec. Anything that isn't `OnFailure` or `Never` counts as the default,
     /// `Always`.
-    pub fn of(spec: &PodSpec) -> Self {
+    pub(crate) fn of(spec: &PodSpec) -> Self {
         Self::parse(spec.restart_policy.as_deref())
     }
 

@@ -14,7 +14,7 @@ use crate::duration;
 /// The annotation for all containers of a pod.
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
 /// What the annotation for one container begins with; the container's name follows.
-pub const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
+pub(crate) const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
 /// The shortest period and timeout: a look costs microseconds, but the readers of the results have to keep
 /// up.
 pub const SHORTEST: Duration = Duration::from_millis(10);

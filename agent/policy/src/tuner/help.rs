@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Knob, KnobKind, Law, Step};
+use super::{Knob, KnobKind, Law, TunerStep};
 
 /// What became of the steps that were made for one container's complaint. Ratios are in thousandths of the
 /// bound.
@@ -46,7 +46,7 @@ pub(super) enum Judgement {
 
 /// How a container's complaint counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum ComplaintState {
     /// Something can be done about it, as far as is known.
     Open,
     /// What has helped it is kept, and no more is taken.
@@ -97,17 +97,17 @@ impl Help {
     }
 
     /// Remembers what a step has taken. A turn after others costs nothing, so it isn't given back for this.
-    pub(super) fn took(&mut self, step: &Step) {
+    pub(super) fn took(&mut self, step: &TunerStep) {
         if !matches!(step.knob.kind, KnobKind::Idle | KnobKind::Weight) {
             self.taken.entry(step.knob.clone()).or_insert(step.from);
         }
     }
 
-    pub(super) fn standing(&self) -> Standing {
+    pub(super) fn standing(&self) -> ComplaintState {
         match (&self.given_up, self.helped) {
-            (None, _) => Standing::Open,
-            (Some(_), true) => Standing::Kept,
-            (Some(_), false) => Standing::Void,
+            (None, _) => ComplaintState::Open,
+            (Some(_), true) => ComplaintState::Kept,
+            (Some(_), false) => ComplaintState::Void,
         }
     }
 }
@@ -132,9 +132,9 @@ mod tests {
         }
     }
 
-    fn step(from: Option<u64>, kind: KnobKind) -> Step {
+    fn step(from: Option<u64>, kind: KnobKind) -> TunerStep {
         let knob = Knob { cgroup: "/x".to_owned(), kind };
-        Step { knob, from, to: Some(1), reason: String::new() }
+        TunerStep { knob, from, to: Some(1), reason: String::new() }
     }
 
     /// One tick, then the judgement.
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn steps_that_change_nothing_are_given_back_after_some_tries_all_but_the_turn() {
-        assert_eq!(given_up().standing(), Standing::Void);
+        assert_eq!(given_up().standing(), ComplaintState::Void);
     }
 
     #[test]
@@ -170,10 +170,10 @@ mod tests {
         }
         // The last gain was at 3230: since then it has been tried twice.
         assert_eq!(next(&mut help, 3000), Judgement::GoOn);
-        assert_eq!(help.standing(), Standing::Open);
+        assert_eq!(help.standing(), ComplaintState::Open);
         help.took(&step(Some(5), KnobKind::CpuCap));
         assert!(matches!(next(&mut help, 2990), Judgement::GiveUp(3, back) if back.len() == 1));
-        assert_eq!(help.standing(), Standing::Kept);
+        assert_eq!(help.standing(), ComplaintState::Kept);
     }
 
     #[test]

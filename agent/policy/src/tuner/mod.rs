@@ -229,7 +229,7 @@ impl State {
 
 /// One change.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
+pub struct TunerStep {
     /// What is changed.
     pub knob: Knob,
     /// What the tuner held it at; None: its owner's value stood.
@@ -246,7 +246,7 @@ pub struct Decision {
     /// To be carried to the next tick.
     pub state: State,
     /// What to change, in this order.
-    pub steps: Vec<Step>,
+    pub steps: Vec<TunerStep>,
     /// How things stand, in words, even when nothing is to be done: the worst of CPU, then of memory.
     pub findings: Vec<String>,
 }

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, State, Step,
-    help::{Judgement, Standing},
+    ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, State, TunerStep,
+    help::{ComplaintState, Judgement},
     ladder::Move,
     words,
 };
@@ -45,7 +45,7 @@ pub(super) struct Round<'a> {
     seen: &'a Observed,
     blocked: &'a BTreeSet<Knob>,
     state: State,
-    steps: Vec<Step>,
+    steps: Vec<TunerStep>,
 }
 
 impl<'a> Round<'a> {
@@ -126,10 +126,11 @@ impl<'a> Round<'a> {
             }
         }
         let helps = &*helps;
-        let worst = complaints.all.iter().find(|complaint| standing(helps, complaint) != Standing::Void);
+        let worst =
+            complaints.all.iter().find(|complaint| standing(helps, complaint) != ComplaintState::Void);
         match worst {
             Some(worst) if worst.ratio > 1000 => match standing(helps, worst) {
-                Standing::Open => Heat::Hot,
+                ComplaintState::Open => Heat::Hot,
                 _ if complaints.open(helps).is_some_and(|other| other.ratio > 1000) => Heat::Hot,
                 _ => Heat::Warm,
             },
@@ -458,19 +459,19 @@ impl<'a> Round<'a> {
             Some(value) => self.state.held.insert(knob.clone(), value),
             None => self.state.held.remove(knob),
         };
-        self.steps.push(Step { knob: knob.clone(), from, to, reason: reason.to_owned() });
+        self.steps.push(TunerStep { knob: knob.clone(), from, to, reason: reason.to_owned() });
     }
 }
 
 impl<'a> Complaints<'a> {
     /// The worst of those for whom something can be done, as far as is known.
     fn open(&self, helps: &BTreeMap<String, Help>) -> Option<&Complaint<'a>> {
-        self.all.iter().find(|complaint| standing(helps, complaint) == Standing::Open)
+        self.all.iter().find(|complaint| standing(helps, complaint) == ComplaintState::Open)
     }
 }
 
-fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> Standing {
-    helps.get(&complaint.container.cgroup).map_or(Standing::Open, Help::standing)
+fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> ComplaintState {
+    helps.get(&complaint.container.cgroup).map_or(ComplaintState::Open, Help::standing)
 }
 
 /// The worst in words, for whom something can be done if it needs that.
@@ -478,9 +479,11 @@ fn finding(complaints: &Complaints<'_>, helps: &BTreeMap<String, Help>) -> Strin
     let open = complaints.open(helps).filter(|complaint| complaint.ratio > 1000);
     let Some(worst) = open.or(complaints.all.first()) else { return complaints.none.to_owned() };
     match standing(helps, worst) {
-        Standing::Open => worst.words.clone(),
-        Standing::Kept => format!("{}; more steps have not helped it, so no more are made", worst.words),
-        Standing::Void => {
+        ComplaintState::Open => worst.words.clone(),
+        ComplaintState::Kept => {
+            format!("{}; more steps have not helped it, so no more are made", worst.words)
+        }
+        ComplaintState::Void => {
             format!("{}; taking from others has not helped it, so it is left at that", worst.words)
         }
     }

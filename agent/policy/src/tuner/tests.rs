@@ -69,7 +69,7 @@ fn knob(cgroup: &str, kind: KnobKind) -> Knob {
 
 /// `cpu.idle=1`, `cpu.max-` (given back), one a step.
 fn show(decision: &Decision) -> Vec<String> {
-    let value = |step: &Step| step.to.map_or("-".to_owned(), |to| format!("={to}"));
+    let value = |step: &TunerStep| step.to.map_or("-".to_owned(), |to| format!("={to}"));
     decision.steps.iter().map(|step| format!("{}{}", step.knob.kind.as_str(), value(step))).collect()
 }
 

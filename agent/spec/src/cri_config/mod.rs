@@ -18,11 +18,11 @@ use beelet_policy::{
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use super::{app_armor, definition, env::Environment, resize, signals};
+use super::{Error, app_armor, definition, env::Environment, resize, signals};
 use beelet_model::{labels, table::PodName};
 
 pub use self::network::{HostName, dns_warnings};
-pub use self::security::with_dots;
+pub(crate) use self::security::with_dots;
 pub use self::users::UserNamespace;
 
 /// The period of a quota that isn't the node's own business.
@@ -39,13 +39,16 @@ fn pod_labels(pod: &core::Pod) -> HashMap<String, String> {
     all
 }
 
-/// The configuration of a pod's sandbox. Fails, with a sentence, where its names make none that Linux takes.
+/// The configuration of a pod's sandbox.
+///
+/// # Errors
+/// Its names make none that Linux takes, or its overhead can't be read.
 pub fn sandbox(
     pod: &core::Pod,
     attempt: u32,
     cgroup_parent: String,
     node: &NodeFacts,
-) -> Result<cri::PodSandboxConfig, String> {
+) -> Result<cri::PodSandboxConfig, Error> {
     let name = PodName::of(pod);
     let uid = pod.metadata.uid.clone().unwrap_or_default();
     let default_spec = core::PodSpec::default();
@@ -74,11 +77,11 @@ pub fn sandbox(
 }
 
 /// What the pod's runtime class costs by itself, for runtimes that size a virtual machine by it.
-fn overhead(spec: &core::PodSpec) -> Result<Option<cri::LinuxContainerResources>, String> {
+fn overhead(spec: &core::PodSpec) -> Result<Option<cri::LinuxContainerResources>, Error> {
     let Some(costs) = spec.overhead.as_ref().filter(|costs| !costs.is_empty()) else { return Ok(None) };
-    let amount = |name: &str| -> Result<Option<Quantity>, String> {
+    let amount = |name: &str| -> Result<Option<Quantity>, Error> {
         let parsed = costs.get(name).map(|text| Quantity::parse(&text.0)).transpose();
-        parsed.map_err(|e| format!("spec.overhead.{name}: {e}"))
+        parsed.map_err(|cause| Error::AmountOf { field: format!("spec.overhead.{name}"), cause })
     };
     let (cpu, memory) = (amount("cpu")?, amount("memory")?);
     Ok(Some(cri::LinuxContainerResources {
@@ -124,14 +127,17 @@ pub struct ContainerFacts {
     pub resources: ContainerResources,
 }
 
-/// The configuration of one container. Fails, with a sentence, where it can't be confined as it says.
+/// The configuration of one container.
+///
+/// # Errors
+/// It can't be confined as it says, or asks for a stop signal that there isn't.
 pub fn container(
     pod: &core::Pod,
     spec: &core::Container,
     env: Environment,
     facts: ContainerFacts,
     node: &NodeFacts,
-) -> Result<cri::ContainerConfig, String> {
+) -> Result<cri::ContainerConfig, Error> {
     let default_spec = core::PodSpec::default();
     let pod_spec = pod.spec.as_ref().unwrap_or(&default_spec);
     let confinement = security::of_container(pod_spec, spec, &facts, node)?;

@@ -3,6 +3,7 @@
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
+use crate::Error;
 use beelet_model::origin::Origin;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
@@ -50,7 +51,7 @@ impl HostName {
 }
 
 /// What the kernel is told.
-pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Result<String, String> {
+pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Result<String, Error> {
     if spec.host_network == Some(true) {
         // It has the machine's own name, and no namespace in which another could be set: runc refuses to try.
         return Ok(String::new());
@@ -60,11 +61,7 @@ pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -
         return Ok(host.name);
     };
     if fqdn.len() > FQDN_MAX {
-        let length = fqdn.len();
-        return Err(format!(
-            "failed to construct FQDN from pod hostname and cluster domain, FQDN {fqdn} is too long ({FQDN_MAX} characters \
-             is the max, {length} characters requested); shorten the pod's name or subdomain"
-        ));
+        return Err(Error::LongHostName { name: fqdn, most: FQDN_MAX });
     }
     Ok(fqdn)
 }
@@ -231,7 +228,7 @@ mod tests {
             let shown = hostname(&spec(value.clone()), &name(), &node());
             match (&shown, expected) {
                 (Ok(shown), Ok(expected)) => assert_eq!(shown, expected, "{value}"),
-                (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+                (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
                 _ => panic!("{value}: {shown:?}"),
             }
         };

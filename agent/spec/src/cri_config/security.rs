@@ -7,6 +7,7 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
 use super::ContainerFacts;
+use crate::Error;
 use beelet_model::pod::{ImageUser, NodeFacts};
 
 /// Paths that Docker's default profile hides from a container, as the kubelet asks for them.
@@ -122,14 +123,14 @@ fn seccomp(
     }
 }
 
-/// A container's confinement. Fails, with a sentence, where the runtime can't do what is asked for, or a
-/// container that must not run as root would.
+/// A container's confinement. Fails where the runtime can't do what is asked for, or a container that must
+/// not run as root would.
 pub(super) fn of_container(
     pod_spec: &core::PodSpec,
     spec: &core::Container,
     facts: &ContainerFacts,
     node: &NodeFacts,
-) -> Result<cri::LinuxContainerSecurityContext, String> {
+) -> Result<cri::LinuxContainerSecurityContext, Error> {
     let of_pod = pod_spec.security_context.clone().unwrap_or_default();
     let own = spec.security_context.clone().unwrap_or_default();
     let privileged = own.privileged == Some(true);
@@ -176,30 +177,22 @@ pub(super) fn of_container(
 }
 
 /// Refuses a container that would run as root though its pod forbids it (`verifyRunAsNonRoot`).
-fn refuse_root(user: Option<i64>, image: &ImageUser) -> Result<(), String> {
+fn refuse_root(user: Option<i64>, image: &ImageUser) -> Result<(), Error> {
     match (user, image.uid, image.name.as_str()) {
-        (Some(0), ..) => Err("runAsNonRoot is true, but runAsUser is 0: take one of them back".to_owned()),
+        (Some(0), ..) => Err(Error::Contradiction),
         (Some(_), ..) => Ok(()),
-        (None, Some(0), _) | (None, None, "") => {
-            Err("runAsNonRoot is true, but the image runs as root: set runAsUser, or use another image"
-                .to_owned())
-        }
+        (None, Some(0), _) | (None, None, "") => Err(Error::RootImage),
         (None, Some(_), _) => Ok(()),
-        (None, None, name) => Err(format!(
-            "runAsNonRoot is true, and the image's user {name:?} has no number, so that it may be root: set runAsUser"
-        )),
+        (None, None, name) => Err(Error::NamedUser(name.to_owned())),
     }
 }
 
 fn groups_policy(
     of_pod: &core::PodSecurityContext,
     facts: &ContainerFacts,
-) -> Result<cri::SupplementalGroupsPolicy, String> {
+) -> Result<cri::SupplementalGroupsPolicy, Error> {
     match of_pod.supplemental_groups_policy.as_deref() {
-        Some("Strict") if !facts.features.supplemental_groups_policy => {
-            Err("supplementalGroupsPolicy: Strict needs a runtime that has it (containerd 2.0 or newer)"
-                .to_owned())
-        }
+        Some("Strict") if !facts.features.supplemental_groups_policy => Err(Error::StrictGroups),
         Some("Strict") => Ok(cri::SupplementalGroupsPolicy::Strict),
         _ => Ok(cri::SupplementalGroupsPolicy::Merge),
     }
@@ -214,7 +207,7 @@ pub(super) fn sysctls(spec: &core::PodSpec) -> std::collections::HashMap<String,
 
 /// A sysctl's name with dots between its parts: where the first separator is a slash, slashes separate and
 /// dots belong to a name (sysctl(8)).
-pub fn with_dots(name: &str) -> String {
+pub(crate) fn with_dots(name: &str) -> String {
     match name.find(['.', '/']) {
         Some(at) if name.as_bytes()[at] == b'/' => name
             .chars()
@@ -239,7 +232,7 @@ mod tests {
         pod: Value,
         own: Value,
         image: ImageUser,
-    ) -> Result<cri::LinuxContainerSecurityContext, String> {
+    ) -> Result<cri::LinuxContainerSecurityContext, Error> {
         let spec = json!({"securityContext": pod, "containers": [{"name": "c", "securityContext": own}]});
         let spec: core::PodSpec = serde_json::from_value(spec).unwrap();
         let facts = ContainerFacts { image_user: image, ..facts() };
@@ -286,7 +279,7 @@ mod tests {
             let made = context(json!({"runAsNonRoot": true}), own.clone(), image);
             match (made, expected) {
                 (Ok(_), Ok(())) => {}
-                (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+                (Err(error), Err(part)) => assert!(error.to_string().contains(part), "{error}"),
                 (made, _) => panic!("{own}: {made:?}"),
             }
         };
@@ -335,7 +328,7 @@ mod tests {
     #[test]
     fn strict_groups_need_a_runtime_that_has_them() {
         let made = context(json!({"supplementalGroupsPolicy": "Strict"}), json!({}), root());
-        assert!(made.unwrap_err().contains("containerd 2.0"));
+        assert!(made.unwrap_err().to_string().contains("containerd 2.0"));
         assert!(context(json!({"supplementalGroupsPolicy": "Merge"}), json!({}), root()).is_ok());
     }
 

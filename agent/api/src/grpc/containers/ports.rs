@@ -10,7 +10,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
-use super::{QUEUE, Service};
+use super::{QUEUE, Service, not_found};
 
 /// What is sent to the client.
 type Outputs = mpsc::Sender<Result<proto::PortOutput, Status>>;
@@ -30,7 +30,7 @@ impl Service {
         };
         let uid = {
             let table = self.pods.borrow();
-            let (_, entry) = table.find(&start.namespace, &start.pod).map_err(Status::not_found)?;
+            let (_, entry) = table.find(&start.namespace, &start.pod).map_err(not_found)?;
             entry.pod.metadata.uid.clone().unwrap_or_default()
         };
         let sandbox = sandbox(&self.runtime, &uid).await?;

@@ -10,7 +10,7 @@ use beelet_proto::beelet as proto;
 use k8s_openapi::api::core::v1 as core;
 use tonic::Status;
 
-use super::Service;
+use super::{Service, not_found};
 
 impl Service {
     /// Asks for it; which containers they are.
@@ -21,7 +21,7 @@ impl Service {
         let target = request.target.unwrap_or_default();
         let (name, entry) = {
             let table = self.pods.borrow();
-            let (name, entry) = table.find(&target.namespace, &target.pod).map_err(Status::not_found)?;
+            let (name, entry) = table.find(&target.namespace, &target.pod).map_err(not_found)?;
             (name.clone(), entry.clone())
         };
         let chosen = choose(&name, &entry, &target.container)?;
