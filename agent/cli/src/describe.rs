@@ -13,6 +13,7 @@ use super::args::AgentArgs;
 use super::failed;
 use super::get::{is_broken_pipe, print, show_notice};
 use beelet_client::Client;
+use beelet_model::table::PodName;
 
 /// Arguments of `beelet describe`.
 #[derive(Debug, Args)]
@@ -69,9 +70,18 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
         uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
     };
     let events = client.kept_events(wanted).await?;
-    print(&pod::text(&entry.pod, &events, Timestamp::now()))?;
+    let signals = signals(&args.agent.socket, name).await;
+    print(&pod::text(&entry.pod, &signals, &events, Timestamp::now()))?;
     show_notice(&notice);
     Ok(())
+}
+
+/// What its containers waited for. It is a line of many: nothing, where the agent does not measure yet.
+async fn signals(socket: &std::path::Path, name: &PodName) -> Vec<proto::SignalContainer> {
+    let Ok(mut client) = beelet_client::signals::Client::connect(socket).await else { return Vec::new() };
+    let Ok(snapshot) = client.snapshot(&name.namespace).await else { return Vec::new() };
+    let pod = snapshot.pods.into_iter().find(|pod| pod.name == name.name);
+    pod.map(|pod| pod.containers).unwrap_or_default()
 }
 
 async fn describe_node(args: &AgentArgs) -> anyhow::Result<()> {

@@ -723,6 +723,7 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
         mode: config.beelet.bpf,
         object: config.beelet.bpf_log.clone(),
         thresholds: config.beelet.pressure_edges,
+        pods: usize::try_from(config.max_pods).unwrap_or(usize::MAX),
         ..KernelOptions::default()
     }
 }

@@ -302,6 +302,9 @@ fn details(row: &Row) -> Line<'static> {
     } else if row.state != "Running" {
         parts.push(row.state.clone());
     }
+    if let Some(waited) = &row.waited {
+        parts.push(waited.clone());
+    }
     if let Some(limit) = numbers.memory_limit {
         parts.push(format!("memory limit {}", bytes(limit as f64)));
     }
