@@ -631,6 +631,7 @@ impl Node {
             owner: beelet_tuner::Owner::Us(self.cgroup_config.clone()),
             state: Arc::clone(&self.state),
             waits: self.kernel.measures().map(kernel::waits),
+            holders: self.kernel.measures().map(kernel::holders),
             settings: beelet_tuner::Settings {
                 mode: configured.mode,
                 interval: configured.interval,
