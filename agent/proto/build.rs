@@ -35,11 +35,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// What `beelet top -o json` prints as it came.
-const SHOWN: [&str; 6] = [
+const SHOWN: [&str; 8] = [
     "beelet.v1.SignalSnapshot",
     "beelet.v1.SignalMachine",
     "beelet.v1.SignalPod",
     "beelet.v1.SignalContainer",
     "beelet.v1.SignalUsage",
     "beelet.v1.SignalRates",
+    "beelet.v1.SignalWaitedFor",
+    "beelet.v1.SignalHolder",
 ];

@@ -5,7 +5,7 @@
 
 use aya_ebpf::{Global, helpers::bpf_probe_read_kernel};
 use beelet_ebpf_abi::{
-    ABSENT, ANCESTRY_SLOTS, Ancestry, Counters, HOME_FACTOR, HOME_SHIFT, MAX_CONTAINERS, SLOT_TRIES,
+    ABSENT, ANCESTRY_SLOTS, Ancestry, CONTAINER_BITS as DEFAULT_BITS, Counters, HOME_FACTOR, SLOT_TRIES,
     Settings, qos,
 };
 
@@ -23,6 +23,10 @@ const MAX_LEVEL: u32 = 16;
 
 /// [`SLOT_TRIES`], which the verifier knows and the compiler doesn't: it would write the loops out.
 static TRIES: Global<u32> = Global::new(SLOT_TRIES);
+
+/// Entries of the table, as a power of two: the agent makes it as large as this node's pods need.
+#[unsafe(no_mangle)]
+pub(crate) static CONTAINER_BITS: Global<u32> = Global::new(DEFAULT_BITS);
 
 /// The pod that a cgroup belongs to.
 #[derive(Clone, Copy)]
@@ -51,6 +55,17 @@ pub(crate) fn counters(cgroup_id: u64) -> Option<*mut Counters> {
         return Some(at_home);
     }
     CONTAINERS.get_ptr_mut(slot_of(cgroup_id))
+}
+
+/// The slot of a cgroup that [`counters`] counts for; [`ABSENT`] if there is no room.
+#[inline(always)]
+pub(crate) fn slot(cgroup_id: u64) -> u32 {
+    let home = place(cgroup_id, 0);
+    match CONTAINERS.get_ptr(home) {
+        // SAFETY: this CPU's live element.
+        Some(found) if unsafe { (*found).cgroup_id } == cgroup_id => home,
+        _ => slot_of(cgroup_id),
+    }
 }
 
 /// The slot of a cgroup, taken if it has none yet, where this CPU's counters are its own; [`ABSENT`] if there
@@ -118,8 +133,9 @@ unsafe fn own(found: *mut Counters, cgroup_id: u64) {
 /// The slot that is tried for a cgroup as the `n`th; 0: its home.
 #[inline(always)]
 fn place(cgroup_id: u64, n: u32) -> u32 {
-    let home = (cgroup_id.wrapping_mul(HOME_FACTOR) >> HOME_SHIFT) as u32;
-    (home + n * (n + 1) / 2) % MAX_CONTAINERS as u32
+    let bits = CONTAINER_BITS.load();
+    let home = (cgroup_id.wrapping_mul(HOME_FACTOR) >> (u64::BITS - bits)) as u32;
+    (home + n * (n + 1) / 2) & ((1 << bits) - 1)
 }
 
 /// The pod of a cgroup, through this CPU's cache. For the scheduler's hooks alone: nothing may come between

@@ -18,6 +18,7 @@ mod args;
 mod containers;
 mod events;
 mod exits;
+mod holders;
 mod kernel;
 mod listeners;
 mod maps;

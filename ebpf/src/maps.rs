@@ -9,9 +9,9 @@ use aya_ebpf::{
     macros::btf_map,
 };
 use beelet_ebpf_abi::{
-    ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord,
-    MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta, Pressure, RING_BYTES, Running,
-    Settings, Slot, SocketCookie, TaskKey, TaskState,
+    ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, Holders,
+    ListenerRecord, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta, Pressure,
+    RING_BYTES, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
 };
 
 /// The sockets that listen now.
@@ -53,6 +53,11 @@ pub(crate) static CONTAINERS: PerCpuArray<Counters, MAX_CONTAINERS> = PerCpuArra
 /// (agent/bpf/src/stale_counters.rs).
 #[btf_map]
 pub(crate) static SLOTS: Array<Slot, MAX_CONTAINERS, { BPF_F_MMAPABLE as usize }> = Array::new();
+
+/// Who had the CPUs while each of these waited: beside `CONTAINERS`, which the scheduler's hooks touch much
+/// more often, and read only of those that waited.
+#[btf_map]
+pub(crate) static HOLDERS: PerCpuArray<Holders, MAX_CONTAINERS> = PerCpuArray::new();
 
 /// What the edges about pressure are decided from.
 ///

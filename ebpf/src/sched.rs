@@ -17,6 +17,7 @@ use crate::{
     containers::{Pod, counters, pod_of_cached},
     events::is_current,
     exits::thread_ended,
+    holders::{begin_stretch, waited_for},
     kernel::{
         OFF_TASK_STATE, POS_SWITCH_NEXT, POS_SWITCH_PREEMPT, POS_SWITCH_PREV, POS_SWITCH_STATE,
         POS_WAKEUP_TASK, known,
@@ -68,22 +69,30 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
         // SAFETY: a live element; only this thread's own hooks write it, one at a time.
         unsafe { (*state).runnable_since_ns = now };
     }
-    let mut coming =
-        Running { since_ns: now, cgroup_id: 0, pod_id: 0, wait_ns: 0, qos: pod.qos, waited: 0, ..*cpu };
-    if !pod.is_none() {
-        coming.cgroup_id = cgroup_id;
-        coming.pod_id = pod.id;
-        if let Some(wait_ns) = waited_ns(next, now) {
-            coming.wait_ns = wait_ns;
-            coming.waited = 1;
-        }
+    let wait = if pod.is_none() { None } else { waited_ns(next, now) };
+    if let Some(wait) = wait
+        && wait.all >= PRESSURE_FLOOR_NS
+    {
+        waited_for(cgroup_id, wait.all, wait.here, now);
+        let now = now.wrapping_add(cpu.ahead_ns);
+        waited::<{ pressure::RUN_QUEUE as usize }>(cgroup_id, pod.qos, wait.all, now);
     }
-    *cpu = coming;
-    if coming.wait_ns >= PRESSURE_FLOOR_NS {
-        let now = now.wrapping_add(coming.ahead_ns);
-        waited::<{ pressure::RUN_QUEUE as usize }>(cgroup_id, pod.qos, coming.wait_ns, now);
-    }
+    begin_stretch(cpu, next, cgroup_id, now);
+    cpu.since_ns = now;
+    cpu.cgroup_id = if pod.is_none() { 0 } else { cgroup_id };
+    cpu.pod_id = pod.id;
+    cpu.qos = pod.qos;
+    cpu.wait_ns = wait.map_or(0, |wait| wait.all);
+    cpu.waited = u32::from(wait.is_some());
     0
+}
+
+/// How long a thread has waited for the CPU that it gets: nanoseconds.
+#[derive(Clone, Copy)]
+struct Wait {
+    all: u64,
+    /// Of it at this CPU, up to now.
+    here: u64,
 }
 
 /// Finds once in a while how far `CLOCK_MONOTONIC` is ahead of this CPU's run queue's clock.
@@ -98,39 +107,40 @@ fn compare_clocks(cpu: &mut Running, now: u64) {
 
 /// How long a thread that gets the CPU now has waited for it; `None` if its beginning was not seen.
 #[inline(always)]
-fn waited_ns(next: Task, now: u64) -> Option<u64> {
+fn waited_ns(next: Task, now: u64) -> Option<Wait> {
     if known::<{ group::RUN_DELAY }>() { Some(by_run_delay(next, now)) } else { by_wakeup(next, now) }
 }
 
 /// The kernel adds up how long each thread has waited in its life (`run_delay`). What has come to it since
 /// the last time that we saw it get a CPU is this wait, wherever the thread was moved meanwhile.
 #[inline(always)]
-fn by_run_delay(next: Task, now: u64) -> u64 {
+fn by_run_delay(next: Task, now: u64) -> Wait {
     let waits = next.waits(now);
     // New to the pods, or its fork was passed over, as may be on newer kernels (see exits.rs); task storage
     // may be made here.
     let state = next.state_or_new();
-    let Some(state) = state else { return waits.here };
+    let Some(state) = state else { return Wait { all: waits.here, here: waits.here } };
     // SAFETY: a live element; only this thread's own hooks write it, one at a time.
     let state = unsafe { &mut *state };
-    let wait = if state.arrived_ns == waits.arrived {
+    let all = if state.arrived_ns == waits.arrived {
         waits.all.saturating_sub(state.waited_ns)
     } else {
         waits.here
     };
     state.arrived_ns = now;
     state.waited_ns = waits.all;
-    wait
+    Wait { all, here: waits.here }
 }
 
 /// A thread that comes was woken or preempted before, so its state is always of the current wait. That has no
 /// length if the wake-up caused the switch: then the kernel saves reading its clock again
 /// (`rq_clock_skip_update`).
 #[inline(always)]
-fn by_wakeup(next: Task, now: u64) -> Option<u64> {
+fn by_wakeup(next: Task, now: u64) -> Option<Wait> {
     // SAFETY: a live element; only this thread's own hooks write it, one at a time.
     let since = unsafe { (*next.state()?).runnable_since_ns };
-    if since != 0 && now >= since { Some(now - since) } else { None }
+    // If it was moved meanwhile, it is not known since when it waits here.
+    if since != 0 && now >= since { Some(Wait { all: now - since, here: now - since }) } else { None }
 }
 
 /// Adds what the thread that leaves has run and waited. `next` is the pod of the one that comes.

@@ -2,7 +2,7 @@
 
 use super::KernelError;
 use aya::maps::{Map, MapData, PerCpuArray, PerCpuValues};
-use beelet_ebpf_abi::{Counters, MAX_CONTAINERS, Slot};
+use beelet_ebpf_abi::{Counters, Slot};
 use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,33 +11,36 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(super) struct Containers {
     /// The map's own memory: which slots are taken is known without a call for each.
     slots: MmapRaw,
+    entries: usize,
     counters: PerCpuArray<MapData, Counters>,
 }
 
 /// A slot that is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Taken {
-    slot: u32,
+    pub(super) slot: u32,
     /// The cgroup2 id of its owner.
     pub(super) cgroup_id: u64,
 }
 
 impl Containers {
     pub(super) fn open(slots: &MapData, counters: MapData) -> Result<Containers, KernelError> {
+        let info = slots.info().map_err(|error| KernelError::map("SLOTS", &error))?;
+        let entries = info.max_entries() as usize;
         let slots = MmapOptions::new()
-            .len(MAX_CONTAINERS * size_of::<Slot>())
+            .len(entries * size_of::<Slot>())
             .map_raw(slots.fd().as_fd().as_raw_fd())
             .map_err(|error| KernelError::map("SLOTS", &error))?;
         let counters = Map::from_map_data(counters)
             .and_then(PerCpuArray::try_from)
             .map_err(|error| KernelError::map("CONTAINERS", &error))?;
-        Ok(Containers { slots, counters })
+        Ok(Containers { slots, entries, counters })
     }
 
     fn owners(&self) -> &[AtomicU64] {
         // SAFETY: mapped with this length for as long as `self` lives, and aligned to a page; a `Slot` is one
         // word, which everybody changes as a whole.
-        unsafe { std::slice::from_raw_parts(self.slots.as_ptr().cast(), MAX_CONTAINERS) }
+        unsafe { std::slice::from_raw_parts(self.slots.as_ptr().cast(), self.entries) }
     }
 
     /// The slots that are taken. A cgroup may have two: where one nearer to its home was freed just when it

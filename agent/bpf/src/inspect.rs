@@ -6,8 +6,8 @@ use super::pins::{self, MAPS};
 use super::{KernelError, MapMemory, sys};
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray};
 use beelet_ebpf_abi::{
-    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,
-    Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
+    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, Held, Holders, ListenerRecord,
+    Meta, Pressure, Running, Settings, Slot, SocketCookie, Stretch, TaskKey, TaskState,
 };
 use serde_json::{Map as Object, Value, json};
 use std::os::fd::{AsFd, OwnedFd};
@@ -124,6 +124,7 @@ pub fn dump(bpffs: &Path, pin_name: &str, name: &str) -> Result<Vec<Value>, Kern
         "RUNNING" => per_cpu_array::<Running>(map, name),
         "ANCESTRY" => per_cpu_array::<Ancestry>(map, name),
         "CONTAINERS" => per_cpu_array::<Counters>(map, name),
+        "HOLDERS" => per_cpu_array::<Holders>(map, name),
         "SLOTS" => slots(map, name),
         "EVENTS" => Err(KernelError::new(
             "EVENTS is the ring buffer: what goes through it is read once, by the agent",
@@ -221,6 +222,18 @@ impl<const N: usize> Show for [u64; N] {
     }
 }
 
+macro_rules! show_arrays {
+    ($($type:ty),+) => {$(
+        impl<const N: usize> Show for [$type; N] {
+            fn show(&self) -> Value {
+                Value::from(self.iter().map(Show::show).collect::<Vec<_>>())
+            }
+        }
+    )+};
+}
+
+show_arrays!(Stretch, Held);
+
 macro_rules! show {
     ($($type:ident { $($field:ident),+ })+) => {$(
         impl Show for $type {
@@ -248,7 +261,12 @@ show! {
     TaskState { runnable_since_ns, arrived_ns, waited_ns, reclaiming_since_ns, task }
     ExitedKey { started_ns, pid, reserved }
     Drops { ring_full, listeners_full, addresses_full, containers_full, tasks_full }
-    Running { since_ns, ahead_ns, compared_ns, cgroup_id, pod_id, wait_ns, qos, waited }
+    Running {
+        since_ns, ahead_ns, compared_ns, cgroup_id, pod_id, wait_ns, qos, waited, newest, stretches
+    }
+    Stretch { cgroup_id, since_ns }
+    Holders { cgroup_id, epoch, waited_ns, held }
+    Held { cgroup_id, held_ns }
     Ancestry { cgroup_id, pod_id, qos, generation }
     Slot { cgroup_id }
     Counters {

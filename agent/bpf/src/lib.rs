@@ -12,6 +12,7 @@ mod check;
 mod containers;
 pub mod edges;
 mod error;
+mod holders;
 mod inspect;
 mod listeners;
 mod loader;
@@ -30,11 +31,12 @@ mod sys;
 
 pub use sys::{give_memory_back, share_arenas, watched};
 
-pub use beelet_ebpf_abi::{Counters, Drops, OomKill, WAIT_BUCKETS};
+pub use beelet_ebpf_abi::{Counters, Drops, NOBODY, OomKill, WAIT_BUCKETS};
 pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
 pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
 pub use edges::{Edge, Edges, Interest, PressureKind};
 pub use error::KernelError;
+pub use holders::{Interference, WaitedFor};
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, wait_bucket_floor_ns};
@@ -44,7 +46,7 @@ pub use settings::{ByQos, Thresholds};
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
 use edges::Hub;
-use pins::{Current, Pins};
+use pins::{Current, Pins, Sizes};
 use reader::Reader;
 use sha2::{Digest as _, Sha256};
 use std::path::{Path, PathBuf};
@@ -77,6 +79,8 @@ pub struct KernelOptions {
     pub mode: BpfMode,
     /// Another object than the built-in one, for development.
     pub object: Option<PathBuf>,
+    /// Pods that the node may have: there is room for the cgroups of so many.
+    pub pods: usize,
     /// From what on waiting is sent as an edge.
     pub thresholds: Thresholds,
     /// Fields of the kernel's to do without, by their names in [`beelet_ebpf_abi::fields`], as if this kernel
@@ -93,6 +97,7 @@ impl Default for KernelOptions {
             cgroup: PathBuf::new(),
             mode: BpfMode::default(),
             object: None,
+            pods: 512,
             thresholds: Thresholds::default(),
             without: &[],
         }
@@ -199,7 +204,8 @@ impl Kernel {
         };
         let kernel_btf = read_kernel_btf()?;
         let release = kernel_release();
-        let (pins, found, pins_row) = find_pins(options, release)?;
+        let sizes = Sizes::of(options.pods, release);
+        let (pins, found, pins_row) = find_pins(options, sizes)?;
         let current = found.as_ref().map_or(Current::Absent, |found| match &found.current {
             Current::Absent => Current::Absent,
             Current::Complete(meta) => Current::Complete(*meta),
@@ -212,6 +218,7 @@ impl Kernel {
             current,
             kernel_btf: &kernel_btf,
             release,
+            sizes,
             without: options.without,
         };
         let mut loaded = loader::load(&request)?;
@@ -254,7 +261,8 @@ impl Kernel {
             || containers::Containers::open(map("SLOTS")?, loader::duplicate(map("CONTAINERS")?)?);
         let pressure = loader::duplicate(map("PRESSURE")?)?;
         let stale_counters = stale_counters::StaleCounters::new(containers()?, pressure, &options.cgroup)?;
-        let measures = Measures::new(containers()?, loader::duplicate(map("RUNNING")?)?)?;
+        let [running, holders] = ["RUNNING", "HOLDERS"].map(|name| map(name).and_then(loader::duplicate));
+        let measures = Measures::new(containers()?, running?, holders?)?;
         let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
             aya::maps::Map::from_map_data(data)
                 .and_then(PerCpuArray::try_from)
@@ -282,7 +290,8 @@ impl Kernel {
     /// Something there is not ours (it is left alone), or can't be removed.
     pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
         let pins = Pins::open(bpffs, pin_name)?;
-        let found = pins.inspect(offsets::has_task_storage(kernel_release()))?;
+        // Whatever is there goes, however large its maps are.
+        let found = pins.inspect(Sizes::of(0, kernel_release()))?;
         let any = !found.stale.is_empty() || pins.dir().exists();
         for stale in found.stale {
             Pins::remove_stale(&stale)?;
@@ -436,10 +445,10 @@ type PinsFound = (Option<Pins>, Option<pins::Found>, Capability);
 
 /// The place for pins, what is there, and the row that says so. Only something foreign at our place is an
 /// error.
-fn find_pins(options: &KernelOptions, release: (u32, u32)) -> Result<PinsFound, KernelError> {
+fn find_pins(options: &KernelOptions, sizes: Sizes) -> Result<PinsFound, KernelError> {
     let row = |have| Capability::new(&capability::PINS, None, have);
     let opened = Pins::open(&options.bpffs, &options.pin_name).and_then(|pins| {
-        let found = pins.inspect(offsets::has_task_storage(release))?;
+        let found = pins.inspect(sizes)?;
         Ok((pins, found))
     });
     match opened {

@@ -9,7 +9,7 @@ use super::KernelError;
 use super::bpf_log::BpfLog;
 use super::capability::{Capability, Hook, LISTENER_STATE, PROGRAMS, Program};
 use super::offsets::{self, Offsets};
-use super::pins::{Current, MAPS, META, Pins, TASKS};
+use super::pins::{Current, MAPS, META, Pins, Sizes};
 use super::sys;
 use aya::maps::{Array, Map, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
@@ -50,6 +50,7 @@ pub(super) struct Request<'a> {
     pub(super) kernel_btf: &'a super::btf::Btf,
     /// The kernel's release: major and minor.
     pub(super) release: (u32, u32),
+    pub(super) sizes: Sizes,
     /// As in [`super::KernelOptions::without`].
     pub(super) without: &'static [&'static str],
 }
@@ -186,8 +187,11 @@ fn open_object(
         loader.override_global(name, value, true);
     }
     loader.override_global("INSTANCE", &instance, true);
-    if offsets::has_task_storage(request.release) {
-        loader.map_max_entries(TASKS, 1);
+    loader.override_global("CONTAINER_BITS", &request.sizes.container_bits, true);
+    for shape in MAPS {
+        if let Some(entries) = shape.resized(request.sizes) {
+            loader.map_max_entries(shape.name, entries);
+        }
     }
     if let Some(pins) = pins {
         for shape in MAPS {

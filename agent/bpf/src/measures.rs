@@ -2,8 +2,9 @@
 
 use super::KernelError;
 use super::containers::{Containers, add};
+use super::holders::WaitedFor;
 use aya::maps::{Map, MapData, PerCpuArray, PerCpuValues};
-use beelet_ebpf_abi::{Counters, FIRST_BUCKET_BITS, Running, WAIT_BUCKETS};
+use beelet_ebpf_abi::{Counters, FIRST_BUCKET_BITS, Holders, Running, WAIT_BUCKETS};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -25,14 +26,22 @@ impl std::fmt::Debug for Measures {
 struct Maps {
     containers: Containers,
     running: PerCpuArray<MapData, Running>,
+    holders: PerCpuArray<MapData, Holders>,
 }
 
 impl Measures {
-    pub(super) fn new(containers: Containers, running: MapData) -> Result<Measures, KernelError> {
+    pub(super) fn new(
+        containers: Containers,
+        running: MapData,
+        holders: MapData,
+    ) -> Result<Measures, KernelError> {
         let running = Map::from_map_data(running)
             .and_then(PerCpuArray::try_from)
             .map_err(|error| KernelError::map("RUNNING", &error))?;
-        Ok(Measures { maps: Arc::new(Maps { containers, running }) })
+        let holders = Map::from_map_data(holders)
+            .and_then(PerCpuArray::try_from)
+            .map_err(|error| KernelError::map("HOLDERS", &error))?;
+        Ok(Measures { maps: Arc::new(Maps { containers, running, holders }) })
     }
 
     /// The counters of every cgroup that did anything yet, by cgroup2 id: all CPUs added up, with what its
@@ -82,6 +91,25 @@ impl Measures {
         }
     }
 
+    /// Who had the CPUs while these cgroups' threads waited for them, as far as they waited long (beyond 100
+    /// µs at a time) within the last minutes; by cgroup2 id.
+    ///
+    /// # Errors
+    /// The kernel refused to read a map.
+    pub fn waited_for(&self, wanted: impl Fn(u64) -> bool) -> Result<BTreeMap<u64, WaitedFor>, KernelError> {
+        let mut found: BTreeMap<u64, WaitedFor> = BTreeMap::new();
+        for taken in self.maps.containers.taken().filter(|taken| wanted(taken.cgroup_id)) {
+            let cpus = self.maps.holders.get(&taken.slot, 0);
+            let cpus = cpus.map_err(|error| KernelError::map("HOLDERS", &error))?;
+            let now_ns = super::monotonic_ns();
+            for cpu in cpus.iter().filter(|cpu| cpu.cgroup_id == taken.cgroup_id) {
+                found.entry(taken.cgroup_id).or_insert_with(|| WaitedFor::none(now_ns)).add(cpu, now_ns);
+            }
+        }
+        found.values_mut().for_each(WaitedFor::sort);
+        Ok(found)
+    }
+
     fn counted(&self, cgroup_id: u64) -> Result<Option<Counters>, KernelError> {
         let mut found = None;
         for taken in self.maps.containers.taken().filter(|taken| taken.cgroup_id == cgroup_id) {
@@ -105,7 +133,7 @@ pub fn wait_bucket_floor_ns(bucket: usize) -> u64 {
 }
 
 /// The bucket of a run-queue wait: the programs' own rule (`bucket` in ebpf/src/sched.rs).
-fn wait_bucket(wait_ns: u64) -> usize {
+pub(super) fn wait_bucket(wait_ns: u64) -> usize {
     let bits = wait_ns.checked_ilog2().unwrap_or(0) + 1;
     (bits.saturating_sub(FIRST_BUCKET_BITS) as usize).min(WAIT_BUCKETS - 1)
 }

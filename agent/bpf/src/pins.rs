@@ -6,12 +6,13 @@
 
 use super::KernelError;
 use super::capability::PROGRAMS;
+use super::offsets;
 use super::sys::{self, ObjectKind};
 use aya::maps::{Array, Map, MapData, MapType};
 use beelet_ebpf_abi::{
     ABI_VERSION, ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey,
-    ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta,
-    Pressure, RING_BYTES, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
+    Holders, ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS,
+    Meta, Pressure, RING_BYTES, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
 };
 use rustix::mount::{MountFlags, UnmountFlags};
 use std::os::fd::AsFd;
@@ -36,19 +37,56 @@ pub(super) struct MapShape {
 }
 
 impl MapShape {
-    /// Entries of the map on this kernel: threads are in one of two maps, and the other is kept as small as
-    /// can be.
-    pub(super) fn entries(&self, task_storage: bool) -> usize {
-        if self.name == TASKS && task_storage { 1 } else { self.entries }
+    /// Entries of the map, if these are others than the object says.
+    pub(super) fn resized(&self, sizes: Sizes) -> Option<u32> {
+        let entries = self.entries(sizes);
+        if entries == self.entries { None } else { u32::try_from(entries).ok() }
+    }
+
+    /// Entries of the map on this kernel and this node.
+    fn entries(&self, sizes: Sizes) -> usize {
+        if self.name == TASKS && sizes.task_storage {
+            1
+        } else if self.entries == MAX_CONTAINERS {
+            1 << sizes.container_bits
+        } else {
+            self.entries
+        }
     }
 }
+
+/// What the sizes of maps depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sizes {
+    /// Threads are in one of two maps, and the other is kept as small as can be.
+    task_storage: bool,
+    /// Entries of what is kept for each cgroup of a pod, as a power of two.
+    pub(super) container_bits: u32,
+}
+
+impl Sizes {
+    /// For a node of so many pods. A pod has two cgroups or more (its sandbox's and its containers'), those
+    /// that are gone are counted for a while, and the table may be three quarters full
+    /// (docs/decisions/0014-counters-table.md): four entries per pod.
+    pub(super) fn of(pods: usize, release: (u32, u32)) -> Sizes {
+        let entries = pods.saturating_mul(4).clamp(1 << LEAST_BITS, 1 << MOST_BITS);
+        Sizes {
+            task_storage: offsets::has_task_storage(release),
+            container_bits: entries.next_power_of_two().trailing_zeros(),
+        }
+    }
+}
+
+/// No table is smaller than 1,024 entries, or larger than 65,536: it is there once for each CPU.
+const LEAST_BITS: u32 = 10;
+const MOST_BITS: u32 = 16;
 
 const fn shape(name: &'static str, kind: MapType, key: usize, value: usize, entries: usize) -> MapShape {
     MapShape { name, kind, key, value, entries }
 }
 
 /// What each thread is waiting for, where there is no task storage.
-pub(super) const TASKS: &str = "TASKS";
+const TASKS: &str = "TASKS";
 
 /// Every map that is pinned. `META` comes first.
 pub(super) const MAPS: &[MapShape] = &[
@@ -59,6 +97,7 @@ pub(super) const MAPS: &[MapShape] = &[
     shape("DROPS", MapType::PerCpuArray, 4, size_of::<Drops>(), 1),
     shape("SETTINGS", MapType::Array, 4, size_of::<Settings>(), 1),
     shape("CONTAINERS", MapType::PerCpuArray, 4, size_of::<Counters>(), MAX_CONTAINERS),
+    shape("HOLDERS", MapType::PerCpuArray, 4, size_of::<Holders>(), MAX_CONTAINERS),
     shape("SLOTS", MapType::Array, 4, size_of::<Slot>(), MAX_CONTAINERS),
     shape("PRESSURE", MapType::Hash, size_of::<CgroupKey>(), size_of::<Pressure>(), MAX_CONTAINERS),
     shape("RUNNING", MapType::PerCpuArray, 4, size_of::<Running>(), 1),
@@ -116,7 +155,7 @@ impl Pins {
     ///
     /// # Errors
     /// [`KernelError::Foreign`]: our place is taken, and the kernel half stays off.
-    pub(super) fn inspect(&self, task_storage: bool) -> Result<Found, KernelError> {
+    pub(super) fn inspect(&self, sizes: Sizes) -> Result<Found, KernelError> {
         let foreign = |path: &Path, what: &str| {
             KernelError::Foreign(format!(
                 "{} is {what}, which beelet did not make. It is left alone; remove it, or give beelet another place \
@@ -144,9 +183,7 @@ impl Pins {
             if version == Some(ABI_VERSION) {
                 self.check_current().map_err(|(path, what)| foreign(&path, &what))?;
                 found.current = match meta {
-                    Some(meta) if meta.complete == 1 && self.maps_fit(task_storage) => {
-                        Current::Complete(meta)
-                    }
+                    Some(meta) if meta.complete == 1 && self.maps_fit(sizes) => Current::Complete(meta),
                     _ => Current::Absent,
                 };
             } else {
@@ -176,14 +213,14 @@ impl Pins {
     }
 
     /// Returns true if every map is there and has the shape of this version.
-    fn maps_fit(&self, task_storage: bool) -> bool {
+    fn maps_fit(&self, sizes: Sizes) -> bool {
         MAPS.iter().all(|shape| {
             let info = MapData::from_pin(self.map(shape.name)).and_then(|map| map.info());
             info.is_ok_and(|info| {
                 info.map_type().is_ok_and(|kind| kind == shape.kind)
                     && info.key_size() as usize == shape.key
                     && info.value_size() as usize == shape.value
-                    && info.max_entries() as usize == shape.entries(task_storage)
+                    && info.max_entries() as usize == shape.entries(sizes)
             })
         })
     }

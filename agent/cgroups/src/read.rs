@@ -4,7 +4,7 @@
 //! reading fails, and another one of the same name is not mistaken for it. So does a file; and to open one
 //! takes the kernel three to ten times as long as to read it again.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -94,6 +94,44 @@ impl Cgroups {
             search.descend(&hierarchy.mount.join(root), "", MAX_DEPTH);
         }
         search.found
+    }
+
+    /// The cgroups that the kernel half knows by these ids, whether pods' or the machine's: their paths from
+    /// the root of cgroup2. Those that are gone, and those that are nested deeper than any that we know, are
+    /// left out.
+    #[must_use]
+    pub fn find_ids(&self, ids: &HashSet<u64>) -> BTreeMap<u64, String> {
+        use std::os::unix::fs::{DirEntryExt as _, MetadataExt as _};
+        let mut found = BTreeMap::new();
+        let Some(hierarchy) = self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2) else {
+            return found;
+        };
+        if let Ok(root) = fs::metadata(&hierarchy.mount)
+            && ids.contains(&root.ino())
+        {
+            found.insert(root.ino(), "/".to_owned());
+        }
+        let mut looked_at = 0;
+        let mut ahead = VecDeque::from([(hierarchy.mount.clone(), String::new(), 0)]);
+        while let Some((dir, path, depth)) = ahead.pop_front() {
+            for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+                if looked_at == MAX_FOLDERS || found.len() == ids.len() {
+                    return found;
+                }
+                if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    continue;
+                }
+                looked_at += 1;
+                let below = format!("{path}/{}", entry.file_name().to_string_lossy());
+                if ids.contains(&entry.ino()) {
+                    found.insert(entry.ino(), below.clone());
+                }
+                if depth < MAX_DEPTH {
+                    ahead.push_back((entry.path(), below, depth + 1));
+                }
+            }
+        }
+        found
     }
 
     /// The folders below which containers come and go: `kubepods` (`kubepods.slice`), its QoS classes and the
@@ -352,6 +390,24 @@ mod tests {
         fs::create_dir_all(dir.path().join(format!("unified/x/crio-conmon-{}.scope", ids[3]))).unwrap();
         let found = cgroups.find_containers(&ids.iter().map(String::as_str).collect());
         let expected: BTreeMap<String, String> = ids.iter().cloned().zip(paths).collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn cgroups_of_the_machine_are_found_by_their_ids() {
+        use std::os::unix::fs::MetadataExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let cgroups = cgroups(dir.path(), Version::Hybrid);
+        let root = dir.path().join("unified");
+        fs::create_dir_all(root.join("system.slice/containerd.service/inner")).unwrap();
+        let id = |path: &str| fs::metadata(root.join(path)).unwrap().ino();
+        let ids = HashSet::from([id(""), id("system.slice/containerd.service"), u64::MAX]);
+        let found: Vec<(u64, String)> = cgroups.find_ids(&ids).into_iter().collect();
+        let mut expected = [
+            (id(""), "/".to_owned()),
+            (id("system.slice/containerd.service"), "/system.slice/containerd.service".to_owned()),
+        ];
+        expected.sort();
         assert_eq!(found, expected);
     }
 

@@ -3,9 +3,7 @@
 mod node;
 mod pod;
 
-use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use beelet_proto::beelet as proto;
 use clap::{Args, Subcommand};
@@ -13,8 +11,9 @@ use jiff::Timestamp;
 
 use super::args::AgentArgs;
 use super::get::{print, show_notice};
-use super::{complete, finish, neighbours};
-use beelet_client::{Client, signals};
+use super::{complete, finish};
+use beelet_client::Client;
+use beelet_model::table::PodName;
 
 /// Arguments of `beelet describe`.
 #[derive(Debug, Args)]
@@ -67,48 +66,18 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
         uid: entry.pod.metadata.uid.clone().unwrap_or_default(),
     };
     let events = client.kept_events(wanted).await?;
-    let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
-    let interference = interference(&args.agent.socket, uid).await;
-    print(&pod::text(&entry.pod, &events, interference.as_deref(), Timestamp::now()))?;
+    let signals = signals(&args.agent.socket, name).await;
+    print(&pod::text(&entry.pod, &signals, &events, Timestamp::now()))?;
     show_notice(&notice);
     Ok(())
 }
 
-/// Who had the CPU while the pod waited for it, over the longest time that is known: a second, where nobody
-/// else looks.
-async fn interference(socket: &Path, uid: &str) -> Option<String> {
-    /// Two readings make a rate; longer than this nobody waits for a sentence.
-    const PATIENCE: Duration = Duration::from_millis(2500);
-    let asking = async {
-        let mut snapshots = signals::Client::connect(socket).await.ok()?.snapshots("").await.ok()?;
-        loop {
-            let snapshot = snapshots.message().await.ok()??;
-            let pod = snapshot.pods.iter().find(|pod| pod.uid == uid)?;
-            if !pod.containers.iter().any(|container| container.running) {
-                return None;
-            }
-            if pod.containers.iter().any(|container| container.last_1s.is_some()) {
-                return Some(snapshot);
-            }
-        }
-    };
-    let snapshot = tokio::time::timeout(PATIENCE, asking).await.ok()??;
-    let machine = snapshot.machine.clone().unwrap_or_default();
-    let containers = snapshot.pods.iter().flat_map(|pod| &pod.containers);
-    // Before ten seconds have been watched, they are shorter.
-    if containers.filter_map(ten).any(|rates| rates.over_seconds > 5.0) {
-        neighbours::sentence(&snapshot, uid, machine.cpu_10s, ten)
-    } else {
-        neighbours::sentence(&snapshot, uid, machine.cpu_1s, one)
-    }
-}
-
-fn ten(container: &proto::SignalContainer) -> Option<&proto::SignalRates> {
-    container.last_10s.as_ref()
-}
-
-fn one(container: &proto::SignalContainer) -> Option<&proto::SignalRates> {
-    container.last_1s.as_ref()
+/// What its containers waited for. It is a line of many: nothing, where the agent does not measure yet.
+async fn signals(socket: &std::path::Path, name: &PodName) -> Vec<proto::SignalContainer> {
+    let Ok(mut client) = beelet_client::signals::Client::connect(socket).await else { return Vec::new() };
+    let Ok(snapshot) = client.snapshot(&name.namespace).await else { return Vec::new() };
+    let pod = snapshot.pods.into_iter().find(|pod| pod.name == name.name);
+    pod.map(|pod| pod.containers).unwrap_or_default()
 }
 
 async fn describe_node(args: &AgentArgs) -> anyhow::Result<()> {

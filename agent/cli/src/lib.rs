@@ -40,6 +40,7 @@ pub mod top;
 pub mod tune;
 mod until;
 pub mod wait;
+mod waited;
 mod why;
 
 /// The commands that ask an agent, or decide or look without one.

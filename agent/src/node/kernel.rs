@@ -33,6 +33,22 @@ pub(super) async fn stop(kernel: Kernel, keep_pins: bool) {
     }
 }
 
+/// Who had the CPUs while others waited, for the tuner. A failure is the counters' too, which are read
+/// before, and say so.
+pub(super) fn holders(measures: beelet_bpf::Measures) -> beelet_tuner::Holders {
+    Arc::new(move |waiting| {
+        let found = measures.waited_for(|id| waiting.contains(&id)).unwrap_or_default();
+        let permille = |part: u64, of: u64| {
+            u32::try_from(u128::from(part) * 1000 / u128::from(of.max(1))).unwrap_or(u32::MAX).min(1000)
+        };
+        let shares = |waited: beelet_bpf::WaitedFor| {
+            let of = waited.waited_ns;
+            waited.held.into_iter().map(|(id, held_ns)| (id, permille(held_ns, of))).collect()
+        };
+        found.into_iter().map(|(id, waited)| (id, shares(waited))).collect()
+    })
+}
+
 /// What the kernel programs count, for the tuner. It reads twice per second, so a failure is logged once.
 pub(super) fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
     let warned = AtomicBool::new(false);

@@ -311,6 +311,7 @@ impl Allowed {
                 owner: beelet_tuner::Owner::Kubelet,
                 state,
                 waits: kernel.measures().map(kernel::waits),
+                holders: kernel.measures().map(kernel::holders),
                 settings,
                 metrics: self.tuner,
                 view: self.view,

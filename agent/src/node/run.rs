@@ -718,6 +718,7 @@ impl Node {
             owner: beelet_tuner::Owner::Us(self.cgroup_config.clone()),
             state: Arc::clone(&self.state),
             waits: self.kernel.measures().map(kernel::waits),
+            holders: self.kernel.measures().map(kernel::holders),
             settings: beelet_tuner::Settings {
                 mode: configured.mode,
                 interval: configured.interval,
@@ -809,6 +810,7 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
         mode: config.beelet.bpf,
         object: config.beelet.bpf_log.clone(),
         thresholds: config.beelet.pressure_edges,
+        pods: usize::try_from(config.max_pods).unwrap_or(usize::MAX),
         ..KernelOptions::default()
     }
 }

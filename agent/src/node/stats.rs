@@ -13,11 +13,11 @@ use tokio_util::sync::CancellationToken;
 
 use beelet_api::signals::feed::Feed;
 use beelet_api::signals::{self, Mode};
-use beelet_bpf::{Interest, Kernel};
+use beelet_bpf::{Interest, Interference, Kernel, KernelError};
 use beelet_cgroups::Cgroups;
 use beelet_model::{disk::DiskUse, table::PodTable};
 use beelet_stats::metrics::{Containers, Metrics};
-use beelet_stats::{Inbox, Parts, Sampling};
+use beelet_stats::{Inbox, KernelReading, Parts, Sampling};
 
 /// What servers need of the measuring; made before anything is measured.
 #[derive(Debug, Clone)]
@@ -86,11 +86,17 @@ impl Stats {
 /// Reads the kernel programs' counters for the sampling.
 fn snapshot(kernel: &Kernel) -> beelet_stats::Snapshot {
     let Some(measures) = kernel.measures() else { return Box::new(|| None) };
+    let mut interference = Interference::new(measures.clone());
+    let mut read = move || {
+        let counters = measures.snapshot()?;
+        let waited_for = interference.read(&counters)?;
+        Ok::<_, KernelError>(KernelReading { counters, waited_for })
+    };
     let mut said = false;
-    Box::new(move || match measures.snapshot() {
-        Ok(counters) => {
+    Box::new(move || match read() {
+        Ok(reading) => {
             said = false;
-            Some(counters)
+            Some(reading)
         }
         Err(error) => {
             if !std::mem::replace(&mut said, true) {

@@ -18,6 +18,7 @@ pub mod model;
 pub mod parse;
 mod rates;
 mod sampler;
+mod who;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +29,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
 pub use self::model::NodeStats;
-pub use self::sampler::Snapshot;
+pub use self::sampler::{KernelReading, Snapshot};
 
 use self::sampler::Sampler;
 use beelet_cgroups::Cgroups;

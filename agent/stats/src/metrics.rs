@@ -5,6 +5,7 @@
 //! `/metrics/resource`, docs/metrics.md). Cardinality is bounded by the number of containers, which the
 //! sampler bounds; histograms have 17 buckets.
 
+use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::time::Instant;
 
@@ -17,7 +18,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
 use super::Stats;
-use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS};
+use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS, Who};
 use super::rates::{bucket_bounds, reclaim_ns};
 
 /// Metrics of the sampling itself. Clones count together.
@@ -343,13 +344,19 @@ pub const RUNQUEUE: (&str, &str) = (
     "How long runnable tasks waited for a CPU, in seconds: 1 µs to 18 min, four times as long from bucket to bucket",
 );
 
+/// Who had the CPUs while a container waited for them.
+pub const HELD: (&str, &str) = (
+    "beelet_container_cpu_held_ratio",
+    "Share of the last minute's long waits for a CPU during which another had it; of the three that had it most",
+);
+
 /// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is
 /// configured.
 #[derive(Debug, Clone)]
 struct Labels<'a> {
     pod: &'a PodStats,
     container: &'a ContainerStats,
-    own: Option<(&'static str, &'static str)>,
+    own: Option<(&'a str, &'a str)>,
     pod_uid: bool,
 }
 
@@ -408,11 +415,29 @@ impl Collector for Containers {
                 }
             }
         }
+        self.held(&pressure, &mut encoder)?;
         self.histogram(&pressure, encoder)
     }
 }
 
 impl Containers {
+    fn held(&self, pressure: &NodeStats, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let (name, help) = HELD;
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (pod, container) in pressure.containers() {
+            // Several containers of one pod are one: a sample's labels must be its own.
+            let mut shares: BTreeMap<String, f64> = BTreeMap::new();
+            for holder in container.waited_for.iter().flat_map(|waited| &waited.holders) {
+                *shares.entry(label_of(&holder.who)).or_default() += holder.share;
+            }
+            for (by, share) in shares {
+                let labels = Labels { pod, container, own: Some(("by", &by)), pod_uid: self.pod_uid };
+                ConstGauge::new(share.min(1.0)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+
     fn histogram(&self, pressure: &NodeStats, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let (name, help) = RUNQUEUE;
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
@@ -429,6 +454,16 @@ impl Containers {
             )?;
         }
         Ok(())
+    }
+}
+
+/// `namespace/pod` of a pod, the path of a cgroup of the machine's, and words for what is neither.
+fn label_of(who: &Who) -> String {
+    match who {
+        Who::Pod { pod, .. } => format!("{}/{}", pod.namespace, pod.name),
+        Who::Machine(path) => path.clone(),
+        Who::Nobody => "cpu-quota".to_owned(),
+        Who::Gone => "gone".to_owned(),
     }
 }
 

@@ -216,6 +216,48 @@ pub struct ContainerStats {
     pub reading: Option<Reading>,
     /// Rates over [`WINDOWS`], in that order; `None` before there are two readings.
     pub windows: [Option<Rates>; 3],
+    /// Who had the CPUs while it waited for them; `None` if it did not wait lately, and where no kernel
+    /// program measures.
+    pub waited_for: Option<WaitedFor>,
+}
+
+/// Who had the CPUs while a container's threads waited for them, in about the last minute. Waits below 100 µs
+/// are left out.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct WaitedFor {
+    /// Share of the last minute (0 to 1) in which some thread waited: PSI's, or where there is none, the
+    /// number of threads that waited on average, at most 1.
+    pub some: f64,
+    /// Those that had the CPUs most, three at most, the most first.
+    pub holders: Vec<Holder>,
+}
+
+/// One of those that had a CPU while others waited for it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Holder {
+    /// Who.
+    pub who: Who,
+    /// The share of the wait (0 to 1) during which it had the CPU.
+    pub share: f64,
+}
+
+/// Who can have a CPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Who {
+    /// A container, or the sandbox of a pod: then `container` is empty.
+    Pod {
+        /// Its pod.
+        pod: PodName,
+        /// Its name.
+        container: String,
+    },
+    /// A cgroup of the machine's, by its path from the root of cgroup2. `/` has kernel threads, and what is
+    /// in no cgroup.
+    Machine(String),
+    /// Nothing ran: its own CPU quota, or its pod's, held the container back.
+    Nobody,
+    /// A cgroup that is gone.
+    Gone,
 }
 
 /// What a container is at.

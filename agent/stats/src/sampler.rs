@@ -18,6 +18,7 @@ use super::model::{
 };
 use super::parse;
 use super::rates::{grown, share};
+use super::who::Names;
 use beelet_base::clock::monotonic_ns;
 use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
@@ -31,8 +32,17 @@ const FULL_EVERY: u64 = 10_000_000_000;
 const SEARCH_AGAIN: u64 = 250_000_000;
 const SEARCH_LONGEST: u64 = 30_000_000_000;
 
-/// Counters of the kernel programs by cgroup id; `None` where no program measures.
-pub type Snapshot = Box<dyn FnMut() -> Option<BTreeMap<u64, KernelCounters>> + Send>;
+/// What the kernel programs know, by cgroup id.
+#[derive(Debug, Clone, Default)]
+pub struct KernelReading {
+    /// What they counted.
+    pub counters: BTreeMap<u64, KernelCounters>,
+    /// Who had the CPUs while these waited: of those that did.
+    pub waited_for: BTreeMap<u64, beelet_bpf::WaitedFor>,
+}
+
+/// Reads that; `None` where no program measures.
+pub type Snapshot = Box<dyn FnMut() -> Option<KernelReading> + Send>;
 
 /// Reads, and remembers what the next reading needs.
 pub(super) struct Sampler {
@@ -47,6 +57,8 @@ pub(super) struct Sampler {
     lost: HashMap<String, (u64, u64)>,
     /// Pods' own cgroups and networks, by UID.
     pods: HashMap<String, TrackedPod>,
+    /// The names of those that had the CPUs.
+    names: Names,
     machine: History<MachineCounters>,
     full_at: u64,
     buffer: Vec<u8>,
@@ -89,6 +101,7 @@ impl Sampler {
             containers: HashMap::new(),
             lost: HashMap::new(),
             pods: HashMap::new(),
+            names: Names::default(),
             machine: History::default(),
             full_at: 0,
             // Room for any cgroup's file that there is, so that one read is enough.
@@ -113,13 +126,16 @@ impl Sampler {
         let kernel = (self.snapshot)();
         for pod in &mut pods {
             for container in &mut pod.containers {
-                self.read_container(container, kernel.as_ref(), depth);
+                self.read_container(container, kernel.as_ref().map(|kernel| &kernel.counters), depth);
                 if full {
                     self.count_files(container);
                 }
             }
             self.read_pod(pod, full, kernel.is_some());
             pod.disk = if full { self.disk.of(&pod.uid) } else { None };
+        }
+        if let Some(kernel) = &kernel {
+            self.names.name_holders(&mut pods, &kernel.waited_for, &self.cgroups, at_ns);
         }
         let machine = self.machine(at_ns, full);
         NodeStats {

@@ -36,7 +36,7 @@ impl Node {
         let counted = Arc::clone(&readings);
         let snapshot: Snapshot = Box::new(move || {
             counted.fetch_add(1, Ordering::SeqCst);
-            kernel.clone()
+            kernel.clone().map(|counters| KernelReading { counters, ..KernelReading::default() })
         });
         let (pressure, inbox) = channel();
         let parts = Parts {

@@ -20,7 +20,7 @@ use super::{
     knobs::{self, Setting},
     metrics::Metrics,
     quiet::Quiet,
-    sample::{Sampler, Source},
+    sample::{Holders, Sampler, Source},
     targets::Target,
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
@@ -63,6 +63,7 @@ pub struct Engine {
     cgroups: Arc<Cgroups>,
     durable: Arc<State>,
     waits: Option<Source>,
+    holders: Option<Holders>,
     settings: Settings,
     metrics: Metrics,
     sampler: Sampler,
@@ -94,7 +95,7 @@ impl Engine {
     pub fn new(
         cgroups: Arc<Cgroups>,
         durable: Arc<State>,
-        waits: Option<Source>,
+        (waits, holders): (Option<Source>, Option<Holders>),
         settings: Settings,
         metrics: Metrics,
     ) -> Self {
@@ -104,6 +105,7 @@ impl Engine {
             cgroups,
             durable,
             waits,
+            holders,
             settings,
             metrics,
             sampler: Sampler::default(),
@@ -152,7 +154,8 @@ impl Engine {
             &limited
         };
         let waits = waits.unwrap_or_default();
-        let mut seen = self.sampler.sample(&self.cgroups, waits, &self.best_effort, supports, pods, now);
+        let kernel = (waits, self.holders.as_ref());
+        let mut seen = self.sampler.sample(&self.cgroups, kernel, &self.best_effort, supports, pods, now);
         if self.is_guest && self.cgroups.version() != Version::V2 {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
         }

@@ -35,7 +35,7 @@ pub use self::{
     engine::{Engine, recover},
     events::tell,
     metrics::Metrics,
-    sample::Source,
+    sample::{Holders, Source},
     targets::{Target, TargetContainer},
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
@@ -79,6 +79,8 @@ pub struct Parts {
     pub state: Arc<State>,
     /// Single waits, where the kernel half measures them.
     pub waits: Option<Source>,
+    /// Who had the CPUs meanwhile, where it knows.
+    pub holders: Option<Holders>,
     /// How it is set up.
     pub settings: Settings,
     /// Counters and gauges.
@@ -164,7 +166,7 @@ impl Parts {
         let engine = Engine::new(
             Arc::clone(&self.cgroups),
             Arc::clone(&self.state),
-            self.waits.clone(),
+            (self.waits.clone(), self.holders.clone()),
             self.settings,
             self.metrics.clone(),
         );

@@ -1,6 +1,10 @@
 //! From counters that only grow to rates since the tick before.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Instant,
+};
 
 use beelet_ebpf_abi::Counters as KernelCounters;
 use beelet_policy::tuner::{ContainerSample, Observed, PodSample, Supports};
@@ -18,6 +22,10 @@ const AT_LIMIT_PERCENT: u64 = 95;
 
 /// What the kernel half counted, by cgroup id, all at once.
 pub type Source = Arc<dyn Fn() -> BTreeMap<u64, KernelCounters> + Send + Sync>;
+
+/// Who had the CPUs while these cgroups waited: by their ids, the ids of those that had them and their shares
+/// of the wait in permille.
+pub type Holders = Arc<dyn Fn(&BTreeSet<u64>) -> BTreeMap<u64, Vec<(u64, u32)>> + Send + Sync>;
 
 /// The counters of one cgroup at one time.
 #[derive(Clone, Debug)]
@@ -41,15 +49,25 @@ impl Sampler {
     pub(super) fn sample(
         &mut self,
         cgroups: &Cgroups,
-        kernel: BTreeMap<u64, KernelCounters>,
+        (kernel, holders): (BTreeMap<u64, KernelCounters>, Option<&Holders>),
         best_effort: &str,
         supports: Supports,
         pods: &[Target],
         now: Instant,
     ) -> Observed {
-        let mut look = SampleRound { cgroups, kernel, now, before: &self.before, seen: BTreeMap::new() };
+        let mut look = SampleRound {
+            cgroups,
+            kernel,
+            now,
+            before: &self.before,
+            seen: BTreeMap::new(),
+            ids: BTreeMap::new(),
+        };
         let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
-        let samples = pods.iter().filter_map(|pod| look.pod(pod)).collect();
+        let mut samples: Vec<PodSample> = pods.iter().filter_map(|pod| look.pod(pod)).collect();
+        if let Some(holders) = holders {
+            look.name_holders(&mut samples, holders);
+        }
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
         self.before = look.seen;
         Observed { cpus, best_effort: best_effort.to_owned(), best_effort_used, supports, pods: samples }
@@ -63,9 +81,39 @@ struct SampleRound<'a> {
     now: Instant,
     before: &'a BTreeMap<String, CgroupCounters>,
     seen: BTreeMap<String, CgroupCounters>,
+    /// The ids of containers' cgroups, where the kernel half counts.
+    ids: BTreeMap<String, u64>,
 }
 
-impl SampleRound<'_> {
+impl Look<'_> {
+    /// Says of the containers that waited who had the CPUs meanwhile, by pod.
+    fn name_holders(&self, pods: &mut [PodSample], holders: &Holders) {
+        let owners: BTreeMap<u64, String> = pods
+            .iter()
+            .flat_map(|pod| pod.containers.iter().map(move |container| (pod, container)))
+            .filter_map(|(pod, container)| Some((*self.ids.get(&container.cgroup)?, pod.cgroup.clone())))
+            .collect();
+        let waits = |container: &ContainerSample| container.cpu_wait_permille.is_some_and(|wait| wait > 0);
+        let waiting = pods.iter().flat_map(|pod| &pod.containers).filter(|container| waits(container));
+        let ids: BTreeSet<u64> =
+            waiting.filter_map(|container| self.ids.get(&container.cgroup)).copied().collect();
+        if ids.is_empty() {
+            return;
+        }
+        let found = holders(&ids);
+        for container in pods.iter_mut().flat_map(|pod| &mut pod.containers) {
+            let Some(held) = self.ids.get(&container.cgroup).and_then(|id| found.get(id)) else { continue };
+            let mut by_pod: BTreeMap<String, u32> = BTreeMap::new();
+            for (id, permille) in held {
+                if let Some(pod) = owners.get(id) {
+                    let sum = by_pod.entry(pod.clone()).or_default();
+                    *sum = sum.saturating_add(*permille);
+                }
+            }
+            container.held_by = Some(by_pod);
+        }
+    }
+
     fn pod(&mut self, pod: &Target) -> Option<PodSample> {
         let memory = self.cgroups.memory_use(&pod.cgroup)?;
         let rates = self.rates(&pod.cgroup)?;
@@ -111,6 +159,7 @@ impl SampleRound<'_> {
             memory_stall_permille: rates.memory_stall,
             at_memory_limit: memory.limit.is_some_and(near),
             quota_us: quota(self.cgroups, &cgroup),
+            held_by: None,
             cgroup,
         })
     }
@@ -118,9 +167,9 @@ impl SampleRound<'_> {
     /// The rates of a cgroup; None if it is gone.
     fn rates(&mut self, cgroup: &str) -> Option<Rates> {
         let cpu = self.cgroups.cpu_use(cgroup)?;
-        let kernel = (!self.kernel.is_empty())
-            .then(|| self.kernel.get(&self.cgroups.cgroup_id(cgroup)?).copied())
-            .flatten();
+        let id = if self.kernel.is_empty() { None } else { self.cgroups.cgroup_id(cgroup) };
+        self.ids.extend(id.map(|id| (cgroup.to_owned(), id)));
+        let kernel = id.and_then(|id| self.kernel.get(&id)).copied();
         let now = CgroupCounters {
             at: self.now,
             used_ns: cpu.used_ns,

@@ -16,15 +16,15 @@ mod measures;
 mod user;
 
 pub use measures::{
-    ANCESTRY_SLOTS, Ancestry, CgroupKey, Counters, ExitEvent, ExitedKey, FIRST_BUCKET_BITS, HOME_FACTOR,
-    HOME_SHIFT, MAX_CONTAINERS, MAX_EXITED, MAX_TASKS, OomEvent, OomKill, PRESSURE_FLOOR_NS,
-    PRESSURE_WINDOW_NS, Pressure, PressureEvent, Running, SLOT_TRIES, Settings, Slot, TaskKey, TaskState,
-    WAIT_BUCKETS, pressure, qos,
+    ANCESTRY_SLOTS, Ancestry, CONTAINER_BITS, CgroupKey, Counters, ExitEvent, ExitedKey, FIRST_BUCKET_BITS,
+    HELD_HALF_LIFE_BITS, HOME_FACTOR, Held, Holders, MAX_CONTAINERS, MAX_EXITED, MAX_HELD, MAX_TASKS, NOBODY,
+    OomEvent, OomKill, PRESSURE_FLOOR_NS, PRESSURE_WINDOW_NS, Pressure, PressureEvent, Running, SLOT_TRIES,
+    STRETCHES, Settings, Slot, Stretch, TaskKey, TaskState, WAIT_BUCKETS, pressure, qos,
 };
 
 /// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions
 /// never read each other's maps.
-pub const ABI_VERSION: u32 = 4;
+pub const ABI_VERSION: u32 = 5;
 
 /// Marks a [`Meta`] record as ours: `beelet` and two zero bytes, little endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"beelet\0\0");

@@ -4,14 +4,15 @@ use core::mem::{align_of, offset_of, size_of};
 
 use crate::EventHeader;
 
-/// Entries of the `CONTAINERS`, `SLOTS` and `PRESSURE` maps: cgroups below the pods' root that are alive, or
-/// died a short while ago. A power of two: see [`HOME_SHIFT`].
-pub const MAX_CONTAINERS: usize = 2048;
-/// Where the counters of a cgroup are looked for first, its home: the highest bits of its id times
-/// [`HOME_FACTOR`], which takes ids at any regular distance far apart (Knuth, The Art of Computer Programming
-/// 3, 6.4, Fibonacci hashing).
-pub const HOME_SHIFT: u32 = u64::BITS - MAX_CONTAINERS.trailing_zeros();
-/// 2^64 divided by the golden ratio, to the next odd number.
+/// Entries of the `CONTAINERS`, `HOLDERS`, `SLOTS` and `PRESSURE` maps, as a power of two, unless the agent
+/// sets another (the read-only global `CONTAINER_BITS`): cgroups below the pods' root that are alive, or died
+/// a short while ago.
+pub const CONTAINER_BITS: u32 = 11;
+/// Two to the [`CONTAINER_BITS`].
+pub const MAX_CONTAINERS: usize = 1 << CONTAINER_BITS;
+/// 2^64 divided by the golden ratio, to the next odd number. The highest bits of a cgroup's id times this say
+/// where its counters are looked for first, its home: that takes ids at any regular distance far apart
+/// (Knuth, The Art of Computer Programming 3, 6.4, Fibonacci hashing).
 pub const HOME_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
 /// How many slots are tried for a cgroup: `n * (n + 1) / 2` behind its home, so all of them are different.
 pub const SLOT_TRIES: u32 = 64;
@@ -32,6 +33,17 @@ pub const PRESSURE_WINDOW_NS: u64 = 1_000_000_000;
 /// Waits shorter than this are counted, but are no pressure: nanoseconds. It keeps the shared `PRESSURE` map
 /// out of the scheduler's fast path.
 pub const PRESSURE_FLOOR_NS: u64 = 100_000;
+
+/// Stretches of time that are remembered of each CPU: [`Running::stretches`]. A power of two, so that a mask
+/// keeps an index in bounds.
+pub const STRETCHES: usize = 16;
+/// Those that had the CPU while a cgroup waited, as many as are told apart: [`Holders::held`]. A power of
+/// two.
+pub const MAX_HELD: usize = 8;
+/// What was held counts half after 2^35 ns (34 s), a quarter after twice that, and so on.
+pub const HELD_HALF_LIFE_BITS: u32 = 35;
+/// Who has a CPU on which nothing runs: a thread that waits there is held back by its own CPU quota.
+pub const NOBODY: u64 = u64::MAX;
 
 /// QoS classes, as indexes of [`Settings::run_queue_wait_ns`] and [`Settings::reclaim_ns`].
 pub mod qos {
@@ -164,6 +176,49 @@ pub struct Running {
     pub qos: u32,
     /// 1 if it had waited: `wait_ns` counts.
     pub waited: u32,
+    /// The element of `stretches` that goes on.
+    pub newest: u64,
+    /// Who had the CPU lately: a ring, the oldest behind the newest.
+    pub stretches: [Stretch; STRETCHES],
+}
+
+/// A stretch of time during which one cgroup after another's threads had a CPU, up to the next stretch.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stretch {
+    /// The cgroup2 id of the threads, whether a pod's or the machine's; [`NOBODY`]: none ran.
+    pub cgroup_id: u64,
+    /// Since when: nanoseconds on the run queue's clock; 0: never used.
+    pub since_ns: u64,
+}
+
+/// Value of the per-CPU `HOLDERS` map, of which an element belongs to the cgroup that has the same element of
+/// `SLOTS`: who had this CPU while threads of that cgroup waited for it at least [`PRESSURE_FLOOR_NS`].
+///
+/// All times count half with each [`HELD_HALF_LIFE_BITS`] that have passed. If all of `held` are taken, the
+/// one with the least time gives its place and its time to the next (space saving: Metwally et al., Efficient
+/// computation of frequent and top-k elements in data streams, 2005).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Holders {
+    /// The cgroup2 id of the owner, on this CPU: as in [`Counters::cgroup_id`].
+    pub cgroup_id: u64,
+    /// `CLOCK_MONOTONIC` divided by 2^[`HELD_HALF_LIFE_BITS`], up to which the times were halved.
+    pub epoch: u64,
+    /// Time waited in all, nanoseconds: also what nobody is named for.
+    pub waited_ns: u64,
+    /// Who had the CPU meanwhile.
+    pub held: [Held; MAX_HELD],
+}
+
+/// One of [`Holders::held`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// As in [`Stretch::cgroup_id`]; 0: free.
+    pub cgroup_id: u64,
+    /// For how long, nanoseconds.
+    pub held_ns: u64,
 }
 
 /// Value of the per-CPU `ANCESTRY` cache: what cgroup belongs to what pod.
@@ -314,7 +369,7 @@ const _: () = {
     assert!(offset_of!(Counters, run_queue_waits) == 56);
     assert!(offset_of!(Counters, memcg_reclaim_ns) == 56 + 8 * WAIT_BUCKETS);
     assert!(offset_of!(Counters, established) == 56 + 8 * WAIT_BUCKETS + 40);
-    assert!(MAX_CONTAINERS.is_power_of_two() && SLOT_TRIES as usize <= MAX_CONTAINERS);
+    assert!(SLOT_TRIES as usize <= MAX_CONTAINERS);
     assert!(offset_of!(Counters, tx_packets) == size_of::<Counters>() - 8);
 
     assert!(size_of::<Settings>() == 80);
@@ -322,7 +377,10 @@ const _: () = {
     assert!(offset_of!(Settings, run_queue_wait_ns) == 32);
     assert!(offset_of!(Settings, reclaim_ns) == 56);
 
-    assert!(size_of::<Running>() == 56 && offset_of!(Running, qos) == 48);
+    assert!(size_of::<Running>() == 64 + 16 * STRETCHES && offset_of!(Running, qos) == 48);
+    assert!(offset_of!(Running, stretches) == 64 && STRETCHES.is_power_of_two());
+    assert!(size_of::<Holders>() == 24 + 16 * MAX_HELD && offset_of!(Holders, held) == 24);
+    assert!(size_of::<Held>() == 16 && size_of::<Stretch>() == 16 && MAX_HELD.is_power_of_two());
     assert!(size_of::<Ancestry>() == 24 && offset_of!(Ancestry, qos) == 16);
     assert!(size_of::<TaskKey>() == 4);
     assert!(size_of::<TaskState>() == 40);

@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{Container, Place, load, start};
-use beelet_bpf::{ByQos, Counters, Edge, Edges, Interest, Kernel, KernelOptions, PressureKind, Thresholds};
+use beelet_bpf::{
+    ByQos, Counters, Edge, Edges, Interest, Kernel, KernelOptions, PressureKind, Thresholds, WaitedFor,
+};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{require, requires};
@@ -206,6 +208,68 @@ fn who_takes_the_cpu_away_is_told_apart() {
     check(Some(&place.container("pod1/two", &[])), |c| c.preempted_by_same_pod, "its own pod", &mut own);
     check(Some(&place.container("pod2/one", &[])), |c| c.preempted_by_other_pod, "another pod", &mut own);
     check(None, |c| c.preempted_by_system, "the machine", &mut own);
+}
+
+/// The first of `held` that is this cgroup's.
+fn held_by(waited: &WaitedFor, cgroup_id: u64) -> u64 {
+    waited.held.iter().find(|(id, _)| *id == cgroup_id).map_or(0, |(_, held_ns)| *held_ns)
+}
+
+#[test]
+fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran() {
+    require!(bpf);
+    let place = Place::new("bk-held");
+    let outside = Place::new("bk-held2");
+    let kernel = place.start();
+    let one = place.container("pod1/one", &[]);
+    let neighbours = [place.container("pod2/one", &[]), place.container("burstable/pod3/one", &[])];
+    let stranger = outside.container("daemon", &[]);
+    // One CPU: the waiter, four threads of neighbours, one of the machine.
+    let mut own = one.load(Some(0));
+    let mut rivals: Vec<Load> = (0..3).map(|_| neighbours[0].load(Some(0))).collect();
+    rivals.push(neighbours[1].load(Some(0)));
+    rivals.push(stranger.load(Some(0)));
+    let used = |container: &Container| container.counters(&kernel).on_cpu_ns;
+    let (before, waited_before) = (neighbours.each_ref().map(used), one.counters(&kernel).run_queue_wait_ns);
+    for load in rivals.iter_mut().chain([&mut own]) {
+        load.begin("burn 3000").unwrap();
+    }
+    for load in rivals.iter_mut().chain([&mut own]) {
+        load.answer().unwrap();
+    }
+    let ran = [0, 1].map(|n| used(&neighbours[n]) - before[n]);
+    let waited_ns = one.counters(&kernel).run_queue_wait_ns - waited_before;
+    let measures = kernel.measures().unwrap();
+    let all = measures.waited_for(|id| id == one.id()).unwrap();
+    let waited = &all[&one.id()];
+    let held = neighbours.each_ref().map(|container| held_by(waited, container.id()));
+    let share = |of: [u64; 2]| of[0] as f64 / (of[0] + of[1]) as f64;
+    println!("ran {ran:?} ns, held {held:?} ns of {waited_ns} ns: {waited:?}");
+    assert!((share(held) - share(ran)).abs() < 0.1, "held {held:?}, ran {ran:?}");
+    assert!(held_by(waited, stranger.id()) > 0, "the machine's cgroup is named too: {waited:?}");
+    let named: u64 = waited.held.iter().map(|(_, held_ns)| held_ns).sum();
+    // What came before a half-life that ended meanwhile counts half, on both sides.
+    assert!(named <= waited.waited_ns && named > waited.waited_ns / 10, "{named} of {waited:?}");
+    assert!(waited.waited_ns <= waited_ns && waited.waited_ns > waited_ns / 5, "{waited_ns}: {waited:?}");
+    assert_eq!(all.len(), 1, "nobody asked for others");
+}
+
+#[test]
+fn threads_of_one_container_wait_for_each_other() {
+    require!(bpf);
+    let place = Place::new("bk-self");
+    let kernel = place.start();
+    let one = place.container("pod1/one", &[]);
+    let mut loads = [one.load(Some(0)), one.load(Some(0)), one.load(Some(0))];
+    for load in &mut loads {
+        load.begin("burn 2000").unwrap();
+    }
+    for load in &mut loads {
+        load.answer().unwrap();
+    }
+    let all = kernel.measures().unwrap().waited_for(|id| id == one.id()).unwrap();
+    // Others may want that CPU too.
+    assert!(held_by(&all[&one.id()], one.id()) > 0, "{all:?}");
 }
 
 #[test]

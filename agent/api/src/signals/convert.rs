@@ -4,7 +4,8 @@ use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 
 use beelet_stats::model::{
-    ContainerStats, Machine, NetRates, NodeStats, PodStats, Rates, Reading, Share, State,
+    ContainerStats, Holder, Machine, NetRates, NodeStats, PodStats, Rates, Reading, Share, State, WaitedFor,
+    Who,
 };
 
 /// The window that a pod's traffic is shown over: ten seconds.
@@ -94,6 +95,26 @@ fn container(container: &ContainerStats) -> proto::SignalContainer {
         last_1s: second,
         last_10s: ten,
         last_60s: minute,
+        waited_for: container.waited_for.as_ref().map(waited_for),
+    }
+}
+
+fn waited_for(of: &WaitedFor) -> proto::SignalWaitedFor {
+    proto::SignalWaitedFor { some: of.some, holders: of.holders.iter().map(holder).collect() }
+}
+
+fn holder(holder: &Holder) -> proto::SignalHolder {
+    let unnamed = proto::SignalHolder { share: holder.share, ..proto::SignalHolder::default() };
+    match &holder.who {
+        Who::Pod { pod, container } => proto::SignalHolder {
+            namespace: pod.namespace.clone(),
+            pod: pod.name.clone(),
+            container: container.clone(),
+            ..unnamed
+        },
+        Who::Machine(path) => proto::SignalHolder { cgroup: path.clone(), ..unnamed },
+        Who::Nobody => proto::SignalHolder { own_quota: true, ..unnamed },
+        Who::Gone => unnamed,
     }
 }
 

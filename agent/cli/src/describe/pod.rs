@@ -17,6 +17,7 @@ use serde_json::Value;
 use crate::events::last_seen;
 use crate::get::columns::Columns;
 use crate::plain;
+use crate::waited::sentence;
 use crate::why::Warnings;
 
 /// The width of the first column of a level.
@@ -65,30 +66,42 @@ impl Text {
 }
 
 /// The whole description.
-pub(super) fn text(pod: &Pod, events: &[proto::Event], interference: Option<&str>, now: Timestamp) -> String {
+pub(super) fn text(
+    pod: &Pod,
+    signals: &[proto::SignalContainer],
+    events: &[proto::Event],
+    now: Timestamp,
+) -> String {
     let (no_spec, no_status) = (PodSpec::default(), PodStatus::default());
     let spec = pod.spec.as_ref().unwrap_or(&no_spec);
     let status = pod.status.as_ref().unwrap_or(&no_status);
     let mut text = Text::default();
     head(&mut text, pod, spec, status);
+    let (namespace, name) = (pod.metadata.namespace.as_deref(), pod.metadata.name.as_deref());
+    let waited: BTreeMap<&str, String> = signals
+        .iter()
+        .filter_map(|container| {
+            let sentence = sentence(container, namespace.unwrap_or_default(), name.unwrap_or_default())?;
+            Some((container.name.as_str(), sentence))
+        })
+        .collect();
     text.set(0, "Why", Warnings::of(events.iter().cloned()).why(pod, now).as_deref());
-    text.set(0, "Interference", interference);
     let statuses = |all: &Option<Vec<ContainerStatus>>| -> BTreeMap<String, ContainerStatus> {
         all.iter().flatten().map(|status| (status.name.clone(), status.clone())).collect()
     };
     if let Some(init) = spec.init_containers.as_ref().filter(|init| !init.is_empty()) {
         text.0.push_str("Init Containers:\n");
         let statuses = statuses(&status.init_container_statuses);
-        init.iter().for_each(|c| container(&mut text, c, statuses.get(&c.name)));
+        init.iter().for_each(|c| container(&mut text, c, statuses.get(&c.name), waited.get(&*c.name)));
     }
     text.0.push_str("Containers:\n");
     let of_name = statuses(&status.container_statuses);
-    spec.containers.iter().for_each(|c| container(&mut text, c, of_name.get(&c.name)));
+    spec.containers.iter().for_each(|c| container(&mut text, c, of_name.get(&c.name), waited.get(&*c.name)));
     let ephemeral = ephemeral_containers(spec);
     if !ephemeral.is_empty() {
         text.0.push_str("Ephemeral Containers:\n");
         let statuses = statuses(&status.ephemeral_container_statuses);
-        ephemeral.iter().for_each(|c| container(&mut text, c, statuses.get(&c.name)));
+        ephemeral.iter().for_each(|c| container(&mut text, c, statuses.get(&c.name), waited.get(&*c.name)));
     }
     conditions(&mut text, status);
     volumes(&mut text, spec);
@@ -127,7 +140,12 @@ fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
     text.list(0, "IPs", status.pod_ips.iter().flatten().map(|ip| ip.ip.clone()));
 }
 
-fn container(text: &mut Text, container: &Container, status: Option<&ContainerStatus>) {
+fn container(
+    text: &mut Text,
+    container: &Container,
+    status: Option<&ContainerStatus>,
+    waited: Option<&String>,
+) {
     text.push(&format!("  {}:", container.name));
     text.line(2, "Container ID", status.and_then(|s| s.container_id.as_deref()).unwrap_or_default());
     text.line(2, "Image", container.image.as_deref().unwrap_or_default());
@@ -150,6 +168,7 @@ fn container(text: &mut Text, container: &Container, status: Option<&ContainerSt
         text.line(2, "Ready", if status.ready { "True" } else { "False" });
         text.line(2, "Restart Count", &status.restart_count.to_string());
     }
+    text.set(2, "CPU", waited.map(String::as_str));
     let resources = container.resources.clone().unwrap_or_default();
     amounts(text, "Limits", resources.limits.as_ref());
     amounts(text, "Requests", resources.requests.as_ref());
@@ -364,7 +383,18 @@ mod tests {
             count: 2,
             ..Default::default()
         };
-        let text = text(&pod, &[event], None, Timestamp::from_second(60).unwrap());
+        let holder = proto::SignalHolder {
+            namespace: "shop".to_owned(),
+            pod: "batch-7".to_owned(),
+            share: 0.62,
+            ..Default::default()
+        };
+        let waiting = proto::SignalContainer {
+            name: "main".to_owned(),
+            waited_for: Some(proto::SignalWaitedFor { some: 0.14, holders: vec![holder] }),
+            ..Default::default()
+        };
+        let text = text(&pod, &[waiting], &[event], Timestamp::from_second(60).unwrap());
         for expected in [
             "Name:                 web-n1\n",
             "Why:                  container main: killed by the kernel for want of memory, last words: \\u{1b}[2J  Ready: \
@@ -374,6 +404,7 @@ mod tests {
             "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",
             "    Last State:       Terminated\n      Reason:         OOMKilled\n      Message:        panic: no room\n",
             "\n                      \\u{1b}[2J  Ready: True\n      Exit Code:      137\n",
+            "    CPU:              waited 14 % of the last minute, mostly for batch-7 (62 %)\n",
             "    Limits:\n      memory:         64Mi\n",
             "tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3\n",
             "      /v from v (ro)\n",

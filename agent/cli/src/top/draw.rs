@@ -261,7 +261,7 @@ fn draw_foot(app: &App, frame: &mut Frame<'_>, area: Rect) {
         let text = format!("{why} (for {} s)", since.elapsed().as_secs());
         frame.render_widget(Span::styled(text, style(Heat::Hot)), first);
     } else if let Some(row) = app.rows.get(app.cursor()) {
-        frame.render_widget(details(row, neighbours(app, row)), first);
+        frame.render_widget(details(row), first);
     }
     if app.typing || !app.view.filter.is_empty() {
         let mut spans = vec![Span::raw("filter: "), Span::raw(app.view.filter.clone())];
@@ -293,21 +293,17 @@ fn draw_foot(app: &App, frame: &mut Frame<'_>, area: Rect) {
     frame.render_widget(Line::from_iter(spans), second);
 }
 
-/// Who had the CPU while the row's pod waited for it.
-fn neighbours(app: &App, row: &Row) -> Option<String> {
-    let (snapshot, window) = (app.snapshot.as_ref()?, app.view.window);
-    let uid = row.key.split('/').next().unwrap_or_default();
-    crate::neighbours::sentence(snapshot, uid, window.machine(snapshot), |container| window.of(container))
-}
-
 /// What the table has no room for.
-fn details(row: &Row, neighbours: Option<String>) -> Line<'static> {
+fn details(row: &Row) -> Line<'static> {
     let numbers = &row.numbers;
     let mut parts = Vec::new();
     if !row.why.is_empty() {
         parts.push(row.why.clone());
     } else if row.state != "Running" {
         parts.push(row.state.clone());
+    }
+    if let Some(waited) = &row.waited {
+        parts.push(waited.clone());
     }
     if let Some(limit) = numbers.memory_limit {
         parts.push(format!("memory limit {}", bytes(limit as f64)));
@@ -318,7 +314,6 @@ fn details(row: &Row, neighbours: Option<String>) -> Line<'static> {
     if numbers.oom_kills > 0 {
         parts.push(format!("{} killed for lack of memory", numbers.oom_kills));
     }
-    parts.extend(neighbours);
     let names = ["cpu", "memory", "io"].into_iter().zip(numbers.stalled);
     let full: Vec<String> = names
         .filter_map(|(name, share)| Some((name, share?.1)))

@@ -7,7 +7,7 @@ use beelet_proto::beelet::{SignalContainer, SignalPod, SignalRates, SignalSnapsh
 
 use super::columns::Column;
 use super::row::{Numbers, Row};
-use crate::{neighbours, plain};
+use crate::{neighbours, plain, waited};
 
 /// Values that a trend remembers: what the widest column shows.
 pub(super) const TREND: usize = 40;
@@ -221,6 +221,7 @@ fn container_row(pod: &SignalPod, container: &SignalContainer, now: i64, window:
         name: plain::line(&container.name).into_owned(),
         state,
         why,
+        waited: waited::sentence(container, &pod.namespace, &pod.name),
         numbers,
         trend: Vec::new(),
     }
@@ -275,9 +276,16 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
         name: plain::line(&format!("{}/{}", pod.namespace, pod.name)).into_owned(),
         state: plain::line(&state).into_owned(),
         why: if pod.ready == Some(false) { plain::line(&pod.not_ready).into_owned() } else { String::new() },
+        waited: most_waiting(pod).and_then(|c| waited::sentence(c, &pod.namespace, &pod.name)),
         numbers,
         trend: Vec::new(),
     }
+}
+
+/// The container that waited most for a CPU.
+fn most_waiting(pod: &SignalPod) -> Option<&SignalContainer> {
+    let some = |container: &SignalContainer| container.waited_for.as_ref().map_or(0.0, |of| of.some);
+    pod.containers.iter().max_by(|a, b| some(a).total_cmp(&some(b)))
 }
 
 #[cfg(test)]

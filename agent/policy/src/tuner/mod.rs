@@ -199,6 +199,9 @@ pub struct ContainerSample {
     pub at_memory_limit: bool,
     /// Microseconds of CPU a period that it is limited to.
     pub quota_us: Option<u64>,
+    /// The pods that had the CPUs while it waited, by their cgroups, each with its share of the wait in
+    /// permille. The rest was its own quota's, the machine's, or nobody knows whose. `None`: not measured.
+    pub held_by: Option<BTreeMap<String, u32>>,
 }
 
 /// What the tuner carries from tick to tick. Losing it costs some ticks, nothing else.

@@ -23,6 +23,8 @@ struct Complaint<'a> {
     ratio: u32,
     /// The whole in words.
     words: String,
+    /// Nobody whom something can be taken from had what it waits for.
+    hopeless: bool,
 }
 
 /// How all of them do together.
@@ -55,8 +57,11 @@ impl<'a> Round<'a> {
 
     pub(super) fn decide(mut self) -> Decision {
         self.forget_the_gone();
-        let cpu =
+        let mut cpu =
             self.complaints(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
+        for complaint in &mut cpu.all {
+            complaint.hopeless = self.is_hopeless(complaint);
+        }
         let heat = self.heat(&cpu, |state| &mut state.cpu_help);
         match self.state.cpu.tick(self.law, heat) {
             Move::Tighten => self.tighten(&cpu, |state| &mut state.cpu_help, Self::squeeze_cpu),
@@ -107,7 +112,7 @@ impl<'a> Round<'a> {
             match judge(container) {
                 Some((ratio, words)) => {
                     let words = format!("{} ({}) {words}", pod.name, container.name);
-                    all.push(Complaint { pod, container, ratio, words });
+                    all.push(Complaint { pod, container, ratio, words, hopeless: false });
                 }
                 None => unmeasured = true,
             }
@@ -193,6 +198,28 @@ impl<'a> Round<'a> {
             (ratio(wait, bound), words)
         });
         share.into_iter().chain(p99).max_by_key(|(ratio, _)| *ratio)
+    }
+
+    /// Returns true if it is known beforehand that no step helps: those that had the CPUs meanwhile are its
+    /// own threads, the machine's, Guaranteed pods, or keep to what they requested. All that could be taken
+    /// from others would not be the gain that steps are asked for.
+    fn is_hopeless(&self, complaint: &Complaint<'_>) -> bool {
+        let Some(held_by) = complaint.container.held_by.as_ref().filter(|_| self.law.helpless_steps > 0)
+        else {
+            return false;
+        };
+        let others = self.seen.pods.iter().filter(|pod| pod.cgroup != complaint.pod.cgroup);
+        let within_reach = others
+            .filter(|pod| pod.class == QosClass::BestEffort || self.uses_more_than_it_requests(pod))
+            .filter_map(|pod| held_by.get(&pod.cgroup));
+        within_reach.sum::<u32>() < self.law.gain_percent * 10
+    }
+
+    fn uses_more_than_it_requests(&self, pod: &PodSample) -> bool {
+        pod.class == QosClass::Burstable
+            && pod.can_cap
+            // One that is capped is kept from it.
+            && (pod.cpu_used.unwrap_or(0) > pod.cpu_request || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
     }
 
     /// The same for memory. A container at its own limit stalls for its own reasons.
@@ -471,7 +498,15 @@ impl<'a> Complaints<'a> {
 }
 
 fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> ComplaintState {
-    helps.get(&complaint.container.cgroup).map_or(ComplaintState::Open, Help::standing)
+    let tried = helps.get(&complaint.container.cgroup).map_or(ComplaintState::Open, Help::standing);
+    match tried {
+        // What was taken before, and is within reach no more because of that, stays taken.
+        ComplaintState::Open if complaint.hopeless && helps.contains_key(&complaint.container.cgroup) => {
+            ComplaintState::Kept
+        }
+        ComplaintState::Open if complaint.hopeless => ComplaintState::Void,
+        _ => tried,
+    }
 }
 
 /// The worst in words, for whom something can be done if it needs that.
@@ -480,6 +515,10 @@ fn finding(complaints: &Complaints<'_>, helps: &BTreeMap<String, Help>) -> Strin
     let Some(worst) = open.or(complaints.all.first()) else { return complaints.none.to_owned() };
     match standing(helps, worst) {
         ComplaintState::Open => worst.words.clone(),
+        _ if worst.hopeless => format!(
+            "{}; those that had the CPUs meanwhile are none that anything can be taken from, so nothing is",
+            worst.words
+        ),
         ComplaintState::Kept => {
             format!("{}; more steps have not helped it, so no more are made", worst.words)
         }

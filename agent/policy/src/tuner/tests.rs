@@ -267,6 +267,71 @@ fn a_wait_of_the_servers_own_making_ends_with_nothing_held_but_idle() {
     assert_eq!(run(&soon, &mut state, &seen, 40)[..3], ["cpu.max=1200", "cpu.max=900", "cpu.max=675"]);
 }
 
+/// The server waits, and these had the CPUs meanwhile: pods' names and permille.
+fn waits_for(mut seen: Observed, holders: &[(&str, u32)]) -> Observed {
+    let cgroup = |name: &str| {
+        seen.pods.iter().find(|pod| pod.name == format!("default/{name}")).unwrap().cgroup.clone()
+    };
+    let held_by = holders.iter().map(|(name, permille)| (cgroup(name), *permille)).collect();
+    seen.pods[0].containers[0].held_by = Some(held_by);
+    seen
+}
+
+#[test]
+fn nothing_is_taken_from_those_that_the_server_does_not_wait_for() {
+    let law = asking();
+    let of_own_making = waits_for(node(200, 1600), &[("server", 900), ("hog", 99)]);
+    assert_eq!(run(&law, &mut State::default(), &of_own_making, 50), Vec::<String>::new());
+    let decision = decide(&law, &State::default(), &of_own_making, &nothing());
+    assert_eq!(
+        decision.findings[0],
+        "default/server (main) waits for a CPU 20 % of the time (5 % at most); those that had the CPUs meanwhile are \
+         none that anything can be taken from, so nothing is"
+    );
+    // The machine's own daemons, and nobody at all.
+    assert!(run(&law, &mut State::default(), &waits_for(node(200, 1600), &[]), 50).is_empty());
+    // From a tenth of the wait on it is worth a try; with all steps wanted, always.
+    let hog = waits_for(node(200, 1600), &[("server", 900), ("hog", 100)]);
+    assert_eq!(run(&law, &mut State::default(), &hog, 1), ["cpu.idle=1"]);
+    assert_eq!(run(&quick(), &mut State::default(), &of_own_making, 1), ["cpu.idle=1"]);
+}
+
+#[test]
+fn a_neighbour_above_its_request_is_capped_only_if_it_was_in_the_way() {
+    let mut seen = node(200, 0);
+    let mut batch = pod("batch", QosClass::Burstable);
+    (batch.cpu_request, batch.cpu_used) = (300, Some(1000));
+    seen.pods.push(batch);
+    let law = asking();
+    let in_the_way = waits_for(seen.clone(), &[("batch", 800)]);
+    assert_eq!(run(&law, &mut State::default(), &in_the_way, 1), ["cpu.max=750"]);
+    let elsewhere = waits_for(seen.clone(), &[("batch", 20), ("server", 700)]);
+    assert!(run(&law, &mut State::default(), &elsewhere, 20).is_empty());
+    // Within its request it has a right to what it had.
+    seen.pods[2].cpu_used = Some(250);
+    assert!(run(&law, &mut State::default(), &waits_for(seen, &[("batch", 800)]), 20).is_empty());
+}
+
+#[test]
+fn what_has_helped_stays_taken_when_others_are_in_the_way_no_more() {
+    let (law, mut state) = (asking(), State::default());
+    assert_eq!(run(&law, &mut state, &waits_for(node(900, 1600), &[("hog", 900)]), 1), ["cpu.idle=1"]);
+    let helped = waits_for(node(400, 1600), &[("hog", 600)]);
+    assert_eq!(run(&law, &mut state, &helped, 1), ["cpu.max=1200"]);
+    // What is left is its own queue: no more is taken, and nothing is given back to begin again.
+    let own = waits_for(node(200, 300), &[("server", 950)]);
+    assert!(run(&law, &mut state, &own, 50).is_empty());
+    assert_eq!(state.held[&knob(BEST_EFFORT, KnobKind::CpuCap)], 1200);
+}
+
+#[test]
+fn a_server_that_its_own_quota_throttles_is_lent_a_burst_and_costs_nobody_anything() {
+    let mut seen = waits_for(node(300, 1600), &[]);
+    seen.pods[0].containers[0].throttled_permille = Some(200);
+    seen.pods[0].containers[0].quota_us = Some(50_000);
+    assert_eq!(run(&asking(), &mut State::default(), &seen, 20), ["cpu.max.burst=50000"]);
+}
+
 #[test]
 fn the_reason_for_giving_back_is_that_it_has_not_helped() {
     let (law, mut state) = (asking(), State::default());
@@ -343,6 +408,7 @@ fn any_container() -> impl Strategy<Value = ContainerSample> {
             memory_stall_permille: stall.map(|stall| u32::from(stall) % 1000),
             at_memory_limit,
             quota_us,
+            held_by: None,
         })
 }
 
