@@ -1,6 +1,7 @@
-//! Lets pods run again that the node ended or did not let in: evicted ones once nothing has been short for the
-//! transition period, preempted ones once there has been room for so long, and those that did not fit as soon as
-//! they do. Under an API server somebody would make a new pod; a standalone node has only the manifest.
+//! Lets pods run again that the node ended or did not let in: evicted ones once nothing has been short for
+//! the transition period, preempted ones once there has been room for so long, and those that did not fit as
+//! soon as they do. Under an API server somebody would make a new pod; a standalone node has only the
+//! manifest.
 //!
 //! Must never bring back a pod for which there is no room: it would be refused once more.
 

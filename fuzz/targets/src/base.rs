@@ -6,8 +6,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use beelet_base::archive::{Kind, Reader, parts};
 use beelet_base::mountinfo::{Mount, mounts};
 
-/// A tar archive: names are bounded, contents are never larger than the archive, a member's content may be read or
-/// skipped without a difference to the next, and the parts of a name lead nowhere upwards.
+/// A tar archive: names are bounded, contents are never larger than the archive, a member's content may be
+/// read or skipped without a difference to the next, and the parts of a name lead nowhere upwards.
 pub fn archive(input: &[u8]) {
     let (mut reading, mut skipping) = (Reader::new(input), Reader::new(input));
     let mut total = 0;
