@@ -34,6 +34,9 @@ pub(crate) struct Kept {
     pub(crate) at: Timestamp,
     labels: Option<BTreeMap<String, String>>,
     taints: Vec<Value>,
+    /// Whether the runtime knows strict supplemental groups.
+    #[serde(default)]
+    strict_groups: bool,
     pods: Vec<Value>,
     objects: Vec<KeptObject>,
     services: Option<Vec<Value>>,
@@ -71,6 +74,7 @@ impl Kept {
     /// Of what is known now; `at` is not said.
     pub(crate) fn of(node: &str, pods: &Pods, held: &Held, view: Option<NodeView>) -> Self {
         let wanted = pods.iter().flat_map(|pods| pods.values()).filter_map(|pod| pod.wanted.as_ref());
+        let strict_groups = view.as_ref().is_some_and(|view| view.strict_groups);
         let (labels, taints) = view.map(|view| (Some(view.labels), view.taints)).unwrap_or_default();
         let services = held.services.as_ref();
         Self {
@@ -78,6 +82,7 @@ impl Kept {
             at: Timestamp::UNIX_EPOCH,
             labels,
             taints: taints.iter().filter_map(|taint| data::to_value(taint).ok()).collect(),
+            strict_groups,
             pods: wanted.map(|pod| pod.to_value()).collect(),
             objects: kept_objects(held, false),
             services: services.map(|all| all.iter().map(ApiType::to_value).collect()),
@@ -104,6 +109,7 @@ impl Kept {
             name: self.node.clone(),
             labels,
             taints: self.taints.iter().filter_map(|taint| data::read(taint).ok()).collect(),
+            strict_groups: self.strict_groups,
         });
         (pods.collect(), held, node)
     }

@@ -262,14 +262,17 @@ fn kind_of(path: &Path, document: &Document) -> Result<Kind, ConfigError> {
     }
 }
 
+/// The fields of a document.
+type Fields = Map<String, Value>;
+
 /// The fields that have an effect, and those that have none: they are warned about. A field that nobody knows
 /// is refused.
 fn known<T: DeserializeOwned>(
     path: &Path,
     document: Option<&Document>,
-    fields: Map<String, Value>,
+    fields: Fields,
     warnings: &mut Vec<Warning>,
-) -> Result<(Map<String, Value>, Map<String, Value>), ConfigError> {
+) -> Result<(Fields, Fields), ConfigError> {
     let used = fields::names_of::<T>();
     let is_kubelet = used == fields::names_of::<KubeletWire>();
     let (mut known, mut unread) = (Map::new(), Map::new());

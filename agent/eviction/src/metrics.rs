@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use beelet_policy::eviction::{NodeCondition, Signal};
+use beelet_policy::eviction::NodeCondition;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{family::Family, gauge::Gauge, histogram::Histogram},
@@ -134,7 +134,7 @@ impl Metrics {
 
     /// Number of pods evicted for this signal.
     #[cfg(test)]
-    pub(crate) fn evictions(&self, signal: Signal) -> u64 {
+    pub(crate) fn evictions(&self, signal: beelet_policy::eviction::Signal) -> u64 {
         self.evictions.get_or_create(&SignalLabel { eviction_signal: signal.name() }).get()
     }
 }

@@ -122,7 +122,7 @@ impl Engine {
     /// In cgroups that a kubelet writes: nothing is set then that could make a write of its owner fail. While
     /// a cgroup is idle its weight is refused, while it has a burst a lower quota is, and with version 1 a
     /// container's quota above its pod's is.
-    pub(crate) fn as_guest(mut self) -> Self {
+    pub(crate) fn into_guest(mut self) -> Self {
         self.is_guest = true;
         self
     }

@@ -172,7 +172,7 @@ impl Parts {
         );
         match self.owner {
             Owner::Us(_) => engine,
-            Owner::Kubelet => engine.as_guest(),
+            Owner::Kubelet => engine.into_guest(),
         }
     }
 

@@ -85,7 +85,7 @@ struct SampleRound<'a> {
     ids: BTreeMap<String, u64>,
 }
 
-impl Look<'_> {
+impl SampleRound<'_> {
     /// Says of the containers that waited who had the CPUs meanwhile, by pod.
     fn name_holders(&self, pods: &mut [PodSample], holders: &Holders) {
         let owners: BTreeMap<u64, String> = pods

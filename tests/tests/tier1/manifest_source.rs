@@ -51,6 +51,7 @@ impl Watched {
             check_frequency,
             rules: beelet_manifests::source::Rules::default(),
             events: beelet_state::events::Recorder::default(),
+            put_back_restarts: false,
             cancel: cancel.clone(),
         };
         let desired = ManifestSource::start(dir.clone(), "n1".to_owned(), options).await;

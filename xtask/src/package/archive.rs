@@ -37,6 +37,6 @@ pub(super) fn build(files: &[(String, Entry)], out: &Path, seconds: u64) -> Resu
             }
         }
     }
-    archive.into_inner().and_then(|gzip| gzip.finish()).with_context(said)?;
+    archive.into_inner().and_then(flate2::write::GzEncoder::finish).with_context(said)?;
     Ok(path)
 }

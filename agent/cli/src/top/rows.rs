@@ -172,6 +172,7 @@ fn outside_row(snapshot: &SignalSnapshot, view: &View) -> Option<Row> {
         why: String::new(),
         numbers: Numbers { cpu: Some(cpu), ..Numbers::default() },
         trend: Vec::new(),
+        waited: None,
     })
 }
 

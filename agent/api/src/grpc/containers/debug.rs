@@ -24,7 +24,7 @@ impl Service {
         let target = request.target.clone().unwrap_or_default();
         let (name, pod) = {
             let table = self.pods.borrow();
-            let (name, entry) = table.find(&target.namespace, &target.pod).map_err(Status::not_found)?;
+            let (name, entry) = table.find(&target.namespace, &target.pod).map_err(super::not_found)?;
             if entry.ending || has_ended(entry.pod.status.as_ref()) {
                 return Err(Status::failed_precondition(format!("the pod {name} has ended, or is about to")));
             }
