@@ -301,13 +301,19 @@ impl Desk {
             policy: settings.policy,
             scope: settings.scope,
         };
+        let limits = wishes.iter().flat_map(|wish| &wish.limits);
+        let wanted: BTreeSet<String> = limits.map(|(resource, _)| (*resource).to_owned()).collect();
+        let free = |ledger: &Ledger| -> Vec<usize> {
+            wanted.iter().map(|resource| ledger.devices.free(resource)).collect()
+        };
+        let before = self.shared.look(|ledger| free(ledger));
         self.entering(uid);
         let mut admission = Admission::new(uid, wishes, circumstances);
         let mut outcome = tokio::select! {
             outcome = self.step_by_step(&mut admission, uid) => outcome,
             () = answer.closed() => Err(AdmitError::Unasked),
         };
-        self.shared.look(|ledger| {
+        let freed = self.shared.look(|ledger| {
             // Not before all is in the ledger: who goes after that finds it there, and gives it back.
             if answer.is_closed() {
                 outcome = Err(AdmitError::Unasked);
@@ -316,8 +322,10 @@ impl Desk {
                 admission.abort(&mut ledger.devices);
                 ledger.entering.remove(uid);
             }
+            free(ledger) != before
         });
-        if !matches!(outcome, Ok(false)) {
+        // An attempt that changed nothing is not published: the pod that waits would wake itself without end.
+        if freed || matches!(outcome, Ok(true)) {
             self.shared.change(|_| ());
         }
         outcome.map(drop)

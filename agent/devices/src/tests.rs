@@ -10,6 +10,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{UnixListener, UnixStream};
 use tonic::{Code, Status};
 
+use super::admit::DeviceRefusal;
 use super::plugin::Plugin;
 use super::*;
 use beelet_testing::http2::frame;
@@ -219,4 +220,31 @@ async fn a_resource_whose_plugin_never_lists_anything_is_there_with_nothing() {
     assert!(shared.stopped(resource, current.0));
     let node = shared.node.subscribe().borrow().clone();
     assert_eq!((node.capacity.get(resource), node.allocatable.get(resource)), (Some(&0), Some(&0)));
+}
+
+#[tokio::test]
+async fn a_pod_that_must_wait_for_its_devices_does_not_wake_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let (devices, tasks) = Devices::open(parts(dir.path()), Vec::new);
+    let (mut running, shutdown) = (tokio::task::JoinSet::new(), CancellationToken::new());
+    for (_, part) in tasks.named(&shutdown) {
+        running.spawn(part);
+    }
+    let (plugin, socket, _listener) = silent(dir.path()).await;
+    let (gpu, sick) = ("example.com/gpu", Device { health: Health::Unhealthy, ..device("a") });
+    let (generation, _) = devices.shared.register(gpu, plugin, PluginOptions::default(), socket).unwrap();
+    assert!(devices.shared.listed(gpu, generation, vec![sick]));
+    let pod: core::Pod = serde_json::from_value(serde_json::json!({
+        "metadata": { "name": "web", "namespace": "default", "uid": "u" },
+        "spec": { "containers": [{ "name": "main", "resources": { "limits": { gpu: "1" } } }] },
+    }))
+    .unwrap();
+    let mut node = devices.node();
+    node.borrow_and_update();
+    let circumstances = Circumstances { restarting: true, ..Circumstances::default() };
+    let refused = devices.admit(&Arc::new(pod), circumstances).await;
+    assert!(matches!(refused, Err(DeviceRefusal::Wait { .. })), "{refused:?}");
+    assert!(!node.has_changed().unwrap(), "its own attempt would wake it");
+    shutdown.cancel();
+    while running.join_next().await.is_some() {}
 }
