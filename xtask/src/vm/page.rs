@@ -17,6 +17,9 @@ package installed by apt. Each column is of the last run of that machine; what i
 
 ";
 /// The rows that say what a machine is, before its checks.
+/// The cell of a machine on which a check was not made.
+const NOT_THERE: &str = "not there";
+
 const FACTS: &[&str] = &["kernel", "systemd", "containerd", "checked in"];
 
 /// Cells by row and machine.
@@ -48,7 +51,9 @@ impl Page {
             let Some((name, cells)) = row.split_first() else { continue };
             page.rows.push(name.clone());
             for (machine, cell) in page.machines.iter().zip(cells) {
-                page.cells.insert((name.clone(), machine.clone()), cell.clone());
+                if cell != NOT_THERE {
+                    page.cells.insert((name.clone(), machine.clone()), cell.clone());
+                }
             }
         }
         page
@@ -86,7 +91,7 @@ impl Page {
         );
         for row in &self.rows {
             let cell = |machine: &String| {
-                self.cells.get(&(row.clone(), machine.clone())).map_or("not there", String::as_str)
+                self.cells.get(&(row.clone(), machine.clone())).map_or(NOT_THERE, String::as_str)
             };
             let cells: Vec<&str> = self.machines.iter().map(cell).collect();
             let _ = writeln!(text, "| {row} | {} |", cells.join(" | "));

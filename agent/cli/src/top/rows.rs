@@ -391,8 +391,9 @@ pub(super) mod tests {
         snapshot.machine = Some(SignalMachine { cpu_10s: Some(1.75), ..Default::default() });
         let whole = View { whole: true, ..view() };
         let rows = rows(&snapshot, &whole, &Trends::default());
-        assert_eq!((rows[0].name.as_str(), rows[0].numbers.cpu), (neighbours::OUTSIDE, Some(1.25)));
-        assert_eq!(rows[1].name, "a/busy");
+        // Its two containers use half a CPU each.
+        assert_eq!((rows[0].name.as_str(), rows[0].numbers.cpu), ("a/busy", Some(1.0)));
+        assert_eq!((rows[1].name.as_str(), rows[1].numbers.cpu), (neighbours::OUTSIDE, Some(0.75)));
         assert_eq!(super::rows(&snapshot, &view(), &Trends::default()).len(), 1);
     }
 

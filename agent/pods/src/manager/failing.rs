@@ -1,6 +1,7 @@
 //! Pods that are ended for good, and let run again.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use beelet_policy::pod::{self, ContainerState, KillReason};
@@ -80,6 +81,7 @@ impl Manager {
         managed.control.send_modify(|c| {
             c.failed = None;
             c.ended = false;
+            c.counts = Arc::default();
             c.verdicts = pod::Verdicts::default();
         });
         self.publish(uid);

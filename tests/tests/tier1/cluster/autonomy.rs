@@ -51,6 +51,14 @@ impl Member {
         let folder = self.scene.agent.dir().join("pods").join(uid).join("volumes");
         std::fs::read_to_string(folder.join(Path::new(file))).ok()
     }
+
+    /// Waits until a file of a volume of the pod says `wanted`.
+    fn until_volume(&self, pod: &Value, file: &str, wanted: &str) {
+        self.scene.look_until(&format!("{file} to say {wanted:?}"), || match self.volume(pod, file) {
+            Some(text) if text == wanted => Ok(()),
+            other => Err(format!("{other:?}")),
+        });
+    }
 }
 
 fn config_map() -> Value {
@@ -67,8 +75,9 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
     member.api.put(&path("goes"), pod("goes"));
     member.until_running("web").await;
     member.until_running("goes").await;
-    let kept = member.until_kept("assigned", "\"goes\"");
-    assert!(kept.contains("red") && !kept.contains("\"token\":"), "{kept}");
+    member.until_kept("assigned", "\"goes\"");
+    let kept = member.until_kept("assigned", "red");
+    assert!(kept.contains("\"goes\"") && !kept.contains("\"token\":"), "{kept}");
 
     member.reboot_alone();
     for name in ["web", "goes"] {
@@ -77,9 +86,9 @@ async fn a_node_that_starts_without_its_api_server_runs_its_pods_and_obeys_once_
         });
     }
     member.scene.until_told("the API server has not answered for 1 s: 2 pods run by what it said last");
-    assert_eq!(member.volume(&web, "conf/color").as_deref(), Some("red"));
+    member.until_volume(&web, "conf/color", "red");
     // Whoever reads it finds it, and is refused until there is one.
-    assert_eq!(member.volume(&web, "access/token").as_deref(), Some(""));
+    member.until_volume(&web, "access/token", "");
 
     member.api.remove(&path("goes"));
     member.api.come_back();
@@ -147,7 +156,7 @@ async fn secrets_are_kept_only_sealed_and_without_a_key_their_pods_wait() {
             member.scene.until("web to run again", |watch| {
                 watch.pod("web").filter(|pod| pod.phase() == "Running").map(drop)
             });
-            assert_eq!(member.volume(&web, "hush/word").as_deref(), Some("xyzzy"));
+            member.until_volume(&web, "hush/word", "xyzzy");
         } else {
             member.scene.until_told("it waits for the API server");
             assert!(!member.runs("web"));

@@ -90,6 +90,7 @@ async fn a_deleted_pod_ends_within_its_grace_and_stays_until_the_api_server_forg
 #[tokio::test]
 async fn another_image_ends_the_back_off_of_a_container_that_crashed() {
     let (node, source) = node_with(&[assigned(UID)]).await;
+    node.cri.add_to_registry("registry.example/other:1");
     node.until_ready("api").await;
     for restarts in 1..=2 {
         let main = node.cri.container("api-n1", "main").unwrap();
