@@ -238,10 +238,11 @@ fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran()
         load.answer().unwrap();
     }
     let ran = [0, 1].map(|n| used(&neighbours[n]) - before[n]);
-    let waited_ns = one.counters(&kernel).run_queue_wait_ns - waited_before;
     let measures = kernel.measures().unwrap();
     let all = measures.waited_for(|id| id == one.id()).unwrap();
     let waited = &all[&one.id()];
+    // Read last: the container may wait once more meanwhile.
+    let waited_ns = one.counters(&kernel).run_queue_wait_ns - waited_before;
     let held = neighbours.each_ref().map(|container| held_by(waited, container.id()));
     let share = |of: [u64; 2]| of[0] as f64 / (of[0] + of[1]) as f64;
     println!("ran {ran:?} ns, held {held:?} ns of {waited_ns} ns: {waited:?}");
@@ -250,7 +251,9 @@ fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran()
     let named: u64 = waited.held.iter().map(|(_, held_ns)| held_ns).sum();
     // What came before a half-life that ended meanwhile counts half, on both sides.
     assert!(named <= waited.waited_ns && named > waited.waited_ns / 10, "{named} of {waited:?}");
-    assert!(waited.waited_ns <= waited_ns && waited.waited_ns > waited_ns / 5, "{waited_ns}: {waited:?}");
+    // The two are taken by different clocks of the kernel.
+    let most = waited_ns + waited_ns / 100;
+    assert!(waited.waited_ns <= most && waited.waited_ns > waited_ns / 5, "{waited_ns}: {waited:?}");
     assert_eq!(all.len(), 1, "nobody asked for others");
 }
 
