@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
-use beelet_policy::{cgroups as values, duration, pod::Start};
+use beelet_policy::{cgroups as values, critical, duration, pod::Start, start_limit::Call};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
@@ -17,6 +17,7 @@ use crate::{
     plan::{PodPlan, Site},
     runtime_view::{Observation, SandboxDetail},
     termination,
+    turns::{Turns, Urgency},
     user_namespaces::UserNamespaces,
 };
 use beelet_admission::Admission;
@@ -79,8 +80,15 @@ pub struct Launcher {
     pub admission: Arc<Admission>,
     /// Images that containers are about to be made from.
     pub leases: Leases,
+    /// Says how many sandboxes and containers are made at once, and whose is next.
+    pub turns: Turns,
     /// Counters.
     pub metrics: Metrics,
+}
+
+/// How urgent a container's start is: one that ran before is missed.
+fn urgency_of(plan: &PodPlan, start: &Start) -> Urgency {
+    Urgency::new(critical::priority(&plan.pod), start.attempt > 0)
 }
 
 /// Any part's error, of which only the sentence counts.
@@ -152,7 +160,9 @@ impl Launcher {
         {
             self.events.warning(pod(), "HostPortNotMapped", why);
         }
-        let sandbox = self.runtime.run_sandbox(config, &handler);
+        let urgency = Urgency::new(critical::priority(&plan.pod), attempt > 0);
+        let run = self.runtime.run_sandbox(config, &handler);
+        let sandbox = self.turns.make(urgency, Call::RunSandbox, run);
         Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
     }
 
@@ -178,7 +188,7 @@ impl Launcher {
         chores: &Chores,
     ) -> Result<String, StartError> {
         if let Some(id) = &start.created {
-            self.start_created(plan, &start.name, id).await?;
+            self.start_created(plan, start, id).await?;
             return Ok(id.clone());
         }
         let container = plan.container(&start.name)?;
@@ -193,20 +203,22 @@ impl Launcher {
         users.apply_to_sandbox(&mut of_sandbox);
         users.apply_to_container(&mut config);
         let object = || Object::container(&plan.pod, &start.name);
-        let creating = self.runtime.create_container(&sandbox.id, config, &of_sandbox);
+        let create = self.runtime.create_container(&sandbox.id, config, &of_sandbox);
+        let creating = self.turns.make(urgency_of(plan, start), Call::CreateContainer, create);
         let created = self.waited(object, "the runtime to create the container", creating).await;
         let id = created.map_err(StartError::Create)?;
         let message = format!("Created container: {}", start.name);
         self.events.normal(Object::container(&plan.pod, &start.name), "Created", message);
-        self.start_created(plan, &start.name, &id).await?;
+        self.start_created(plan, start, &id).await?;
         Ok(id)
     }
 
-    async fn start_created(&self, plan: &PodPlan, name: &str, id: &str) -> Result<(), StartError> {
-        let object = || Object::container(&plan.pod, name);
-        let starting = self.runtime.start_container(id);
+    async fn start_created(&self, plan: &PodPlan, start: &Start, id: &str) -> Result<(), StartError> {
+        let object = || Object::container(&plan.pod, &start.name);
+        let run = self.runtime.start_container(id);
+        let starting = self.turns.make(urgency_of(plan, start), Call::StartContainer, run);
         self.waited(object, "the runtime to start the container", starting).await.map_err(StartError::Run)?;
-        self.events.normal(object(), "Started", format!("Started container {name}"));
+        self.events.normal(object(), "Started", format!("Started container {}", start.name));
         Ok(())
     }
 

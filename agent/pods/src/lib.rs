@@ -22,4 +22,5 @@ mod runtime_view;
 mod starts;
 mod status;
 mod termination;
+pub mod turns;
 mod worker;

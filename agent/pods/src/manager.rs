@@ -1,7 +1,8 @@
 //! Keeps one worker for each pod that should be here or still is, and publishes the [`PodTable`].
 //!
 //! One task owns everything: desired pods, what the runtime was seen to have, probe results and worker
-//! reports come in, control values and the table go out. Nothing here waits for the runtime.
+//! reports come in, control values and the table go out. Nothing here waits for the runtime. What one turn of
+//! its loop has changed is published at its end.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -58,6 +59,9 @@ mod resizing;
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
 const REPORTS: usize = 256;
+/// Reports, and requests, that are taken in one turn. What they change is published once: each publication
+/// costs as much as there are pods, and a storm brings several of each.
+const PER_TURN: usize = 64;
 
 /// What the manager needs from the rest of the node.
 #[derive(Debug)]
@@ -165,7 +169,11 @@ pub struct Manager {
     pods: BTreeMap<String, Managed>,
     /// What the runtime was last seen to have, and at first what the records of an earlier instance name: a
     /// pod that the runtime has forgotten may have left folders and cgroups. `None` before the first look.
-    runtime: Option<BTreeMap<String, RuntimePod>>,
+    runtime: Option<Arc<BTreeMap<String, RuntimePod>>>,
+    /// The table as it is published at the end of a turn.
+    table: Arc<PodTable>,
+    /// What else is due at the end of a turn.
+    due: Due,
     /// UIDs of the pods that the runtime itself named, when it was last asked.
     present: BTreeSet<String>,
     /// What pods refer to, as it was when they were last told of it.
@@ -177,9 +185,20 @@ pub struct Manager {
     /// What the node has of devices, and the last change of their health that pods' statuses have.
     devices: watch::Receiver<Arc<NodeDevices>>,
     device_health: u64,
-    /// A pod that has just gone, and the restart counts with which its containers begin should it come back
-    /// at once.
-    left: Option<(String, Arc<BTreeMap<String, u32>>)>,
+    /// Pods that have gone in this turn, by UID, and the restart counts with which their containers begin
+    /// should they come back at once.
+    left: BTreeMap<String, Arc<BTreeMap<String, u32>>>,
+}
+
+/// What is done once at the end of a turn, however much came in it.
+#[derive(Debug, Default)]
+struct Due {
+    /// The table has changed.
+    table: bool,
+    /// First processes may have come or gone.
+    processes: bool,
+    /// A pod is gone for which another of its name may have waited.
+    reconcile: bool,
 }
 
 impl Manager {
@@ -188,10 +207,13 @@ impl Manager {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
         let devices = parts.launcher.devices.node();
+        let table = Arc::clone(&parts.table.borrow());
         Self {
             parts,
             pods,
             runtime: None,
+            table,
+            due: Due::default(),
             present,
             objects: Arc::default(),
             gone,
@@ -199,7 +221,7 @@ impl Manager {
             reports_out,
             devices,
             device_health: 0,
-            left: None,
+            left: BTreeMap::new(),
         }
     }
 
@@ -208,6 +230,7 @@ impl Manager {
         let mut stopping = false;
         let mut source_open = true;
         self.reconcile();
+        self.publish_changes();
         loop {
             let deadline = self.next_deadline();
             self.publish_active();
@@ -224,11 +247,16 @@ impl Manager {
                     source_open = changed.is_ok();
                     self.reconcile();
                 }
-                Some(report) = self.reports_in.recv() => self.on_report(report, stopping),
-                Some(request) = self.parts.requests.recv() => self.on_request(request, stopping),
+                Some(report) = self.reports_in.recv() => self.on_reports(report),
+                Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
                 Ok(()) = self.devices.changed() => self.on_devices(),
                 () = until(deadline), if !stopping => self.fail_overdue(),
             }
+            if std::mem::take(&mut self.due.reconcile) && !stopping {
+                self.reconcile();
+            }
+            self.left.clear();
+            self.publish_changes();
             self.note_complete();
             if stopping && self.pods.is_empty() {
                 break;
@@ -268,7 +296,7 @@ impl Manager {
         }
         // Those that run have their room before any new one asks for some.
         wanted.iter().for_each(|(uid, pod)| self.adopt(uid, pod));
-        for (uid, orphan) in &in_runtime {
+        for (uid, orphan) in in_runtime.iter() {
             // A UID may be written in the manifest, and stay when the rest changes.
             let is_wanted = wanted.get(uid).is_some_and(|pod| {
                 Origin::of(pod).is_api()
@@ -284,19 +312,31 @@ impl Manager {
             self.parts.metrics.orphaned();
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
+        self.spawn_missing(wanted, &in_runtime);
+    }
+
+    /// Starts workers of wanted pods that have none.
+    fn spawn_missing(
+        &mut self,
+        mut wanted: BTreeMap<String, Arc<core::Pod>>,
+        in_runtime: &BTreeMap<String, RuntimePod>,
+    ) {
+        wanted.retain(|uid, _| !self.pods.contains_key(uid));
+        if wanted.is_empty() {
+            return;
+        }
+        let mut names: BTreeSet<PodName> = self.pods.values().map(|managed| managed.name.clone()).collect();
+        let left_alone = in_runtime.iter().filter(|(uid, _)| !self.pods.contains_key(*uid));
+        let left_alone: Vec<(&PodName, &String)> = left_alone.map(|(uid, seen)| (&seen.name, uid)).collect();
+        let mut by_name: BTreeMap<&PodName, Vec<&String>> = BTreeMap::new();
+        left_alone.into_iter().for_each(|(name, uid)| by_name.entry(name).or_default().push(uid));
         for (uid, pod) in wanted {
-            if self.pods.contains_key(&uid) {
-                continue;
-            }
             let name = PodName::of(&pod);
             // Of two pods of one name the old one must be gone first: they may share ports and files.
-            if self.pods.values().any(|m| m.name == name) {
+            if names.contains(&name) {
                 continue;
             }
-            let left_alone = |(other, seen): (&String, &RuntimePod)| {
-                *other != uid && seen.name == name && !self.pods.contains_key(other)
-            };
-            if in_runtime.iter().any(left_alone) {
+            if by_name.get(&name).is_some_and(|uids| uids.iter().any(|other| **other != uid)) {
                 warn!(pod = %name, uid, "pod must wait: one of its name runs here, from a manifest that can't be read");
                 continue;
             }
@@ -305,6 +345,7 @@ impl Manager {
                 self.parts.metrics.restarted(!Origin::of(&pod).is_api());
             }
             self.spawn(pod, false);
+            names.insert(name);
         }
     }
 
@@ -382,22 +423,18 @@ impl Manager {
         }
     }
 
-    fn publish_rejected(&self, desired: &Desired) {
-        self.parts.table.send_if_modified(|table| {
-            if *table.rejected == desired.rejected {
-                return false;
-            }
-            let rejected = Arc::new(desired.rejected.clone());
-            *table = Arc::new(PodTable { pods: table.pods.clone(), rejected });
-            true
-        });
+    fn publish_rejected(&mut self, desired: &Desired) {
+        if *self.table.rejected != desired.rejected {
+            Arc::make_mut(&mut self.table).rejected = Arc::new(desired.rejected.clone());
+            self.due.table = true;
+        }
         self.parts.metrics.rejected_manifests.set(i64::try_from(desired.rejected.len()).unwrap_or(i64::MAX));
     }
 
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = self.remembered(&uid, Origin::of(&pod));
-        let left = self.left.take_if(|(left, _)| *left == uid).map(|(_, counts)| counts);
+        let left = self.left.remove(&uid);
         let known = || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_ref())).unwrap_or_default());
         let counts = left.unwrap_or_else(known);
         let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
@@ -484,7 +521,25 @@ impl Manager {
         self.publish(uid);
     }
 
-    fn on_report(&mut self, report: WorkerReport, stopping: bool) {
+    /// Takes this report, and those that have come behind it.
+    fn on_reports(&mut self, report: WorkerReport) {
+        self.on_report(report);
+        for _ in 1..PER_TURN {
+            let Ok(report) = self.reports_in.try_recv() else { return };
+            self.on_report(report);
+        }
+    }
+
+    /// Takes this request, and those that have come behind it.
+    fn on_requests(&mut self, request: Request, stopping: bool) {
+        self.on_request(request, stopping);
+        for _ in 1..PER_TURN {
+            let Ok(request) = self.parts.requests.try_recv() else { return };
+            self.on_request(request, stopping);
+        }
+    }
+
+    fn on_report(&mut self, report: WorkerReport) {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
         if report.stage == Stage::Gone {
             let name = managed.name.clone();
@@ -495,16 +550,13 @@ impl Manager {
             self.parts.metrics.starts.forget(&report.uid);
             self.parts.launcher.admission.released(&report.uid);
             if let Some(runtime) = &mut self.runtime {
-                runtime.remove(&report.uid);
+                Arc::make_mut(runtime).remove(&report.uid);
             }
             self.unpublish(&name, &report.uid);
-            self.publish_processes();
-            if !stopping {
-                // A pod of the same name, or the same pod, may have waited for this one.
-                self.left = Some((report.uid, counts));
-                self.reconcile();
-                self.left = None;
-            }
+            self.due.processes = true;
+            self.due.reconcile = true;
+            // The same pod may have waited for this one, too.
+            self.left.insert(report.uid, counts);
             return;
         }
         if report.stage == Stage::Cleared {
@@ -535,7 +587,7 @@ impl Manager {
         let known = |id: &String| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id));
         managed.oom.retain(|id, _| known(id));
         managed.oom_told.retain(|id, _| known(id));
-        self.publish_processes();
+        self.due.processes = true;
         self.publish(&report.uid);
     }
 
@@ -555,9 +607,9 @@ impl Manager {
                 seen.pods.retain(|uid, _| !self.gone.contains_key(uid));
                 let earlier =
                     if self.runtime.is_none() { self.parts.records.origins() } else { BTreeMap::new() };
-                let in_runtime = Some(earlier.into_iter().chain(seen.pods).collect());
-                if self.runtime != in_runtime {
-                    self.runtime = in_runtime;
+                let in_runtime: BTreeMap<_, _> = earlier.into_iter().chain(seen.pods).collect();
+                if self.runtime.as_deref() != Some(&in_runtime) {
+                    self.runtime = Some(Arc::new(in_runtime));
                     if !stopping {
                         self.reconcile();
                     }
@@ -679,24 +731,23 @@ impl Manager {
         let debuggers = managed.debuggers.clone();
         let record =
             PodRecord { origin, status: Some(status), probes, hooked, oom, failure, debuggers, edge };
-        let changed = self.parts.table.send_if_modified(|table| {
-            if table.pods.get(&name).is_some_and(|known| **known == entry) {
-                return false;
-            }
-            let mut pods = table.pods.clone();
-            pods.insert(name, Arc::new(entry));
-            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
-            true
-        });
-        self.parts.records.set(uid, record);
-        if changed {
-            self.measure();
+        if self.table.pods.get(&name).is_none_or(|known| **known != entry) {
+            Arc::make_mut(&mut self.table).pods.insert(name, Arc::new(entry));
+            self.due.table = true;
         }
+        self.parts.records.set(uid, record);
     }
 
-    fn measure(&self) {
-        self.parts.metrics.observe(&self.parts.table.borrow());
-        self.parts.metrics.count(self.pods.values().map(Managed::counted));
+    /// Publishes what has changed in this turn.
+    fn publish_changes(&mut self) {
+        if std::mem::take(&mut self.due.processes) {
+            self.publish_processes();
+        }
+        if std::mem::take(&mut self.due.table) {
+            self.parts.table.send_replace(Arc::clone(&self.table));
+            self.parts.metrics.observe(&self.table);
+            self.parts.metrics.count(self.pods.values().map(Managed::counted));
+        }
     }
 
     /// Returns true if it is on its way out while another pod has its name: readers see that one.
@@ -705,18 +756,13 @@ impl Manager {
         self.pods.iter().any(|(other, m)| other != uid && m.name == managed.name && !m.terminating())
     }
 
-    fn unpublish(&self, name: &PodName, uid: &str) {
-        self.parts.table.send_if_modified(|table| {
-            // Another pod may have the name by now.
-            if table.pods.get(name).is_none_or(|entry| entry.pod.metadata.uid.as_deref() != Some(uid)) {
-                return false;
-            }
-            let mut pods = table.pods.clone();
-            pods.remove(name);
-            *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
-            true
-        });
-        self.measure();
+    fn unpublish(&mut self, name: &PodName, uid: &str) {
+        // Another pod may have the name by now.
+        let is_its = |entry: &Arc<PodEntry>| entry.pod.metadata.uid.as_deref() == Some(uid);
+        if self.table.pods.get(name).is_some_and(is_its) {
+            Arc::make_mut(&mut self.table).pods.remove(name);
+            self.due.table = true;
+        }
     }
 }
 

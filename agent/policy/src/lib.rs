@@ -35,6 +35,7 @@ pub mod quantity;
 pub mod references;
 pub mod resources;
 pub mod selector;
+pub mod start_limit;
 pub mod token;
 pub mod tuner;
 pub mod user_namespaces;

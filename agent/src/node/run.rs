@@ -764,6 +764,7 @@ impl Node {
             users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),
+            turns: beelet_pods::turns::Turns::default(),
             metrics: self.metrics.pods.clone(),
         })
     }

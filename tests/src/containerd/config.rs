@@ -108,7 +108,7 @@ fn network(names: &Names) -> Result<()> {
     let prefix = format!("{first}.{second}.{third}");
     let bridge = names.bridge();
     guards::ip(&["link", "add", &bridge, "type", "bridge"])?;
-    guards::ip(&["addr", "add", &format!("{prefix}.1/24"), "dev", &bridge])?;
+    guards::ip(&["addr", "add", &format!("{prefix}.1/22"), "dev", &bridge])?;
     guards::ip(&["link", "set", &bridge, "up"])?;
     let network = json!({
         "cniVersion": "0.4.0",
@@ -123,7 +123,7 @@ fn network(names: &Names) -> Result<()> {
                 "type": "host-local",
                 "dataDir": names.dir.join("ipam"),
                 "ranges": [[{
-                    "subnet": format!("{prefix}.0/24"),
+                    "subnet": format!("{prefix}.0/22"),
                     "rangeStart": format!("{prefix}.10"),
                     "gateway": format!("{prefix}.1"),
                 }]],
@@ -152,16 +152,16 @@ fn parse_routes(text: &str) -> Vec<Route> {
     all.filter(|(_, mask)| !mask.is_unspecified()).collect()
 }
 
-/// The first three bytes of a /24 that no route of the machine touches. `id` spreads the choices of instances
-/// that start at the same time.
+/// The first three bytes of a /22 (room for a thousand pods) that no route of the machine touches. `id`
+/// spreads the choices of instances that start at the same time.
 fn free_subnet(routes: &[Route], id: &str) -> Result<[u8; 3]> {
     let start = u8::from_str_radix(id.get(..2).unwrap_or_default(), 16).unwrap_or(0);
     for [first, second] in RANGES {
-        for offset in 0..=u8::MAX {
-            let third = start.wrapping_add(offset);
+        for offset in (0..=u8::MAX).step_by(4) {
+            let third = start.wrapping_add(offset) & 0xfc;
             let candidate = u32::from(Ipv4Addr::new(first, second, third, 0));
             let touches = |(network, mask): &Route| {
-                let narrower = u32::from(*mask) & 0xffff_ff00;
+                let narrower = u32::from(*mask) & 0xffff_fc00;
                 candidate & narrower == u32::from(*network) & narrower
             };
             if !routes.iter().any(touches) {
@@ -170,7 +170,7 @@ fn free_subnet(routes: &[Route], id: &str) -> Result<[u8; 3]> {
         }
     }
     bail!(
-        "no free /24 found in 10.88/16, 172.29/16, 192.168/16 and 10.213/16: the machine has routes for all of them"
+        "no free /22 found in 10.88/16, 172.29/16, 192.168/16 and 10.213/16: the machine has routes for all of them"
     )
 }
 
@@ -194,10 +194,10 @@ mod tests {
             let routes: Vec<Route> = routes.iter().map(|(net, mask)| (parse(net), parse(mask))).collect();
             assert_eq!(free_subnet(&routes, "05").ok(), expected, "{routes:?}");
         };
-        check(&[], Some([10, 88, 5]));
-        check(&[("10.88.5.0", "255.255.255.0")], Some([10, 88, 6]));
-        check(&[("10.88.5.128", "255.255.255.128")], Some([10, 88, 6]));
-        check(&[("10.0.0.0", "255.0.0.0")], Some([172, 29, 5]));
+        check(&[], Some([10, 88, 4]));
+        check(&[("10.88.5.0", "255.255.255.0")], Some([10, 88, 8]));
+        check(&[("10.88.7.128", "255.255.255.128")], Some([10, 88, 8]));
+        check(&[("10.0.0.0", "255.0.0.0")], Some([172, 29, 4]));
         check(
             &[("10.0.0.0", "254.0.0.0"), ("172.16.0.0", "255.240.0.0"), ("192.168.0.0", "255.255.0.0")],
             None,

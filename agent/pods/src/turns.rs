@@ -1,0 +1,220 @@
+//! The order in which workers ask the runtime to make sandboxes and containers: no more at once than
+//! [`StartLimit`] says, the most urgent first. Nothing else of a worker waits here: what is stopped, pulled,
+//! probed or looked at has its time however many pods start.
+
+use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use beelet_policy::start_limit::{Call, StartLimit};
+use tokio::{sync::oneshot, time::Instant};
+
+/// A call that takes longer hangs: its turn is another's, and what it took says nothing.
+const HANGS: Duration = Duration::from_secs(10);
+
+/// How urgent a call is: by the pod's priority, then those first that ran before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Urgency {
+    priority: Reverse<i32>,
+    is_new: bool,
+}
+
+impl Urgency {
+    /// Of a pod of that priority. `again`: something of it ran before, and is missed now.
+    pub(crate) fn new(priority: i32, again: bool) -> Self {
+        Self { priority: Reverse(priority), is_new: !again }
+    }
+}
+
+/// Gives turns. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct Turns {
+    inner: Arc<Mutex<Inner>>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    limit: StartLimit,
+    under_way: usize,
+    /// Those that wait, the most urgent first, then in the order that they came.
+    waiting: BTreeMap<(Urgency, u64), oneshot::Sender<Turn>>,
+    came: u64,
+}
+
+/// Leave to make one call; given back when it is dropped.
+#[derive(Debug)]
+struct Turn {
+    turns: Turns,
+    /// Of how many calls it was one when it began.
+    under_way: usize,
+}
+
+impl Turns {
+    /// Makes a call when its turn has come.
+    pub(crate) async fn make<T, E>(
+        &self,
+        urgency: Urgency,
+        call: Call,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
+        let turn = self.turn(urgency).await;
+        let began = Instant::now();
+        let mut work = std::pin::pin!(work);
+        let made = tokio::select! {
+            made = &mut work => made,
+            () = tokio::time::sleep(HANGS) => {
+                drop(turn);
+                return work.await;
+            }
+        };
+        self.with(|inner| inner.limit.learn(call, began.elapsed(), turn.under_way, made.is_err()));
+        made
+    }
+
+    async fn turn(&self, urgency: Urgency) -> Turn {
+        let (sender, receiver) = oneshot::channel();
+        self.with(|inner| {
+            inner.came += 1;
+            inner.waiting.insert((urgency, inner.came), sender);
+        });
+        self.admit();
+        // A sender is dropped only with a turn sent, or with all of this.
+        match receiver.await {
+            Ok(turn) => turn,
+            Err(_) => std::future::pending().await,
+        }
+    }
+
+    /// Gives turns to as many as may have one now.
+    fn admit(&self) {
+        while let Some((sender, under_way)) = self.with(Inner::next) {
+            // Whoever waited may have given up just now: then the turn comes back at once.
+            drop(sender.send(Turn { turns: self.clone(), under_way }));
+        }
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Inner) -> T) -> T {
+        work(&mut self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Inner {
+    /// The next that may go, and of how many it is one then.
+    fn next(&mut self) -> Option<(oneshot::Sender<Turn>, usize)> {
+        while self.under_way < self.limit.calls() {
+            let (_, sender) = self.waiting.pop_first()?;
+            if !sender.is_closed() {
+                self.under_way += 1;
+                return Some((sender, self.under_way));
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.turns.with(|inner| inner.under_way -= 1);
+        self.turns.admit();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::sync::mpsc;
+
+    /// Calls that begin, by number, and end when they are told to.
+    struct Calls {
+        turns: Turns,
+        begun: (mpsc::UnboundedSender<u32>, mpsc::UnboundedReceiver<u32>),
+    }
+
+    impl Calls {
+        fn new() -> Self {
+            Self { turns: Turns::default(), begun: mpsc::unbounded_channel() }
+        }
+
+        /// One that waits for its end.
+        fn call(&self, number: u32, urgency: Urgency) -> (tokio::task::JoinHandle<()>, oneshot::Sender<()>) {
+            let (turns, begun, (end, ended)) = (self.turns.clone(), self.begun.0.clone(), oneshot::channel());
+            let work = async move {
+                begun.send(number).unwrap();
+                ended.await
+            };
+            let task = tokio::spawn(async move {
+                turns.make(urgency, Call::RunSandbox, work).await.unwrap();
+            });
+            (task, end)
+        }
+
+        async fn next(&mut self) -> u32 {
+            self.begun.1.recv().await.unwrap()
+        }
+    }
+
+    const USUAL: Urgency = Urgency { priority: Reverse(0), is_new: true };
+
+    #[tokio::test(start_paused = true)]
+    async fn the_most_urgent_go_first_and_what_ran_before_goes_before_what_is_new() {
+        let mut calls = Calls::new();
+        let most = StartLimit::default().calls();
+        let mut first: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
+        for _ in 0..most {
+            assert_eq!(calls.next().await, 0);
+        }
+        // One that gives up holds nobody back.
+        let (gone, _end) = calls.call(9, Urgency::new(i32::MAX, true));
+        tokio::task::yield_now().await;
+        gone.abort();
+        let _ = gone.await;
+        let mut waiting = Vec::new();
+        for (number, urgency) in [
+            (4, USUAL),
+            (3, Urgency::new(0, true)),
+            (1, Urgency::new(2_000_001_000, true)),
+            (5, USUAL),
+            (2, Urgency::new(2_000_001_000, false)),
+        ] {
+            waiting.push(calls.call(number, urgency));
+            tokio::task::yield_now().await;
+        }
+        assert!(calls.begun.1.try_recv().is_err(), "none goes before another has ended");
+        let mut order = Vec::new();
+        while order.len() < waiting.len() {
+            let (task, end) = first.pop().unwrap();
+            end.send(()).unwrap();
+            task.await.unwrap();
+            // Each that ends may let more than one go: all took the same time.
+            while let Ok(number) = {
+                tokio::task::yield_now().await;
+                calls.begun.1.try_recv()
+            } {
+                order.push(number);
+            }
+        }
+        assert_eq!(order, [1, 2, 3, 4, 5]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_that_hang_give_their_turns_to_others() {
+        let mut calls = Calls::new();
+        let most = StartLimit::default().calls();
+        let hanging: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
+        for _ in 0..most {
+            calls.next().await;
+        }
+        let (task, end) = calls.call(1, USUAL);
+        assert_eq!(calls.next().await, 1, "the clock is at {HANGS:?} now");
+        end.send(()).unwrap();
+        task.await.unwrap();
+        for (task, end) in hanging {
+            end.send(()).unwrap();
+            task.await.unwrap();
+        }
+        assert_eq!(calls.turns.with(|inner| inner.under_way), 0);
+    }
+}
