@@ -57,7 +57,7 @@ impl Kubelet {
             "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": "cgroupfs",
             "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
             "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
-            "authorization": {"mode": "AlwaysAllow"}, "maxPods": 500,
+            "authorization": {"mode": "AlwaysAllow"}, "maxPods": 1100,
         });
         workdir::write(&dir.join("config.yaml"), config.to_string())?;
         let version = version(binary)?;

@@ -23,6 +23,14 @@ pub fn resident_kib(pid: u32) -> Result<u64> {
     kib(&format!("/proc/{pid}/status"), "VmRSS:")
 }
 
+/// The memory of a process in KiB, of which pages that others map too count in part (`Pss`).
+///
+/// # Errors
+/// It has ended.
+pub fn proportional_kib(pid: u32) -> Result<u64> {
+    kib(&format!("/proc/{pid}/smaps_rollup"), "Pss:")
+}
+
 /// The CPU time of a process, user and system, all its threads.
 ///
 /// # Errors

@@ -3,19 +3,16 @@
 //! `KUBELET` names one, the same is measured of a kubelet afterwards, and shown beside.
 
 use super::Row;
+use super::owner::{Owner, pause};
 use crate::progress::Step;
-use anyhow::{Context as _, Result, bail};
-use beelet_proto::cri;
+use anyhow::Result;
 use beelet_tests::agent::{Agent, Options};
-use beelet_tests::containerd::{Containerd, Cri, block_on};
+use beelet_tests::containerd::Containerd;
 use beelet_tests::kubelet::{self, Kubelet};
 use beelet_tests::machine::{cpu_of, resident_kib};
-use beelet_tests::manifests::{self, PORT};
-use beelet_tests::pods::PodView;
-use beelet_tests::workdir::{self, interrupted};
-use serde_json::{Value, json};
+use beelet_tests::workdir;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// CPU seconds per minute, and MiB, for each size of node: what the largest may take is the promise, and the
 /// smaller ones must not take more.
@@ -29,28 +26,6 @@ const NODES: [(usize, &str, &str); 3] = [
 ];
 /// How long the node rests before it is measured.
 const REST: Duration = Duration::from_secs(15);
-
-/// The agent that has the node.
-enum Owner {
-    Us(Box<Agent>),
-    Kubelet(Kubelet),
-}
-
-impl Owner {
-    fn apply(&self, name: &str, manifest: &Value) -> Result<()> {
-        match self {
-            Self::Us(agent) => agent.apply(&format!("{name}.yaml"), manifest.to_string()),
-            Self::Kubelet(kubelet) => kubelet.apply(manifest),
-        }
-    }
-
-    fn pid(&self) -> Result<u32> {
-        match self {
-            Self::Us(agent) => agent.pid().context("the agent has ended"),
-            Self::Kubelet(kubelet) => Ok(kubelet.pid()),
-        }
-    }
-}
 
 /// Measures both rows of each size.
 pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
@@ -101,26 +76,8 @@ fn measure(
     let (mut there, mut measured) = (0, Vec::new());
     for (pods, ..) in nodes {
         let step = Step::start(format!("footprint: a node of {pods} pods, {name}"));
-        for n in there..*pods {
-            let name = format!("idle{n}");
-            let pod = manifests::serving(&name);
-            let probe = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1 });
-            owner.apply(&name, &manifests::with(pod, "readinessProbe", probe))?;
-        }
+        owner.fill(containerd, there..*pods, &step)?;
         there = *pods;
-        // Longer than one wait: starting a hundred pods takes its time.
-        let deadline = Instant::now() + Duration::from_secs(60 + 3 * (*pods as u64));
-        loop {
-            let ready = ready(owner, containerd)?;
-            step.detail(&format!("{ready} ready"));
-            if ready >= *pods {
-                break;
-            }
-            if Instant::now() > deadline || interrupted() {
-                bail!("only {ready} of {pods} pods became ready");
-            }
-            std::thread::sleep(Duration::from_millis(500));
-        }
         pause(REST)?;
         let pid = owner.pid()?;
         let before = cpu_of(pid)?;
@@ -131,32 +88,4 @@ fn measure(
         measured.push((used, mib));
     }
     Ok(measured)
-}
-
-/// How many pods are ready; of a kubelet's, which is not asked so that it has only its own work, how many
-/// run.
-fn ready(owner: &Owner, containerd: &Containerd) -> Result<usize> {
-    match owner {
-        Owner::Us(agent) => agent.look(|watch| watch.pods.values().filter(|pod| PodView::ready(pod)).count()),
-        Owner::Kubelet(_) => block_on(running(&containerd.socket())),
-    }
-}
-
-/// How many containers run.
-async fn running(socket: &Path) -> Result<usize> {
-    let mut cri = Cri::connect(socket).await?;
-    let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
-    let runs = |container: &&cri::Container| container.state() == cri::ContainerState::ContainerRunning;
-    Ok(listed.into_inner().containers.iter().filter(runs).count())
-}
-
-fn pause(time: Duration) -> Result<()> {
-    let until = Instant::now() + time;
-    while Instant::now() < until {
-        if interrupted() {
-            bail!("interrupted");
-        }
-        std::thread::sleep(Duration::from_millis(200).min(until.saturating_duration_since(Instant::now())));
-    }
-    Ok(())
 }

@@ -343,7 +343,11 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
         let started = block_on(started_at(&containerd.socket(), &id))?;
         agent.remove(&format!("{name}.yaml"))?;
         agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
-        let alone = block_on(bare_calls(containerd, &format!("bare{round}")))?;
+        let alone = block_on(async {
+            let pod = bare_calls(containerd, &format!("bare{round}")).await?;
+            pod.remove(containerd).await?;
+            Ok(pod.took)
+        })?;
         // The first round warms caches.
         if round > 0 {
             by_agent.push((started - began) as f64 / 1e6);
@@ -364,10 +368,29 @@ async fn started_at(socket: &Path, id: &str) -> Result<i64> {
     Ok(status.context("the runtime has no status")?.started_at)
 }
 
-/// The same pod by three calls, one after the other; nanoseconds from the first to the container's start, by
-/// the stamp that counts for the agent's pod too. It is asked for as the agent asks: with a cgroup of its own
-/// where the agent's pods have theirs, the files that are mounted, and what is hidden from it.
-async fn bare_calls(containerd: &Containerd, name: &str) -> Result<i64> {
+/// A pod that was made by bare calls.
+pub(super) struct Bare {
+    sandbox: String,
+    /// Nanoseconds from the first call to the container's start.
+    took: i64,
+}
+
+impl Bare {
+    /// Takes it away.
+    pub(super) async fn remove(&self, containerd: &Containerd) -> Result<()> {
+        let mut cri = Cri::connect(&containerd.socket()).await?;
+        let pod_sandbox_id = self.sandbox.clone();
+        cri.runtime.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id }).await?;
+        let pod_sandbox_id = self.sandbox.clone();
+        cri.runtime.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id }).await?;
+        Ok(())
+    }
+}
+
+/// The same pod by three calls, one after the other; its time is by the stamp that counts for the agent's pod
+/// too. It is asked for as the agent asks: with a cgroup of its own where the agent's pods have theirs, the
+/// files that are mounted, and what is hidden from it.
+pub(super) async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Bare> {
     let mut cri = Cri::connect(&containerd.socket()).await?;
     let logs = containerd.dir().join("bare-logs").join(name);
     std::fs::create_dir_all(logs.join("main"))?;
@@ -437,9 +460,7 @@ async fn bare_calls(containerd: &Containerd, name: &str) -> Result<i64> {
     cri.runtime.start_container(cri::StartContainerRequest { container_id: container_id.clone() }).await?;
     let status = status(&mut cri, &container_id, false).await?.status;
     let took = status.context("the runtime has no status")?.started_at - began;
-    cri.runtime.stop_pod_sandbox(cri::StopPodSandboxRequest { pod_sandbox_id: sandbox.clone() }).await?;
-    cri.runtime.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id: sandbox }).await?;
-    Ok(took)
+    Ok(Bare { sandbox, took })
 }
 
 fn namespaces() -> cri::NamespaceOption {

@@ -10,10 +10,12 @@
 
 mod bpf;
 mod cluster;
+mod density;
 mod devices;
 mod footprint;
 mod lifecycle;
 mod observe;
+mod owner;
 mod pressure;
 mod probes;
 mod tuner;
@@ -57,6 +59,8 @@ enum What {
     Bpf,
     /// The node of a cluster, as a client of the API server sees it (KUBE_APISERVER)
     Cluster,
+    /// A node of up to 1,000 pods: what it takes, how fast it fills, and how soon the agent is back
+    Density,
     /// Deciding on devices, and admitting pods with them
     Devices,
     /// What the agent takes of the machine: CPU and memory
@@ -244,6 +248,7 @@ fn measure(what: What, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     match what {
         What::Bpf => rows.extend(bpf::run(quick)?),
         What::Cluster => cluster::run(&binary, quick, rows)?,
+        What::Density => density::run(&binary, quick, rows)?,
         What::Devices => rows.extend(devices::run(quick)?),
         What::Footprint => {
             rows.extend(footprint::run(&binary, quick)?);

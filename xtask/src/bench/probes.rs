@@ -36,7 +36,6 @@ const WARM_UP: usize = 5;
 /// Adds all rows, each as soon as it is measured.
 pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     let rounds = if quick { 100 } else { 2000 };
-    let step = Step::start("probes: listeners opened and closed");
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
     let mut options = Options::on(&containerd);
     options.binary = Some(binary.to_path_buf());
@@ -46,19 +45,9 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         agent.until("the pod to be ready", |watch| watch.pod("bench").filter(|pod| pod.ready()).cloned())?;
     let mut control = Control::connect(pod.ip().context("the pod has no address")?, CONTROL)?;
 
-    let changes = watch_readiness(&agent)?;
-    let (mut to_ready, mut to_not_ready) = (Vec::new(), Vec::new());
-    for round in 0..WARM_UP + rounds {
-        step.detail(&format!("{round} of {} rounds", WARM_UP + rounds));
-        for (command, ready, samples) in [("close", false, &mut to_not_ready), ("open", true, &mut to_ready)]
-        {
-            let called = control.send(&format!("{command} {PORT}"))?;
-            let received = next_change(&changes, ready)?;
-            if round >= WARM_UP {
-                samples.push(received.saturating_sub(called) as f64 / 1e6);
-            }
-        }
-    }
+    let changes = watch_readiness(&agent, "bench")?;
+    let step = Step::start("probes: listeners opened and closed");
+    let (to_ready, to_not_ready) = listeners(&mut control, &changes, rounds, &step)?;
     step.done(&format!("{rounds} rounds"));
     let first = block_on(first_process_of(&containerd, &pod))?;
     let to_dead = kills(&mut control, &changes, first, if quick { 20 } else { 500 })?;
@@ -75,6 +64,29 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     ]);
     rows.extend(latencies(&driver, quick)?);
     costs(&driver, quick, rows)
+}
+
+/// A pod's listener, closed and opened again and again: milliseconds from right before listen(2), and from
+/// right before close(2), to the client's seeing that the pod is ready, and that it isn't.
+pub(super) fn listeners(
+    control: &mut Control,
+    changes: &mpsc::Receiver<Change>,
+    rounds: usize,
+    step: &Step,
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let (mut to_ready, mut to_not_ready) = (Vec::new(), Vec::new());
+    for round in 0..WARM_UP + rounds {
+        step.detail(&format!("{round} of {} rounds", WARM_UP + rounds));
+        for (command, ready, samples) in [("close", false, &mut to_not_ready), ("open", true, &mut to_ready)]
+        {
+            let called = control.send(&format!("{command} {PORT}"))?;
+            let received = next_change(changes, ready)?;
+            if round >= WARM_UP {
+                samples.push(received.saturating_sub(called) as f64 / 1e6);
+            }
+        }
+    }
+    Ok((to_ready, to_not_ready))
 }
 
 /// The first process of the pod's container, as this machine numbers it.
@@ -241,16 +253,16 @@ fn field(values: &[Value], name: &str) -> Vec<f64> {
 }
 
 /// A change of the pod's readiness, with the time at which it was received.
-struct Change {
+pub(super) struct Change {
     ready: bool,
     at: u64,
 }
 
-/// Watches the pod on a thread of its own, which stamps every change as it arrives.
-fn watch_readiness(agent: &Agent) -> Result<mpsc::Receiver<Change>> {
-    let mut last = false;
+/// Watches a pod on a thread of its own, which stamps every change as it arrives.
+pub(super) fn watch_readiness(agent: &Agent, pod: &str) -> Result<mpsc::Receiver<Change>> {
+    let (mut last, pod) = (false, pod.to_owned());
     super::watch_pods(agent, move |watch, at| {
-        let ready = watch.pod("bench").is_some_and(PodView::ready);
+        let ready = watch.pod(&pod).is_some_and(PodView::ready);
         (std::mem::replace(&mut last, ready) != ready).then_some(Change { ready, at })
     })
 }
