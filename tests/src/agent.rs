@@ -3,7 +3,7 @@
 
 use crate::confine::{Handover, Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
-use crate::guards::{self, CgroupRoot, Process};
+use crate::guards::{self, CgroupRoot, MountsBelow, Process};
 use crate::pods::Watch;
 use crate::workdir::{self, PATIENCE, wait_for};
 use anyhow::{Context as _, Result, bail};
@@ -33,6 +33,8 @@ pub struct Options {
     pub mount_bpffs: bool,
     /// The unit whose settings it runs under; none for an agent that may do all that the test may.
     pub installed: Option<Installed>,
+    /// Whether the instance's end unmounts what is mounted in its folder; else the agent's does.
+    instance_unmounts: bool,
     dir: PathBuf,
     instance: PathBuf,
 }
@@ -46,7 +48,8 @@ impl Options {
 
     /// The same, in a folder of another name: a second agent on the same containerd.
     pub fn named(containerd: &Containerd, name: &str) -> Options {
-        Options::at(containerd.dir(), name, &containerd.endpoint(), containerd.cgroup())
+        let options = Options::at(containerd.dir(), name, &containerd.endpoint(), containerd.cgroup());
+        Options { instance_unmounts: true, ..options }
     }
 
     /// The configuration for an agent on any runtime: all that it writes is in the folder `name` of
@@ -85,6 +88,7 @@ impl Options {
             binary: None,
             mount_bpffs: true,
             installed: None,
+            instance_unmounts: false,
             dir,
             instance,
         }
@@ -135,7 +139,7 @@ impl Options {
         std::fs::create_dir_all(self.manifests()).context("could not make the manifests' folder")?;
         let bpffs = self.dir.join("bpf");
         if self.mount_bpffs && !guards::mounts()?.iter().any(|mount| mount.path == bpffs) {
-            // Unmounted with everything else of the instance.
+            // Unmounted with everything else that is mounted there.
             std::mem::forget(guards::Mount::bpffs(&bpffs)?);
         }
         Ok(config)
@@ -150,6 +154,8 @@ pub struct Agent {
     child: Option<Process>,
     /// Of each of its lives under a unit. After the child: they wait for its end.
     supervisors: Vec<Supervisor>,
+    /// What it, or the test, has mounted in the instance's folder. After the child.
+    _mounts: Option<MountsBelow>,
 }
 
 impl Agent {
@@ -163,7 +169,8 @@ impl Agent {
     /// Starts it and waits for nothing: for starts that are to fail, or to wait themselves.
     pub fn spawn(options: Options) -> Result<Agent> {
         let binary = options.binary.clone().map_or_else(binary, Ok)?;
-        let mut agent = Agent { options, binary, child: None, supervisors: Vec::new() };
+        let mounts = (!options.instance_unmounts).then(|| MountsBelow(options.instance.clone()));
+        let mut agent = Agent { options, binary, child: None, supervisors: Vec::new(), _mounts: mounts };
         agent.launch()?;
         Ok(agent)
     }

@@ -331,6 +331,18 @@ impl Drop for Mount {
     }
 }
 
+/// A folder in which nothing is mounted any more once the value is dropped.
+#[derive(Debug)]
+pub struct MountsBelow(pub PathBuf);
+
+impl Drop for MountsBelow {
+    fn drop(&mut self) {
+        if let Err(error) = unmount_below(&self.0) {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
 /// Unmounts everything at and below `dir`, the last mounted first.
 pub fn unmount_below(dir: &Path) -> Result<()> {
     let below: Vec<_> = mounts()?.into_iter().filter(|mount| mount.path.starts_with(dir)).collect();

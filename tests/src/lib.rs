@@ -24,6 +24,7 @@ pub mod manifests;
 pub mod oom;
 pub mod pages;
 pub mod pods;
+pub mod registry;
 pub mod requires;
 pub mod traces;
 pub mod workdir;

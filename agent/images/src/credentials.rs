@@ -125,12 +125,9 @@ impl Keys {
         let mut given: Vec<(usize, Credential)> = Vec::new();
         for login in self.providers.logins(image, asker).await {
             let Some(length) = fit(&login.registry, image) else { continue };
-            let auth = cri::AuthConfig {
-                username: login.username,
-                password: login.password,
-                server_address: login.registry,
-                ..Default::default()
-            };
+            // As in `auth`, without the registry's name.
+            let auth =
+                cri::AuthConfig { username: login.username, password: login.password, ..Default::default() };
             let source = login.account.map_or(Source::Node, Source::Account);
             given.push((length, Credential { auth, source }));
         }
@@ -238,11 +235,13 @@ fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, Error> {
     Err(Error::NotAPullSecret(name))
 }
 
+/// What the runtime is told. The registry isn't named, as the kubelet doesn't: containerd takes a name for a URL,
+/// and one without a scheme, or another one of the same registry, fits none, so that the pull has no
+/// credentials.
 fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, Error> {
     let mut auth = cri::AuthConfig {
         username: entry.username,
         password: entry.password,
-        server_address: registry.to_owned(),
         identity_token: entry.identity_token,
         registry_token: entry.registry_token,
         ..Default::default()

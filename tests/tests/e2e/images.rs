@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use beelet_tests::containerd::Containerd;
 use beelet_tests::pods::PodView;
+use beelet_tests::registry::Registry;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{images, require};
 use serde_json::{Value, json};
@@ -95,4 +96,33 @@ fn archives_beside_the_manifests_are_imported_once_and_events_name_them() {
     .unwrap();
     assert_eq!(events.matches("ImagesImported").count(), 2, "{events}");
     assert_eq!(events.matches("FailedToImportImages").count(), 1, "{events}");
+}
+
+#[test]
+fn a_private_registry_opens_to_a_pod_that_has_the_secret_alone() {
+    require!(containerd);
+    on_every_containerd(|containerd| {
+        let name = "localhost/beelet/private:1";
+        let registry = Registry::start(&images::variant(name).unwrap(), "me", "hush").unwrap();
+        let image = format!("{}/beelet/private:1", registry.host());
+        let node = Node::on(containerd, |options| options);
+        let auths = json!({ "auths": { registry.host(): { "username": "me", "password": "hush" } } });
+        node.apply(&json!({
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": { "name": "login" },
+            "type": "kubernetes.io/dockerconfigjson",
+            "stringData": { ".dockerconfigjson": auths.to_string() },
+        }));
+        let mut stranger = pod("stranger", &image);
+        stranger["spec"]["containers"][0]["imagePullPolicy"] = json!("Always");
+        let mut owner = stranger.clone();
+        owner["metadata"]["name"] = json!("owner");
+        owner["spec"]["imagePullSecrets"] = json!([{ "name": "login" }]);
+        node.apply(&stranger);
+        let why = node.waiting("stranger", "main", "ImagePullBackOff");
+        assert!(why.contains("authorization failed"), "{why}");
+        node.apply(&owner);
+        assert_eq!(node.output("owner"), format!("{name}\n"));
+    });
 }

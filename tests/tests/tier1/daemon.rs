@@ -14,7 +14,7 @@ use beelet_ebpf_abi::ABI_VERSION;
 use beelet_proto::cri::CgroupDriver;
 use beelet_tests::agent::{Agent, Options, binary};
 use beelet_tests::cri::FakeCri;
-use beelet_tests::guards::{CgroupRoot, Process, mounts, unmount_below};
+use beelet_tests::guards::{CgroupRoot, Process, mounts};
 use beelet_tests::pods::PodView;
 use beelet_tests::{images, manifests, require, workdir};
 use rustix::process::{Pid, Signal, kill_process};
@@ -23,21 +23,9 @@ use serde_json::{Value, json};
 /// An agent, and what goes with it at the end of the test, in this order.
 struct Daemon {
     agent: Agent,
-    mounts: Mounts,
     _cri: FakeCri,
     _cgroup: CgroupRoot,
     dir: tempfile::TempDir,
-}
-
-/// Whatever was mounted below a folder.
-struct Mounts(PathBuf);
-
-impl Drop for Mounts {
-    fn drop(&mut self) {
-        if let Err(error) = unmount_below(&self.0) {
-            eprintln!("{error:#}");
-        }
-    }
 }
 
 impl Daemon {
@@ -47,9 +35,8 @@ impl Daemon {
         cri.add_image(images::APP);
         let cgroup = CgroupRoot::new(&workdir::unique("bd")).unwrap();
         let options = Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup);
-        let mounts = Mounts(dir.path().to_path_buf());
         let agent = Agent::start(change(dir.path(), options)).unwrap();
-        Daemon { agent, mounts, _cri: cri, _cgroup: cgroup, dir }
+        Daemon { agent, _cri: cri, _cgroup: cgroup, dir }
     }
 
     fn wait(&self, what: &str, wanted: impl Fn(&PodView) -> bool + Sync) -> PodView {
@@ -58,7 +45,7 @@ impl Daemon {
     }
 
     fn bpffs(&self) -> PathBuf {
-        self.mounts.0.join("agent/bpf")
+        self.dir.path().join("agent/bpf")
     }
 
     /// A pod whose readiness follows a port: how it is once it is ready, and once it is not ready any more.

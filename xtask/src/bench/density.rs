@@ -17,10 +17,10 @@
 //! - `healthz`: how long `/healthz` takes to answer while pods are started.
 //! - `per_pod`: what one more pod takes of the agent's memory, between the smallest and the largest node.
 
+use super::Row;
 use super::lifecycle::bare_calls;
 use super::owner::{Owner, pause};
 use super::probes::{listeners, watch_readiness};
-use super::Row;
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options};

@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 use beelet_proto::cri::ContainerState;
 use beelet_tests::agent::{Agent, Options, binary};
 use beelet_tests::cri::{Asked, CHANGES, FakeCri};
-use beelet_tests::guards::{CgroupRoot, unmount_below};
+use beelet_tests::guards::CgroupRoot;
 use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::{images, manifests, workdir};
 use serde_json::{Value, json};
@@ -17,21 +17,9 @@ use serde_json::{Value, json};
 /// The agent, and what goes with it at the end of the test, in this order.
 pub(crate) struct Scene {
     pub(crate) agent: Agent,
-    _mounts: Mounts,
     pub(crate) cri: FakeCri,
     _cgroup: CgroupRoot,
     pub(crate) dir: tempfile::TempDir,
-}
-
-/// Whatever was mounted below a folder.
-struct Mounts(PathBuf);
-
-impl Drop for Mounts {
-    fn drop(&mut self) {
-        if let Err(error) = unmount_below(&self.0) {
-            eprintln!("{error:#}");
-        }
-    }
 }
 
 impl Drop for Scene {
@@ -62,9 +50,8 @@ impl Scene {
         let cgroup = CgroupRoot::new(&workdir::unique("bh")).unwrap();
         let mut options = Options::at(dir.path(), "agent", &cri.endpoint(), &cgroup).beelet("bpf", "off");
         options.mount_bpffs = false;
-        let mounts = Mounts(dir.path().to_path_buf());
         let agent = Agent::spawn(change(dir.path(), options)).unwrap();
-        Scene { agent, _mounts: mounts, cri, _cgroup: cgroup, dir }
+        Scene { agent, cri, _cgroup: cgroup, dir }
     }
 
     // ---- Pods ----
