@@ -161,7 +161,7 @@ impl Launcher {
             self.events.warning(pod(), "HostPortNotMapped", why);
         }
         let urgency = Urgency::new(critical::priority(&plan.pod), attempt > 0);
-        let run = self.runtime.run_sandbox(config, &handler);
+        let run = Box::pin(self.runtime.run_sandbox(config, &handler));
         let sandbox = self.turns.make(urgency, Call::RunSandbox, run);
         Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
     }
@@ -203,7 +203,7 @@ impl Launcher {
         users.apply_to_sandbox(&mut of_sandbox);
         users.apply_to_container(&mut config);
         let object = || Object::container(&plan.pod, &start.name);
-        let create = self.runtime.create_container(&sandbox.id, config, &of_sandbox);
+        let create = Box::pin(self.runtime.create_container(&sandbox.id, config, &of_sandbox));
         let creating = self.turns.make(urgency_of(plan, start), Call::CreateContainer, create);
         let created = self.waited(object, "the runtime to create the container", creating).await;
         let id = created.map_err(StartError::Create)?;
@@ -215,7 +215,7 @@ impl Launcher {
 
     async fn start_created(&self, plan: &PodPlan, start: &Start, id: &str) -> Result<(), StartError> {
         let object = || Object::container(&plan.pod, &start.name);
-        let run = self.runtime.start_container(id);
+        let run = Box::pin(self.runtime.start_container(id));
         let starting = self.turns.make(urgency_of(plan, start), Call::StartContainer, run);
         self.waited(object, "the runtime to start the container", starting).await.map_err(StartError::Run)?;
         self.events.normal(object(), "Started", format!("Started container {}", start.name));

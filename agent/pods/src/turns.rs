@@ -5,6 +5,7 @@
 use std::{
     cmp::Reverse,
     collections::BTreeMap,
+    pin::Pin,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -53,16 +54,16 @@ struct Turn {
 }
 
 impl Turns {
-    /// Makes a call when its turn has come.
+    /// Makes a call when its turn has come. A call to the runtime is large: boxed, it doesn't grow the stacks of
+    /// those that wait for it.
     pub(crate) async fn make<T, E>(
         &self,
         urgency: Urgency,
         call: Call,
-        work: impl Future<Output = Result<T, E>>,
+        mut work: Pin<Box<impl Future<Output = Result<T, E>>>>,
     ) -> Result<T, E> {
         let turn = self.turn(urgency).await;
         let began = Instant::now();
-        let mut work = std::pin::pin!(work);
         let made = tokio::select! {
             made = &mut work => made,
             () = tokio::time::sleep(HANGS) => {
@@ -146,7 +147,7 @@ mod tests {
                 ended.await
             };
             let task = tokio::spawn(async move {
-                turns.make(urgency, Call::RunSandbox, work).await.unwrap();
+                turns.make(urgency, Call::RunSandbox, Box::pin(work)).await.unwrap();
             });
             (task, end)
         }
