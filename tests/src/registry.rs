@@ -1,5 +1,5 @@
-//! A private container registry on loopback: one image, for who knows the name and the password. Just what the
-//! OCI distribution specification asks for of a pull.
+//! A private container registry on loopback: one image, for who knows the name and the password. Just what
+//! the OCI distribution specification asks for of a pull.
 
 use crate::images::ImageTar;
 use anyhow::{Context as _, Result};

@@ -235,8 +235,8 @@ fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, Error> {
     Err(Error::NotAPullSecret(name))
 }
 
-/// What the runtime is told. The registry isn't named, as the kubelet doesn't: containerd takes a name for a URL,
-/// and one without a scheme, or another one of the same registry, fits none, so that the pull has no
+/// What the runtime is told. The registry isn't named, as the kubelet doesn't: containerd takes a name for a
+/// URL, and one without a scheme, or another one of the same registry, fits none, so that the pull has no
 /// credentials.
 fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, Error> {
     let mut auth = cri::AuthConfig {

@@ -54,8 +54,8 @@ struct Turn {
 }
 
 impl Turns {
-    /// Makes a call when its turn has come. A call to the runtime is large: boxed, it doesn't grow the stacks of
-    /// those that wait for it.
+    /// Makes a call when its turn has come. A call to the runtime is large: boxed, it doesn't grow the stacks
+    /// of those that wait for it.
     pub(crate) async fn make<T, E>(
         &self,
         urgency: Urgency,

@@ -1,7 +1,7 @@
-//! How many sandboxes and containers the runtime is asked to make at once: more while it answers as fast as it
-//! can, fewer when calls only wait for each other.
+//! How many sandboxes and containers the runtime is asked to make at once: more while it answers as fast as
+//! it can, fewer when calls only wait for each other.
 //!
-//! The law is TCP Vegas's (Brakmo and Peterson, TCP Vegas: End to End Congestion Avoidance, 1995), which takes
+//! The law is TCP Vegas's (Brakmo and Peterson, TCP Vegas: End to End Congestion Avoidance, 1995), with
 //! calls for packets: of those under way, as many wait for others as the call takes longer than the fastest
 //! of its kind. A few that wait keep the machine busy; more only make everything else late: probes, exits,
 //! the pods that run already. Must never know which pod a call is for.

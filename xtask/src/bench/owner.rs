@@ -36,8 +36,8 @@ impl Owner {
         }
     }
 
-    /// Applies idle pods of these numbers, whose TCP readiness probes look once per second, and waits until as
-    /// many pods as the last number are ready.
+    /// Applies idle pods of these numbers, whose TCP readiness probes look once per second, and waits until
+    /// as many pods as the last number are ready.
     pub(super) fn fill(&self, containerd: &Containerd, numbers: Range<usize>, step: &Step) -> Result<()> {
         let all = numbers.end;
         for n in numbers {
