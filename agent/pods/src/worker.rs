@@ -312,10 +312,8 @@ impl Worker {
             pod::actions(&self.plan.pod, &seen.pod, &verdicts, self.launcher.max_restart_delay, times);
         if control.ended {
             // Without records of its containers it would look as if it had never run.
-            actions.create_sandbox = None;
-            actions.start.clear();
+            hold_back(&mut actions, &seen);
             actions.backoff.clear();
-            actions.stop_sandboxes.retain(|id| seen.may_run_in(id));
             actions.release = actions.stop_sandboxes.is_empty();
         }
         self.release_ended(&seen);
@@ -327,8 +325,7 @@ impl Worker {
         self.release_volumes(&actions).await?;
         if self.launcher.waits_for_objects(&self.plan.pod) {
             // The manager says when they have been read.
-            actions.create_sandbox = None;
-            actions.start.clear();
+            hold_back(&mut actions, &seen);
         }
         let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
         let due = actions.start.iter().any(|s| self.may_start(&s.name));
@@ -351,9 +348,7 @@ impl Worker {
             if !self.report(&seen, &actions, Stage::Here).await {
                 return Ok(None);
             }
-            // Nothing is started; what must be stopped is.
-            actions.create_sandbox = None;
-            actions.start.clear();
+            hold_back(&mut actions, &seen);
             if actions.is_idle() {
                 return Ok(Some(waiting));
             }
@@ -678,6 +673,14 @@ impl Worker {
 }
 
 /// How many things a decision asks for.
+/// Takes out what makes something new of the pod; what must be stopped stays. A sandbox in which nothing runs
+/// any more is stopped for the next one's sake, and can't be seen to be: it would be stopped again and again.
+fn hold_back(actions: &mut Actions, seen: &Observation) {
+    actions.create_sandbox = None;
+    actions.start.clear();
+    actions.stop_sandboxes.retain(|id| seen.may_run_in(id));
+}
+
 fn count(actions: &Actions) -> usize {
     actions.kill.len()
         + actions.stop_sandboxes.len()

@@ -170,6 +170,24 @@ async fn after_a_kill_what_runs_is_left_alone_until_the_api_server_has_spoken() 
 }
 
 #[tokio::test]
+async fn after_a_reboot_a_pod_that_waits_for_its_objects_asks_the_runtime_for_nothing() {
+    let (mut node, source) = node_with(&[assigned(UID)]).await;
+    node.until_ready("api").await;
+    node.kill().await;
+    node.cri.reboot();
+    // Of services nothing has been told yet.
+    let told = desired(&[assigned(UID)]);
+    source.send_replace(Arc::new(Desired { objects: Arc::default(), ..(*told).clone() }));
+    node.start().await;
+    node.until_pod("api", "to be known", |pod| !pod.running("main")).await;
+    node.until_relisted().await;
+    assert_eq!(node.done(&[Op::StopPodSandbox]), 0, "{}", node.cri.transcript());
+    source.send_replace(told);
+    node.until_ready("api").await;
+    assert_eq!(node.done(&[Op::StopPodSandbox, Op::RunPodSandbox]), 3);
+}
+
+#[tokio::test]
 async fn another_image_restarts_the_container_in_its_sandbox() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     node.until_ready("api").await;

@@ -383,6 +383,9 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
     }
     until_capacity(&node, 2, 2).await;
     assert_eq!(node.devices().waiting().len(), 2);
+    // The sandbox that died is stopped for the next one's sake, not each time that the pod looks.
+    node.until_relisted().await;
+    assert_eq!(node.done(&[Op::StopPodSandbox]), 0);
     let _late = plugin(&node, &["--devices", "a b"]);
     node.until_ready("web").await;
     node.until_ready("new").await;
