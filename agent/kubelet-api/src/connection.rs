@@ -15,7 +15,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::pki_types::CertificateDer;
@@ -48,12 +48,20 @@ pub(crate) struct Peer {
     pub(crate) address: SocketAddr,
     pub(crate) keyring: Arc<Keyring>,
     patient: AtomicBool,
+    /// Notified each time that all there was to write has been written.
+    written: Arc<Notify>,
 }
 
 impl Peer {
     /// It waits for a container from now on, which may be silent.
     pub(crate) fn take_your_time(&self) {
         self.patient.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until everything that an answer has handed out so far is on its way to the client: for bodies,
+    /// which are polled on the connection's own task. What comes after it is in a TLS record of its own.
+    pub(crate) async fn has_written(&self) {
+        self.written.notified().await;
     }
 }
 
@@ -123,9 +131,9 @@ async fn answer(
     };
     let certificates = tls.get_ref().1.peer_certificates().unwrap_or_default();
     let certificates = certificates.iter().map(|one| one.clone().into_owned()).collect();
-    let peer = Arc::new(Peer { certificates, address, keyring, patient: AtomicBool::new(false) });
-    let moved = Arc::new(AtomicU64::new(0));
-    let io = TokioIo::new(Counted { io: tls, moved: Arc::clone(&moved) });
+    let (moved, written) = (Arc::new(AtomicU64::new(0)), Arc::new(Notify::new()));
+    let io = TokioIo::new(Watched { io: tls, moved: Arc::clone(&moved), written: Arc::clone(&written) });
+    let peer = Arc::new(Peer { certificates, address, keyring, patient: AtomicBool::new(false), written });
     let router = router.layer(Extension(Arc::clone(&peer)));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -158,13 +166,14 @@ async fn silence(moved: &AtomicU64, peer: &Peer) {
     }
 }
 
-/// Counts the bytes that move.
-struct Counted<T> {
+/// Counts the bytes that move, and says when all have been written.
+struct Watched<T> {
     io: T,
     moved: Arc<AtomicU64>,
+    written: Arc<Notify>,
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Counted<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -177,7 +186,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Counted<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Counted<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.io).poll_write(cx, bytes);
         if let Poll::Ready(Ok(count)) = &written {
@@ -187,7 +196,11 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Counted<T> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
+        let flushed = Pin::new(&mut self.io).poll_flush(cx);
+        if flushed.is_ready() {
+            self.written.notify_waiters();
+        }
+        flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -5,13 +5,13 @@
 //! pkg/kubelet/kubelet_pods.go, ValidatePodLogOptions in pkg/apis/core/validation.
 
 use std::convert::Infallible;
-use std::time::Duration;
+use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{Path, Query, State};
+use axum::extract::{Extension, Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use futures::{FutureExt, stream::unfold};
+use futures::stream::unfold;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1 as core;
 use tokio::sync::mpsc;
@@ -22,17 +22,11 @@ use beelet_model::pod::{log_folder, log_path};
 use beelet_model::status::runtime_id;
 
 use crate::App;
+use crate::connection::Peer;
 use crate::containers::{Failure, Target, ended, has_container, status_of};
 
 /// Pieces on their way to one reader. A slower one holds the reading up, as a pipe does.
 const QUEUE: usize = 16;
-
-/// How long after its start a container's first line is waited for, where its log is asked for once and is
-/// empty. Whoever sees that a container runs may ask what it said first. The kubelet tells of a start a
-/// relist later, when it has said it.
-const FIRST_LINE: SignedDuration = SignedDuration::from_secs(5);
-/// The most that such a request waits.
-const FIRST_LINE_WAIT: Duration = Duration::from_secs(2);
 
 /// A query's pairs.
 pub(crate) type Pairs = Vec<(String, String)>;
@@ -145,14 +139,9 @@ fn instance(
     }
 }
 
-/// Statuses have whole seconds.
-fn has_just_started(status: &core::ContainerStatus, now: Timestamp) -> bool {
-    let started = status.state.as_ref().and_then(|state| state.running.as_ref()?.started_at.as_ref());
-    started.is_some_and(|started| now.duration_since(started.0) < FIRST_LINE)
-}
-
 pub(crate) async fn container_logs(
     State(app): State<App>,
+    Extension(peer): Extension<Arc<Peer>>,
     Path((namespace, pod, container)): Path<(String, String, String)>,
     Query(pairs): Query<Pairs>,
 ) -> Result<Response, Failure> {
@@ -177,14 +166,7 @@ pub(crate) async fn container_logs(
         return Err(Failure::new(StatusCode::BAD_REQUEST, sentence));
     }
     let id = status.and_then(runtime_id).map(str::to_owned);
-    let over = || ended(app.table.clone(), name.clone(), uid.clone(), id.clone());
-    if runs && !options.follow && status.is_some_and(|status| has_just_started(status, Timestamp::now())) {
-        let enough = tokio::time::timeout(FIRST_LINE_WAIT, over()).map(drop);
-        if let Err(error) = read::written(&path, enough).await {
-            tracing::debug!("a log's first line could not be waited for: {error}");
-        }
-    }
-    let end = (options.follow && runs).then(over);
+    let end = (options.follow && runs).then(|| ended(app.table.clone(), name, uid, id));
     let (pieces, read) = mpsc::channel(QUEUE);
     let wanted = options.wanted(Timestamp::now());
     let stop = app.shutdown.clone();
@@ -197,11 +179,18 @@ pub(crate) async fn container_logs(
         }
     });
     let left = options.limit.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    let limited = unfold((read, left), |(mut read, left)| async move {
-        let mut bytes = if left == 0 { None } else { read.recv().await }?.bytes;
+    let limited = unfold((read, left, peer), |(mut read, left, peer)| async move {
+        let piece = if left == 0 { None } else { read.recv().await };
+        let Some(mut bytes) = piece.map(|piece| piece.bytes) else {
+            // The end never shares a TLS record with a last line, as it never does where the kubelet writes
+            // it: an API server that hands a log on over a WebSocket drops what comes together with the end
+            // (messageCopy in apimachinery's util/httpstream/wsstream ignores what it read with io.EOF).
+            peer.has_written().await;
+            return None;
+        };
         bytes.truncate(left);
         let left = left - bytes.len();
-        Some((Ok::<_, Infallible>(bytes), (read, left)))
+        Some((Ok::<_, Infallible>(bytes), (read, left, peer)))
     });
     let body = Body::from_stream(limited);
     Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], body).into_response())
@@ -253,22 +242,6 @@ mod tests {
         ] {
             check(query, Err(422));
         }
-    }
-
-    #[test]
-    fn a_container_has_just_started_for_five_seconds() {
-        let check = |state: serde_json::Value, now: &str, expected: bool| {
-            let status = json!({
-                "name": "c", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state,
-            });
-            let status: core::ContainerStatus = serde_json::from_value(status).unwrap();
-            assert_eq!(has_just_started(&status, now.parse().unwrap()), expected, "{state} {now}");
-        };
-        let running = || json!({ "running": { "startedAt": "2026-11-21T19:00:00Z" } });
-        check(running(), "2026-11-21T19:00:04.999Z", true);
-        check(running(), "2026-11-21T19:00:05Z", false);
-        check(json!({ "running": {} }), "2026-11-21T19:00:00Z", false);
-        check(json!({}), "2026-11-21T19:00:00Z", false);
     }
 
     #[test]

@@ -95,30 +95,6 @@ pub async fn read(
     }
 }
 
-/// Waits until something has been written to the log at `path`, or until `enough` comes true.
-///
-/// # Errors
-/// The log's folder can't be watched.
-pub async fn written(path: &Path, enough: impl Future<Output = ()> + Send) -> Result<(), Error> {
-    let inotify = Inotify::init()?;
-    inotify
-        .watches()
-        .add(path.parent().unwrap_or(Path::new("/")), WatchMask::MODIFY | WatchMask::MOVED_TO)?;
-    let mut events = inotify.into_event_stream(vec![0; EVENTS])?;
-    let something = async {
-        while tokio::fs::symlink_metadata(path).await.is_ok_and(|found| found.len() == 0) {
-            if events.next().await.is_none_or(|event| event.is_err()) {
-                return;
-            }
-        }
-    };
-    tokio::select! {
-        () = something => {}
-        () = enough => {}
-    }
-    Ok(())
-}
-
 /// Reads; all of it blocks.
 struct Reader {
     path: PathBuf,
@@ -351,24 +327,6 @@ mod tests {
     use super::*;
 
     const PATIENCE: Duration = Duration::from_secs(30);
-
-    #[tokio::test]
-    async fn the_first_line_of_an_empty_log_is_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("0.log");
-        fs::write(&path, "").unwrap();
-        // The container ends and has said nothing.
-        written(&path, async {}).await.unwrap();
-        let waits = written(&path, std::future::pending());
-        let says = async { fs::write(&path, line(1, "stdout", "hello")).unwrap() };
-        let (done, ()) = tokio::time::timeout(PATIENCE, async { tokio::join!(waits, says) }).await.unwrap();
-        done.unwrap();
-        // What is there is not waited for, and neither is a log that nobody has made.
-        for path in [path, folder.path().join("1.log")] {
-            let done = tokio::time::timeout(PATIENCE, written(&path, std::future::pending())).await;
-            done.unwrap().unwrap();
-        }
-    }
 
     fn line(second: u32, stream: &str, text: &str) -> String {
         format!("2026-11-21T19:00:{second:02}.5Z {stream} F {text}\n")

@@ -14,7 +14,7 @@ use beelet_tests::apiserver::Authority;
 use beelet_tests::cri::{Op, PATIENCE};
 use rcgen::{CertificateParams, DnType, KeyPair};
 use serde_json::Value;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
@@ -42,7 +42,7 @@ fn client(authority: &Authority, user: &str, group: &str, expired: bool) -> Iden
     }
 }
 
-struct Identity {
+pub(crate) struct Identity {
     certificate: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
 }
@@ -144,18 +144,9 @@ impl Client<'_> {
 
     /// A connection by TLS.
     pub(crate) async fn connect(&self) -> std::io::Result<TlsStream<TcpStream>> {
-        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(self.scene.roots.clone());
-        let config = match &self.identity {
-            None => builder.with_no_client_auth(),
-            Some(identity) => builder
-                .with_client_auth_cert(vec![identity.certificate.clone()], identity.key.clone_key())
-                .unwrap(),
-        };
+        let connector = connector(self.scene.roots.clone(), self.identity.as_ref());
         let stream = TcpStream::connect(self.scene.address).await?;
-        TlsConnector::from(Arc::new(config)).connect(ServerName::try_from("n1").unwrap(), stream).await
+        connector.connect(ServerName::try_from("n1").unwrap(), stream).await
     }
 
     /// Sends a request's first lines, with these headers.
@@ -205,7 +196,22 @@ fn dechunk(mut rest: &[u8]) -> Vec<u8> {
     content
 }
 
-fn certificate(path: &Path) -> CertificateDer<'static> {
+/// Connects to servers whose certificate is among these, with the client's own if it has one.
+pub(crate) fn connector(roots: RootCertStore, identity: Option<&Identity>) -> TlsConnector {
+    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots);
+    let config = match identity {
+        None => builder.with_no_client_auth(),
+        Some(identity) => builder
+            .with_client_auth_cert(vec![identity.certificate.clone()], identity.key.clone_key())
+            .unwrap(),
+    };
+    TlsConnector::from(Arc::new(config))
+}
+
+pub(crate) fn certificate(path: &Path) -> CertificateDer<'static> {
     CertificateDer::from_pem_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
@@ -299,14 +305,9 @@ async fn a_certificate_that_is_replaced_is_served_from_then_on() {
     let shown = async || {
         let mut roots = RootCertStore::empty();
         roots.add(certificate(&files[0])).unwrap();
-        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
         let stream = TcpStream::connect(address).await.unwrap();
         let name = ServerName::try_from("n1").unwrap();
-        let tls = TlsConnector::from(Arc::new(config)).connect(name, stream).await.ok()?;
+        let tls = connector(roots, None).connect(name, stream).await.ok()?;
         Some(tls.get_ref().1.peer_certificates()?.first()?.clone().into_owned())
     };
     assert_eq!(shown().await, Some(first));
@@ -459,15 +460,22 @@ async fn a_stream_ends_when_it_is_silent_for_too_long() {
     assert_eq!(rest, b"");
 }
 
-#[tokio::test]
-async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers_end() {
-    let scene = Scene::with(&[pod("web")], |_| {}).await;
-    scene.node.until_ready("web").await;
+/// Writes the log of the only pod's container `main`, as the runtime does; where it is.
+fn write_log(scene: &Scene, text: &str) -> PathBuf {
     let table = scene.node.table();
     let (name, entry) = table.pods.first_key_value().unwrap();
     let uid = entry.pod.metadata.uid.clone().unwrap();
     let folder = beelet_model::pod::log_folder(&scene.node.path("logs"), name, &uid).join("main");
     std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("0.log");
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+#[tokio::test]
+async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers_end() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
     let line = |second: u32, stream: &str, tag: &str, text: &str| {
         format!("2026-11-21T19:00:{second:02}.5Z {stream} {tag} {text}\n")
     };
@@ -477,7 +485,7 @@ async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers
         line(3, "stdout", "P", "thr"),
         line(3, "stdout", "F", "ee"),
     ];
-    std::fs::write(folder.join("0.log"), all.concat()).unwrap();
+    let log = write_log(&scene, &all.concat());
     let admin = scene.admin();
     let check = async |query: &str, expected: &str| {
         let answer = admin.get(&format!("/containerLogs/default/web-n1/main{query}")).await;
@@ -509,7 +517,7 @@ async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers
     while !seen.ends_with(b"ee\n\r\n") {
         seen.push(timeout(PATIENCE, following.read_u8()).await.unwrap().unwrap());
     }
-    let mut file = std::fs::OpenOptions::new().append(true).open(folder.join("0.log")).unwrap();
+    let mut file = std::fs::OpenOptions::new().append(true).open(log).unwrap();
     std::io::Write::write_all(&mut file, line(4, "stdout", "F", "four").as_bytes()).unwrap();
     while !seen.ends_with(b"four\n\r\n") {
         seen.push(timeout(PATIENCE, following.read_u8()).await.unwrap().unwrap());
@@ -518,6 +526,34 @@ async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers
     scene.node.cri.exit(&id, 0);
     let _ = timeout(PATIENCE, following.read_to_end(&mut seen)).await.unwrap();
     assert_eq!(dechunk(&seen), b"ee\nfour\n");
+}
+
+#[tokio::test]
+async fn the_end_of_a_log_never_comes_together_with_its_last_lines() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let admin = scene.admin();
+    for lines in [1, 20_000] {
+        let text: String = (0..lines).map(|number| format!("line {number}\n")).collect();
+        let log: String =
+            text.lines().map(|line| format!("2026-11-21T19:00:00.5Z stdout F {line}\n")).collect();
+        write_log(&scene, &log);
+        // What a race decides, it decides one way or the other soon.
+        for _ in 0..20 {
+            let path = "/containerLogs/default/web-n1/main";
+            let mut stream = admin.send("GET", path, "Connection: close\r\n").await;
+            // One TLS record at a time, as Go's TLS hands them to who reads.
+            let mut records = Vec::new();
+            // A connection that ends without TLS' own end has sent all the same.
+            while let Ok(record @ [_, ..]) = timeout(PATIENCE, stream.fill_buf()).await.unwrap() {
+                let record = record.to_vec();
+                stream.consume(record.len());
+                records.push(record);
+            }
+            assert_eq!(records.last().map(Vec::as_slice), Some(&b"0\r\n\r\n"[..]));
+            assert_eq!(answer(&records.concat()).text(), text);
+        }
+    }
 }
 
 #[tokio::test]
