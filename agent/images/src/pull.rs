@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::future::ready;
-use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -43,9 +42,6 @@ impl Default for Limits {
     }
 }
 
-/// How long a pull may take before that is told, and told again each time it has taken twice as long.
-const SLOW: Duration = Duration::from_secs(10);
-
 /// An image that is here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
@@ -80,8 +76,6 @@ pub enum Progress<'a> {
     Here,
     /// It is to be pulled.
     Pulling,
-    /// It has been so for this long.
-    StillPulling(Duration),
     /// It was pulled: how long the pull took, how long it took with waiting for its turn, and its size in
     /// bytes.
     Pulled(Duration, Duration, u64),
@@ -238,9 +232,7 @@ impl Puller {
             }
             let unfinished = Unfinished { access: Some(Arc::clone(&self.access)), image };
             let pull = self.pull(image, freshness, credentials, wanted.sandbox);
-            let (fetched, used) = while_telling(pull, began, tell).await.inspect_err(|error| {
-                tell(Progress::Failed(&error.message));
-            })?;
+            let (fetched, used) = pull.await.inspect_err(|error| tell(Progress::Failed(&error.message)))?;
             // What the runtime calls the image is known; who it runs as is not.
             let status = self.status(&fetched.id).await?;
             let here = status.unwrap_or_else(|| Image {
@@ -434,26 +426,6 @@ impl Drop for Unfinished<'_> {
         if let Some(access) = self.access.take() {
             let image = self.image.to_owned();
             tokio::spawn(async move { access.end(&image, None).await });
-        }
-    }
-}
-
-/// Waits for a pull, and tells how long it has taken: after ten seconds, and each time it has taken twice as
-/// long.
-async fn while_telling<T>(
-    pull: impl Future<Output = T>,
-    began: Instant,
-    tell: &(dyn Fn(Progress<'_>) + Send + Sync),
-) -> T {
-    let mut pull = pin!(pull);
-    let mut next = SLOW;
-    loop {
-        tokio::select! {
-            ended = &mut pull => return ended,
-            () = tokio::time::sleep_until(began + next) => {
-                tell(Progress::StillPulling(next));
-                next = next.saturating_mul(2);
-            }
         }
     }
 }

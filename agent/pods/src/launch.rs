@@ -353,7 +353,9 @@ impl Launcher {
             service_account: account.unwrap_or_default(),
             tell: &tell,
         };
-        Ok(self.puller.leased(&self.leases, &wanted).await?)
+        let object = || Object::container(&plan.pod, &container.name);
+        let getting = Box::pin(self.puller.leased(&self.leases, &wanted));
+        Ok(self.waited(object, &format!("image {image:?}"), getting).await?)
     }
 
     /// Tells how getting an image goes, in the kubelet's words where it has some.
@@ -367,11 +369,6 @@ impl Launcher {
                 self.events.normal(object, "Pulled", message);
             }
             Progress::Pulling => self.events.normal(object, "Pulling", format!("Pulling image {image:?}")),
-            Progress::StillPulling(since) => {
-                let message =
-                    format!("Pulling image {image:?} takes long: it is not here after {}", rounded(since));
-                self.events.normal(object, "Pulling", message);
-            }
             Progress::Pulled(took, whole, size) => {
                 let (took, whole) = (rounded(took), rounded(whole));
                 let message = format!(
