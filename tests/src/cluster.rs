@@ -52,6 +52,9 @@ pub fn etcd() -> Result<PathBuf, Missing> {
     found.ok_or_else(|| missing("etcd is not installed", "cargo xtask setup --for cluster"))
 }
 
+/// The name in the API server's certificate for kubelets, as kubeadm writes it.
+const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
+
 /// The client that asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum User {
@@ -59,6 +62,8 @@ pub enum User {
     Admin,
     /// The node of this name: in `system:nodes`.
     Node(String),
+    /// The API server itself, where it asks kubelets.
+    Server,
 }
 
 /// A running control plane.
@@ -116,7 +121,21 @@ impl Cluster {
         cluster.write_keys()?;
         cluster.arguments = cluster.flags(client, secure)?;
         cluster.start_server()?;
+        cluster.let_the_server_ask_kubelets()?;
         Ok(cluster)
+    }
+
+    /// What kubeadm gives the API server's certificate for kubelets: the right to their whole API.
+    fn let_the_server_ask_kubelets(&self) -> Result<()> {
+        let binding = json!({
+            "metadata": { "name": "kube-apiserver-kubelets" },
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:kubelet-api-admin",
+            },
+            "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": KUBELET_CLIENT }],
+        });
+        let path = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
+        self.create(path, &binding).map(drop)
     }
 
     fn start_etcd(&mut self, client: u16, peer: u16) -> Result<()> {
@@ -137,12 +156,15 @@ impl Cluster {
         server.distinguished_name.push(DnType::CommonName, "kube-apiserver");
         server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         let (certificate, key) = self.authority.issue(&server)?;
+        let (client, client_key) = self.certificate(&User::Server)?;
         // Tokens of service accounts are signed with it.
         let accounts = KeyPair::generate()?;
         let files = [
             ("ca.crt", self.authority.pem().to_owned()),
             ("server.crt", certificate),
             ("server.key", key),
+            ("kubelets.crt", client),
+            ("kubelets.key", client_key),
             ("accounts.key", accounts.serialize_pem()),
             ("accounts.pub", accounts.public_key_pem()),
             ("audit.yaml", audit_policy()),
@@ -164,6 +186,10 @@ impl Cluster {
             ("client-ca-file", file("ca.crt")),
             ("tls-cert-file", file("server.crt")),
             ("tls-private-key-file", file("server.key")),
+            ("kubelet-certificate-authority", file("ca.crt")),
+            ("kubelet-client-certificate", file("kubelets.crt")),
+            ("kubelet-client-key", file("kubelets.key")),
+            ("kubelet-preferred-address-types", "InternalIP".to_owned()),
             ("service-account-issuer", "https://kubernetes.default.svc.cluster.local".to_owned()),
             ("service-account-key-file", file("accounts.pub")),
             ("service-account-signing-key-file", file("accounts.key")),
@@ -249,11 +275,39 @@ impl Cluster {
         Ok(path)
     }
 
+    /// Where the certificate of the cluster's authority is.
+    pub fn authority_file(&self) -> PathBuf {
+        self.dir.join("ca.crt")
+    }
+
+    /// The address of the API server.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Writes a certificate with its key, for a node's server on loopback, and returns their paths.
+    ///
+    /// # Errors
+    /// They can't be written.
+    pub fn serving_files(&self, node: &str) -> Result<(PathBuf, PathBuf)> {
+        let mut params = CertificateParams::new(vec![node.to_owned()])?;
+        params.subject_alt_names.push(SanType::IpAddress(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        params.distinguished_name.push(DnType::OrganizationName, "system:nodes");
+        params.distinguished_name.push(DnType::CommonName, format!("system:node:{node}"));
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let (certificate, key) = self.authority.issue(&params)?;
+        let paths = (self.dir.join(format!("{node}.crt")), self.dir.join(format!("{node}.key")));
+        workdir::write(&paths.0, certificate)?;
+        workdir::write(&paths.1, key)?;
+        Ok(paths)
+    }
+
     fn certificate(&self, user: &User) -> Result<(String, String)> {
         let mut params = CertificateParams::new(Vec::new())?;
         let (group, name) = match user {
             User::Admin => ("system:masters", "admin".to_owned()),
             User::Node(name) => ("system:nodes", format!("system:node:{name}")),
+            User::Server => ("beelet:tests", KUBELET_CLIENT.to_owned()),
         };
         params.distinguished_name.push(DnType::OrganizationName, group);
         params.distinguished_name.push(DnType::CommonName, name);
@@ -484,7 +538,10 @@ impl Watcher {
 }
 
 /// The API server's version: the 20 of 1.20.2.
-fn minor_version() -> Result<u32> {
+///
+/// # Errors
+/// It can't be asked.
+pub fn minor_version() -> Result<u32> {
     let output = Command::new(given().map_err(|missing| anyhow::anyhow!("{missing}"))?)
         .arg("--version")
         .output()

@@ -31,6 +31,14 @@ pub fn proportional_kib(pid: u32) -> Result<u64> {
     kib(&format!("/proc/{pid}/smaps_rollup"), "Pss:")
 }
 
+/// The most resident memory that a process has had, in KiB (`VmHWM`).
+///
+/// # Errors
+/// It has ended.
+pub fn peak_kib(pid: u32) -> Result<u64> {
+    kib(&format!("/proc/{pid}/status"), "VmHWM:")
+}
+
 /// The CPU time of a process, user and system, all its threads.
 ///
 /// # Errors

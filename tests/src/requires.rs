@@ -101,6 +101,19 @@ pub fn apiserver() -> Result<(), Missing> {
     crate::cluster::etcd().map(drop)
 }
 
+/// The test asks an API server by kubectl: the one that `KUBECTL` names, or the machine's.
+pub fn kubectl() -> Result<(), Missing> {
+    given_kubectl().map(drop)
+}
+
+/// That kubectl.
+///
+/// # Errors
+/// There is none.
+pub fn given_kubectl() -> Result<PathBuf, Missing> {
+    given("KUBECTL", "kubectl")
+}
+
 /// The test has pages and rules checked by Prometheus' own program: the one that `PROMTOOL` names, or the
 /// machine's.
 pub fn promtool() -> Result<(), Missing> {

@@ -39,6 +39,8 @@ const ALLOWED: &[Allowed] = &[
     allowed("it needs containerd 2 (", NO_PACKAGE),
     allowed("no kubelet is given", NO_PACKAGE),
     allowed("no kube-apiserver is given", NO_PACKAGE),
+    allowed("there is no kubectl", NO_PACKAGE),
+    allowed("kubectl debug needs an API server of 1.25", NO_PACKAGE),
     allowed("there is no promtool", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("it needs a device plugin written in Go", NO_PACKAGE),
     allowed(

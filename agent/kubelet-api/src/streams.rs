@@ -212,8 +212,9 @@ impl Upgrade {
         let mut answer = asked.unwrap_or_else(late).map_err(trouble)?;
         if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
             let status = answer.status();
-            let said = Limited::new(answer.into_body(), REFUSAL_MAX).collect().await;
-            let said = said.map(http_body_util::Collected::to_bytes).unwrap_or_default();
+            let said = timeout(CONNECT, Limited::new(answer.into_body(), REFUSAL_MAX).collect()).await;
+            let said = said.ok().and_then(Result::ok).map(http_body_util::Collected::to_bytes);
+            let said = said.unwrap_or_default();
             return Ok((status, Body::from(said)).into_response());
         }
         let runtime = hyper::upgrade::on(&mut answer);

@@ -11,49 +11,59 @@ use http::Method;
 use serde_json::{Value, json};
 
 /// The agent, its cluster, and the runtime, which goes last.
-struct Scene {
-    agent: Agent,
-    cluster: Cluster,
-    containerd: Containerd,
+pub(crate) struct Scene {
+    pub(crate) agent: Agent,
+    pub(crate) cluster: Cluster,
+    pub(crate) containerd: Containerd,
 }
 
 impl Scene {
     /// An agent that is a node of a cluster.
-    fn start() -> Scene {
+    pub(crate) fn start() -> Scene {
+        Scene::start_at("192.0.2.7", |options, _| options)
+    }
+
+    /// One with this address, and with options of the test's own.
+    pub(crate) fn start_at(address: &str, change: impl FnOnce(Options, &Cluster) -> Options) -> Scene {
         let containerd = Containerd::start_for_test().unwrap();
         let cluster = Cluster::start(containerd.dir()).unwrap();
         let kubeconfig = cluster.node_kubeconfig(NODE).unwrap();
         let mut options = Options::on(&containerd);
         options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
-        options.arguments.extend(["--node-ip".to_owned(), "192.0.2.7".to_owned()]);
-        let agent = Agent::start(options).unwrap();
+        options.arguments.extend(["--node-ip".to_owned(), address.to_owned()]);
+        let agent = Agent::start(change(options, &cluster)).unwrap();
         let scene = Scene { agent, cluster, containerd };
         scene.until("the Node", &format!("/api/v1/nodes/{NODE}"), |node| condition(node, "Ready"));
         scene
     }
 
     /// Waits until an object is as wanted; it is null while there is none.
-    fn until(&self, what: &str, path: &str, wanted: impl Fn(&Value) -> bool + Send + Sync) -> Value {
+    pub(crate) fn until(
+        &self,
+        what: &str,
+        path: &str,
+        wanted: impl Fn(&Value) -> bool + Send + Sync,
+    ) -> Value {
         let found = self.cluster.until(what, path, |object| wanted(object).then(|| object.clone()));
         found.unwrap_or_else(|error| panic!("{error:#}\n{}", self.agent.log()))
     }
 
-    fn until_ready(&self, name: &str, ready: bool) -> Value {
+    pub(crate) fn until_ready(&self, name: &str, ready: bool) -> Value {
         let wanted = |pod: &Value| pod.is_object() && condition(pod, "Ready") == ready;
         self.until(&format!("{name}: Ready={ready}"), &Cluster::pod(name), wanted)
     }
 
-    fn until_gone(&self, name: &str) {
+    pub(crate) fn until_gone(&self, name: &str) {
         self.until(&format!("{name} to be gone"), &Cluster::pod(name), Value::is_null);
     }
 
     /// A connection to the test app of a pod.
-    fn control(&self, pod: &Value) -> Control {
+    pub(crate) fn control(&self, pod: &Value) -> Control {
         Control::connect(pod["status"]["podIP"].as_str().unwrap(), CONTROL).unwrap()
     }
 
     /// Nothing that the node asked was refused for lack of rights.
-    fn nothing_was_forbidden(&self) {
+    pub(crate) fn nothing_was_forbidden(&self) {
         let asked = self.cluster.asked_by(NODE).unwrap();
         assert!(!asked.is_empty());
         let forbidden: Vec<_> = asked.iter().filter(|(.., code)| [401, 403].contains(code)).collect();

@@ -11,6 +11,7 @@ mod fields;
 mod harness;
 mod hostile;
 mod images;
+mod kubectl;
 mod lifecycle;
 mod logs;
 mod node;

@@ -13,7 +13,7 @@ use beelet_tests::pods::PodView;
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{images, require};
 use serde_json::json;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -121,6 +121,19 @@ fn a_command_reads_and_writes_much_and_its_exit_code_comes_back() {
     });
 }
 
+/// A server's frame of a WebSocket: its kind, and its payload (RFC 6455 section 5.2).
+pub(crate) async fn frame(socket: &mut (impl AsyncRead + Unpin)) -> (u8, Vec<u8>) {
+    let (kind, length) = (socket.read_u8().await.unwrap(), socket.read_u8().await.unwrap());
+    let length = match length & 0x7f {
+        126 => usize::from(socket.read_u16().await.unwrap()),
+        127 => usize::try_from(socket.read_u64().await.unwrap()).unwrap(),
+        short => usize::from(short),
+    };
+    let mut payload = vec![0; length];
+    socket.read_exact(&mut payload).await.unwrap();
+    (kind & 0x0f, payload)
+}
+
 #[test]
 fn a_forwarded_port_reaches_the_pod_by_websocket() {
     require!(containerd);
@@ -158,19 +171,12 @@ fn a_forwarded_port_reaches_the_pod_by_websocket() {
         ask.extend(b"GET / HTTP/1.1\r\nHost: pod\r\nConnection: close\r\n\r\n");
         // A client's frame: binary, masked with zeroes.
         let length = u8::try_from(ask.len()).unwrap();
-        let frame = [&[0x82, 0x80 | length, 0, 0, 0, 0][..], &ask].concat();
-        socket.write_all(&frame).await.unwrap();
+        let asking = [&[0x82, 0x80 | length, 0, 0, 0, 0][..], &ask].concat();
+        socket.write_all(&asking).await.unwrap();
         let mut data = Vec::new();
         while !data.windows(12).any(|window| window == b"HTTP/1.1 200") {
-            let (kind, length) = (socket.read_u8().await.unwrap(), socket.read_u8().await.unwrap());
-            let length = match length & 0x7f {
-                126 => usize::from(socket.read_u16().await.unwrap()),
-                127 => usize::try_from(socket.read_u64().await.unwrap()).unwrap(),
-                short => usize::from(short),
-            };
-            let mut payload = vec![0; length];
-            socket.read_exact(&mut payload).await.unwrap();
-            assert_eq!(kind & 0x0f, 2, "no binary frame: {payload:?}");
+            let (kind, payload) = frame(&mut socket).await;
+            assert_eq!(kind, 2, "no binary frame: {payload:?}");
             if payload.first() == Some(&0) {
                 data.extend_from_slice(&payload[1..]);
             }
