@@ -34,7 +34,7 @@ use beelet_cluster::{
     presence::Presence,
     reviews::Reviews,
     rotation::Identity,
-    serving,
+    serving, storage,
     workload::{self, Workload},
 };
 use beelet_config::{Config, NodeConfig};
@@ -43,6 +43,7 @@ use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::{
     accounts::{Account, AccountError, Asked, ServiceAccounts},
     review::{AccessReviewer, Review, ReviewError, TokenReviewer, User},
+    storage::{Answer, Storage, StorageError},
 };
 
 /// How often a runtime whose network is not ready is asked again.
@@ -177,6 +178,35 @@ impl ServiceAccounts for LateAccounts {
     }
 }
 
+/// Asks the API server for storage, once there is a connection.
+struct LateStorage(Arc<SetOnce<Session>>);
+
+impl std::fmt::Debug for LateStorage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LateStorage").finish_non_exhaustive()
+    }
+}
+
+impl LateStorage {
+    fn storage(&self) -> Result<storage::Storage, StorageError> {
+        let none = || StorageError {
+            message: "there is no connection to the API server yet".to_owned(),
+            is_not_found: false,
+        };
+        Ok(storage::Storage::new(self.0.get().ok_or_else(none)?.client.clone()))
+    }
+}
+
+impl Storage for LateStorage {
+    fn claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, core::PersistentVolumeClaim> {
+        Box::pin(async move { self.storage()?.claim(namespace, name).await })
+    }
+
+    fn volume<'a>(&'a self, name: &'a str) -> Answer<'a, core::PersistentVolume> {
+        Box::pin(async move { self.storage()?.volume(name).await })
+    }
+}
+
 /// Adds all parts to `builder`.
 pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
     let session: Arc<SetOnce<Session>> = Arc::default();
@@ -191,7 +221,8 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let reviews = Arc::new(LateReviews { session: Arc::clone(&session), node: name.clone() });
     let reviewers = Reviewers { tokens: Some(reviews.clone()), access: Some(reviews) };
     let accounts = LateAccounts { session: Arc::clone(&session), ..LateAccounts::default() };
-    let builder = builder.reviewers(reviewers).accounts(Arc::new(accounts));
+    let storage = Arc::new(LateStorage(Arc::clone(&session)));
+    let builder = builder.reviewers(reviewers).accounts(Arc::new(accounts)).storage(storage);
     // A Node gives 0 where there is no server to reach.
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let builder = serve_signed(builder, config, &session, node.clone());

@@ -24,6 +24,7 @@ pub mod rotation;
 mod seal;
 pub mod serving;
 mod status;
+pub mod storage;
 #[cfg(test)]
 mod testing;
 mod watch;

@@ -78,6 +78,8 @@ api_types![
     core::ConfigMap,
     core::Event,
     core::Node,
+    core::PersistentVolume,
+    core::PersistentVolumeClaim,
     core::Pod,
     core::PodStatus,
     core::Probe,

@@ -12,4 +12,5 @@ pub mod processes;
 pub mod request;
 pub mod review;
 pub mod status;
+pub mod storage;
 pub mod table;

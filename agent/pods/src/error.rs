@@ -29,6 +29,14 @@ pub enum Error {
         /// Why: a sentence.
         why: String,
     },
+    /// What the pod's claims are bound to isn't known, or the pod may not have it: the kubelet's words.
+    #[error("unmounted volumes=[{0}], unattached volumes=[], failed to process volumes=[{0}]: {why}", .volumes.join(" "))]
+    Claims {
+        /// The volumes.
+        volumes: Vec<String>,
+        /// Why.
+        why: String,
+    },
     /// The runtime did not do what it said it did.
     #[error("{0}")]
     Unseen(&'static str),

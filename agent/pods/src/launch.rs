@@ -10,7 +10,7 @@ use tokio::{sync::watch, time::Instant};
 use tokio_util::task::TaskTracker;
 
 use crate::{
-    env_files,
+    claims, env_files,
     error::{Error, StartError},
     hosts,
     metrics::Metrics,
@@ -37,13 +37,14 @@ use beelet_model::{
     desired::Desired,
     objects::Objects,
     pod::{NodeFacts, has_host_port},
+    storage::Storage,
 };
 use beelet_spec::{
     cri_config::{self, ContainerFacts, Features, UserNamespace},
     env,
 };
 use beelet_state::events::{Object, Recorder};
-use beelet_volumes::{MountFacts, Sources, Volumes};
+use beelet_volumes::{LocalDisks, MountFacts, Sources, Volumes};
 
 /// What a pod waits for longer than this is told, and told again each time this much later.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -74,6 +75,10 @@ pub struct Launcher {
     pub devices: Devices,
     /// CDI devices are named in an annotation too: the runtime is too old for the field.
     pub cdi_by_annotation: bool,
+    /// Knows what claims are bound to; None on a node of its own.
+    pub storage: Option<Arc<dyn Storage>>,
+    /// The disks that are mounted for pods.
+    pub disks: LocalDisks,
     /// Gives pods with user namespaces of their own their ids.
     pub users: Arc<UserNamespaces>,
     /// Decides which pods may run here.
@@ -125,7 +130,7 @@ impl Launcher {
             pods_dir: &self.pods_dir,
         };
         let mut plan = PodPlan::new(pod, &site);
-        plan.volumes = plan.volumes.counted(&self.metrics.operations);
+        plan.volumes = plan.volumes.on(&self.metrics.operations, &self.disks);
         Arc::new(plan)
     }
 
@@ -142,15 +147,17 @@ impl Launcher {
             self.refuse_without_user_namespaces(&handler).await?;
         }
         self.user_namespace(plan, chores).await?.apply_to_sandbox(&mut config);
+        let pod = || Object::pod(&plan.pod);
+        let claims = claims::read(self.storage.as_deref(), &plan.pod, self.desired.borrow().node.clone());
+        let claims = self.waited(pod, "what its volume claims are bound to", claims).await?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
         let (of_pod, objects, node) = (Arc::clone(plan), self.objects(), self.node.clone());
         let folders = chores.run(move || {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
-            let sources = Sources { pod: &of_pod.pod, objects: &objects, node: &node };
+            let sources = Sources { pod: &of_pod.pod, objects: &objects, node: &node, claims: &claims };
             of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
         });
-        let pod = || Object::pod(&plan.pod);
         // Both to their end: nothing may still be made when what was made is taken away.
         let made = async { tokio::join!(cgroups, folders) };
         let (cgroups, folders) = self.waited(pod, "its volumes and its cgroup", made).await;

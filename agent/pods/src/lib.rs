@@ -15,6 +15,7 @@ pub mod records;
 pub mod refresh;
 pub mod user_namespaces;
 
+mod claims;
 mod env_files;
 mod hosts;
 mod plan;

@@ -24,13 +24,15 @@ use beelet_base::blocking::blocking;
 use beelet_base::walk::remove_folder;
 use beelet_cri::Runtime;
 use beelet_model::{desired::Desired, table::PodTable};
-use beelet_volumes::mounts;
+use beelet_volumes::LocalDisks;
 
 /// What is needed to tell whose a folder is.
 #[derive(Debug)]
 pub struct Sweep {
     /// The folder with a folder for each pod.
     pub pods_dir: PathBuf,
+    /// The disks that are mounted for pods.
+    pub disks: LocalDisks,
     /// The pods that are here.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The pods of which anything is known.
@@ -96,9 +98,9 @@ impl Found {
     }
 
     async fn remove(&mut self, parts: &Sweep, uid: String) {
-        let folder = parts.pods_dir.join(&uid);
+        let (folder, disks) = (parts.pods_dir.join(&uid), parts.disks.clone());
         let removed = blocking("removing a folder of volumes", move || {
-            mounts::unmount_below(&folder)?;
+            disks.unmount_all(&folder)?;
             Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
         });
         match removed.await {

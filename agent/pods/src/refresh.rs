@@ -1,7 +1,7 @@
 //! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that
 //! run show it at once, not at the next of a kubelet's periodic checks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -88,7 +88,8 @@ fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<u
     if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() || objects.is_unread(pod) {
         return Ok(0);
     }
-    volumes.refresh(&beelet_volumes::Sources { pod, objects, node: &launcher.node })
+    let claims = BTreeMap::new(); // what they are bound to changes nothing that is there
+    volumes.refresh(&beelet_volumes::Sources { pod, objects, node: &launcher.node, claims: &claims })
 }
 
 /// Tells what wasn't told of the same objects before.

@@ -503,6 +503,10 @@ impl Worker {
                         let message = format!("MountVolume.SetUp failed for volume {volume:?} : {why}");
                         events.warning(pod(), "FailedMount", message);
                     }
+                    Error::Claims { .. } => {
+                        let message = format!("Unable to attach or mount volumes: {error}");
+                        events.warning(pod(), "FailedMount", message);
+                    }
                     _ => {
                         let message = format!("Failed to create pod sandbox: {error}");
                         events.warning(pod(), "FailedCreatePodSandBox", message);

@@ -6,6 +6,7 @@
 pub mod admission;
 pub mod api_status;
 pub mod cgroups;
+pub mod claims;
 pub mod container_gc;
 pub mod critical;
 pub mod devices;

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{
-    NodeSelectorRequirement, NodeSelectorTerm, Pod, PodSpec, Taint, Toleration,
+    NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, Pod, PodSpec, Taint, Toleration,
 };
 
 use crate::critical::{is_mirror, is_static};
@@ -104,11 +104,16 @@ fn selected(spec: &PodSpec, node: &NodeView) -> bool {
     spec.node_selector.iter().flatten().all(|(key, value)| node.labels.get(key) == Some(value))
 }
 
-/// Any of the terms will do; a list without terms matches nothing.
 fn required_affinity(spec: &PodSpec, node: &NodeView) -> bool {
     let affinity = spec.affinity.as_ref().and_then(|affinity| affinity.node_affinity.as_ref());
     let required = affinity.and_then(|a| a.required_during_scheduling_ignored_during_execution.as_ref());
-    required.is_none_or(|required| required.node_selector_terms.iter().any(|term| matches(term, node)))
+    required.is_none_or(|required| selects(required, node))
+}
+
+/// Returns true if a selector means this node. Any of its terms will do; one without terms means none.
+#[must_use]
+pub fn selects(selector: &NodeSelector, node: &NodeView) -> bool {
+    selector.node_selector_terms.iter().any(|term| matches(term, node))
 }
 
 /// All of a term's requirements; a term without any matches nothing.

@@ -22,6 +22,7 @@ use beelet_model::{
     accounts::ServiceAccounts,
     desired::Desired,
     request::Request,
+    storage::Storage,
     table::{Complete, PodTable},
 };
 use beelet_pods::qos_tree;
@@ -36,6 +37,7 @@ pub struct Builder {
     pub(super) reviewers: Reviewers,
     pub(super) verbosity: Option<Verbosity>,
     pub(super) accounts: Option<Arc<dyn ServiceAccounts>>,
+    pub(super) storage: Option<Arc<dyn Storage>>,
 }
 
 /// The agent's ways to the machine. Where nothing is given, the machine's own is opened.
@@ -162,6 +164,12 @@ impl Builder {
     #[must_use]
     pub fn accounts(self, accounts: Arc<dyn ServiceAccounts>) -> Self {
         Self { accounts: Some(accounts), ..self }
+    }
+
+    /// Who knows what claims are bound to: the API server, on a node of a cluster.
+    #[must_use]
+    pub fn storage(self, storage: Arc<dyn Storage>) -> Self {
+        Self { storage: Some(storage), ..self }
     }
 
     /// Lets clients of the node's HTTPS server set the log's level.

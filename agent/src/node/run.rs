@@ -59,7 +59,7 @@ use beelet_logs::{
 use beelet_manifests::source::{ManifestSource, Options, Rules};
 use beelet_model::{
     accounts::ServiceAccounts, desired::Desired, processes::Shared as Processes, request::Request,
-    table::PodTable,
+    storage::Storage, table::PodTable,
 };
 use beelet_pleg::{
     Pace,
@@ -81,6 +81,7 @@ use beelet_state::{
     State,
     events::{NodeEvents, Recorder},
 };
+use beelet_volumes::LocalDisks;
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
@@ -113,6 +114,8 @@ pub(super) struct Base {
     stats: Stats,
     probes: beelet_probes::Handle,
     accounts: Option<Arc<dyn ServiceAccounts>>,
+    storage: Option<Arc<dyn Storage>>,
+    disks: LocalDisks,
     late: LateServices,
 }
 
@@ -134,7 +137,7 @@ struct LateServices {
 
 /// Runs the node until `shutdown`.
 pub(super) async fn run(builder: Builder, config: Config, shutdown: CancellationToken) -> Result<()> {
-    let Builder { doors, sources, attached, reviewers, verbosity, accounts } = builder;
+    let Builder { doors, sources, attached, reviewers, verbosity, accounts, storage } = builder;
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let (runtime, ownership) = open_runtime(&doors, &config).await?;
@@ -154,6 +157,8 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
         metrics: Metrics::of_node(&config.node_name),
         late: LateServices::default(),
         accounts,
+        storage,
+        disks: LocalDisks::new(&config.beelet.kubelet_dir, &config.beelet.pods_dir),
         config,
         doors,
         state,
@@ -447,6 +452,7 @@ impl Node {
         self.open_services(&handles);
         let sweep = orphans::Sweep {
             pods_dir: self.config.beelet.pods_dir.clone(),
+            disks: self.disks.clone(),
             table: self.table.clone(),
             known: records.known(),
             desired: handles.desired.clone(),
@@ -761,6 +767,8 @@ impl Node {
             events: self.events.clone(),
             devices: devices.clone(),
             cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
+            storage: self.storage.clone(),
+            disks: self.disks.clone(),
             users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),

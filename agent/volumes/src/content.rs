@@ -1,5 +1,8 @@
 //! What volumes made of objects hold: ConfigMaps, Secrets, the downward API, and projections of them. Pure.
 
+use std::collections::BTreeMap;
+
+use beelet_model::storage::Claimed;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1 as core;
 
@@ -23,6 +26,8 @@ pub struct Sources<'a> {
     pub objects: &'a Objects,
     /// The node.
     pub node: &'a NodeFacts,
+    /// What the pod's claims are bound to, by volume, of those that containers use.
+    pub claims: &'a BTreeMap<String, Claimed>,
 }
 
 /// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
@@ -230,7 +235,7 @@ mod tests {
         }))
         .unwrap();
         let (objects, node) = (objects(), beelet_spec::fixtures::node());
-        let sources = Sources { pod: &pod, objects: &objects, node: &node };
+        let sources = Sources { pod: &pod, objects: &objects, node: &node, claims: &BTreeMap::new() };
         let shown = payload(&volume_of, &sources).map(|payload| {
             let show = |(path, file): (&String, &PayloadFile)| {
                 format!("{path}={}:{:o}", String::from_utf8_lossy(&file.bytes), file.mode)
@@ -269,7 +274,7 @@ mod tests {
         let volume: core::Volume = serde_json::from_value(volume).unwrap();
         let (mut objects, node) = (Objects::default(), beelet_spec::fixtures::node());
         let look = |objects: &Objects| {
-            let sources = Sources { pod: &pod, objects, node: &node };
+            let sources = Sources { pod: &pod, objects, node: &node, claims: &BTreeMap::new() };
             let files = payload(&volume, &sources).map(Option::unwrap_or_default);
             (files.ok().map(|files| files["token"].bytes.clone()), lacks_token(&volume, &sources))
         };
@@ -323,6 +328,13 @@ mod tests {
         let volume: core::Volume = serde_json::from_value(json!({"name": "v", "emptyDir": {}})).unwrap();
         let (objects, node) = (objects(), beelet_spec::fixtures::node());
         let pod = core::Pod::default();
-        assert_eq!(payload(&volume, &Sources { pod: &pod, objects: &objects, node: &node }).unwrap(), None);
+        assert_eq!(
+            payload(
+                &volume,
+                &Sources { pod: &pod, objects: &objects, node: &node, claims: &BTreeMap::new() }
+            )
+            .unwrap(),
+            None
+        );
     }
 }

@@ -1,6 +1,7 @@
 //! A pod's volumes on disk. A pod's folder is `<pods>/<uid>`: `volumes/<name>` holds what is made for the
 //! pod, `volume-subpaths/<volume>/<container>/<index>` the parts of volumes that are mounted alone. What is
-//! in the folder goes with the pod; nothing outside it ever does.
+//! in the folder goes with the pod; nothing outside it ever does. Of a PersistentVolume `volumes/<name>` is a
+//! link to where it is: whoever starts a container later needn't ask what its claim is bound to.
 //!
 //! Containers may have written to their volumes, so nothing below a volume is trusted: no symbolic link in
 //! there is followed out of it, and no mount point in the folder is crossed when it is removed. Blocking, all
@@ -11,10 +12,12 @@
 
 mod atomic;
 mod content;
+mod disk;
 mod empty_dir;
 mod error;
 mod fs_group;
 mod host_path;
+mod local;
 pub mod mounts;
 mod operations;
 mod sub_path;
@@ -23,6 +26,8 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+use beelet_model::storage::Claimed;
+use beelet_policy::claims;
 use beelet_policy::expand::expand_strict;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
@@ -31,6 +36,7 @@ use rustix::io::Errno;
 
 pub use self::content::Sources;
 pub use self::error::Error;
+pub use self::local::LocalDisks;
 pub use self::operations::{Operations, plugin};
 
 use self::fs_group::FsGroup;
@@ -53,6 +59,7 @@ pub struct Volumes {
     volumes: Vec<core::Volume>,
     fs_group: Option<FsGroup>,
     operations: Operations,
+    disks: Option<LocalDisks>,
 }
 
 /// What a container's mounts are made of besides its spec.
@@ -73,13 +80,13 @@ impl Volumes {
         let volumes = pod.spec.as_ref().and_then(|s| s.volumes.clone()).unwrap_or_default();
         let context = pod.spec.as_ref().and_then(|s| s.security_context.as_ref());
         let (fs_group, operations) = (FsGroup::of(context), Operations::default());
-        Self { folder: pods_dir.join(uid), volumes, fs_group, operations }
+        Self { folder: pods_dir.join(uid), volumes, fs_group, operations, disks: None }
     }
 
-    /// The same, counted in `operations`.
+    /// The same, counted in `operations`, with the machine's disks.
     #[must_use]
-    pub fn counted(self, operations: &Operations) -> Self {
-        Self { operations: operations.clone(), ..self }
+    pub fn on(self, operations: &Operations, disks: &LocalDisks) -> Self {
+        Self { operations: operations.clone(), disks: Some(disks.clone()), ..self }
     }
 
     fn path(&self, volume: &str) -> PathBuf {
@@ -89,12 +96,68 @@ impl Volumes {
     /// Makes what must be there before the first container runs. Harmless to repeat.
     pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
         for volume in &self.volumes {
-            let made = self
-                .operations
-                .time(Operation::Mount, std::slice::from_ref(volume), || self.set_up_one(volume, sources));
+            let claimed = sources.claims.get(&volume.name);
+            if claims::is_claim(volume) && claimed.is_none() {
+                // No container uses it.
+                continue;
+            }
+            let plugin = claimed.map_or_else(|| plugin(volume), operations::plugin_of_claim);
+            let made = self.operations.time(Operation::Mount, &[plugin], || match claimed {
+                Some(claimed) => self.set_up_claim(&volume.name, claimed),
+                None => self.set_up_one(volume, sources),
+            });
             made.map_err(|e| e.of_volume(&volume.name))?;
         }
         Ok(())
+    }
+
+    /// Mounts a PersistentVolume, and links to it.
+    fn set_up_claim(&self, name: &str, claimed: &Claimed) -> Result<(), Error> {
+        let spec = claimed.volume.spec.clone().unwrap_or_default();
+        let place = match (&spec.local, &spec.host_path, &self.disks) {
+            (Some(source), _, Some(disks)) => {
+                disks.set_up(&self.folder, claimed, source, self.fs_group.as_ref())?
+            }
+            (_, Some(source), _) => local::host_path(claimed, source)?,
+            _ => return Err(Error::unmet("beelet can't mount PersistentVolumes of this kind")),
+        };
+        self.link(name, &place)
+    }
+
+    /// Links from a volume's own path to where it is.
+    fn link(&self, name: &str, place: &Path) -> Result<(), Error> {
+        let path = self.path(name);
+        if std::fs::read_link(&path).is_ok_and(|known| known == place) {
+            return Ok(());
+        }
+        make_folder(&self.folder.join(VOLUMES), PRIVATE)?;
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("replace", &path)(e)),
+            _ => {}
+        }
+        std::os::unix::fs::symlink(place, &path).map_err(Error::io("make the link", &path))
+    }
+
+    /// Where a PersistentVolume is. What was mounted in the pod's folder must still be: a container must not
+    /// write beside it.
+    fn place(&self, name: &str) -> Result<PathBuf, Error> {
+        let path = self.path(name);
+        let place = std::fs::read_link(&path).map_err(Error::io("find", &path))?;
+        if place.starts_with(self.folder.join(VOLUMES).join(local::PLUGIN))
+            && !mounts::is_mount_point(&place)?
+        {
+            return Err(Error::unmet(format!("{} is mounted no longer", place.display())));
+        }
+        Ok(place)
+    }
+
+    /// The plugin of a volume that is there, in the kubelet's words.
+    fn plugin_of(&self, volume: &core::Volume) -> &'static str {
+        if !claims::is_claim(volume) {
+            return plugin(volume);
+        }
+        let place = std::fs::read_link(self.path(&volume.name)).unwrap_or_default();
+        operations::plugin_at(&place)
     }
 
     fn set_up_one(&self, volume: &core::Volume, sources: &Sources<'_>) -> Result<(), Error> {
@@ -207,8 +270,6 @@ impl Volumes {
             readonly: mount.read_only.unwrap_or(false),
             recursive_read_only: recursive,
             propagation: propagation.into(),
-            // What is the host's keeps its SELinux label; what the agent made gets the container's.
-            selinux_relabel: volume.host_path.is_none() && volume.image.is_none(),
             ..Default::default()
         };
         if volume.image.is_some() {
@@ -219,12 +280,14 @@ impl Volumes {
             made.readonly = true;
             return Ok(made);
         }
-        // What is made of objects is replaced as a whole: nobody else may write there.
-        made.readonly |= volume.empty_dir.is_none() && volume.host_path.is_none();
+        made.readonly |= is_read_only(volume);
         let whole = match &volume.host_path {
             Some(host) => PathBuf::from(&host.path),
+            None if claims::is_claim(volume) => self.place(&volume.name)?,
             None => self.path(&volume.name),
         };
+        // What is the host's keeps its SELinux label; what the agent made gets the container's.
+        made.selinux_relabel = whole.starts_with(&self.folder);
         let source = match sub_path {
             Some(part) => {
                 let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
@@ -255,11 +318,23 @@ impl Volumes {
     /// Unmounts what is mounted in the folder, then does `remove`. Counted where there is a volume to go.
     fn unmount(&self, remove: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let made = |volume: &&core::Volume| self.path(&volume.name).symlink_metadata().is_ok();
-        let made: Vec<core::Volume> = self.volumes.iter().filter(made).cloned().collect();
+        let made: Vec<&str> = self.volumes.iter().filter(made).map(|volume| self.plugin_of(volume)).collect();
         self.operations.time(Operation::Unmount, &made, || {
-            mounts::unmount_below(&self.folder)?;
+            match &self.disks {
+                Some(disks) => disks.unmount_all(&self.folder)?,
+                None => mounts::unmount_below(&self.folder)?,
+            }
             remove()
         })
+    }
+}
+
+/// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a
+/// claim the pod says so.
+fn is_read_only(volume: &core::Volume) -> bool {
+    match &volume.persistent_volume_claim {
+        Some(claim) => claim.read_only == Some(true),
+        None => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),
     }
 }
 

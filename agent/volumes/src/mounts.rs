@@ -75,19 +75,19 @@ pub(super) fn unmount(point: &Path) -> Result<(), Error> {
 
 /// Returns true if something is mounted at `path`.
 pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
-    let real = path.canonicalize();
-    let real = real.as_deref().unwrap_or(path);
-    Ok(below(path)?.iter().any(|point| point == real))
+    let real = real(path);
+    Ok(below(path)?.contains(&real))
+}
+
+/// A path as the kernel shows it: our own may lead through links (/var/run).
+pub(super) fn real(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
 /// The mount points at and below `folder`, in the order of mounting.
-fn below(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+pub(super) fn below(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
-    // The kernel shows real paths; our own may lead through links (/var/run).
-    let folder = match folder.canonicalize() {
-        Ok(real) => real,
-        Err(_) => folder.to_owned(),
-    };
+    let folder = real(folder);
     let points = mountinfo::mounts(&table).map(|mount| mount.point);
     Ok(points.filter(|point| point.starts_with(&folder)).collect())
 }

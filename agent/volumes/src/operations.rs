@@ -1,7 +1,12 @@
 //! How long volumes take to be made and to be taken away, under the kubelet's names.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
+use beelet_model::storage::Claimed;
+use beelet_policy::claims;
 use k8s_openapi::api::core::v1 as core;
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -13,6 +18,11 @@ use crate::Error;
 
 /// Bounds of durations, in seconds: the kubelet's.
 const BUCKETS: [f64; 13] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0];
+
+/// The kubelet's names of kinds of PersistentVolumes.
+const HOST_PATH: &str = "kubernetes.io/host-path";
+const LOCAL: &str = "kubernetes.io/local-volume";
+const CSI: &str = "kubernetes.io/csi";
 
 /// What is done with a volume, in the kubelet's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,22 +89,22 @@ impl Operations {
         );
     }
 
-    /// Does something with `volumes`, and counts it for each of them.
+    /// Does something with volumes, and counts it for each of them, by its plugin.
     pub(crate) fn time<T>(
         &self,
         operation: Operation,
-        volumes: &[core::Volume],
+        plugins: &[&'static str],
         work: impl FnOnce() -> Result<T, Error>,
     ) -> Result<T, Error> {
         let began = Instant::now();
         let result = work();
         let took = began.elapsed();
-        volumes.iter().for_each(|volume| self.record(operation, volume, took, result.is_ok()));
+        plugins.iter().for_each(|plugin| self.record(operation, plugin, took, result.is_ok()));
         result
     }
 
-    fn record(&self, operation: Operation, volume: &core::Volume, took: Duration, success: bool) {
-        let (volume_plugin, operation_name) = (plugin(volume), operation.name());
+    fn record(&self, operation: Operation, volume_plugin: &'static str, took: Duration, success: bool) {
+        let operation_name = operation.name();
         let status = if success { "success" } else { "fail-unknown" };
         let done = Done { volume_plugin, operation_name, status, migrated: "false" };
         self.durations.get_or_create(&done).observe(took.as_secs_f64());
@@ -111,15 +121,36 @@ pub fn plugin(volume: &core::Volume) -> &'static str {
         volume;
     let kinds = [
         (empty_dir.is_some(), "kubernetes.io/empty-dir"),
-        (host_path.is_some(), "kubernetes.io/host-path"),
+        (host_path.is_some(), HOST_PATH),
         (config_map.is_some(), "kubernetes.io/configmap"),
         (secret.is_some(), "kubernetes.io/secret"),
         (projected.is_some(), "kubernetes.io/projected"),
         (downward_api.is_some(), "kubernetes.io/downward-api"),
         (image.is_some(), "kubernetes.io/image"),
-        (volume.csi.is_some() || volume.persistent_volume_claim.is_some(), "kubernetes.io/csi"),
+        (volume.csi.is_some() || claims::is_claim(volume), CSI),
     ];
     kinds.into_iter().find(|(is_there, _)| *is_there).map_or("N/A", |(_, name)| name)
+}
+
+/// The same of a PersistentVolume.
+pub(crate) fn plugin_of_claim(claimed: &Claimed) -> &'static str {
+    let spec = claimed.volume.spec.as_ref();
+    match spec.map(|spec| (spec.local.is_some(), spec.host_path.is_some(), spec.csi.is_some())) {
+        Some((true, ..)) => LOCAL,
+        Some((_, true, _)) => HOST_PATH,
+        Some((.., true)) => CSI,
+        _ => "N/A",
+    }
+}
+
+/// The same of a PersistentVolume that is mounted there.
+pub(crate) fn plugin_at(place: &Path) -> &'static str {
+    let is_in = |plugin: &str| place.components().any(|part| part.as_os_str() == plugin);
+    match () {
+        () if is_in(crate::local::PLUGIN) => LOCAL,
+        () if is_in("kubernetes.io~csi") => CSI,
+        () => HOST_PATH,
+    }
 }
 
 #[cfg(test)]
@@ -131,9 +162,7 @@ mod tests {
     #[test]
     fn operations_are_counted_by_plugin_and_failures_twice() {
         let operations = Operations::default();
-        let empty = core::EmptyDirVolumeSource::default();
-        let volume = core::Volume { name: "a".to_owned(), empty_dir: Some(empty), ..Default::default() };
-        let volumes = [volume];
+        let volumes = ["kubernetes.io/empty-dir"];
         operations.time(Operation::Mount, &volumes, || Ok(())).unwrap();
         let failed = operations.time(Operation::Unmount, &volumes, || Err::<(), _>(Error::unmet("no")));
         assert!(failed.is_err());

@@ -18,7 +18,7 @@ fn facts() -> MountFacts {
 fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
     let volumes = Volumes::of(pod, dir);
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node });
+    let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node, claims: &BTreeMap::new() });
     (volumes, done)
 }
 
@@ -82,7 +82,7 @@ fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
     fs::create_dir_all(&path).unwrap();
     std::os::unix::fs::symlink("..old", path.join("..data")).unwrap();
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let sources = Sources { pod: &pod, objects: &objects, node: &node };
+    let sources = Sources { pod: &pod, objects: &objects, node: &node, claims: &BTreeMap::new() };
     assert_eq!(volumes.refresh(&sources).unwrap(), 0);
     assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
     assert!(open_top(&path, true).unwrap().is_none() && open_top(&path, false).unwrap().is_some());
@@ -178,4 +178,154 @@ fn anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothe
     // As the kubelet's: a group's folder passes the group on, and memory has a tmpfs's own mode.
     assert_eq!((mode("disk"), mode("memory")), (0o2777, 0o3777));
     volumes.tear_down().unwrap();
+}
+
+/// A PersistentVolume of the machine's own.
+fn claimed(name: &str, spec: serde_json::Value, read_only: bool) -> Claimed {
+    let volume = json!({"metadata": {"name": name}, "spec": spec});
+    Claimed { volume: std::sync::Arc::new(serde_json::from_value(volume).unwrap()), read_only }
+}
+
+fn claiming(uid: &str, group: Option<u32>) -> core::Pod {
+    serde_json::from_value(json!({"metadata": {"uid": uid}, "spec": {
+        "securityContext": {"fsGroup": group},
+        "containers": [{"name": "c", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+    }}))
+    .unwrap()
+}
+
+/// Makes the pod's volume `data` of what its claim is bound to; where a container finds it on the machine.
+fn set_up_claim(
+    pod: &core::Pod,
+    (pods, disks): (&Path, &LocalDisks),
+    claimed: &Claimed,
+) -> (Volumes, Result<PathBuf, Error>) {
+    let volumes = Volumes::of(pod, pods).on(&Operations::default(), disks);
+    let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
+    let claims = [("data".to_owned(), claimed.clone())].into();
+    let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node, claims: &claims });
+    let container = &pod.spec.as_ref().unwrap().containers[0];
+    let place = done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts())?[0].host_path)));
+    (volumes, place)
+}
+
+#[test]
+fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes() {
+    use std::os::unix::fs::MetadataExt;
+    let own_mounts = ["unshare", "--mount", "--propagation", "private"];
+    let name = "a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes";
+    if !rustix::process::geteuid().is_root()
+        || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
+    {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (pods, shelf) = (dir.path().join("pods"), dir.path().join("shelf"));
+    fs::create_dir(&shelf).unwrap();
+    fs::write(shelf.join("kept"), "1").unwrap();
+    let disks = LocalDisks::new(dir.path(), &pods);
+    let at = (pods.as_path(), &disks);
+    let group = |path: &Path| path.metadata().unwrap().gid();
+
+    let host = claimed("h", json!({"hostPath": {"path": shelf}}), false);
+    let (volumes, place) = set_up_claim(&claiming("u0", None), at, &host);
+    assert_eq!(place.unwrap(), shelf);
+    volumes.tear_down().unwrap();
+
+    let spec = |more: serde_json::Value| {
+        let mut spec = json!({"local": {"path": shelf}, "accessModes": ["ReadWriteOnce"]});
+        spec.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        spec
+    };
+    let local = claimed("l", spec(json!({})), false);
+    let (first, place) = set_up_claim(&claiming("u1", Some(1234)), at, &local);
+    assert_eq!(place.unwrap(), pods.join("u1/volumes/kubernetes.io~local-volume/l"));
+    assert_eq!((group(&shelf), group(&shelf.join("kept"))), (1234, 1234));
+    // The first pod's group stands while it is here.
+    let (second, place) = set_up_claim(&claiming("u2", Some(5678)), at, &local);
+    assert_eq!(fs::read_to_string(place.unwrap().join("kept")).unwrap(), "1");
+    assert_eq!(group(&shelf), 1234);
+    let alone = claimed("l", spec(json!({"accessModes": ["ReadWriteOncePod"]})), false);
+    let (third, place) = set_up_claim(&claiming("u3", None), at, &alone);
+    assert!(place.unwrap_err().to_string().contains("already in use by another pod"));
+    for volumes in [first, second, third] {
+        volumes.tear_down().unwrap();
+    }
+    let (volumes, place) = set_up_claim(&claiming("u3", None), at, &alone);
+    place.unwrap();
+    volumes.tear_down().unwrap();
+
+    let check = |name: &str, options: serde_json::Value, read_only: bool, writable: bool| {
+        let (volumes, place) = set_up_claim(
+            &claiming("u4", None),
+            at,
+            &claimed(name, spec(json!({"mountOptions": options})), read_only),
+        );
+        assert_eq!(fs::write(place.unwrap().join("new"), "").is_ok(), writable, "{name}");
+        volumes.tear_down().unwrap();
+    };
+    check("w", json!(["noexec"]), false, true);
+    check("r", json!([]), true, false);
+    check("o", json!(["noexec"]), true, false);
+
+    let (_, place) = set_up_claim(
+        &claiming("u5", None),
+        at,
+        &claimed("n", json!({"nfs": {"server": "s", "path": "/"}}), false),
+    );
+    assert!(place.unwrap_err().to_string().contains("of this kind"));
+    assert_eq!(fs::read_to_string(shelf.join("kept")).unwrap(), "1");
+    assert!(mounts::below(dir.path()).unwrap().is_empty());
+}
+
+#[test]
+fn a_disk_is_formatted_mounted_once_for_all_pods_and_unmounted_with_the_last() {
+    let own_mounts = ["unshare", "--mount", "--propagation", "private"];
+    let name = "a_disk_is_formatted_mounted_once_for_all_pods_and_unmounted_with_the_last";
+    if !rustix::process::geteuid().is_root()
+        || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
+    {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    fs::File::create(&image).unwrap().set_len(16 << 20).unwrap();
+    let Some(device) = LoopDevice::of(&image) else { return };
+    let pods = dir.path().join("pods");
+    let disks = LocalDisks::new(&dir.path().join("kubelet"), &pods);
+    let at = (pods.as_path(), &disks);
+    let global = dir.path().join("kubelet/plugins/kubernetes.io/local-volume/mounts/d");
+    let disk = claimed("d", json!({"local": {"path": device.0, "fsType": "ext4"}}), false);
+    let (first, place) = set_up_claim(&claiming("u1", None), at, &disk);
+    fs::write(place.unwrap().join("kept"), "1").unwrap();
+    let (second, place) = set_up_claim(&claiming("u2", None), at, &disk);
+    assert_eq!(fs::read_to_string(place.unwrap().join("kept")).unwrap(), "1");
+    first.tear_down().unwrap();
+    assert!(mounts::is_mount_point(&global).unwrap());
+    second.tear_down().unwrap();
+    assert!(!global.exists());
+    // What is on it stays.
+    let (third, place) = set_up_claim(&claiming("u3", None), at, &disk);
+    assert_eq!(fs::read_to_string(place.unwrap().join("kept")).unwrap(), "1");
+    third.tear_down().unwrap();
+    assert!(mounts::below(dir.path()).unwrap().is_empty());
+}
+
+/// A file as a disk.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    /// None where the machine has none to give, as in a container.
+    fn of(file: &Path) -> Option<Self> {
+        let made =
+            std::process::Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
+        made.status.success().then(|| Self(String::from_utf8_lossy(&made.stdout).trim().to_owned()))
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
+    }
 }

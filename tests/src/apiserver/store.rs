@@ -477,11 +477,14 @@ fn kind(resource: &str) -> &str {
         ("leases", "Lease"),
         ("namespaces", "Namespace"),
         ("nodes", "Node"),
+        ("persistentvolumeclaims", "PersistentVolumeClaim"),
+        ("persistentvolumes", "PersistentVolume"),
         ("pods", "Pod"),
         ("runtimeclasses", "RuntimeClass"),
         ("secrets", "Secret"),
         ("serviceaccounts", "ServiceAccount"),
         ("services", "Service"),
+        ("volumeattachments", "VolumeAttachment"),
     ];
     KINDS.iter().find(|(name, _)| *name == resource).map_or(resource, |(_, kind)| kind)
 }

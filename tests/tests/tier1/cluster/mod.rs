@@ -8,4 +8,5 @@ mod away;
 mod node;
 mod scene;
 mod serving;
+mod storage;
 mod workload;

@@ -1,0 +1,221 @@
+//! PersistentVolumes of the machine's own: `local` (a folder, or a disk with a file system on it) and
+//! `hostPath`.
+//!
+//! A `local` volume is bound to `volumes/kubernetes.io~local-volume/<PersistentVolume>` in the pod's folder.
+//! A disk is mounted once for all pods, in the folder of [`LocalDisks`], and unmounted with the last of them.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::FileTypeExt,
+    path::{Component, Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+};
+
+use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_model::storage::Claimed;
+use beelet_policy::claims;
+use k8s_openapi::api::core::v1 as core;
+
+use crate::{
+    Error, VOLUMES, disk,
+    fs_group::{Access, FsGroup},
+    mounts,
+};
+
+/// The kubelet's name of this kind of volume, as it is in paths.
+pub(crate) const PLUGIN: &str = "kubernetes.io~local-volume";
+/// The file system that a disk gets where nobody says.
+const FILE_SYSTEM: &str = "ext4";
+
+/// The disks that are mounted for pods. Clones share it.
+#[derive(Clone, Debug)]
+pub struct LocalDisks {
+    /// Where they are mounted: `<kubelet dir>/plugins/kubernetes.io/local-volume/mounts`.
+    folder: PathBuf,
+    /// The folder with a folder for each pod.
+    pods_dir: PathBuf,
+    /// The volumes that somebody is working on.
+    busy: Arc<(Mutex<BTreeSet<String>>, Condvar)>,
+}
+
+/// A volume that nobody else works on while this lives.
+struct Held<'d> {
+    disks: &'d LocalDisks,
+    name: String,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.disks.busy().remove(&self.name);
+        self.disks.busy.1.notify_all();
+    }
+}
+
+impl LocalDisks {
+    /// Disks that are mounted in the kubelet's folder.
+    #[must_use]
+    pub fn new(kubelet_dir: &Path, pods_dir: &Path) -> Self {
+        let folder = kubelet_dir.join("plugins/kubernetes.io/local-volume/mounts");
+        Self { folder, pods_dir: pods_dir.to_owned(), busy: Arc::default() }
+    }
+
+    fn busy(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.busy.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until nobody works on the volume. Only pods of the same volume wait for each other.
+    fn hold(&self, name: &str) -> Held<'_> {
+        let mut busy = self.busy();
+        while !busy.insert(name.to_owned()) {
+            busy = self.busy.1.wait(busy).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(busy);
+        Held { disks: self, name: name.to_owned() }
+    }
+
+    /// The places in pods' folders where a volume is mounted, but for this one.
+    fn others(&self, name: &str, than: Option<&Path>) -> Result<Vec<PathBuf>, Error> {
+        let end = Path::new(VOLUMES).join(PLUGIN).join(name);
+        let mut points = mounts::below(&self.pods_dir)?;
+        points.retain(|point| point.ends_with(&end) && than.is_none_or(|own| mounts::real(own) != *point));
+        Ok(points)
+    }
+
+    /// Unmounts the disks of these volumes that no pod has mounted any more.
+    fn release(&self, volumes: &[String]) -> Result<(), Error> {
+        for name in volumes {
+            let _held = self.hold(name);
+            let mounted = self.folder.join(name);
+            if mounts::is_mount_point(&mounted)? && self.others(name, None)?.is_empty() {
+                mounts::unmount(&mounted)?;
+                fs::remove_dir(&mounted).map_err(Error::io("remove", &mounted))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Unmounts all that is mounted in a pod's folder, and the disks that were the pod's alone.
+    pub fn unmount_all(&self, folder: &Path) -> Result<(), Error> {
+        let volumes = folder.join(VOLUMES).join(PLUGIN);
+        let entries = fs::read_dir(volumes).into_iter().flatten().flatten();
+        let volumes: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        mounts::unmount_below(folder)?;
+        self.release(&volumes)
+    }
+
+    /// Mounts a `local` volume for the pod with this folder; where it is then. Harmless to repeat.
+    pub(crate) fn set_up(
+        &self,
+        folder: &Path,
+        claimed: &Claimed,
+        source: &core::LocalVolumeSource,
+        group: Option<&FsGroup>,
+    ) -> Result<PathBuf, Error> {
+        let name = one_name(claimed.name())?;
+        let from = Path::new(&source.path);
+        if from.components().any(|part| part == Component::ParentDir) {
+            return Err(Error::unmet(format!("invalid path: {} must not contain '..'", source.path)));
+        }
+        let target = folder.join(VOLUMES).join(PLUGIN).join(name);
+        let _held = self.hold(name);
+        if mounts::is_mount_point(&target)? {
+            return Ok(target);
+        }
+        let is_shared = !self.others(name, Some(&target))?.is_empty();
+        if is_shared && claims::is_for_one_pod(&claimed.volume) {
+            return Err(Error::unmet(
+                "volume uses the ReadWriteOncePod access mode and is already in use by another pod",
+            ));
+        }
+        let mut options = options_of(claimed);
+        let kind = fs::metadata(from).map_err(Error::io("find the local volume", from))?.file_type();
+        let from = if kind.is_dir() {
+            from.to_owned()
+        } else if kind.is_block_device() {
+            let mounted = self.folder.join(name);
+            let kind = source.fs_type.as_deref().filter(|kind| !kind.is_empty()).unwrap_or(FILE_SYSTEM);
+            disk::mount(from, &mounted, kind, claimed.read_only, &options)?;
+            mounted
+        } else {
+            return Err(Error::unmet(format!(
+                "the local volume {} is neither a folder nor a block device",
+                source.path
+            )));
+        };
+        if claimed.read_only {
+            options.push("ro".to_owned());
+        }
+        make_folder(&target, PRIVATE)?;
+        disk::bind(&from, &target, &options)?;
+        if let Some(group) = group.filter(|_| !claimed.read_only && !is_shared)
+            && let Err(error) = group.own(&target, Access::ReadWrite)
+        {
+            // Mounted, it would be taken for done the next time.
+            mounts::unmount(&target)?;
+            return Err(error);
+        }
+        Ok(target)
+    }
+}
+
+/// A name that is one part of a path: it comes from a server.
+fn one_name(name: &str) -> Result<&str, Error> {
+    let mut parts = Path::new(name).components();
+    match (parts.next(), parts.next()) {
+        (Some(Component::Normal(only)), None) if only == name => Ok(name),
+        _ => Err(Error::unmet(format!("{name:?} is no name of a PersistentVolume"))),
+    }
+}
+
+fn options_of(claimed: &Claimed) -> Vec<String> {
+    let spec = claimed.volume.spec.as_ref();
+    spec.and_then(|spec| spec.mount_options.clone()).unwrap_or_default()
+}
+
+/// Checks a PersistentVolume of the type `hostPath`; where it is.
+pub(crate) fn host_path(claimed: &Claimed, source: &core::HostPathVolumeSource) -> Result<PathBuf, Error> {
+    if !options_of(claimed).is_empty() {
+        return Err(Error::unmet("mount options are not supported for volumes of type hostPath"));
+    }
+    crate::host_path::check(source)?;
+    Ok(PathBuf::from(&source.path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_servers_name_is_one_part_of_a_path() {
+        let check = |name: &str, expected: bool| assert_eq!(one_name(name).is_ok(), expected, "{name:?}");
+        check("pv-1", true);
+        check("pvc-7c9b2f6e.x", true);
+        check("", false);
+        check(".", false);
+        check("..", false);
+        check("a/b", false);
+        check("a/", false);
+        check("/a", false);
+    }
+
+    #[test]
+    fn pods_of_one_volume_wait_for_each_other_and_for_no_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let disks = LocalDisks::new(dir.path(), &dir.path().join("pods"));
+        let held = disks.hold("a");
+        drop(disks.hold("b"));
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let waiting = std::thread::spawn({
+            let disks = disks.clone();
+            move || {
+                let _held = disks.hold("a");
+                sender.send(()).unwrap();
+            }
+        });
+        assert!(receiver.try_recv().is_err());
+        drop(held);
+        receiver.recv().unwrap();
+        waiting.join().unwrap();
+    }
+}

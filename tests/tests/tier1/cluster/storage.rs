@@ -1,0 +1,160 @@
+//! Volume claims of the API server's pods: waited for, mounted, given back.
+
+use beelet_tests::apiserver::FakeApi;
+use beelet_tests::{guards, require};
+use serde_json::{Value, json};
+use std::path::Path;
+
+use super::scene::Member;
+use super::workload::{path, pod};
+
+const CLAIM: &str = "/api/v1/namespaces/default/persistentvolumeclaims/data";
+const VOLUME: &str = "/api/v1/persistentvolumes/pv-1";
+
+/// A pod with a volume `data` of this source, which its container mounts.
+pub(super) fn pod_with(name: &str, source: &Value) -> Value {
+    let mut pod = pod(name);
+    let mut volume = source.clone();
+    volume["name"] = "data".into();
+    pod["spec"]["volumes"] = json!([volume]);
+    pod["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "data", "mountPath": "/data"}]);
+    pod
+}
+
+pub(super) fn claiming(name: &str) -> Value {
+    pod_with(name, &json!({"persistentVolumeClaim": {"claimName": "data"}}))
+}
+
+/// Binds the claim at `claim` to a PersistentVolume of this kind.
+pub(super) fn bind(api: &FakeApi, claim: &str, spec: &Value) {
+    let found = api.patch(claim, &json!({"spec": {"volumeName": "pv-1"}, "status": {"phase": "Bound"}}));
+    let mut spec = spec.clone();
+    spec["claimRef"] = json!({"uid": found["metadata"]["uid"]});
+    api.put(VOLUME, json!({"spec": spec}));
+}
+
+pub(super) fn pending() -> Value {
+    json!({"spec": {}, "status": {"phase": "Pending"}})
+}
+
+impl Member {
+    /// Waits until an event of this reason says something like this.
+    pub(super) async fn until_event(&self, reason: &str, words: &str) {
+        let told = |event: &Value| {
+            let text = |field: &str| event[field].as_str().unwrap_or_default().to_owned();
+            event["reason"] == reason && (text("message") + &text("note")).contains(words)
+        };
+        let found = |api: &FakeApi| {
+            let all = ["/api/v1/events", "/apis/events.k8s.io/v1/events"];
+            all.iter().flat_map(|collection| api.all(collection)).any(|event| told(&event)).then_some(())
+        };
+        self.api.wait_until(&format!("an event {reason}: {words}"), found).await;
+    }
+
+    /// Where the container's volume is on the machine.
+    pub(super) fn mounted(&self, pod: &str) -> String {
+        let container = self.scene.cri.container(pod, "main").unwrap();
+        let mount = container.config.mounts.iter().find(|mount| mount.container_path == "/data").unwrap();
+        mount.host_path.clone()
+    }
+
+    /// Nothing is mounted in the pods' folders, and none is left.
+    pub(super) fn until_nothing_is_mounted(&self) {
+        let pods = self.scene.dir.path().join("agent/pods");
+        self.scene.look_until("nothing to be mounted", || {
+            let mounts = guards::mounts().map_err(|error| error.to_string())?;
+            match mounts.iter().find(|mount| mount.path.starts_with(&pods)) {
+                Some(mount) => Err(format!("{mount:?}")),
+                None => Ok(()),
+            }
+        });
+    }
+}
+
+#[tokio::test]
+async fn a_pod_waits_until_its_claim_is_bound_and_gives_the_volume_back() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let shelf = member.scene.dir.path().join("shelf");
+    std::fs::create_dir(&shelf).unwrap();
+    std::fs::write(shelf.join("kept"), "1").unwrap();
+    member.api.put(&path("web"), claiming("web"));
+    member
+        .until_event("FailedMount", "error processing PVC default/data: failed to fetch PVC from API server")
+        .await;
+    member.api.put(CLAIM, pending());
+    let words = "Unable to attach or mount volumes: unmounted volumes=[data], unattached volumes=[], failed to \
+                 process volumes=[data]: error processing PVC default/data: PVC is not bound";
+    member.until_event("FailedMount", words).await;
+    // Others don't wait for it.
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    bind(&member.api, CLAIM, &json!({"local": {"path": shelf}, "accessModes": ["ReadWriteOnce"]}));
+    member.until_running("web").await;
+    let mounted = member.mounted("web");
+    assert!(mounted.ends_with("/volumes/kubernetes.io~local-volume/pv-1"), "{mounted}");
+    assert_eq!(std::fs::read_to_string(Path::new(&mounted).join("kept")).unwrap(), "1");
+    member.api.delete(&path("web"));
+    member.until_stopped("web");
+    member.until_nothing_is_mounted();
+    assert_eq!(std::fs::read_to_string(shelf.join("kept")).unwrap(), "1");
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_pod_with_a_claim_survives_the_agent_and_starts_its_container_again_without_the_server() {
+    require!(root);
+    let mut member = Member::start(FakeApi::start(), |options| options).await;
+    let shelf = member.scene.dir.path().join("shelf");
+    std::fs::create_dir(&shelf).unwrap();
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &json!({"hostPath": {"path": shelf}, "accessModes": ["ReadWriteOnce"]}));
+    member.api.put(&path("web"), claiming("web"));
+    member.until_running("web").await;
+    assert_eq!(member.mounted("web"), shelf.display().to_string());
+    member.scene.agent.kill9();
+    member.scene.agent.resume().unwrap();
+    member.scene.until_relisted();
+    member.api.remove(CLAIM);
+    let before = member.scene.cri.container("web", "main").unwrap().id;
+    member.scene.cri.exit(&before, 1);
+    member.scene.look_until("another container", || {
+        let now = member.scene.cri.container("web", "main").unwrap();
+        if now.id != before && member.runs("web") { Ok(()) } else { Err(now.id) }
+    });
+    assert_eq!(member.mounted("web"), shelf.display().to_string());
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn an_ephemeral_claim_must_be_the_pods_own() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let shelf = member.scene.dir.path().join("shelf");
+    std::fs::create_dir(&shelf).unwrap();
+    let claim = "/api/v1/namespaces/default/persistentvolumeclaims/web-data";
+    member.api.put(claim, pending());
+    bind(&member.api, claim, &json!({"local": {"path": shelf}}));
+    let source = json!({"ephemeral": {"volumeClaimTemplate": {"spec": {}}}});
+    let made = member.api.put(&path("web"), pod_with("web", &source));
+    member.until_event("FailedMount", "was not created for pod default/web (pod is not owner)").await;
+    let uid = &made["metadata"]["uid"];
+    let owner = json!({"apiVersion": "v1", "kind": "Pod", "name": "web", "uid": uid, "controller": true});
+    member.api.patch(claim, &json!({"metadata": {"ownerReferences": [owner]}}));
+    member.until_running("web").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_volume_of_another_node_is_not_mounted() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let term = json!({"matchExpressions": [{"key": "zone", "operator": "In", "values": ["far"]}]});
+    let affinity = json!({"required": {"nodeSelectorTerms": [term]}});
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &json!({"local": {"path": "/tmp"}, "nodeAffinity": affinity}));
+    member.api.put(&path("web"), claiming("web"));
+    member.until_event("FailedMount", "no matching NodeSelectorTerms").await;
+    assert!(!member.runs("web"));
+    member.scene.is_well();
+}
