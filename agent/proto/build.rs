@@ -3,6 +3,7 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
         "cri/api.proto",
+        "csi/csi.proto",
         "beelet/beelet.proto",
         "beelet/containers.proto",
         "beelet/devices.proto",

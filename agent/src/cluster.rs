@@ -16,7 +16,10 @@ use beelet_policy::{
 use beelet_proto::cri;
 use clap::Args;
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::{
+    core::v1 as core,
+    storage::v1::{CSIDriver, VolumeAttachment},
+};
 use tokio::{
     sync::{SetOnce, watch},
     time::{Instant, sleep, sleep_until},
@@ -30,7 +33,7 @@ use beelet_cluster::{
     autonomy::Settings,
     client::Client,
     connect::{self, Connections},
-    events, lease, machine, node,
+    csi_node, events, lease, machine, node,
     presence::Presence,
     reviews::Reviews,
     rotation::Identity,
@@ -43,7 +46,7 @@ use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::{
     accounts::{Account, AccountError, Asked, ServiceAccounts},
     review::{AccessReviewer, Review, ReviewError, TokenReviewer, User},
-    storage::{Answer, Storage, StorageError},
+    storage::{Answer, Storage, StorageError, Token},
 };
 
 /// How often a runtime whose network is not ready is asked again.
@@ -179,7 +182,10 @@ impl ServiceAccounts for LateAccounts {
 }
 
 /// Asks the API server for storage, once there is a connection.
-struct LateStorage(Arc<SetOnce<Session>>);
+struct LateStorage {
+    session: Arc<SetOnce<Session>>,
+    node: watch::Receiver<Option<Arc<core::Node>>>,
+}
 
 impl std::fmt::Debug for LateStorage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -193,7 +199,7 @@ impl LateStorage {
             message: "there is no connection to the API server yet".to_owned(),
             is_not_found: false,
         };
-        Ok(storage::Storage::new(self.0.get().ok_or_else(none)?.client.clone()))
+        Ok(storage::Storage::new(self.session.get().ok_or_else(none)?.client.clone()))
     }
 }
 
@@ -204,6 +210,26 @@ impl Storage for LateStorage {
 
     fn volume<'a>(&'a self, name: &'a str) -> Answer<'a, core::PersistentVolume> {
         Box::pin(async move { self.storage()?.volume(name).await })
+    }
+
+    fn attachment<'a>(&'a self, name: &'a str) -> Answer<'a, VolumeAttachment> {
+        Box::pin(async move { self.storage()?.attachment(name).await })
+    }
+
+    fn driver<'a>(&'a self, name: &'a str) -> Answer<'a, Option<CSIDriver>> {
+        Box::pin(async move { self.storage()?.driver(name).await })
+    }
+
+    fn secret<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, core::Secret> {
+        Box::pin(async move { self.storage()?.secret(namespace, name).await })
+    }
+
+    fn token<'a>(&'a self, of: &'a TokenReference) -> Answer<'a, Token> {
+        Box::pin(async move { self.storage()?.token(of).await })
+    }
+
+    fn node(&self) -> watch::Receiver<Option<Arc<core::Node>>> {
+        self.node.clone()
     }
 }
 
@@ -221,7 +247,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let reviews = Arc::new(LateReviews { session: Arc::clone(&session), node: name.clone() });
     let reviewers = Reviewers { tokens: Some(reviews.clone()), access: Some(reviews) };
     let accounts = LateAccounts { session: Arc::clone(&session), ..LateAccounts::default() };
-    let storage = Arc::new(LateStorage(Arc::clone(&session)));
+    let storage = Arc::new(LateStorage { session: Arc::clone(&session), node: node.clone() });
     let builder = builder.reviewers(reviewers).accounts(Arc::new(accounts)).storage(storage);
     // A Node gives 0 where there is no server to reach.
     let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
@@ -281,6 +307,12 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
         let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
         let metrics = handles.metrics.cluster.events;
         events::send(session.client.clone(), handles.events.subscribe(), source, metrics, stop).await;
+    });
+    let (connected, csi_name, of_node) = (Arc::clone(&session), name.clone(), node.clone());
+    let builder = builder.attach("CSINode", move |handles, stop| async move {
+        let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
+        let inputs = csi_node::Inputs { node_name: csi_name, node: of_node, drivers: handles.csi.drivers() };
+        csi_node::keep(session.client.clone(), inputs, stop).await;
     });
     let (every, most) = (settings.status_update_frequency, settings.status_max_images);
     let builder = builder.attach("runtime facts", move |handles, stop| async move {
@@ -382,7 +414,7 @@ async fn follow(
     most_images: Option<usize>,
 ) {
     let (runtime, mut devices) = (handles.runtime.clone(), handles.devices.node());
-    let mut shutdown = handles.shutdown.clone();
+    let (mut shutdown, mut volumes) = (handles.shutdown.clone(), handles.csi.in_use());
     let mut images_due = Instant::now();
     loop {
         let mut new = facts.borrow().clone();
@@ -407,6 +439,7 @@ async fn follow(
                 () = sleep_until(next) => break,
                 Ok(()) = devices.changed() => { changes.send_replace(()); }
                 Ok(()) = shutdown.changed() => { changes.send_replace(()); }
+                Ok(()) = volumes.changed() => { changes.send_replace(()); }
             }
         }
     }
@@ -459,7 +492,7 @@ fn reporter(
     info: core::NodeSystemInfo,
     port: u16,
 ) -> Arc<dyn Fn() -> NodeReport + Send + Sync> {
-    let devices = handles.devices.node();
+    let (devices, volumes) = (handles.devices.node(), handles.csi.in_use());
     Arc::new(move || {
         let (facts, devices) = (facts.borrow().clone(), Arc::clone(&devices.borrow()));
         let with = |own: &BTreeMap<String, String>, devices: &BTreeMap<String, usize>, gone: &[String]| {
@@ -480,6 +513,7 @@ fn reporter(
             images: facts.images,
             handlers: facts.handlers,
             features: facts.features,
+            volumes_in_use: volumes.borrow().keys().cloned().collect(),
             port: port.into(),
             ..NodeReport::default()
         }

@@ -13,6 +13,7 @@ pub mod cluster;
 pub mod confine;
 pub mod containerd;
 pub mod cri;
+pub mod csi_driver;
 pub mod device_plugin;
 pub mod faults;
 pub mod guards;

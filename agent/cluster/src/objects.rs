@@ -348,10 +348,20 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
     }
 }
 
+/// Asks for a token of a service account; the token, and for how long it holds.
 pub(crate) async fn request_token(
     client: &Client,
     of: &TokenReference,
 ) -> Result<(Arc<str>, Duration), Error> {
+    let answer = token_status(client, of).await?;
+    let token = answer["status"]["token"].as_str().unwrap_or_default();
+    // By the server's word how long, not until when: this machine's clock may be wrong.
+    let seconds = answer["spec"]["expirationSeconds"].as_i64().unwrap_or(of.expiration_seconds);
+    Ok((token.into(), Duration::from_secs(u64::try_from(seconds).unwrap_or_default().max(60))))
+}
+
+/// Asks for a token of a service account; the whole answer, which has one.
+pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result<Value, Error> {
     let path = format!("/api/v1/namespaces/{}/serviceaccounts/{}/token", of.namespace, of.service_account);
     let audiences: Vec<&str> = Some(of.audience.as_str()).into_iter().filter(|a| !a.is_empty()).collect();
     let request = json!({
@@ -364,8 +374,7 @@ pub(crate) async fn request_token(
         },
     });
     let answer = client.create(&path, &request).await?;
-    let token = answer["status"]["token"].as_str().unwrap_or_default();
-    if token.is_empty() {
+    if answer["status"]["token"].as_str().unwrap_or_default().is_empty() {
         let message = "the answer has no token".to_owned();
         return Err(Error {
             request: format!("POST {path}"),
@@ -373,9 +382,7 @@ pub(crate) async fn request_token(
             message,
         });
     }
-    // By the server's word how long, not until when: this machine's clock may be wrong.
-    let seconds = answer["spec"]["expirationSeconds"].as_i64().unwrap_or(of.expiration_seconds);
-    Ok((token.into(), Duration::from_secs(u64::try_from(seconds).unwrap_or_default().max(60))))
+    Ok(answer)
 }
 
 #[cfg(test)]

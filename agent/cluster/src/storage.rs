@@ -2,10 +2,17 @@
 //! pods name, and the volumes that these are bound to.
 
 use beelet_codec::ApiType;
-use beelet_model::storage::StorageError;
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use beelet_model::storage::{StorageError, Token};
+use beelet_policy::references::TokenReference;
+use k8s_openapi::api::{
+    core::v1::{PersistentVolume, PersistentVolumeClaim, Secret},
+    storage::v1::{CSIDriver, VolumeAttachment},
+};
 
-use crate::client::{Client, Error};
+use crate::{
+    client::{Client, Error},
+    objects::token_status,
+};
 
 /// Asks the API server.
 #[derive(Clone, Debug)]
@@ -34,6 +41,43 @@ impl Storage {
     /// It isn't there, or the API server gives no answer.
     pub async fn volume(&self, name: &str) -> Result<PersistentVolume, StorageError> {
         self.get(&format!("/api/v1/persistentvolumes/{name}")).await
+    }
+
+    /// An attachment of a volume by its name.
+    ///
+    /// # Errors
+    /// It isn't there, or the API server gives no answer.
+    pub async fn attachment(&self, name: &str) -> Result<VolumeAttachment, StorageError> {
+        self.get(&format!("/apis/storage.k8s.io/v1/volumeattachments/{name}")).await
+    }
+
+    /// How a storage plugin is used; None if nobody said so.
+    ///
+    /// # Errors
+    /// The API server gives no answer.
+    pub async fn driver(&self, name: &str) -> Result<Option<CSIDriver>, StorageError> {
+        match self.get(&format!("/apis/storage.k8s.io/v1/csidrivers/{name}")).await {
+            Err(error) if error.is_not_found => Ok(None),
+            found => found.map(Some),
+        }
+    }
+
+    /// A Secret by its namespace and name.
+    ///
+    /// # Errors
+    /// It isn't there, or the API server gives no answer.
+    pub async fn secret(&self, namespace: &str, name: &str) -> Result<Secret, StorageError> {
+        self.get(&format!("/api/v1/namespaces/{namespace}/secrets/{name}")).await
+    }
+
+    /// A new token of a service account.
+    ///
+    /// # Errors
+    /// The API server gives none.
+    pub async fn token(&self, of: &TokenReference) -> Result<Token, StorageError> {
+        let answer = token_status(&self.client, of).await.map_err(|error| told(&error))?;
+        let text = |field: &str| answer["status"][field].as_str().unwrap_or_default().to_owned();
+        Ok(Token { token: text("token"), expires: text("expirationTimestamp") })
     }
 
     async fn get<T: ApiType>(&self, path: &str) -> Result<T, StorageError> {

@@ -5,6 +5,7 @@ use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
+use k8s_openapi::api::storage::v1::{CSIDriver, CSINode, VolumeAttachment};
 use k8s_openapi::{ListableResource, Resource};
 use serde_json::{Value, json};
 
@@ -88,9 +89,12 @@ api_types![
     core::Volume,
     core::VolumeProjection,
     CertificateSigningRequest,
+    CSIDriver,
+    CSINode,
     Lease,
     PriorityClass,
     RuntimeClass,
+    VolumeAttachment,
 ];
 
 /// A list of objects, as `v1.PodList` is one of pods.

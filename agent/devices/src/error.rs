@@ -55,13 +55,11 @@ pub enum Error {
     #[error("{0:#}")]
     Listen(anyhow::Error),
     /// No connection to a plugin.
-    #[error("failed to dial device plugin at {}: {why}", .socket.display())]
-    Dial {
-        /// Its socket.
-        socket: PathBuf,
-        /// Why.
-        why: String,
-    },
+    #[error(transparent)]
+    Dial(#[from] beelet_serve::client::DialError),
+    /// A plugin of another kind that could not be taken in.
+    #[error("{0}")]
+    Refused(String),
     /// A plugin that does not say what it can do.
     #[error("failed to get device plugin options: {}", in_words(.0))]
     Options(Box<Status>),

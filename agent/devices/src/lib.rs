@@ -54,7 +54,7 @@ pub use self::{
     view::{DeviceView, Holder, ResourceView, WaitingView},
 };
 use beelet_config::defaults::PLUGIN_WAIT;
-use beelet_model::request::Request;
+use beelet_model::{plugins::PluginHandler, request::Request};
 use beelet_state::{
     ForeignFile,
     events::{Object, Recorder},
@@ -161,6 +161,7 @@ pub struct Tasks {
     devices: Devices,
     admitter: Admitter,
     writer: checkpoint::Writer,
+    handlers: registry::Handlers,
 }
 
 impl Devices {
@@ -178,7 +179,7 @@ impl Devices {
         let (writer, written) = checkpoint::writer(Arc::clone(&shared), parts.store);
         let admitter =
             Admitter::new(Arc::clone(&shared), asked, written, parts.active, parts.requests, parts.events);
-        (devices.clone(), Tasks { devices, admitter, writer })
+        (devices.clone(), Tasks { devices, admitter, writer, handlers: BTreeMap::new() })
     }
 
     /// The node's devices, as they change.
@@ -264,6 +265,13 @@ impl Devices {
 }
 
 impl Tasks {
+    /// Has `handler` take in the plugins of another kind that are found in the registry.
+    #[must_use]
+    pub fn with_handler(mut self, kind: &'static str, handler: Arc<dyn PluginHandler>) -> Self {
+        self.handlers.insert(kind, handler);
+        self
+    }
+
     /// The tasks that must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows
     /// plugins' lists, serves them.
     #[must_use]
@@ -274,7 +282,10 @@ impl Tasks {
             ("device admission", Box::pin(self.admitter.run(shutdown.clone()))),
             ("device expiry", Box::pin(ledger::expire(Arc::clone(shared), shutdown.clone()))),
             ("device plugins", Box::pin(register::serve(Arc::clone(shared), shutdown.clone()))),
-            ("device plugin registry", Box::pin(registry::watch(Arc::clone(shared), shutdown.clone()))),
+            (
+                "device plugin registry",
+                Box::pin(registry::watch(Arc::clone(shared), self.handlers, shutdown.clone())),
+            ),
         ]
     }
 }

@@ -1,10 +1,6 @@
 //! One plugin, as its client sees it: every call has a deadline, every answer a largest size.
 
-use std::{
-    collections::BTreeSet,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{collections::BTreeSet, time::Duration};
 
 use beelet_policy::devices::{Device, Health, PluginOptions, Question};
 use beelet_proto::deviceplugin::{
@@ -12,18 +8,11 @@ use beelet_proto::deviceplugin::{
     ContainerPreferredAllocationRequest, DevicePluginOptions, Empty, ListAndWatchResponse,
     PreStartContainerRequest, PreferredAllocationRequest, device_plugin_client::DevicePluginClient,
 };
-use hyper_util::rt::TokioIo;
 use prost::Message as _;
-use tokio::net::UnixStream;
-use tonic::{
-    Code, Status, Streaming,
-    transport::{Channel, Endpoint, Uri},
-};
-
-use super::Error;
+use tonic::{Code, Status, Streaming, transport::Channel};
 
 /// Time that a plugin gets to take a connection and to say what it can do: the kubelet's time for dialling.
-pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const CONNECT_TIMEOUT: Duration = beelet_serve::client::CONNECT_TIMEOUT;
 /// Time that it gets to choose devices, and to prepare them. The kubelet waits for ever, and all pods with
 /// it.
 pub(super) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -42,36 +31,6 @@ const MAX_NODES: usize = 64;
 #[derive(Clone, Debug)]
 pub(super) struct Plugin {
     client: DevicePluginClient<Channel>,
-}
-
-/// A channel to a unix socket. It dials again at the next call after the connection broke.
-///
-/// # Errors
-/// Nobody answers there.
-pub(super) async fn dial(socket: &Path) -> Result<Channel, Error> {
-    let path: PathBuf = socket.to_owned();
-    let connector = tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { UnixStream::connect(path).await.map(TokioIo::new) }
-    });
-    // A socket's path is no authority: servers in other languages refuse it too.
-    let endpoint = Endpoint::from_static("http://localhost").connect_timeout(CONNECT_TIMEOUT);
-    let dialled = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
-    let why = match dialled {
-        Ok(Ok(channel)) => return Ok(channel),
-        Ok(Err(error)) => cause(&error),
-        Err(_) => "it didn't answer in time".to_owned(),
-    };
-    Err(Error::Dial { socket: socket.to_owned(), why })
-}
-
-/// The last cause, which is what a person wants to know.
-pub(super) fn cause(error: &dyn std::error::Error) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    error.to_string()
 }
 
 impl Plugin {

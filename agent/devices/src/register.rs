@@ -11,14 +11,9 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::{Request, Response, Status, service::Routes};
 use tracing::{error, info, warn};
 
-use super::{
-    Error, folder,
-    follow::follow,
-    ledger::Shared,
-    plugin::{self, Plugin},
-};
+use super::{Error, folder, follow::follow, ledger::Shared, plugin::Plugin};
 use beelet_base::blocking::blocking;
-use beelet_serve::grpc;
+use beelet_serve::{client::dial, grpc};
 
 /// Connects to a plugin and follows it from now on, in the place of another of the same resource.
 ///
@@ -31,7 +26,7 @@ pub(super) async fn connect(
     said: Option<DevicePluginOptions>,
     (tracker, shutdown): (&TaskTracker, &CancellationToken),
 ) -> Result<(), Error> {
-    let plugin = Plugin::new(plugin::dial(socket).await?);
+    let plugin = Plugin::new(dial(socket).await?);
     let options = plugin.options(said).await;
     let options = options.map_err(|status| Error::Options(Box::new(status)))?;
     let current = shared.register(resource, plugin.clone(), options, socket.to_owned())?;

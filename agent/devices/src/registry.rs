@@ -26,6 +26,8 @@ use tracing::{debug, warn};
 
 use super::{Error, folder, ledger::Shared, plugin, register};
 use beelet_base::blocking::blocking;
+use beelet_model::plugins::PluginHandler;
+use beelet_serve::client::dial;
 
 /// Bytes of events read from the kernel at once.
 const BUFFER: usize = 16 << 10;
@@ -46,17 +48,23 @@ enum SocketState {
     Meeting { tries: u32, task: AbortHandle },
     /// A device plugin that follows this resource at this socket.
     Plugin { resource: String, socket: PathBuf },
+    /// A plugin of another kind.
+    Other { handler: Arc<dyn PluginHandler>, name: String, socket: PathBuf },
     /// To be tried again.
     Failed { tries: u32, retry_at: Instant },
     /// Of no use here.
     Foreign,
 }
 
+/// Who takes in plugins of other kinds, by what they say that they are.
+pub(super) type Handlers = BTreeMap<&'static str, Arc<dyn PluginHandler>>;
+
 /// Watches until `shutdown`.
-pub(super) async fn watch(shared: Arc<Shared>, shutdown: CancellationToken) {
+pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: CancellationToken) {
     let dir = shared.settings.registry_dir();
     let tracker = TaskTracker::new();
-    let host = Host { shared, tracker: tracker.clone(), shutdown: shutdown.clone() };
+    let handlers = Arc::new(handlers);
+    let host = Host { shared, handlers, tracker: tracker.clone(), shutdown: shutdown.clone() };
     let mut registry = Registry { host, known: BTreeMap::new(), meetings: JoinSet::new() };
     let mut events = Inotify::init().and_then(|inotify| inotify.into_event_stream(vec![0; BUFFER]));
     if let Err(error) = &events {
@@ -112,6 +120,7 @@ async fn changed(events: &mut std::io::Result<EventStream<Vec<u8>>>) {
 #[derive(Clone)]
 struct Host {
     shared: Arc<Shared>,
+    handlers: Arc<Handlers>,
     tracker: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -155,6 +164,7 @@ impl Registry {
                 debug!(resource, "the device plugin's socket is gone from the registry");
                 self.host.shared.deregister(&resource, &socket);
             }
+            SocketState::Other { handler, name, socket } => handler.deregister(&name, &socket),
             SocketState::Meeting { task, .. } => task.abort(),
             SocketState::Failed { .. } | SocketState::Foreign => {}
         }
@@ -199,12 +209,17 @@ impl Registry {
 impl Host {
     /// Asks a socket what it is, and tells it what came of that.
     async fn introduce(&self, path: &Path) -> Result<SocketState, Error> {
-        let mut client = RegistrationClient::new(plugin::dial(path).await?);
+        let mut client = RegistrationClient::new(dial(path).await?);
         let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
         let info = match asked {
             Ok(info) => info.map_err(|status| Error::Info(Box::new(status)))?.into_inner(),
             Err(_) => return Err(Error::Silent),
         };
+        if let Some(handler) = self.handlers.get(&*info.r#type) {
+            let registered = self.hand_over(path, info, Arc::clone(handler)).await;
+            notify(&mut client, registered.as_ref().err().map(ToString::to_string)).await;
+            return registered;
+        }
         if info.r#type != "DevicePlugin" {
             let error = format!(
                 "no handler registered for plugin type: {} at socket {}",
@@ -227,14 +242,32 @@ impl Host {
 
     async fn register(&self, path: &Path, info: PluginInfo) -> Result<SocketState, Error> {
         registration::check(&info.supported_versions, &info.name)?;
+        let socket = self.service(path, &info).await?;
+        register::connect(&self.shared, &info.name, &socket, None, (&self.tracker, &self.shutdown)).await?;
+        Ok(SocketState::Plugin { resource: info.name, socket })
+    }
+
+    /// Has a plugin of another kind taken in.
+    async fn hand_over(
+        &self,
+        path: &Path,
+        info: PluginInfo,
+        handler: Arc<dyn PluginHandler>,
+    ) -> Result<SocketState, Error> {
+        let socket = self.service(path, &info).await?;
+        let registered = handler.register(&info.name, &info.supported_versions, &socket).await;
+        registered.map_err(Error::Refused)?;
+        Ok(SocketState::Other { handler, name: info.name, socket })
+    }
+
+    /// Where a plugin serves: what it says, or where it registered.
+    async fn service(&self, path: &Path, info: &PluginInfo) -> Result<PathBuf, Error> {
         let service = if info.endpoint.is_empty() { path.to_owned() } else { PathBuf::from(&info.endpoint) };
         if !service.is_absolute() {
             return Err(Error::Relative(service));
         }
         let dir = self.shared.settings.kubelet_dir.clone();
-        let socket = blocking("finding a plugin's socket", move || folder::within(&dir, &service)).await?;
-        register::connect(&self.shared, &info.name, &socket, None, (&self.tracker, &self.shutdown)).await?;
-        Ok(SocketState::Plugin { resource: info.name, socket })
+        blocking("finding a plugin's socket", move || folder::within(&dir, &service)).await
     }
 }
 

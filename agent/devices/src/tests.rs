@@ -135,7 +135,7 @@ async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
 async fn silent(dir: &std::path::Path) -> (Plugin, PathBuf, UnixListener) {
     let socket = dir.join("silent.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    (Plugin::new(plugin::dial(&socket).await.unwrap()), socket, listener)
+    (Plugin::new(beelet_serve::client::dial(&socket).await.unwrap()), socket, listener)
 }
 
 /// Checks how long an answer that never comes is waited for.

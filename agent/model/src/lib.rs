@@ -6,6 +6,7 @@ pub mod failure;
 pub mod labels;
 pub mod objects;
 pub mod origin;
+pub mod plugins;
 pub mod pod;
 pub mod pressure;
 pub mod processes;

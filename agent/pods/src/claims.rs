@@ -1,8 +1,10 @@
-//! What the volume claims of a pod are bound to, as the API server says it now.
+//! What the volume claims of a pod are bound to, as the API server says it now, and what storage plugins
+//! bring to it.
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use beelet_model::storage::{Claimed, Storage};
+use beelet_csi::{Csi, Source, Wanted};
+use beelet_model::storage::{Claimed, Published, Storage};
 use beelet_policy::{
     claims::{self, ClaimName},
     node_fit::NodeView,
@@ -22,8 +24,7 @@ pub(crate) async fn read(
     node: Option<Arc<NodeView>>,
 ) -> Result<BTreeMap<String, Claimed>, Error> {
     let (mounts, devices) = claims::used(pod);
-    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-    let used = volumes
+    let used = volumes(pod)
         .filter(|volume| mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str()));
     let claimed = used.filter_map(|volume| Some((volume, claims::claim_of(pod, volume)?)));
     let asked = claimed.map(async |(volume, name)| {
@@ -52,6 +53,51 @@ pub(crate) async fn read(
         }
     }
     Ok(found)
+}
+
+fn volumes(pod: &core::Pod) -> impl Iterator<Item = &core::Volume> {
+    pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten())
+}
+
+/// Has storage plugins bring the pod's volumes, all at a time, or, `again`, those that it has once more; what
+/// they brought, by volume.
+///
+/// # Errors
+/// One can't, or not yet.
+pub(crate) async fn publish(
+    csi: &Csi,
+    storage: Option<&dyn Storage>,
+    pod: &core::Pod,
+    claims: &BTreeMap<String, Claimed>,
+    again: bool,
+) -> Result<BTreeMap<String, Published>, Error> {
+    let Some(storage) = storage else { return Ok(BTreeMap::new()) };
+    let (mounts, devices) = claims::used(pod);
+    let context = pod.spec.as_ref().and_then(|spec| spec.security_context.as_ref());
+    let group = context.and_then(|context| context.fs_group);
+    let used = |name: &str| mounts.contains(name) || devices.contains(name);
+    let wanted = volumes(pod).filter(|volume| used(&volume.name)).filter_map(|volume| {
+        let wanted = match (&volume.csi, claims.get(&volume.name)) {
+            (Some(source), _) => {
+                let read_only = source.read_only == Some(true);
+                Wanted { pod, name: &volume.name, source: Source::Inline(source), read_only, group, again }
+            }
+            (None, Some(claimed)) => {
+                let source = claimed.volume.spec.as_ref()?.csi.as_ref()?;
+                let source = Source::Persistent(&claimed.volume, source);
+                Wanted { pod, name: claimed.name(), source, read_only: claimed.read_only, group, again }
+            }
+            (None, None) => return None,
+        };
+        Some((volume, wanted))
+    });
+    let bring = wanted.map(async |(volume, wanted)| {
+        let brought = csi.publish(storage, wanted).await;
+        let brought =
+            brought.map_err(|error| Error::Volume { volume: volume.name.clone(), why: error.to_string() })?;
+        Ok((volume.name.clone(), brought))
+    });
+    join_all(bring).await.into_iter().collect()
 }
 
 async fn read_one(

@@ -28,6 +28,7 @@ use beelet_base::{
 };
 use beelet_cgroups::Cgroups;
 use beelet_cri::Runtime;
+use beelet_csi::Csi;
 use beelet_devices::Devices;
 use beelet_images::{
     Lease, Leases,
@@ -79,6 +80,8 @@ pub struct Launcher {
     pub storage: Option<Arc<dyn Storage>>,
     /// The disks that are mounted for pods.
     pub disks: LocalDisks,
+    /// Storage plugins.
+    pub csi: Csi,
     /// Gives pods with user namespaces of their own their ids.
     pub users: Arc<UserNamespaces>,
     /// Decides which pods may run here.
@@ -150,12 +153,15 @@ impl Launcher {
         let pod = || Object::pod(&plan.pod);
         let claims = claims::read(self.storage.as_deref(), &plan.pod, self.desired.borrow().node.clone());
         let claims = self.waited(pod, "what its volume claims are bound to", claims).await?;
+        let publishing = claims::publish(&self.csi, self.storage.as_deref(), &plan.pod, &claims, false);
+        let published = self.waited(pod, "the volumes that storage plugins bring", publishing).await?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
         let (of_pod, objects, node) = (Arc::clone(plan), self.objects(), self.node.clone());
         let folders = chores.run(move || {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
-            let sources = Sources { pod: &of_pod.pod, objects: &objects, node: &node, claims: &claims };
+            let (pod, claims, published) = (&of_pod.pod, &claims, &published);
+            let sources = Sources { pod, objects: &objects, node: &node, claims, published };
             of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
         });
         // Both to their end: nothing may still be made when what was made is taken away.
@@ -255,7 +261,7 @@ impl Launcher {
             images: images.volumes.clone(),
             recursive_read_only: features.recursive_read_only,
         };
-        let mounts = self.prepare(starting, pod_ips, mount_facts).await?;
+        let (mounts, block_devices) = self.prepare(starting, pod_ips, mount_facts).await?;
         let resources = values::container_resources(pod, container, &self.cgroup_config);
         let facts = ContainerFacts {
             attempt: start.attempt,
@@ -270,6 +276,7 @@ impl Launcher {
         };
         let config = cri_config::container(pod, container, environment, facts, &self.node);
         let mut config = config.map_err(Error::of_spec)?;
+        config.devices.extend(block_devices);
         let devices = self.devices.container_options(&plan.uid, &container.name).await;
         let devices = devices.map_err(Error::of_spec)?;
         devices.apply(&mut config, self.cdi_by_annotation);
@@ -424,13 +431,13 @@ impl Launcher {
         })
     }
 
-    /// Makes the container's files and mounts on the machine; all its mounts.
+    /// Makes the container's files and mounts on the machine; all its mounts, and its block devices.
     async fn prepare(
         &self,
         starting: &Starting<'_>,
         pod_ips: Vec<String>,
         facts: MountFacts,
-    ) -> Result<Vec<cri::Mount>, Error> {
+    ) -> Result<(Vec<cri::Mount>, Vec<cri::Device>), Error> {
         let attempt = starting.start.attempt;
         let object = || Object::container(&starting.plan.pod, &starting.start.name);
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());
@@ -441,10 +448,11 @@ impl Launcher {
             beelet_logs::rotate::forget_older(&logs, attempt);
             beelet_logs::clear(&logs, attempt)?;
             let mut mounts = plan.volumes.mounts(&container, &facts)?;
+            let devices = plan.volumes.devices(&container)?;
             let hosts = hosts::write(&plan.folder, &plan.pod, &pod_ips, &node)?;
             mounts.extend(hosts::mount(&hosts, &container));
             mounts.extend(termination::prepare(&plan.folder, &container, attempt)?);
-            Ok(mounts)
+            Ok((mounts, devices))
         };
         let preparing = starting.chores.run(move || prepare().map_err(Error::of_files));
         self.waited(object, "its volumes and its logs", preparing).await
@@ -473,6 +481,7 @@ impl Launcher {
     ) -> Result<(), Error> {
         // What a cancelled step has begun makes things still.
         chores.done().await;
+        self.csi.release(&plan.uid).await.map_err(Error::of_files)?;
         let (plan, cgroups) = (Arc::clone(plan), Arc::clone(&self.cgroups));
         let work = chores.run(move || {
             for path in &plan.cgroups {

@@ -13,6 +13,7 @@ pub mod orphans;
 pub mod qos_tree;
 pub mod records;
 pub mod refresh;
+pub mod republish;
 pub mod user_namespaces;
 
 mod claims;

@@ -19,10 +19,11 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::records::KnownPods;
+use crate::{error::Error, records::KnownPods};
 use beelet_base::blocking::blocking;
 use beelet_base::walk::remove_folder;
 use beelet_cri::Runtime;
+use beelet_csi::Csi;
 use beelet_model::{desired::Desired, table::PodTable};
 use beelet_volumes::LocalDisks;
 
@@ -33,6 +34,8 @@ pub struct Sweep {
     pub pods_dir: PathBuf,
     /// The disks that are mounted for pods.
     pub disks: LocalDisks,
+    /// Storage plugins.
+    pub csi: Csi,
     /// The pods that are here.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The pods of which anything is known.
@@ -99,11 +102,16 @@ impl Found {
 
     async fn remove(&mut self, parts: &Sweep, uid: String) {
         let (folder, disks) = (parts.pods_dir.join(&uid), parts.disks.clone());
-        let removed = blocking("removing a folder of volumes", move || {
-            disks.unmount_all(&folder)?;
-            Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
-        });
-        match removed.await {
+        let of_plugins = parts.csi.release(&uid).await.map_err(Error::of_files);
+        let remove = async || {
+            of_plugins?;
+            let removing = blocking("removing a folder of volumes", move || {
+                disks.unmount_all(&folder)?;
+                Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
+            });
+            removing.await.map_err(Error::of_files)
+        };
+        match remove().await {
             Ok(()) => {
                 info!(uid, "the volumes of a pod that nobody knows are removed");
                 self.since.remove(&uid);

@@ -88,8 +88,10 @@ fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<u
     if pod.metadata.deletion_timestamp.is_some() || !volumes.have_content() || objects.is_unread(pod) {
         return Ok(0);
     }
-    let claims = BTreeMap::new(); // what they are bound to changes nothing that is there
-    volumes.refresh(&beelet_volumes::Sources { pod, objects, node: &launcher.node, claims: &claims })
+    // Only what is made of objects is brought up to date.
+    let (claims, published) = (BTreeMap::new(), BTreeMap::new());
+    let node = &launcher.node;
+    volumes.refresh(&beelet_volumes::Sources { pod, objects, node, claims: &claims, published: &published })
 }
 
 /// Tells what wasn't told of the same objects before.

@@ -9,6 +9,7 @@ pub mod cgroups;
 pub mod claims;
 pub mod container_gc;
 pub mod critical;
+pub mod csi;
 pub mod devices;
 pub mod duration;
 pub mod env_file;

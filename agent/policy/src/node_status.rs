@@ -85,6 +85,8 @@ pub struct NodeReport {
     pub features: Option<NodeFeatures>,
     /// The port of the kubelet's server.
     pub port: i32,
+    /// Volumes that no controller may detach.
+    pub volumes_in_use: Vec<String>,
 }
 
 /// The part of a status that must be written.
@@ -147,7 +149,7 @@ pub fn initial(registration: &Registration, arch: &str) -> Node {
         metadata: ObjectMeta {
             name: Some(registration.name.clone()),
             labels: Some(labels(registration, arch)),
-            annotations: provided_ip(registration),
+            annotations: Some(annotations(registration)),
             ..ObjectMeta::default()
         },
         spec: Some(NodeSpec {
@@ -159,13 +161,18 @@ pub fn initial(registration: &Registration, arch: &str) -> Node {
     }
 }
 
-/// The annotation by which a cloud's controller learns which address was configured.
-fn provided_ip(registration: &Registration) -> Option<BTreeMap<String, String>> {
-    if !registration.external_cloud || registration.ips.is_empty() {
-        return None;
+/// The annotation by which a controller knows that attaching volumes is its work.
+pub const CONTROLLER_ATTACHES: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
+
+/// The annotations of a new Node: that a controller attaches volumes, and for a cloud's controller, which
+/// addresses were configured.
+fn annotations(registration: &Registration) -> BTreeMap<String, String> {
+    let mut all = BTreeMap::from([(CONTROLLER_ATTACHES.to_owned(), "true".to_owned())]);
+    if registration.external_cloud && !registration.ips.is_empty() {
+        let ips: Vec<String> = registration.ips.iter().map(ToString::to_string).collect();
+        all.insert("alpha.kubernetes.io/provided-node-ip".to_owned(), ips.join(","));
     }
-    let ips: Vec<String> = registration.ips.iter().map(ToString::to_string).collect();
-    Some(BTreeMap::from([("alpha.kubernetes.io/provided-node-ip".to_owned(), ips.join(","))]))
+    all
 }
 
 /// Labels of an existing Node that must be set right. Others than the default ones are the cluster's business
@@ -236,6 +243,9 @@ pub fn change(existing: &NodeStatus, report: &NodeReport, now: Timestamp) -> Cha
     }
     if report.features.is_some() && existing.features != report.features {
         status.features.clone_from(&report.features);
+    }
+    if existing.volumes_in_use.as_deref().unwrap_or_default() != report.volumes_in_use {
+        status.volumes_in_use = Some(report.volumes_in_use.clone());
     }
     if existing.declared_features.as_deref().unwrap_or_default() != DECLARED_FEATURES {
         status.declared_features = Some(DECLARED_FEATURES.map(str::to_owned).to_vec());

@@ -7,6 +7,12 @@ pub mod cri {
     tonic::include_proto!("runtime.v1");
 }
 
+/// What a node needs of the Container Storage Interface v1.
+#[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the specification
+pub mod csi {
+    tonic::include_proto!("csi.v1");
+}
+
 /// beelet's own API.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
 pub mod beelet {

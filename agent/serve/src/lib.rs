@@ -1,4 +1,5 @@
-//! Servers on sockets.
+//! Servers on sockets, and clients of plugins' servers.
 pub mod authority;
+pub mod client;
 pub mod grpc;
 pub mod socket;

@@ -12,8 +12,6 @@ use serde_json::Value;
 /// What becomes of a pod with such a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Refused: the agent can't do this yet.
-    NotYet,
     /// Refused in a manifest: the agent can't do this yet. A pod of the API server waits for the volume,
     /// whose events say so.
     VolumeNotYet,
@@ -27,7 +25,7 @@ enum Verdict {
     /// Accepted with a warning: it has no effect here.
     NoEffect,
 }
-use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, NotYet, OtherSystem, VolumeNotYet};
+use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, OtherSystem, VolumeNotYet};
 
 /// One row: the field, the verdict, what it is in words. Any value of the field is meant but those that say
 /// nothing: null, false and empty ones.
@@ -51,10 +49,11 @@ const TABLE: &[Row] = &[
     // Containers.
     ("spec.{containers,initContainers}[*].resources.claims", ApiObjectNotYet, "resource claims"),
     // Volumes.
-    ("spec.{containers,initContainers}[*].volumeDevices", NotYet, "block devices"),
+    ("spec.{containers,initContainers}[*].volumeDevices", ApiObject, "block devices of volume claims"),
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", ApiObject, "volume claims"),
+    ("spec.volumes[*].csi", ApiObject, "storage plugins, of which the API server says how they are used"),
     ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", ApiObject, "objects to project"),
-    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,csi,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", VolumeNotYet, "network and storage plugins' volumes"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", VolumeNotYet, "network storage"),
 ];
 
 /// What the table says of a manifest.
@@ -71,7 +70,7 @@ pub struct Found {
 pub fn unsupported(pod: &Pod) -> Option<Problem> {
     let pod = pod.to_value();
     let mut found = Vec::new();
-    let rows = TABLE.iter().filter(|(_, verdict, _)| matches!(verdict, NotYet | ApiObjectNotYet));
+    let rows = TABLE.iter().filter(|(_, verdict, _)| matches!(verdict, ApiObjectNotYet));
     for (pattern, _, what) in rows {
         visit(&pod, pattern, &mut String::new(), &mut |path, node| {
             if !says_nothing(node) {
@@ -93,7 +92,7 @@ pub fn check(manifest: &Value) -> Found {
             }
             let problem = Problem::new(path, sentence(*verdict, what));
             match verdict {
-                NotYet | VolumeNotYet | ApiObject | ApiObjectNotYet | OtherSystem => {
+                VolumeNotYet | ApiObject | ApiObjectNotYet | OtherSystem => {
                     found.refused.push(problem);
                 }
                 NoEffect => found.ignored.push(problem),
@@ -105,7 +104,7 @@ pub fn check(manifest: &Value) -> Found {
 
 fn sentence(verdict: Verdict, what: &str) -> String {
     match verdict {
-        NotYet | VolumeNotYet => format!("beelet can't do this yet ({what}); take it out"),
+        VolumeNotYet => format!("beelet can't do this yet ({what}); take it out"),
         ApiObject | ApiObjectNotYet => {
             format!("a static pod may not refer to objects of the API server ({what}); take it out")
         }

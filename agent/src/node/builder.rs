@@ -15,6 +15,7 @@ use beelet_base::filesystem::Space;
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::Runtime;
+use beelet_csi::Csi;
 use beelet_devices::{Devices, Store};
 use beelet_eviction::gauges::Gauge;
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
@@ -107,6 +108,8 @@ pub struct Handles {
     pub resources: NodeResources,
     /// The devices of the node.
     pub devices: Devices,
+    /// Storage plugins and their volumes.
+    pub csi: Csi,
     /// The node's conditions as of now, as a v1.Node's status has them.
     pub conditions: Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
     /// Asks the probes.

@@ -47,6 +47,7 @@ impl Node {
             node_name: self.config.node_name.clone(),
         };
         let open = move || Devices::open(parts, || remnants(&containers));
-        spawn_blocking(open).await.context("the devices could not be opened")
+        let (devices, tasks) = spawn_blocking(open).await.context("the devices could not be opened")?;
+        Ok((devices, tasks.with_handler(beelet_csi::KIND, Arc::new(self.csi.clone()))))
     }
 }

@@ -35,6 +35,7 @@ pub struct Metrics {
     pub(super) probes: beelet_probes::Metrics,
     pub(super) relist: relist::Metrics,
     pub(super) devices: beelet_devices::Metrics,
+    pub(super) csi: beelet_csi::Metrics,
     pub(super) exits: exits::Metrics,
     pub(super) protection: protection::Metrics,
     pub(super) pod_resources: beelet_api::podresources::Metrics,
@@ -60,6 +61,7 @@ impl Metrics {
         self.probes.register(&mut registry);
         self.relist.register(&mut registry);
         self.devices.register(&mut registry);
+        self.csi.register(&mut registry);
         self.exits.register(&mut registry);
         self.protection.register(&mut registry);
         self.pod_resources.register(&mut registry);

@@ -43,6 +43,7 @@ use beelet_bpf::{Interest, Kernel, KernelOptions};
 use beelet_cgroups::{Cgroups, Version};
 use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
+use beelet_csi::Csi;
 use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_images::{
     access::Access,
@@ -72,7 +73,7 @@ use beelet_pods::{
     manager::{self, Manager},
     orphans, qos_tree,
     records::Records,
-    refresh,
+    refresh, republish,
     user_namespaces::UserNamespaces,
 };
 use beelet_probes::Probes;
@@ -116,6 +117,7 @@ pub(super) struct Base {
     accounts: Option<Arc<dyn ServiceAccounts>>,
     storage: Option<Arc<dyn Storage>>,
     disks: LocalDisks,
+    pub(super) csi: Csi,
     late: LateServices,
 }
 
@@ -151,10 +153,13 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
     let (stats, inbox) = Stats::new();
     let (probes, commands) = beelet_probes::handle();
+    let metrics = Metrics::of_node(&config.node_name);
+    let csi = open_csi(&config, &metrics).await?;
     let base = Base {
         events: Recorder::load(&state),
         health: Health::new(&config.runtime_endpoint),
-        metrics: Metrics::of_node(&config.node_name),
+        metrics,
+        csi,
         late: LateServices::default(),
         accounts,
         storage,
@@ -197,6 +202,14 @@ async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option
     let socket = runtime.socket().to_owned();
     let taken = spawn_blocking(move || Ownership::take(&socket)).await;
     Ok((runtime, Some(taken.context("the runtime could not be taken")??)))
+}
+
+/// Storage plugins, with what is on disk of their volumes.
+async fn open_csi(config: &Config, metrics: &Metrics) -> Result<Csi> {
+    let (node, metrics) = (config.node_name.clone(), metrics.csi.clone());
+    let (kubelet_dir, pods_dir) = (config.beelet.kubelet_dir.clone(), config.beelet.pods_dir.clone());
+    let open = move || Csi::open(&node, &kubelet_dir, &pods_dir, metrics);
+    spawn_blocking(open).await.context("the volumes of storage plugins")
 }
 
 /// Several parts make folders in it: it has one mode, whichever comes first.
@@ -453,6 +466,7 @@ impl Node {
         let sweep = orphans::Sweep {
             pods_dir: self.config.beelet.pods_dir.clone(),
             disks: self.disks.clone(),
+            csi: self.csi.clone(),
             table: self.table.clone(),
             known: records.known(),
             desired: handles.desired.clone(),
@@ -480,7 +494,10 @@ impl Node {
         self.probe(&mut tasks, inputs.probes, &handles, &working);
         self.measure(&mut tasks, (inputs.stats, disk), &working);
         self.keep_cgroups(&mut tasks, &handles, &working);
-        tasks.spawn("volumes", refresh::follow(self.table.clone(), launcher, working.clone()));
+        tasks.spawn("volumes", refresh::follow(self.table.clone(), Arc::clone(&launcher), working.clone()));
+        let again = republish::follow(self.table.clone(), launcher, working.clone());
+        tasks.spawn("volumes that are published again", again);
+        tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));
         tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
         let access = Arc::clone(self.puller.access());
         tasks.spawn("records of pulls", access.keep(self.runtime.clone(), working.clone()));
@@ -624,6 +641,7 @@ impl Node {
             address: self.machine.address,
             resources: protection.resources(&self.config),
             devices,
+            csi: self.csi.clone(),
             conditions: protection.conditions(&self.health, tasks),
             probes: self.probes.clone(),
             exits,
@@ -769,6 +787,7 @@ impl Node {
             cdi_by_annotation: cdi_by_annotation(&self.version.runtime_name, &self.version.runtime_version),
             storage: self.storage.clone(),
             disks: self.disks.clone(),
+            csi: self.csi.clone(),
             users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use beelet_model::storage::Claimed;
+use beelet_model::storage::{Claimed, Published};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1 as core;
 
@@ -28,6 +28,8 @@ pub struct Sources<'a> {
     pub node: &'a NodeFacts,
     /// What the pod's claims are bound to, by volume, of those that containers use.
     pub claims: &'a BTreeMap<String, Claimed>,
+    /// What storage plugins have brought to the pod, by volume.
+    pub published: &'a BTreeMap<String, Published>,
 }
 
 /// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
@@ -235,7 +237,13 @@ mod tests {
         }))
         .unwrap();
         let (objects, node) = (objects(), beelet_spec::fixtures::node());
-        let sources = Sources { pod: &pod, objects: &objects, node: &node, claims: &BTreeMap::new() };
+        let sources = Sources {
+            pod: &pod,
+            objects: &objects,
+            node: &node,
+            claims: &BTreeMap::new(),
+            published: &BTreeMap::new(),
+        };
         let shown = payload(&volume_of, &sources).map(|payload| {
             let show = |(path, file): (&String, &PayloadFile)| {
                 format!("{path}={}:{:o}", String::from_utf8_lossy(&file.bytes), file.mode)
@@ -274,7 +282,13 @@ mod tests {
         let volume: core::Volume = serde_json::from_value(volume).unwrap();
         let (mut objects, node) = (Objects::default(), beelet_spec::fixtures::node());
         let look = |objects: &Objects| {
-            let sources = Sources { pod: &pod, objects, node: &node, claims: &BTreeMap::new() };
+            let sources = Sources {
+                pod: &pod,
+                objects,
+                node: &node,
+                claims: &BTreeMap::new(),
+                published: &BTreeMap::new(),
+            };
             let files = payload(&volume, &sources).map(Option::unwrap_or_default);
             (files.ok().map(|files| files["token"].bytes.clone()), lacks_token(&volume, &sources))
         };
@@ -331,7 +345,13 @@ mod tests {
         assert_eq!(
             payload(
                 &volume,
-                &Sources { pod: &pod, objects: &objects, node: &node, claims: &BTreeMap::new() }
+                &Sources {
+                    pod: &pod,
+                    objects: &objects,
+                    node: &node,
+                    claims: &BTreeMap::new(),
+                    published: &BTreeMap::new()
+                }
             )
             .unwrap(),
             None

@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use beelet_model::storage::Claimed;
+use beelet_model::storage::{Claimed, Published};
 use beelet_policy::claims;
 use beelet_policy::expand::expand_strict;
 use beelet_proto::cri;
@@ -96,25 +96,37 @@ impl Volumes {
     /// Makes what must be there before the first container runs. Harmless to repeat.
     pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
         for volume in &self.volumes {
-            let claimed = sources.claims.get(&volume.name);
-            if claims::is_claim(volume) && claimed.is_none() {
+            let (claimed, published) =
+                (sources.claims.get(&volume.name), sources.published.get(&volume.name));
+            if is_elsewhere(volume) && claimed.is_none() && published.is_none() {
                 // No container uses it.
                 continue;
             }
             let plugin = claimed.map_or_else(|| plugin(volume), operations::plugin_of_claim);
-            let made = self.operations.time(Operation::Mount, &[plugin], || match claimed {
-                Some(claimed) => self.set_up_claim(&volume.name, claimed),
-                None => self.set_up_one(volume, sources),
+            let made = self.operations.time(Operation::Mount, &[plugin], || match (published, claimed) {
+                (Some(published), _) => self.set_up_published(&volume.name, published),
+                (None, Some(claimed)) => self.set_up_claim(&volume.name, claimed),
+                (None, None) => self.set_up_one(volume, sources),
             });
             made.map_err(|e| e.of_volume(&volume.name))?;
         }
         Ok(())
     }
 
+    /// Links to what a storage plugin has brought.
+    fn set_up_published(&self, name: &str, published: &Published) -> Result<(), Error> {
+        if let Some(group) = self.fs_group.as_ref().filter(|_| published.give_to_group) {
+            group.own(&published.path, fs_group::Access::ReadWrite)?;
+        }
+        self.link(name, &published.path)
+    }
+
     /// Mounts a PersistentVolume, and links to it.
     fn set_up_claim(&self, name: &str, claimed: &Claimed) -> Result<(), Error> {
         let spec = claimed.volume.spec.clone().unwrap_or_default();
+        let is_block = spec.volume_mode.as_deref() == Some("Block");
         let place = match (&spec.local, &spec.host_path, &self.disks) {
+            (Some(source), _, _) if is_block => local::device(source)?,
             (Some(source), _, Some(disks)) => {
                 disks.set_up(&self.folder, claimed, source, self.fs_group.as_ref())?
             }
@@ -153,7 +165,7 @@ impl Volumes {
 
     /// The plugin of a volume that is there, in the kubelet's words.
     fn plugin_of(&self, volume: &core::Volume) -> &'static str {
-        if !claims::is_claim(volume) {
+        if !is_elsewhere(volume) {
             return plugin(volume);
         }
         let place = std::fs::read_link(self.path(&volume.name)).unwrap_or_default();
@@ -283,7 +295,7 @@ impl Volumes {
         made.readonly |= is_read_only(volume);
         let whole = match &volume.host_path {
             Some(host) => PathBuf::from(&host.path),
-            None if claims::is_claim(volume) => self.place(&volume.name)?,
+            None if is_elsewhere(volume) => self.place(&volume.name)?,
             None => self.path(&volume.name),
         };
         // What is the host's keeps its SELinux label; what the agent made gets the container's.
@@ -299,6 +311,22 @@ impl Volumes {
         };
         made.host_path = source.to_string_lossy().into_owned();
         Ok(made)
+    }
+
+    /// The block devices of one container.
+    pub fn devices(&self, container: &core::Container) -> Result<Vec<cri::Device>, Error> {
+        let all = container.volume_devices.iter().flatten();
+        all.map(|device| {
+            let volume = self.volumes.iter().find(|volume| volume.name == device.name);
+            let none = || Error::unmet(format!("the pod has no volume {}", device.name));
+            let volume = volume.filter(|volume| is_elsewhere(volume)).ok_or_else(none)?;
+            Ok(cri::Device {
+                container_path: device.device_path.clone(),
+                host_path: self.place(&volume.name)?.to_string_lossy().into_owned(),
+                permissions: if is_read_only(volume) { "r" } else { "mrw" }.to_owned(),
+            })
+        })
+        .collect()
     }
 
     /// Unmounts and removes the volumes. What containers said at their end stays, and so does the rest of the
@@ -329,12 +357,18 @@ impl Volumes {
     }
 }
 
+/// Returns true if a volume's own path is a link to where it is.
+fn is_elsewhere(volume: &core::Volume) -> bool {
+    claims::is_claim(volume) || volume.csi.is_some()
+}
+
 /// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a
 /// claim the pod says so.
 fn is_read_only(volume: &core::Volume) -> bool {
-    match &volume.persistent_volume_claim {
-        Some(claim) => claim.read_only == Some(true),
-        None => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),
+    match (&volume.persistent_volume_claim, &volume.csi) {
+        (Some(claim), _) => claim.read_only == Some(true),
+        (_, Some(source)) => source.read_only == Some(true),
+        _ => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),
     }
 }
 

@@ -173,6 +173,16 @@ fn options_of(claimed: &Claimed) -> Vec<String> {
     spec.and_then(|spec| spec.mount_options.clone()).unwrap_or_default()
 }
 
+/// Checks that a `local` volume is a block device; where it is.
+pub(crate) fn device(source: &core::LocalVolumeSource) -> Result<PathBuf, Error> {
+    let path = PathBuf::from(&source.path);
+    let kind = fs::metadata(&path).map_err(Error::io("find the local volume", &path))?.file_type();
+    if kind.is_block_device() {
+        return Ok(path);
+    }
+    Err(Error::unmet(format!("the local volume {} is no block device", source.path)))
+}
+
 /// Checks a PersistentVolume of the type `hostPath`; where it is.
 pub(crate) fn host_path(claimed: &Claimed, source: &core::HostPathVolumeSource) -> Result<PathBuf, Error> {
     if !options_of(claimed).is_empty() {

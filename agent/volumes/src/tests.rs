@@ -18,7 +18,13 @@ fn facts() -> MountFacts {
 fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
     let volumes = Volumes::of(pod, dir);
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node, claims: &BTreeMap::new() });
+    let done = volumes.set_up(&Sources {
+        pod,
+        objects: &objects,
+        node: &node,
+        claims: &BTreeMap::new(),
+        published: &BTreeMap::new(),
+    });
     (volumes, done)
 }
 
@@ -82,7 +88,13 @@ fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
     fs::create_dir_all(&path).unwrap();
     std::os::unix::fs::symlink("..old", path.join("..data")).unwrap();
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let sources = Sources { pod: &pod, objects: &objects, node: &node, claims: &BTreeMap::new() };
+    let sources = Sources {
+        pod: &pod,
+        objects: &objects,
+        node: &node,
+        claims: &BTreeMap::new(),
+        published: &BTreeMap::new(),
+    };
     assert_eq!(volumes.refresh(&sources).unwrap(), 0);
     assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
     assert!(open_top(&path, true).unwrap().is_none() && open_top(&path, false).unwrap().is_some());
@@ -204,7 +216,13 @@ fn set_up_claim(
     let volumes = Volumes::of(pod, pods).on(&Operations::default(), disks);
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
     let claims = [("data".to_owned(), claimed.clone())].into();
-    let done = volumes.set_up(&Sources { pod, objects: &objects, node: &node, claims: &claims });
+    let done = volumes.set_up(&Sources {
+        pod,
+        objects: &objects,
+        node: &node,
+        claims: &claims,
+        published: &BTreeMap::new(),
+    });
     let container = &pod.spec.as_ref().unwrap().containers[0];
     let place = done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts())?[0].host_path)));
     (volumes, place)

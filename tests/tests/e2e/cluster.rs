@@ -222,3 +222,97 @@ fn a_debugger_joins_a_running_pod_beside_its_target() {
     scene.until_gone("web");
     scene.nothing_was_forbidden();
 }
+
+impl Scene {
+    /// Makes a claim that is bound to a new PersistentVolume of this kind, as controllers would.
+    fn bind(&self, claim: &str, spec: &Value) {
+        let (volume, mut spec) = (format!("pv-{claim}"), spec.clone());
+        let (modes, amount) = (json!(["ReadWriteOnce"]), json!({ "storage": "1Gi" }));
+        let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
+        let wanted = json!({
+            "metadata": { "name": claim },
+            "spec": {
+                "volumeName": volume, "storageClassName": "", "accessModes": modes,
+                "resources": { "requests": amount },
+            },
+        });
+        let made = self.cluster.create(claims, &wanted).unwrap();
+        spec["accessModes"] = modes.clone();
+        spec["capacity"] = amount.clone();
+        spec["claimRef"] = json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "namespace": "default", "name": claim,
+            "uid": made["metadata"]["uid"],
+        });
+        let volume = json!({ "metadata": { "name": volume }, "spec": spec });
+        self.cluster.create("/api/v1/persistentvolumes", &volume).unwrap();
+        let bound = json!({ "status": { "phase": "Bound", "accessModes": modes, "capacity": amount } });
+        self.cluster.patch(&format!("{claims}/{claim}/status"), &bound).unwrap();
+    }
+}
+
+#[test]
+fn claims_of_a_folder_and_of_a_storage_plugin_are_mounted_and_given_back() {
+    use beelet_tests::csi_driver::{CsiDriver, Settings};
+    require!(containerd, bpf, apiserver);
+    let scene = Scene::start();
+    let (shelf, folder) = (scene.containerd.dir().join("shelf"), scene.containerd.dir().join("folder"));
+    std::fs::create_dir_all(&folder).unwrap();
+    let settings = Settings::named("shelf.example.com");
+    let driver = CsiDriver::start(&scene.agent.dir().join("kubelet"), &shelf, settings).unwrap();
+    let object = json!({ "metadata": { "name": "shelf.example.com" }, "spec": { "attachRequired": false } });
+    scene.cluster.create("/apis/storage.k8s.io/v1/csidrivers", &object).unwrap();
+    let here = json!({ "matchExpressions": [{ "key": "kubernetes.io/hostname", "operator": "In", "values": [NODE] }] });
+    scene.bind(
+        "folder",
+        &json!({
+            "local": { "path": folder }, "nodeAffinity": { "required": { "nodeSelectorTerms": [here] } },
+        }),
+    );
+    scene.bind("shelf", &json!({ "csi": { "driver": "shelf.example.com", "volumeHandle": "disk-1" } }));
+    let mut pod = crate::node::script(
+        "web",
+        "
+        echo folder > /folder/said; echo shelf > /shelf/said; echo part > /part/said
+        until [ -e /folder/go ]; do sleep 0.05; done",
+    );
+    pod["spec"]["automountServiceAccountToken"] = false.into();
+    pod["spec"]["enableServiceLinks"] = false.into();
+    pod["spec"]["volumes"] = json!([
+        { "name": "folder", "persistentVolumeClaim": { "claimName": "folder" } },
+        { "name": "shelf", "persistentVolumeClaim": { "claimName": "shelf" } },
+    ]);
+    pod["spec"]["containers"][0]["volumeMounts"] = json!([
+        { "name": "folder", "mountPath": "/folder" },
+        { "name": "shelf", "mountPath": "/shelf" },
+        { "name": "shelf", "mountPath": "/part", "subPath": "a/b" },
+    ]);
+    scene.cluster.run(NODE, &pod).unwrap();
+    let phase = |wanted: &'static str| move |pod: &Value| pod["status"]["phase"] == wanted;
+    scene.until("web to run", &Cluster::pod("web"), phase("Running"));
+    let said = [folder.join("said"), shelf.join("disk-1/said"), shelf.join("disk-1/a/b/said")];
+    for (file, words) in said.iter().zip(["folder\n", "shelf\n", "part\n"]) {
+        let read = || std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()));
+        let is_said = || read().and_then(|text| if text == words { Ok(()) } else { Err(text) });
+        beelet_tests::workdir::wait_for("the container's words", beelet_tests::workdir::PATIENCE, is_said)
+            .unwrap();
+    }
+    std::fs::write(folder.join("go"), "").unwrap();
+    // Its volumes are given back as soon as it has ended.
+    scene.until("web to end", &Cluster::pod("web"), |pod| {
+        ["Succeeded", "Failed"].iter().any(|phase| pod["status"]["phase"] == *phase)
+    });
+    let given_back = || {
+        let order = driver.order();
+        if order.last().is_some_and(|last| last == "NodeUnstageVolume") {
+            Ok(())
+        } else {
+            Err(format!("{order:?}"))
+        }
+    };
+    beelet_tests::workdir::wait_for("the volume to be unstaged", beelet_tests::workdir::PATIENCE, given_back)
+        .unwrap();
+    scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
+    scene.until_gone("web");
+    assert!(said.iter().all(|file| file.exists()));
+    scene.nothing_was_forbidden();
+}

@@ -5,6 +5,7 @@
 
 mod autonomy;
 mod away;
+mod csi;
 mod node;
 mod scene;
 mod serving;

@@ -1,0 +1,132 @@
+//! What storage plugins say of the node: its CSINode, and what of it is on the Node: the annotation with its
+//! names in their words, and the labels of their topology. As the kubelet's `nodeinfomanager`. Must never
+//! take a driver out that has merely not registered again yet.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use beelet_codec::{ApiType, data};
+use beelet_policy::{
+    csi::{self, Drivers, NODE_IDS},
+    node_status::CONTROLLER_ATTACHES,
+};
+use k8s_openapi::api::{core::v1::Node, storage::v1::CSINode};
+use serde_json::{Map, Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::{
+    backoff::Backoff,
+    client::{Client, Error, Patch},
+};
+
+/// The collection.
+const CSI_NODES: &str = "/apis/storage.k8s.io/v1/csinodes";
+
+/// What it is made of.
+#[derive(Debug)]
+pub struct Inputs {
+    /// The node's name.
+    pub node_name: String,
+    /// The Node as it is seen; None until it is registered.
+    pub node: watch::Receiver<Option<Arc<Node>>>,
+    /// The drivers.
+    pub drivers: watch::Receiver<Arc<Drivers>>,
+}
+
+/// Keeps it until `stop`.
+pub async fn keep(client: Client, inputs: Inputs, stop: CancellationToken) {
+    stop.run_until_cancelled(run(client, inputs)).await;
+}
+
+async fn run(client: Client, inputs: Inputs) {
+    let Inputs { node_name, mut node, mut drivers } = inputs;
+    let mut backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(30));
+    let mut failing = false;
+    loop {
+        let Ok(seen) = node.wait_for(Option::is_some).await.map(|node| node.clone()) else { return };
+        let Some(seen) = seen else { continue };
+        let of = Arc::clone(&drivers.borrow_and_update());
+        let written = write(&client, &node_name, &seen, &of).await;
+        if let Err(error) = written {
+            if !std::mem::replace(&mut failing, true) {
+                warn!(%error, "cannot write what storage plugins say of the node; trying again");
+            }
+            client.presence().pause(&mut backoff, &error).await;
+            continue;
+        }
+        failing = false;
+        backoff.reset();
+        let uid = seen.metadata.uid.clone();
+        let another = |node: &Option<Arc<Node>>| node.as_ref().is_some_and(|node| node.metadata.uid != uid);
+        let changed = tokio::select! {
+            changed = drivers.changed() => changed.is_ok(),
+            another = node.wait_for(another) => another.is_ok(),
+        };
+        if !changed {
+            return;
+        }
+    }
+}
+
+async fn write(client: &Client, name: &str, node: &Node, drivers: &Drivers) -> Result<(), Error> {
+    if let Some(change) = change_of_node(node, drivers) {
+        match client.patch(&format!("/api/v1/nodes/{name}"), Patch::Merge, &change).await {
+            // A label that the node may not have: its CSINode says where it is all the same.
+            Err(error) if !error.is_transient() && !error.is_not_found() && !error.is_conflict() => {
+                warn!(%error, "what storage plugins say of the node is not on the Node");
+            }
+            patched => drop(patched?),
+        }
+    }
+    let uid = node.metadata.uid.as_deref().unwrap_or_default();
+    let path = format!("{CSI_NODES}/{name}");
+    let found = match client.get(&path).await {
+        Ok(found) => Some(read(&path, &found)?),
+        Err(error) if error.is_not_found() => None,
+        Err(error) => return Err(error),
+    };
+    let found = match found {
+        Some(found) if csi::is_of(&found, uid) => found,
+        of_another => {
+            if of_another.is_some() {
+                client.delete(&path, None).await?;
+            }
+            read(&path, &client.create(CSI_NODES, &csi::new_node(name, uid).to_value()).await?)?
+        }
+    };
+    let Some(drivers) = csi::changed_drivers(&found, drivers) else { return Ok(()) };
+    let mut wanted = found;
+    wanted.spec.drivers = drivers;
+    client.replace(&path, &wanted.to_value()).await.map(drop)
+}
+
+fn read(path: &str, value: &Value) -> Result<CSINode, Error> {
+    CSINode::from_value(value).map_err(|problem| Error::unusable(path, &problem))
+}
+
+/// What must be changed of the Node, as a merge patch.
+fn change_of_node(node: &Node, drivers: &Drivers) -> Option<Value> {
+    let annotations = node.metadata.annotations.clone().unwrap_or_default();
+    let mut changed = Map::new();
+    if annotations.get(CONTROLLER_ATTACHES).is_none_or(|value| value != "true") {
+        changed.insert(CONTROLLER_ATTACHES.to_owned(), json!("true"));
+    }
+    let said = annotations.get(NODE_IDS).and_then(|text| data::parse(text.as_bytes()).ok());
+    let known: BTreeMap<String, String> = said.and_then(|said| data::read(&said).ok()).unwrap_or_default();
+    if let Some(ids) = csi::changed_ids(&known, drivers) {
+        changed.insert(NODE_IDS.to_owned(), ids.map_or(Value::Null, |ids| json!(json!(ids).to_string())));
+    }
+    let (labels, collision) = csi::missing_labels(&node.metadata.labels.clone().unwrap_or_default(), drivers);
+    if let Some(collision) = collision {
+        warn!("a storage plugin's topology is not on the Node: {collision}");
+    }
+    let mut metadata = Map::new();
+    if !changed.is_empty() {
+        metadata.insert("annotations".to_owned(), Value::Object(changed));
+    }
+    if !labels.is_empty() {
+        metadata.insert("labels".to_owned(), json!(labels));
+    }
+    (!metadata.is_empty()).then(|| json!({ "metadata": metadata }))
+}

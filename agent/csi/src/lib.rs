@@ -1,0 +1,171 @@
+//! Volumes of storage plugins (CSI, the Container Storage Interface): drivers register, volumes are staged
+//! once for the node and published once per pod, with the kubelet's paths and records.
+//!
+//! What is under way is on disk before a driver is asked: `vol_data.json` beside each staged and each
+//! published volume. From these alone everything is taken back, also by an agent that knows nothing else. A
+//! driver may be hostile: each call has a deadline, each answer a largest size, and only pods of its own
+//! volumes wait for it. Must never touch what is in a volume.
+
+mod driver;
+mod error;
+mod metrics;
+mod publish;
+mod records;
+mod registration;
+mod release;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use beelet_base::blocking::blocking;
+use beelet_policy::csi::{self as policy, Drivers};
+use tokio::sync::{Notify, OwnedMutexGuard, watch};
+
+use self::{driver::Driver, records::VolumeRecord};
+pub use self::{
+    error::Error,
+    metrics::Metrics,
+    publish::{Source, Wanted},
+    registration::KIND,
+};
+
+/// The plugin's name in paths.
+const PLUGIN: &str = "kubernetes.io~csi";
+
+/// The names of volumes that pods use or will use, as a Node's status has them, each with those pods' UIDs.
+pub type InUse = Arc<BTreeMap<String, BTreeSet<String>>>;
+
+/// Storage plugins and their volumes. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Csi(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    node: String,
+    /// The folder with a folder for each pod.
+    pods_dir: PathBuf,
+    /// Where volumes are staged: `<kubelet dir>/plugins/kubernetes.io/csi`.
+    staging: PathBuf,
+    drivers: Mutex<BTreeMap<String, Driver>>,
+    known: watch::Sender<Arc<Drivers>>,
+    in_use: watch::Sender<InUse>,
+    /// A pod has given volumes back.
+    released: Notify,
+    /// The volumes that are staged since this agent began.
+    staged: Mutex<BTreeSet<VolumeId>>,
+    /// One lock per volume that somebody works on.
+    busy: Mutex<BTreeMap<VolumeId, Arc<tokio::sync::Mutex<()>>>>,
+    metrics: Metrics,
+}
+
+/// A volume by its driver and its name there.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct VolumeId {
+    driver: String,
+    handle: String,
+}
+
+impl VolumeId {
+    fn new(driver: &str, handle: &str) -> Self {
+        Self { driver: driver.to_owned(), handle: handle.to_owned() }
+    }
+
+    fn of(record: &VolumeRecord) -> Self {
+        Self::new(&record.driver_name, &record.volume_handle)
+    }
+
+    fn unique_name(&self) -> String {
+        policy::unique_name(&self.driver, &self.handle)
+    }
+}
+
+impl Csi {
+    /// The plugins of the node of this name, and what is on disk of their volumes. Blocks.
+    #[must_use]
+    pub fn open(node: &str, kubelet_dir: &Path, pods_dir: &Path, metrics: Metrics) -> Self {
+        let staging = kubelet_dir.join("plugins/kubernetes.io/csi");
+        let mut in_use: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for (uid, _, record) in records::published(pods_dir) {
+            if record.is_attached() {
+                in_use.entry(VolumeId::of(&record).unique_name()).or_default().insert(uid);
+            }
+        }
+        for (_, record) in records::staged(&staging) {
+            in_use.entry(VolumeId::of(&record).unique_name()).or_default();
+        }
+        Self(Arc::new(Inner {
+            node: node.to_owned(),
+            pods_dir: pods_dir.to_owned(),
+            staging,
+            drivers: Mutex::default(),
+            known: watch::Sender::default(),
+            in_use: watch::Sender::new(Arc::new(in_use)),
+            released: Notify::new(),
+            staged: Mutex::default(),
+            busy: Mutex::default(),
+            metrics,
+        }))
+    }
+
+    /// What registered drivers say of the node.
+    #[must_use]
+    pub fn drivers(&self) -> watch::Receiver<Arc<Drivers>> {
+        self.0.known.subscribe()
+    }
+
+    /// The volumes that pods use or will use.
+    #[must_use]
+    pub fn in_use(&self) -> watch::Receiver<InUse> {
+        self.0.in_use.subscribe()
+    }
+
+    /// The drivers of the volumes that a pod has.
+    pub async fn drivers_of(&self, uid: &str) -> BTreeSet<String> {
+        let folder = self.0.pods_dir.join(uid);
+        let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
+        all.into_iter().map(|(_, record)| record.driver_name).collect()
+    }
+
+    /// A driver that has registered.
+    fn driver(&self, name: &str) -> Result<Driver, Error> {
+        lock(&self.0.drivers).get(name).cloned().ok_or_else(|| Error::NotRegistered(name.to_owned()))
+    }
+
+    /// Waits until nobody else works on the volume.
+    async fn hold(&self, volume: &VolumeId) -> OwnedMutexGuard<()> {
+        let one = {
+            let mut busy = lock(&self.0.busy);
+            busy.retain(|_, one| Arc::strong_count(one) > 1);
+            Arc::clone(busy.entry(volume.clone()).or_default())
+        };
+        one.lock_owned().await
+    }
+
+    /// Where a volume is staged, by its record.
+    fn staging_path(&self, record: &VolumeRecord) -> PathBuf {
+        if record.block {
+            return self.0.staging.join("volumeDevices/staging").join(&record.spec_volume);
+        }
+        self.staging_folder(&VolumeId::of(record)).join("globalmount")
+    }
+
+    /// Where a volume is published for a pod, by its record.
+    fn publish_path(&self, record: &VolumeRecord, uid: &str) -> PathBuf {
+        if record.block {
+            return self.0.staging.join("volumeDevices/publish").join(&record.spec_volume).join(uid);
+        }
+        records::folder_of(&self.0.pods_dir.join(uid)).join(&record.spec_volume).join("mount")
+    }
+
+    /// The folder of a staged volume: `<driver>/<digest of the handle>`.
+    fn staging_folder(&self, volume: &VolumeId) -> PathBuf {
+        self.0.staging.join(&volume.driver).join(records::digest(&[&volume.handle]))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,422 @@
+//! Brings a volume to a pod: waits until it is attached, has it staged and published.
+
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+
+use beelet_base::{
+    blocking::blocking,
+    folder::{PRIVATE, make_folder},
+};
+use beelet_model::storage::{Published, Storage};
+use beelet_policy::{
+    csi::{self as policy, Ownership},
+    references::TokenReference,
+};
+use beelet_proto::csi::{
+    NodePublishVolumeRequest, NodeStageVolumeRequest, VolumeCapability,
+    volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume, access_mode::Mode},
+};
+use k8s_openapi::{
+    ByteString,
+    api::{
+        core::v1::{CSIPersistentVolumeSource, CSIVolumeSource, Node, PersistentVolume, Pod},
+        storage::v1::CSIDriver,
+    },
+};
+use tokio::time::timeout;
+
+use crate::{
+    Csi, Error, VolumeId,
+    driver::{Abilities, Driver},
+    lock,
+    records::{self, VolumeRecord, digest},
+};
+
+/// How long a volume may take to be attached before the pod's worker is told that it isn't.
+const ATTACH: Duration = Duration::from_secs(120);
+/// For how long a token is wanted where the driver doesn't say.
+const TOKEN_SECONDS: i64 = 3600;
+/// The volume's context, or its secrets, that have the pod's tokens.
+const TOKENS: &str = "csi.storage.k8s.io/serviceAccount.tokens";
+
+/// What is behind a volume.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// The pod's own (`csi:` in its spec).
+    Inline(&'a CSIVolumeSource),
+    /// A claim's.
+    Persistent(&'a PersistentVolume, &'a CSIPersistentVolumeSource),
+}
+
+/// A volume that a pod needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// The PersistentVolume's name, or the volume's in the pod.
+    pub name: &'a str,
+    /// What is behind it.
+    pub source: Source<'a>,
+    /// The pod only reads it.
+    pub read_only: bool,
+    /// The pod's group for volumes.
+    pub group: Option<i64>,
+    /// The pod has it, and it is published once more; not if it was given back meanwhile.
+    pub again: bool,
+}
+
+/// What a driver is told of a volume, whatever kind it is.
+struct Facts<'a> {
+    wanted: Wanted<'a>,
+    id: VolumeId,
+    object: Option<CSIDriver>,
+    abilities: Abilities,
+    /// What the attachment says.
+    publish_context: BTreeMap<String, String>,
+}
+
+impl Facts<'_> {
+    fn persistent(&self) -> Option<(&PersistentVolume, &CSIPersistentVolumeSource)> {
+        match self.wanted.source {
+            Source::Inline(_) => None,
+            Source::Persistent(volume, source) => Some((volume, source)),
+        }
+    }
+
+    fn file_system(&self) -> &str {
+        let of = match self.wanted.source {
+            Source::Inline(source) => source.fs_type.as_deref(),
+            Source::Persistent(_, source) => source.fs_type.as_deref(),
+        };
+        of.unwrap_or_default()
+    }
+
+    fn is_block(&self) -> bool {
+        let spec = self.persistent().and_then(|(volume, _)| volume.spec.as_ref());
+        spec.and_then(|spec| spec.volume_mode.as_deref()) == Some("Block")
+    }
+
+    fn record(&self, node: &str) -> VolumeRecord {
+        let inline = self.persistent().is_none();
+        VolumeRecord {
+            driver_name: self.id.driver.clone(),
+            volume_handle: self.id.handle.clone(),
+            spec_volume: self.wanted.name.to_owned(),
+            node_name: node.to_owned(),
+            attachment: format!("csi-{}", digest(&[&self.id.handle, &self.id.driver, node])),
+            volume_lifecycle_mode: if inline { "Ephemeral" } else { "Persistent" }.to_owned(),
+            block: self.is_block(),
+        }
+    }
+
+    fn modes(&self) -> Option<&[String]> {
+        let (volume, _) = self.persistent()?;
+        Some(volume.spec.as_ref().and_then(|spec| spec.access_modes.as_deref()).unwrap_or_default())
+    }
+
+    fn context(&self) -> BTreeMap<String, String> {
+        let of = match self.wanted.source {
+            Source::Inline(source) => &source.volume_attributes,
+            Source::Persistent(_, source) => &source.volume_attributes,
+        };
+        of.clone().unwrap_or_default()
+    }
+
+    fn capability(&self) -> VolumeCapability {
+        let mode = self.modes().and_then(<[String]>::first).map_or("ReadWriteOnce", String::as_str);
+        let options = self.persistent().and_then(|(volume, _)| volume.spec.as_ref()?.mount_options.clone());
+        let group = self.wanted.group.filter(|_| self.abilities.gives_to_group);
+        let mount = MountVolume {
+            fs_type: self.file_system().to_owned(),
+            mount_flags: options.unwrap_or_default(),
+            volume_mount_group: group.map(|group| group.to_string()).unwrap_or_default(),
+        };
+        let access =
+            if self.is_block() { AccessType::Block(BlockVolume {}) } else { AccessType::Mount(mount) };
+        VolumeCapability {
+            access_type: Some(access),
+            access_mode: Some(AccessMode {
+                mode: access_mode(mode, self.abilities.knows_single_pods).into(),
+            }),
+        }
+    }
+
+    fn gives_to_group(&self) -> bool {
+        let of = Ownership {
+            driver: self.object.as_ref(),
+            file_system: self.file_system(),
+            modes: self.modes(),
+            read_only: self.wanted.read_only,
+        };
+        self.wanted.group.is_some()
+            && !self.is_block()
+            && !self.abilities.gives_to_group
+            && policy::is_given_to_group(&of)
+    }
+}
+
+/// An access mode in CSI's words; a driver that doesn't tell single pods apart is told of single nodes.
+fn access_mode(mode: &str, knows_single_pods: bool) -> Mode {
+    match mode {
+        "ReadOnlyMany" => Mode::MultiNodeReaderOnly,
+        "ReadWriteMany" => Mode::MultiNodeMultiWriter,
+        "ReadWriteOncePod" if knows_single_pods => Mode::SingleNodeSingleWriter,
+        "ReadWriteOnce" if knows_single_pods => Mode::SingleNodeMultiWriter,
+        "ReadWriteOnce" | "ReadWriteOncePod" => Mode::SingleNodeWriter,
+        _ => Mode::Unknown,
+    }
+}
+
+impl Csi {
+    /// Brings a volume to a pod. Harmless to repeat: the driver is asked again then.
+    ///
+    /// # Errors
+    /// It isn't attached, or the driver can't.
+    pub async fn publish(&self, storage: &dyn Storage, wanted: Wanted<'_>) -> Result<Published, Error> {
+        let uid = wanted.pod.metadata.uid.clone().unwrap_or_default();
+        let (driver_name, handle, inline) = match wanted.source {
+            Source::Inline(source) => {
+                (source.driver.as_str(), format!("csi-{}", digest(&[&uid, wanted.name])), true)
+            }
+            Source::Persistent(_, source) => (source.driver.as_str(), source.volume_handle.clone(), false),
+        };
+        if handle.is_empty() || !is_one_part(wanted.name) {
+            return Err(Error::Unmet(format!(
+                "{:?} is no name of a volume, or it has no handle",
+                wanted.name
+            )));
+        }
+        let driver = self.driver(driver_name)?;
+        let id = VolumeId::new(driver_name, &handle);
+        let object = storage.driver(driver_name).await;
+        let object = object.map_err(Error::asked(format!("the CSIDriver {driver_name}")))?;
+        policy::check_lifecycle(driver_name, object.as_ref(), inline).map_err(Error::Unmet)?;
+        let mut publish_context = BTreeMap::new();
+        if !inline && policy::is_attached(object.as_ref()) {
+            publish_context = self.attached(storage, &id, wanted.name, &uid).await?;
+        }
+        let abilities = driver.abilities().await?;
+        let facts = Facts { wanted, id, object, abilities, publish_context };
+        let _held = self.hold(&facts.id).await;
+        let staged = if facts.abilities.stages { self.stage(storage, &driver, &facts).await? } else { None };
+        self.publish_staged(storage, &driver, &facts, staged, &uid).await
+    }
+
+    /// Waits until a controller has attached the volume; what the attachment says to the driver.
+    async fn attached(
+        &self,
+        storage: &dyn Storage,
+        id: &VolumeId,
+        volume: &str,
+        uid: &str,
+    ) -> Result<BTreeMap<String, String>, Error> {
+        let name = id.unique_name();
+        // Said before it is used: no controller may detach it meanwhile.
+        self.0.in_use.send_if_modified(|in_use| {
+            Arc::make_mut(in_use).entry(name.clone()).or_default().insert(uid.to_owned())
+        });
+        let mut node = storage.node();
+        let is_attached = |node: &Option<Arc<Node>>| node.as_ref().is_some_and(|node| lists(node, &name));
+        match timeout(ATTACH, node.wait_for(is_attached)).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(_)) | Err(_) => {
+                return Err(Error::Unmet(format!(
+                    "Volume not attached according to node status for volume {volume:?} (UniqueName: {name:?})"
+                )));
+            }
+        }
+        let attachment = format!("csi-{}", digest(&[&id.handle, &id.driver, &self.0.node]));
+        let found = storage.attachment(&attachment).await;
+        let found = found.map_err(Error::asked(format!(
+            "volume {} has GET error for volume attachment {attachment}",
+            id.handle
+        )))?;
+        policy::attached(&found, &id.handle).map_err(Error::Unmet)
+    }
+
+    /// Has a volume staged, once; where it is.
+    async fn stage(
+        &self,
+        storage: &dyn Storage,
+        driver: &Driver,
+        facts: &Facts<'_>,
+    ) -> Result<Option<PathBuf>, Error> {
+        let Some((_, source)) = facts.persistent() else { return Ok(None) };
+        let folder = self.staging_folder(&facts.id);
+        let record = VolumeRecord {
+            node_name: String::new(),
+            attachment: String::new(),
+            volume_lifecycle_mode: String::new(),
+            ..facts.record(&self.0.node)
+        };
+        let path = self.staging_path(&record);
+        if lock(&self.0.staged).contains(&facts.id) {
+            return Ok(Some(path));
+        }
+        let mut secrets = BTreeMap::new();
+        if let Some(of) = &source.node_stage_secret_ref {
+            let (namespace, name) =
+                (of.namespace.as_deref().unwrap_or_default(), of.name.as_deref().unwrap_or_default());
+            secrets = secret(storage, "NodeStageSecretRef", namespace, name).await?;
+        }
+        let (place, of) = (path.clone(), folder.clone());
+        let write = move || {
+            make_folder(&of, PRIVATE)?;
+            let was_there = VolumeRecord::read(&of)?.is_some();
+            record.write(&of)?;
+            make_folder(&place, PRIVATE)?;
+            Ok::<_, Error>(was_there)
+        };
+        let was_there = blocking("noting a staged volume", write).await?;
+        let request = NodeStageVolumeRequest {
+            volume_id: facts.id.handle.clone(),
+            publish_context: facts.publish_context.clone().into_iter().collect(),
+            staging_target_path: path.to_string_lossy().into_owned(),
+            volume_capability: Some(facts.capability()),
+            secrets: secrets.into_iter().collect(),
+            volume_context: facts.context().into_iter().collect(),
+        };
+        if let Err(error) = driver.stage(request).await {
+            // Staged by an agent before this one it may be, and other pods have it.
+            if error.is_final() && !was_there {
+                self.forget_failed(folder, path).await;
+            }
+            return Err(error);
+        }
+        lock(&self.0.staged).insert(facts.id.clone());
+        Ok(Some(path))
+    }
+
+    /// Has a volume published.
+    async fn publish_staged(
+        &self,
+        storage: &dyn Storage,
+        driver: &Driver,
+        facts: &Facts<'_>,
+        staged: Option<PathBuf>,
+        uid: &str,
+    ) -> Result<Published, Error> {
+        let Facts { wanted, id, object, .. } = facts;
+        let inline = facts.persistent().is_none();
+        let folder = records::folder_of(&self.0.pods_dir.join(uid)).join(wanted.name);
+        let record = facts.record(&self.0.node);
+        let path = self.publish_path(&record, uid);
+        let mut secrets = match wanted.source {
+            Source::Inline(source) => match &source.node_publish_secret_ref {
+                Some(of) => {
+                    let namespace = wanted.pod.metadata.namespace.as_deref().unwrap_or_default();
+                    secret(storage, "NodePublishSecretRef", namespace, &of.name).await?
+                }
+                None => BTreeMap::new(),
+            },
+            Source::Persistent(_, source) => match &source.node_publish_secret_ref {
+                Some(of) => {
+                    let text = |text: &'_ Option<String>| text.clone().unwrap_or_default();
+                    secret(storage, "NodePublishSecretRef", &text(&of.namespace), &text(&of.name)).await?
+                }
+                None => BTreeMap::new(),
+            },
+        };
+        let mut context = facts.context();
+        if policy::wants_pod(object.as_ref()) {
+            context.extend(policy::pod_context(wanted.pod, inline));
+        }
+        if let Some(tokens) = tokens(storage, wanted.pod, object.as_ref()).await? {
+            let secret =
+                object.as_ref().is_some_and(|one| one.spec.service_account_token_in_secrets == Some(true));
+            if secret { &mut secrets } else { &mut context }.insert(TOKENS.to_owned(), tokens);
+        }
+        let (place, target, again) = (folder.clone(), path.clone(), wanted.again);
+        let write = move || {
+            if again && VolumeRecord::read(&place)?.is_none() {
+                return Err(Error::Unmet("the volume was given back meanwhile".to_owned()));
+            }
+            make_folder(&place, PRIVATE)?;
+            record.write(&place)?;
+            make_folder(target.parent().unwrap_or(&target), PRIVATE)?;
+            Ok(target.exists())
+        };
+        let was_there = blocking("noting a published volume", write).await?;
+        let request = NodePublishVolumeRequest {
+            volume_id: id.handle.clone(),
+            publish_context: facts.publish_context.clone().into_iter().collect(),
+            staging_target_path: staged.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default(),
+            target_path: path.to_string_lossy().into_owned(),
+            volume_capability: Some(facts.capability()),
+            readonly: wanted.read_only,
+            secrets: secrets.into_iter().collect(),
+            volume_context: context.into_iter().collect(),
+        };
+        if let Err(error) = driver.publish(request).await {
+            // What the pod has from before stays.
+            if error.is_final() && !was_there {
+                self.forget_failed(folder, path).await;
+            }
+            return Err(error);
+        }
+        Ok(Published { path, give_to_group: facts.gives_to_group() })
+    }
+
+    /// Takes back the record of what certainly was not done. What can't be removed is taken for done.
+    async fn forget_failed(&self, folder: PathBuf, path: PathBuf) {
+        let remove = move || {
+            let _ = std::fs::remove_dir(&path);
+            if !path.exists() {
+                let _ = VolumeRecord::remove(&folder);
+            }
+        };
+        blocking("forgetting a volume", remove).await;
+    }
+}
+
+/// Returns true if a name is one part of a path: it comes from a server.
+fn is_one_part(name: &str) -> bool {
+    !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
+}
+
+/// Returns true if a Node's status says that a volume is attached, and that it is known to be in use.
+fn lists(node: &Node, name: &str) -> bool {
+    let Some(status) = &node.status else { return false };
+    status.volumes_in_use.iter().flatten().any(|one| one == name)
+        && status.volumes_attached.iter().flatten().any(|one| one.name == name)
+}
+
+async fn secret(
+    storage: &dyn Storage,
+    what: &str,
+    namespace: &str,
+    name: &str,
+) -> Result<BTreeMap<String, String>, Error> {
+    let found = storage.secret(namespace, name).await;
+    let found = found.map_err(Error::asked(format!("fetching {what} {namespace}/{name} failed")))?;
+    let data = found.data.unwrap_or_default().into_iter();
+    Ok(data.map(|(key, ByteString(value))| (key, String::from_utf8_lossy(&value).into_owned())).collect())
+}
+
+/// The pod's tokens that a driver asks for, by audience, as the kubelet writes them.
+async fn tokens(
+    storage: &dyn Storage,
+    pod: &Pod,
+    driver: Option<&CSIDriver>,
+) -> Result<Option<String>, Error> {
+    let requests = driver.and_then(|driver| driver.spec.token_requests.as_deref()).unwrap_or_default();
+    if requests.is_empty() {
+        return Ok(None);
+    }
+    let text = |text: &Option<String>| text.clone().unwrap_or_default();
+    let account = pod.spec.as_ref().and_then(|spec| spec.service_account_name.clone()).unwrap_or_default();
+    let mut found = serde_json::Map::new();
+    for request in requests {
+        let of = TokenReference {
+            namespace: text(&pod.metadata.namespace),
+            service_account: account.clone(),
+            pod: text(&pod.metadata.name),
+            uid: text(&pod.metadata.uid),
+            audience: request.audience.clone(),
+            expiration_seconds: request.expiration_seconds.unwrap_or(TOKEN_SECONDS),
+        };
+        let status = storage.token(&of).await.map_err(Error::asked("a token for the driver"))?;
+        let status = serde_json::json!({"token": status.token, "expirationTimestamp": status.expires});
+        found.insert(request.audience.clone(), status);
+    }
+    Ok(Some(serde_json::Value::Object(found).to_string()))
+}

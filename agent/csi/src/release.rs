@@ -1,0 +1,155 @@
+//! Gives volumes back, by their records alone: a pod's ones when it goes, staged ones when no pod has them.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use beelet_base::{blocking::blocking, mountinfo};
+use beelet_proto::csi::{NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest};
+use futures::future::join_all;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::{
+    Csi, Error, VolumeId, lock,
+    records::{self, VolumeRecord, gone},
+};
+
+/// How often staged volumes are looked for that no pod has.
+const SWEEP: Duration = Duration::from_secs(60);
+
+impl Csi {
+    /// Gives back all volumes of the pod with this UID. Harmless to repeat. What is staged for no other pod
+    /// is left to [`Csi::sweep`], at once: a pod needn't wait for that.
+    ///
+    /// # Errors
+    /// A driver is not there, or can't: the pod can't go yet.
+    pub async fn release(&self, uid: &str) -> Result<(), Error> {
+        let folder = self.0.pods_dir.join(uid);
+        let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
+        let given_back = all.into_iter().map(|(place, record)| self.unpublish(place, record, uid));
+        join_all(given_back).await.into_iter().collect::<Result<(), Error>>()?;
+        self.0.in_use.send_if_modified(|in_use| {
+            if in_use.values().any(|pods| pods.contains(uid)) {
+                for pods in Arc::make_mut(in_use).values_mut() {
+                    pods.remove(uid);
+                }
+            }
+            // The names stay until nothing is staged.
+            false
+        });
+        self.0.released.notify_one();
+        Ok(())
+    }
+
+    async fn unpublish(&self, folder: PathBuf, record: VolumeRecord, uid: &str) -> Result<(), Error> {
+        let driver = self.driver(&record.driver_name)?;
+        let _held = self.hold(&VolumeId::of(&record)).await;
+        let path = self.publish_path(&record, uid);
+        let request = NodeUnpublishVolumeRequest {
+            volume_id: record.volume_handle,
+            target_path: path.to_string_lossy().into_owned(),
+        };
+        driver.unpublish(request).await?;
+        blocking("removing a published volume", move || remove(&folder, &path)).await
+    }
+
+    /// Has a volume unstaged that no pod has.
+    async fn unstage_unused(&self, volume: &VolumeId) -> Result<(), Error> {
+        let _held = self.hold(volume).await;
+        let (folder, pods, wanted) = (self.staging_folder(volume), self.0.pods_dir.clone(), volume.clone());
+        let of = folder.clone();
+        let unused = blocking("looking for who has a volume", move || {
+            let is_used = || records::published(&pods).iter().any(|(.., one)| VolumeId::of(one) == wanted);
+            Ok::<_, Error>(VolumeRecord::read(&of)?.filter(|_| !is_used()))
+        });
+        let Some(record) = unused.await? else { return Ok(()) };
+        let driver = self.driver(&volume.driver)?;
+        let path = self.staging_path(&record);
+        let request = NodeUnstageVolumeRequest {
+            volume_id: volume.handle.clone(),
+            staging_target_path: path.to_string_lossy().into_owned(),
+        };
+        lock(&self.0.staged).remove(volume);
+        driver.unstage(request).await?;
+        blocking("removing a staged volume", move || remove(&folder, &path)).await
+    }
+
+    /// Says no more of a volume that it is in use, once no pod uses it and nothing of it is on disk.
+    async fn forget(&self, name: String) {
+        let (pods, staging, of) = (self.0.pods_dir.clone(), self.0.staging.clone(), name.clone());
+        let on_disk = blocking("looking for a volume's records", move || {
+            let is_it = |record: &VolumeRecord| VolumeId::of(record).unique_name() == of;
+            records::staged(&staging).iter().any(|(_, record)| is_it(record))
+                || records::published(&pods).iter().any(|(.., record)| is_it(record))
+        });
+        if on_disk.await {
+            return;
+        }
+        self.0.in_use.send_if_modified(|in_use| {
+            let is_unused = in_use.get(&name).is_some_and(BTreeSet::is_empty);
+            if is_unused {
+                Arc::make_mut(in_use).remove(&name);
+            }
+            is_unused
+        });
+    }
+
+    /// Unstages what no pod has, until `cancel`: as soon as a pod has given a volume back, and again and
+    /// again what an agent that was killed, or a driver that was away, has left.
+    pub async fn sweep(self, cancel: CancellationToken) {
+        let mut drivers = self.drivers();
+        let mut told: BTreeSet<VolumeId> = BTreeSet::new();
+        loop {
+            let Some(failed) = cancel.run_until_cancelled(self.unstage_all_unused()).await else { return };
+            for (volume, error) in &failed {
+                if !told.contains(volume) {
+                    warn!(volume = volume.unique_name(), "a volume that no pod has stays staged: {error}");
+                }
+            }
+            told = failed.into_iter().map(|(volume, _)| volume).collect();
+            tokio::select! {
+                () = tokio::time::sleep(SWEEP) => {}
+                () = self.0.released.notified() => {}
+                Ok(()) = drivers.changed() => {}
+                () = cancel.cancelled() => return,
+            }
+        }
+    }
+
+    /// Unstages once, all at a time; what failed.
+    async fn unstage_all_unused(&self) -> Vec<(VolumeId, Error)> {
+        let staging = self.0.staging.clone();
+        let staged = blocking("looking for staged volumes", move || records::staged(&staging)).await;
+        let volumes: BTreeSet<VolumeId> = staged.iter().map(|(_, record)| VolumeId::of(record)).collect();
+        let unstaged = volumes.into_iter().map(async |volume| {
+            let unstaged = self.unstage_unused(&volume).await;
+            unstaged.err().map(|error| (volume, error))
+        });
+        let failed = join_all(unstaged).await;
+        let in_use = Arc::clone(&self.0.in_use.borrow());
+        for (name, _) in in_use.iter().filter(|(_, pods)| pods.is_empty()) {
+            self.forget(name.clone()).await;
+        }
+        failed.into_iter().flatten().collect()
+    }
+}
+
+/// Removes what a driver should have removed, and the record. Blocks.
+fn remove(folder: &Path, mount: &Path) -> Result<(), Error> {
+    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
+    let real = mount.canonicalize().unwrap_or_else(|_| mount.to_owned());
+    if mountinfo::mounts(&table).any(|one| one.point == real) {
+        return Err(Error::Mounted(mount.to_owned()));
+    }
+    match fs::symlink_metadata(mount) {
+        Ok(found) if found.is_dir() => gone(fs::remove_dir(mount)).map_err(Error::io("remove", mount))?,
+        Ok(_) => gone(fs::remove_file(mount)).map_err(Error::io("remove", mount))?,
+        Err(_) => {}
+    }
+    VolumeRecord::remove(folder)
+}

@@ -1,0 +1,370 @@
+//! A storage plugin (CSI driver) that does as it is told: it registers as a driver's sidecar does, mounts
+//! folders in memory's place, records every call, and goes wrong on demand. On a thread of its own.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    fs,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+};
+
+use anyhow::{Context as _, Result};
+use beelet_proto::{
+    csi::{
+        self,
+        node_server::{Node, NodeServer},
+        node_service_capability::{Rpc, Type, rpc},
+    },
+    pluginregistration::{
+        InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
+        registration_server::{Registration, RegistrationServer},
+    },
+};
+use rustix::mount::{UnmountFlags, mount_bind, unmount};
+use serde_json::{Value, json};
+use tokio::{net::UnixListener, sync::oneshot};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Code, Request, Response, Status};
+
+/// How a driver is.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Its name.
+    pub name: String,
+    /// Volumes are staged.
+    pub stages: bool,
+    /// Where the node is.
+    pub topology: BTreeMap<String, String>,
+    /// How many volumes the node may have.
+    pub max_volumes: i64,
+}
+
+impl Settings {
+    /// A driver that stages, and says nothing of the node but its name.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self { name: name.to_owned(), stages: true, topology: BTreeMap::new(), max_volumes: 0 }
+    }
+}
+
+/// A running driver. Dropped, it goes, and its sockets with it; what it mounted stays.
+#[derive(Debug)]
+pub struct CsiDriver {
+    shared: Arc<Shared>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+    sockets: [PathBuf; 2],
+}
+
+#[derive(Debug)]
+struct Shared {
+    settings: Settings,
+    socket: PathBuf,
+    /// What volumes hold.
+    shelf: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    calls: Vec<(String, Value)>,
+    faults: BTreeMap<String, VecDeque<Fault>>,
+    registered: Vec<RegistrationStatus>,
+}
+
+#[derive(Clone, Debug)]
+enum Fault {
+    Refuse(Code, String),
+    Hang,
+}
+
+impl CsiDriver {
+    /// Starts a driver for the agent whose kubelet folder is `kubelet_dir`; the contents of its volumes are
+    /// folders below `shelf`.
+    ///
+    /// # Errors
+    /// Its sockets can't be made.
+    pub fn start(kubelet_dir: &Path, shelf: &Path, settings: Settings) -> Result<Self> {
+        let own = kubelet_dir.join("plugins").join(&settings.name);
+        fs::create_dir_all(&own)?;
+        fs::create_dir_all(kubelet_dir.join("plugins_registry"))?;
+        let socket = own.join("csi.sock");
+        let registry = kubelet_dir.join("plugins_registry").join(format!("{}-reg.sock", settings.name));
+        let shared = Arc::new(Shared {
+            settings,
+            socket: socket.clone(),
+            shelf: shelf.to_owned(),
+            state: Mutex::default(),
+        });
+        let (stop, stopped) = oneshot::channel();
+        let (ready, started) = std::sync::mpsc::channel();
+        let (serving, paths) = (Arc::clone(&shared), [socket.clone(), registry.clone()]);
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let Ok(runtime) = runtime else { return };
+            runtime.block_on(async {
+                let [socket, registry] = paths.map(|path| {
+                    let _ = fs::remove_file(&path);
+                    UnixListener::bind(&path)
+                });
+                let (Ok(socket), Ok(registry)) = (socket, registry) else { return };
+                let _ = ready.send(());
+                let node = tonic::transport::Server::builder()
+                    .add_service(NodeServer::new(Service(Arc::clone(&serving))))
+                    .serve_with_incoming(UnixListenerStream::new(socket));
+                let registration = tonic::transport::Server::builder()
+                    .add_service(RegistrationServer::new(Service(serving)))
+                    .serve_with_incoming(UnixListenerStream::new(registry));
+                tokio::select! {
+                    _ = stopped => {}
+                    _ = node => {}
+                    _ = registration => {}
+                }
+            });
+        });
+        started.recv().context("the driver's sockets could not be made")?;
+        Ok(Self { shared, stop: Some(stop), thread: Some(thread), sockets: [socket, registry] })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state()
+    }
+
+    /// Every call of this method, in order, as JSON.
+    #[must_use]
+    pub fn calls(&self, method: &str) -> Vec<Value> {
+        let calls = &self.state().calls;
+        calls.iter().filter(|(name, _)| name == method).map(|(_, asked)| asked.clone()).collect()
+    }
+
+    /// The methods that were called, in order, but those that only ask.
+    #[must_use]
+    pub fn order(&self) -> Vec<String> {
+        let calls = &self.state().calls;
+        calls.iter().map(|(name, _)| name.clone()).filter(|name| !name.contains("Get")).collect()
+    }
+
+    /// Refuses the next call of a method.
+    pub fn refuse(&self, method: &str, code: Code, message: &str) {
+        let fault = Fault::Refuse(code, message.to_owned());
+        self.state().faults.entry(method.to_owned()).or_default().push_back(fault);
+    }
+
+    /// Lets the next call of a method hang.
+    pub fn hang(&self, method: &str) {
+        self.state().faults.entry(method.to_owned()).or_default().push_back(Fault::Hang);
+    }
+
+    /// What it was told of its registration, last.
+    #[must_use]
+    pub fn registration(&self) -> Option<(bool, String)> {
+        self.state().registered.last().map(|status| (status.plugin_registered, status.error.clone()))
+    }
+}
+
+impl Drop for CsiDriver {
+    fn drop(&mut self) {
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        for socket in &self.sockets {
+            let _ = fs::remove_file(socket);
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where a volume's contents are.
+    fn contents(&self, volume: &str) -> PathBuf {
+        self.shelf.join(volume)
+    }
+}
+
+#[derive(Clone)]
+struct Service(Arc<Shared>);
+
+impl Service {
+    /// Records a call, and goes wrong if it should.
+    async fn asked(&self, method: &str, asked: Value) -> Result<(), Status> {
+        let fault = {
+            let mut state = self.0.state();
+            state.calls.push((method.to_owned(), asked));
+            state.faults.get_mut(method).and_then(VecDeque::pop_front)
+        };
+        match fault {
+            None => Ok(()),
+            Some(Fault::Refuse(code, message)) => Err(Status::new(code, message)),
+            Some(Fault::Hang) => std::future::pending().await,
+        }
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> Status {
+    Status::internal(error.to_string())
+}
+
+fn is_mounted(path: &Path) -> bool {
+    let mounts = crate::guards::mounts().unwrap_or_default();
+    mounts.iter().any(|mount| mount.path == path)
+}
+
+/// Takes a mount and its folder away, if they are there.
+fn take_away(path: &Path) -> Result<(), Status> {
+    if is_mounted(path) {
+        unmount(path, UnmountFlags::empty()).map_err(failed)?;
+    }
+    let removed = if path.is_dir() { fs::remove_dir(path) } else { fs::remove_file(path) };
+    removed.or_else(|error| if path.exists() { Err(failed(error)) } else { Ok(()) })
+}
+
+#[tonic::async_trait]
+impl Registration for Service {
+    async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+        Ok(Response::new(PluginInfo {
+            r#type: "CSIPlugin".to_owned(),
+            name: self.0.settings.name.clone(),
+            endpoint: self.0.socket.display().to_string(),
+            supported_versions: vec!["1.0.0".to_owned()],
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<RegistrationStatus>,
+    ) -> Result<Response<RegistrationStatusResponse>, Status> {
+        self.0.state().registered.push(request.into_inner());
+        Ok(Response::new(RegistrationStatusResponse {}))
+    }
+}
+
+#[tonic::async_trait]
+impl Node for Service {
+    async fn node_stage_volume(
+        &self,
+        request: Request<csi::NodeStageVolumeRequest>,
+    ) -> Result<Response<csi::NodeStageVolumeResponse>, Status> {
+        let asked = request.into_inner();
+        let said = json!({
+            "volume": asked.volume_id, "path": asked.staging_target_path, "secrets": asked.secrets,
+            "publishContext": asked.publish_context, "context": asked.volume_context,
+        });
+        self.asked("NodeStageVolume", said).await?;
+        let contents = self.0.contents(&asked.volume_id);
+        fs::create_dir_all(&contents).map_err(failed)?;
+        let path = Path::new(&asked.staging_target_path);
+        if !is_mounted(path) {
+            mount_bind(contents, path).map_err(failed)?;
+        }
+        Ok(Response::new(csi::NodeStageVolumeResponse {}))
+    }
+
+    async fn node_unstage_volume(
+        &self,
+        request: Request<csi::NodeUnstageVolumeRequest>,
+    ) -> Result<Response<csi::NodeUnstageVolumeResponse>, Status> {
+        let asked = request.into_inner();
+        let said = json!({"volume": asked.volume_id, "path": asked.staging_target_path});
+        self.asked("NodeUnstageVolume", said).await?;
+        let path = Path::new(&asked.staging_target_path);
+        if is_mounted(path) {
+            unmount(path, UnmountFlags::empty()).map_err(failed)?;
+        }
+        Ok(Response::new(csi::NodeUnstageVolumeResponse {}))
+    }
+
+    async fn node_publish_volume(
+        &self,
+        request: Request<csi::NodePublishVolumeRequest>,
+    ) -> Result<Response<csi::NodePublishVolumeResponse>, Status> {
+        let asked = request.into_inner();
+        let said = json!({
+            "volume": asked.volume_id, "staged": asked.staging_target_path, "path": asked.target_path,
+            "readOnly": asked.readonly, "secrets": asked.secrets, "context": asked.volume_context,
+            "publishContext": asked.publish_context,
+            "mode": asked.volume_capability.as_ref().and_then(|one| one.access_mode).map(|mode| mode.mode),
+        });
+        let access = asked.volume_capability.and_then(|capability| capability.access_type);
+        let is_block = matches!(access, Some(csi::volume_capability::AccessType::Block(_)));
+        self.asked("NodePublishVolume", said).await?;
+        let contents = if asked.staging_target_path.is_empty() {
+            let contents = self.0.contents(&asked.volume_id);
+            fs::create_dir_all(&contents).map_err(failed)?;
+            contents
+        } else {
+            asked.staging_target_path.into()
+        };
+        let path = Path::new(&asked.target_path);
+        if is_block {
+            if !is_mounted(path) {
+                fs::write(path, "").map_err(failed)?;
+                mount_bind("/dev/null", path).map_err(failed)?;
+            }
+            return Ok(Response::new(csi::NodePublishVolumeResponse {}));
+        }
+        fs::create_dir_all(path).map_err(failed)?;
+        if !is_mounted(path) {
+            mount_bind(contents, path).map_err(failed)?;
+        }
+        Ok(Response::new(csi::NodePublishVolumeResponse {}))
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<csi::NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<csi::NodeUnpublishVolumeResponse>, Status> {
+        let asked = request.into_inner();
+        let said = json!({"volume": asked.volume_id, "path": asked.target_path});
+        self.asked("NodeUnpublishVolume", said).await?;
+        take_away(Path::new(&asked.target_path))?;
+        Ok(Response::new(csi::NodeUnpublishVolumeResponse {}))
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        _: Request<csi::NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<csi::NodeGetVolumeStatsResponse>, Status> {
+        Err(Status::unimplemented("no statistics"))
+    }
+
+    async fn node_expand_volume(
+        &self,
+        _: Request<csi::NodeExpandVolumeRequest>,
+    ) -> Result<Response<csi::NodeExpandVolumeResponse>, Status> {
+        Err(Status::unimplemented("volumes stay as they are"))
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _: Request<csi::NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<csi::NodeGetCapabilitiesResponse>, Status> {
+        self.asked("NodeGetCapabilities", Value::Null).await?;
+        let of = |kind: rpc::Type| csi::NodeServiceCapability {
+            r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
+        };
+        let capabilities = self.0.settings.stages.then(|| of(rpc::Type::StageUnstageVolume));
+        Ok(Response::new(csi::NodeGetCapabilitiesResponse {
+            capabilities: capabilities.into_iter().collect(),
+        }))
+    }
+
+    async fn node_get_info(
+        &self,
+        _: Request<csi::NodeGetInfoRequest>,
+    ) -> Result<Response<csi::NodeGetInfoResponse>, Status> {
+        self.asked("NodeGetInfo", Value::Null).await?;
+        let segments = self.0.settings.topology.clone().into_iter().collect();
+        Ok(Response::new(csi::NodeGetInfoResponse {
+            node_id: format!("id-of-{}", self.0.settings.name),
+            max_volumes_per_node: self.0.settings.max_volumes,
+            accessible_topology: Some(csi::Topology { segments }),
+        }))
+    }
+}

@@ -1,0 +1,316 @@
+//! Storage plugins on a node: registered, their volumes staged, published and given back, through restarts of
+//! the agent and faults of the driver.
+
+use std::path::{Path, PathBuf};
+
+use beelet_tests::agent::NODE;
+use beelet_tests::apiserver::{FakeApi, Verb};
+use beelet_tests::csi_driver::{CsiDriver, Settings};
+use beelet_tests::require;
+use serde_json::{Value, json};
+use tonic::Code;
+
+use super::scene::{Member, own_node};
+use super::storage::{bind, claiming, pending, pod_with};
+use super::workload::{path, pod};
+
+const DRIVER: &str = "shelf.example.com";
+const CLAIM: &str = "/api/v1/namespaces/default/persistentvolumeclaims/data";
+const OBJECT: &str = "/apis/storage.k8s.io/v1/csidrivers/shelf.example.com";
+const CSI_NODES: &str = "/apis/storage.k8s.io/v1/csinodes";
+
+impl Member {
+    fn kubelet_dir(&self) -> PathBuf {
+        self.scene.dir.path().join("agent/kubelet")
+    }
+
+    fn shelf(&self) -> PathBuf {
+        self.scene.dir.path().join("shelf")
+    }
+
+    /// Starts a driver.
+    fn driver(&self, change: impl FnOnce(&mut Settings)) -> CsiDriver {
+        let mut settings = Settings::named(DRIVER);
+        change(&mut settings);
+        CsiDriver::start(&self.kubelet_dir(), &self.shelf(), settings).unwrap()
+    }
+
+    /// Waits until the CSINode is as wanted.
+    async fn until_csi_node(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let path = format!("{CSI_NODES}/{NODE}");
+        self.api.wait_until(what, |api| api.get(&path).filter(|node| wanted(node))).await
+    }
+
+    async fn until_registered(&self) -> Value {
+        let has = |node: &Value| node["spec"]["drivers"][0]["name"] == DRIVER;
+        self.until_csi_node("the CSINode to name the driver", has).await
+    }
+
+    /// Waits until the driver has been asked so often.
+    fn until_called(&self, driver: &CsiDriver, method: &str, times: usize) {
+        self.scene.look_until(&format!("{times} calls of {method}"), || {
+            let count = driver.calls(method).len();
+            if count >= times { Ok(()) } else { Err(format!("{count}: {:?}", driver.order())) }
+        });
+    }
+}
+
+/// A PersistentVolume of the driver.
+fn of_driver(more: &Value) -> Value {
+    let mut source = json!({"driver": DRIVER, "volumeHandle": "disk-1", "fsType": "ext4"});
+    source.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    json!({"csi": source, "accessModes": ["ReadWriteOnce"]})
+}
+
+fn not_attached(api: &FakeApi, more: &Value) {
+    let mut spec = json!({"attachRequired": false});
+    spec.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    api.put(OBJECT, json!({"metadata": {"name": DRIVER}, "spec": spec}));
+}
+
+#[tokio::test]
+async fn a_driver_is_on_the_csi_node_and_the_node_and_leaves_them_when_it_goes() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let empty = |node: &Value| node["spec"]["drivers"].as_array().is_some_and(Vec::is_empty);
+    let made = member.until_csi_node("a CSINode without drivers", empty).await;
+    let node = member.api.get(&own_node()).unwrap();
+    assert_eq!(made["metadata"]["ownerReferences"][0]["uid"], node["metadata"]["uid"]);
+    let driver = member.driver(|settings| {
+        settings.topology = [("topology.shelf.example.com/rack".to_owned(), "r1".to_owned())].into();
+        settings.max_volumes = 7;
+    });
+    let registered = member.until_registered().await;
+    let said = &registered["spec"]["drivers"][0];
+    assert_eq!(said["nodeID"], "id-of-shelf.example.com");
+    assert_eq!(said["topologyKeys"], json!(["topology.shelf.example.com/rack"]));
+    assert_eq!(said["allocatable"]["count"], 7);
+    assert_eq!(driver.registration(), Some((true, String::new())));
+    let node = member.api.get(&own_node()).unwrap();
+    let annotations = &node["metadata"]["annotations"];
+    assert_eq!(
+        annotations["csi.volume.kubernetes.io/nodeid"],
+        "{\"shelf.example.com\":\"id-of-shelf.example.com\"}"
+    );
+    assert_eq!(annotations["volumes.kubernetes.io/controller-managed-attach-detach"], "true");
+    assert_eq!(node["metadata"]["labels"]["topology.shelf.example.com/rack"], "r1");
+    drop(driver);
+    member.until_csi_node("the CSINode to be without the driver", empty).await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_volume_is_staged_once_published_per_pod_and_given_back_with_the_last() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|_| {});
+    member.until_registered().await;
+    not_attached(&member.api, &json!({"podInfoOnMount": true}));
+    member.api.put("/api/v1/namespaces/vault/secrets/key", json!({"data": {"k": "aHVzaA=="}}));
+    member.api.put(CLAIM, pending());
+    let reference =
+        json!({"nodeStageSecretRef": {"name": "key", "namespace": "vault"}, "volumeAttributes": {"a": "b"}});
+    bind(&member.api, CLAIM, &of_driver(&reference));
+    let made = member.api.put(&path("one"), claiming("one"));
+    member.api.put(&path("two"), claiming("two"));
+    member.until_running("one").await;
+    member.until_running("two").await;
+    let staged = driver.calls("NodeStageVolume");
+    assert_eq!(staged.len(), 1, "{staged:?}");
+    assert_eq!(staged[0]["secrets"], json!({"k": "hush"}));
+    let digest = "plugins/kubernetes.io/csi/shelf.example.com/";
+    assert!(staged[0]["path"].as_str().unwrap().contains(digest), "{staged:?}");
+    let published = driver.calls("NodePublishVolume");
+    let uid = made["metadata"]["uid"].as_str().unwrap();
+    let of_one = published.iter().find(|one| one["context"]["csi.storage.k8s.io/pod.name"] == "one").unwrap();
+    assert!(
+        of_one["path"].as_str().unwrap().ends_with(&format!("/{uid}/volumes/kubernetes.io~csi/pv-1/mount"))
+    );
+    assert_eq!(
+        (&of_one["context"]["a"], &of_one["mode"], &of_one["staged"]),
+        (&json!("b"), &json!(1), &staged[0]["path"])
+    );
+    assert_eq!(member.mounted("one"), of_one["path"].as_str().unwrap());
+    // One volume for both.
+    std::fs::write(Path::new(&member.mounted("one")).join("file"), "1").unwrap();
+    assert!(Path::new(&member.mounted("two")).join("file").exists());
+    member.api.delete(&path("one"));
+    member.until_called(&driver, "NodeUnpublishVolume", 1);
+    member.until_stopped("one");
+    assert!(driver.calls("NodeUnstageVolume").is_empty());
+    member.api.delete(&path("two"));
+    member.until_called(&driver, "NodeUnstageVolume", 1);
+    member.until_nothing_is_mounted();
+    assert!(member.shelf().join("disk-1/file").exists());
+    let left = member.kubelet_dir().join(digest);
+    member.scene.look_until("no record to be left", || {
+        let count = std::fs::read_dir(&left).map(Iterator::count).unwrap_or(0);
+        if count == 0 { Ok(()) } else { Err(format!("{count} in {}", left.display())) }
+    });
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_volume_is_used_once_a_controller_has_attached_it_and_said_to_be_in_use_before() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|_| {});
+    member.until_registered().await;
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &of_driver(&json!({})));
+    member.api.put(&path("web"), claiming("web"));
+    let name = "kubernetes.io/csi/shelf.example.com^disk-1";
+    let in_use =
+        |api: &FakeApi| api.get(&own_node()).filter(|node| node["status"]["volumesInUse"] == json!([name]));
+    member.api.wait_until("the volume to be in use", in_use).await;
+    assert!(driver.calls("NodeStageVolume").is_empty());
+    // The name that an attacher gives it: of handle, driver and node.
+    let digest = {
+        use sha2::Digest as _;
+        let hash = sha2::Sha256::digest(format!("disk-1{DRIVER}{NODE}"));
+        hash.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+    };
+    let attachment = format!("/apis/storage.k8s.io/v1/volumeattachments/csi-{digest}");
+    let spec = json!({"attacher": DRIVER, "nodeName": NODE, "source": {"persistentVolumeName": "pv-1"}});
+    let status = json!({"attached": true, "attachmentMetadata": {"lun": "7"}});
+    member.api.put(&attachment, json!({"spec": spec, "status": status}));
+    let attached = json!({"status": {"volumesAttached": [{"name": name, "devicePath": ""}]}});
+    member.api.patch(&format!("{}/status", own_node()), &attached);
+    member.until_running("web").await;
+    assert_eq!(driver.calls("NodeStageVolume")[0]["publishContext"], json!({"lun": "7"}));
+    member.api.delete(&path("web"));
+    member.until_called(&driver, "NodeUnstageVolume", 1);
+    let free = |api: &FakeApi| {
+        let node = api.get(&own_node())?;
+        node["status"]["volumesInUse"].as_array().is_none_or(Vec::is_empty).then_some(())
+    };
+    member.api.wait_until("the volume to be in use no more", free).await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_pods_own_volume_needs_a_driver_that_has_such_and_gets_its_secret_and_tokens() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|settings| settings.stages = false);
+    member.until_registered().await;
+    let source = json!({"csi": {
+        "driver": DRIVER, "readOnly": true, "volumeAttributes": {"a": "b"}, "nodePublishSecretRef": {"name": "key"},
+    }});
+    member.api.put("/api/v1/namespaces/default/secrets/key", json!({"data": {"k": "aHVzaA=="}}));
+    let mut own = pod_with("web", &source);
+    own["spec"]["serviceAccountName"] = "robot".into();
+    member.api.put(&path("web"), own);
+    member.until_event("FailedMount", "not supported by driver").await;
+    let tokens = json!([{"audience": "vault", "expirationSeconds": 600}]);
+    let more =
+        json!({"volumeLifecycleModes": ["Ephemeral"], "podInfoOnMount": true, "tokenRequests": tokens});
+    member.api.put("/api/v1/namespaces/default/serviceaccounts/robot", json!({}));
+    not_attached(&member.api, &more);
+    member.until_running("web").await;
+    let published = driver.calls("NodePublishVolume");
+    let asked = published.last().unwrap();
+    assert!(asked["volume"].as_str().unwrap().starts_with("csi-"), "{asked}");
+    assert_eq!((&asked["readOnly"], &asked["secrets"]), (&json!(true), &json!({"k": "hush"})));
+    let context = &asked["context"];
+    assert_eq!((&context["a"], &context["csi.storage.k8s.io/ephemeral"]), (&json!("b"), &json!("true")));
+    let tokens: Value =
+        serde_json::from_str(context["csi.storage.k8s.io/serviceAccount.tokens"].as_str().unwrap()).unwrap();
+    assert!(tokens["vault"]["token"].is_string(), "{tokens}");
+    assert!(driver.calls("NodeStageVolume").is_empty());
+    member.api.delete(&path("web"));
+    member.until_called(&driver, "NodeUnpublishVolume", 1);
+    member.until_nothing_is_mounted();
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_pod_waits_for_its_driver_and_through_its_faults_and_others_do_not() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    not_attached(&member.api, &json!({}));
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &of_driver(&json!({})));
+    member.api.put(&path("web"), claiming("web"));
+    member.until_event("FailedMount", "not found in the list of registered CSI drivers").await;
+    let driver = member.driver(|_| {});
+    driver.refuse("NodeStageVolume", Code::Internal, "the shelf is locked");
+    driver.refuse("NodePublishVolume", Code::Unavailable, "come back later");
+    member.until_event("FailedMount", "rpc error: code = Internal desc = the shelf is locked").await;
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    member.until_running("web").await;
+    // A driver that can't gives nothing back, and holds its pod alone.
+    driver.refuse("NodeUnpublishVolume", Code::Internal, "the shelf is in use");
+    member.api.delete(&path("web"));
+    member.until_called(&driver, "NodeUnstageVolume", 1);
+    assert_eq!(driver.calls("NodeUnpublishVolume").len(), 2);
+    member.until_nothing_is_mounted();
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn what_a_killed_agent_has_staged_and_published_is_given_back() {
+    require!(root);
+    let mut member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|_| {});
+    member.until_registered().await;
+    not_attached(&member.api, &json!({}));
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &of_driver(&json!({})));
+    // Killed while the driver publishes: nobody knows whether it did.
+    driver.hang("NodePublishVolume");
+    member.api.put(&path("web"), claiming("web"));
+    member.until_called(&driver, "NodePublishVolume", 1);
+    member.scene.agent.kill9();
+    member.scene.agent.resume().unwrap();
+    member.until_running("web").await;
+    // Killed while it runs, and deleted meanwhile.
+    let before = member.mounted("web");
+    assert!(Path::new(&before).exists());
+    member.scene.agent.kill9();
+    member.api.delete(&path("web"));
+    member.scene.agent.resume().unwrap();
+    member.until_called(&driver, "NodeUnstageVolume", 1);
+    member.until_nothing_is_mounted();
+    assert_eq!(member.api.count(Verb::Delete, &format!("{CSI_NODES}/*")), 0);
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_block_volume_is_a_device_of_the_container() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|_| {});
+    member.until_registered().await;
+    not_attached(&member.api, &json!({}));
+    member.api.put(CLAIM, pending());
+    let mut volume = of_driver(&json!({}));
+    volume["volumeMode"] = "Block".into();
+    bind(&member.api, CLAIM, &volume);
+    let mut block = claiming("web");
+    block["spec"]["containers"][0]["volumeMounts"] = json!([]);
+    block["spec"]["containers"][0]["volumeDevices"] = json!([{"name": "data", "devicePath": "/dev/data"}]);
+    let made = member.api.put(&path("web"), block);
+    member.until_running("web").await;
+    let uid = made["metadata"]["uid"].as_str().unwrap();
+    let plugin = member.kubelet_dir().join("plugins/kubernetes.io/csi/volumeDevices");
+    let container = member.scene.cri.container("web", "main").unwrap();
+    let device = &container.config.devices[0];
+    let expected = plugin.join("publish/pv-1").join(uid).display().to_string();
+    assert_eq!((device.container_path.as_str(), &device.host_path), ("/dev/data", &expected));
+    assert_eq!(device.permissions, "mrw");
+    let staged = driver.calls("NodeStageVolume")[0]["path"].clone();
+    assert_eq!(staged, plugin.join("staging/pv-1").display().to_string());
+    member.api.delete(&path("web"));
+    member.until_called(&driver, "NodeUnstageVolume", 1);
+    member.scene.look_until("nothing to be left", || {
+        if Path::new(&expected).exists() { Err(expected.clone()) } else { Ok(()) }
+    });
+    // Used as what it isn't, it is refused.
+    member.api.put(&path("other"), claiming("other"));
+    member
+        .until_event("FailedMount", "volume data has volumeMode Block, but is specified in volumeMounts")
+        .await;
+    member.scene.is_well();
+}
