@@ -151,9 +151,11 @@ impl Launcher {
         }
         self.user_namespace(plan, chores).await?.apply_to_sandbox(&mut config);
         let pod = || Object::pod(&plan.pod);
-        let claims = claims::read(self.storage.as_deref(), &plan.pod, self.desired.borrow().node.clone());
+        // On the heap: few pods have any, and all would keep room for them.
+        let (storage, node) = (self.storage.as_deref(), self.desired.borrow().node.clone());
+        let claims = Box::pin(claims::read(storage, &plan.pod, node));
         let claims = self.waited(pod, "what its volume claims are bound to", claims).await?;
-        let publishing = claims::publish(&self.csi, self.storage.as_deref(), &plan.pod, &claims, false);
+        let publishing = Box::pin(claims::publish(&self.csi, storage, &plan.pod, &claims, false));
         let published = self.waited(pod, "the volumes that storage plugins bring", publishing).await?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
