@@ -7,6 +7,9 @@
 
 use std::cmp::Ordering;
 
+/// A switch, the one file of the memory controller here that holds no bytes.
+const OOM_GROUP: &str = "memory.oom.group";
+
 /// One file of one cgroup that is to change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
@@ -46,7 +49,7 @@ pub fn same(file: &str, a: &str, b: &str, page: u64) -> bool {
         Limit::None => Limit::None,
     };
     match (limit(a), limit(b)) {
-        (Some(a), Some(b)) if file.starts_with("memory.") => bytes(a) == bytes(b),
+        (Some(a), Some(b)) if file.starts_with("memory.") && file != OOM_GROUP => bytes(a) == bytes(b),
         (Some(a), Some(b)) => a == b,
         _ => a.split_whitespace().eq(b.split_whitespace()),
     }
@@ -154,6 +157,7 @@ mod tests {
         check_same("memory.max", "8191", "4096", true);
         check_same("memory.max", "8192", "4096", false);
         check_same("memory.max", "4096", "max", false);
+        check_same("memory.oom.group", "0", "1", false);
         check_same("pids.max", "8191", "4096", false);
         check_same("cpu.max", "max 100000", "max  100000", true);
         check_same("cpu.max", "50000 100000", "50000 10000", false);
