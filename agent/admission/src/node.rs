@@ -80,18 +80,10 @@ fn hugepages_below(folder: &Path) -> BTreeMap<String, Quantity> {
         let pages: i64 =
             std::fs::read_to_string(entry.path().join("nr_hugepages")).ok()?.trim().parse().ok()?;
         let bytes = kib.checked_mul(1024)?;
-        Some((format!("hugepages-{}", size_name(bytes)), Quantity::from_units(bytes.checked_mul(pages)?)))
+        let size = Quantity::from_units(bytes).binary();
+        Some((format!("hugepages-{size}"), Quantity::from_units(bytes.checked_mul(pages)?)))
     };
     entries.filter_map(of_size).collect()
-}
-
-/// `2Mi`, `1Gi`: the largest binary unit that divides it.
-fn size_name(bytes: i64) -> String {
-    let units = [(1_i64 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")];
-    match units.iter().find(|(unit, _)| bytes % unit == 0) {
-        Some((unit, name)) => format!("{}{name}", bytes / unit),
-        None => bytes.to_string(),
-    }
 }
 
 #[cfg(test)]

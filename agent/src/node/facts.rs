@@ -138,9 +138,7 @@ pub(super) fn swap(config: &Config, machine: &Machine, cgroups: &Cgroups) -> Opt
 pub(super) fn node_resources(config: &Config, resources: &beelet_admission::NodeResources) -> NodeResources {
     let text = |(name, amount): (&String, &Quantity)| {
         let bytes = name == "memory" || name == "ephemeral-storage" || name.starts_with("hugepages-");
-        let kibibytes = bytes && amount.value() % 1024 == 0;
-        let text = if kibibytes { format!("{}Ki", amount.value() / 1024) } else { amount.to_string() };
-        (name.clone(), text)
+        (name.clone(), if bytes { amount.binary() } else { amount.to_string() })
     };
     NodeResources {
         name: config.node_name.clone(),
