@@ -42,6 +42,18 @@ impl Args {
 /// What is built and tested where nothing is chosen. The kernel programs and the fuzz programs link only in
 /// their own way.
 const EVERYTHING: &[&str] = &["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"];
+/// The second loader of kernel programs, where it can be built.
+const LIBBPF: &str = "beelet-tests/libbpf";
+
+/// The packages and features of a whole test run, as cargo takes them: with others, all that they share would
+/// be built a second time.
+pub(crate) fn selection() -> Vec<&'static str> {
+    let mut selection = EVERYTHING.to_vec();
+    if libbpf_headers() {
+        selection.extend(["--features", LIBBPF]);
+    }
+    selection
+}
 
 /// The command line's entry.
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -57,7 +69,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let mut features = Vec::new();
     if libbpf_headers() {
-        features.push("beelet-tests/libbpf");
+        features.push(LIBBPF);
     } else {
         left_out.push(
             "the libbpf loader: libelf's and zlib's headers are missing (libelf-dev, zlib1g-dev)".into(),

@@ -28,8 +28,23 @@ pub(super) fn require() -> Result<()> {
     Ok(())
 }
 
+/// How a package is packed, as dpkg-deb takes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Packed {
+    /// Small, and a minute's work: for a release.
+    Xz,
+    /// Not at all: for a machine that is thrown away.
+    Not,
+}
+
 /// Makes the package of these files in the folder `out`; all times in it are `seconds` since 1970.
-pub(crate) fn build(files: &[(String, Entry)], revision: &str, out: &Path, seconds: u64) -> Result<PathBuf> {
+pub(crate) fn build(
+    files: &[(String, Entry)],
+    revision: &str,
+    packed: Packed,
+    out: &Path,
+    seconds: u64,
+) -> Result<PathBuf> {
     let root = out.join("deb");
     if root.exists() {
         fs::remove_dir_all(&root).with_context(|| format!("could not remove {}", root.display()))?;
@@ -49,7 +64,11 @@ pub(crate) fn build(files: &[(String, Entry)], revision: &str, out: &Path, secon
     }
     let deb = out.join(format!("beelet_{name}_{}.deb", architecture()?));
     let mut command = Command::new("dpkg-deb");
-    command.args(["--root-owner-group", "-Zxz", "--build"]).arg(&root).arg(&deb);
+    let compression = match packed {
+        Packed::Xz => "-Zxz",
+        Packed::Not => "-Znone",
+    };
+    command.args(["--root-owner-group", compression, "--build"]).arg(&root).arg(&deb);
     shell::run(command.env("SOURCE_DATE_EPOCH", seconds.to_string()))?;
     Ok(deb)
 }
@@ -170,7 +189,7 @@ mod tests {
             ("etc/beelet/beelet.yaml".to_owned(), Entry::File(b"a: b\n".to_vec(), 0o644)),
             ("usr/bin/beelet".to_owned(), Entry::File(b"#!/bin/sh\n".to_vec(), 0o755)),
         ];
-        let first = build(&files, "7", out.path(), 1_700_000_000).unwrap();
+        let first = build(&files, "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
         assert!(
             first.file_name().unwrap().to_string_lossy().starts_with(&format!("beelet_{}-7_", version()))
         );
@@ -183,7 +202,7 @@ mod tests {
         assert!(listed.contains("-rwxr-xr-x root/root") && listed.contains("./usr/bin/beelet"), "{listed}");
         assert_eq!(ask(&["--info"], &["conffiles"]), "/etc/beelet/beelet.yaml\n");
         // The same again is the same.
-        build(&files, "7", out.path(), 1_700_000_000).unwrap();
+        build(&files, "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
         assert!(fs::read(&first).unwrap() == bytes);
     }
 }

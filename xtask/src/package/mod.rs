@@ -18,7 +18,7 @@ use sha2::{Digest as _, Sha256};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-pub(crate) use self::deb::build as build_deb;
+pub(crate) use self::deb::{Packed, build as build_deb};
 pub(crate) use self::layout::files;
 
 /// The profile of what is shipped (Cargo.toml says what is in it).
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if wants(Product::Deb) {
         deb::require()?;
         let binary = stripped(&built(args.binaries.first(), None, &commit)?, &out)?;
-        made.push(build_deb(&files(&binary, &binary)?, &args.revision, &out, commit.seconds)?);
+        made.push(build_deb(&files(&binary, &binary)?, &args.revision, Packed::Xz, &out, commit.seconds)?);
     }
     if wants(Product::Static) || wants(Product::Image) {
         let binary = stripped(&built(args.binaries.get(1), Some(STATIC), &commit)?, &out)?;

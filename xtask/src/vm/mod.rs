@@ -51,12 +51,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "jobs"])]
     machine: Option<String>,
 
+    /// The agent that the machine's package holds, as `cargo xtask package` made it [default: a debug build]
+    #[arg(long, value_name = "FILE", requires = "machine")]
+    agent: Option<PathBuf>,
+
     /// Write docs/kernels.md from this run, which then includes this machine's kernel; with --machine, the
     /// machine's column of docs/machines.md
     #[arg(long)]
     write_docs: bool,
 
-    /// How many VMs run at the same time [default: one a CPU]
+    /// How many VMs run at the same time [default: one per CPU]
     #[arg(long, value_name = "N")]
     jobs: Option<std::num::NonZeroUsize>,
 
@@ -97,7 +101,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         setup::ensure(Part::Vm)?;
     }
     if let Some(machine) = &args.machine {
-        return stock::run(machine, Duration::from_secs(args.deadline), args.write_docs);
+        return stock::run(
+            machine,
+            args.agent.as_deref(),
+            Duration::from_secs(args.deadline),
+            args.write_docs,
+        );
     }
     let mut kernels = args.kernels.clone();
     if args.write_docs && kernels.is_empty() {

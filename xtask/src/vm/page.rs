@@ -16,10 +16,9 @@ package installed by apt. Each column is of the last run of that machine; what i
 [Kernels without a distribution](kernels.md) are another page.
 
 ";
-/// The rows that say what a machine is, before its checks.
 /// The cell of a machine on which a check was not made.
 const NOT_THERE: &str = "not there";
-
+/// The rows that say what a machine is, before its checks.
 const FACTS: &[&str] = &["kernel", "systemd", "containerd", "checked in"];
 
 /// Cells by row and machine.

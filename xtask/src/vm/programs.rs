@@ -62,13 +62,16 @@ pub(super) fn build(work: &Path) -> Result<Programs> {
     programs(artifacts)
 }
 
-/// A test program as this machine's cargo makes it: for a machine with the same libraries.
-pub(super) fn dynamic(name: &str) -> Result<PathBuf> {
-    let arguments = ["test", "--no-run", "--package", "beelet-tests", "--test", name];
+/// The agent and a test program as this machine's cargo makes them: for a machine with the same libraries.
+pub(super) fn dynamic(test: &str) -> Result<(PathBuf, PathBuf)> {
     let mut command = shell::cargo();
-    command.args(arguments).args(["--message-format", "json-render-diagnostics"]);
-    let made = artifacts(&mut command)?.into_iter().find(|made| made.is_test && made.target == name);
-    Ok(made.with_context(|| format!("cargo built no test program {name}"))?.executable)
+    command.args(["build", "--bin", "beelet", "--test", test]).args(crate::test::selection());
+    let made = artifacts(command.args(["--message-format", "json-render-diagnostics"]))?;
+    let find = |name: &str, is_test: bool| {
+        let found = made.iter().find(|made| made.is_test == is_test && made.target == name);
+        found.map(|made| made.executable.clone()).with_context(|| format!("cargo built no program {name}"))
+    };
+    Ok((find("beelet", false)?, find(test, true)?))
 }
 
 /// Runs cargo, which links statically, and returns the executables that it made or had.

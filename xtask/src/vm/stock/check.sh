@@ -18,11 +18,12 @@ fail() { echo "FAIL $1: $2"; }
 skip() { echo "skip $1: $2"; }
 same() { if [ "$2" = "$3" ]; then ok "$1"; else fail "$1" "expected \"$2\", found \"$3\""; fi; }
 # Waits until the command says so. Emulated machines are slow.
+patience=240
 until_true() {
     what=$1; shift; tries=0
     until "$@" >/dev/null 2>&1; do
         tries=$((tries + 1))
-        if [ $tries -ge 240 ]; then fail "$what" "it did not come within 120 s"; return 1; fi
+        if [ $tries -ge $patience ]; then fail "$what" "it did not come in $patience looks, each half a second and more"; return 1; fi
         sleep 0.5
     done
     ok "$what"
@@ -62,7 +63,6 @@ POD
 agent() { property beelet.service MainPID; }
 containers() { ctr -n k8s.io tasks ls -q | sort | tr '\n' ' '; }
 
-
 begin() {
     echo "fact $(uname -r), $(systemctl --version | head -n 1 | cut -d ' ' -f 1,2), $(containerd --version | cut -d ' ' -f 1,3)"
     until_true "containerd is up" ctr version
@@ -73,6 +73,7 @@ network() {
 }
 state_of() { property "$1" ActiveState; }
 agent_answers() { beelet get pods; }
+no_pods() { listed=$(beelet get pods) && ! echo "$listed" | grep -q '^ *default '; }
 
 # ---- The package ----
 
@@ -149,7 +150,9 @@ POD
         mv $manifests/.new $manifests/up-"$n".yaml
     done
     all_ready() { [ "$(beelet get pods | grep -c '^ *default *up-.* 1/1 ')" = $count ]; }
+    patience=1200
     until_true "$count pods are ready" all_ready
+    patience=240
     # Whatever would change with a restart or a flip.
     seen() { beelet get pods -o json | grep -E '"(restartCount|containerID|lastTransitionTime|startedAt|uid)"'; }
     seen >before; old=$(agent)
@@ -163,8 +166,9 @@ POD
     if cmp -s before after; then ok "an upgrade under $count pods restarts none and flips none"; else
         fail "an upgrade under $count pods restarts none and flips none" "$(diff before after | head -n 8 | tr '\n' ' ')"; fi
     rm $manifests/up-*.yaml
-    none_left() { ! beelet get pods | grep -q 'up-'; }
-    until_true "they are gone once their manifests are" none_left
+    patience=1200
+    until_true "they are gone once their manifests are" no_pods
+    patience=240
 }
 
 # ---- The machine goes down, and comes up ----
@@ -227,6 +231,9 @@ came_up() {
     grep -q 'the machine may go down' last-boot.log && ok "the machine waited for the agent" ||
         fail "the machine waited for the agent" "$(tail -n 2 last-boot.log | tr '\n' ' ')"
     grep -iE 'shut|pods are ended|may go down|logind' last-boot.log | tail -n 12 | sed 's/^/# /'
+    record=/var/lib/beelet/node-shutdown.json
+    grep -q '"ended": *"' $record && ok "the record of the shutdown says that it came to its end" ||
+        fail "the record of the shutdown says that it came to its end" "$(cat $record 2>&1)"
     for file in ends/*.boots; do mv "$file" "$file".first; done
     network
     systemctl start beelet.service || fail "the agent starts after the boot" "$(systemctl status beelet.service | tail -n 5)"
@@ -413,6 +420,7 @@ case $boot in
     until_true "a pod runs" sh -c "beelet get pods | grep -q 'extra.* 1/1 *Running'"
     machine_extras
     rm $manifests/extra.yaml
+    until_true "it goes with its manifest" no_pods
     upgrade
     log_of_agent
     go_down
