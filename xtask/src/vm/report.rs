@@ -270,7 +270,8 @@ const INTRODUCTION: &str = "\
 Which of beelet's kernel programs load and attach on which kernel, and what stands in where one can't; found by booting
 each kernel in a VM (and, in the column \"no VM\", on the machine that made this page), running `beelet doctor` there, and
 then every test that asks the kernel. How to run them: `cargo xtask vm --help`. What your own machine can do: `beelet
-doctor`.
+doctor`. What these bare guests lack (project quotas, tcp_diag, swap, AppArmor, systemd) is tried on [stock
+machines](machines.md).
 ";
 
 #[cfg(test)]
