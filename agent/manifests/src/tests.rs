@@ -416,7 +416,7 @@ fn a_stop_signal_is_one_of_the_pods_operating_system() {
 fn what_cannot_be_done_yet_is_refused() {
     check_spec(
         "volumes: [{name: a, nfs: {server: x, path: /}}]",
-        "5:23: spec.volumes[0].nfs: beelet can't do this yet (network and storage plugins' volumes); take it out",
+        "5:23: spec.volumes[0].nfs: beelet can't do this yet (network storage); take it out",
     );
 }
 

@@ -21,8 +21,9 @@ pub enum Call {
 
 /// How many kinds there are.
 const CALLS: usize = 3;
-/// What it begins with.
-const FIRST: f64 = 8.0;
+/// What it begins with: few, as the first calls are the fastest that are known, however much they waited for
+/// each other.
+const FIRST: f64 = 4.0;
 /// A call that hangs holds back no more than a quarter of the starts.
 const LEAST: f64 = 4.0;
 /// More at once than any runtime answers.
@@ -102,7 +103,7 @@ mod tests {
         for (cpus, alone) in [(2.0, 0.04), (4.0, 0.2), (16.0, 0.04), (64.0, 0.01), (200.0, 1.0)] {
             let mut limit = StartLimit::default();
             let (calls, rate) = on_a_machine(&mut limit, cpus, alone, 1000);
-            let most = cpus + MANY_WAIT + 1.0;
+            let most = cpus.max(FIRST) + MANY_WAIT + 1.0;
             assert!((cpus..=most).contains(&(calls as f64)), "{cpus} CPUs: {calls}");
             assert!(rate >= 0.95, "{cpus} CPUs: {rate} of the rate");
         }

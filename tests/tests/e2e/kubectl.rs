@@ -381,7 +381,9 @@ fn attach_speaks_to_the_containers_own_process() {
     let state = &ended["status"]["containerStatuses"][0]["state"]["terminated"];
     assert_eq!(state["exitCode"], 5, "{state}");
 
-    let mut terminal = script("terminal", "read line; stty size; echo got $line; sleep 1000");
+    // kubectl sends a size that is larger by one first, so that programs draw anew.
+    let looks = "read line; until stty size | grep '21 55'; do sleep 0.1; done; echo got $line; sleep 1000";
+    let mut terminal = script("terminal", looks);
     terminal["spec"]["containers"][0]["stdin"] = true.into();
     terminal["spec"]["containers"][0]["tty"] = true.into();
     node.apply(terminal);
