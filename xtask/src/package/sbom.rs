@@ -39,25 +39,23 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
     let path = out.join(format!("beelet-{}.cdx.json", version()));
     let made = shell::repository().join("agent").join(format!("{NAME}.json"));
     std::fs::copy(&made, &path).with_context(|| format!("could not copy {}", made.display()))?;
-    sweep(&shell::repository())?;
+    sweep()?;
     Ok(path)
 }
 
-/// Removes what the tool wrote into the sources.
-fn sweep(repository: &Path) -> Result<()> {
-    let output = Command::new("find")
-        .arg(repository)
-        .args([
-            "-path",
-            "*/target",
-            "-prune",
-            "-o",
-            "-name",
-            &format!("{NAME}.json"),
-            "-type",
-            "f",
-            "-delete",
-        ])
-        .output();
-    output.context("could not start find").map(drop)
+/// Removes what the tool wrote beside each crate of the workspace.
+fn sweep() -> Result<()> {
+    let mut command = shell::cargo();
+    command.args(["metadata", "--no-deps", "--format-version", "1"]).current_dir(shell::repository());
+    let output = command.output().context("could not start cargo metadata")?;
+    let metadata: serde_json::Value =
+        serde_json::from_slice(&output.stdout).context("cargo metadata failed")?;
+    let packages = metadata["packages"].as_array().map(Vec::as_slice).unwrap_or_default();
+    for manifest in packages.iter().filter_map(|package| package["manifest_path"].as_str()) {
+        let left = Path::new(manifest).with_file_name(format!("{NAME}.json"));
+        if left.exists() {
+            std::fs::remove_file(&left).with_context(|| format!("could not remove {}", left.display()))?;
+        }
+    }
+    Ok(())
 }
