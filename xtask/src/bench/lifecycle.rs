@@ -116,7 +116,7 @@ async fn running(socket: &Path, name: &str) -> Result<Vec<String>> {
 }
 
 /// Nanoseconds since the epoch: the clock of the runtime and of the agent's log.
-fn now_ns() -> i64 {
+pub(super) fn now_ns() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }
@@ -385,6 +385,17 @@ impl Bare {
         cri.runtime.remove_pod_sandbox(cri::RemovePodSandboxRequest { pod_sandbox_id }).await?;
         Ok(())
     }
+}
+
+/// When the container that was started last of all was started, by the runtime's stamp.
+pub(super) async fn last_start(socket: &Path) -> Result<i64> {
+    let mut cri = Cri::connect(socket).await?;
+    let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
+    let mut last = 0;
+    for container in listed.into_inner().containers {
+        last = last.max(started_at(socket, &container.id).await?);
+    }
+    Ok(last)
 }
 
 /// The same pod by three calls, one after the other; its time is by the stamp that counts for the agent's pod
