@@ -676,7 +676,6 @@ impl Worker {
     }
 }
 
-/// How many things a decision asks for.
 /// Takes out what makes something new of the pod; what must be stopped stays. A sandbox in which nothing runs
 /// any more is stopped for the next one's sake, and can't be seen to be: it would be stopped again and again.
 fn hold_back(actions: &mut Actions, seen: &Observation) {
@@ -685,6 +684,7 @@ fn hold_back(actions: &mut Actions, seen: &Observation) {
     actions.stop_sandboxes.retain(|id| seen.may_run_in(id));
 }
 
+/// How many things a decision asks for.
 fn count(actions: &Actions) -> usize {
     actions.kill.len()
         + actions.stop_sandboxes.len()

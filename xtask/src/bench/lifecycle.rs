@@ -393,7 +393,8 @@ pub(super) async fn last_start(socket: &Path) -> Result<i64> {
     let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
     let mut last = 0;
     for container in listed.into_inner().containers {
-        last = last.max(started_at(socket, &container.id).await?);
+        let status = status(&mut cri, &container.id, false).await?.status;
+        last = last.max(status.context("the runtime has no status")?.started_at);
     }
     Ok(last)
 }
