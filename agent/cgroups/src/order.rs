@@ -7,8 +7,7 @@
 
 use std::cmp::Ordering;
 
-/// A switch, the one file of the memory controller here that holds no bytes.
-const OOM_GROUP: &str = "memory.oom.group";
+use beelet_policy::cgroups::OOM_GROUP;
 
 /// One file of one cgroup that is to change.
 #[derive(Debug, Clone, PartialEq, Eq)]

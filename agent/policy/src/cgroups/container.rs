@@ -22,8 +22,9 @@ use crate::{
 
 /// `memory.high` is a whole number of these.
 const PAGE: f64 = 4096.0;
-/// Whether a kill for want of memory takes the whole cgroup.
-const OOM_GROUP: &str = "memory.oom.group";
+/// Whether a kill for want of memory takes the whole cgroup: a switch, where the memory controller's other
+/// files hold bytes.
+pub const OOM_GROUP: &str = "memory.oom.group";
 /// Most bytes of swap.
 const SWAP_MAX: &str = "memory.swap.max";
 /// `oom_score_adj` of Guaranteed and node-critical pods.

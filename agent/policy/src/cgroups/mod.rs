@@ -14,7 +14,7 @@ mod swap;
 
 use std::collections::BTreeMap;
 
-pub use container::{ContainerResources, container_cgroup, container_resources, oom_score_adj};
+pub use container::{ContainerResources, OOM_GROUP, container_cgroup, container_resources, oom_score_adj};
 pub use cpu::{
     millis_to_quota, millis_to_shares, shares_to_millis, shares_to_weight_linear, shares_to_weight_quadratic,
     weight_to_millis,
