@@ -33,6 +33,7 @@ use clap::ValueEnum;
 use console::style;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -42,6 +43,10 @@ pub(crate) struct Args {
     /// What to measure; everything if nothing is named
     #[arg(value_enum)]
     what: Vec<What>,
+
+    /// Measure this agent instead of a release build: what `cargo xtask package` made, say
+    #[arg(long, value_name = "FILE")]
+    agent: Option<PathBuf>,
 
     /// Fewer rounds: under a minute each
     #[arg(long)]
@@ -198,12 +203,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         bail!("the benches can't run here: {missing}");
     }
     if whats.iter().any(|what| *what != What::Bpf) {
-        prepare_pods()?;
+        prepare_pods(args.agent.is_none())?;
     }
+    let binary = args.agent.clone().unwrap_or_else(|| workdir::target_dir().join("release/beelet"));
     let mut rows = Vec::new();
     let measured = whats.iter().try_for_each(|what| {
         let (disturbance, first) = (Disturbance::begin()?, rows.len());
-        let measured = measure(*what, args.quick, &mut rows);
+        let measured = measure(*what, &binary, args.quick, &mut rows);
         rows.extend(disturbance.row(&rows[first..])?);
         measured
     });
@@ -243,33 +249,34 @@ impl Disturbance {
 }
 
 /// Adds the rows of `what`, as far as they can be had.
-fn measure(what: What, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
-    let binary = workdir::target_dir().join("release/beelet");
+fn measure(what: What, binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     match what {
         What::Bpf => rows.extend(bpf::run(quick)?),
-        What::Cluster => cluster::run(&binary, quick, rows)?,
-        What::Density => density::run(&binary, quick, rows)?,
+        What::Cluster => cluster::run(binary, quick, rows)?,
+        What::Density => density::run(binary, quick, rows)?,
         What::Devices => rows.extend(devices::run(quick)?),
         What::Footprint => {
-            rows.extend(footprint::run(&binary, quick)?);
-            rows.extend(observe::run(&binary, quick)?);
+            rows.extend(footprint::run(binary, quick)?);
+            rows.extend(observe::run(binary, quick)?);
         }
-        What::Probes => probes::run(&binary, quick, rows)?,
-        What::Pressure => rows.extend(pressure::run(&binary, quick)?),
-        What::Lifecycle => lifecycle::run(&binary, quick, rows)?,
-        What::Tuner => rows.extend(tuner::run(&binary, quick)?),
+        What::Probes => probes::run(binary, quick, rows)?,
+        What::Pressure => rows.extend(pressure::run(binary, quick)?),
+        What::Lifecycle => lifecycle::run(binary, quick, rows)?,
+        What::Tuner => rows.extend(tuner::run(binary, quick)?),
     }
     Ok(())
 }
 
-/// What is measured on real pods needs them, and an agent as it is shipped.
-fn prepare_pods() -> Result<()> {
+/// What is measured on real pods needs them, and an agent as it is shipped, unless one was given.
+fn prepare_pods(build: bool) -> Result<()> {
     setup::ensure(Part::Demo)?;
     if let Err(missing) = requires::containerd() {
         bail!("the benches can't run here: {missing}");
     }
     let step = Step::start("build beelet, optimised");
-    step.run(shell::cargo().args(["build", "--release", "--package", "beelet"]))?;
+    if build {
+        step.run(shell::cargo().args(["build", "--release", "--package", "beelet"]))?;
+    }
     images::build_testapp()?;
     step.done("");
     Ok(())
