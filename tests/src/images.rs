@@ -121,14 +121,31 @@ fn busybox_files(app: &[u8]) -> Result<Vec<(String, Entry)>> {
     Ok(files)
 }
 
-/// The image of these files, from the cache if these very files were made into it before.
+/// The image of these files for this machine, from the cache if these very files were made into it before.
 pub fn cached(name: &str, files: &[(String, Entry)], config: &Value) -> Result<ImageTar> {
+    let own = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    cached_for(own, name, files, config)
+}
+
+/// The image of these files for machines of this architecture (as images name it: `amd64`, `arm64`), from
+/// the cache if these very files were made into it before.
+pub fn cached_for(
+    architecture: &str,
+    name: &str,
+    files: &[(String, Entry)],
+    config: &Value,
+) -> Result<ImageTar> {
     let layer = layer(files)?;
+    let config = json!({ "architecture": architecture, "os": "linux", "config": config });
     let digest = hex(&Sha256::new().chain_update(&layer).chain_update(config.to_string()).chain_update(name));
     let short = name.rsplit('/').next().unwrap_or(name).replace(':', "-");
     let path = workdir::target_dir().join("images").join(format!("{short}-{}.tar", &digest[..16]));
     if !path.exists() {
-        let layout = layout(name, &layer, config)?;
+        let layout = layout(name, &layer, &config)?;
         // Another test may make the same one now: whole files only.
         let temporary = path.with_extension(workdir::unique("part"));
         workdir::write(&temporary, layout)?;
@@ -167,15 +184,12 @@ fn layer(files: &[(String, Entry)]) -> Result<Vec<u8>> {
 }
 
 /// One image of one layer as an OCI layout, as the OCI image specification's "Image Layout" asks for.
+/// `config` is its configuration but for the layer.
 fn layout(name: &str, layer: &[u8], config: &Value) -> Result<Vec<u8>> {
     let layer_digest = format!("sha256:{}", hex(&Sha256::new().chain_update(layer)));
-    let config = json!({
-        "architecture": match std::env::consts::ARCH { "x86_64" => "amd64", "aarch64" => "arm64", other => other },
-        "os": "linux",
-        "config": config,
-        "rootfs": { "type": "layers", "diff_ids": [layer_digest] },
-    })
-    .to_string();
+    let mut config = config.clone();
+    config["rootfs"] = json!({ "type": "layers", "diff_ids": [layer_digest] });
+    let config = config.to_string();
     let manifest = json!({
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.manifest.v1+json",

@@ -8,6 +8,7 @@ mod bench;
 mod build_and_load;
 mod build_ebpf;
 mod conformance;
+mod cross;
 mod demo;
 mod fuzz;
 mod package;

@@ -32,6 +32,8 @@ pub(crate) enum Part {
     Fuzz,
     /// `cargo xtask vm`: what makes machines and unpacks kernels, a static busybox
     Vm,
+    /// `--arch arm64` of other commands: a C compiler for it, which also links
+    Arm64,
 }
 
 /// Something that must be on the machine, and the Debian package that brings it.
@@ -95,6 +97,12 @@ const VM: &[Need] = &[
     need("/bin/busybox", "busybox-static"),
 ];
 
+const ARM64: &[Need] = &[
+    need("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
+    need("aarch64-linux-gnu-strip", "binutils-aarch64-linux-gnu"),
+    need("/usr/aarch64-linux-gnu/include/stdlib.h", "libc6-dev-arm64-cross"),
+];
+
 impl Part {
     fn needs(self) -> Vec<&'static Need> {
         match self {
@@ -104,6 +112,7 @@ impl Part {
             Part::Ebpf => BUILD.iter().collect(),
             Part::Fuzz => BUILD.iter().chain(FUZZ).collect(),
             Part::Vm => BUILD.iter().chain(VM).collect(),
+            Part::Arm64 => BUILD.iter().chain(ARM64).collect(),
         }
     }
 }

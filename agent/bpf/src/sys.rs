@@ -178,6 +178,7 @@ pub fn give_memory_back() {
 /// Lets all threads share a few of the C library's arenas. By default each of dozens of short-lived threads
 /// gets one of its own, and keeps what was freed in it. To be called before there are threads.
 pub fn share_arenas() {
+    #[cfg(target_env = "gnu")]
     const ARENAS: libc::c_int = 2;
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt(3) takes two numbers and changes only the allocator's settings; before there are other

@@ -2,6 +2,7 @@
 //! the root.
 
 use super::version;
+use crate::cross::Arch;
 use anyhow::{Context as _, Result};
 use beelet_tests::images::Entry;
 use flate2::{Compression, GzBuilder};
@@ -9,8 +10,8 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// Makes it in the folder `out`; all times in it are `seconds` since 1970.
-pub(super) fn build(files: &[(String, Entry)], out: &Path, seconds: u64) -> Result<PathBuf> {
-    let path = out.join(format!("beelet-{}-linux-{}-static.tar.gz", version(), std::env::consts::ARCH));
+pub(super) fn build(files: &[(String, Entry)], arch: Arch, out: &Path, seconds: u64) -> Result<PathBuf> {
+    let path = out.join(format!("beelet-{}-linux-{}-static.tar.gz", version(), arch.machine()));
     let said = || format!("could not write {}", path.display());
     let file = File::create(&path).with_context(said)?;
     let mut archive = tar::Builder::new(GzBuilder::new().mtime(0).write(file, Compression::best()));

@@ -1,7 +1,7 @@
 //! The Debian package, by dpkg-deb (docs/decisions/0021-packages.md says why not by cargo-deb).
 
 use super::{layout, version};
-use crate::{setup, shell};
+use crate::{cross::Arch, setup, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images::Entry, workdir};
 use std::fmt::Write as _;
@@ -40,6 +40,7 @@ pub(crate) enum Packed {
 /// Makes the package of these files in the folder `out`; all times in it are `seconds` since 1970.
 pub(crate) fn build(
     files: &[(String, Entry)],
+    arch: Arch,
     revision: &str,
     packed: Packed,
     out: &Path,
@@ -56,13 +57,16 @@ pub(crate) fn build(
     let control = root.join("DEBIAN");
     workdir::write(&control.join("md5sums"), sums(&root, files)?)?;
     workdir::write(&control.join("conffiles"), conffiles())?;
-    workdir::write(&control.join("control"), self::control(&name, &root.join("usr/bin/beelet"), files)?)?;
+    workdir::write(
+        &control.join("control"),
+        self::control(&name, arch, &root.join("usr/bin/beelet"), files)?,
+    )?;
     for script in SCRIPTS {
         let content = fs::read(shell::repository().join("packaging/deb").join(script))
             .with_context(|| format!("could not read packaging/deb/{script}"))?;
         place(&control.join(script), &Entry::File(content, 0o755))?;
     }
-    let deb = out.join(format!("beelet_{name}_{}.deb", architecture()?));
+    let deb = out.join(format!("beelet_{name}_{}.deb", arch.name()));
     let mut command = Command::new("dpkg-deb");
     let compression = match packed {
         Packed::Xz => "-Zxz",
@@ -113,12 +117,12 @@ fn conffiles() -> String {
 }
 
 /// The package's name, relations and description (deb-control(5)).
-fn control(name: &str, binary: &Path, files: &[(String, Entry)]) -> Result<String> {
+fn control(name: &str, arch: Arch, binary: &Path, files: &[(String, Entry)]) -> Result<String> {
     let bytes: usize = files
         .iter()
         .map(|(_, entry)| if let Entry::File(content, _) = entry { content.len() } else { 0 })
         .sum();
-    let mut text = format!("Package: beelet\nVersion: {name}\nArchitecture: {}\n", architecture()?);
+    let mut text = format!("Package: beelet\nVersion: {name}\nArchitecture: {}\n", arch.name());
     text += "Maintainer: The beelet authors <packages@beelet.dev>\nSection: admin\nPriority: optional\n";
     let _ = writeln!(text, "Installed-Size: {}", bytes.div_ceil(1024));
     if let Some(libc) = needed_libc(binary)? {
@@ -132,14 +136,6 @@ fn control(name: &str, binary: &Path, files: &[(String, Entry)]) -> Result<Strin
              runtime (CRI), on its own or as a node of a cluster. eBPF programs tell it what others\n \
              poll for. It can also measure the pods of a kubelet, changing nothing (beelet observe).\n";
     Ok(text)
-}
-
-fn architecture() -> Result<&'static str> {
-    match std::env::consts::ARCH {
-        "x86_64" => Ok("amd64"),
-        "aarch64" => Ok("arm64"),
-        other => bail!("no Debian package is made for {other}"),
-    }
 }
 
 /// The version of glibc that the binary's symbols ask for; None if it is static.
@@ -189,7 +185,7 @@ mod tests {
             ("etc/beelet/beelet.yaml".to_owned(), Entry::File(b"a: b\n".to_vec(), 0o644)),
             ("usr/bin/beelet".to_owned(), Entry::File(b"#!/bin/sh\n".to_vec(), 0o755)),
         ];
-        let first = build(&files, "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
+        let first = build(&files, Arch::here().unwrap(), "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
         assert!(
             first.file_name().unwrap().to_string_lossy().starts_with(&format!("beelet_{}-7_", version()))
         );
@@ -202,7 +198,7 @@ mod tests {
         assert!(listed.contains("-rwxr-xr-x root/root") && listed.contains("./usr/bin/beelet"), "{listed}");
         assert_eq!(ask(&["--info"], &["conffiles"]), "/etc/beelet/beelet.yaml\n");
         // The same again is the same.
-        build(&files, "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
+        build(&files, Arch::here().unwrap(), "7", Packed::Xz, out.path(), 1_700_000_000).unwrap();
         assert!(fs::read(&first).unwrap() == bytes);
     }
 }

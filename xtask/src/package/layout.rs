@@ -27,9 +27,9 @@ const COMPLETIONS: &[(&str, &str)] = &[
     ("fish", "usr/share/fish/vendor_completions.d/beelet.fish"),
 ];
 
-/// All files by their paths from the root, sorted. `runnable` is the same program as `binary`, in a form
-/// that this machine can run.
-pub(crate) fn files(binary: &Path, runnable: &Path) -> Result<Vec<(String, Entry)>> {
+/// All files by their paths from the root, sorted. `start` is what starts `binary` on this machine, before
+/// its arguments.
+pub(crate) fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
     let mut all = vec![
         ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),
         ("etc/beelet/manifests".to_owned(), Entry::Folder(0o755)),
@@ -46,10 +46,10 @@ pub(crate) fn files(binary: &Path, runnable: &Path) -> Result<Vec<(String, Entry
         add(format!("usr/share/doc/beelet/{name}"), content);
     }
     for (shell, path) in COMPLETIONS {
-        add((*path).to_owned(), printed(runnable, &["completions", shell])?);
+        add((*path).to_owned(), printed(start()?, &["completions", shell])?);
     }
     let pages = tempfile::tempdir().context("could not make a folder for the manual pages")?;
-    printed(runnable, &["man", &pages.path().display().to_string()])?;
+    printed(start()?, &["man", &pages.path().display().to_string()])?;
     for (name, content) in in_folder(pages.path(), ".1")? {
         add(format!("usr/share/man/man1/{name}.gz"), gzip(&content)?);
     }
@@ -75,12 +75,13 @@ fn in_folder(folder: &Path, end: &str) -> Result<Vec<(String, Vec<u8>)>> {
 }
 
 /// What the program prints.
-fn printed(program: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
-    let output = Command::new(program).args(arguments).output();
-    let output = output.with_context(|| format!("could not start {}", program.display()))?;
+fn printed(mut program: Command, arguments: &[&str]) -> Result<Vec<u8>> {
+    program.args(arguments);
+    let shown = shell::display(&program);
+    let output = program.output().with_context(|| format!("could not start `{shown}`"))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        bail!("`{} {}` ended with {}: {said}", program.display(), arguments.join(" "), output.status);
+        bail!("`{shown}` ended with {}: {said}", output.status);
     }
     Ok(output.stdout)
 }

@@ -10,7 +10,8 @@ mod deb;
 mod layout;
 mod sbom;
 
-use crate::{progress::Step, setup, shell};
+use crate::cross::{self, Arch};
+use crate::{progress::Step, shell, vm};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, workdir};
 use serde_json::json;
@@ -23,8 +24,6 @@ pub(crate) use self::layout::files;
 
 /// The profile of what is shipped (Cargo.toml says what is in it).
 const PROFILE: &str = "dist";
-/// The target of the static binary.
-const STATIC: &str = "x86_64-unknown-linux-musl";
 /// The image's name, as packaging/kubernetes names it.
 const IMAGE: &str = "localhost/beelet:latest";
 
@@ -35,6 +34,11 @@ pub(crate) struct Args {
     /// The package's revision, behind the version: 0.1.0-REVISION
     #[arg(long, value_name = "REVISION", default_value = "1")]
     revision: String,
+
+    /// The processor that it is for [default: this machine's]. Another one's Debian package holds the static
+    /// binary, and an emulator prints its manual pages
+    #[arg(long, value_name = "ARCH")]
+    arch: Option<Arch>,
 
     /// Only these: deb, static (the archive), image (needs static), sbom [default: all]
     #[arg(long, value_name = "WHAT", value_delimiter = ',')]
@@ -59,22 +63,28 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let out = workdir::target_dir().join("package");
     std::fs::create_dir_all(&out).with_context(|| format!("could not make {}", out.display()))?;
     let commit = Commit::of_checkout();
+    let here = Arch::here()?;
+    let arch = args.arch.unwrap_or(here);
     let mut made = Vec::new();
     if wants(Product::Deb) {
         deb::require()?;
-        let binary = stripped(&built(args.binaries.first(), None, &commit)?, &out)?;
-        made.push(build_deb(&files(&binary, &binary)?, &args.revision, Packed::Xz, &out, commit.seconds)?);
+        let linked = if arch == here { Linked::ToGlibc } else { Linked::Statically };
+        let binary = stripped(&built(args.binaries.first(), arch, linked, &commit)?, arch, &out)?;
+        let files = files(&binary, || runnable(&binary, arch))?;
+        made.push(build_deb(&files, arch, &args.revision, Packed::Xz, &out, commit.seconds)?);
     }
     if wants(Product::Static) || wants(Product::Image) {
-        let binary = stripped(&built(args.binaries.get(1), Some(STATIC), &commit)?, &out)?;
+        let built = built(args.binaries.get(1), arch, Linked::Statically, &commit)?;
+        let binary = stripped(&built, arch, &out)?;
         if !images::is_static(&binary)? {
             bail!("{} is not static", binary.display());
         }
         if wants(Product::Static) {
-            made.push(archive::build(&files(&binary, &binary)?, &out, commit.seconds)?);
+            let files = files(&binary, || runnable(&binary, arch))?;
+            made.push(archive::build(&files, arch, &out, commit.seconds)?);
         }
         if wants(Product::Image) {
-            made.push(image(&binary, &out)?);
+            made.push(image(&binary, arch, &out)?);
         }
     }
     if wants(Product::Sbom) {
@@ -119,52 +129,57 @@ impl Commit {
     }
 }
 
-/// The agent for this target (None: this machine's own), or the one that was given.
-fn built(given: Option<&PathBuf>, target: Option<&str>, commit: &Commit) -> Result<PathBuf> {
+/// How a binary has its libc.
+#[derive(Clone, Copy, Debug)]
+enum Linked {
+    /// As a shared library, of this machine's version or newer.
+    ToGlibc,
+    /// Inside, which is musl.
+    Statically,
+}
+
+/// What starts this program on this machine.
+fn runnable(program: &Path, arch: Arch) -> Result<Command> {
+    if arch == Arch::here()? { Ok(Command::new(program)) } else { vm::emulated(program, arch) }
+}
+
+/// The agent, or the one that was given.
+fn built(given: Option<&PathBuf>, arch: Arch, linked: Linked, commit: &Commit) -> Result<PathBuf> {
     if let Some(given) = given {
         return Ok(given.clone());
     }
     let mut cargo = shell::cargo();
     cargo.args(["build", "--locked", "--package", "beelet", "--profile", PROFILE]);
     let mut dir = workdir::target_dir();
-    if let Some(target) = target {
-        require_target(target)?;
-        cargo.args(["--target", target]);
-        dir.push(target);
-    }
+    let libc = match linked {
+        Linked::ToGlibc => "glibc",
+        Linked::Statically => {
+            cross::target_musl(&mut cargo, arch)?;
+            dir.push(arch.musl());
+            "musl"
+        }
+    };
     if let Some(name) = &commit.name {
         cargo.env("BEELET_COMMIT", name);
     }
-    let step = Step::start(format!("build the agent for {}", target.unwrap_or("this machine")));
+    let step = Step::start(format!("build the agent for {}, with {libc}", arch.name()));
     shell::run(&mut cargo)?;
     step.done("built");
     Ok(dir.join(PROFILE).join("beelet"))
 }
 
-/// rustc has the target's standard library, and there is a C compiler for it (ring has some C).
-fn require_target(target: &str) -> Result<()> {
-    let listed = Command::new("rustc").args(["--print", "target-libdir", "--target", target]).output();
-    let dir = listed.context("could not start rustc")?.stdout;
-    if !Path::new(String::from_utf8_lossy(&dir).trim()).is_dir() {
-        bail!("rustc has no standard library for {target}: rustup target add {target}");
-    }
-    if setup::find("musl-gcc").is_none() {
-        bail!("musl-gcc is missing: apt-get install musl-tools");
-    }
-    Ok(())
-}
-
 /// A copy without symbols. The original keeps them, for whoever looks at a core dump.
-fn stripped(binary: &Path, out: &Path) -> Result<PathBuf> {
-    let dir = out.join("stripped").join(if images::is_static(binary)? { "static" } else { "dynamic" });
+fn stripped(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
+    let kind = if images::is_static(binary)? { "static" } else { "dynamic" };
+    let dir = out.join("stripped").join(format!("{}-{kind}", arch.name()));
     std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
     let copy = dir.join("beelet");
-    shell::run(Command::new("strip").arg("-o").arg(&copy).arg(binary))?;
+    cross::strip(binary, &copy, arch)?;
     Ok(copy)
 }
 
 /// The image of the DaemonSet in packaging/kubernetes: the binary and nothing else.
-fn image(binary: &Path, out: &Path) -> Result<PathBuf> {
+fn image(binary: &Path, arch: Arch, out: &Path) -> Result<PathBuf> {
     let program = std::fs::read(binary).with_context(|| format!("could not read {}", binary.display()))?;
     let folder = |path: &str| (path.to_owned(), images::Entry::Folder(0o755));
     let files = [
@@ -172,9 +187,9 @@ fn image(binary: &Path, out: &Path) -> Result<PathBuf> {
         folder("usr/bin"),
         ("usr/bin/beelet".to_owned(), images::Entry::File(program, 0o755)),
     ];
-    let image =
-        images::cached(IMAGE, &files, &json!({ "Entrypoint": ["/usr/bin/beelet"], "Cmd": ["observe"] }))?;
-    let path = out.join(format!("beelet-{}-{}-oci.tar", version(), std::env::consts::ARCH));
+    let config = json!({ "Entrypoint": ["/usr/bin/beelet"], "Cmd": ["observe"] });
+    let image = images::cached_for(arch.name(), IMAGE, &files, &config)?;
+    let path = out.join(format!("beelet-{}-{}-oci.tar", version(), arch.machine()));
     std::fs::copy(&image.path, &path).with_context(|| format!("could not write {}", path.display()))?;
     Ok(path)
 }

@@ -4,6 +4,7 @@
 
 use super::qemu::{self, Qemu};
 use super::results::{Event, Transcript};
+use crate::cross::Arch;
 use anyhow::{Context as _, Result};
 use beelet_tests::workdir;
 use std::path::{Path, PathBuf};
@@ -12,16 +13,41 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::{Child, Command};
 
-/// What a kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a
+/// What every kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a
 /// guest under emulation quick or free of false alarms (no mitigations, no watchdog, grace periods that don't
 /// wait).
-const COMMAND_LINE: &str = "console=ttyS0 quiet loglevel=3 panic=-1 psi=1 cgroup_no_v1=all mitigations=off nokaslr \
-                            tsc=reliable no_timer_check audit=0 lsm=landlock,bpf cryptomgr.notests \
-                            rcupdate.rcu_expedited=1 nowatchdog";
+const COMMAND_LINE: &str = "quiet loglevel=3 panic=-1 psi=1 cgroup_no_v1=all mitigations=off nokaslr audit=0 \
+                            lsm=landlock,bpf cryptomgr.notests rcupdate.rcu_expedited=1 nowatchdog";
+
+/// What QEMU emulates: a machine and a processor.
+fn hardware(arch: Arch) -> [&'static str; 4] {
+    match arch {
+        Arch::Amd64 => ["-machine", "q35", "-cpu", "max"],
+        // A server's processor. The newest one signs its return addresses, which costs an emulator much.
+        Arch::Arm64 => ["-machine", "virt", "-cpu", "neoverse-n1"],
+    }
+}
+
+/// What its kernel is told beside the rest.
+fn told(arch: Arch) -> &'static str {
+    match arch {
+        Arch::Amd64 => "console=ttyS0 tsc=reliable no_timer_check",
+        Arch::Arm64 => "console=ttyAMA0",
+    }
+}
+
+/// Where a guest writes what its tests found: its second serial line.
+pub(super) fn results_line(arch: Arch) -> &'static str {
+    match arch {
+        Arch::Amd64 => "ttyS1",
+        Arch::Arm64 => "ttyAMA1",
+    }
+}
 
 /// What to start.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
+    pub(super) arch: Arch,
     pub(super) qemu: Qemu,
     pub(super) image: PathBuf,
     pub(super) initrd: PathBuf,
@@ -59,21 +85,12 @@ impl Machine {
 
     fn command(&self) -> Command {
         let mut command = qemu::mortal(&self.qemu.command());
-        command.args([
-            "-machine",
-            "q35",
-            "-accel",
-            "tcg,thread=multi,tb-size=512",
-            "-cpu",
-            "max",
-            "-smp",
-            "2",
-        ]);
+        command.args(hardware(self.arch)).args(["-accel", "tcg,thread=multi,tb-size=512", "-smp", "2"]);
         command.arg("-m").arg(self.mebibytes.to_string());
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
         command.arg("-kernel").arg(&self.image).arg("-initrd").arg(&self.initrd);
-        command.args(["-append", COMMAND_LINE]);
-        // ttyS0, for people, and ttyS1, for us. QEMU doubles a comma in a file's name.
+        command.arg("-append").arg(format!("{COMMAND_LINE} {}", told(self.arch)));
+        // The first line, for people, and the second, for us. QEMU doubles a comma in a file's name.
         command.arg("-serial").arg(format!("file:{}", self.console.display().to_string().replace(',', ",,")));
         command.args(["-serial", "stdio"]);
         command

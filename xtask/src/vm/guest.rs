@@ -1,7 +1,8 @@
 //! What is in a guest: busybox and its applets, the scripts in `guest/`, the test programs, the kernel's
 //! modules.
 
-use super::boot::Machine;
+use super::boot::{self, Machine};
+use super::foreign;
 use super::initramfs::Tree;
 use super::kernels::Kernel;
 use super::programs::{self, Programs};
@@ -31,7 +32,7 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
     let dir = work.join("guests").join(&kernel.name);
     std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
     let image = kernel.image(&dir)?;
-    let mut tree = tree(programs)?;
+    let mut tree = tree(programs, kernel.system.as_deref())?;
     for (path, file) in kernel.modules(&dir)? {
         tree.file(&path, &file);
     }
@@ -42,6 +43,7 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
     step.done(&format!("{mebibytes} MiB"));
     // The archive, the files made of it, and room for tests and for what they put into tmpfs.
     Ok(Machine {
+        arch: programs.arch,
         qemu: qemu.clone(),
         image,
         initrd,
@@ -50,19 +52,25 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
     })
 }
 
-/// Everything but the modules.
-fn tree(programs: &Programs) -> Result<Tree> {
+/// Everything but the modules. What isn't ours is this machine's, or a foreign system's in the folder
+/// `system`.
+fn tree(programs: &Programs, system: Option<&Path>) -> Result<Tree> {
     let mut tree = Tree::default();
     for folder in ["dev", "proc", "sys", "tmp", "run", "root", "etc", "mnt", "var/lib", "var/log", "usr/bin"]
     {
         tree.folder(folder);
     }
-    for file in programs::from_here()? {
-        tree.file(&file.display().to_string(), &file);
+    let borrowed = match system {
+        None => programs::from_here()?.into_iter().map(|file| (file.display().to_string(), file)).collect(),
+        Some(root) => foreign::programs(root, programs::BORROWED)?,
+    };
+    for (path, file) in &borrowed {
+        tree.file(path, file);
     }
+    // Debian's has the same applets everywhere, and this machine can start its own.
     let busybox = images::busybox()?;
     let applets = Command::new(&busybox).arg("--list").output().context("could not start busybox")?;
-    tree.file("bin/busybox", &busybox);
+    tree.file("bin/busybox", &system.map_or(Ok(busybox), foreign::busybox)?);
     for applet in String::from_utf8_lossy(&applets.stdout).lines().filter(|name| *name != "busybox") {
         tree.link(&format!("bin/{applet}"), "busybox");
     }
@@ -73,6 +81,7 @@ fn tree(programs: &Programs) -> Result<Tree> {
     tree.text("init", INIT);
     tree.text("beelet/run", RUN);
     tree.text("beelet/limit", format!("{TEST_LIMIT}\n"));
+    tree.text("beelet/results", format!("{}\n", boot::results_line(programs.arch)));
     tree.text("beelet/modules", LOADED.join("\n") + "\n");
     tree.text("beelet/plan", plan(&programs.plan, |program| format!("/{}", in_guest(program))));
     tree.file("beelet/bin/beelet", &programs.agent);

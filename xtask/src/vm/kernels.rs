@@ -3,8 +3,11 @@
 //!
 //! They come from a folder (`BEELET_VM_KERNELS`) of folders, one a kernel: `vmlinuz`, optionally `config` and
 //! `modules.tar.zst` (a `modules/<release>` tree). Without one it is the distribution's own kernel package,
-//! unpacked under the target folder; nothing is installed.
+//! unpacked under the target folder; nothing is installed. Those of another processor are Debian's, each
+//! with the programs of its release.
 
+use super::rootfs::{self, Made};
+use crate::cross::Arch;
 use crate::progress::Step;
 use crate::setup;
 use anyhow::{Context as _, Result, bail};
@@ -19,6 +22,9 @@ pub(super) const FOLDER: &str = "BEELET_VM_KERNELS";
 
 /// Debian's packages that depend on the newest kernel of their kind; the first is made for virtual machines.
 const DEBIAN: &[&str] = &["linux-image-cloud-amd64", "linux-image-amd64"];
+
+/// Debian's releases whose kernels for another processor are booted, by the kernels' names here.
+const FOREIGN: &[(&str, &str)] = &[("debian-12", "bookworm"), ("debian-13", "trixie")];
 
 /// What of a distribution's thousands of modules goes into a guest, each with what it depends on.
 const MODULES: &[&str] = &[
@@ -47,6 +53,8 @@ pub(super) struct Kernel {
     pub(super) name: String,
     vmlinuz: PathBuf,
     modules: Modules,
+    /// The system that it belongs to, in a folder; None: this machine's programs do for its guest.
+    pub(super) system: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,7 +67,10 @@ enum Modules {
 }
 
 /// The kernels of these names; of no names: all there are. `work` is where packages are unpacked.
-pub(super) fn find(names: &[String], work: &Path) -> Result<Vec<Kernel>> {
+pub(super) fn find(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kernel>> {
+    if arch != Arch::here()? {
+        return foreign(names, work, arch);
+    }
     let Some(folder) = std::env::var_os(FOLDER) else {
         if let Some(name) = names.iter().find(|name| *name != "debian") {
             bail!(
@@ -93,7 +104,7 @@ fn in_folder(folder: &Path) -> Result<Vec<Kernel>> {
             let archive = dir.join("modules.tar.zst");
             let modules = if archive.is_file() { Modules::Archive(archive) } else { Modules::None };
             let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            found.push(Kernel { name, vmlinuz, modules });
+            found.push(Kernel { name, vmlinuz, modules, system: None });
         }
     }
     if found.is_empty() {
@@ -109,21 +120,53 @@ fn version_key(name: &str) -> (Vec<u64>, String) {
     (numbers, name.to_owned())
 }
 
+/// Debian's kernels for another processor, with the programs that tests start.
+fn foreign(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kernel>> {
+    let known: Vec<&str> = FOREIGN.iter().map(|(name, _)| *name).collect();
+    if let Some(name) = names.iter().find(|name| !known.contains(&name.as_str())) {
+        bail!("kernel {name}: for {} there are only Debian's: {}", arch.name(), known.join(", "));
+    }
+    let wanted = FOREIGN.iter().filter(|(name, _)| names.is_empty() || names.iter().any(|n| n == name));
+    wanted.map(|(name, release)| of_release(name, release, work, arch)).collect()
+}
+
+fn of_release(name: &str, release: &str, work: &Path, arch: Arch) -> Result<Kernel> {
+    let work = work.join(arch.name());
+    let root = work.join(name);
+    if !root.join("boot").is_dir() {
+        let packages =
+            format!("linux-image-cloud-{},busybox-static,iproute2,runc,bpftool,e2fsprogs", arch.name());
+        let archive = rootfs::packages(&work, "system", release, &packages, Made::Unpacked(arch))?;
+        let part = work.join(format!("{name}.part"));
+        rootfs::unpack(&archive, &part)?;
+        let step = Step::start(format!("index the modules of {release}'s kernel"));
+        index_modules(&step, &part)?;
+        std::fs::rename(&part, &root).with_context(|| format!("could not make {}", root.display()))?;
+        step.done("");
+    }
+    Ok(Kernel { system: Some(root.clone()), ..unpacked(name, &root)? })
+}
+
+/// The kernel of a package that is unpacked in the folder `root`.
+fn unpacked(name: &str, root: &Path) -> Result<Kernel> {
+    let folder =
+        only_entry(&root.join("lib/modules")).or_else(|_| only_entry(&root.join("usr/lib/modules")))?;
+    let release = folder.file_name().unwrap_or_default().to_string_lossy();
+    let vmlinuz = root.join("boot").join(format!("vmlinuz-{release}"));
+    Ok(Kernel { name: name.to_owned(), vmlinuz, modules: Modules::Folder(folder), system: None })
+}
+
 /// The distribution's newest kernel package, downloaded and unpacked below `work`, or as it was unpacked
 /// before.
 fn debian(work: &Path) -> Result<Kernel> {
     let dir = work.join("debian");
-    let unpacked = dir.join("root");
-    if !unpacked.join("boot").is_dir() {
+    let root = dir.join("root");
+    if !root.join("boot").is_dir() {
         let step = Step::start("get the distribution's kernel package");
         download(&step, &dir)?;
         step.done("");
     }
-    let release = only_entry(&unpacked.join("lib/modules"))
-        .or_else(|_| only_entry(&unpacked.join("usr/lib/modules")))?;
-    let name = release.file_name().unwrap_or_default().to_string_lossy();
-    let vmlinuz = unpacked.join("boot").join(format!("vmlinuz-{name}"));
-    Ok(Kernel { name: "debian".to_owned(), vmlinuz, modules: Modules::Folder(release) })
+    unpacked("debian", &root)
 }
 
 fn download(step: &Step, dir: &Path) -> Result<()> {

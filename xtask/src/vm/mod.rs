@@ -5,6 +5,7 @@
 
 mod boot;
 mod doctor;
+mod foreign;
 mod guest;
 mod initramfs;
 mod kernels;
@@ -21,12 +22,13 @@ use self::programs::Programs;
 use self::report::Run;
 pub(crate) use self::report::Summary;
 use self::results::{Event, Test, Transcript, Verdict};
+use crate::cross::Arch;
 use crate::setup::{self, Part};
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::workdir;
-use std::path::PathBuf;
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
@@ -42,21 +44,25 @@ const HOST: &str = "host";
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Which kernels: folders' names, `debian` without a folder, or `host`: this machine's kernel, without a
-    /// VM [default: all there are]
+    /// VM. For arm64: debian-12, debian-13 [default: all there are]
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
 
+    /// The guests' processor. arm64's kernels are Debian's, and so are the programs that its tests start
+    #[arg(long, value_name = "ARCH", default_value = "amd64")]
+    arch: Arch,
+
     /// Boot a stock machine instead (debian-12, debian-13, debian-12-v1), with systemd as it comes,
     /// install the agent's package there and check it
-    #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "jobs"])]
+    #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "jobs", "arch"])]
     machine: Option<String>,
 
     /// The agent that the machine's package holds, as `cargo xtask package` made it [default: a debug build]
     #[arg(long, value_name = "FILE", requires = "machine")]
     agent: Option<PathBuf>,
 
-    /// Write docs/kernels.md from this run, which then includes this machine's kernel; with --machine, the
-    /// machine's column of docs/machines.md
+    /// Write the processor's part of docs/kernels.md from this run, which then includes this machine's kernel
+    /// if it has that processor; with --machine, the machine's column of docs/machines.md
     #[arg(long)]
     write_docs: bool,
 
@@ -76,6 +82,8 @@ pub(crate) struct Args {
 /// What to run.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
+    /// The guests' processor.
+    pub(crate) arch: Arch,
     /// The kernels' names; none: all there are.
     pub(crate) kernels: Vec<String>,
     /// How many VMs run at the same time; none: one a CPU.
@@ -90,7 +98,7 @@ impl Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { kernels: Vec::new(), jobs: None, deadline: Options::DEADLINE }
+        Options { arch: Arch::Amd64, kernels: Vec::new(), jobs: None, deadline: Options::DEADLINE }
     }
 }
 
@@ -99,6 +107,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let only_here = !args.kernels.is_empty() && args.kernels.iter().all(|name| name == HOST);
     if !args.no_setup && !only_here {
         setup::ensure(Part::Vm)?;
+        if args.arch == Arch::Arm64 {
+            setup::ensure(Part::Arm64)?;
+        }
     }
     if let Some(machine) = &args.machine {
         return stock::run(
@@ -110,14 +121,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let mut kernels = args.kernels.clone();
     if args.write_docs && kernels.is_empty() {
-        kernels = kernels::find(&[], &work())?.into_iter().map(|kernel| kernel.name).collect();
-        kernels.push(HOST.to_owned());
+        kernels = kernels::find(&[], &work(), args.arch)?.into_iter().map(|kernel| kernel.name).collect();
+        if args.arch == Arch::here()? {
+            kernels.push(HOST.to_owned());
+        }
     }
     let jobs = args.jobs.map(std::num::NonZeroUsize::get);
-    let summary = run_all(&Options { kernels, jobs, deadline: Duration::from_secs(args.deadline) })?;
+    let deadline = Duration::from_secs(args.deadline);
+    let summary = run_all(&Options { arch: args.arch, kernels, jobs, deadline })?;
     if args.write_docs {
         let file = shell::repository().join("docs/kernels.md");
-        workdir::write(&file, summary.markdown())?;
+        let known = std::fs::read_to_string(&file).unwrap_or_default();
+        workdir::write(&file, summary.markdown(&known))?;
         eprintln!("wrote {}", file.display());
     }
     summary.verdict()
@@ -132,7 +147,17 @@ pub(crate) fn unavailable() -> Option<String> {
     if std::env::var_os(kernels::FOLDER).is_some() {
         return None;
     }
-    kernels::find(&[], &work()).err().map(|error| format!("{error:#}"))
+    kernels::find(&[], &work(), Arch::Amd64).err().map(|error| format!("{error:#}"))
+}
+
+/// What starts a program of another processor's on this machine, before its arguments.
+///
+/// # Errors
+/// The emulator could not be had.
+pub(crate) fn emulated(program: &Path, arch: Arch) -> Result<Command> {
+    let mut command = qemu::Qemu::user(&work(), arch)?.command();
+    command.arg(program);
+    Ok(command)
 }
 
 /// Where everything made here is.
@@ -144,13 +169,17 @@ fn work() -> PathBuf {
 /// out; tests that failed are no error here, see [`Summary::verdict`].
 pub(crate) fn run_all(options: &Options) -> Result<Summary> {
     let work = work();
+    let arch = options.arch;
     let here = options.kernels.iter().any(|name| name == HOST);
+    if here && arch != Arch::here()? {
+        bail!("this machine's kernel is not {}'s", arch.name());
+    }
     let names: Vec<String> = options.kernels.iter().filter(|name| *name != HOST).cloned().collect();
-    let kernels = if here && names.is_empty() { Vec::new() } else { kernels::find(&names, &work)? };
+    let kernels = if here && names.is_empty() { Vec::new() } else { kernels::find(&names, &work, arch)? };
     eprintln!(".. build the tests as static programs");
-    let programs = programs::build(&work)?;
+    let programs = programs::build(&work, arch)?;
     let mut machines = Vec::new();
-    let qemu = if kernels.is_empty() { None } else { Some(qemu::Qemu::ensure(&work)?) };
+    let qemu = if kernels.is_empty() { None } else { Some(qemu::Qemu::ensure(&work, arch)?) };
     for (kernel, qemu) in kernels.iter().zip(qemu.iter().cycle()) {
         machines.push((kernel.name.clone(), guest::machine(kernel, &programs, qemu, &work)?));
     }
@@ -163,7 +192,7 @@ pub(crate) fn run_all(options: &Options) -> Result<Summary> {
             signal = interrupted() => bail!("{} came: every VM was ended", signal?),
         }
     })?;
-    let summary = Summary { plan: programs.plan, runs };
+    let summary = Summary { arch, plan: programs.plan, runs };
     println!("{}", summary.text());
     Ok(summary)
 }

@@ -1,7 +1,9 @@
 //! What runs in a guest: the tests and the agent, as static programs, and a few programs of this machine with
 //! their libraries.
 
+use super::qemu::Qemu;
 use super::results::Test;
+use crate::cross::{self, Arch};
 use crate::{setup, shell};
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
@@ -18,11 +20,13 @@ const UNIT: &[(&str, &str, &str)] =
     &[("beelet-bpf", "beelet_bpf", ""), ("beelet-tests", "beelet_tests", "guards::")];
 
 /// Programs that tests start, beside busybox's. Where one isn't installed, the tests that need it say so.
-const FROM_HERE: &[&str] = &["ip", "bpftool", "runc", "mkfs.ext4"];
+pub(super) const BORROWED: &[&str] = &["ip", "bpftool", "runc", "mkfs.ext4"];
 
 /// Everything built for the guests.
 #[derive(Debug)]
 pub(super) struct Programs {
+    /// The processor that they are for.
+    pub(super) arch: Arch,
     /// The agent.
     pub(super) agent: PathBuf,
     /// The app that tests start in cgroups and namespaces.
@@ -46,20 +50,21 @@ struct Artifact {
 
 /// Builds them all, in a target folder of their own: the flags would otherwise make cargo rebuild everything
 /// back and forth.
-pub(super) fn build(work: &Path) -> Result<Programs> {
-    if std::env::consts::ARCH != "x86_64" {
-        bail!("the VMs are x86_64 machines, and their tests are built natively: run this on x86_64");
+pub(super) fn build(work: &Path, arch: Arch) -> Result<Programs> {
+    if Arch::here()? != Arch::Amd64 {
+        bail!("this machine's own tests are built for x86_64: run this on x86_64");
     }
     // The tests' targets make cargo choose the same features for the agent as for its unit tests: one build,
     // not two.
     let mut build = vec!["build", "--bins"];
     build.extend(["beelet", "beelet-tests", "beelet-testapp"].iter().flat_map(|name| ["--package", name]));
     build.extend(INTEGRATION.iter().flat_map(|name| ["--test", name]));
-    let mut artifacts = cargo(work, &build)?;
+    let mut artifacts = cargo(work, arch, &build)?;
     let mut unit = vec!["test", "--no-run", "--lib"];
     unit.extend(UNIT.iter().flat_map(|(package, ..)| ["--package", package]));
-    artifacts.extend(cargo(work, &unit)?);
-    programs(artifacts)
+    artifacts.extend(cargo(work, arch, &unit)?);
+    let emulator = if arch == Arch::here()? { None } else { Some(Qemu::user(work, arch)?) };
+    programs(artifacts, arch, emulator.as_ref())
 }
 
 /// The agent and a test program as this machine's cargo makes them: for a machine with the same libraries.
@@ -75,13 +80,17 @@ pub(super) fn dynamic(test: &str) -> Result<(PathBuf, PathBuf)> {
 }
 
 /// Runs cargo, which links statically, and returns the executables that it made or had.
-fn cargo(work: &Path, arguments: &[&str]) -> Result<Vec<Artifact>> {
-    const TARGET: &str = "x86_64-unknown-linux-gnu";
+fn cargo(work: &Path, arch: Arch, arguments: &[&str]) -> Result<Vec<Artifact>> {
     let mut command = shell::cargo();
-    command
-        .args(arguments)
-        .args(["--target", TARGET, "--message-format", "json-render-diagnostics", "--target-dir"])
-        .arg(work.join("build"));
+    command.args(arguments).args(["--message-format", "json-render-diagnostics", "--target-dir"]);
+    command.arg(work.join("build"));
+    match arch {
+        Arch::Amd64 => {
+            command.args(["--target", "x86_64-unknown-linux-gnu"]);
+        }
+        // There is no glibc of its own for it, and a guest needs no more than a libc.
+        Arch::Arm64 => cross::target_musl(&mut command, arch)?,
+    }
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it would win over the other one
     command.env("RUSTFLAGS", format!("{flags} -C target-feature=+crt-static").trim());
@@ -127,7 +136,7 @@ fn artifact(line: &str) -> Option<Artifact> {
     })
 }
 
-fn programs(artifacts: Vec<Artifact>) -> Result<Programs> {
+fn programs(artifacts: Vec<Artifact>, arch: Arch, emulator: Option<&Qemu>) -> Result<Programs> {
     let mut tests = BTreeMap::new();
     let mut binaries = BTreeMap::new();
     for artifact in artifacts {
@@ -159,7 +168,7 @@ fn programs(artifacts: Vec<Artifact>) -> Result<Programs> {
     }
     let mut plan = Vec::new();
     for (name, path) in &tests {
-        plan.extend(list(name, path)?);
+        plan.extend(list(name, path, emulator)?);
     }
     // A module that moved would leave its tests out, and nobody would notice.
     for name in INTEGRATION.iter().chain(UNIT.iter().map(|(_, library, _)| library)) {
@@ -167,12 +176,16 @@ fn programs(artifacts: Vec<Artifact>) -> Result<Programs> {
             bail!("{name} has no test for a guest: does xtask/src/vm/programs.rs name its module?");
         }
     }
-    Ok(Programs { agent, testapp, helpers, tests, plan })
+    Ok(Programs { arch, agent, testapp, helpers, tests, plan })
 }
 
 /// The tests of a program that are for a guest.
-fn list(program: &str, path: &Path) -> Result<Vec<Test>> {
-    let output = Command::new(path)
+fn list(program: &str, path: &Path, emulator: Option<&Qemu>) -> Result<Vec<Test>> {
+    let mut command = emulator.map_or_else(|| Command::new(path), Qemu::command);
+    if emulator.is_some() {
+        command.arg(path);
+    }
+    let output = command
         .args(["--list", "--format", "terse"])
         .output()
         .with_context(|| format!("could not start {}", path.display()))?;
@@ -193,10 +206,10 @@ fn listed(program: &str, text: &str) -> Vec<Test> {
         .collect()
 }
 
-/// [`FROM_HERE`] and the libraries they load, each by its path, which is the same in the guest.
+/// [`BORROWED`] and the libraries they load, each by its path, which is the same in the guest.
 pub(super) fn from_here() -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
-    for program in FROM_HERE.iter().filter_map(|name| setup::find(name)) {
+    for program in BORROWED.iter().filter_map(|name| setup::find(name)) {
         let output = Command::new("ldd").arg(&program).output().context("could not start ldd")?;
         files.extend(libraries(&String::from_utf8_lossy(&output.stdout)));
         files.push(program);

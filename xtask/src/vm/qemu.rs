@@ -3,20 +3,18 @@
 //! Ours is the one of a newer Debian release, in a folder below cargo's target folder with the libraries
 //! that it was built with, and started by that folder's own loader. Nothing is installed.
 
-use super::rootfs;
+use super::rootfs::{self, Made};
+use crate::cross::Arch;
 use crate::setup;
 use anyhow::{Context as _, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The program that is the machine.
-const QEMU: &str = "qemu-system-x86_64";
 /// The oldest that runs every guest. 7.2 (Debian 12) panics a guest of Linux 6.12 within its first minute
 /// (`rep stos` in update_sd_lb_stats).
 const OLDEST: (u32, u32) = (9, 0);
 /// Where ours comes from.
 const RELEASE: &str = "trixie";
-const PACKAGES: &str = "qemu-system-x86";
 /// Where Debian's finds firmware, from the root.
 const DATA: &[&str] = &["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"];
 const LIBRARIES: &[&str] = &["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"];
@@ -29,10 +27,27 @@ pub(super) struct Qemu {
     program: PathBuf,
 }
 
+/// The program that is a machine.
+fn machine(arch: Arch) -> &'static str {
+    match arch {
+        Arch::Amd64 => "qemu-system-x86_64",
+        Arch::Arm64 => "qemu-system-aarch64",
+    }
+}
+
+/// The folder of ours, and the packages in it.
+fn source(arch: Arch) -> (&'static str, &'static str) {
+    match arch {
+        Arch::Amd64 => ("qemu", "qemu-system-x86"),
+        Arch::Arm64 => ("qemu-arm", "qemu-system-arm,qemu-user"),
+    }
+}
+
 impl Qemu {
     /// The machine's own, or ours, which is made below `work` if it isn't there.
-    pub(super) fn ensure(work: &Path) -> Result<Qemu> {
-        let own = setup::find(QEMU).map(|program| Qemu { root: None, program });
+    pub(super) fn ensure(work: &Path, arch: Arch) -> Result<Qemu> {
+        let name = machine(arch);
+        let own = setup::find(name).map(|program| Qemu { root: None, program });
         let version = own.as_ref().map(Qemu::version).transpose()?;
         if let (Some(own), Some(version)) = (own, version)
             && version >= OLDEST
@@ -42,19 +57,35 @@ impl Qemu {
         if let Some((major, minor)) = version {
             let (oldest, older) = OLDEST;
             eprintln!(
-                ".. {QEMU} {major}.{minor} is too old: it fails guests with newer kernels by itself ({oldest}.{older} is the \
+                ".. {name} {major}.{minor} is too old: it fails guests with newer kernels by itself ({oldest}.{older} is the \
                  oldest that doesn't); {RELEASE}'s is used beside it"
             );
         }
-        let root = work.join(format!("qemu-{RELEASE}"));
-        let ours = Qemu { program: root.join("usr/bin").join(QEMU), root: Some(root.clone()) };
-        if !ours.program.exists() {
-            rootfs::unpack(&rootfs::packages(work, "qemu", RELEASE, PACKAGES)?, &root)?;
-        }
+        let ours = Qemu::ours(work, arch, name)?;
         match ours.version()? {
             version if version >= OLDEST => Ok(ours),
             (major, minor) => bail!("{} is {major}.{minor}, too old as well", ours.program.display()),
         }
+    }
+
+    /// What runs one program of another processor's on this machine's kernel.
+    pub(super) fn user(work: &Path, arch: Arch) -> Result<Qemu> {
+        let name = format!("qemu-{}", arch.machine());
+        match setup::find(&name) {
+            Some(program) => Ok(Qemu { root: None, program }),
+            None => Qemu::ours(work, arch, &name),
+        }
+    }
+
+    fn ours(work: &Path, arch: Arch, name: &str) -> Result<Qemu> {
+        let (folder, packages) = source(arch);
+        let root = work.join(format!("{folder}-{RELEASE}"));
+        let ours = Qemu { program: root.join("usr/bin").join(name), root: Some(root.clone()) };
+        if !ours.program.exists() {
+            let packages = rootfs::packages(work, folder, RELEASE, packages, Made::Installed)?;
+            rootfs::unpack(&packages, &root)?;
+        }
+        Ok(ours)
     }
 
     fn version(&self) -> Result<(u32, u32)> {
@@ -72,8 +103,11 @@ impl Qemu {
         let libraries: Vec<String> = paths(LIBRARIES).iter().map(|path| path.display().to_string()).collect();
         let mut command = Command::new(root.join("lib64/ld-linux-x86-64.so.2"));
         command.arg("--library-path").arg(libraries.join(":")).arg(&self.program);
-        for data in paths(DATA) {
-            command.arg("-L").arg(data);
+        // One that runs a program has no firmware, and takes -L for something else.
+        if self.program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qemu-system-")) {
+            for data in paths(DATA) {
+                command.arg("-L").arg(data);
+            }
         }
         // Accelerators and disks are modules of its own.
         command.env("QEMU_MODULE_DIR", root.join("usr/lib/x86_64-linux-gnu/qemu"));
@@ -126,5 +160,8 @@ mod tests {
         let command = crate::shell::display(&qemu.command());
         assert!(command.starts_with("/q/lib64/ld-linux-x86-64.so.2 --library-path /q/usr/lib"), "{command}");
         assert!(command.contains(" /q/usr/bin/qemu-system-x86_64 -L /q/usr/share/qemu"), "{command}");
+        let qemu = Qemu { root: Some("/q".into()), program: "/q/usr/bin/qemu-aarch64".into() };
+        let command = crate::shell::display(&qemu.command());
+        assert!(command.ends_with(" /q/usr/bin/qemu-aarch64"), "{command}");
     }
 }

@@ -4,7 +4,9 @@
 use super::boot::End;
 use super::doctor::{self, Findings};
 use super::results::{Test, Transcript, Verdict};
+use crate::cross::Arch;
 use beelet_bpf::ProgramInfo;
+use clap::ValueEnum as _;
 use comfy_table::{Table, presets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -23,6 +25,8 @@ pub(super) struct Run {
 /// All runs of one plan.
 #[derive(Clone, Debug)]
 pub(crate) struct Summary {
+    /// The processor of all of them.
+    pub(super) arch: Arch,
     pub(super) plan: Vec<Test>,
     pub(super) runs: Vec<Run>,
 }
@@ -40,7 +44,9 @@ impl Run {
     /// A kernel's name and, where it says something more, its release.
     fn title(&self) -> String {
         match self.transcript.facts.get("release") {
-            Some(release) if self.kernel == "debian" => format!("{} (debian)", version(release)),
+            Some(release) if self.kernel.starts_with("debian") => {
+                format!("{} ({})", version(release), self.kernel)
+            }
             Some(release) if self.kernel == super::HOST => format!("{} (no VM)", version(release)),
             _ => self.kernel.clone(),
         }
@@ -139,11 +145,28 @@ impl Summary {
         }
     }
 
-    /// docs/kernels.md.
-    pub(super) fn markdown(&self) -> String {
-        let mut text = String::from(INTRODUCTION);
+    /// docs/kernels.md, of which `known` is the last version: other processors' parts stay as they are there.
+    pub(super) fn markdown(&self, known: &str) -> String {
+        let mut text = format!("{INTRODUCTION}\n## What the programs need\n\n");
+        let _ = writeln!(text, "| program | needs | where it can't run |\n| --- | --- | --- |");
+        for ProgramInfo { name, needs, fallback } in beelet_bpf::programs() {
+            let cells = [needs.to_owned(), fallback.to_owned()];
+            let _ = writeln!(text, "{}", row(&format!("`{name}`"), &cells));
+        }
+        for arch in Arch::value_variants() {
+            let part = if *arch == self.arch { Some(self.part()) } else { part(known, *arch) };
+            if let Some(part) = part {
+                let _ = write!(text, "\n{}\n{}\n", head(*arch), part.trim_end());
+            }
+        }
+        text
+    }
+
+    /// What is below a processor's head.
+    fn part(&self) -> String {
+        let mut text = String::new();
         let head: Vec<String> = self.runs.iter().map(Run::title).collect();
-        let _ = writeln!(text, "\n## The kernels\n\n{}", row("", &head));
+        let _ = writeln!(text, "\n### The kernels\n\n{}", row("", &head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
         for (name, label) in FACTS {
             let _ = writeln!(text, "{}", row(label, &self.cells(|run| or_dash(run.fact(name)))));
@@ -160,7 +183,7 @@ impl Summary {
     fn markdown_programs(&self, head: &[String], text: &mut String) {
         let found: Vec<Findings> =
             self.runs.iter().map(|run| doctor::read(&run.transcript.doctor_json)).collect();
-        let _ = writeln!(text, "\n## What works where\n\n{}", row("program", head));
+        let _ = writeln!(text, "\n### What works where\n\n{}", row("program", head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
         let mut reasons = Vec::new();
         for ProgramInfo { name, .. } in beelet_bpf::programs() {
@@ -186,15 +209,10 @@ impl Summary {
         for (_, title) in found.iter().zip(head).filter(|(findings, _)| findings.is_empty()) {
             let _ = writeln!(text, "\n`beelet doctor --bpf` gave no answer on {title}.");
         }
-        let _ = writeln!(text, "\n| program | needs | where it can't run |\n| --- | --- | --- |");
-        for ProgramInfo { name, needs, fallback } in beelet_bpf::programs() {
-            let cells = [needs.to_owned(), fallback.to_owned()];
-            let _ = writeln!(text, "{}", row(&format!("`{name}`"), &cells));
-        }
     }
 
     fn markdown_tests(&self, head: &[String], text: &mut String) {
-        let _ = writeln!(text, "\n## What was tested\n\n{}", row("tests", head));
+        let _ = writeln!(text, "\n### What was tested\n\n{}", row("tests", head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
         let groups: BTreeSet<String> = self.plan.iter().map(Test::group).collect();
         for group in groups {
@@ -233,6 +251,18 @@ impl Summary {
     }
 }
 
+/// The line above a processor's part.
+fn head(arch: Arch) -> String {
+    format!("## {}", arch.name())
+}
+
+/// A processor's part of a page, if it has one.
+fn part(page: &str, arch: Arch) -> Option<String> {
+    let lines = page.lines().skip_while(|line| *line != head(arch)).skip(1);
+    let part: Vec<&str> = lines.take_while(|line| !line.starts_with("## ")).collect();
+    (!part.is_empty()).then(|| part.join("\n"))
+}
+
 /// A verdict in a word.
 pub(super) fn word(verdict: Option<&Verdict>) -> &'static str {
     match verdict {
@@ -265,13 +295,13 @@ const FACTS: &[(&str, &str)] = &[
 const INTRODUCTION: &str = "\
 # Kernels
 
-<!-- Made by `cargo xtask vm --write-docs`; don't edit it, run that again. -->
+<!-- Made by `cargo xtask vm --write-docs`, with --arch arm64 for that part; don't edit it, run that again. -->
 
 Which of beelet's kernel programs load and attach on which kernel, and what stands in where one can't; found by booting
 each kernel in a VM (and, in the column \"no VM\", on the machine that made this page), running `beelet doctor` there, and
-then every test that asks the kernel. How to run them: `cargo xtask vm --help`. What your own machine can do: `beelet
-doctor`. What these bare guests lack (project quotas, tcp_diag, swap, AppArmor, systemd) is tried on [stock
-machines](machines.md).
+then every test that asks the kernel; for each processor a part, made by `cargo xtask vm --arch ARCH --write-docs`. How to
+run them: `cargo xtask vm --help`. What your own machine can do: `beelet doctor`. What these bare guests lack (project
+quotas, tcp_diag, swap, AppArmor, systemd) is tried on [stock machines](machines.md).
 ";
 
 #[cfg(test)]
@@ -289,7 +319,7 @@ mod tests {
 
     fn summary(runs: Vec<Run>) -> Summary {
         let test = |name: &str| Test { program: "kernel".into(), name: name.into() };
-        Summary { plan: vec![test("x::a"), test("x::b")], runs }
+        Summary { arch: Arch::Amd64, plan: vec![test("x::a"), test("x::b")], runs }
     }
 
     /// What the doctor says of the first program.
@@ -337,7 +367,7 @@ mod tests {
         assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: it died, twice: status 0");
         let text = summary.text();
         assert!(text.contains("Its console said last:\n    Oops\n"), "{text}");
-        assert!(summary.markdown().contains("| `kernel x` | 1 passed, 1 not reached |"));
+        assert!(summary.markdown("").contains("| `kernel x` | 1 passed, 1 not reached |"));
     }
 
     #[test]
@@ -349,7 +379,7 @@ mod tests {
 
     #[test]
     fn the_documentation_has_what_works_what_stands_in_and_what_was_tested() {
-        let text = summary(vec![good(), bad()]).markdown();
+        let text = summary(vec![good(), bad()]).markdown("");
         let program = beelet_bpf::programs().next().unwrap();
         for line in [
             "| release | 6.1.0-9 | 7.3.4-1-x |",
@@ -366,8 +396,21 @@ mod tests {
     }
 
     #[test]
+    fn a_run_replaces_its_own_processors_part_and_leaves_the_others() {
+        let arm64 = Run { kernel: "debian-12".into(), ..good() };
+        let arm64 = Summary { arch: Arch::Arm64, ..summary(vec![arm64]) };
+        let page = arm64.markdown(&summary(vec![bad()]).markdown(""));
+        let page = summary(vec![good()]).markdown(&page);
+        let parts: Vec<&str> = page.lines().filter(|line| line.starts_with("## ")).collect();
+        assert_eq!(parts, ["## What the programs need", "## amd64", "## arm64"]);
+        let kernels: Vec<&str> = page.lines().filter(|line| line.starts_with("|  |")).collect();
+        assert_eq!(kernels, ["|  | 6.1 |", "|  | 6.1 (debian-12) |"]);
+        assert_eq!(arm64.markdown(&page), page);
+    }
+
+    #[test]
     fn a_doctor_that_says_nothing_leaves_a_sentence() {
-        let text = summary(vec![run("6.1", "done 0", End::Done)]).markdown();
+        let text = summary(vec![run("6.1", "done 0", End::Done)]).markdown("");
         assert!(text.contains("`beelet doctor --bpf` gave no answer on 6.1.\n"), "{text}");
     }
 }

@@ -8,8 +8,9 @@
 //! What takes minutes (the packages) is kept below cargo's target folder; the disks are made anew each time.
 
 use super::qemu::{self, Qemu};
-use super::{page, programs, rootfs};
-use crate::{package, shell};
+use super::rootfs::{self, Made};
+use super::{page, programs};
+use crate::{cross::Arch, package, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, workdir};
 use std::fs;
@@ -89,10 +90,11 @@ pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_do
     fs::create_dir_all(&work).with_context(|| format!("could not make {}", work.display()))?;
     let began = Instant::now();
     let root = work.join("root");
-    rootfs::unpack(&rootfs::packages(&machines, "machine", stock.release, PACKAGES)?, &root)?;
+    let packages = rootfs::packages(&machines, "machine", stock.release, PACKAGES, Made::Installed)?;
+    rootfs::unpack(&packages, &root)?;
     install(&root, stock, agent)?;
     let machine = Machine {
-        qemu: Qemu::ensure(&super::work())?,
+        qemu: Qemu::ensure(&super::work(), Arch::Amd64)?,
         kernel: boot_file(&root, "vmlinuz-")?,
         initrd: boot_file(&root, "initrd.img-")?,
         disk: work.join("disk.img"),
@@ -139,10 +141,10 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     let binary = check.join("beelet");
     fs::create_dir_all(&check)?;
     shell::run(Command::new("strip").arg("-o").arg(&binary).arg(agent.unwrap_or(&built)))?;
-    let files = package::files(&binary, &binary)?;
+    let files = package::files(&binary, || Ok(Command::new(&binary)))?;
     for (revision, name) in [("1", "beelet.deb"), ("2", "upgrade.deb")] {
         let out = tempfile::tempdir().context("could not make a folder for the package")?;
-        let deb = package::build_deb(&files, revision, package::Packed::Not, out.path(), 0)?;
+        let deb = package::build_deb(&files, Arch::Amd64, revision, package::Packed::Not, out.path(), 0)?;
         fs::copy(&deb, check.join(name)).with_context(|| format!("could not copy {}", deb.display()))?;
     }
     fs::remove_file(&binary)?;

@@ -1,0 +1,117 @@
+//! Builds for another target than this machine's: a static binary, or another processor. rustup brings the
+//! target's standard library, which for musl holds a libc to link with; Debian brings the C compiler that
+//! links, and that the C of one dependency (ring) needs.
+
+use crate::{setup, shell};
+use anyhow::{Context as _, Result, bail};
+use clap::ValueEnum;
+use std::path::Path;
+use std::process::Command;
+
+/// A kind of processor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum)]
+pub(crate) enum Arch {
+    #[value(name = "amd64")]
+    Amd64,
+    #[value(name = "arm64")]
+    Arm64,
+}
+
+impl Arch {
+    /// This machine's.
+    ///
+    /// # Errors
+    /// Nothing here is known about it.
+    pub(crate) fn here() -> Result<Arch> {
+        match std::env::consts::ARCH {
+            "x86_64" => Ok(Arch::Amd64),
+            "aarch64" => Ok(Arch::Arm64),
+            other => bail!("this machine is {other}; amd64 and arm64 are what is known here"),
+        }
+    }
+
+    /// As Debian and container images name it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Arch::Amd64 => "amd64",
+            Arch::Arm64 => "arm64",
+        }
+    }
+
+    /// As Linux and Rust name it.
+    pub(crate) fn machine(self) -> &'static str {
+        match self {
+            Arch::Amd64 => "x86_64",
+            Arch::Arm64 => "aarch64",
+        }
+    }
+
+    /// The target of static binaries.
+    pub(crate) fn musl(self) -> &'static str {
+        match self {
+            Arch::Amd64 => "x86_64-unknown-linux-musl",
+            Arch::Arm64 => "aarch64-unknown-linux-musl",
+        }
+    }
+
+    /// The program that takes a binary's symbols away, and its Debian package.
+    pub(crate) fn strip(self) -> (&'static str, &'static str) {
+        match self {
+            Arch::Amd64 => ("x86_64-linux-gnu-strip", "binutils"),
+            Arch::Arm64 => ("aarch64-linux-gnu-strip", "binutils-aarch64-linux-gnu"),
+        }
+    }
+
+    /// The C compiler for [`Arch::musl`], and its Debian packages. glibc's headers do for arm64: ring
+    /// includes nothing that is not the same in both, and rustc links with its own musl.
+    fn compiler(self) -> (&'static str, &'static str) {
+        match self {
+            Arch::Amd64 => ("musl-gcc", "musl-tools"),
+            Arch::Arm64 => ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"),
+        }
+    }
+}
+
+/// Makes `cargo` build for [`Arch::musl`].
+///
+/// # Errors
+/// The target's standard library or its C compiler is missing; the message says what brings it.
+pub(crate) fn target_musl(cargo: &mut Command, arch: Arch) -> Result<()> {
+    let target = arch.musl();
+    require_standard_library(target)?;
+    let (compiler, package) = arch.compiler();
+    if setup::find(compiler).is_none() {
+        bail!("{compiler} is missing: apt-get install {package}");
+    }
+    cargo.args(["--target", target]);
+    // As cargo and the crate cc take a target's name.
+    cargo.env(format!("CC_{}", target.replace('-', "_")), compiler);
+    if Arch::here()? != arch {
+        cargo.env(format!("AR_{}", target.replace('-', "_")), format!("{}-linux-gnu-ar", arch.machine()));
+        let linker = format!("CARGO_TARGET_{}_LINKER", target.replace('-', "_").to_uppercase());
+        cargo.env(linker, compiler);
+    }
+    Ok(())
+}
+
+fn require_standard_library(target: &str) -> Result<()> {
+    let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+    let listed = rustc.args(["--print", "target-libdir", "--target", target]).output();
+    let dir = listed.context("could not start rustc")?.stdout;
+    if !Path::new(String::from_utf8_lossy(&dir).trim()).is_dir() {
+        bail!("rustc has no standard library for {target}: rustup target add {target}");
+    }
+    Ok(())
+}
+
+/// Writes a copy of `binary` without symbols to `copy`.
+///
+/// # Errors
+/// There is no `strip` for this processor, or it failed.
+pub(crate) fn strip(binary: &Path, copy: &Path, arch: Arch) -> Result<()> {
+    let (own, package) = arch.strip();
+    let native = Arch::here().is_ok_and(|here| here == arch);
+    let program = if native { setup::find("strip") } else { setup::find(own) };
+    let program = program.with_context(|| format!("{own} is missing: apt-get install {package}"))?;
+    shell::run(Command::new(program).arg("-o").arg(copy).arg(binary))
+}
