@@ -19,6 +19,9 @@ use tokio::process::{Child, Command};
 const COMMAND_LINE: &str = "quiet loglevel=3 panic=-1 psi=1 cgroup_no_v1=all mitigations=off nokaslr audit=0 \
                             lsm=landlock,bpf cryptomgr.notests rcupdate.rcu_expedited=1 nowatchdog";
 
+/// The size of a guest's disk, in bytes, of which it takes what is written.
+const DISK: u64 = 1 << 30;
+
 /// What QEMU emulates: a machine and a processor.
 fn hardware(arch: Arch) -> [&'static str; 4] {
     match arch {
@@ -51,6 +54,8 @@ pub(super) struct Machine {
     pub(super) qemu: Qemu,
     pub(super) image: PathBuf,
     pub(super) initrd: PathBuf,
+    /// An empty disk, made anew at each boot: on it files are not memory.
+    pub(super) disk: PathBuf,
     /// The guest's memory.
     pub(super) mebibytes: u64,
     /// Where its console goes.
@@ -76,6 +81,8 @@ impl Machine {
         event: impl FnMut(&Event, &Transcript),
     ) -> Result<(Transcript, End)> {
         workdir::write(&self.console, "")?;
+        let disk = std::fs::File::create(&self.disk).and_then(|file| file.set_len(DISK));
+        disk.with_context(|| format!("could not make the disk {}", self.disk.display()))?;
         let mut command = self.command();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         let child = command.spawn().context("could not start QEMU")?;
@@ -90,8 +97,12 @@ impl Machine {
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
         command.arg("-kernel").arg(&self.image).arg("-initrd").arg(&self.initrd);
         command.arg("-append").arg(format!("{COMMAND_LINE} {}", told(self.arch)));
-        // The first line, for people, and the second, for us. QEMU doubles a comma in a file's name.
-        command.arg("-serial").arg(format!("file:{}", self.console.display().to_string().replace(',', ",,")));
+        // QEMU doubles a comma in a file's name.
+        let named = |path: &Path| path.display().to_string().replace(',', ",,");
+        let drive = format!("file={},if=none,id=disk,format=raw,cache=unsafe", named(&self.disk));
+        command.arg("-drive").arg(drive).args(["-device", "virtio-blk-pci,drive=disk"]);
+        // The first line, for people, and the second, for us.
+        command.arg("-serial").arg(format!("file:{}", named(&self.console)));
         command.args(["-serial", "stdio"]);
         command
     }

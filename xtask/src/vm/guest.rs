@@ -24,7 +24,8 @@ const INIT: &str = include_str!("guest/init");
 pub(super) const TEST_LIMIT: &str = "300";
 
 /// Modules that every guest starts with. The kernel loads others by itself when something asks for them.
-const LOADED: &[&str] = &["veth", "dummy", "bridge", "br_netfilter", "overlay", "tun", "tcp_diag"];
+const LOADED: &[&str] =
+    &["veth", "dummy", "bridge", "br_netfilter", "overlay", "tun", "tcp_diag", "virtio_pci", "virtio_blk"];
 
 /// A guest with this kernel, its files made below `work`.
 pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &Path) -> Result<Machine> {
@@ -47,6 +48,7 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
         qemu: qemu.clone(),
         image,
         initrd,
+        disk: dir.join("disk.img"),
         mebibytes: 768 + 2 * mebibytes,
         console: dir.join("console.log"),
     })

@@ -40,8 +40,11 @@ const MODULES: &[&str] = &[
     "overlay",
     "quota_v2",
     "sch_ingress",
+    "tcp_diag",
     "tun",
     "veth",
+    "virtio_blk",
+    "virtio_pci",
     "xt_MASQUERADE",
     "zram",
 ];
