@@ -83,11 +83,13 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let level = text(&matches, "v").and_then(|level| level.parse::<u8>().ok()).unwrap_or_default();
     let verbose = run::verbosity(level);
     let json = text(&matches, "logging-format") == Some("json");
-    let set = run::start_logging(if json { LogFormat::Json } else { LogFormat::Text }, verbose);
+    let format = if json { LogFormat::Json } else { LogFormat::Text };
+    let spans = config.tracing.as_ref().map(|tracing| (tracing, config.node_name.as_str()));
+    let logging = run::start_logging(format, verbose, spans);
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    let mut builder = Builder::default().verbosity(set);
+    let mut builder = Builder::default().verbosity(logging.verbosity.clone());
     if let Some(membership) = membership {
         builder = cluster::join(builder, &config, membership);
     }

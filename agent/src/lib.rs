@@ -10,4 +10,5 @@ mod kubelet;
 pub mod node;
 mod observe;
 mod run;
+mod spans;
 mod threads;

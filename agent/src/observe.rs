@@ -171,7 +171,7 @@ impl ObserveArgs {
 /// Observes until it is told to stop.
 #[must_use]
 pub(crate) fn run(args: &ObserveArgs) -> ExitCode {
-    start_logging(args.log_format, args.verbose);
+    let _logging = start_logging(args.log_format, args.verbose, None);
     // One thread waits for everything; readings have their own.
     let done = crate::threads::runtime(1)
         .map_err(anyhow::Error::from)

@@ -6,14 +6,17 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use tracing::level_filters::LevelFilter;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use crate::{
     cluster::{self, ClusterArgs},
     node::Builder,
+    spans::Exporter,
 };
 use beelet_cli::{USAGE, failed};
-use beelet_config::{Config, CredentialProviders};
+use beelet_config::{Config, CredentialProviders, Tracing};
 use beelet_kubelet_api::Verbosity;
 
 /// Arguments of `beelet run`.
@@ -128,11 +131,12 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         print!("{}", config.effective());
         return ExitCode::SUCCESS;
     }
-    let set = start_logging(args.log_format, args.verbose);
+    let spans = config.tracing.as_ref().map(|tracing| (tracing, config.node_name.as_str()));
+    let logging = start_logging(args.log_format, args.verbose, spans);
     for warning in &warnings {
         tracing::warn!("{warning}");
     }
-    let mut builder = Builder::default().verbosity(set);
+    let mut builder = Builder::default().verbosity(logging.verbosity.clone());
     if let Some(membership) = membership {
         builder = cluster::join(builder, &config, membership);
     }
@@ -170,36 +174,36 @@ fn directives(verbose: u8) -> &'static str {
     }
 }
 
-/// Log lines go to standard error: standard output belongs to what a command prints. What is returned changes
-/// how much is said.
-pub(crate) fn start_logging(format: LogFormat, verbose: u8) -> Verbosity {
+/// The log, and where spans go. Lasts as long as the program runs.
+pub(crate) struct Logging {
+    /// Changes how much the log says.
+    pub(crate) verbosity: Verbosity,
+    /// Sends the spans that are left when it is dropped.
+    _spans: Option<Exporter>,
+}
+
+/// Log lines go to standard error: standard output belongs to what a command prints. Spans of this node go
+/// where the configuration says; without it nothing asks for them, and none is made.
+pub(crate) fn start_logging(format: LogFormat, verbose: u8, spans: Option<(&Tracing, &str)>) -> Logging {
     let filter = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {
             EnvFilter::builder().with_default_directive(LevelFilter::INFO.into()).parse_lossy(directives)
         }
         _ => EnvFilter::new(directives(verbose)),
     };
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    match format {
-        LogFormat::Text => {
-            let lines = lines.with_ansi(std::io::stderr().is_terminal()).with_target(verbose > 0);
-            let lines = lines.with_filter_reloading();
-            let handle = lines.reload_handle();
-            lines.init();
-            settable(move |filter| handle.reload(filter))
-        }
-        LogFormat::Json => {
-            let lines = lines.json().flatten_event(true).with_filter_reloading();
-            let handle = lines.reload_handle();
-            lines.init();
-            settable(move |filter| handle.reload(filter))
-        }
+    let (filter, handle) = reload::Layer::new(filter);
+    let lines = tracing_subscriber::fmt::layer::<Registry>().with_writer(std::io::stderr);
+    let lines = match format {
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).with_target(verbose > 0).boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).boxed(),
+    };
+    let spans = spans.filter(|(tracing, _)| tracing.per_million > 0);
+    let spans = spans.map(|(tracing, node)| Exporter::start(tracing, node)).transpose();
+    let layer = spans.as_ref().ok().and_then(Option::as_ref).map(Exporter::layer);
+    tracing_subscriber::registry().with(lines.with_filter(filter)).with(layer).init();
+    let verbosity = Verbosity::new(move |level| handle.reload(EnvFilter::new(directives(verbosity(level)))));
+    if let Err(error) = &spans {
+        tracing::warn!("spans are not sent: {error:#}");
     }
-}
-
-/// Sets the level by `reload`.
-fn settable<E: std::error::Error + Send + Sync + 'static>(
-    reload: impl Fn(EnvFilter) -> Result<(), E> + Send + Sync + 'static,
-) -> Verbosity {
-    Verbosity::new(move |level| reload(EnvFilter::new(directives(verbosity(level)))))
+    Logging { verbosity, _spans: spans.ok().flatten() }
 }

@@ -7,7 +7,7 @@ use beelet_policy::quantity::Quantity;
 
 use super::Config;
 use super::beelet::{AutonomyWire, BeeletWire};
-use super::kubelet::{CrashLoopBackOffWire, KubeletWire, MemorySwapWire, UserNamespacesWire};
+use super::kubelet::{CrashLoopBackOffWire, KubeletWire, MemorySwapWire, TracingWire, UserNamespacesWire};
 use super::server;
 use super::tuner::TunerWire;
 use super::unsupported;
@@ -76,6 +76,10 @@ fn kubelet(config: &Config) -> KubeletWire {
         resolv_conf: Some(
             config.resolv_conf.as_ref().map(|p| p.to_string_lossy().into_owned()).unwrap_or_default(),
         ),
+        tracing: config.tracing.as_ref().map(|tracing| TracingWire {
+            endpoint: Some(tracing.endpoint.clone()),
+            sampling_rate_per_million: Some(i64::from(tracing.per_million)),
+        }),
         crash_loop_back_off: Some(CrashLoopBackOffWire {
             max_container_restart_period: Some(GoDuration(config.max_container_restart_period)),
         }),

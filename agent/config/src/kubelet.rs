@@ -116,6 +116,8 @@ pub(super) struct KubeletWire {
     pub(super) tls_min_version: Option<String>,
     pub(super) authentication: Option<AuthenticationWire>,
     pub(super) authorization: Option<AuthorizationWire>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tracing: Option<TracingWire>,
     pub(super) enable_debugging_handlers: Option<bool>,
     pub(super) enable_system_log_handler: Option<bool>,
     pub(super) enable_debug_flags_handler: Option<bool>,
@@ -161,6 +163,14 @@ pub(super) struct MemorySwapWire {
 pub(super) struct UserNamespacesWire {
     #[serde(rename = "idsPerPod")]
     pub(super) ids_per_pod: Option<i64>,
+}
+
+/// component-base's TracingConfiguration.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct TracingWire {
+    pub(super) endpoint: Option<String>,
+    pub(super) sampling_rate_per_million: Option<i64>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]

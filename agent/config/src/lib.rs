@@ -162,6 +162,8 @@ pub struct Config {
     pub node: NodeConfig,
     /// The HTTPS server that the API server and monitors talk to.
     pub server: Server,
+    /// Where spans go; None: nowhere.
+    pub tracing: Option<Tracing>,
     /// What is ours.
     pub beelet: Beelet,
 }
@@ -270,6 +272,15 @@ pub struct Beelet {
     pub tuner: Tuner,
     /// What a node of a cluster does at a start without its API server.
     pub autonomy: Autonomy,
+}
+
+/// Where spans go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tracing {
+    /// Host and port, or `unix://` and a path, of a collector that speaks OTLP over gRPC, without encryption.
+    pub endpoint: String,
+    /// How many of a million traces are sent; 0: none.
+    pub per_million: u32,
 }
 
 /// What is kept of the API server's words for a start without it.

@@ -15,10 +15,10 @@ use beelet_policy::user_namespaces;
 
 use super::beelet::{AutonomyWire, BeeletWire};
 use super::error::Problem;
-use super::kubelet::KubeletWire;
+use super::kubelet::{KubeletWire, TracingWire};
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::words::{duration, number};
-use super::{Autonomy, Beelet, BpfMode, Config, ReservedCgroup, TcpProbes, pressure};
+use super::{Autonomy, Beelet, BpfMode, Config, ReservedCgroup, TcpProbes, Tracing, pressure};
 use beelet_policy::cgroups::CgroupDriver;
 
 /// The first of each is the default.
@@ -122,6 +122,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         unread: serde_json::Map::new(),
         node: super::node::resolve(wire)?,
         server: super::server::resolve(wire)?,
+        tracing: wire.tracing.as_ref().map(tracing).transpose()?,
         beelet,
     })
 }
@@ -170,6 +171,26 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         tuner: super::tuner::resolve(wire.tuner.as_ref())?,
         autonomy: autonomy(wire.autonomy.as_ref())?,
     })
+}
+
+/// Defaults and bounds: component-base/tracing/api/v1.
+fn tracing(wire: &TracingWire) -> Result<Tracing, Problem> {
+    let given = wire.endpoint.clone().filter(|text| !text.is_empty());
+    let given = given.unwrap_or_else(|| "localhost:4317".to_owned());
+    // gRPC's names (https://github.com/grpc/grpc/blob/master/doc/naming.md), of those that the kubelet takes.
+    let endpoint = given.strip_prefix("dns:///").or(given.strip_prefix("dns:")).unwrap_or(&given);
+    let is_socket = endpoint.strip_prefix("unix://").is_some_and(|path| path.starts_with('/'));
+    let is_address = endpoint.rsplit_once(':').is_some_and(|(host, port)| {
+        !host.is_empty() && !host.contains('/') && port.parse::<u16>().is_ok_and(|port| port > 0)
+    });
+    if !is_socket && !is_address {
+        let sentence = format!("{given:?} is neither HOST:PORT nor unix:///PATH");
+        return Err(Problem::new("tracing.endpoint", sentence));
+    }
+    let endpoint = endpoint.to_owned();
+    let per_million =
+        number("tracing.samplingRatePerMillion", wire.sampling_rate_per_million, 0, 0, 1_000_000)?;
+    Ok(Tracing { endpoint, per_million })
 }
 
 fn autonomy(wire: Option<&AutonomyWire>) -> Result<Autonomy, Problem> {

@@ -441,6 +441,8 @@ fn the_effective_configuration_reads_back_as_itself() {
         ),
         kubelet("memoryThrottlingFactor: 0.8"),
         kubelet("singleProcessOOMKill: true"),
+        kubelet("tracing: {samplingRatePerMillion: 1000}"),
+        kubelet("tracing: {endpoint: 'unix:///run/otel.sock', samplingRatePerMillion: 1000000}"),
         beelet("autonomy: {enabled: false, after: 2m, keyFile: /etc/beelet/key}"),
         kubelet("shutdownGracePeriod: 30s\nshutdownGracePeriodCriticalPods: 10s"),
         kubelet(

@@ -115,7 +115,7 @@ const GROUPS: &[Group] = &[
         fields: &["featureGates", "showHiddenMetricsForVersion"],
     },
     Group {
-        reason: "logging is set on the command line (-v, --log-format) and by RUST_LOG, and there is no tracing exporter",
-        fields: &["logging", "tracing"],
+        reason: "logging is set on the command line (-v, --log-format) and by RUST_LOG",
+        fields: &["logging"],
     },
 ];

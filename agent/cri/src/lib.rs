@@ -28,14 +28,18 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use beelet_base::spans::{self, TARGET};
 use beelet_policy::cgroups::CgroupDriver;
 use beelet_proto::cri;
 use cri::image_service_client::ImageServiceClient;
 use cri::runtime_service_client::RuntimeServiceClient;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
+use tonic::metadata::AsciiMetadataValue;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
+use tracing::field::Empty;
+use tracing::{Instrument, trace_span};
 
 pub use self::channel::EndpointError;
 pub use self::error::{Error, Kind};
@@ -597,10 +601,22 @@ impl Call<'_> {
         F: Future<Output = Result<Response<A>, Status>>,
     {
         let started = Instant::now();
-        let mut result = within(self.deadline, || send(self.request(request.clone()))).await;
+        // As the kubelet's own client names and describes it (otelgrpc).
+        let span = trace_span!(
+            target: TARGET, "cri", otel.name = self.operation.rpc(), otel.kind = "client",
+            rpc.system = "grpc", subject = self.subject.as_str(),
+            otel.status_code = Empty, otel.status_description = Empty,
+        );
+        let parent = spans::trace_parent(&span);
+        let asked = || send(self.request(request.clone(), parent.as_deref()));
+        let mut result = within(self.deadline, asked).instrument(span.clone()).await;
         let broke = result.as_ref().is_err_and(Failure::is_broken_connection);
         if broke && self.operation.is_read() {
-            result = within(self.deadline, || send(self.request(request))).await;
+            let again = || send(self.request(request, parent.as_deref()));
+            result = within(self.deadline, again).instrument(span.clone()).await;
+        }
+        if let Err(failure) = &result {
+            spans::fail(&span, &failure.message(&socket.path.display().to_string()));
         }
         self.door.metrics.record(self.operation, started.elapsed(), result.is_err());
         result.map_err(|failure| Error {
@@ -611,11 +627,15 @@ impl Call<'_> {
         })
     }
 
-    /// The request, with the deadline in its header: the runtime stops working on it then, too.
-    fn request<Q>(&self, message: Q) -> Request<Q> {
+    /// The request, with the deadline in its header: the runtime stops working on it then, too. Its own spans
+    /// are below `parent`.
+    fn request<Q>(&self, message: Q, parent: Option<&str>) -> Request<Q> {
         let mut request = Request::new(message);
         if let Some(deadline) = self.deadline {
             request.set_timeout(deadline);
+        }
+        if let Some(parent) = parent.and_then(|parent| AsciiMetadataValue::try_from(parent).ok()) {
+            request.metadata_mut().insert("traceparent", parent);
         }
         request
     }

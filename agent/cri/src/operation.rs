@@ -3,8 +3,21 @@
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 
+/// Services by what the table calls them.
+macro_rules! service {
+    (Runtime) => {
+        "runtime.v1.RuntimeService/"
+    };
+    (Image) => {
+        "runtime.v1.ImageService/"
+    };
+    (Transfer) => {
+        "containerd.services.transfer.v1.Transfer/"
+    };
+}
+
 macro_rules! operations {
-    ($($name:ident, $metric:literal, $phrase:literal, $read:literal;)*) => {
+    ($($name:ident, $metric:literal, $phrase:literal, $read:literal, $service:ident $method:ident;)*) => {
         /// A call of the container runtime interface.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Operation {
@@ -21,6 +34,11 @@ macro_rules! operations {
                 match self { $(Operation::$name => $metric,)* }
             }
 
+            /// Its service and method, as spans are named.
+            pub(crate) fn rpc(self) -> &'static str {
+                match self { $(Operation::$name => concat!(service!($service), stringify!($method)),)* }
+            }
+
             /// The call in words that a subject can follow.
             pub(crate) fn phrase(self) -> &'static str {
                 match self { $(Operation::$name => $phrase,)* }
@@ -35,36 +53,39 @@ macro_rules! operations {
 }
 
 operations! {
-    Version, "version", "ask the container runtime for its version", true;
-    Status, "status", "ask the container runtime for its status", true;
-    RuntimeConfig, "runtime_config", "ask the container runtime for its configuration", true;
-    ImageFsInfo, "image_fs_info", "ask for the file systems that hold the images", true;
-    ListSandboxes, "list_podsandbox", "list the pod sandboxes", true;
-    SandboxStatus, "podsandbox_status", "read the status of", true;
-    RunSandbox, "run_podsandbox", "run the sandbox of", false;
-    StopSandbox, "stop_podsandbox", "stop", false;
-    RemoveSandbox, "remove_podsandbox", "remove", false;
-    ListContainers, "list_containers", "list the containers", true;
-    ContainerStatus, "container_status", "read the status of", true;
-    CreateContainer, "create_container", "create", false;
-    StartContainer, "start_container", "start", false;
-    StopContainer, "stop_container", "stop", false;
-    RemoveContainer, "remove_container", "remove", false;
-    ExecSync, "exec_sync", "run a command in", false;
-    ContainerEvents, "container_events", "follow the container events", true;
-    ListContainerStats, "list_container_stats", "ask what the containers use", true;
-    UpdateContainer, "update_container", "change the resources of", false;
-    ReopenContainerLog, "reopen_container_log", "make the runtime reopen the log of", false;
-    Exec, "exec", "run a command in", false;
-    Attach, "attach", "attach to", false;
-    PortForward, "port_forward", "forward ports of", false;
-    Checkpoint, "checkpoint_container", "checkpoint", false;
-    ListImages, "list_images", "list the images", true;
-    ImageStatus, "image_status", "look up", true;
-    PullImage, "pull_image", "pull", false;
-    RemoveImage, "remove_image", "remove", false;
-    ImportImage, "import_image", "import", false;
-    ExportImage, "export_image", "export", true;
+    Version, "version", "ask the container runtime for its version", true, Runtime Version;
+    Status, "status", "ask the container runtime for its status", true, Runtime Status;
+    RuntimeConfig, "runtime_config", "ask the container runtime for its configuration", true,
+        Runtime RuntimeConfig;
+    ImageFsInfo, "image_fs_info", "ask for the file systems that hold the images", true, Image ImageFsInfo;
+    ListSandboxes, "list_podsandbox", "list the pod sandboxes", true, Runtime ListPodSandbox;
+    SandboxStatus, "podsandbox_status", "read the status of", true, Runtime PodSandboxStatus;
+    RunSandbox, "run_podsandbox", "run the sandbox of", false, Runtime RunPodSandbox;
+    StopSandbox, "stop_podsandbox", "stop", false, Runtime StopPodSandbox;
+    RemoveSandbox, "remove_podsandbox", "remove", false, Runtime RemovePodSandbox;
+    ListContainers, "list_containers", "list the containers", true, Runtime ListContainers;
+    ContainerStatus, "container_status", "read the status of", true, Runtime ContainerStatus;
+    CreateContainer, "create_container", "create", false, Runtime CreateContainer;
+    StartContainer, "start_container", "start", false, Runtime StartContainer;
+    StopContainer, "stop_container", "stop", false, Runtime StopContainer;
+    RemoveContainer, "remove_container", "remove", false, Runtime RemoveContainer;
+    ExecSync, "exec_sync", "run a command in", false, Runtime ExecSync;
+    ContainerEvents, "container_events", "follow the container events", true, Runtime GetContainerEvents;
+    ListContainerStats, "list_container_stats", "ask what the containers use", true,
+        Runtime ListContainerStats;
+    UpdateContainer, "update_container", "change the resources of", false, Runtime UpdateContainerResources;
+    ReopenContainerLog, "reopen_container_log", "make the runtime reopen the log of", false,
+        Runtime ReopenContainerLog;
+    Exec, "exec", "run a command in", false, Runtime Exec;
+    Attach, "attach", "attach to", false, Runtime Attach;
+    PortForward, "port_forward", "forward ports of", false, Runtime PortForward;
+    Checkpoint, "checkpoint_container", "checkpoint", false, Runtime CheckpointContainer;
+    ListImages, "list_images", "list the images", true, Image ListImages;
+    ImageStatus, "image_status", "look up", true, Image ImageStatus;
+    PullImage, "pull_image", "pull", false, Image PullImage;
+    RemoveImage, "remove_image", "remove", false, Image RemoveImage;
+    ImportImage, "import_image", "import", false, Transfer Transfer;
+    ExportImage, "export_image", "export", true, Transfer Transfer;
 }
 
 impl EncodeLabelValue for Operation {

@@ -24,13 +24,13 @@ use tokio::{
     sync::watch,
     time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
-use tracing::debug;
+use tracing::{Instrument, debug, trace_span};
 
 use super::{
     Error,
     collector::{self, Collector, Garbage},
 };
-use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter};
+use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter, spans::TARGET};
 use beelet_cri::Runtime;
 use beelet_model::{
     labels,
@@ -171,7 +171,8 @@ impl ContainerGc {
     }
 
     async fn collect_by_itself(&self) {
-        let error = match self.collect_once(ContainerGcRequest::default()).await {
+        let span = trace_span!(target: TARGET, "gc", otel.name = "Containers/GarbageCollect");
+        let error = match self.collect_once(ContainerGcRequest::default()).instrument(span).await {
             Ok(collected) if collected.errors.is_empty() => return,
             Ok(collected) => collected.errors.join("; "),
             Err(error) => error.to_string(),

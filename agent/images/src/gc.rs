@@ -24,7 +24,7 @@ use tokio::{
     sync::watch,
     time::{Instant, Interval, MissedTickBehavior, interval, interval_at},
 };
-use tracing::{info, warn};
+use tracing::{Instrument, info, trace_span, warn};
 
 use super::{
     Error,
@@ -36,6 +36,7 @@ use super::{
 };
 use beelet_base::clock::WallClock;
 use beelet_base::filesystem::{Space, image_mountpoint};
+use beelet_base::spans::TARGET;
 use beelet_cri::Runtime;
 use beelet_model::table::PodTable;
 use beelet_state::{State, events::NodeEvents};
@@ -235,7 +236,8 @@ impl ImageGc {
 
     /// As the kubelet reports it: a first failure is only logged, the next ones are events.
     async fn collect_by_itself(&mut self) {
-        let error = match self.collect_once(ImageGcRequest::default()).await {
+        let span = trace_span!(target: TARGET, "gc", otel.name = "Images/GarbageCollect");
+        let error = match self.collect_once(ImageGcRequest::default()).instrument(span).await {
             Ok(collected) => {
                 self.record_events(&collected);
                 collected.outcome.error

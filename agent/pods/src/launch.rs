@@ -3,11 +3,13 @@
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
+use beelet_base::spans::TARGET;
 use beelet_policy::{cgroups as values, critical, duration, pod::Start, start_limit::Call};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
 use tokio_util::task::TaskTracker;
+use tracing::{Instrument, trace_span};
 
 use crate::{
     claims, env_files,
@@ -370,7 +372,8 @@ impl Launcher {
             tell: &tell,
         };
         let object = || Object::container(&plan.pod, &container.name);
-        let getting = Box::pin(self.puller.leased(&self.leases, &wanted));
+        let span = trace_span!(target: TARGET, "image", otel.name = "ensureImageExists", image);
+        let getting = Box::pin(self.puller.leased(&self.leases, &wanted)).instrument(span);
         Ok(self.waited(object, &format!("image {image:?}"), getting).await?)
     }
 

@@ -495,7 +495,7 @@ impl Manager {
         };
         let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
         if known && managed.status.is_none() && terminate.is_none() {
-            self.parts.metrics.starts.begin(&uid);
+            self.parts.metrics.starts.begin(&managed.name, &uid);
         }
         self.pods.insert(uid.clone(), managed);
         // A pod that runs, but of which nothing is known, is not called pending before it was looked at.

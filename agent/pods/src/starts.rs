@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -11,8 +11,10 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use prometheus_client::{metrics::histogram::Histogram, registry::Registry};
 use tokio::time::Instant;
+use tracing::{Span, field::Empty, trace_span};
 
-use beelet_model::status::has_ended;
+use beelet_base::spans::TARGET;
+use beelet_model::{status::has_ended, table::PodName};
 
 /// Bounds of durations, in seconds: the kubelet's.
 const BUCKETS: [f64; 25] = [
@@ -33,6 +35,8 @@ struct Start {
 #[derive(Clone, Debug)]
 pub(crate) struct Starts {
     starting: Arc<Mutex<BTreeMap<String, Start>>>,
+    /// The spans of pods that were not ready yet. What is done for them is below.
+    ways: Arc<Mutex<BTreeMap<String, Span>>>,
     running: Histogram,
     total: Histogram,
     sli: Histogram,
@@ -41,7 +45,13 @@ pub(crate) struct Starts {
 impl Default for Starts {
     fn default() -> Self {
         let histogram = || Histogram::new(BUCKETS);
-        Self { starting: Arc::default(), running: histogram(), total: histogram(), sli: histogram() }
+        Self {
+            starting: Arc::default(),
+            ways: Arc::default(),
+            running: histogram(),
+            total: histogram(),
+            sli: histogram(),
+        }
     }
 }
 
@@ -65,9 +75,37 @@ impl Starts {
     }
 
     /// A pod is seen for the first time.
-    pub(crate) fn begin(&self, uid: &str) {
+    pub(crate) fn begin(&self, name: &PodName, uid: &str) {
+        let way = trace_span!(
+            target: TARGET, parent: None, "pod", otel.name = "startPod", k8s.pod.uid = uid,
+            k8s.pod = %name, k8s.pod.name = name.name, k8s.namespace.name = name.namespace,
+        );
+        if !way.is_none() {
+            self.ways().insert(uid.to_owned(), way);
+        }
         let start = Start { seen: Instant::now(), pulling: Duration::ZERO, runs: false };
         self.with(|starting| starting.insert(uid.to_owned(), start));
+    }
+
+    /// The span of a step of the pod's worker: below that of its start until it was ready, then on its own.
+    pub(crate) fn step(&self, name: &PodName, uid: &str, step: &'static str) -> Span {
+        let way = self.ways().get(uid).and_then(Span::id);
+        trace_span!(
+            target: TARGET, parent: way, "step", otel.name = step, k8s.pod.uid = uid,
+            k8s.pod = %name, k8s.pod.name = name.name, k8s.namespace.name = name.namespace,
+            otel.status_code = Empty, otel.status_description = Empty,
+        )
+    }
+
+    /// Ends the span of the pod's start; the last one below it says with what.
+    fn arrive(&self, uid: &str, end: &'static str) {
+        if let Some(way) = self.ways().remove(uid) {
+            drop(trace_span!(target: TARGET, parent: &way, "end", otel.name = end));
+        }
+    }
+
+    fn ways(&self) -> MutexGuard<'_, BTreeMap<String, Span>> {
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An image of a pod was got.
@@ -78,10 +116,16 @@ impl Starts {
     /// The pod is gone.
     pub(crate) fn forget(&self, uid: &str) {
         self.with(|starting| starting.remove(uid));
+        self.arrive(uid, "gone");
     }
 
     /// The pod's status is this one now.
     pub(crate) fn record(&self, uid: &str, pod: &core::Pod, status: &core::PodStatus, now: Timestamp) {
+        if has_ended(Some(status)) {
+            self.arrive(uid, "ended");
+        } else if is_ready(status) {
+            self.arrive(uid, "firstReady");
+        }
         self.with(|starting| {
             let Some(start) = starting.get_mut(uid) else { return };
             if status.phase.as_deref() == Some("Running") && !std::mem::replace(&mut start.runs, true) {
@@ -107,6 +151,11 @@ impl Starts {
     fn with<T>(&self, work: impl FnOnce(&mut BTreeMap<String, Start>) -> T) -> T {
         work(&mut self.starting.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+fn is_ready(status: &core::PodStatus) -> bool {
+    let mut conditions = status.conditions.iter().flatten();
+    conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 fn all_run(status: &core::PodStatus) -> bool {
@@ -144,6 +193,10 @@ mod tests {
 
     use super::*;
 
+    fn name(uid: &str) -> PodName {
+        PodName { namespace: "shop".to_owned(), name: uid.to_owned() }
+    }
+
     fn text(starts: &Starts) -> String {
         let mut registry = Registry::default();
         starts.register(&mut registry);
@@ -171,7 +224,7 @@ mod tests {
             }))
             .unwrap()
         };
-        starts.begin("u");
+        starts.begin(&name("u"), "u");
         tokio::time::advance(Duration::from_secs(10)).await;
         starts.pulled("u", Duration::from_secs(4));
         let now: Timestamp = "2026-01-01T00:00:11Z".parse().unwrap();
@@ -194,7 +247,7 @@ mod tests {
         let starts = Starts::default();
         let status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
         starts.record("old", &core::Pod::default(), &status, Timestamp::now());
-        starts.begin("gone");
+        starts.begin(&name("gone"), "gone");
         starts.forget("gone");
         starts.record("gone", &core::Pod::default(), &status, Timestamp::now());
         assert!(text(&starts).contains("kubelet_pod_start_duration_seconds_count 0"));

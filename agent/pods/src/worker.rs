@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::spans::{self, TARGET};
 use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
 use beelet_proto::cri;
 use futures::future::join_all;
@@ -17,7 +18,7 @@ use tokio::{
     sync::{mpsc, watch},
     time::Instant,
 };
-use tracing::{debug, info, warn};
+use tracing::{Instrument, debug, info, trace_span, warn};
 
 use super::{
     error::{Error, StartError},
@@ -237,6 +238,8 @@ impl Worker {
             }
             let began = Instant::now();
             let mut signal = self.control.clone();
+            let kind = if control.end().is_some() { "syncTerminatingPod" } else { "syncPod" };
+            let span = self.launcher.metrics.starts.step(&self.plan.name, &self.plan.uid, kind);
             let step = if let Some(end) = control.end() {
                 let grace = self.grace_of(end);
                 let own = self.plan.grace;
@@ -246,7 +249,7 @@ impl Worker {
                         if changed.is_err() { return }
                         continue;
                     }
-                    step = Box::pin(self.terminate(&control, grace)) => step,
+                    step = Box::pin(self.terminate(&control, grace)).instrument(span.clone()) => step,
                 }
             } else {
                 tokio::select! {
@@ -255,9 +258,13 @@ impl Worker {
                         if changed.is_err() { return }
                         continue;
                     }
-                    step = Box::pin(self.advance(&control)) => step,
+                    step = Box::pin(self.advance(&control)).instrument(span.clone()) => step,
                 }
             };
+            if let Err(error) = &step {
+                spans::fail(&span, error);
+            }
+            drop(span);
             self.launcher.metrics.step(purpose, began.elapsed());
             purpose = metrics::Purpose::Sync;
             let wake = match step {
@@ -486,7 +493,8 @@ impl Worker {
         for (reason, message) in dns_warnings(&self.plan.pod, &self.launcher.node) {
             events.warning(pod(), reason, message);
         }
-        let made = self.launcher.create_sandbox(&self.plan, attempt, &self.chores).await;
+        let span = trace_span!(target: TARGET, "sandbox", otel.name = "createSandbox", attempt);
+        let made = self.launcher.create_sandbox(&self.plan, attempt, &self.chores).instrument(span).await;
         if self.plan.own_users {
             let (started, failed) = &self.launcher.metrics.user_namespaced;
             started.inc();
@@ -551,7 +559,12 @@ impl Worker {
                 return Err(Error::Unseen("the sandbox is gone that its containers were to run in"));
             };
             info!(pod = %self.plan.name, container = start.name, attempt = start.attempt, "container is asked for");
-            match self.launcher.start(&self.plan, (sandbox, seen), start, &self.chores).await {
+            let span = trace_span!(
+                target: TARGET, "container", otel.name = "startContainer", k8s.container.name = start.name,
+                attempt = start.attempt,
+            );
+            let starting = self.launcher.start(&self.plan, (sandbox, seen), start, &self.chores);
+            match starting.instrument(span).await {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.plan.name, container = start.name, id, attempt = start.attempt, "container runs");

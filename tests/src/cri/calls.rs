@@ -99,6 +99,8 @@ pub struct Call {
     pub asked: Asked,
     /// The deadline it came with (`grpc-timeout`), as written.
     pub timeout: Option<String>,
+    /// The span that it belongs to (`traceparent`), as written.
+    pub parent: Option<String>,
     /// How it ended.
     pub outcome: Outcome,
 }

@@ -388,11 +388,16 @@ impl Shared {
     }
 
     /// Notes that a call came; what is to become of it.
-    fn arrive(self: &Arc<Self>, asked: Asked, timeout: Option<String>) -> (Arrival, Duration, Act) {
+    fn arrive(
+        self: &Arc<Self>,
+        asked: Asked,
+        timeout: Option<String>,
+        parent: Option<String>,
+    ) -> (Arrival, Duration, Act) {
         let mut state = self.lock();
         let (delay, act) = state.rules.decide(&asked);
         let number = state.calls.len();
-        state.calls.push(Call { number, asked, timeout, outcome: Outcome::Pending });
+        state.calls.push(Call { number, asked, timeout, parent, outcome: Outcome::Pending });
         drop(state);
         self.changed();
         (Arrival { shared: Arc::clone(self), number }, delay, act)

@@ -95,11 +95,12 @@ impl Service {
     where
         Asked: From<Wrapped<OP, Q>>,
     {
-        let timeout =
-            request.metadata().get("grpc-timeout").and_then(|value| value.to_str().ok()).map(str::to_owned);
+        let header =
+            |name| request.metadata().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+        let (timeout, parent) = (header("grpc-timeout"), header("traceparent"));
         let message = request.into_inner();
         let asked = Asked::from(Wrapped::<OP, Q>(message.clone()));
-        let (arrival, delay, act) = self.shared.arrive(asked, timeout);
+        let (arrival, delay, act) = self.shared.arrive(asked, timeout, parent);
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }

@@ -13,5 +13,6 @@ mod operator;
 mod pods;
 mod runtime_client;
 mod server;
+mod spans;
 mod state_full_disk;
 mod trouble;

@@ -1,0 +1,139 @@
+//! Spans of a pod's way, as a collector gets them.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex};
+
+use beelet_tests::cri::Op;
+use beelet_tests::workdir::{PATIENCE, wait_for};
+use beelet_tests::{manifests, require};
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
+    TraceService, TraceServiceServer,
+};
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use serde_json::json;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
+
+use crate::hostile::scene::Scene;
+
+/// Keeps what it gets.
+#[derive(Clone, Default)]
+struct Collector(Arc<Mutex<Vec<Span>>>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        let all = request.into_inner().resource_spans.into_iter().flat_map(|resource| resource.scope_spans);
+        self.0.lock().unwrap().extend(all.flat_map(|scope| scope.spans));
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// A collector on a port of its own.
+fn collect() -> (Collector, SocketAddr) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let collector = Collector::default();
+    let service = TraceServiceServer::new(collector.clone());
+    let listener = TcpListenerStream::new(tokio::net::TcpListener::from_std(listener).unwrap());
+    tokio::spawn(Server::builder().add_service(service).serve_with_incoming(listener));
+    (collector, address)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+const RUN: &str = "runtime.v1.RuntimeService/RunPodSandbox";
+const START: &str = "runtime.v1.RuntimeService/StartContainer";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collector_gets_the_spans_of_a_pods_way_below_one_another() {
+    require!(root);
+    let (collector, address) = collect();
+    let scene = Scene::start(|_, options| {
+        let tracing = json!({ "endpoint": address.to_string(), "samplingRatePerMillion": 1_000_000 });
+        options.kubelet("tracing", tracing)
+    });
+    scene.apply(&manifests::pod("web", &["/bin/testapp"]));
+    scene.until_ready("web");
+    let wanted = [
+        "startPod",
+        "syncPod",
+        "createSandbox",
+        RUN,
+        "ensureImageExists",
+        "startContainer",
+        START,
+        "firstReady",
+    ];
+    let spans = wait_for("the spans of the pod", PATIENCE, || {
+        let spans = collector.0.lock().unwrap().clone();
+        let missing: Vec<_> =
+            wanted.iter().filter(|name| !spans.iter().any(|span| span.name == **name)).collect();
+        if missing.is_empty() { Ok(spans) } else { Err(format!("{missing:?} are missing")) }
+    })
+    .unwrap();
+    let by_id: BTreeMap<&[u8], &Span> = spans.iter().map(|span| (&span.span_id[..], span)).collect();
+    let start = spans.iter().find(|span| span.name == "startPod").unwrap();
+    let named =
+        |name: &str| spans.iter().find(|span| span.name == name && span.trace_id == start.trace_id).unwrap();
+    // The names from a span up to the one that nothing is above.
+    let way = |name: &str| {
+        let mut span = named(name);
+        let mut names = vec![span.name.as_str()];
+        while let Some(above) = by_id.get(&span.parent_span_id[..]) {
+            span = above;
+            names.push(span.name.as_str());
+        }
+        names
+    };
+    assert_eq!(way(RUN), [RUN, "createSandbox", "syncPod", "startPod"]);
+    assert_eq!(way(START), [START, "startContainer", "syncPod", "startPod"]);
+    assert_eq!(way("ensureImageExists"), ["ensureImageExists", "startContainer", "syncPod", "startPod"]);
+    assert_eq!(way("firstReady"), ["firstReady", "startPod"]);
+    // The runtime is told which span its own belong below.
+    let ran = scene.cri.calls().into_iter().find(|call| call.op() == Op::RunPodSandbox).unwrap();
+    let expected = format!("00-{}-{}-01", hex(&start.trace_id), hex(&named(RUN).span_id));
+    assert_eq!(ran.parent, Some(expected));
+    let lines = scene.agent.log();
+    assert!(!lines.contains("syncPod") && !lines.contains("startPod"), "spans are no log lines: {lines}");
+    scene.is_well();
+}
+
+#[test]
+fn without_tracing_no_call_has_a_span() {
+    require!(root);
+    let scene = Scene::start(|_, options| {
+        options.kubelet("tracing", json!({ "endpoint": "127.0.0.1:1", "samplingRatePerMillion": 0 }))
+    });
+    scene.apply(&manifests::pod("web", &["/bin/testapp"]));
+    scene.until_ready("web");
+    let calls = scene.cri.calls();
+    assert!(calls.iter().all(|call| call.parent.is_none()), "{calls:?}");
+}
+
+#[test]
+fn a_collector_that_is_away_is_told_once_and_holds_nothing_up() {
+    require!(root);
+    let address = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let scene = Scene::start(|_, options| {
+        let tracing = json!({ "endpoint": address.to_string(), "samplingRatePerMillion": 1_000_000 });
+        options.kubelet("tracing", tracing)
+    });
+    scene.until_told("spans can't be sent, and are lost");
+    scene.apply(&manifests::pod("web", &["/bin/testapp"]));
+    scene.until_ready("web");
+    scene.is_well();
+}
